@@ -30,8 +30,10 @@ from redraft.eval.forecast.stored import StoredForecast, digest_prompt
 from redraft.eval.parity.run import EngineRun
 from redraft.eval.prompts import Prompt
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.files.artifact import PROVENANCE, fingerprint
-from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_tokenizer
+from redraft.heads.files.artifact import PROVENANCE
+from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
 from redraft.heads.target import Target
 
@@ -296,9 +298,10 @@ class Examiner:
         """Let the target answer the prompts. The forecast of the sound head on them is the published one."""
         self.work = work
         self.model = load_causal_lm(TARGET, torch.float32).eval()
-        tokenizer = load_tokenizer(TARGET)
+        opened = TargetFolder.open(TARGET)
+        tokenizer = opened.tokenizer
         self.prompts = ask_fallback(tokenizer, num_prompts)
-        ends = end_ids(TARGET, tokenizer)
+        ends = opened.end_ids
         self.answers = greedy_continuations(
             self.model,
             [Prompt(token_ids=ids) for ids in self.prompts],
@@ -312,7 +315,7 @@ class Examiner:
             prompts=self.prompts,
             max_tokens=max_tokens,
         )
-        counts = self._count(self._load(Pair.read(TARGET, HEAD)))
+        counts = self._count(self._load(Pair.read(TargetFolder.open(TARGET), HEAD)))
         self.stored = StoredForecast(
             num_speculative_tokens=NUM_TOKENS,
             max_tokens=max_tokens,
@@ -336,7 +339,7 @@ class Examiner:
             edit_config(folder, "redraft")
         if fault is not None:
             fault.plant(folder)
-        pair = Pair.read(TARGET, folder)
+        pair = Pair.read(TargetFolder.open(TARGET), folder)
         checked, _ = check_folder(pair, None, NUM_TOKENS)
         findings = list(checked.findings)
         # As the doctor does: acceptance of a head with broken files would say nothing new.

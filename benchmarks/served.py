@@ -24,7 +24,7 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.draft_source import SampleMethod
 from redraft.eval.engine.measure import Output, measure
-from redraft.eval.engine.sampling import GENERATION_CONFIG, Sampling, read_sampling
+from redraft.eval.engine.sampling import Sampling, read_sampling
 from redraft.eval.engine.server import vllm_server
 from redraft.eval.forecast.drafts import LoadedTarget, load_drafts
 from redraft.eval.forecast.greedy import Continuation, generate_answers
@@ -33,8 +33,9 @@ from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Proto
 from redraft.eval.intervals import estimate_gain
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.artifact import fingerprint
-from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_tokenizer
+from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.heads.files.folder import GENERATION_CONFIG
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.serve.serve import sampling_environment
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
@@ -67,10 +68,10 @@ def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
         temperatures=(),
         num_speculative_tokens=(case.num_speculative_tokens,),
         max_tokens=case.max_tokens,
-        end_ids=end_ids(target.folder, target.tokenizer),
+        end_ids=target.opened.end_ids,
         seed=case.seed,
         batch_size=16,
-        filters=read_sampling(target.folder),
+        filters=read_sampling(target.opened.folder),
     )
     report: dict[str, Any] = {}
     for name, method in METHODS.items():
@@ -103,9 +104,7 @@ def make_target(source: Path, folder: Path) -> LoadedTarget:
     path = folder / GENERATION_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | SAMPLING | {"do_sample": True}))
     model = load_causal_lm(folder).float().eval()
-    return LoadedTarget(
-        name=str(folder), folder=folder, fingerprint=fingerprint(folder), model=model, tokenizer=load_tokenizer(folder)
-    )
+    return LoadedTarget(opened=TargetFolder.open(folder), model=model)
 
 
 def make_draft(source: Path, folder: Path, seed: int) -> Path:
@@ -115,13 +114,13 @@ def make_draft(source: Path, folder: Path, seed: int) -> Path:
     for weight in model.parameters():
         if weight.ndim > 1:
             weight.data += NOISE * weight.std() * torch.randn(weight.shape, generator=generator)
-    StandaloneDraft(model).export(folder, tokenizer=load_tokenizer(source))
+    StandaloneDraft(model).export(folder, tokenizer=TargetFolder.open(source).tokenizer)
     return folder
 
 
 def choose_prompts(case: ServedCase, target: LoadedTarget) -> list[Prompt]:
     _, held_out = split_held_out(load_conversations("stdlib"), 0.2)
-    return held_out_prompts(held_out, target.tokenizer, num_prompts=case.num_prompts, max_length=256)
+    return held_out_prompts(held_out, target.opened.tokenizer, num_prompts=case.num_prompts, max_length=256)
 
 
 def ask_engine(
@@ -135,7 +134,7 @@ def ask_engine(
         "draft_sample_method": method,
     }
     with vllm_server(
-        target.name,
+        target.opened.name,
         log=log,
         speculative_config=config,
         max_model_len=512,
@@ -173,7 +172,7 @@ def forecast(
     signal, rows = InProcessTarget(target.model, []), []
     for first in range(0, len(texts), protocol.batch_size):
         batch = texts[first : first + protocol.batch_size]
-        found = evaluate_batch(batch, signal, {"it": draft}, read_sampling(target.folder).temperature, protocol)
+        found = evaluate_batch(batch, signal, {"it": draft}, read_sampling(target.opened.folder).temperature, protocol)
         rows += [row["it"] for row in found]
     return rows
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.heads.family import Family, FixedTokens, Training
-from redraft.heads.files.artifact import PROVENANCE, fingerprint
+from redraft.heads.files.artifact import PROVENANCE
 from redraft.heads.files.folder import CONFIG, read_config, tensor_files
 from redraft.heads.files.foreign import find_foreign
+from redraft.heads.files.target_folder import TargetFolder
 
 # Order matters for `tensors` only: the row whose tensor is rarer comes first.
 FAMILIES: tuple[Family, ...] = (
@@ -342,7 +343,7 @@ def match_tensors(names: Collection[str]) -> Family | None:
     return None
 
 
-def require_head(folder: Path, name: str, target: Path) -> None:
+def require_head(folder: Path, name: str, target: TargetFolder) -> None:
     """Raise ValueError unless `folder` holds a head of family `name` whose provenance, if any, names this target.
 
     Raises:
@@ -353,7 +354,7 @@ def require_head(folder: Path, name: str, target: Path) -> None:
         raise ValueError(f"{folder} holds a head of the family {found}, not {name}: use the recipe of {found}")
     provenance = json.loads((folder / PROVENANCE).read_text()) if (folder / PROVENANCE).is_file() else {}
     trained_for = provenance.get("target_fingerprint")
-    if trained_for is not None and trained_for != fingerprint(target):
+    if trained_for is not None and trained_for != target.fingerprint:
         raise ValueError(
-            f"{folder} was trained for another target than {target}: {provenance.get('target', 'unnamed')}"
+            f"{folder} was trained for another target than {target.name}: {provenance.get('target', 'unnamed')}"
         )

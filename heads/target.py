@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from redraft.heads.files.checkpoint import load_text_config
-from redraft.heads.files.folder import tensor_files
-from redraft.heads.files.tensors import read_tensors
+from redraft.heads.files.tensors import list_tensors, read_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Target:
         Raises:
             ValueError: the folder has no embeddings.
         """
-        names = [name for name in tensor_files(folder) if _is_shared(name)]
+        names = [name for name in list_tensors(folder) if _is_shared(name)]
         tensors = read_tensors(folder, names)
         embed = next((t for name, t in tensors.items() if name.endswith("embed_tokens.weight")), None)
         if embed is None:

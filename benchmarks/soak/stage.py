@@ -26,8 +26,9 @@ from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.engine.process import free_port
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
-from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
+from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry
@@ -170,7 +171,7 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
     for config in learners.values():
         config.registry.mkdir(parents=True, exist_ok=True)
         # Before any process starts: the servers load the registry's current version.
-        provide_first_version(config, Registry(config.registry), fingerprint(target))
+        provide_first_version(config, Registry(config.registry), TargetFolder.open(target))
     faketime = next(iter(sorted(Path("/usr/lib").glob(f"*/faketime/{FAKETIME}"))), None)
     stage = Stage(
         folder=folder, target=target, fingerprint=fingerprint(target), token=read_token(folder / "token"),

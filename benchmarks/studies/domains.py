@@ -39,8 +39,9 @@ from redraft.eval.engine.server import VllmServer, wait_until_healthy
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import write_page
 from redraft.heads.families.standalone import Init, StandaloneDraft, make_draft
-from redraft.heads.files.artifact import fingerprint, publish
+from redraft.heads.files.artifact import publish
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
+from redraft.heads.files.folder import fingerprint
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import connected
 from redraft.online.tokens import read_token, write_token

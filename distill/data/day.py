@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Any
 
 from redraft.heads.files.artifact import write_whole
-
-
-def writes_date(tokenizer: Any) -> bool:
-    """Whether the chat template writes today's date, as those of Llama 3.2, SmolLM3 and gpt-oss do."""
-    return "strftime_now" in str(tokenizer.chat_template)
 
 
 def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from redraft.distill.data.conditions import Turn
 from redraft.distill.data.conversations import Conversation
-from redraft.distill.data.day import writes_date
 from redraft.distill.data.messages import REASONING_FIELDS, Message, Tool
 from redraft.distill.data.pieces import PieceEncoder, Pieces
 from redraft.distill.data.reasoning import REASONING_FORMS, ReasoningForm, split_reasoning, without_reasoning
 from redraft.distill.data.template import Arguments, find_arguments, reads_parts
 from redraft.distill.data.turns import PROBE, QUESTION, RefusedAnswerError, TurnWriter
+from redraft.heads.files.target_folder import writes_date
 
 T = TypeVar("T")
 

@@ -26,10 +26,10 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from redraft.distill.data.day import writes_date
 from redraft.distill.data.samples import Sample, SampleStats, data_hash
 from redraft.eval.prompts import Prompt
 from redraft.heads.files.artifact import manifest, publish, require_sizes
+from redraft.heads.files.target_folder import writes_date
 
 ABOUT = "about.json"
 PARTS = ("train", "held-out")

@@ -21,8 +21,8 @@ from redraft.eval.engine.server import require_runner
 from redraft.eval.parity.run import Dump, run_engine
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import model_folder
+from redraft.heads.files.target_folder import TargetFolder
 
 DEFAULT_NUM_TOKENS = 3
 
@@ -87,9 +87,9 @@ def check_drafts(
     adaptive_verification: bool = False,
 ) -> list[Checked]:
     """`check_draft` of several drafts, whose engines run one after the other in one process."""
-    results, planned = [], []
+    opened, results, planned = TargetFolder.open(target), [], []
     for draft in drafts:
-        pair = Pair.read(model_folder(target), model_folder(draft))
+        pair = Pair.read(opened, model_folder(draft))
         checked, num_tokens = check_folder(pair, method, num_speculative_tokens, adaptive_verification)
         results.append(checked)
         if engine is not None and _may_run(pair, checked):
@@ -117,7 +117,7 @@ def check_folder(
     )
     checked = Checked(findings=findings, notes=list(notes(pair)))
     checked.facts |= {
-        "target": str(pair.target),
+        "target": str(pair.target.folder),
         "draft": f"{pair.draft}: {pair.family.name}, {num_tokens} tokens a step",
     }
     _check_labels(pair, checked)
@@ -129,7 +129,7 @@ def _check_labels(pair: Pair, checked: Checked) -> None:
     if trained is None:
         checked.notes.append("no label_probe in its provenance: template and loss mask of training are not known")
         return
-    served = label_probe(load_tokenizer(pair.target), day_of_training(pair))
+    served = label_probe(pair.target.tokenizer, day_of_training(pair))
     if served is not None:
         checked.findings += compare_probes(trained, served)
 

@@ -9,7 +9,7 @@ import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,7 +24,7 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.engine.server import engine_is_cpu
-from redraft.eval.engine.target_dtype import default_target_dtype
+from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.stored import StoredForecast
 from redraft.eval.parity.acceptance import (
     MIN_DRAFTS,
@@ -37,7 +37,7 @@ from redraft.eval.parity.compare import compare
 from redraft.eval.parity.run import Dump, EngineRun
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Draft
-from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_tokenizer
+from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.target import Target
 
 DEFAULT_MAX_TOKENS = 64
@@ -75,7 +75,7 @@ class EngineCheck:
 
     folder: Path
     """Folder for the engine's log and the dumps."""
-    dtype: str | None = None
+    dtype: TargetDtype | None = None
     """None takes the type of the published forecast, if this machine computes in it, or that of training here."""
     prompts: str | None = None
     num_prompts: int = 16
@@ -104,9 +104,7 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine 
     dtype = engine.dtype or _choose_dtype(pair, stored, machine or this_machine())
     if pair.family.is_head:
         way_out = "give --no-engine, which reads configs and tensors only, and count with redraft eval --no-forecast"
-        require_target_room(
-            str(pair.target), torch.device(this_machine().device), getattr(torch, dtype), way_out=way_out
-        )
+        require_target_room(replace(pair.target, dtype=dtype), torch.device(this_machine().device), way_out=way_out)
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)
@@ -114,12 +112,12 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine 
     if not pair.is_own_target:
         speculative["model"] = str(pair.draft.absolute())
     run = EngineRun(
-        target=str(pair.target.absolute()),
+        target=str(pair.target.folder.absolute()),
         speculative_config=speculative,
         prompts=prompts,
         max_tokens=max_tokens,
         # The fallback questions are answered to the full length, which gives more drafts to count.
-        end_ids=end_ids(pair.target, load_tokenizer(pair.target)) if are_held_out else (),
+        end_ids=pair.target.end_ids if are_held_out else (),
         dtype=dtype,
         recorded_prompts=COMPARED_PROMPTS,
         kv_cache_bytes=1 << 30,
@@ -127,13 +125,13 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine 
     return Plan(run=run, stored=stored, are_held_out=are_held_out, notes=notes)
 
 
-def _choose_dtype(pair: Pair, stored: StoredForecast | None, machine: Machine) -> str:
+def _choose_dtype(pair: Pair, stored: StoredForecast | None, machine: Machine) -> TargetDtype:
     """The type of an engine's run, if the user names none. In the forecast's, an engine counts as it does."""
     on_cpu = engine_is_cpu()
     known = stored.dtype if stored else None
     if known and (not on_cpu or known == "float32" or (known == "bfloat16" and machine.cpu_has_bfloat16)):
-        return known
-    return default_target_dtype(pair.target, on_cpu=on_cpu, machine=machine) or "bfloat16"
+        return cast(TargetDtype, known)
+    return default_target_dtype(pair.target.folder, on_cpu=on_cpu, machine=machine) or "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +214,7 @@ def _prompts(
     pair: Pair, num_tokens: int, max_tokens: int, engine: EngineCheck, notes: list[str]
 ) -> tuple[list[list[int]], bool]:
     """Token ids of the prompts to answer, and whether they come from the data of the draft's training."""
-    tokenizer = load_tokenizer(pair.target)
+    tokenizer = pair.target.tokenizer
     recorded, day = read_section(pair, "data"), day_of_training(pair)
     # A held-out prompt must leave room for the answer and the last block.
     room = pair.target_config.max_position_embeddings - max_tokens - num_tokens
@@ -259,8 +257,8 @@ def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | No
     """The draft as the module of training, and the target's signal; None if the draft reads nothing of the target."""
     torch_dtype, device = getattr(torch, dtype), this_machine().device
     if not pair.family.is_head:
-        whole = pair.family.load(pair.draft, lambda: Target.from_folder(pair.target), torch_dtype)
+        whole = pair.family.load(pair.draft, lambda: Target.from_folder(pair.target.folder), torch_dtype)
         return whole.to(device).eval(), None
-    model = load_causal_lm(pair.target, torch_dtype).to(device)
+    model = load_causal_lm(pair.target.folder, torch_dtype).to(device)
     head = pair.family.load(pair.draft, lambda: Target.from_model(model), torch_dtype).to(device).eval()
     return head, InProcessTarget(model, head.aux_layer_ids)

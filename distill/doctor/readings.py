@@ -33,7 +33,6 @@ from redraft.heads.families.dflash_layouts import SECTION
 from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.families.peagle import PEagle
-from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.nn.layers import Attention, LlamaShape, Rotary
 from redraft.heads.progress import Progress
 
@@ -358,7 +357,7 @@ def _other_mask_tokens(pair: Pair, head: PEagle | DFlash) -> Iterator[Reading]:
 
 def _list_mask_tokens(pair: Pair, num_embeddings: int) -> list[int]:
     """Tokens that trainers put into the slots, the likeliest first: at most MAX_MASKS of all `num_embeddings`."""
-    tokenizer = load_tokenizer(pair.target)
+    tokenizer = pair.target.tokenizer
     special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
     reserved = sorted(index for text, index in special.items() if "reserved" in text or "unused" in text)
     found = [

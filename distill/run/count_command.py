@@ -13,25 +13,23 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from redraft.distill.run.config import make_config
-from redraft.distill.run.inputs import choose_dtype
 from redraft.heads.catalog import find_family
-from redraft.heads.files.checkpoint import load_config
+from redraft.heads.files.target_folder import TargetFolder
 
 NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
 """The option of a family that says how many tokens it learns, if not `num_steps`."""
 
 
-def count_command(family: str, cfg: Any, accelerator: Accelerator) -> str:
+def count_command(family: str, cfg: Any, target: TargetFolder, accelerator: Accelerator) -> str:
     """The command that counts a step of the training with the config `cfg`, of the command that trains `family`."""
-    flags = [*_target(cfg, accelerator), *_draft(family, cfg), *_launch(family, cfg, accelerator)]
+    flags = [*_target(target), *_draft(family, cfg), *_launch(family, cfg, accelerator)]
     return shlex.join(["redraft", "plan", "train", *flags])
 
 
-def _target(cfg: Any, accelerator: Accelerator) -> Iterator[str]:
-    yield from ("--target", cfg.target)
+def _target(target: TargetFolder) -> Iterator[str]:
+    yield from ("--target", target.name)
     # None stands for the type of the files. The command counts one of two bytes, unless told of four.
-    dtype = choose_dtype(cfg.target, cfg.target_dtype, accelerator.device)
-    if (dtype or load_config(cfg.target).dtype or torch.float32) == torch.float32:
+    if (target.torch_dtype or target.config.dtype or torch.float32) == torch.float32:
         yield from ("--target-dtype", "float32")
 
 

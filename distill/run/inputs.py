@@ -37,24 +37,11 @@ from redraft.distill.signal.shards import Content, is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData
 from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.greedy import SignalFunction
-from redraft.heads.files.artifact import fingerprint
-from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_text_config, load_tokenizer, refuse_quantised
-from redraft.heads.files.folder import model_folder
+from redraft.heads.files.checkpoint import load_causal_lm, refuse_quantised
+from redraft.heads.files.folder import fetch_model
 from redraft.heads.files.served_target import require_served_alike
-
-
-def choose_dtype(
-    target: str,
-    dtype: TargetDtype | None,
-    device: torch.device,
-    machine: Machine | None = None,
-) -> torch.dtype | None:
-    """The type of a target's weights: `dtype`, or by default that of `default_target_dtype`; None for as stored."""
-    chosen = dtype or default_target_dtype(target, on_cpu=device.type == "cpu", machine=machine)
-    return None if chosen is None else getattr(torch, chosen)
-
+from redraft.heads.files.target_folder import TargetFolder
 
 SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
 
@@ -65,41 +52,32 @@ def require_no_engine(signal: Signal, *, engine: bool) -> None:
         raise ValueError("a target in shards leaves no room for an engine: add --prove.no-engine, and run redraft eval")
 
 
-def load_target(
-    target: str,
-    signal: Signal,
-    device: torch.device,
-    dtype: TargetDtype | None = None,
-    machine: Machine | None = None,
-) -> tuple[Any, Any]:
-    """The target, frozen, and its tokenizer; by default on this machine.
+def load_target(target: TargetFolder, signal: Signal, device: torch.device, machine: Machine | None = None) -> Any:
+    """The model of a target, frozen, in the target's type; by default on this machine.
 
-    Without a `dtype` it is in the type of our servers (`default_target_dtype`). With an url, only the embeddings, final
-    norm and head are loaded here.
+    With an url, only the embeddings, final norm and head are loaded here.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or corrupt.
         ValueError: the target's attention would not launch on the GPU.
     """
-    tokenizer = load_tokenizer(target)
-    require_served_alike(target, tokenizer)
     if not signal.url:
-        refuse_quantised(
-            load_text_config(target), f"{target} in the training process", f"{SERVERS}, which serve it as it is"
-        )
-    chosen = choose_dtype(target, dtype, device, machine)
-    if device.type == "cuda" and not signal.url:
-        config = load_text_config(target)
-        require_target_heads(target, config, chosen or config.dtype or torch.float32, machine or this_machine())
+        fetch_model(target.name)  # the checks read the weights too
+    require_served_alike(target)
+    dtype = target.torch_dtype
     if signal.url:
-        return load_skeleton(target, chosen, device), tokenizer
+        return load_skeleton(target, dtype, device)
+    refuse_quantised(target, f"{target.name} in the training process", f"{SERVERS}, which serve it as it is")
+    if device.type == "cuda":
+        config = target.text_config
+        require_target_heads(target.name, config, dtype or config.dtype or torch.float32, machine or this_machine())
     if signal.shard and PartialState().num_processes > 1:
-        return load_sharded(target, chosen, device), tokenizer
-    model = load_causal_lm(target, chosen, cure=f"{SERVERS}, for a head those of `redraft serve-features`")
-    return model.to(device).requires_grad_(False).eval(), tokenizer
+        return load_sharded(target, device)
+    model = load_causal_lm(target.name, dtype, cure=f"{SERVERS}, for a head those of `redraft serve-features`")
+    return model.to(device).requires_grad_(False).eval()
 
 
-def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, run: RunFolder) -> LoadedData:
+def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> LoadedData:
     """Training and held-out rows of `loop.sequence_length` tokens, held-out prompts, and the target's end tokens.
 
     The main process tokenises, once; all processes map the result, also when the run is resumed.
@@ -107,7 +85,7 @@ def load_data(data: Data, target: str, tokenizer: Any, loop: Loop, run: RunFolde
     Raises: ValueError if the source is empty or nothing in it can be trained on.
     """
     day = choose_day(data.date, "--data.date") if data.date else run.date
-    ends = end_ids(target, tokenizer)
+    tokenizer, ends = target.tokenizer, target.end_ids
     # A shared cache keeps the tokens of other settings, a run's folder only the latest.
     root = data.cache or run.folder / TOKENS
 
@@ -224,14 +202,14 @@ def live_signal(
 def target_signal(
     signal: Signal,
     target: Any,
-    name: str,
+    target_print: str,
     data: LoadedData,
     folder: Path,
     accelerator: Accelerator,
     aux_layers: Sequence[int] | None = None,
 ) -> SignalFunction:
     """The source of the training signal: `live_signal`, or a cache, written here if it does not exist. Servers and
-    caches work one batch ahead.
+    caches work one batch ahead. `target_print` is the target's fingerprint.
 
     Raises: ValueError if the config does not fit; OSError if the disk has no room for the cache.
     """
@@ -245,7 +223,7 @@ def target_signal(
         return OneAhead(live_signal(signal, target, aux_layers), device)
     # Held-out samples too: evaluations read the signal from the same source.
     parts = (data.train.samples, data.held_out.samples)
-    cache, target_print = signal.cache or folder / "target-cache", fingerprint(model_folder(name))
+    cache = signal.cache or folder / "target-cache"
     # Every rank with a whole target, or with servers, writes its shards. A target in shards makes every pass on all
     # ranks, so rank 0 writes alone. All wait below, up to LONGEST_WAIT.
     alone = is_sharded(target)

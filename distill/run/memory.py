@@ -24,10 +24,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from redraft.distill.plan.held import DraftSize, Sharing
 from redraft.distill.run.config import Signal
-from redraft.distill.run.inputs import choose_dtype
-from redraft.distill.signal.sharded import device_bytes, processes_here, size_weights
-from redraft.eval.engine.target_dtype import TargetDtype
-from redraft.heads.files.checkpoint import load_config
+from redraft.distill.signal.sharded import TargetSizes, device_bytes, processes_here, size_weights
+from redraft.heads.files.target_folder import TargetFolder
 
 TIGHT = 0.7
 """Share of the memory from which on a run says that activations come on top."""
@@ -59,11 +57,10 @@ class Room:
 
 
 def require_room(
-    target: str,
+    target: TargetFolder,
     signal: Signal,
     accelerator: Accelerator,
     count_draft: Callable[[Any], DraftSize],
-    dtype: TargetDtype | None = None,
     *,
     optimizer: str = "adamw",
     tell: Callable[[], str] = lambda: "redraft plan train",
@@ -71,18 +68,16 @@ def require_room(
     """Refuse a training that cannot fit. One process of each machine tells, the others leave with it.
 
     If it fits tightly, the main process says that activations come on top, and which command counts them: `tell()`.
-    `count_draft(config)` is the draft's size, by the target's text config. `dtype` is the target's
-    (`choose_dtype`), and `optimizer` the name of the draft's.
+    `count_draft(config)` is the draft's size, by the target's text config, and `optimizer` the name of its optimizer.
 
     Raises:
         ValueError: the target or the draft does not fit, with the bytes and the ways out; or a
             config cannot be read.
     """
-    config = load_config(target)
-    if _is_quantised(config):  # the loading that follows says what to do with it
+    if target.quantization:  # the loading that follows says what to do with it
         return
-    sizes = size_weights(config, choose_dtype(target, dtype, accelerator.device) or _stored(config))
-    draft = count_draft(config.get_text_config())
+    sizes = _size(target)
+    draft = count_draft(target.text_config)
     room = read_room(accelerator)
     is_shared = signal.shard and accelerator.num_processes > 1
     target_bytes = sizes.whole
@@ -94,7 +89,7 @@ def require_room(
     draft_bytes = round(sum(sharing_of(accelerator).share_out(draft.hold(optimizer)).values()))
     need = Need(target=target_bytes, draft=draft_bytes, host=sizes.whole if is_shared else None)
     try:
-        check(target, need, room, has_servers=bool(signal.url))
+        check(target.name, need, room, has_servers=bool(signal.url))
     except ValueError:
         if not accelerator.is_local_main_process:
             # One message for each machine: the other processes leave without a word.
@@ -113,20 +108,20 @@ def is_tight(need: Need, room: Room) -> bool:
     return room.device_bytes is not None and need.target + need.draft > TIGHT * room.device_bytes
 
 
-def require_target_room(name: str, device: torch.device, dtype: torch.dtype | None, *, way_out: str) -> None:
+def require_target_room(target: TargetFolder, device: torch.device, *, way_out: str) -> None:
     """Refuse a target that does not fit into this one process, before it is loaded.
 
     Raises:
         ValueError: device or host memory is too small. The message has the bytes and `way_out`.
     """
-    config = load_config(name)
-    if _is_quantised(config):
+    if target.quantization:
         return
-    sizes = size_weights(config, dtype or _stored(config))
+    sizes = _size(target)
     for place, num_bytes in ((str(device), device_bytes(device)), ("this machine's memory", _host_bytes())):
         if num_bytes is not None and sizes.whole > num_bytes:
             raise ValueError(
-                f"{name} takes {_gb(sizes.whole)} in this process: more than the {_gb(num_bytes)} of {place}; {way_out}"
+                f"{target.name} takes {_gb(sizes.whole)} in this process: more than the {_gb(num_bytes)} of {place}; "
+                f"{way_out}"
             )
 
 
@@ -176,13 +171,8 @@ def _gb(num_bytes: float) -> str:
 # -------------------------------------------------------------------------------------------------------------- sizes
 
 
-def _is_quantised(config: Any) -> bool:
-    """Whether weights are stored in fewer bits than the config's type."""
-    return bool(getattr(config, "quantization_config", None))
-
-
-def _stored(config: Any) -> torch.dtype:
-    return config.dtype or torch.float32
+def _size(target: TargetFolder) -> TargetSizes:
+    return size_weights(target.config, target.torch_dtype or target.config.dtype or torch.float32)
 
 
 def sharing_of(accelerator: Accelerator) -> Sharing:

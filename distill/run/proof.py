@@ -49,10 +49,9 @@ from redraft.eval.report.page import (
 from redraft.eval.serving.rounds import PLAIN, Plan, run_rounds
 from redraft.heads.draft import Draft
 from redraft.heads.family import Decoder
-from redraft.heads.files.artifact import fingerprint
-from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
-from redraft.heads.files.folder import model_folder
+from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.files.kept import compute_once
+from redraft.heads.files.target_folder import TargetFolder
 
 if TYPE_CHECKING:
     from redraft.distill.run.run import Run
@@ -69,13 +68,12 @@ class Forecaster:
     """Forecasts the acceptance of drafts on held-out prompts. The target answers the prompts once."""
 
     def __init__(
-        self, cfg: Prove, name: str, target: Any, signal: SignalFunction, data: LoadedData, run: RunFolder
+        self, cfg: Prove, target_print: str, target: Any, signal: SignalFunction, data: LoadedData, run: RunFolder
     ) -> None:
-        """`name` is the folder or hub name of `target`; `signal` gives the target's distribution to most drafts."""
+        """`target_print` is the fingerprint of `target`; `signal` gives the target's distribution to most drafts."""
         self.cfg, self.signal = cfg, signal
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = fingerprint(model_folder(name)), str(target.dtype)
-        key = [*model, cfg.max_tokens, cfg.num_speculative_tokens, data.end_ids]
+        key = [target_print, str(target.dtype), cfg.max_tokens, cfg.num_speculative_tokens, data.end_ids]
 
         def keep(prompts: list[Prompt], compute: Callable[[], list[Continuation]]) -> list[Continuation]:
             return compute_once(cfg.reference or run.folder, "answers", [*key, prompts], list[Continuation], compute)
@@ -136,7 +134,7 @@ def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
 
 def describe_origin(run: Run) -> dict[str, Any]:
     """The provenance of a draft that is exported now."""
-    folder, data, target = run.folder, run.data, run.cfg.target
+    folder, data, target = run.folder, run.data, run.opened
     return {
         "command": sys.argv,
         "config": folder.config,
@@ -144,9 +142,9 @@ def describe_origin(run: Run) -> dict[str, Any]:
         "data": str(data.stats),
         "date": data.date.isoformat(),
         "template_arguments": data.stats.chosen_arguments(),
-        "target": target,
-        "target_fingerprint": fingerprint(model_folder(target)),
-        "label_probe": label_probe(load_tokenizer(target), data.date),
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "label_probe": label_probe(target.tokenizer, data.date),
         # With evaluations, the last one and the last line of training: `doctor.in_engine` reads the tau.
         "metrics": folder.metrics[-2:],
         "environment": environment(),
@@ -198,7 +196,7 @@ def leave_gpu(model: nn.Module, *views: Tensor) -> None:
 
 def prove_in_engine(
     cfg: Prove,
-    target: str,
+    target: TargetFolder,
     speculative: Mapping[str, Any],
     prompts: Sequence[Prompt],
     folder: Path,
@@ -214,7 +212,7 @@ def prove_in_engine(
 
     Raises: ChildProcessError with the engine's message; ConnectionError.
     """
-    dtype = dtype or default_target_dtype(target, on_cpu=engine_is_cpu())
+    dtype = dtype or default_target_dtype(target.folder, on_cpu=engine_is_cpu())
 
     def start(name: str, model: str | Path, config: Mapping[str, Any] | None) -> AbstractContextManager[VllmServer]:
         return vllm_server(
@@ -233,17 +231,17 @@ def prove_in_engine(
         return measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
 
     def measure_alone() -> Measurement:
-        with start("without", target, None) as server:
+        with start("without", target.name, None) as server:
             return measured(server)
 
     config = {**speculative, "num_speculative_tokens": cfg.num_speculative_tokens}
     speed = None
     # One server at a time, unless rounds compare them side by side. The one without a draft starts only if no
     # earlier run has left the result.
-    with start("with", served or target, config) as ours:
+    with start("with", served or target.name, config) as ours:
         with_draft = measured(ours)
         if cfg.speed_rounds:
-            with start("beside", target, None) as theirs:
+            with start("beside", target.name, None) as theirs:
                 plan = Plan(
                     rounds=cfg.speed_rounds,
                     prompts={cfg.concurrency: SPEED_PROMPTS * cfg.concurrency},
@@ -256,7 +254,7 @@ def prove_in_engine(
         cfg.reference or folder,
         "without-draft",
         [
-            fingerprint(model_folder(target)),
+            target.fingerprint,
             prompts,
             cfg.max_tokens,
             cfg.concurrency,
@@ -269,7 +267,7 @@ def prove_in_engine(
     return EngineProof(
         with_draft=with_draft,
         without_draft=without_draft,
-        lossless=compare_lossless(with_draft, without_draft, make_logits(target)),
+        lossless=compare_lossless(with_draft, without_draft, make_logits(target.name)),
         speed=speed,
         runner=read_runner(folder / "vllm-with-draft.log"),
     )

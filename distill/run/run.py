@@ -47,6 +47,7 @@ from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import Distillation, require_whole_matrices
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.engine.server import require_runner
+from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast.calibration import Calibration
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.heads.catalog import require_head
@@ -55,9 +56,10 @@ from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.family import Family, Training
 from redraft.heads.files.artifact import publish, publishing
-from redraft.heads.files.checkpoint import load_text_config, refuse_quantised
-from redraft.heads.files.folder import check_model_folder, model_folder
+from redraft.heads.files.checkpoint import refuse_quantised
+from redraft.heads.files.folder import check_model_folder, fetch_model
 from redraft.heads.files.served_target import require_aux
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.masks import check_mask_token
 from redraft.heads.target import Target, aux_layers
 
@@ -98,22 +100,26 @@ class Run:
         self.forecasts: dict[Path, Forecast] = {}
         self.calibrations: dict[Path, Calibration] = {}
         # 1. Flags against each other and against the target, before anything is joined, written or loaded.
-        self.shape = refuse(family, cfg)
+        self.opened = refuse(family, cfg)
+        self.shape = self.opened.text_config
         # 2. The ranks, the memory, the folder: a run that is too large leaves no folder to overwrite.
         self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb, machine)
+        dtype = cfg.target_dtype or default_target_dtype(
+            self.opened.folder, on_cpu=self.accelerator.device.type == "cpu", machine=machine
+        )
+        self.opened = replace(self.opened, dtype=dtype)
         self._require_attention(machine or this_machine())
         require_whole_matrices(cfg.optim, self.accelerator)
         self._require_room()
         self.folder = RunFolder.open(
             cfg.output, asdict(cfg), self.accelerator, resume=cfg.resume, overwrite=cfg.overwrite
         )
-        # 3. The target and the data.
-        self.target_name = str(self._rewrite_target()) if self._rewrites else cfg.target
-        self.model, self.tokenizer = load_target(
-            self.target_name, cfg.signal, self.accelerator.device, cfg.target_dtype
-        )
+        # 3. The target, perhaps rewritten, and the data.
+        rewritten = self._rewrite_target() if self._rewrites else None
+        self.teacher = replace(self.opened, name=str(rewritten), folder=rewritten) if rewritten else self.opened
+        self.model = load_target(self.teacher, cfg.signal, self.accelerator.device)
         self.target = Target.from_model(self.model)
-        self.data = load_data(cfg.data, cfg.target, self.tokenizer, cfg.loop, self.folder)
+        self.data = load_data(cfg.data, self.opened, cfg.loop, self.folder)
         torch.manual_seed(cfg.loop.seed)
 
     @property
@@ -136,15 +142,13 @@ class Run:
             size = functools.partial(count_standalone, cfg.draft)
         else:
             size = functools.partial(count_head, self.family.name, cfg.head, cfg.draft_vocab_size)
-        tell = functools.partial(count_command, self.family.name, cfg, self.accelerator)
-        require_room(
-            cfg.target, cfg.signal, self.accelerator, size, cfg.target_dtype, optimizer=cfg.optim.name, tell=tell
-        )
+        tell = functools.partial(count_command, self.family.name, cfg, self.opened, self.accelerator)
+        require_room(self.opened, cfg.signal, self.accelerator, size, optimizer=cfg.optim.name, tell=tell)
 
     def _rewrite_target(self) -> Path:
         folder = self.folder.folder / "target"
         if self.accelerator.is_main_process and not folder.exists():
-            publish(folder, lambda partial: as_mimo(model_folder(self.cfg.target), partial), {"from": self.cfg.target})
+            publish(folder, lambda partial: as_mimo(fetch_model(self.opened.name), partial), {"from": self.cfg.target})
         self.accelerator.wait_for_everyone()
         return folder
 
@@ -157,7 +161,7 @@ class Run:
     @functools.cached_property
     def forecaster(self) -> Forecaster:
         signal = live_signal(self.cfg.signal, self.model, () if self.family.is_head else None)
-        return Forecaster(self.cfg.prove, self.cfg.target, self.model, signal, self.data, self.folder)
+        return Forecaster(self.cfg.prove, self.opened.fingerprint, self.model, signal, self.data, self.folder)
 
     def forecast(self, draft: Any) -> Forecast | None:
         """Expected acceptance of the draft in the engine's type, on the main process; None on the others. The draft
@@ -197,7 +201,7 @@ class Run:
             draft.set_gradient_checkpointing(cfg.gradient_checkpointing)
         layers = draft.aux_layer_ids if self.family.is_head else None
         signal = target_signal(
-            cfg.signal, self.model, self.target_name, self.data, folder.folder, self.accelerator, layers
+            cfg.signal, self.model, self.teacher.fingerprint, self.data, folder.folder, self.accelerator, layers
         )
         distillation = Distillation(draft, signal, divergence, cfg.optim, loop.steps, self.accelerator)
         writer = StandaloneDraft(self.model) if loop.on_policy and self.family.is_head else None
@@ -246,12 +250,12 @@ class Run:
     def _export(self, draft: Any, folder: Path, dtype: torch.dtype | None) -> None:
         cfg = self.cfg
         if not isinstance(cfg, HeadConfig):
-            draft.export(folder, dtype, tokenizer=self.tokenizer)
+            draft.export(folder, dtype, tokenizer=self.opened.tokenizer)
         elif self.family.is_in_target:
             tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in draft.checkpoint_tensors().items()}
             # One MTP layer is in the weights, so the config must say 1, however many the target came with.
             changes = {draft.layout.count_key: 1, "redraft": draft.record()}
-            stitch(model_folder(self.target_name), tensors, folder, changes)
+            stitch(self.teacher.folder, tensors, folder, changes)
         elif len(_training(self.family).layouts) > 1:
             tokens = cfg.prove.num_speculative_tokens
             draft.export(folder, dtype, layout=cfg.layout, target_name=cfg.target, num_speculative_tokens=tokens)
@@ -300,7 +304,7 @@ class Run:
             speculative = {**speculative, "model": str(draft.absolute())}
         return prove_in_engine(
             cfg,
-            self.cfg.target,
+            self.opened,
             speculative,
             self.data.prompts,
             self.folder.folder,
@@ -314,8 +318,8 @@ def _training(family: Family) -> Training:
     return family.training
 
 
-def refuse(family: Family, cfg: Config) -> Any:
-    """Compare the flags with each other, the family and the target's config; returns the target's text config.
+def refuse(family: Family, cfg: Config) -> TargetFolder:
+    """Compare the flags with each other, the family and the target's config; returns the target, opened.
 
     Raises:
         FileNotFoundError: there is no such target.
@@ -326,8 +330,7 @@ def refuse(family: Family, cfg: Config) -> Any:
     if cfg.prove.engine and family.method is not None:
         require_runner(family.speculative, way_out=", or leave the engine out with --prove.no-engine")
     if isinstance(cfg, StandaloneConfig):
-        check_model_folder(cfg.target)
-        return load_text_config(cfg.target)
+        return _open(cfg.target)
     check_num_tokens(cfg.prove.num_speculative_tokens, cfg.head.num_tokens)
     if cfg.loop.on_policy and cfg.signal.kind != "model":
         raise ValueError("only a target in this process writes text to learn on: --signal.kind model")
@@ -339,20 +342,24 @@ def refuse(family: Family, cfg: Config) -> Any:
         raise ValueError(f"--layout {cfg.layout} is not for {family.title}: its exports have one layout")
     if cfg.draft_vocab_size and row.draft_vocab_size is None:
         raise ValueError(f"--draft-vocab-size does not fit {family.title}: it has the target's vocabulary")
-    check_model_folder(cfg.target)
-    shape = load_text_config(cfg.target)
-    _refuse_head(family, cfg, shape)
+    target = _open(cfg.target)
+    _refuse_head(family, cfg, target)
     if cfg.start_from is not None:
-        require_head(cfg.start_from, family.name, model_folder(cfg.target))
-    return shape
+        require_head(cfg.start_from, family.name, target)
+    return target
 
 
-def _refuse_head(family: Family, cfg: HeadConfig[Any], shape: Any) -> None:
+def _open(name: str) -> TargetFolder:
+    check_model_folder(name)
+    return TargetFolder.open(name)
+
+
+def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> None:
     """Compare a head's options with the target's config. Raises ValueError if one does not fit."""
-    options = cfg.head
+    options, shape = cfg.head, target.text_config
     require_smaller(cfg.draft_vocab_size, shape.vocab_size)
     if family.layers_key and cfg.prove.engine:
-        require_aux(cfg.target, family.name)
+        require_aux(target, family.name)
     if family.reads == "layers":
         aux_layers(options.aux_layer_ids, shape.num_hidden_layers)
     check_mask_token(getattr(options, "mask_token_id", None), shape.vocab_size)
@@ -367,6 +374,6 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], shape: Any) -> None:
         raise ValueError("--init least_squares is not for heads with --head.norm-before-residual")
     if family.is_in_target:
         # The layer would be stored beside scales of other weights.
-        refuse_quantised(shape, f"an MTP layer for {cfg.target}", "give the folder of the weights before quantisation")
+        refuse_quantised(target, f"an MTP layer for {cfg.target}", "give the folder of the plain weights")
         if not options.as_mimo:
             detect_layout(shape)  # refuses a target without MTP layers

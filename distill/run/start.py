@@ -28,7 +28,6 @@ from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.families.standalone import make_draft
-from redraft.heads.files.folder import model_folder
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.progress import Progress
 
@@ -45,7 +44,7 @@ def start(run: Run) -> Any:
     cfg = run.cfg
     if isinstance(cfg, StandaloneConfig):
         _say(run, f"the draft starts as {cfg.draft}")
-        return make_draft(cfg.draft, run.model, run.tokenizer, cfg.loop.seed)
+        return make_draft(cfg.draft, run.model, run.opened.tokenizer, cfg.loop.seed)
     if cfg.start_from is not None:
         return _continue(run, cfg)
     if cfg.init == "native":
@@ -66,11 +65,7 @@ def start(run: Run) -> Any:
 def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
     options, vocabulary = cfg.head, list[Tensor | None]()
     if getattr(options, "mask_token_id", 0) is None:  # only parallel drafters have one
-        pad_id = run.tokenizer.pad_token_id
-        # A padding token that ends answers is no free token.
-        free = None if pad_id in run.data.end_ids else pad_id
-        chosen = choose_mask_token(len(run.target.embed_VD), len(run.tokenizer), free)
-        options = replace(options, mask_token_id=chosen)
+        options = replace(options, mask_token_id=choose_mask_token(run.opened, len(run.target.embed_VD)))
     if run.family.training and run.family.training.draft_vocab_size is not None:
         # Counted on the training part alone: held-out text must not choose the vocabulary it is judged with.
         samples, size = run.data.train.samples, run.shape.vocab_size
@@ -89,7 +84,7 @@ def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
 
 def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:
     """The layer that lies in the target's weights, with the options of this run."""
-    head = run.family.draft_class().load(model_folder(run.target_name), run.target)
+    head = run.family.draft_class().load(run.teacher.folder, run.target)
     head.config = cfg.head
     return head
 
@@ -100,12 +95,12 @@ def _start_as_layers(run: Run, head: Any, count: int) -> None:
     If this process does not have them, the main process reads them from the target's files and shares the head. If it
     cannot, the head keeps its random weights, and the printed line says why.
     """
-    layers = f"the last {'layer' if count == 1 else f'{count} layers'} of {run.target_name}"
+    layers = f"the last {'layer' if count == 1 else f'{count} layers'} of {run.teacher.name}"
     if is_whole(run.model):
         head.init_from_layers(*last_layers(run.model, count))
         _say(run, f"the head starts from {layers}")
         return
-    read = functools.partial(read_last_layers, run.target_name, run.model.dtype, count)
+    read = functools.partial(read_last_layers, run.teacher, run.model.dtype, count)
     try:
         run.folder.on_main(lambda: head.init_from_layers(*read()))
     except (ValueError, OSError) as error:
@@ -142,7 +137,7 @@ def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
     name = run.cfg.target
     if is_whole(run.model):
         return stream_scales(run.model, layer_ids, name)
-    read = functools.partial(read_stream_norms, run.target_name, run.model.dtype, layer_ids)
+    read = functools.partial(read_stream_norms, run.teacher, run.model.dtype, layer_ids)
     return run.folder.on_main(lambda: stream_scales(read(), layer_ids, name))
 
 

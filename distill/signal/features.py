@@ -11,6 +11,7 @@ B = batch, T = tokens, D = hidden, L = auxiliary layers, V = vocabulary.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
@@ -34,8 +35,8 @@ from redraft.distill.signal.transfer import host_zeros
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families.standalone import find_logit_change
 from redraft.heads.files.checkpoint import register_models
-from redraft.heads.files.folder import model_folder, tensor_files
-from redraft.heads.files.tensors import read_tensors
+from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.files.tensors import list_tensors, read_tensors
 
 SERVER_COMMAND = "redraft serve-features"
 
@@ -74,13 +75,15 @@ def server_args(
     return ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(connector)]
 
 
-def load_skeleton(target: str, dtype: torch.dtype | None, device: torch.device) -> Any:
+def load_skeleton(target: TargetFolder, dtype: torch.dtype | None, device: torch.device) -> Any:
     """The target with real embeddings, final norm and head only. The layers' weights stay on `meta`. Raises: as
     `load_part`."""
     return load_part(target, dtype, device, lambda name: ".layers." not in name)
 
 
-def load_part(target: str, dtype: torch.dtype | None, device: torch.device, is_wanted: Callable[[str], bool]) -> Any:
+def load_part(
+    target: TargetFolder, dtype: torch.dtype | None, device: torch.device, is_wanted: Callable[[str], bool]
+) -> Any:
     """The target, frozen, with the tensors whose name `is_wanted` read from its files. The others stay on `meta`.
 
     Its `base_model` is the language model, for Llama 4 too.
@@ -89,15 +92,14 @@ def load_part(target: str, dtype: torch.dtype | None, device: torch.device, is_w
         FileNotFoundError: for a missing folder.
         ValueError: if one of these tensors is missing or quantised.
     """
-    folder = model_folder(target)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    folder, config = target.folder, copy.deepcopy(target.config)
     register_models()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     wanted = {name for name in model.state_dict() if is_wanted(name)}
     if config.get_text_config().tie_word_embeddings:
         wanted.discard("lm_head.weight")
-    there = tensor_files(folder).keys()
+    there = list_tensors(folder).keys()
     stored = {_stored_name(name, there): name for name in wanted}
     if missing := sorted(stored.keys() - there):
         raise ValueError(f"{folder} has no tensor {stored[missing[0]]}: give the folder of the target model")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from redraft.distill.signal.features import load_part
 from redraft.distill.signal.sharded import is_sharded
-from redraft.heads.files.checkpoint import load_text_config
-from redraft.heads.files.folder import find_quantization, model_folder, read_config
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import norm_scale
 
 IN_LAYER = re.compile(r".*\.layers\.(\d+)\.(.+)")
@@ -39,25 +38,25 @@ def last_layers(model: Any, count: int) -> tuple[list[nn.Module], nn.Module]:
     return list(model.base_model.layers[-count:]), model.base_model.norm
 
 
-def read_last_layers(target: str, dtype: torch.dtype, count: int) -> tuple[list[nn.Module], nn.Module]:
+def read_last_layers(target: TargetFolder, dtype: torch.dtype, count: int) -> tuple[list[nn.Module], nn.Module]:
     """As `last_layers`, from the files of a target, in `dtype`. Tensors which no head takes stay on `meta`.
 
     Raises:
         FileNotFoundError: there are no files here.
         ValueError: they are quantised, or lack a tensor.
     """
-    if method := find_quantization(read_config(model_folder(target))):
-        raise ValueError(f"{target} is quantised ({method}), and a head starts from plain weights")
-    first = load_text_config(target).num_hidden_layers - count
+    if method := target.quantization:
+        raise ValueError(f"{target.name} is quantised ({method}), and a head starts from plain weights")
+    first = target.text_config.num_hidden_layers - count
     return last_layers(_load(target, dtype, lambda layer, name: layer >= first and bool(TAKEN.fullmatch(name))), count)
 
 
-def read_stream_norms(target: str, dtype: torch.dtype, layer_ids: Collection[int]) -> Any:
+def read_stream_norms(target: TargetFolder, dtype: torch.dtype, layer_ids: Collection[int]) -> Any:
     """The target with the norms which `stream_scales` reads. Raises: FileNotFoundError, ValueError for missing ones."""
     return _load(target, dtype, lambda layer, name: layer in layer_ids and name.startswith("input_layernorm."))
 
 
-def _load(target: str, dtype: torch.dtype, is_wanted: Callable[[int, str], bool]) -> Any:
+def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, str], bool]) -> Any:
     """The target on the CPU with the final norm, and the tensors of layers for which `is_wanted(layer, name)`."""
 
     def choose(name: str) -> bool:

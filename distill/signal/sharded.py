@@ -12,6 +12,7 @@ by itself, is done in `leading`: the others then make a pass whenever it makes o
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -25,9 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from redraft.heads.files.checkpoint import load_causal_lm, register_models
+from redraft.heads.files.target_folder import TargetFolder
 
 ROOM_FOR_TARGET = 0.4
 """Share of a device's memory that a target may take, if the machines need not share it. The rest is for draft and
@@ -65,7 +67,7 @@ def size_weights(config: Any, dtype: torch.dtype) -> TargetSizes:
     """The bytes of a model with this config. Raises ValueError if it has no causal LM."""
     register_models()
     with torch.device("meta"):
-        return _size_model(AutoModelForCausalLM.from_config(config, dtype=dtype))
+        return _size_model(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype))
 
 
 def _size_model(model: Any) -> TargetSizes:
@@ -91,20 +93,20 @@ def device_bytes(device: torch.device) -> int | None:
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-def load_sharded(name: str, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """The causal LM of a folder or hub name, frozen, with the layers shared out over the ranks. All must call this.
+def load_sharded(target: TargetFolder, device: torch.device) -> Any:
+    """The target, frozen, with the layers shared out over the ranks. All must call this.
 
     Raises:
         FileNotFoundError, ValueError: as `load_causal_lm`, on the first rank.
     """
     # 1. Rank 0 reads the files. The dtype may be that of the files, which only this rank knows.
-    whole = load_causal_lm(name, dtype) if dist.get_rank() == 0 else None
+    whole = load_causal_lm(target.name, target.torch_dtype) if dist.get_rank() == 0 else None
     chosen = [None if whole is None else whole.dtype]
     dist.broadcast_object_list(chosen, 0)
     register_models()
     # 2. The same architecture on every rank, without memory.
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = copy.deepcopy(target.config)
         model = AutoModelForCausalLM.from_config(config, dtype=chosen[0], attn_implementation="sdpa")
     model.requires_grad_(False).eval()
     # 3. Each layer is gathered by itself. The root is wrapped too, so the layers share one root, and one is

@@ -5,17 +5,14 @@ Imports no torch: control planes read them too.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.heads.files.folder import is_hub_name, model_folder
+from redraft.heads.files.folder import open_folder, read_generation_config
 
 MIN_TEMPERATURE = 0.01
 """vLLM's smallest temperature above 0 (`_MAX_TEMP` in its sampling_params.py)."""
-
-GENERATION_CONFIG = "generation_config.json"
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Further parameters that a server takes from the target's folder, with the values that change nothing."""
@@ -74,7 +71,7 @@ def read_sampling(target: str | Path) -> Sampling:
     Raises:
         ValueError: if the file holds a value that no engine samples with.
     """
-    config = _read_generation_config(target)
+    config = read_generation_config(open_folder(target))
     given = {field.name: config[field.name] for field in fields(Sampling) if config.get(field.name) is not None}
     if "top_k" in given:
         given["top_k"] = max(int(given["top_k"]), 0)  # -1 keeps all tokens too
@@ -106,38 +103,10 @@ def require_served(sampling: Sampling, *, way_out: str = "") -> None:
 
 def list_penalties(target: str | Path) -> dict[str, float]:
     """The penalties that a server takes from the target's folder, by name. Forecasts leave them out."""
-    config = _read_generation_config(target)
+    config = read_generation_config(open_folder(target))
     return {name: config[name] for name, neutral in PENALTIES.items() if config.get(name) not in (None, neutral)}
 
 
 def read_defaults(target: str | Path) -> dict[str, float]:
     """Every sampling parameter of a request that names none, penalties included."""
     return asdict(read_sampling(target)) | list_penalties(target)
-
-
-def _generation_config_file(target: str | Path) -> Path | None:
-    """The file of a folder or, downloaded, of a hub name; None if the hub's repository has none."""
-    if not is_hub_name(target):
-        return model_folder(target) / GENERATION_CONFIG
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(str(target), GENERATION_CONFIG))
-    except EntryNotFoundError as error:
-        if isinstance(error, LocalEntryNotFoundError):  # the hub cannot be reached: its cache may hold the model
-            return model_folder(target) / GENERATION_CONFIG
-        return None
-    except HfHubHTTPError as error:
-        raise FileNotFoundError(f"{target} is not a folder here, and the hub does not give it: {error}") from error
-
-
-def _read_generation_config(target: str | Path) -> dict[str, Any]:
-    path = _generation_config_file(target)
-    if path is None or not path.is_file():
-        return {}
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    return config

@@ -54,7 +54,7 @@ def serve_and_count(
 
     def counted() -> CountsByTemperature:
         with vllm_server(
-            draft.served or target.name,
+            draft.served or target.opened.name,
             log=folder / f"vllm-{draft.name}-{num_speculative_tokens}.log",
             speculative_config=config,
             # With room for one more block: near the end of the window vLLM's drafter stops proposing.
@@ -77,7 +77,7 @@ def serve_and_count(
 
     # All that the counts depend on, or those of another run would pass for these.
     key = [
-        target.fingerprint,
+        target.opened.fingerprint,
         draft.fingerprint,
         config,
         prompts,
@@ -89,7 +89,7 @@ def serve_and_count(
     try:
         return compute_once(folder, f"engine-{draft.name}-{num_speculative_tokens}", key, CountsByTemperature, counted)
     except ChildProcessError as error:
-        cure = first_cure(target.folder, draft.folder, num_speculative_tokens) if draft.folder else ""
+        cure = first_cure(target.opened.folder, draft.folder, num_speculative_tokens) if draft.folder else ""
         raise ChildProcessError(f"{draft.name}: {error}{cure}") from error
 
 

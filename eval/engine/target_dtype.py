@@ -11,15 +11,22 @@ Importing this loads neither torch nor vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
 from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.heads.files.folder import CONFIG, is_hub_name, read_config, refuse_gguf
+from redraft.heads.files.folder import open_folder, read_dtype, read_quantization
+from redraft.heads.files.target_folder import TargetDtype as TargetDtype
+from redraft.heads.files.target_folder import TargetFolder
 
-TargetDtype = Literal["float32", "bfloat16"]
-"""Types in which a target computes here and is served."""
+
+def open_target(
+    name_or_path: str | Path, dtype: TargetDtype | None = None, *, on_cpu: bool, machine: Machine | None = None
+) -> TargetFolder:
+    """The target, opened, to compute in `dtype`, or by default in that of `default_target_dtype`. Raises: as
+    `TargetFolder.open`."""
+    target = TargetFolder.open(name_or_path)
+    return replace(target, dtype=dtype or default_target_dtype(target.folder, on_cpu=on_cpu, machine=machine))
 
 
 def default_target_dtype(target: str | Path, *, on_cpu: bool, machine: Machine | None = None) -> TargetDtype | None:
@@ -27,39 +34,19 @@ def default_target_dtype(target: str | Path, *, on_cpu: bool, machine: Machine |
     machine."""
     if not on_cpu:
         return None
-    sections = _sections(target)
-    if any("quantization_config" in section for section in sections):
+    try:
+        folder = open_folder(target)
+        quantization, stored = read_quantization(folder), read_dtype(folder)
+    except (OSError, ValueError):  # loading reports it
+        return "float32"
+    if quantization:
         return None
-    if _read_dtype(sections) == "bfloat16" and (machine or this_machine()).cpu_has_bfloat16:
-        return "bfloat16"
-    return "float32"
+    return "bfloat16" if stored == "bfloat16" and (machine or this_machine()).cpu_has_bfloat16 else "float32"
 
 
 def stored_dtype(name_or_path: str | Path) -> str | None:
     """The type that a model's config.json names; None if it names none or cannot be read, which loading reports."""
-    return _read_dtype(_sections(name_or_path))
-
-
-def _read_dtype(sections: Sequence[Mapping[str, Any]]) -> str | None:
-    # `torch_dtype` until transformers 4.56.
-    found = (section.get("dtype") or section.get("torch_dtype") for section in sections)
-    return next((dtype for dtype in found if dtype), None)
-
-
-def _sections(name_or_path: str | Path) -> Sequence[Mapping[str, Any]]:
-    """The sections of a config.json that may describe the language model; none if it cannot be read."""
     try:
-        config = read_config(_config_folder(name_or_path))
+        return read_dtype(open_folder(name_or_path))
     except (OSError, ValueError):
-        return ()
-    return (config, config.get("text_config") or {})  # the second in a model of text and images
-
-
-def _config_folder(name_or_path: str | Path) -> Path:
-    refuse_gguf(name_or_path)
-    if not is_hub_name(name_or_path):
-        return Path(name_or_path)
-    from huggingface_hub import hf_hub_download
-
-    # From the network if need be: the first run must choose as later ones, which find the model in the hub's cache.
-    return Path(hf_hub_download(str(name_or_path), CONFIG)).parent
+        return None

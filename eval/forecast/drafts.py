@@ -24,8 +24,9 @@ from redraft.heads.doctor.pair import Pair, read_provenance
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval
 from redraft.heads.family import Family
-from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.files.tokenizers import check_same_tokenizer
 from redraft.heads.target import Target
 
@@ -60,11 +61,8 @@ class NamedDraft:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedTarget:
-    name: str
-    folder: Path
-    fingerprint: str
+    opened: TargetFolder
     model: Any
-    tokenizer: Any
 
 
 def load_drafts(named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampling: SampleMethod) -> list[NamedDraft]:
@@ -95,11 +93,11 @@ def _load(draft: DraftSource, target: LoadedTarget, lookups: Lookups, sampling: 
         return _make_suffix(draft)
     if draft.source == NGRAM:
         return _make_ngram(draft, lookups)
-    folder = draft.folder or target.folder
+    folder = draft.folder or target.opened.folder
     if draft.is_answers:
         _require_target(folder, read_provenance(folder), target)
         return _make_retrieval(draft, folder)
-    pair = Pair.read(target.folder, folder)
+    pair = Pair.read(target.opened, folder)
     family = pair.family
     # A head reads the hidden states of one target. A standalone draft reads tokens: `_make_forecast` compares
     # the tokenizers.
@@ -198,16 +196,16 @@ def _require_target(draft: Path, provenance: Mapping[str, Any] | None, target: L
     provenance = provenance or {}
     # a head of another trainer names no target, and is taken at its word
     made_for = provenance.get("target_fingerprint")
-    if made_for not in (None, target.fingerprint):
+    if made_for not in (None, target.opened.fingerprint):
         raise ValueError(
-            f"{draft} was trained for another target than {target.name}: {provenance.get('target', 'unnamed')}"
+            f"{draft} was trained for another target than {target.opened.name}: {provenance.get('target', 'unnamed')}"
         )
 
 
 def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool) -> Forecastable:
     # a draft without a tokenizer cannot be compared: the number of logits is checked below
     if not pair.family.is_head and any(pair.draft.glob("*token*")):
-        check_same_tokenizer(target.tokenizer, load_tokenizer(pair.draft))
+        check_same_tokenizer(target.opened.tokenizer, load_tokenizer(pair.draft))
     draft = pair.family.load(pair.draft, lambda: Target.from_model(target.model), target.model.dtype)
     draft = draft.to(target.model.device).eval()
     if not pair.family.is_head:

@@ -301,9 +301,9 @@ def _require_prompts(path: Path) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
+    from redraft.heads.files.checkpoint import load_tokenizer  # loads transformers
 
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    return load_tokenizer(name)
 
 
 def write_sonnet(output: Path, text: Path | None, tokenizer: str, load: Load) -> None:

@@ -12,6 +12,7 @@ from redraft.heads.doctor import weights as check_weights
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.files.artifact import MANIFEST, PROVENANCE
 from redraft.heads.files.folder import model_folder
+from redraft.heads.files.target_folder import TargetFolder
 
 
 def static_findings(
@@ -47,7 +48,7 @@ def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: in
     Empty if nothing is found.
     """
     try:
-        pair = Pair.read(model_folder(target), model_folder(draft))
+        pair = Pair.read(TargetFolder.open(target), model_folder(draft))
         found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)
     except (ValueError, OSError) as error:  # the folder cannot be read at all
         return f"; {error}"

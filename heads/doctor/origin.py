@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.files.artifact import MANIFEST, fingerprint, verify
+from redraft.heads.files.artifact import MANIFEST, verify
 from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.target import Target
 
@@ -25,7 +25,7 @@ def target_fingerprint(pair: Pair) -> Iterator[Finding]:
     """The target in the provenance is the given one. A folder with both target and draft passes."""
     trained_for = (pair.provenance or {}).get("target_fingerprint")
     # A folder with the layer in it differs from the target of the layer's training.
-    if trained_for is None or pair.is_own_target or trained_for == fingerprint(pair.target):
+    if trained_for is None or pair.is_own_target or trained_for == pair.target.fingerprint:
         return
     name = (pair.provenance or {}).get("target", "another model")
     yield Finding(
@@ -38,7 +38,7 @@ def completeness(pair: Pair) -> Iterator[Finding]:
     """The checkpoint has exactly the tensors of the head; engines silently load an incomplete one."""
     try:
         if pair.family.is_head:
-            pair.family.load(pair.draft, lambda: Target.from_folder(pair.target))
+            pair.family.load(pair.draft, lambda: Target.from_folder(pair.target.folder))
         else:
             load_causal_lm(pair.draft)
     except (ValueError, KeyError) as error:

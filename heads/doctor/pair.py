@@ -20,6 +20,7 @@ from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.family import Family
 from redraft.heads.files.artifact import PROVENANCE, safetensors_header
 from redraft.heads.files.folder import TRAINED_WITH, check_model_folder, read_config, tensor_files
+from redraft.heads.files.target_folder import TargetFolder
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,8 @@ class Finding:
 class Pair:
     """The folders of a draft and a target."""
 
-    target: Path
+    target: TargetFolder
     draft: Path
-    target_config: Any
-    """The `transformers` config of the target's text model."""
     config: Mapping[str, Any]
     """The draft's config.json."""
     shapes: Mapping[str, tuple[int, ...]]
@@ -51,26 +50,23 @@ class Pair:
     """None if the folder has no provenance.json."""
 
     @staticmethod
-    def read(target: Path, draft: Path) -> Pair:
+    def read(target: TargetFolder, draft: Path) -> Pair:
         """Read both folders.
 
         Raises:
             FileNotFoundError: a folder is missing.
             ValueError: a folder is corrupt, or the second holds no draft.
         """
-        from redraft.heads.files.checkpoint import load_text_config  # loads transformers
-
         config = read_config(draft)
         headers = {path: safetensors_header(path) for path in set(tensor_files(draft).values())}
         tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
-        check_model_folder(target)
+        check_model_folder(target.folder)
         family = detect_family_by_tensors(tensors, draft)
         if family.is_lookup:
             raise ValueError(f"{draft} holds {family.title}: no model computes them, so there is nothing to compare")
         return Pair(
             target=target,
             draft=draft,
-            target_config=load_text_config(target),
             config=config,
             shapes={name: tuple(tensor["shape"]) for name, tensor in tensors.items()},
             dtypes={name: tensor["dtype"] for name, tensor in tensors.items()},
@@ -79,9 +75,14 @@ class Pair:
         )
 
     @property
+    def target_config(self) -> Any:
+        """The `transformers` config of the target's text model."""
+        return self.target.text_config
+
+    @property
     def is_own_target(self) -> bool:
         """Both are one folder: a target with an MTP layer in it."""
-        return self.draft.resolve() == self.target.resolve()
+        return self.draft.resolve() == self.target.folder.resolve()
 
     @property
     def is_speculators(self) -> bool:

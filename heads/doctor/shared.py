@@ -34,7 +34,7 @@ def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Ite
     copies = {name: IN_TARGET[end] for name in pair.shapes for end in borrowed if name.endswith(end)}
     if not copies:
         return
-    target = Target.from_folder(pair.target)
+    target = Target.from_folder(pair.target.folder)
     for name, tensor in read_tensors(pair.draft, copies).items():
         distance = _distance(tensor, getattr(target, copies[name]))
         if distance > SAME_WITHIN:

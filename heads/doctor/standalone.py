@@ -19,7 +19,7 @@ def tokenizer(pair: Pair) -> Iterator[Finding]:
             "pad or cut the draft's embeddings to the target's vocab_size (redraft train standalone does)",
         )
     try:
-        check_same_tokenizer(load_tokenizer(pair.target), load_tokenizer(pair.draft))
+        check_same_tokenizer(pair.target.tokenizer, load_tokenizer(pair.draft))
     except ValueError as error:
         problem, _, cure = str(error).partition("; ")
         yield Finding(problem, cure or "copy the target's tokenizer into the draft's folder")

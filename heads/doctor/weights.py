@@ -12,8 +12,7 @@ from torch import Tensor
 
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.families.mtp_layouts import detect_layout
-from redraft.heads.files.folder import tensor_files
-from redraft.heads.files.tensors import read_tensors
+from redraft.heads.files.tensors import list_tensors, read_tensors
 
 QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}
 """Types of packed weights, whose values say nothing without their scales."""
@@ -55,8 +54,8 @@ def draft_tensors(pair: Pair) -> list[str]:
 
 def copy_of_target(pair: Pair) -> Iterator[Finding]:
     """A standalone draft is another model than its target."""
-    files = {folder: tensor_files(folder) for folder in (pair.draft, pair.target)}
-    if files[pair.draft].keys() != files[pair.target].keys():
+    files = {folder: list_tensors(folder) for folder in (pair.draft, pair.target.folder)}
+    if files[pair.draft].keys() != files[pair.target.folder].keys():
         return
     # layers first: in any other model the first of them differs, and `all` reads no more
     equal = (_is_same(pair, name) for name in sorted(files[pair.draft], key=lambda name: ".layers." not in name))
@@ -68,7 +67,7 @@ def copy_of_target(pair: Pair) -> Iterator[Finding]:
 
 
 def _is_same(pair: Pair, name: str) -> bool:
-    mine, its = (read_tensors(folder, [name])[name] for folder in (pair.draft, pair.target))
+    mine, its = (read_tensors(folder, [name])[name] for folder in (pair.draft, pair.target.folder))
     return mine.shape == its.shape and torch.equal(_narrow(mine), _narrow(its))
 
 

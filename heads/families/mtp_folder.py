@@ -19,8 +19,8 @@ from torch import Tensor
 
 from redraft.heads.families.mtp_layouts import MIMO, Layout
 from redraft.heads.files.artifact import MANIFEST, PROVENANCE, require_free
-from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS, read_config, tensor_files
-from redraft.heads.files.tensors import read_tensors
+from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS, read_config
+from redraft.heads.files.tensors import list_tensors, read_tensors
 
 
 def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tensor]:
@@ -29,7 +29,7 @@ def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tenso
     Raises:
         ValueError: it has none.
     """
-    names = [name for name in tensor_files(folder) if layout.holds(name, num_layers)]
+    names = [name for name in list_tensors(folder) if layout.holds(name, num_layers)]
     if not names:
         raise ValueError(f"{folder} holds no MTP layer ({layout.prefix.format(n=num_layers)}*): train one from scratch")
     return layout.from_checkpoint(read_tensors(folder, names), num_layers)
@@ -44,7 +44,7 @@ def stitch(target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config
     require_free(out)
     out.mkdir(parents=True, exist_ok=True)
     # 1. Tokenizer, templates and so on. The target's manifest and provenance do not describe the new folder.
-    files = tensor_files(target_folder)
+    files = list_tensors(target_folder)
     shards = set(files.values())
     for path in target_folder.iterdir():
         if path.is_file() and path not in shards and path.name not in (CONFIG, INDEX, MANIFEST, PROVENANCE):
@@ -65,9 +65,9 @@ def stitch(target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config
 def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> dict[str, str]:
     """The file in `out` of each remaining tensor of the shard: a link, or a new file without the replaced ones."""
     # if there is a model.safetensors, transformers takes it for the whole model and never reads the index
-    name = "model-target.safetensors" if path.name == WEIGHTS else path.name
+    name = "model-target.safetensors" if path.name == WEIGHTS else f"{path.stem}.safetensors"
     left = names - replaced
-    if left == names:
+    if left == names and path.suffix == ".safetensors":
         link(path, out / name)
     elif left:  # a loader would load the old tensor and the new one, and keep whichever comes last
         save_file(read_tensors(path.parent, left), out / name, {"format": "pt"})
@@ -98,7 +98,7 @@ def as_mimo(llama_folder: Path, out: Path) -> None:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if (config.get("head_dim") or hidden // heads) * heads != hidden:
         raise ValueError(f"{llama_folder}: MiMo's head size is hidden_size / num_attention_heads, this target's is not")
-    weights = [name for name in tensor_files(llama_folder) if name.endswith(tuple(f".{x}_proj.weight" for x in "qkv"))]
+    weights = [name for name in list_tensors(llama_folder) if name.endswith(tuple(f".{x}_proj.weight" for x in "qkv"))]
     biases = {
         name.replace(".weight", ".bias"): torch.zeros(len(weight), dtype=weight.dtype)
         for name, weight in read_tensors(llama_folder, weights).items()

@@ -7,7 +7,6 @@
             manifest.json                       size and SHA-256 of every other file, written last
         _seal(partial, folder)                   manifest, flush, rename
     verify(folder)                              names the first missing, truncated or altered file
-    fingerprint(folder)                         identifies a model without reading all weights
     write_whole(path, content)                  one file, one rename
 
 Standard library only, because a control plane without torch publishes and verifies too.
@@ -43,8 +42,6 @@ SAMPLE_BYTES = 4096
 
 VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype"})
 """Keys of config.json that may change when the same model is saved again."""
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,41 +210,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint(folder: Path) -> str:
-    """SHA-256, in hex, over a model's config, tokenizer, and the headers and samples of the weights.
-
-    From a safetensors file it reads the header (names, types, shapes) and SAMPLE_BYTES at the start, middle and end of
-    every tensor. So tens of GB take about a second, and a fine-tuned copy still differs. Other weight files are read in
-    full. The same weights in other shards count as another model. A fingerprint does not show corrupt bytes; `verify`
-    does.
-
-    Raises:
-        FileNotFoundError: there is no config.json, or no weights.
-        ValueError: a file is truncated.
-    """
-    config_path = folder / "config.json"
-    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    if not config_path.is_file() or not weights:
-        raise FileNotFoundError(f"{folder} is not a model folder: it needs config.json and *.safetensors")
-    digest = hashlib.sha256()
-    try:
-        config = dict(json.loads(config_path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{config_path} is damaged ({error}): fetch the model again") from error
-    # Keys are sorted below, because saving a model again may reorder them.
-    kept = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
-    digest.update(json.dumps(kept, sort_keys=True).encode())
-    for path in [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]:
-        digest.update(bytes.fromhex(sha256(path)))
-    for path in weights:
-        if path.suffix == ".safetensors":
-            for block in _safetensors_samples(path):
-                digest.update(block)
-        else:
-            digest.update(bytes.fromhex(sha256(path)))
-    return digest.hexdigest()
-
-
 def safetensors_header(path: Path) -> dict[str, Any]:
     """The header of a safetensors file: `{"dtype", "shape", "data_offsets"}` of each tensor, by name.
 
@@ -272,7 +234,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _safetensors_samples(path: Path) -> Iterator[bytes]:
+def safetensors_samples(path: Path) -> Iterator[bytes]:
     header = safetensors_header(path)
     yield json.dumps(header, sort_keys=True).encode()
     with path.open("rb") as file:

@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-from transformers.utils import cached_file
 
 from redraft.heads.files.folder import (
+    CONFIG,
+    GENERATION_CONFIG,
     check_model_folder,
-    find_quantization,
-    is_hub_name,
-    model_folder,
+    fetch_model,
+    open_folder,
+    read_config,
     read_json,
-    refuse_gguf,
-    require_config,
 )
+from redraft.heads.files.target_folder import TargetFolder
 
 TEKKEN = "tekken.json"
 """Tokenizer in the format of mistral-common, in some repositories of Mistral the only one."""
 
+TEMPLATE = "chat_template.jinja"
 PROCESSOR_TEMPLATE = "chat_template.json"
 """File in which processors of text and images keep a chat template; vLLM reads it too."""
 
@@ -59,18 +60,19 @@ def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None, *
         FileNotFoundError: the folder is missing, or is not a model folder.
         ValueError: a file is corrupt, or a weight is missing; the message names it.
     """
-    check_model_folder(name_or_path)
+    folder = fetch_model(name_or_path)
+    check_model_folder(folder)
     register_models()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            str(name_or_path),
+            str(folder),
             dtype=dtype or "auto",
             attn_implementation="sdpa",
             output_loading_info=True,
             trust_remote_code=False,
         )
     except Exception as error:  # transformers raises a dozen types here, many of several lines
-        reason = _reason(error)
+        reason = _reason(error, folder)
         if "scaled_dot_product_attention" in reason:  # it goes on with advice for transformers
             reason = "transformers has no SDPA attention for it"
         raise ValueError("; ".join(filter(None, [f"cannot load the model {name_or_path}: {reason}", cure]))) from error
@@ -94,15 +96,16 @@ def load_config(name_or_path: str | Path) -> Any:
         FileNotFoundError: the folder or its config is missing.
         ValueError: the name is a GGUF file, or the config cannot be read.
     """
-    require_config(name_or_path)
+    folder = open_folder(name_or_path)
+    read_config(folder)
     try:
-        return AutoConfig.from_pretrained(str(name_or_path), trust_remote_code=False)
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except CONFIG_ERRORS as error:
         field = ""
         # transformers looks for `torch.bfloat16` as a name in torch.
         if "torch.torch" in str(error) or "no attribute 'torch." in str(error):
             field = ': write "dtype": "bfloat16" in place of "torch.bfloat16"'
-        raise ValueError(f"cannot read the config.json of {name_or_path}: {_reason(error)}{field}") from error
+        raise ValueError(f"cannot read the config.json of {name_or_path}: {_reason(error, folder)}{field}") from error
 
 
 def load_text_config(name_or_path: str | Path) -> Any:
@@ -110,12 +113,10 @@ def load_text_config(name_or_path: str | Path) -> Any:
     return load_config(name_or_path).get_text_config()
 
 
-def refuse_quantised(config: Any, name: str, cure: str) -> None:
-    """Raise ValueError, with a name and a cure, if a model's weights are stored in FP8, by AWQ, GPTQ or the like."""
-    if method := find_quantization(config.to_dict()):
-        raise ValueError(
-            f"{name}: it is quantised ({getattr(method, 'value', method)}), which is not supported; {cure}"
-        )
+def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
+    """Raise ValueError, with a name and a cure, if a target's weights are stored in FP8, by AWQ, GPTQ or the like."""
+    if method := target.quantization:
+        raise ValueError(f"{what}: it is quantised ({method}), which is not supported; {cure}")
 
 
 def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
@@ -123,27 +124,12 @@ def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
     Without that file they are those of config.json, as vLLM reads them.
     """
-    paths = (_find_file(name_or_path, name) for name in ("generation_config.json", "config.json"))
-    path = next(filter(None, paths), None)
+    folder = open_folder(name_or_path)
+    path = next((path for name in (GENERATION_CONFIG, CONFIG) if (path := folder / name).is_file()), None)
     ends = read_json(path).get("eos_token_id") if path else None
     # A chat model has several, of which the tokenizer knows one: Llama 3.1 ends at 128001, 128008 and 128009.
     listed = ends if isinstance(ends, list) else [ends]
     return tuple(sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None}))
-
-
-def _find_file(name_or_path: str | Path, file: str) -> Path | None:
-    """A small file of a model; of a hub name from the hub or its cache."""
-    if not is_hub_name(name_or_path):
-        path = model_folder(name_or_path) / file
-        return path if path.is_file() else None
-    found = cached_file(
-        str(name_or_path),
-        file,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
-    return Path(found) if found else None
 
 
 def load_tokenizer(name_or_path: str | Path) -> Any:
@@ -151,23 +137,40 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: the folder is missing, or has no tokenizer.
-        ValueError: the tokenizer cannot be read.
+        ValueError: the tokenizer cannot be read, or two files hold different chat templates.
     """
-    refuse_gguf(name_or_path)
-    folder = Path(name_or_path)
-    if not is_hub_name(folder) and not folder.is_dir():
+    folder = open_folder(name_or_path)
+    if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     if (folder / TEKKEN).is_file() and not (folder / "tokenizer.json").is_file():
         return _load_tekken(folder / TEKKEN)
-    if folder.is_dir() and not any(folder.glob("*token*")) and not (folder / "vocab.json").exists():
+    if not any(folder.glob("*token*")) and not (folder / "vocab.json").exists():
         raise FileNotFoundError(f"{folder} holds no tokenizer (tokenizer.json): it is not a model folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
-        raise ValueError(f"cannot load the tokenizer of {name_or_path}: {_reason(error)}") from error
-    if tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
-        tokenizer.chat_template = read_json(folder / PROCESSOR_TEMPLATE).get("chat_template")
+        raise ValueError(f"cannot load the tokenizer of {name_or_path}: {_reason(error, folder)}") from error
+    _read_processor_template(folder, tokenizer)
     return tokenizer
+
+
+def _read_processor_template(folder: Path, tokenizer: Any) -> None:
+    """Give a tokenizer without a chat template the processor's.
+
+    Raises:
+        ValueError: it has another one: vLLM serves a model of text and images with the processor's.
+    """
+    path, found = folder / PROCESSOR_TEMPLATE, tokenizer.chat_template
+    if not path.is_file() or not (template := read_json(path).get("chat_template")):
+        return
+    default = found.get("default") if isinstance(found, dict) else found
+    if default is not None and default.strip() != template.strip():
+        other = TEMPLATE if (folder / TEMPLATE).is_file() else "tokenizer_config.json"
+        raise ValueError(
+            f"{folder / other} and {path} hold different chat templates, and engines do not choose alike: remove the "
+            "one that is left over"
+        )
+    tokenizer.chat_template = found or template
 
 
 def _load_tekken(path: Path) -> Any:
@@ -184,13 +187,19 @@ def _load_tekken(path: Path) -> Any:
         raise ValueError(f"cannot load the tokenizer {path}: {first_line(error)}") from error
 
 
-def _reason(error: Exception) -> str:
-    """The first line of an error of transformers, in our words if it asks for code of a model."""
+def _reason(error: Exception, folder: Path) -> str:
+    """The first line of an error of transformers, in our words if it asks for code of a model, or if a file in the
+    folder is corrupt."""
     if "trust_remote_code" in str(error):
         return (
             "it needs Python code from its own folder (auto_map), which redraft does not run: save the tokenizer as a "
             "tokenizer.json, or choose a model of a type that transformers has"
         )
+    try:
+        for path in sorted(folder.glob("*.json")):
+            read_json(path)
+    except ValueError as corrupt:
+        return str(corrupt)
     return first_line(error)
 
 

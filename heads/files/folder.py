@@ -1,10 +1,13 @@
-"""Model folders without the weights: config.json, the file of each tensor, and whether all files are there.
+"""The one reader of model folders: where a model is, its config.json and other JSON files, the file
+of each tensor, whether all files are there, and the model's fingerprint.
 
-Standard library only, apart from the hub's client for a hub name: help texts and control planes read folders too.
+Standard library only, apart from the hub's client for a hub name: help texts and control planes read
+folders too. What needs transformers is in `heads.files.checkpoint`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -12,16 +15,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from redraft.heads.files.artifact import MANIFEST, safetensors_header, verify
+from redraft.heads.files.artifact import (
+    MANIFEST,
+    VOLATILE_CONFIG_KEYS,
+    safetensors_header,
+    safetensors_samples,
+    sha256,
+    verify,
+)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-"""Files of a hub repository to download. Subfolders hold the model in formats of others."""
+GENERATION_CONFIG = "generation_config.json"
+MODELOPT = "hf_quant_config.json"
+"""File beside config.json in which ModelOpt names the quantization."""
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+MODEL_FILES = (*SMALL_FILES, "*.safetensors")
+"""Files of a hub repository to download."""
+OTHERS = ("*/*", "consolidated*")
+"""Files that hold the model in formats of others."""
 OLD_WEIGHTS = "pytorch_model*.bin"
 """Weights of repositories without safetensors."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt")
 TRAINED_WITH = "trained_with"
 """Key in an export's `redraft` section: the trained architecture, under the engines' keys. The engines' copies at the
 top level may be edited after the export; these are not."""
@@ -33,27 +50,65 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a folder.
 
     Raises:
-        FileNotFoundError: the folder has none.
+        FileNotFoundError: the folder is missing, or is not a model folder.
         ValueError: it is not JSON.
     """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no model folder {folder}, and it is not a hub name (owner/name) either")
+    if not (folder / CONFIG).is_file() and (folder / ADAPTER).is_file():
+        base = read_json(folder / ADAPTER).get("base_model_name_or_path")
+        raise FileNotFoundError(
+            f"{folder} is an adapter of {base}: merge it first (peft's merge_and_unload, then save_pretrained), and "
+            "give the merged model"
+        )
     if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{folder} holds no {CONFIG}: it is not an exported head")
+        raise FileNotFoundError(f"{folder} holds no {CONFIG}: it is not a model folder")
+    return read_json(folder / CONFIG)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError, with the file's name, if it is corrupt."""
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG} is corrupt ({error}): export the head again") from error
-    return config
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError("it holds no object")
+        return value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is corrupt ({error}): fetch or export it again") from error
+
+
+def text_sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """A config.json, and the section of the language model in a wrapper of text and images."""
+    return config, config.get("text_config") or {}
 
 
 def find_quantization(config: Mapping[str, Any]) -> str | None:
     """The quantization of the weights beside this config.json, as its tool calls it; None if they are plain."""
-    # The second key is an old one of compressed-tensors. ModelOpt names the method `quant_algo`. A wrapper of text and
-    # images may have the section below its text model.
-    inner = config.get("text_config")
-    places = [config, inner if isinstance(inner, Mapping) else {}]
+    # The second key is an old one of compressed-tensors. ModelOpt names the method `quant_algo`.
     keys = ("quantization_config", "compression_config")
-    section = next((place[key] for place in places for key in keys if place.get(key)), None)
+    section = next((place[key] for place in text_sections(config) for key in keys if place.get(key)), None)
     return None if not section else section.get("quant_method") or section.get("quant_algo") or "packed"
+
+
+def read_quantization(folder: Path) -> str | None:
+    """`find_quantization` of a folder, in which a file of ModelOpt may name it too. Raises: as `read_config`."""
+    if found := find_quantization(read_config(folder)):
+        return found
+    path = folder / MODELOPT
+    return str(read_json(path).get("quantization", {}).get("quant_algo") or "packed") if path.is_file() else None
+
+
+def read_dtype(folder: Path) -> str | None:
+    """The type of the weights by config.json; None if it names none. Raises: as `read_config`."""
+    # `torch_dtype` until transformers 4.56.
+    sections = text_sections(read_config(folder))
+    return next((dtype for one in sections if (dtype := one.get("dtype") or one.get("torch_dtype"))), None)
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The generation_config.json of a folder; empty without one. Raises ValueError if it is corrupt."""
+    path = folder / GENERATION_CONFIG
+    return read_json(path) if path.is_file() else {}
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -63,31 +118,20 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         FileNotFoundError: the folder has no weights.
         ValueError: a file is truncated; the message names it.
     """
+    first = weight_files(folder)[0]
     if (folder / INDEX).is_file():
-        _refuse_two(folder)
         return {name: folder / file for name, file in _read_index(folder / INDEX).items()}
-    if not (folder / WEIGHTS).is_file() and (old := sorted(folder.glob(OLD_WEIGHTS))):
+    if first.name != WEIGHTS:
         raise FileNotFoundError(
-            f"{folder} has its weights in {old[0].name}: convert them to {WEIGHTS}, with torch.load and "
+            f"{folder} has its weights in {first.name}: convert them to {WEIGHTS}, with torch.load and "
             "safetensors.torch.save_file"
         )
-    if not (folder / WEIGHTS).is_file():
-        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: it is not a model folder")
-    return dict.fromkeys(safetensors_header(folder / WEIGHTS), folder / WEIGHTS)
-
-
-def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises ValueError, with the file's name, if it is corrupt."""
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is corrupt ({error}): fetch it again") from error
+    return dict.fromkeys(safetensors_header(first), first)
 
 
 def _read_index(path: Path) -> dict[str, str]:
     """The file name of each tensor in an index of shards."""
-    index = read_json(path)
-    files: dict[str, str] | None = index.get("weight_map") if isinstance(index, dict) else None
+    files: dict[str, str] | None = read_json(path).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{path} is corrupt (it has no weight_map): fetch it again")
     return files
@@ -142,6 +186,25 @@ def model_folder(name_or_path: str | Path) -> Path:
     return Path(config).parent
 
 
+def open_folder(name_or_path: str | Path) -> Path:
+    """The folder of a model with all files but the weights: the given one, or for a hub name the one in
+    the hub's cache, made complete.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or neither the hub nor its cache gives the model.
+        ValueError: the name is a GGUF file.
+    """
+    if not is_hub_name(name_or_path):
+        return model_folder(name_or_path)
+    reason = _download(str(name_or_path), *SMALL_FILES)
+    try:
+        return model_folder(name_or_path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name_or_path} is no folder here, and the hub does not give it: {reason or error}"
+        ) from error
+
+
 def fetch_model(name_or_path: str | Path) -> Path:
     """The folder of a model: the given one, or for a hub name the folder in the hub's cache, made complete.
 
@@ -154,9 +217,11 @@ def fetch_model(name_or_path: str | Path) -> Path:
     """
     if not is_hub_name(name_or_path):
         return model_folder(name_or_path)
-    reason = _download(str(name_or_path))
+    reason = _download(str(name_or_path), *MODEL_FILES)
     try:
         folder = model_folder(name_or_path)
+        if not reason and not _has_weights(folder):
+            reason = _download(str(name_or_path), OLD_WEIGHTS)
         _check_weights(folder)
         if not _has_weights(folder):
             raise FileNotFoundError(f"{folder} holds no weights")
@@ -167,14 +232,12 @@ def fetch_model(name_or_path: str | Path) -> Path:
     return folder
 
 
-def _download(name: str) -> str:
+def _download(name: str, *patterns: str) -> str:
     """Download the files of a model that are not in the hub's cache. Returns the reason if it fails, or ""."""
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=[*MODEL_FILES], ignore_patterns="*/*"))
-        if not _has_weights(folder):
-            snapshot_download(name, allow_patterns=OLD_WEIGHTS, ignore_patterns="*/*")
+        snapshot_download(name, allow_patterns=[*patterns], ignore_patterns=[*OTHERS])
     except Exception as error:  # OSError and the errors of the HTTP library, which differs from release to release
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
@@ -193,36 +256,14 @@ def check_model_folder(name_or_path: str | Path) -> None:
         FileNotFoundError: the folder is missing, or is not a model folder.
         ValueError: a file is corrupt or missing, or the name is a GGUF file; the message names it.
     """
-    require_config(name_or_path)
-    if is_hub_name(name_or_path):
-        return
-    folder = Path(name_or_path)
-    if (folder / MANIFEST).is_file():
-        verify(folder)
-    _check_weights(folder)
-
-
-def require_config(name_or_path: str | Path) -> None:
-    """Check that a local model folder has a config. A hub name is left to the hub's checks.
-
-    Raises:
-        FileNotFoundError: the folder is missing, or is not a model folder.
-        ValueError: the name is a GGUF file.
-    """
     refuse_gguf(name_or_path)
     if is_hub_name(name_or_path):
         return
     folder = Path(name_or_path)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no model folder {folder}, and it is not a hub name (owner/name) either")
-    if not (folder / CONFIG).is_file() and (folder / ADAPTER).is_file():
-        base = read_json(folder / ADAPTER).get("base_model_name_or_path")
-        raise FileNotFoundError(
-            f"{folder} is an adapter of {base}: merge it first (peft's merge_and_unload, then save_pretrained), and "
-            "give the merged model"
-        )
-    if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{folder} holds no {CONFIG}: it is not a model folder")
+    read_config(folder)
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+    _check_weights(folder)
 
 
 def _check_weights(folder: Path) -> None:
@@ -235,3 +276,46 @@ def _check_weights(folder: Path) -> None:
         shards = set(_read_index(path).values())
         if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
             raise ValueError(f"{folder / missing[0]} is missing: {path.name} names it; fetch it again")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model's weights, sorted: those of the index, the whole file, or the old ones.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        ValueError: it has two sets of them.
+    """
+    if (folder / INDEX).is_file():
+        _refuse_two(folder)
+        return sorted({folder / name for name in _read_index(folder / INDEX).values()})
+    whole = folder / WEIGHTS
+    if files := [whole] if whole.is_file() else sorted(folder.glob(OLD_WEIGHTS)):
+        return files
+    raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: it is not a model folder")
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256, in hex, over a model's config, tokenizer, and the headers and samples of the weights.
+
+    From a safetensors file it reads the header (names, types, shapes) and SAMPLE_BYTES at the start, middle and end of
+    every tensor. So tens of GB take about a second, and a fine-tuned copy still differs. Other weight files are read in
+    full. The same weights in other shards count as another model. A fingerprint does not show corrupt bytes; `verify`
+    does.
+
+    Raises:
+        FileNotFoundError: there is no config.json, or no weights.
+        ValueError: a file is truncated or corrupt.
+    """
+    config, digest = read_config(folder), hashlib.sha256()
+    # Keys are sorted below, because saving a model again may reorder them.
+    kept = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
+    digest.update(json.dumps(kept, sort_keys=True).encode())
+    for path in [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]:
+        digest.update(bytes.fromhex(sha256(path)))
+    for path in weight_files(folder):
+        if path.suffix == ".safetensors":
+            for block in safetensors_samples(path):
+                digest.update(block)
+        else:
+            digest.update(bytes.fromhex(sha256(path)))
+    return digest.hexdigest()

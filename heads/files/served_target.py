@@ -7,8 +7,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from redraft.heads.files.checkpoint import load_config
-from redraft.heads.files.folder import is_hub_name, tensor_files
+from redraft.heads.files.folder import tensor_files
+from redraft.heads.files.target_folder import TargetFolder
 
 # fmt: off
 WITHOUT_AUX = frozenset({
@@ -30,31 +30,30 @@ NUM_ROWS = 64
 """Rows compared of two tables that should be equal."""
 
 
-def require_aux(name_or_path: str | Path, family: str) -> None:
+def require_aux(target: TargetFolder, family: str) -> None:
     """Raise ValueError if vLLM cannot serve a head that reads inner layers of this target."""
-    architecture = next(iter(load_config(name_or_path).architectures or []), "")
+    architecture = next(iter(target.config.architectures or []), "")
     if architecture in WITHOUT_AUX:
         raise ValueError(
             f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve a head of the family {family} on "
-            f"{name_or_path}: train one of eagle1, medusa or mtp, or a standalone draft; or for another engine with "
+            f"{target.name}: train one of eagle1, medusa or mtp, or a standalone draft; or for another engine with "
             "--prove.no-engine"
         )
 
 
-def require_served_alike(name_or_path: str | Path, tokenizer: Any) -> None:
+def require_served_alike(target: TargetFolder) -> None:
     """Check that the target in training is the one that vLLM will serve.
 
     Raises:
         ValueError: its positions, ids or head would differ.
     """
-    config = load_config(name_or_path).get_text_config()
-    _require_one_rope(config, name_or_path)
-    require_rows(config, tokenizer, name_or_path)
-    if not is_hub_name(name_or_path) and getattr(config, "tie_word_embeddings", False):
-        _require_tied(Path(name_or_path))
+    _require_one_rope(target.text_config, target.name)
+    require_rows(target)
+    if getattr(target.text_config, "tie_word_embeddings", False):
+        _require_tied(target.folder)
 
 
-def _require_one_rope(config: Any, name: str | Path) -> None:
+def _require_one_rope(config: Any, name: str) -> None:
     """Up to the original length transformers takes the short factors of longrope, but vLLM the long
     ones if it serves any longer text."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -69,17 +68,18 @@ def _require_one_rope(config: Any, name: str | Path) -> None:
         )
 
 
-def require_rows(config: Any, tokenizer: Any, name: str | Path) -> None:
-    """Raise ValueError if a tokenizer has ids without a row in the target's embeddings.
+def require_rows(target: TargetFolder) -> None:
+    """Raise ValueError if the tokenizer has ids without a row in the target's embeddings.
 
     A special token missing from the chat template needs no row, because no text has it: padding.
     """
-    late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= config.vocab_size)
+    tokenizer, rows = target.tokenizer, target.text_config.vocab_size
+    late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
     special, template = set(tokenizer.all_special_tokens), str(tokenizer.chat_template)
     if written := [token for token in late if token not in special or token in template]:
         num_ids = 1 + max(tokenizer.get_vocab().values())
         raise ValueError(
-            f"the tokenizer has {num_ids:,} ids, {written[0]!r} among them, and {name} {config.vocab_size:,} "
+            f"the tokenizer has {num_ids:,} ids, {written[0]!r} among them, and {target.name} {rows:,} "
             "embeddings: take the tokens added later out of the tokenizer, or give the target rows for them "
             "(resize_token_embeddings)"
         )
@@ -89,16 +89,14 @@ def _require_tied(folder: Path) -> None:
     """Refuse two tables in the files of a model with one: transformers and vLLM may choose differently."""
     try:
         files = tensor_files(folder)
-    except FileNotFoundError:  # weights in another format, which has no table of contents to read
+        names = [name for end in ("embed_tokens.weight", "lm_head.weight") for name in files if name.endswith(end)]
+        tables = [_some_rows(files[name], name) for name in names]
+    except FileNotFoundError:  # weights of another format, or on another machine
         return
-    embeddings = next((name for name in files if name.endswith("embed_tokens.weight")), None)
-    if embeddings is None or "lm_head.weight" not in files:
-        return
-    tables = [_some_rows(files[name], name) for name in (embeddings, "lm_head.weight")]
-    if tables[0].shape != tables[1].shape or not tables[0].equal(tables[1]):
+    if len(tables) == 2 and (tables[0].shape != tables[1].shape or not tables[0].equal(tables[1])):
         raise ValueError(
-            f"{folder} has tie_word_embeddings, but lm_head.weight differs from {embeddings}: set tie_word_embeddings "
-            "to false in config.json if the head was trained, or remove lm_head.weight"
+            f"{folder} has tie_word_embeddings, but {names[1]} differs from {names[0]}: set tie_word_embeddings "
+            f"to false in config.json if the head was trained, or remove {names[1]}"
         )
 
 

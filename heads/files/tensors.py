@@ -12,17 +12,38 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from redraft.heads.files.folder import CONFIG, WEIGHTS, tensor_files
+from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS, tensor_files, weight_files
+
+
+def list_tensors(folder: Path) -> dict[str, Path]:
+    """`tensor_files`, also of a folder with the older files pytorch_model*.bin. Raises: as it does."""
+    files = weight_files(folder)
+    if (folder / INDEX).is_file() or files[0].name == WEIGHTS:
+        return tensor_files(folder)
+    return {name: path for path in files for name in _map_bin(path)}
+
+
+def _map_bin(path: Path) -> dict[str, Tensor]:
+    """The tensors of an older file of weights, mapped into memory."""
+    try:
+        tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # of torch, zipfile and pickle
+        raise ValueError(f"{path} is corrupt ({type(error).__name__}): fetch it again") from error
+    return tensors
 
 
 def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """The named tensors, from any shard. A KeyError is a bug, because names come from `tensor_files`."""
-    files = tensor_files(folder)
+    """The named tensors, from any shard. A KeyError is a bug, because names come from `list_tensors`."""
+    files = list_tensors(folder)
     tensors: dict[str, Tensor] = {}
     by_file: dict[Path, list[str]] = {}
     for name in names:
         by_file.setdefault(files[name], []).append(name)
     for path, wanted in by_file.items():
+        if path.suffix == ".bin":
+            mapped = _map_bin(path)
+            tensors |= {name: mapped[name] for name in wanted}
+            continue
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in wanted}
     return tensors

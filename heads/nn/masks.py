@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from redraft.heads.draft import Batch
+from redraft.heads.files.target_folder import TargetFolder
 
 
 def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
@@ -20,24 +21,26 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
         )
 
 
-def choose_mask_token(num_embeddings: int, num_tokens: int, pad_id: int | None) -> int:
+def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     """A token for the empty slots: the first row that the tokenizer does not use, or else the padding token.
 
     Args:
-        num_embeddings: Rows of the target's table.
-        num_tokens: Ids of the tokenizer, added ones included.
-        pad_id: The tokenizer's padding token.
+        target: The files of the target: tokenizer and end ids.
+        num_embeddings: Rows of its table.
 
     Raises:
         ValueError: there is neither.
     """
-    if num_tokens < num_embeddings:
-        return num_tokens
-    if pad_id is None:
+    tokenizer = target.tokenizer
+    if len(tokenizer) < num_embeddings:
+        return len(tokenizer)
+    # A padding token that ends answers is no free token.
+    if tokenizer.pad_token_id in (None, *target.end_ids):
         raise ValueError(
-            "every row of the target's embeddings is a token, and there is no padding token: "
+            "every row of the target's embeddings is a token, and there is no padding token that ends no answer: "
             "name a token that never occurs in text with --head.mask-token-id"
         )
+    pad_id: int = tokenizer.pad_token_id
     return pad_id
 
 

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redraft.heads.catalog import find_family, require_head
+from redraft.heads.doctor.origin import completeness
+from redraft.heads.doctor.pair import Pair
 from redraft.heads.doctor.shared import require_own_head
-from redraft.heads.files.artifact import PROVENANCE, fingerprint, is_full
+from redraft.heads.files.artifact import PROVENANCE, is_full
 from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import find_quantization, read_config
+from redraft.heads.files.folder import read_config, read_quantization, text_sections
 from redraft.heads.files.lock import own
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.files.tokenizers import check_same_tokenizer
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry, copy_model, read_id
@@ -70,9 +73,9 @@ def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
         if abandoned.is_file():
             abandoned.unlink(missing_ok=True)
     stack.enter_context(registry.owned())
-    target = fingerprint(cfg.target)
+    target = TargetFolder.open(cfg.target)
     provide_first_version(cfg, registry, target)
-    return target, registry, stack.enter_context(open_buffer(cfg, registry, target))
+    return target.fingerprint, registry, stack.enter_context(open_buffer(cfg, registry, target.fingerprint))
 
 
 def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> Buffer:
@@ -88,7 +91,7 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
     return Buffer(cfg.buffer_config, target_fingerprint, states, cfg.domain)
 
 
-def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> None:
+def provide_first_version(cfg: LearnerConfig, registry: Registry, target: TargetFolder) -> None:
     """Make sure the registry has a current version. In an empty registry, the initial draft becomes
     the first.
 
@@ -101,10 +104,10 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerp
             raise ValueError(f"{registry.folder} has no version yet: set draft.initial to the draft that is served now")
         initial = cfg.draft.initial
         if not _is_in_target(initial, cfg):
-            _require_fitting(initial, cfg)
+            _require_fitting(initial, cfg, target)
         registry.publish(
             lambda partial: _copy_draft(initial, partial, cfg),
-            target_fingerprint=target_fingerprint,
+            target_fingerprint=target.fingerprint,
             provenance={"copied_from": initial},
             evaluation={},
         )
@@ -112,10 +115,10 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target_fingerp
     current = registry.current()
     assert current is not None
     trained_for = json.loads((registry.path(current) / PROVENANCE).read_text())["target_fingerprint"]
-    if trained_for != target_fingerprint:
+    if trained_for != target.fingerprint:
         raise ValueError(
-            f"{current} of {registry.folder} was trained for target {trained_for[:12]}, {cfg.target} is "
-            f"{target_fingerprint[:12]}: give each target its own registry and learner folder"
+            f"{current} of {registry.folder} was trained for target {trained_for[:12]}, {target.name} is "
+            f"{target.fingerprint[:12]}: give each target its own registry and learner folder"
         )
 
 
@@ -131,21 +134,23 @@ def _copy_draft(draft: Path, folder: Path, cfg: LearnerConfig) -> None:
         copy_model(draft, folder)
 
 
-def _require_fitting(draft: Path, cfg: LearnerConfig) -> None:
+def _require_fitting(draft: Path, cfg: LearnerConfig, target: TargetFolder) -> None:
     family = find_family(cfg.draft.family)
     # the layer in a quantised target may be plain: whether it is, its tensors tell when they are
     # read
-    if not family.is_in_target and (method := find_quantization(read_config(draft))):
+    if not family.is_in_target and (method := read_quantization(draft)):
         raise ValueError(
             f"{draft} is quantised ({method}), and training needs the weights from before: set draft.initial to those, "
             "and serve with --draft-quantization, so that vLLM quantises every version when it is loaded"
         )
     if family.is_head:
-        require_head(draft, family.name, cfg.target)
+        require_head(draft, family.name, target)
+        if not family.is_in_target and (misfit := next(completeness(Pair.read(target, draft)), None)):
+            raise ValueError(f"draft.initial {draft} does not fit {target.name}: {misfit.problem}")
     else:
-        check_same_tokenizer(load_tokenizer(cfg.target), load_tokenizer(draft))
+        check_same_tokenizer(target.tokenizer, load_tokenizer(draft))
     if family.trains_lm_head:
-        require_own_head(draft, cfg.target)
+        require_own_head(draft, target.folder)
 
 
 def open_stream(
@@ -157,6 +162,4 @@ def open_stream(
 
 
 def read_vocab_size(target: Path) -> int:
-    config = json.loads((target / "config.json").read_text())
-    # Multimodal targets keep the sizes of the language model in `text_config`.
-    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    return next(int(size) for section in text_sections(read_config(target)) if (size := section.get("vocab_size")))

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redraft.heads.catalog import find_method
-from redraft.heads.files.artifact import fingerprint
-from redraft.heads.files.folder import model_folder
+from redraft.heads.files.folder import fingerprint, model_folder
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
 from redraft.online.engine.reread import Rereader

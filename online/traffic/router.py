@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
 from redraft.eval.engine.sampling import read_defaults
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import fingerprint
 from redraft.online.fleet.discovery import list_servers
 from redraft.online.records.guard import Guard
 from redraft.online.records.origin import require_label

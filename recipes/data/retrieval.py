@@ -6,9 +6,9 @@ from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import build_samples
 from redraft.heads.families.retrieval import Text, count_answers
-from redraft.heads.files.artifact import fingerprint, publish, require_free
-from redraft.heads.files.checkpoint import end_ids, load_tokenizer
+from redraft.heads.files.artifact import publish, require_free
 from redraft.heads.files.folder import fetch_model
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.data import retrieval_config
 from redraft.recipes.data.retrieval_config import Config
@@ -24,16 +24,17 @@ def main(cfg: Config) -> None:
     """
     require_free(cfg.output, overwrite=cfg.overwrite)
     # Before the counting: the fingerprint reads the weights.
-    target = fetch_model(cfg.target)
-    tokenizer, day = load_tokenizer(cfg.target), choose_day(cfg.date)
+    fetch_model(cfg.target)
+    target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
     conversations = load_conversations(cfg.data, split=cfg.split)
-    ends = end_ids(cfg.target, tokenizer)
-    samples, stats = build_samples(conversations, tokenizer, max_length=cfg.sequence_length, day=day, ends=ends)
+    samples, stats = build_samples(
+        conversations, target.tokenizer, max_length=cfg.sequence_length, day=day, ends=target.end_ids
+    )
     print(stats)
     draft = count_answers([Text(ids=s.input_ids, is_label=s.loss_mask) for s in samples], cfg.retrieval)
     provenance = {
         "target": cfg.target,
-        "target_fingerprint": fingerprint(target),
+        "target_fingerprint": target.fingerprint,
         "data": cfg.data,
         "labels": stats.labels,
         "date": day.isoformat(),

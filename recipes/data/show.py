@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice, pairwise, zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,9 @@ from redraft.distill.data.reasoning import split_reasoning
 from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
 from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.checkpoint import end_ids, load_text_config, load_tokenizer
-from redraft.heads.files.folder import CONFIG, is_hub_name
+from redraft.heads.files.folder import CONFIG
 from redraft.heads.files.served_target import require_rows
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.data import show_config
 from redraft.recipes.data.show_config import Config
@@ -49,15 +48,16 @@ def main(cfg: Config) -> None:
     Raises:
         ValueError: if the data or the tokenizer cannot be read, or if there is nothing to train on.
     """
-    tokenizer, day = load_tokenizer(cfg.target), choose_day(cfg.date)
-    if is_hub_name(cfg.target) or (Path(cfg.target) / CONFIG).is_file():
-        require_rows(load_text_config(cfg.target), tokenizer, cfg.target)
+    target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
+    tokenizer = target.tokenizer
+    if (target.folder / CONFIG).is_file():
+        require_rows(target)
     loaded = load_source(cfg.source, split=cfg.split, domain_column=cfg.domain_column, strict=cfg.strict)
     conversations = loaded.conversations
     train, held_out = split_held_out(conversations, cfg.held_out)
     train, overlap = remove_overlap(train, held_out)
     build = functools.partial(
-        build_samples, tokenizer=tokenizer, max_length=cfg.sequence_length, day=day, ends=end_ids(cfg.target, tokenizer)
+        build_samples, tokenizer=tokenizer, max_length=cfg.sequence_length, day=day, ends=target.end_ids
     )
     samples, stats = build(train)
     held_out_samples, held_out_stats = held_out_part(held_out, build)

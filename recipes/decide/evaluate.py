@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from redraft.distill.data.conversations import load_conversations, split_held_out
-from redraft.distill.data.day import keep_day, writes_date
+from redraft.distill.data.day import keep_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.run.config import Signal
-from redraft.distill.run.inputs import choose_dtype, load_target
+from redraft.distill.run.inputs import load_target
 from redraft.distill.run.memory import require_target_room
 from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
@@ -27,7 +27,7 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.served import EngineOptions, serve_and_count
 from redraft.eval.engine.server import require_runner
-from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
+from redraft.eval.engine.target_dtype import open_target
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, load_drafts
 from redraft.eval.forecast.teacher_forced import Protocol, Rows, forecast_drafts
 from redraft.eval.prompts import Prompt
@@ -37,9 +37,8 @@ from redraft.eval.report.regression import compare_reports, describe_change, mat
 from redraft.eval.report.results import Measured, read_tau
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.report import read_serving
-from redraft.heads.files.artifact import fingerprint, write_whole
-from redraft.heads.files.checkpoint import end_ids, load_tokenizer
-from redraft.heads.files.folder import model_folder
+from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.decide import evaluate_config
 from redraft.recipes.decide.evaluate_config import PRESETS, Config
@@ -51,22 +50,23 @@ def main(cfg: Config) -> None:
     check(cfg)
     # Chosen once. Measurements are kept apart by type, and the report names it.
     on_cpu = not torch.cuda.is_available()
-    cfg = replace(cfg, target_dtype=cfg.target_dtype or default_target_dtype(cfg.target, on_cpu=on_cpu))
+    opened = open_target(cfg.target, cfg.target_dtype, on_cpu=on_cpu)
+    cfg = replace(cfg, target_dtype=opened.dtype)
 
     # 1. target, drafts, baseline and step costs
-    sampling = choose_sampling(cfg.target, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
+    sampling = choose_sampling(opened.folder, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
-    target = load(cfg.target, cfg.target_dtype, whole=cfg.forecast)
+    target = LoadedTarget(opened=opened, model=load(opened, whole=cfg.forecast))
     # An empty name adds no folder.
     kept = cfg.output / "kept" / (cfg.target_dtype or "")
-    baseline = read_baseline(cfg.baseline, target.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
+    baseline = read_baseline(cfg.baseline, opened.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
     for draft in drafts if cfg.engine else ():
         require_runner(draft.speculative, way_out=", or forecast with --no-engine")
     if baseline:
         # Refuse an unfit baseline before hours of measuring, not at the report.
-        match_drafts([vars(draft) for draft in drafts], settings(cfg, sampling), baseline)
+        match_drafts([vars(draft) for draft in drafts], settings(cfg, opened, sampling), baseline)
     costs = read_costs(cfg.costs, drafts) if cfg.costs else {}
     if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
         raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
@@ -74,13 +74,13 @@ def main(cfg: Config) -> None:
         raise ValueError(f"{unserved[0]} has no proposer in vLLM, and is forecast only: leave out --no-forecast")
 
     # 2. prompts
-    day = choose_day(cfg, target.tokenizer, baseline)
-    prompts = load_prompts(cfg, target.tokenizer, day)
+    day = choose_day(cfg, baseline) if opened.writes_date else None
+    prompts = load_prompts(cfg, opened.tokenizer, day)
     protocol = Protocol(
         temperatures=tuple(dict.fromkeys(cfg.temperature)) or (sampling.temperature,),
         num_speculative_tokens=tuple(sorted(set(cfg.num_speculative_tokens))),
         max_tokens=cfg.max_tokens,
-        end_ids=end_ids(cfg.target, target.tokenizer),
+        end_ids=opened.end_ids,
         seed=cfg.seed,
         batch_size=cfg.batch_size,
         filters=sampling,
@@ -105,9 +105,9 @@ def main(cfg: Config) -> None:
     )
     report = build_acceptance_report(
         measured,
-        target={"name": cfg.target, "fingerprint": target.fingerprint},
+        target={"name": cfg.target, "fingerprint": opened.fingerprint},
         drafts=drafts,
-        settings=settings(cfg, sampling) | ({"date": day.isoformat()} if day else {}),
+        settings=settings(cfg, opened, sampling) | ({"date": day.isoformat()} if day else {}),
         costs=costs,
     )
     if baseline:
@@ -133,7 +133,7 @@ def forecast_all(
     # The union of all drafts' layers: one pass of the target serves all, and each draft picks from it.
     layers = sorted({layer for draft in forecastable.values() for layer in draft.aux_layer_ids})
     signal = InProcessTarget(target.model, layers)
-    rows = forecast_drafts(target.model, target.fingerprint, signal, forecastable, prompts, protocol, kept)
+    rows = forecast_drafts(target.model, target.opened.fingerprint, signal, forecastable, prompts, protocol, kept)
     for module in (target.model, *(draft.module for draft in forecastable.values() if draft.module)):
         module.to("cpu")
     return rows
@@ -159,27 +159,22 @@ def check(cfg: Config) -> None:
         raise ValueError(f"--engine-tokens {min(beyond)} is not one of --num-speculative-tokens")
 
 
-def load(name: str, dtype: TargetDtype | None = None, *, whole: bool = True) -> LoadedTarget:
-    """The frozen target, on the GPU if there is one; by default in the engine's type. If not `whole`, only what a draft
-    borrows of it, on the CPU.
+def load(target: TargetFolder, *, whole: bool = True) -> Any:
+    """The frozen model of a target, on the GPU if there is one. If not `whole`, only what a draft borrows of it, on the
+    CPU.
 
     Raises:
-        FileNotFoundError: there is no such target.
         ValueError: it cannot be loaded, or does not fit.
     """
-    device, folder = torch.device("cuda" if torch.cuda.is_available() else "cpu"), model_folder(name)
-    if whole:
-        way_out = "count in the engine alone: --no-forecast -- --tensor-parallel-size=N"
-        require_target_room(name, device, choose_dtype(name, dtype, device), way_out=way_out)
-        model, tokenizer = load_target(name, Signal(), device, dtype)
-    else:
-        cpu = torch.device("cpu")
-        model, tokenizer = load_skeleton(name, choose_dtype(name, dtype, device), cpu), load_tokenizer(name)
-    return LoadedTarget(name=name, folder=folder, fingerprint=fingerprint(folder), model=model, tokenizer=tokenizer)
+    if not whole:
+        return load_skeleton(target, target.torch_dtype, torch.device("cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    require_target_room(target, device, way_out="count in the engine alone: --no-forecast -- --tensor-parallel-size=N")
+    return load_target(target, Signal(), device)
 
 
-def choose_day(cfg: Config, tokenizer: Any, baseline: Mapping[str, Any] | None) -> datetime.date | None:
-    """The date for a chat template that writes today's; None for any other template.
+def choose_day(cfg: Config, baseline: Mapping[str, Any] | None) -> datetime.date:
+    """The date for a chat template that writes today's.
 
     It is the baseline's, or that of earlier measurements in --output, so the same prompts stay the same on another
     day. Otherwise it is today, and kept in --output.
@@ -187,8 +182,6 @@ def choose_day(cfg: Config, tokenizer: Any, baseline: Mapping[str, Any] | None) 
     Raises:
         ValueError: if the baseline's date cannot be read.
     """
-    if not writes_date(tokenizer):
-        return None
     if baseline and (recorded := baseline["settings"].get("date")):
         return datetime.date.fromisoformat(recorded)
     return keep_day(cfg.output / "kept" / "date")
@@ -232,11 +225,11 @@ def measure_in_engine(
     return found
 
 
-def settings(cfg: Config, sampling: Sampling) -> dict[str, Any]:
+def settings(cfg: Config, target: TargetFolder, sampling: Sampling) -> dict[str, Any]:
     """The settings shown in the report."""
     shown = ("data", "split", "domain_column", "held_out", "max_prompt_tokens", "max_tokens", "draft_sample_method")
     filters = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
-    left_out = {"penalties_left_out": penalties} if (penalties := list_penalties(cfg.target)) else {}
+    left_out = {"penalties_left_out": penalties} if (penalties := list_penalties(target.folder)) else {}
     dtype = {"target_dtype": cfg.target_dtype} if cfg.target_dtype else {}
     # A baseline must agree in the filters, `max_tokens`, `draft_sample_method` and `ngram` (`match_drafts`).
     return {name: getattr(cfg, name) for name in shown} | dtype | filters | left_out | {"ngram": asdict(cfg.ngram)}

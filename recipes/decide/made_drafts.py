@@ -20,9 +20,9 @@ from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.server import require_servable
 from redraft.eval.serving.drafts import Candidate
 from redraft.eval.serving.rounds import PLAIN
-from redraft.heads.files.artifact import fingerprint, write_whole
+from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.checkpoint import load_text_config
-from redraft.heads.files.folder import count_parameters, model_folder
+from redraft.heads.files.folder import count_parameters, fingerprint, model_folder
 from redraft.recipes.decide.compare_config import HEAD, LAYERS, LOOKUP_TOKENS, RETRIEVAL, parse_trained
 
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {

@@ -24,8 +24,7 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.forecast.greedy import forecast, greedy_continuations
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.artifact import fingerprint
-from redraft.heads.files.checkpoint import end_ids, load_tokenizer
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
@@ -45,6 +44,7 @@ class Replayer:
         self, cfg: LearnerConfig, target: Any, prompts: Sequence[Prompt], num_speculative_tokens: int, max_tokens: int
     ) -> None:
         self.cfg, self.target, self.num_speculative_tokens = cfg, target, num_speculative_tokens
+        opened = TargetFolder.open(cfg.target)
         self.first = Registry(cfg.registry).path(FIRST)
         self.candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
         self.continuations = greedy_continuations(
@@ -52,11 +52,10 @@ class Replayer:
             prompts,
             max_tokens=max_tokens,
             num_speculative_tokens=num_speculative_tokens,
-            end_ids=end_ids(str(cfg.target), load_tokenizer(cfg.target)),
+            end_ids=opened.end_ids,
         )
-        target_fingerprint = fingerprint(cfg.target)
-        self.anchors = read_anchors(cfg.anchors, target_fingerprint) if cfg.anchors else []
-        self.buffer = Buffer(cfg.buffer_config, target_fingerprint)
+        self.anchors = read_anchors(cfg.anchors, opened.fingerprint) if cfg.anchors else []
+        self.buffer = Buffer(cfg.buffer_config, opened.fingerprint)
 
     def __enter__(self) -> Replayer:
         return self

@@ -20,9 +20,9 @@ from redraft.eval.engine.server import engine_is_cpu
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import Init, make_draft
-from redraft.heads.files.artifact import fingerprint
-from redraft.heads.files.checkpoint import load_causal_lm, load_text_config, load_tokenizer
+from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.files.folder import check_model_folder
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry
@@ -150,8 +150,9 @@ class Stage:
     @classmethod
     def set(cls, cfg: Config, scene: Scene, day: datetime.date) -> Stage:
         folder = cfg.output.absolute()
-        target, tokenizer = load_causal_lm(scene.target, to_torch(scene.dtype)).eval(), load_tokenizer(scene.target)
-        model = load_text_config(scene.target)
+        opened = TargetFolder.open(scene.target)
+        target, tokenizer = load_causal_lm(scene.target, to_torch(scene.dtype)).eval(), opened.tokenizer
+        model = opened.text_config
         layers = cfg.draft_layers or (0, model.num_hidden_layers - 1)
 
         a = scene.domains[0]
@@ -161,7 +162,7 @@ class Stage:
         samples, _ = build_samples(
             scene.training[: cfg.num_anchors], tokenizer, max_length=MAX_MODEL_LEN, day=day, progress=False
         )
-        write_anchors(folder / "anchors", samples, InProcessTarget(target), fingerprint(scene.target))
+        write_anchors(folder / "anchors", samples, InProcessTarget(target), opened.fingerprint)
 
         write_token(folder / "token")
         (folder / "spool").mkdir(mode=0o700)
@@ -169,7 +170,7 @@ class Stage:
         # addresses.
         config = write_learner_config(cfg, scene, folder, servers=[])
         registry = Registry(config.registry)
-        provide_first_version(config, registry, fingerprint(scene.target))
+        provide_first_version(config, registry, opened)
 
         def prompts(conversations: ByDomain, count: int) -> dict[str, list[Prompt]]:
             return {
@@ -184,7 +185,7 @@ class Stage:
             scene=scene,
             folder=folder,
             target=target,
-            fingerprint=fingerprint(scene.target),
+            fingerprint=opened.fingerprint,
             kv_cache_bytes=count_kv_bytes(model, len(layers), scene.dtype),
             token=read_token(folder / "token"),
             traffic=prompts(scene.traffic, NUM_QUESTIONS),

@@ -93,7 +93,7 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
         return await control.ask(cfg.folder, Forgotten, do="forget", tenant=tenant, dry_run=is_dry)
     except control.NoLearnerError:
         pass
-    from redraft.heads.files.artifact import fingerprint  # these load torch: a learner that runs answers without
+    from redraft.heads.files.folder import fingerprint  # these load torch: a learner that runs answers without
     from redraft.online.daemon.opening import open_stream, read_vocab_size
     from redraft.online.fleet.registry import Registry
     from redraft.online.learning.buffer import Buffer

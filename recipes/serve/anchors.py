@@ -14,9 +14,8 @@ from redraft.distill.data.samples import build_samples
 from redraft.distill.run.config import Signal
 from redraft.distill.run.inputs import load_target
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.heads.files.artifact import fingerprint, write_whole
-from redraft.heads.files.checkpoint import end_ids
-from redraft.heads.files.folder import model_folder
+from redraft.eval.engine.target_dtype import open_target
+from redraft.heads.files.artifact import write_whole
 from redraft.heads.progress import Progress
 from redraft.online.learning.anchors import write_anchors
 from redraft.recipes.cli import run_recipe
@@ -34,22 +33,23 @@ def main(cfg: Config) -> None:
     if cfg.output.exists() and not cfg.overwrite:
         raise FileExistsError(f"{cfg.output} already exists: choose another --output, or pass --overwrite")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_target(cfg.target, Signal(), device, cfg.target_dtype)
+    target = open_target(cfg.target, cfg.target_dtype, on_cpu=device.type == "cpu")
+    model = load_target(target, Signal(), device)
     conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
     day = choose_day(cfg.date)
-    ends = end_ids(cfg.target, tokenizer)
-    samples, stats = build_samples(conversations, tokenizer, max_length=cfg.max_length, day=day, ends=ends)
+    samples, stats = build_samples(
+        conversations, target.tokenizer, max_length=cfg.max_length, day=day, ends=target.end_ids
+    )
     print(f"data: {stats}")
-    target_id = fingerprint(model_folder(cfg.target))
     provenance = {
         "command": sys.argv,
         "config": asdict(cfg),
         "data": str(stats),
         "date": day.isoformat(),
-        "target_fingerprint": target_id,
+        "target_fingerprint": target.fingerprint,
     }
     bar = Progress(samples, desc="anchors", unit="sample")
-    write_anchors(cfg.output, bar, InProcessTarget(model), target_id, k=cfg.top_k)
+    write_anchors(cfg.output, bar, InProcessTarget(model), target.fingerprint, k=cfg.top_k)
     # Last: an interrupted run leaves earlier anchors with the provenance of those.
     write_whole(cfg.output.with_name(f"{cfg.output.name}.json"), json.dumps(provenance, indent=2, default=str) + "\n")
     print(f"anchors: {len(samples):,} records, {cfg.output.stat().st_size / 1e6:,.1f} MB in {cfg.output}")

@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from redraft.eval.engine.sampling import read_defaults
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import fingerprint
 from redraft.online.fleet.server import require_address
 from redraft.online.records.guard import Guard
 from redraft.online.traffic.front import AdminServer, FrontConfig, serve

@@ -25,6 +25,7 @@ from redraft.distill.train.optim import Optim
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init
 from redraft.heads.files.checkpoint import load_text_config
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.cli.run import parse
 from redraft.recipes.plan.count import as_text, count, make_plan
 from redraft.recipes.plan.plan import Train as Counting
@@ -48,7 +49,7 @@ def read(command: str) -> Counting:
 
 
 def plan_of(family: str, cfg: Any, accelerator: Any) -> Plan:
-    return make_plan(read(count_command(family, cfg, accelerator)))
+    return make_plan(read(count_command(family, cfg, TargetFolder.open(cfg.target), accelerator)))
 
 
 @pytest.mark.parametrize("family", HEADS)
@@ -106,7 +107,7 @@ def test_the_launch_and_the_place_of_the_target_are_told(
     accelerator: Any, signal: Signal, flags: str, random_target: Path
 ) -> None:
     cfg = StandaloneConfig(target=str(random_target), draft=Init(layers=(0,)), signal=signal)
-    command = count_command("standalone", cfg, accelerator)
+    command = count_command("standalone", cfg, TargetFolder.open(cfg.target), accelerator)
     assert command.endswith(f"--sequence-length 4096 {flags}".rstrip())
     read(command)
 
@@ -120,7 +121,7 @@ def test_the_command_counts_the_state_of_the_optimizer_and_prints_its_tables(ran
             optim=Optim(name=name),  # type: ignore[arg-type]
             loop=Loop(batch_size=1, sequence_length=64),
         )
-        counting = read(count_command("standalone", cfg, launch()))
+        counting = read(count_command("standalone", cfg, TargetFolder.open(cfg.target), launch()))
         result = count(counting)
         assert any(line.startswith("memory at its peak") for line in as_text(counting, result, {}))
         states[name] = result.step.memory[STATE]

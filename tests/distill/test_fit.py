@@ -29,6 +29,7 @@ from redraft.distill.train.step import make_optimizers
 from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle3
 from redraft.heads.families.standalone import Init, from_config, prune_layers
+from redraft.heads.files.target_folder import TargetFolder
 
 LLAMA_70B = LlamaConfig(
     vocab_size=128_256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
@@ -54,15 +55,16 @@ def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(tmp_path: Path, monkeyp
     monkeypatch.setattr(fit, "read_room", lambda _: H100)
     accelerator = accelerator_of(DistributedType.MULTI_GPU)
     head = functools.partial(count_head, "eagle3", eagle3.Config(), 32000)
+    target = TargetFolder.open(tmp_path)
     with pytest.raises(ValueError, match=r"141\.1 GB.*22\.4 GB.*85\.5 GB.*cuda:0"):
-        require_room(str(tmp_path), Signal(), accelerator, head)
+        require_room(TargetFolder.open(tmp_path), Signal(), accelerator, head)
     with pytest.raises(ValueError, match=r"282\.2 GB"):
-        require_room(str(tmp_path), Signal(), accelerator, head, "float32")
+        require_room(replace(target, dtype="float32"), Signal(), accelerator, head)
     served = Signal(kind="endpoint", url=("http://t1:8001",))
-    require_room(str(tmp_path), served, accelerator, head)  # 4.2 + 22.4 GB
+    require_room(TargetFolder.open(tmp_path), served, accelerator, head)  # 4.2 + 22.4 GB
     accelerator.is_local_main_process = False
     with pytest.raises(SystemExit):  # only one process of a machine tells
-        require_room(str(tmp_path), Signal(), accelerator, head)
+        require_room(TargetFolder.open(tmp_path), Signal(), accelerator, head)
 
 
 def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,17 +86,17 @@ def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeyp
         accelerator_of(DistributedType.MULTI_GPU),
         accelerator_of(DistributedType.DEEPSPEED, deepspeed_plugin=plugin),
     ):
-        require_room(str(tmp_path), Signal(shard=True), accelerator, draft)
+        require_room(TargetFolder.open(tmp_path), Signal(shard=True), accelerator, draft)
     assert [round(need.target / 1e9, 1) for need in seen] == [24.7, 24.7]
     assert [round(need.draft / 1e9, 1) for need in seen] == [51.4, 17.7]
     assert {round(need.host / 1e9, 1) for need in seen} == {141.1}
     accelerator = accelerator_of(DistributedType.MULTI_GPU)
     accelerator.num_processes = 1  # nobody to share with
     with pytest.raises(ValueError, match=r"takes 141\.1 GB"):
-        require_room(str(tmp_path), Signal(shard=True), accelerator, draft)
+        require_room(TargetFolder.open(tmp_path), Signal(shard=True), accelerator, draft)
     monkeypatch.setattr(fit, "read_room", lambda _: replace(H100, host_bytes=140 * 10**9))
     with pytest.raises(ValueError, match=r"141\.1 GB.*140\.0 GB"):
-        require_room(str(tmp_path), Signal(shard=True), accelerator_of(DistributedType.MULTI_GPU), draft)
+        require_room(TargetFolder.open(tmp_path), Signal(shard=True), accelerator_of(DistributedType.MULTI_GPU), draft)
 
 
 def test_the_host_holds_the_target_once_for_each_process_of_the_machine() -> None:
@@ -174,8 +176,8 @@ def test_muon_takes_less_memory_and_lets_a_draft_fit(monkeypatch: pytest.MonkeyP
         return DraftSize(weights=4 * 10**9, matrices=4 * 10**9)
 
     with pytest.raises(ValueError, match=r"64\.0 GB"):
-        require_room(str(tmp_path), served, accelerator, draft)
-    require_room(str(tmp_path), served, accelerator, draft, optimizer="muon")
+        require_room(TargetFolder.open(tmp_path), served, accelerator, draft)
+    require_room(TargetFolder.open(tmp_path), served, accelerator, draft, optimizer="muon")
 
 
 def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
@@ -188,7 +190,8 @@ def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
 
     def say(weights: int) -> str:
         size = DraftSize(weights=weights, matrices=0)
-        require_room(str(tmp_path), served, accelerator, lambda _: size, tell=lambda: "redraft count this")
+        target = TargetFolder.open(tmp_path)
+        require_room(target, served, accelerator, lambda _: size, tell=lambda: "redraft count this")
         return capsys.readouterr().out
 
     assert say(3_400_000_000) == "", "58.6 GB"
@@ -243,10 +246,9 @@ BROKEN = {
 @pytest.mark.parametrize("text", BROKEN.values(), ids=list(BROKEN))
 def test_a_config_that_cannot_be_read_is_refused_in_a_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
+    target, size = TargetFolder.open(tmp_path), DraftSize(weights=1, matrices=0)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))) as error:
-        require_room(
-            str(tmp_path), Signal(), accelerator_of(DistributedType.NO), lambda _: DraftSize(weights=1, matrices=0)
-        )
+        require_room(target, Signal(), accelerator_of(DistributedType.NO), lambda _: size)
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -254,16 +256,16 @@ def test_a_target_or_draft_that_is_not_there_is_refused(tmp_path: Path) -> None:
     accelerator, nowhere = accelerator_of(DistributedType.MULTI_GPU), str(tmp_path / "nowhere")
     missing = functools.partial(count_standalone, Init(checkpoint=nowhere))
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        require_room(nowhere, Signal(), accelerator, missing)
+        require_room(TargetFolder.open(nowhere), Signal(), accelerator, missing)
     LLAMA_70B.save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        require_room(str(tmp_path), Signal(), accelerator, missing)
+        require_room(TargetFolder.open(tmp_path), Signal(), accelerator, missing)
 
 
 def test_a_fault_of_ours_is_not_swallowed(tmp_path: Path) -> None:
     LLAMA_70B.save_pretrained(tmp_path)
     with pytest.raises(ZeroDivisionError):
-        require_room(str(tmp_path), Signal(), accelerator_of(DistributedType.NO), lambda _: 1 // 0)
+        require_room(TargetFolder.open(tmp_path), Signal(), accelerator_of(DistributedType.NO), lambda _: 1 // 0)
 
 
 def test_the_check_of_a_70b_target_takes_at_most_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,5 +273,5 @@ def test_the_check_of_a_70b_target_takes_at_most_two_seconds(tmp_path: Path, mon
     monkeypatch.setattr(fit, "read_room", lambda _: replace(H100, device_bytes=10**12, host_bytes=10**14))
     head = functools.partial(count_head, "eagle3", eagle3.Config(), 32000)
     began = time.process_time()
-    require_room(str(tmp_path), Signal(), accelerator_of(DistributedType.MULTI_GPU), head)
+    require_room(TargetFolder.open(tmp_path), Signal(), accelerator_of(DistributedType.MULTI_GPU), head)
     assert time.process_time() - began < 2

@@ -21,6 +21,7 @@ from redraft.distill.run.inputs import load_target
 from redraft.distill.run.run import run
 from redraft.eval.engine.hardware import Machine
 from redraft.heads.catalog import find_family
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.options import Standalone
 
 
@@ -109,4 +110,4 @@ def test_a_training_with_unsupported_heads_leaves_nothing_behind(
 
 def test_a_target_with_unsupported_heads_is_refused_before_it_is_loaded(narrow_target: Path) -> None:
     with pytest.raises(ValueError, match=r"heads of size 8\b"):
-        load_target(str(narrow_target), Signal(), torch.device("cuda"), machine=H100)
+        load_target(TargetFolder.open(narrow_target), Signal(), torch.device("cuda"), machine=H100)

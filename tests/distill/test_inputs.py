@@ -19,12 +19,14 @@ from redraft.distill.data.conversations import read_conversation, split_held_out
 from redraft.distill.run import proof as prove
 from redraft.distill.run.config import Data, Loop, Signal, make_config
 from redraft.distill.run.folder import RunFolder
-from redraft.distill.run.inputs import choose_dtype, load_data, load_target
+from redraft.distill.run.inputs import load_data, load_target
 from redraft.distill.run.run import run as run_training
 from redraft.distill.train.loop import LoadedData
 from redraft.eval.engine.hardware import Machine
+from redraft.eval.engine.target_dtype import open_target
 from redraft.heads.catalog import find_family
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.options import Mtp
 from tests.helpers.target_families import MOE, TINY
 
@@ -35,7 +37,7 @@ def load(source: Path, target: Path, folder: Path, **changes: Any) -> LoadedData
     data = Data(source=str(source), **{"held_out": 0.5, "num_prompts": 3, "max_prompt_tokens": 90, **changes})
     run = RunFolder(folder, Accelerator(cpu=True))
     run.date = DAY
-    return load_data(data, str(target), load_tokenizer(str(target)), Loop(sequence_length=96, batch_size=1), run)
+    return load_data(data, TargetFolder.open(target), Loop(sequence_length=96, batch_size=1), run)
 
 
 def ask(content: str) -> dict[str, str]:
@@ -131,8 +133,9 @@ def test_texts_that_are_not_read_are_told(
 
 def test_a_target_computes_in_the_type_asked_for(random_target: Path) -> None:
     cpu = torch.device("cpu")
-    assert load_target(str(random_target), Signal(), cpu)[0].dtype == torch.float32
-    assert load_target(str(random_target), Signal(), cpu, "bfloat16")[0].dtype == torch.bfloat16
+    for dtype in ("float32", "bfloat16"):
+        target = open_target(random_target, dtype, on_cpu=True)
+        assert load_target(target, Signal(), cpu).dtype == getattr(torch, dtype)
 
 
 @pytest.mark.parametrize("computes", [True, False])
@@ -146,11 +149,11 @@ def test_a_target_stored_in_bfloat16_computes_in_it_on_a_cpu_that_can(
     chosen = torch.bfloat16 if computes else torch.float32
     served = Signal(kind="endpoint", url=("http://t1:8001",))
     for signal in (Signal(), served):
-        model = load_target(str(stored), signal, cpu, machine=machine)[0]
+        model = load_target(open_target(stored, on_cpu=True, machine=machine), signal, cpu)
         assert model.dtype == chosen
         assert prove._computed_in(model) == (None if signal.url else str(chosen).removeprefix("torch."))
-        assert load_target(str(stored), signal, cpu, "float32")[0].dtype == torch.float32
-    assert choose_dtype(str(stored), None, torch.device("cuda")) is None, "as stored"
+        assert load_target(open_target(stored, "float32", on_cpu=True), signal, cpu).dtype == torch.float32
+    assert open_target(stored, on_cpu=False).torch_dtype is None, "as stored"
 
 
 @pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "modelopt"])
@@ -160,13 +163,13 @@ def test_a_quantised_target_is_refused_with_the_cure(method: str, random_target:
     key = "quant_algo" if method == "modelopt" else "quant_method"
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {key: method}}))
     with pytest.raises(ValueError, match=rf"quantised \({method}\), .*--signal\.kind endpoint") as refused:
-        load_target(str(folder), Signal(), torch.device("cpu"))
+        load_target(TargetFolder.open(folder), Signal(), torch.device("cpu"))
     assert "\n" not in str(refused.value)
     served = Signal(kind="endpoint", url=("http://t1:8001",))
-    assert load_target(str(folder), served, torch.device("cpu"))[0].lm_head.weight.shape[1] == 64
+    assert load_target(TargetFolder.open(folder), served, torch.device("cpu")).lm_head.weight.shape[1] == 64
     mtp = find_family("mtp")
     cfg = replace(make_config(mtp), target=str(folder), head=Mtp(num_steps=4, as_mimo=True), output=tmp_path / "run")
-    with pytest.raises(ValueError, match="give the folder of the weights before quantisation"):
+    with pytest.raises(ValueError, match="give the folder of the plain weights"):
         run_training(mtp, cfg)
     assert not (tmp_path / "run").exists()
 
@@ -179,9 +182,9 @@ def test_a_target_that_transformers_cannot_load_is_refused_with_the_cure(random_
         shutil.copy(file, tmp_path)
     cure = r"--signal\.kind endpoint .*redraft serve-features"
     with pytest.raises(ValueError, match=rf"SDPA .*{cure}") as refused:
-        load_target(str(tmp_path), Signal(), torch.device("cpu"))
+        load_target(TargetFolder.open(tmp_path), Signal(), torch.device("cpu"))
     assert "\n" not in str(refused.value)
     served = Signal(kind="endpoint", url=("http://t1:8001",))
-    skeleton = load_target(str(tmp_path), served, torch.device("cpu"))[0]
+    skeleton = load_target(TargetFolder.open(tmp_path), served, torch.device("cpu"))
     assert not skeleton.base_model.norm.weight.is_meta
     assert all(p.is_meta for p in skeleton.base_model.layers.parameters())

@@ -37,7 +37,7 @@ from redraft.heads import catalog
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.pair import Pair
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 from redraft.online.learning.candidate import DRAFT, Candidate, read_hidden_shape
 from redraft.online.learning.config import Training
@@ -120,13 +120,15 @@ def test_its_export_is_recognised_loaded_and_checked(model: Any, target_folder: 
     make_random(make_head(model)).export(tmp_path)
     assert detect_family(tmp_path) is find_family("tiny") is ROW
     assert DraftSource.parse(str(tmp_path)).speculative() == {"method": "tiny", "model": str(tmp_path)}
-    pair = Pair.read(target_folder, tmp_path)
+    pair = Pair.read(TargetFolder.open(target_folder), tmp_path)
     assert pair.family is ROW
     assert static_findings(pair, method="tiny", num_speculative_tokens=K) == []
     assert not any("Tiny" in note for note in notes(pair))
 
     def problems(method: str | None, num_tokens: int) -> list[str]:
-        found = static_findings(Pair.read(target_folder, tmp_path), method=method, num_speculative_tokens=num_tokens)
+        found = static_findings(
+            Pair.read(TargetFolder.open(target_folder), tmp_path), method=method, num_speculative_tokens=num_tokens
+        )
         return [finding.problem for finding in found]
 
     assert problems("eagle3", K) == ['method "eagle3" does not run drafts of family tiny']
@@ -138,9 +140,7 @@ def test_its_export_is_recognised_loaded_and_checked(model: Any, target_folder: 
 
 def test_it_is_forecast(model: Any, target_folder: Path, tmp_path: Path) -> None:
     make_random(make_head(model)).export(tmp_path / "head")
-    target = LoadedTarget(
-        name="target", folder=target_folder, fingerprint=fingerprint(target_folder), model=model, tokenizer=None
-    )
+    target = LoadedTarget(opened=TargetFolder.open(target_folder), model=model)
     (draft,) = load_drafts([f"mine={tmp_path / 'head'}"], target, Ngram(), "probabilistic")
     assert (draft.family, draft.serves(K), draft.serves(K + 1)) == ("tiny", True, False)
     assert draft.speculative == {

@@ -24,8 +24,8 @@ from waiting import until
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.prompts import Prompt
-from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.folder import fingerprint
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.learner import learn
 from redraft.online.daemon.opening import opened

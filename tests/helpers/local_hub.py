@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 
 NAME = "owner/model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -61,6 +64,17 @@ def serve_model(files: Mapping[str, bytes], broken: str = "", model: str = NAME)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+
+
+def keep_in_cache(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make a folder the only model in the hub's cache of this process, which is offline. Returns its hub name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    kept = cache / f"models--{NAME.replace('/', '--')}"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs/main").write_text(COMMIT)
+    shutil.copytree(model, kept / "snapshots" / COMMIT)
+    return NAME
 
 
 def run_with_hub(code: str, endpoint: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -24,6 +24,7 @@ from redraft.eval.forecast.greedy import greedy_continuations
 from redraft.eval.prompts import Prompt
 from redraft.heads.families import eagle3
 from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 
 torch.set_num_threads(1)
@@ -31,7 +32,7 @@ torch.set_num_threads(1)
 
 def load(name: str, accelerator: Accelerator) -> object:
     if accelerator.num_processes > 1:
-        return load_sharded(name, torch.float32, accelerator.device)
+        return load_sharded(TargetFolder(name=name, folder=Path(name), dtype="float32"), accelerator.device)
     return load_causal_lm(name, torch.float32).requires_grad_(False).eval()
 
 

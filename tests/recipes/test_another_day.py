@@ -34,8 +34,9 @@ from redraft.eval.serving.report import write_serving
 from redraft.eval.serving.workload import Exchange, Lookup
 from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle1
-from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli import dispatch
 from redraft.recipes.decide import advise
@@ -88,9 +89,8 @@ class Training:
 
     def start(self, *, resume: bool = False) -> tuple[RunFolder, LoadedData]:
         run = RunFolder.open(self.folder, {"data": self.source}, Accelerator(cpu=True), resume=resume, overwrite=False)
-        tokenizer = load_tokenizer(str(self.target))
         data = Data(source=self.source, held_out=0.3, num_prompts=4)
-        return run, load_data(data, str(self.target), tokenizer, self.loop, run)
+        return run, load_data(data, TargetFolder.open(self.target), self.loop, run)
 
     def read_cache(self, data: LoadedData) -> None:
         model = LlamaForCausalLM.from_pretrained(self.target)

@@ -19,10 +19,10 @@ from make_tokenizers import make_byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from redraft.distill.data.conversations import Conversation, read_conversation
-from redraft.distill.data.day import writes_date
 from redraft.distill.data.messages import REASONING_FIELDS
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import SampleStats, build_samples, held_out_prompts
+from redraft.heads.files.target_folder import writes_date
 
 DAY = datetime.date(2024, 2, 29)
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]

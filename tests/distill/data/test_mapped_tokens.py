@@ -26,6 +26,7 @@ from redraft.distill.run.folder import RunFolder
 from redraft.distill.run.inputs import load_data
 from redraft.distill.train.loop import LoadedData
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.target_folder import TargetFolder
 
 DAY = datetime.date(2024, 2, 29)
 
@@ -45,14 +46,15 @@ class World:
 
     def __init__(self, target: Path, folder: Path) -> None:
         self.target, self.folder, self.source = target, folder, write_rows(folder / "chat.jsonl")
-        self.tokenizer = load_tokenizer(str(target))
+        self.opened = TargetFolder.open(target)
+        self.tokenizer = self.opened.tokenizer
         self.day, self.length, self.cache = DAY, 96, None
 
     def load(self) -> LoadedData:
         run = RunFolder(self.folder / "run", Accelerator(cpu=True))
         run.date = self.day
         data = Data(source=str(self.source), held_out=0.3, num_prompts=3, cache=self.cache)
-        return load_data(data, str(self.target), self.tokenizer, Loop(sequence_length=self.length), run)
+        return load_data(data, self.opened, Loop(sequence_length=self.length), run)
 
     def folders(self) -> list[Path]:
         return sorted((self.cache or self.folder / "run/tokens").iterdir())

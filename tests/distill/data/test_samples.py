@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
+import subprocess
+import sys
 import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +20,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE
-from redraft.distill.data.day import writes_date
 from redraft.distill.data.samples import SampleStats, build_samples, data_hash, held_out_prompts
+from redraft.heads.files.target_folder import writes_date
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|start|>", "<|close|>", "<|eot|>"]
 
@@ -437,3 +441,30 @@ def test_a_rendered_text_has_one_first_token_and_is_counted() -> None:
         assert sample.input_ids[0] == tokenizer.bos_token_id
     assert stats.marked_texts == 1
     assert "1 plain texts with special tokens" in str(stats)
+
+
+LONG_CHATS = """
+import resource, sys
+from make_tokenizers import make_byte_tokenizer
+from redraft.distill.data.samples import build_samples
+tokenizer = make_byte_tokenizer()
+tokenizer.chat_template = sys.argv[1]
+def chat(i, turns):
+    words = " ".join(f"word{n}" for n in range(64))
+    said = [{"role": role, "content": f"{i} {k} {words}"} for k in range(turns) for role in ("user", "assistant")]
+    return {"messages": said, "domain": "all"}
+build_samples([chat(0, 2)], tokenizer, max_length=512, progress=False)
+chats = [chat(i, 60) for i in range(160)]
+assert sum(len(m["content"]) for c in chats for m in c["messages"]) > 8e6
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+build_samples(chats, tokenizer, max_length=512, progress=False)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_160_conversations_of_60_turns_take_at_most_100_mb() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path("tests/helpers").absolute()), "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-c", LONG_CHATS, CHAT_TEMPLATE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100_000  # KiB

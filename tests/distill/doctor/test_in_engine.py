@@ -17,6 +17,7 @@ from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.families.eagle1 import Config, Eagle1
 from redraft.heads.files.artifact import publish
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 
 NUM_TOKENS = 3
@@ -43,7 +44,7 @@ def make_pair(target: Path, folder: Path, dtype: str | None, **provenance: Any) 
     )
     head = Eagle1(Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target)))
     publish(folder, head.export, {"forecast": stored.to_json(), **provenance})
-    return Pair.read(target, folder)
+    return Pair.read(TargetFolder.open(target), folder)
 
 
 def make_plan(pair: Pair, folder: Path, dtype: str | None = None, machine: Machine = FAST) -> Plan:

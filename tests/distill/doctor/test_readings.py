@@ -29,6 +29,7 @@ from redraft.heads.families.dspark import Config as DSparkConfig
 from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.peagle import Config as PEagleConfig
 from redraft.heads.families.peagle import PEagle
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.layers import LlamaShape, rotate
 from redraft.heads.target import Target
 
@@ -101,7 +102,7 @@ class World:
         return folder
 
     def load(self, folder: Path) -> tuple[Pair, Any]:
-        pair = Pair.read(self.folder / "target", folder)
+        pair = Pair.read(TargetFolder.open(self.folder / "target"), folder)
         return pair, pair.family.load(folder, lambda: Target.from_model(self.model), torch.float32).eval()
 
     def judge(self, folder: Path) -> list[Finding]:

@@ -47,7 +47,8 @@ from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families import eagle3, medusa
 from redraft.heads.families.eagle3_start import start_by_least_squares
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 from tests.helpers.target_families import MOE, TINY
 
@@ -319,17 +320,17 @@ def test_a_head_trains_from_a_whole_cache_without_the_weights_of_the_target(
 ) -> None:
     samples, accelerator = make_samples(), Accelerator(cpu=True)
     data, signal = make_data(samples), Signal(kind="cache", cache=tmp_path / "cache", cache_dtype="float32")
-    name, model = str(random_target), load(random_target)
-    written = target_signal(signal, model, name, data, tmp_path, accelerator, aux_layers=LAYERS)
-    skeleton = load_skeleton(name, torch.float32, torch.device("cpu"))
+    identity, model = fingerprint(random_target), load(random_target)
+    written = target_signal(signal, model, identity, data, tmp_path, accelerator, aux_layers=LAYERS)
+    skeleton = load_skeleton(TargetFolder.open(random_target), torch.float32, torch.device("cpu"))
     assert all(p.is_meta == (".layers." in n) for n, p in skeleton.named_parameters())
-    read = target_signal(signal, skeleton, name, data, tmp_path, accelerator, aux_layers=LAYERS)
+    read = target_signal(signal, skeleton, identity, data, tmp_path, accelerator, aux_layers=LAYERS)
     batch = make_batch(samples)
     for one, other in zip(states(written(batch), batch), states(read(batch), batch), strict=True):
         assert torch.equal(one, other)
     assert_trains_alike(skeleton, batch, InProcessTarget(model, LAYERS)(batch), read(batch), tolerance=1e-4)
     header = json.loads((tmp_path / "cache" / "cache.json").read_text())
-    assert header["target"] == fingerprint(random_target)
+    assert header["target"] == identity
 
 
 # ------------------------------------------------------------------------------------------------------------ a fleet
@@ -367,7 +368,7 @@ def make_teacher(
 
 
 def from_teachers(teachers: Sequence[Teacher], folder: Path, storage: Path) -> EndpointHiddenStates:
-    skeleton = load_skeleton(str(folder), torch.float32, torch.device("cpu"))
+    skeleton = load_skeleton(TargetFolder.open(folder), torch.float32, torch.device("cpu"))
     endpoints = Endpoints([Endpoint(teacher.url, attempts=1, concurrency=2) for teacher in teachers])
     return EndpointHiddenStates(endpoints, skeleton, LAYERS, str(storage))
 
@@ -402,7 +403,7 @@ def test_a_head_starts_by_least_squares_on_the_states_of_a_server(random_target:
     assert isinstance(known.distribution, ExactTarget)
     assert isinstance(served.distribution, ExactTarget)
     known.distribution.hidden_BTD[(served.distribution.hidden_BTD == 0).all(-1)] = 0
-    norms = read_stream_norms(str(random_target), torch.float32, LAYERS)
+    norms = read_stream_norms(TargetFolder.open(random_target), torch.float32, LAYERS)
     scales, drafted = stream_scales(norms, LAYERS, "a target"), []
     for signal in (known, served):
         torch.manual_seed(1)
@@ -444,7 +445,7 @@ def test_a_standalone_draft_learns_the_exact_distribution_from_servers_and_cache
     samples, accelerator = make_samples(), Accelerator(cpu=True)
     model, batch = load(random_target), make_batch(samples)
     data, name = make_data(samples), str(random_target)
-    skeleton = load_skeleton(name, torch.float32, torch.device("cpu"))
+    skeleton = load_skeleton(TargetFolder.open(name), torch.float32, torch.device("cpu"))
     with teaching(make_teacher(model, str(tmp_path))) as teacher:
         served: dict[str, Any] = {"url": (teacher.url,), "storage": str(tmp_path), "exact": True}
         live = target_signal(Signal(kind="endpoint", **served), skeleton, name, data, tmp_path, accelerator)(batch)
@@ -564,7 +565,7 @@ def test_states_of_another_size_are_lost_and_not_written_anywhere(random_target:
 
 
 def test_a_target_whose_layers_are_elsewhere_leaves_the_gpu_too(random_target: Path) -> None:
-    skeleton = load_skeleton(str(random_target), torch.float32, torch.device("cpu"))
+    skeleton = load_skeleton(TargetFolder.open(random_target), torch.float32, torch.device("cpu"))
     head_VD = skeleton.get_output_embeddings().weight.detach()
     before = head_VD.untyped_storage().data_ptr()
     with pytest.MonkeyPatch.context() as patch:
@@ -596,7 +597,7 @@ def states_server(served_pair: tuple[Path, Path], storage: Path) -> Iterator[Vll
 def from_server(
     server: VllmServer, folder: Path, storage: Path, layers: Sequence[int] = LAYERS
 ) -> EndpointHiddenStates:
-    skeleton = load_skeleton(str(folder), torch.float32, torch.device("cpu"))
+    skeleton = load_skeleton(TargetFolder.open(folder), torch.float32, torch.device("cpu"))
     return EndpointHiddenStates(Endpoint(server.url), skeleton, layers, str(storage))
 
 

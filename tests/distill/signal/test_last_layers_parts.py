@@ -24,6 +24,7 @@ from redraft.distill.signal.parts import TAKEN, last_layers, read_last_layers, r
 from redraft.heads.catalog import find_family
 from redraft.heads.families import dflash, dspark, eagle3, peagle
 from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.files.tensors import read_tensors
 from redraft.heads.target import Target
 from tests.helpers.target_families import FAMILIES, TINY
@@ -144,7 +145,7 @@ def test_the_files_of_every_target_give_the_start_of_the_model(
 
     monkeypatch.setattr(features, "read_tensors", note)
     heads = []
-    for layers, norm in (last_layers(model, 1), read_last_layers(str(tmp_path), torch.float32, 1)):
+    for layers, norm in (last_layers(model, 1), read_last_layers(TargetFolder.open(tmp_path), torch.float32, 1)):
         torch.manual_seed(1)
         head = eagle3.Eagle3(eagle3.Config(), Target.from_model(model))
         head.init_from_layers(layers, norm)
@@ -211,6 +212,6 @@ def test_the_factors_of_a_quantised_target_are_read_too(random_target: Path, tmp
     weights = load_file(target / WEIGHTS)
     packed = {name: w.to(torch.float8_e4m3fn) if "_proj" in name else w for name, w in weights.items()}
     save_file(packed, target / WEIGHTS, {"format": "pt"})
-    scales = stream_scales(read_stream_norms(str(target), torch.float32, (1, 2)), (1, 2), "a target")
+    scales = stream_scales(read_stream_norms(TargetFolder.open(target), torch.float32, (1, 2)), (1, 2), "a target")
     expected = [weights["model.layers.1.input_layernorm.weight"], weights["model.norm.weight"]]
     assert all(map(torch.equal, scales, expected))

@@ -161,6 +161,6 @@ def test_a_draft_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) 
         DraftSource.parse("/nowhere").speculative()
     with pytest.raises(ValueError, match=r"a\.gguf"):
         DraftSource.parse("a.gguf").speculative()
-    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name: "no network")
+    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name, *patterns: "no network")
     with pytest.raises(FileNotFoundError, match="owner/name"):
         DraftSource.parse("owner/name").speculative()

@@ -28,6 +28,7 @@ from redraft.eval.forecast.teacher_forced import Protocol
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.files.target_folder import TargetFolder
 
 MAX_TOKENS = 40
 
@@ -182,7 +183,7 @@ def test_counts_of_another_dtype_are_not_taken_from_the_cache(tmp_path: Path, mo
 
     monkeypatch.setattr(served, "vllm_server", start)
     monkeypatch.setattr(served, "measure", measure_none)
-    target = LoadedTarget(name="t", folder=tmp_path, fingerprint="t", model=None, tokenizer=None)
+    target = LoadedTarget(opened=TargetFolder.open("tests/assets/tiny-target"), model=None)
     draft = NamedDraft(
         name="d", source="d", family="ngram", fingerprint="d", forecast=None, speculative={"method": "ngram"}
     )

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
+from local_hub import run_with_hub, serve_model
 
 from redraft.distill.run import proof as prove
 from redraft.eval.engine import server, target_dtype
@@ -18,6 +18,7 @@ from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.engine.server import vllm_server
 from redraft.eval.engine.target_dtype import default_target_dtype, stored_dtype
 from redraft.eval.prompts import Prompt
+from redraft.heads.files.target_folder import TargetFolder
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
@@ -41,7 +42,8 @@ FAST, SLOW = Machine(cpu_has_bfloat16=True), Machine()
         ({"text_config": None}, True, "float32"),
         # Computed by servers only, which may have kernels for the stored type alone.
         ({"dtype": "float16", "quantization_config": {"quant_method": "awq"}}, True, None),
-        ({"text_config": {"dtype": "bfloat16", "quantization_config": {}}}, False, None),
+        ({"text_config": {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}}, False, None),
+        ({"dtype": "bfloat16", "compression_config": {"format": "pack"}}, True, None),
     ],
 )
 def test_a_cpu_computes_in_bfloat16_if_it_can_and_the_target_is_stored_so(
@@ -62,15 +64,12 @@ def test_a_target_that_cannot_be_read_is_left_to_loading(tmp_path: Path) -> None
 def test_the_config_of_a_hub_name_is_fetched_before_the_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_config(tmp_path, {"dtype": "bfloat16"})
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file: str(tmp_path / file))
-    assert default_target_dtype("owner/name", on_cpu=True, machine=FAST) == "bfloat16"
-
-    def fail(*_: str) -> str:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    assert stored_dtype("owner/name") is None
+    files = {"config.json": b'{"dtype": "bfloat16"}', "tokenizer.json": b"{}"}
+    code = "from redraft.eval.engine.target_dtype import stored_dtype; print(stored_dtype('owner/model'))"
+    with serve_model(files) as hub:
+        assert run_with_hub(code, hub, tmp_path).stdout.strip() == "bfloat16"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert stored_dtype("owner/absent") is None
 
 
 class StartedError(Exception):
@@ -122,7 +121,7 @@ def test_the_proof_serves_a_copy_of_the_target_in_the_type_of_the_target(
     copy = write_config(tmp_path / "copy", {})
     with pytest.raises(StartedError):
         prove.prove_in_engine(
-            prove.Prove(), str(target), {"method": "mtp"}, [Prompt(token_ids=[1])], tmp_path, served=copy
+            prove.Prove(), TargetFolder.open(target), {"method": "mtp"}, [Prompt(token_ids=[1])], tmp_path, served=copy
         )
     assert started == [(copy, asked)]
 

@@ -20,7 +20,9 @@ from redraft.heads.doctor.eagle3 import compare_maps
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mlp_speculator, mtp, peagle
 from redraft.heads.families.mtp_folder import as_mimo, stitch
-from redraft.heads.files.artifact import fingerprint, publish
+from redraft.heads.files.artifact import publish
+from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 
 DRAFT_IDS = torch.arange(3, 90, 2)
@@ -107,8 +109,12 @@ def edit_tensors(folder: Path, *removed: str, **changed: Tensor) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if name not in removed}, path, {"format": "pt"})
 
 
+def read(target: Path, draft: Path) -> Pair:
+    return Pair.read(TargetFolder.open(target), draft)
+
+
 def findings(folders: tuple[Path, Path], method: str | None = None, num_speculative_tokens: int = 3) -> list[Finding]:
-    return static_findings(Pair.read(*folders), method=method, num_speculative_tokens=num_speculative_tokens)
+    return static_findings(read(*folders), method=method, num_speculative_tokens=num_speculative_tokens)
 
 
 def only(found: list[Finding]) -> Finding:
@@ -153,7 +159,7 @@ UNBROKEN = {
 def test_an_unbroken_checkpoint_is_clean(name: str, tmp_path: Path) -> None:
     make, method = UNBROKEN[name]
     folders = make(tmp_path)
-    assert Pair.read(*folders).family.name == name.split(",")[0]
+    assert read(*folders).family.name == name.split(",")[0]
     assert findings(folders) == []
     assert findings(folders, method) == []
 
@@ -521,7 +527,7 @@ def test_a_confidence_head_that_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("make", "fits"), [(make_dspark, True), (make_dflash, False)])
 def test_adaptive_verification_reads_a_confidence_head(make: Callable[..., Any], fits: bool, tmp_path: Path) -> None:
-    pair = Pair.read(*make_pair(tmp_path, make))
+    pair = read(*make_pair(tmp_path, make))
     found = static_findings(pair, method=None, num_speculative_tokens=3, adaptive_verification=True)
     assert [finding.problem for finding in found] == (
         [] if fits else ["adaptive verification needs an estimate by the draft, and this draft has no confidence head"]
@@ -530,7 +536,7 @@ def test_adaptive_verification_reads_a_confidence_head(make: Callable[..., Any],
 
 
 def test_adaptive_verification_of_a_dspark_head_without_confidence(tmp_path: Path) -> None:
-    pair = Pair.read(*make_pair(tmp_path, lambda target: make_dspark(target, confidence_head=False)))
+    pair = read(*make_pair(tmp_path, lambda target: make_dspark(target, confidence_head=False)))
     finding = only(static_findings(pair, method=None, num_speculative_tokens=3, adaptive_verification=True))
     assert "this draft has no confidence head" in finding.problem
     assert finding.cure == "serve without it, or train a DSpark head with a confidence head"
@@ -710,7 +716,7 @@ def test_a_standalone_draft_with_fewer_rows(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
-    said = list(notes(Pair.read(*make_pair(tmp_path, make_speculator))))
+    said = list(notes(read(*make_pair(tmp_path, make_speculator))))
     assert "vLLM has no proposer for MLPSpeculator: redraft's reference decoder serves it" in said
     assert any("has no manifest.json" in note for note in said)
     assert any("has no provenance.json" in note for note in said)
@@ -718,15 +724,15 @@ def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
     provenance = {"config": {"loop": {"sequence_length": 64}}}
     (folders[1] / "provenance.json").write_text(json.dumps(provenance))
     edit_config(folders[1], "redraft")
-    said = list(notes(Pair.read(*folders)))
+    said = list(notes(read(*folders)))
     assert any(note.startswith("trained on 64 positions, the target serves 128") for note in said)
     assert any("does not record how it was trained" in note for note in said)
 
 
 def test_a_folder_that_holds_no_draft_is_refused(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle1)
-    with pytest.raises(FileNotFoundError, match="holds no config"):
-        Pair.read(folders[0], tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        read(folders[0], tmp_path / "nowhere")
     save_file({"something": torch.zeros(1)}, folders[1] / "model.safetensors")
     with pytest.raises(ValueError, match="holds no draft of a known family: its tensors are such as something"):
-        Pair.read(*folders)
+        read(*folders)

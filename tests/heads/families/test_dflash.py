@@ -19,11 +19,13 @@ from make_heads import (
     make_signal,
     signal_of_prefix,
 )
+from make_tokenizers import make_byte_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from redraft.heads.families import dflash
 from redraft.heads.families.dflash import DFlash, choose_anchors
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.layers import rotate
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.target import Target
@@ -292,8 +294,14 @@ def test_more_tokens_than_the_block_has_are_refused() -> None:
         head.propose(prefix, signal_of_prefix(head, model, prefix), 4)
 
 
-def test_the_mask_token_is_an_unused_row_or_the_padding_token() -> None:
-    assert choose_mask_token(100, 90, 0) == 90
-    assert choose_mask_token(100, 100, 7) == 7
-    with pytest.raises(ValueError, match=r"--head\.mask-token-id"):
-        choose_mask_token(100, 100, None)
+def test_the_mask_token_is_an_unused_row_or_a_padding_token_that_ends_no_answer(tmp_path: Path) -> None:
+    tokenizer = make_byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    size = len(tokenizer)
+    assert choose_mask_token(TargetFolder.open(tmp_path), size + 10) == size
+    assert choose_mask_token(TargetFolder.open(tmp_path), size) == tokenizer.pad_token_id
+    for pad in (tokenizer.eos_token, None):
+        tokenizer.pad_token = pad
+        tokenizer.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"--head\.mask-token-id"):
+            choose_mask_token(TargetFolder.open(tmp_path), size)

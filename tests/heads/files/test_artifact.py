@@ -15,15 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from redraft.heads.files import artifact
-from redraft.heads.files.artifact import (
-    MANIFEST,
-    fingerprint,
-    publish,
-    require_free,
-    require_space,
-    safetensors_header,
-    verify,
-)
+from redraft.heads.files.artifact import MANIFEST, publish, require_free, require_space, safetensors_header, verify
+from redraft.heads.files.folder import fingerprint
 
 
 def write_files(folder: Path) -> None:

@@ -107,7 +107,7 @@ def test_weights_of_another_shape_are_refused(tmp_path):
 def test_an_unreadable_config_is_refused_in_one_line(tmp_path):
     make_model().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ')
-    with pytest.raises(ValueError, match="cannot load the model") as error:
+    with pytest.raises(ValueError, match=r"config\.json") as error:
         load_causal_lm(tmp_path)
     assert_one_line(error)
 
@@ -116,7 +116,7 @@ def test_a_hub_name_is_looked_up_and_its_absence_said_in_one_line(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert is_hub_name("redraft-tests/no-such-model")
     assert not is_hub_name("a/b/c")
-    with pytest.raises(ValueError, match="redraft-tests/no-such-model") as error:
+    with pytest.raises(FileNotFoundError, match="redraft-tests/no-such-model") as error:
         load_causal_lm("redraft-tests/no-such-model")
     assert_one_line(error)
     with pytest.raises(FileNotFoundError, match="nor in the hub's cache"):

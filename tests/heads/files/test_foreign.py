@@ -16,6 +16,7 @@ from redraft.heads.doctor.checks import static_findings
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.families import eagle3, medusa
 from redraft.heads.files.foreign import FOREIGN, find_foreign
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 
 EAGLE3_NAMES = ("midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight", "fc.weight", "norm.weight", "d2t")
@@ -190,7 +191,7 @@ def test_a_medusa_checkpoint_in_the_layout_of_its_authors_opens(tmp_path: Path) 
     save_file(renamed, path, {"format": "pt"})
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "medusa_fc_bias": True, "hidden_size": 32}
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
-    pair = Pair.read(tmp_path / "target", tmp_path / "draft")
+    pair = Pair.read(TargetFolder.open(tmp_path / "target"), tmp_path / "draft")
     assert static_findings(pair, method=None, num_speculative_tokens=2) == []
     loaded = medusa.Medusa.load(tmp_path / "draft", Target.from_model(model))
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in head.state_dict().items())
@@ -220,5 +221,5 @@ def test_a_head_with_norms_or_biases_of_attention_is_written_and_read_back(
     loaded = eagle3.Eagle3.load(tmp_path / "draft", target)
     assert loaded.shape == shape
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in head.state_dict().items())
-    pair = Pair.read(tmp_path / "target", tmp_path / "draft")
+    pair = Pair.read(TargetFolder.open(tmp_path / "target"), tmp_path / "draft")
     assert static_findings(pair, method=None, num_speculative_tokens=3) == []

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from local_hub import keep_in_cache
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.rows import read_rows
-from redraft.heads.files.checkpoint import end_ids, load_config, load_tokenizer
-from redraft.heads.files.folder import INDEX, WEIGHTS, check_model_folder, find_quantization, tensor_files
+from redraft.distill.run.config import make_config
+from redraft.distill.run.run import refuse
+from redraft.distill.signal.features import load_skeleton
+from redraft.eval.engine.sampling import read_sampling
+from redraft.heads.catalog import find_family
+from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_config, load_tokenizer
+from redraft.heads.files.folder import INDEX, WEIGHTS, check_model_folder, tensor_files
 from redraft.heads.files.served_target import WITHOUT_AUX, require_aux, require_served_alike
+from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.target import Target
+from redraft.online.daemon.opening import read_vocab_size
 from redraft.recipes.data import show as data_command
 
 TINY = Path("tests/assets/tiny-target")
@@ -36,7 +48,7 @@ def edit(path: Path, **changes: Any) -> None:
 
 def check(target: Path) -> None:
     check_model_folder(target)
-    require_served_alike(target, load_tokenizer(target))
+    require_served_alike(TargetFolder.open(target))
 
 
 def complaint(target: Path, error: type[Exception] = ValueError) -> str:
@@ -48,7 +60,7 @@ def complaint(target: Path, error: type[Exception] = ValueError) -> str:
 
 def test_a_usual_target_passes(target: Path) -> None:
     check(target)
-    require_aux(target, "eagle3")
+    require_aux(TargetFolder.open(target), "eagle3")
 
 
 def test_longrope_is_refused_beyond_the_original_length(target: Path) -> None:
@@ -104,8 +116,11 @@ def test_a_head_left_beside_tied_embeddings_is_refused(target: Path) -> None:
 
 def test_a_head_for_a_target_without_vllms_interface_is_refused(target: Path) -> None:
     edit(target / "config.json", architectures=["MixtralForCausalLM"])
+    family = find_family("eagle3")
+    cfg: Any = replace(make_config(family), target=str(target), draft_vocab_size=0)
     with pytest.raises(ValueError, match=r"MixtralForCausalLM.*eagle3.*--prove\.no-engine"):
-        require_aux(target, "eagle3")
+        refuse(family, cfg)
+    assert refuse(family, replace(cfg, prove=replace(cfg.prove, engine=False))).folder == target
 
 
 @pytest.mark.vllm
@@ -137,19 +152,35 @@ def test_two_sets_of_weights_are_refused_with_both_names(target: Path) -> None:
     check(target)
 
 
-@pytest.mark.parametrize("file", [INDEX, "generation_config.json"])
-def test_a_corrupt_file_is_named(target: Path, file: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "read"),
+    [
+        (INDEX, check_model_folder),
+        ("generation_config.json", lambda folder: end_ids(folder, load_tokenizer(folder))),
+        ("generation_config.json", read_sampling),
+        ("config.json", load_config),
+        ("config.json", load_causal_lm),
+        ("config.json", read_vocab_size),
+        ("tokenizer.json", load_tokenizer),
+        ("tokenizer_config.json", load_tokenizer),
+    ],
+)
+def test_a_corrupt_file_is_named(target: Path, file: str, read: Any) -> None:
+    (target / "manifest.json").unlink(missing_ok=True)
     (target / file).write_text('{"weight_map": {')
-    read = check_model_folder if file == INDEX else lambda folder: end_ids(folder, load_tokenizer(folder))
-    with pytest.raises(ValueError, match=file):
+    with pytest.raises(ValueError, match=re.escape(file)) as raised:
         read(target)
+    assert "\n" not in str(raised.value)
 
 
 def test_an_adapter_names_its_base_and_what_to_do(target: Path) -> None:
-    (target / "config.json").unlink()
-    (target / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "our/base"}))
+    adapter = target.parent / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "our/base"}))
     with pytest.raises(FileNotFoundError, match="our/base"):
-        check_model_folder(target)
+        check_model_folder(adapter)
+    shutil.copytree(target, adapter, dirs_exist_ok=True)  # the merged model
+    check(adapter)
 
 
 def test_a_tokenizer_with_code_of_its_own_is_not_run(target: Path) -> None:
@@ -181,6 +212,38 @@ def test_a_template_of_a_processor_is_read(target: Path) -> None:
     assert load_tokenizer(target).chat_template == template
 
 
+def test_two_chat_templates_that_disagree_are_refused_with_both_names(target: Path) -> None:
+    template = load_tokenizer(target).chat_template
+    (target / "chat_template.json").write_text(json.dumps({"chat_template": f"{template}\n"}))
+    assert load_tokenizer(target).chat_template == template
+    (target / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    with pytest.raises(ValueError, match=r"chat_template\.jinja and .*chat_template\.json"):
+        load_tokenizer(target)
+    (target / "chat_template.jinja").unlink()
+    assert load_tokenizer(target).chat_template == "{{ messages }}"
+    edit(target / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json and .*chat_template\.json"):
+        load_tokenizer(target)
+
+
+def test_a_hub_name_is_read_as_its_folder(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mistral_common")
+    template = (target / "chat_template.jinja").read_text()
+    (target / "chat_template.jinja").rename(tmp_path / "template")
+    (target / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    edit(target / "config.json", eos_token_id=[2, 7])
+    (target / "generation_config.json").unlink()
+    name = keep_in_cache(target, tmp_path / "processor", monkeypatch)
+    assert load_tokenizer(name).chat_template == template
+    assert end_ids(name, load_tokenizer(name)) == (2, 7)
+    assert load_causal_lm(name).config.vocab_size == load_config(name).vocab_size
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.json"):
+        (target / file).unlink()
+    write_tekken(target)
+    name = keep_in_cache(target, tmp_path / "tekken", monkeypatch)
+    assert load_tokenizer(name).get_vocab() == load_tokenizer(target).get_vocab()
+
+
 def test_end_ids_of_config_json_count_without_a_generation_config(target: Path) -> None:
     edit(target / "config.json", eos_token_id=[2, 7, 9])
     assert end_ids(target, load_tokenizer(target)) == (2,)
@@ -194,8 +257,23 @@ def test_weights_in_a_bin_file_are_named_with_the_conversion(target: Path) -> No
         tensor_files(target)
 
 
-def test_a_quantisation_below_the_text_model_is_found() -> None:
-    assert find_quantization({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) == "fp8"
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_target_in_bin_files_lends_its_tensors(target: Path, num_files: int) -> None:
+    whole, weights = Target.from_folder(target), load_file(target / WEIGHTS)
+    (target / WEIGHTS).unlink()
+    names = sorted(weights)
+    for number in range(num_files):
+        part = {name: weights[name] for name in names[number::num_files]}
+        torch.save(part, target / ("pytorch_model.bin" if num_files == 1 else f"pytorch_model-{number}.bin"))
+    lent = Target.from_folder(target)
+    assert torch.equal(lent.embed_VD, whole.embed_VD)
+    assert torch.equal(lent.head_VD, whole.head_VD)
+    skeleton = load_skeleton(TargetFolder.open(target), None, torch.device("cpu"))
+    assert torch.equal(skeleton.get_output_embeddings().weight, whole.head_VD.to(skeleton.dtype))
+    damaged = next(target.glob("*.bin"))
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(ValueError, match=re.escape(damaged.name)):
+        Target.from_folder(target)
 
 
 def test_a_folder_of_save_to_disk_is_read_by_split(tmp_path: Path) -> None:

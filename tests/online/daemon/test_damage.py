@@ -20,7 +20,8 @@ from fake_fleet import TOKEN
 from learner_world import World, make_draft, make_records, ship
 from waiting import PATIENCE_S, until, wait_until
 
-from redraft.heads.files.artifact import fingerprint, publish, verify
+from redraft.heads.files.artifact import publish, verify
+from redraft.heads.files.folder import fingerprint
 from redraft.heads.files.sealed import write_sealed
 from redraft.online.daemon import cycle
 from redraft.online.daemon import learner as learner_module

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from waiting import PATIENCE_S, until
 
 from benchmarks.soak import poison
-from redraft.heads.files.artifact import fingerprint, verify
+from redraft.heads.files.artifact import verify
+from redraft.heads.files.folder import fingerprint
 from redraft.heads.files.lock import AlreadyOwnedError, own
 from redraft.online.daemon import control
 from redraft.online.daemon.inbox import Inbox

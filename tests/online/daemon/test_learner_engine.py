@@ -19,7 +19,7 @@ from test_learner import with_other_tokenizer
 from waiting import until
 
 from redraft.eval.engine.process import free_port
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
@@ -38,7 +38,7 @@ def world(random_target, tmp_path):
     world = World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"), servers=0)
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "token").chmod(0o600)
-    provide_first_version(world.config(), world.registry, fingerprint(random_target))
+    provide_first_version(world.config(), world.registry, TargetFolder.open(random_target))
     return world
 
 

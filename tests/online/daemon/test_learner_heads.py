@@ -22,7 +22,7 @@ from learner_world import QUICK, World, make_records, ship
 from real_server import running_server
 from recorded_heads import LAYERS, OPTIONS, floats, make_head, states_of, text_of, with_states
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import until
 
 from redraft.distill.data.samples import Sample
@@ -33,8 +33,9 @@ from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families import eagle3, mtp
 from redraft.heads.families.mtp_folder import as_mimo, stitch
-from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.attention import KeyCache
 from redraft.heads.target import Target
 from redraft.online.daemon.judging import Judge
@@ -161,7 +162,7 @@ def test_the_layer_in_a_targets_weights_becomes_the_first_version(targets, tmp_p
     config = World.make(tmp_path, tmp_path / "target", tmp_path / "target", servers=0).config()
     config = replace(config, draft=DraftConfig(family="mtp", initial=tmp_path / "target"))
     registry = Registry(tmp_path / "registry")
-    provide_first_version(config, registry, fingerprint(config.target))
+    provide_first_version(config, registry, TargetFolder.open(config.target))
     version = registry.path("v000001")
     assert sorted(path.name for path in version.glob("*.safetensors")) == ["model.safetensors"]
     assert load_file(version / "model.safetensors").keys() == layer.checkpoint_tensors().keys()
@@ -201,7 +202,7 @@ def test_quantised_weights_are_refused_with_the_cure(random_target, targets, tmp
     settings = World.make(tmp_path, random_target, eagle, servers=0).config()
     settings = replace(settings, draft=DraftConfig(family="eagle1", initial=eagle))
     with pytest.raises(ValueError, match=r"eagle1.*\(fp8\).*draft.initial"):
-        provide_first_version(settings, Registry(tmp_path / "registry"), fingerprint(random_target))
+        provide_first_version(settings, Registry(tmp_path / "registry"), TargetFolder.open(random_target))
 
 
 # --- judging
@@ -399,7 +400,19 @@ def test_a_head_whose_matrix_the_engine_would_share_is_refused_at_the_start(worl
     untrained.export(tmp_path / "untrained")
     settings = world.config(draft=DraftConfig(family="eagle3", initial=tmp_path / "untrained"))
     with pytest.raises(ValueError, match=r"lm_head\.weight.*untrained"):
-        provide_first_version(settings, Registry(tmp_path / "registry"), fingerprint(random_target))
+        provide_first_version(settings, Registry(tmp_path / "registry"), TargetFolder.open(random_target))
+    assert not Registry(tmp_path / "registry").versions()
+
+
+def test_a_head_of_another_width_is_refused_before_it_is_published(world, random_target, tmp_path):
+    config = LlamaConfig.from_pretrained(random_target, hidden_size=32)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "narrow")
+    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(0, 1, 2), num_steps=3), Target.from_folder(tmp_path / "narrow"))
+    head.export(tmp_path / "narrow-head")
+    settings = world.config(draft=DraftConfig(family="eagle3", initial=tmp_path / "narrow-head"))
+    with pytest.raises(ValueError, match=r"draft\.initial .*narrow-head") as refused:
+        provide_first_version(settings, Registry(tmp_path / "registry"), TargetFolder.open(random_target))
+    assert "\n" not in str(refused.value)
     assert not Registry(tmp_path / "registry").versions()
 
 
@@ -533,7 +546,7 @@ def tiny_world(tiny_target, tmp_path, monkeypatch):
     head.export(tmp_path / "head")
     world = World.make(tmp_path, tiny_target, tmp_path / "head", servers=0)
     provide_first_version(world.config(draft=DraftConfig(family="eagle3", initial=world.draft)), world.registry,
-                          fingerprint(tiny_target))  # fmt: skip
+                          TargetFolder.open(tiny_target))  # fmt: skip
     return world
 
 

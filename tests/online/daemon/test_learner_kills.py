@@ -11,7 +11,8 @@ from learner_world import ANYTHING, World, make_draft, make_records, ship
 from run_learner import start
 from waiting import until
 
-from redraft.heads.files.artifact import PROVENANCE, fingerprint, manifest, verify
+from redraft.heads.files.artifact import PROVENANCE, manifest, verify
+from redraft.heads.files.folder import fingerprint
 from redraft.online.learning.buffer import Buffer
 
 

@@ -14,7 +14,7 @@ from run_learner import start
 from waiting import until
 
 from benchmarks.soak import poison
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import fingerprint
 from redraft.online.daemon.memory import CACHES
 from redraft.online.records.spool import spool_files
 

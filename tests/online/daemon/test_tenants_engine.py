@@ -14,7 +14,8 @@ import pytest
 from real_server import COPY, FIRST, RANDOM
 from waiting import until
 
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon import alarm
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry, copy_model
@@ -104,7 +105,7 @@ def count_judges(world, settings):
 
 def test_no_client_rolls_the_fleet_back_or_owns_the_evidence_and_a_bad_draft_still_goes(world, server):
     registry = Registry(server.registry)
-    provide_first_version(world.config(**settings(world, server)), registry, fingerprint(world.target))
+    provide_first_version(world.config(**settings(world, server)), registry, TargetFolder.open(world.target))
     good = promote_copy(world, registry, COPY)
 
     async def attack():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import fingerprint
 from redraft.online.engine import plugin
 from redraft.online.engine import worker as engine_worker
 from redraft.online.records.origin import Origin, read_origin_arguments

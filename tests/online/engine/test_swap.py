@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from redraft.heads.families.eagle3 import Config, Eagle3
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import fingerprint
 from redraft.heads.target import Target
 from redraft.online.engine.config import PluginConfig, read_config
 from redraft.online.engine.copies import refill_columns, refill_projections

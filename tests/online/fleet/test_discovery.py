@@ -12,7 +12,7 @@ from fake_fleet import TOKEN, FakeServer, running
 from learner_world import World, make_draft
 from waiting import until
 
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import fingerprint
 from redraft.online.fleet.discovery import FleetConfig, Members, discover, read_fleet, resolve_addresses
 from redraft.online.fleet.server import FleetServer
 

@@ -17,7 +17,8 @@ from fake_completions import Upstream, event, served
 from starlette.datastructures import Headers
 from waiting import in_event_loop, until
 
-from redraft.heads.files.artifact import fingerprint, publish
+from redraft.heads.files.artifact import publish
+from redraft.heads.files.folder import fingerprint
 from redraft.online.records.origin import read_origin_headers
 from redraft.online.records.record import Record, read_frames
 from redraft.online.records.spool import spool_files

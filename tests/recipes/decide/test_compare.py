@@ -25,8 +25,7 @@ from redraft.eval.serving.drafts import Candidate
 from redraft.eval.serving.rounds import PLAIN, Plan, Results
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
-from redraft.heads.files.artifact import fingerprint
-from redraft.heads.files.folder import read_config
+from redraft.heads.files.folder import fingerprint, read_config
 from redraft.recipes import train
 from redraft.recipes.cli import dispatch, parse_recipe
 from redraft.recipes.decide import compare, made_drafts
@@ -253,7 +252,7 @@ def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
 def test_a_target_that_cannot_be_had_is_told_before_the_trainings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name: "no network")
+    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name, *patterns: "no network")
     monkeypatch.setattr(made_drafts, "run_once", lambda *_: pytest.fail("a training was started"))
     with pytest.raises(FileNotFoundError, match="redraft-tests/none"):
         main(Config(target="redraft-tests/none", answers="answers.jsonl", output=tmp_path))

@@ -13,8 +13,9 @@ from learner_world import ANSWER_TOKENS, PROMPT_TOKENS, World, make_draft, make_
 
 from redraft.eval.intervals import UNBOUNDED, median_interval
 from redraft.eval.prompts import Prompt
-from redraft.heads.files.artifact import fingerprint
 from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.learning.buffer import Buffer
@@ -123,7 +124,7 @@ def test_the_replay_trains_on_the_records_and_judges_both_drafts(
     draft = make_draft(random_target, tmp_path / "noisy", noise=0.2)
     world = World.make(tmp_path, random_target, draft, servers=0)
     cfg = world.config()
-    provide_first_version(cfg, world.registry, fingerprint(random_target))
+    provide_first_version(cfg, world.registry, TargetFolder.open(random_target))
     records = [
         *make_records(random_target, 40, domain="code"),
         *make_records(random_target, 120, seed=1, domain="prose"),

@@ -19,8 +19,9 @@ from redraft.heads.families.eagle1 import Config as Eagle1Config
 from redraft.heads.families.eagle1 import Eagle1
 from redraft.heads.families.mlp_speculator import Config as SpeculatorConfig
 from redraft.heads.families.mlp_speculator import MLPSpeculator
-from redraft.heads.files.artifact import fingerprint, publish
+from redraft.heads.files.artifact import publish
 from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.folder import fingerprint
 from redraft.heads.target import Target
 from redraft.recipes.cli import run_guarded
 from redraft.recipes.operate.doctor import Config, format_findings, main
@@ -200,8 +201,8 @@ def test_mlp_speculator_is_checked_without_the_engine(random_target, tmp_path, c
     ("flags", "line"),
     [
         ({"draft": "{draft}"}, "give --target as well"),
-        ({"target": "{target}", "draft": "{tmp}/nowhere"}, "/nowhere holds no config.json"),
-        ({"target": "{target}", "draft": "ngram+{tmp}/nowhere:2"}, "/nowhere holds no config.json"),
+        ({"target": "{target}", "draft": "{tmp}/nowhere"}, "there is no model folder"),
+        ({"target": "{target}", "draft": "ngram+{tmp}/nowhere:2"}, "there is no model folder"),
         ({"target": "{target}", "draft": "ngram"}, "ngram is looked up"),
         ({"target": "{tmp}/nowhere", "draft": "{draft}"}, "there is no model folder"),
     ],

@@ -11,7 +11,7 @@ from fake_fleet import TOKEN
 from learner_world import World, make_draft
 from waiting import until
 
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import fingerprint
 from redraft.heads.files.lock import AlreadyOwnedError
 from redraft.online.daemon import control
 from redraft.online.daemon.config import load_config

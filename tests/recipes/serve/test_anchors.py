@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft.heads.files.artifact import fingerprint
+from redraft.heads.files.folder import fingerprint
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli import dispatch
 from redraft.recipes.serve import anchors

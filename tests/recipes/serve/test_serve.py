@@ -251,7 +251,7 @@ def test_a_flag_without_an_effect_on_the_draft_is_refused(tmp_path, draft, flags
 def test_a_draft_that_is_not_there_is_told_before_vllm_starts(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"there is no draft .*/none"):
         server_command(parse("target", "--draft", str(tmp_path / "none")))
-    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name: "no network")
+    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name, *patterns: "no network")
     with pytest.raises(FileNotFoundError, match="owner/name"):
         server_command(parse("target", "--draft", "owner/name"))
 

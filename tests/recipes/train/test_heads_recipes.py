@@ -29,7 +29,8 @@ from redraft.distill.train.step import Distillation
 from redraft.eval.forecast.greedy import QuickMetrics
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.families import eagle3
-from redraft.heads.files.artifact import fingerprint, verify
+from redraft.heads.files.artifact import verify
+from redraft.heads.files.folder import fingerprint
 from redraft.heads.target import Target
 
 FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator")
