@@ -8,7 +8,6 @@ hundred with the default number of prompts.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,6 @@ from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.files.folder import GENERATION_CONFIG
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.recipes.serve.serve import sampling_environment
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 """Those of Qwen2.5."""
@@ -140,7 +138,6 @@ def ask_engine(
         max_model_len=512,
         max_num_seqs=16,
         dtype="float32",  # as the forecast, which is compared with these counts
-        extra_env=sampling_environment(os.environ),
     ) as server:
         return measure(server, prompts, max_tokens=case.max_tokens, sampling=None, concurrency=16).outputs
 

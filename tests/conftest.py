@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
 from redraft.eval.engine.server import VllmServer, vllm_server
-from redraft.recipes.serve.serve import sampling_environment
 
 # As many threads as a test has cores to itself; more of them slow these small tensors down.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -190,6 +189,5 @@ def engine_with_draft(served_pair: tuple[Path, Path], tmp_path_factory: pytest.T
         log=log,
         speculative_config=speculative_config,
         max_model_len=256,
-        extra_env=sampling_environment(os.environ),  # a sampled request would end vLLM's CPU build
     ) as server:
         yield server

@@ -30,7 +30,7 @@ def measure_steps(cfg: Config, results: Results) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     sheet = gpu.find_device(torch.cuda.get_device_name(device))
     for family in cast(tuple[FamilyName, ...], cfg.families):
-        own = gpu.choose_sizes(gpu.Config(), family)
+        own = gpu.choose_sizes(gpu.Config(), family, sheet)
         plan = make_plan(own)
         results.measure(family, measure_family, own, plan, device, sheet)
         results.measure(f"{family}, parts", measure_parts, plan, device)

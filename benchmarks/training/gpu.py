@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 
@@ -23,16 +23,10 @@ from redraft.distill.plan.roofs import DEVICES, Device
 from redraft.distill.plan.step import Plan, count_model_flops, count_step, time_step
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
-from redraft.recipes.plan.count import make_plan, on_device
+from redraft.recipes.plan.count import fit, make_plan, on_device
 from redraft.recipes.plan.plan import Train
 
 FAMILIES: tuple[FamilyName, ...] = ("standalone", "eagle3", "medusa", "mtp", "dflash")
-
-TO_FIT: dict[FamilyName, dict[str, Any]] = {
-    "standalone": {"gradient_checkpointing": True, "batch_size": 4},
-    "dflash": {"gradient_checkpointing": True},
-}
-"""Flags with which the default step fits 80 GB. Those that the user gives go before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,20 +118,20 @@ def measure(
 ) -> Iterator[GpuResult | LeftOut]:
     """The result of each family, or the reason why it did not run: the others go on."""
     for family in families:
-        own = choose_sizes(cfg, family)
         try:
+            own = choose_sizes(cfg, family, sheet)
             yield measure_plan(own, make_plan(own), device, sheet, rounds)
         # All of them: a compiler of kernels has a type of exception for every stage.
         except Exception as error:
-            yield LeftOut(family=family, target=own.target_name, reason=explain(error))
+            yield LeftOut(family=family, target=replace(cfg, family=family).target_name, reason=explain(error))
         # Modules in reference cycles keep device memory until they are collected. The next family needs it.
         gc.collect()
 
 
-def choose_sizes(cfg: Config, family: FamilyName) -> Config:
-    """The flags of a family's step. Its defaults are for more memory than one GPU has."""
-    missing = {name: value for name, value in TO_FIT.get(family, {}).items() if not getattr(cfg, name)}
-    return replace(cfg, family=family, **missing)
+def choose_sizes(cfg: Config, family: FamilyName, sheet: Device | None) -> Config:
+    """The flags of a family's step: those by which `redraft plan train` fits it on this GPU, or on the smallest."""
+    smallest = min(DEVICES, key=lambda device: device.memory_bytes)
+    return cast(Config, fit(replace(cfg, family=family), sheet or smallest))
 
 
 def explain(error: Exception) -> str:

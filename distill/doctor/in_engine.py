@@ -23,6 +23,7 @@ from redraft.distill.run.memory import require_target_room
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.hardware import Machine, this_machine
+from redraft.eval.engine.head_size import require_model_heads
 from redraft.eval.engine.server import engine_is_cpu
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.stored import StoredForecast
@@ -100,11 +101,13 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine 
     Raises:
         ValueError: the target, which judges the run afterwards in this process, does not fit.
     """
-    stored = read_forecast(pair)
-    dtype = engine.dtype or _choose_dtype(pair, stored, machine or this_machine())
+    stored, machine = read_forecast(pair), machine or this_machine()
+    dtype = engine.dtype or _choose_dtype(pair, stored, machine)
     if pair.family.is_head:
+        require_model_heads(f"the target {pair.target.name}", pair.target.text_config, getattr(torch, dtype), machine)
         way_out = "give --no-engine, which reads configs and tensors only, and count with redraft eval --no-forecast"
-        require_target_room(replace(pair.target, dtype=dtype), torch.device(this_machine().device), way_out=way_out)
+        device = torch.device(machine.device)
+        require_target_room(replace(pair.target, dtype=dtype), device, way_out=way_out, machine=machine)
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)

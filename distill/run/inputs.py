@@ -26,7 +26,6 @@ from redraft.distill.data.tokens import Content as TokenContent
 from redraft.distill.data.tokens import Origin, describe_tokenizer, keep_tokens, read_tokens
 from redraft.distill.run.config import Data, Loop, Signal
 from redraft.distill.run.folder import TOKENS, RunFolder
-from redraft.distill.run.head_size import require_target_heads
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenStates, TopK
 from redraft.distill.signal.endpoint import Endpoint
@@ -37,6 +36,7 @@ from redraft.distill.signal.shards import Content, is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData
 from redraft.eval.engine.hardware import Machine, this_machine
+from redraft.eval.engine.head_size import require_model_heads
 from redraft.eval.forecast.greedy import SignalFunction
 from redraft.heads.files.checkpoint import load_causal_lm, refuse_quantised
 from redraft.heads.files.folder import fetch_model
@@ -69,8 +69,8 @@ def load_target(target: TargetFolder, signal: Signal, device: torch.device, mach
         return load_skeleton(target, dtype, device)
     refuse_quantised(target, f"{target.name} in the training process", f"{SERVERS}, which serve it as it is")
     if device.type == "cuda":
-        config = target.text_config
-        require_target_heads(target.name, config, dtype or config.dtype or torch.float32, machine or this_machine())
+        config, stored = target.text_config, dtype or target.text_config.dtype or torch.float32
+        require_model_heads(f"the target {target.name}", config, stored, machine or this_machine())
     if signal.shard and PartialState().num_processes > 1:
         return load_sharded(target, device)
     model = load_causal_lm(target.name, dtype, cure=f"{SERVERS}, for a head those of `redraft serve-features`")

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -24,13 +22,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from redraft.distill.plan.held import DraftSize, Sharing
 from redraft.distill.run.config import Signal
-from redraft.distill.signal.sharded import TargetSizes, device_bytes, processes_here, size_weights
+from redraft.distill.signal.sharded import TargetSizes, processes_here, size_weights
+from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.heads.files.target_folder import TargetFolder
 
 TIGHT = 0.7
 """Share of the memory from which on a run says that activations come on top."""
-
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +59,7 @@ def require_room(
     accelerator: Accelerator,
     count_draft: Callable[[Any], DraftSize],
     *,
+    machine: Machine | None = None,
     optimizer: str = "adamw",
     tell: Callable[[], str] = lambda: "redraft plan train",
 ) -> None:
@@ -69,6 +67,7 @@ def require_room(
 
     If it fits tightly, the main process says that activations come on top, and which command counts them: `tell()`.
     `count_draft(config)` is the draft's size, by the target's text config, and `optimizer` the name of its optimizer.
+    `machine` is by default this one.
 
     Raises:
         ValueError: the target or the draft does not fit, with the bytes and the ways out; or a
@@ -78,7 +77,7 @@ def require_room(
         return
     sizes = _size(target)
     draft = count_draft(target.text_config)
-    room = read_room(accelerator)
+    room = read_room(accelerator, machine)
     is_shared = signal.shard and accelerator.num_processes > 1
     target_bytes = sizes.whole
     if signal.url:
@@ -108,7 +107,9 @@ def is_tight(need: Need, room: Room) -> bool:
     return room.device_bytes is not None and need.target + need.draft > TIGHT * room.device_bytes
 
 
-def require_target_room(target: TargetFolder, device: torch.device, *, way_out: str) -> None:
+def require_target_room(
+    target: TargetFolder, device: torch.device, *, way_out: str, machine: Machine | None = None
+) -> None:
     """Refuse a target that does not fit into this one process, before it is loaded.
 
     Raises:
@@ -116,8 +117,8 @@ def require_target_room(target: TargetFolder, device: torch.device, *, way_out: 
     """
     if target.quantization:
         return
-    sizes = _size(target)
-    for place, num_bytes in ((str(device), device_bytes(device)), ("this machine's memory", _host_bytes())):
+    sizes, machine = _size(target), _on(device, machine)
+    for place, num_bytes in ((str(device), machine.gpu_bytes), ("this machine's memory", machine.host_bytes)):
         if num_bytes is not None and sizes.whole > num_bytes:
             raise ValueError(
                 f"{target.name} takes {_gb(sizes.whole)} in this process: more than the {_gb(num_bytes)} of {place}; "
@@ -191,20 +192,19 @@ def sharing_of(accelerator: Accelerator) -> Sharing:
     return Sharing()
 
 
-def read_room(accelerator: Accelerator) -> Room:
+def _on(device: torch.device, machine: Machine | None) -> Machine:
+    """The machine, by default this one as a process on `device` sees it."""
+    if machine is not None:
+        return machine
+    return this_machine() if device.type == "cuda" else this_machine().without_gpu
+
+
+def read_room(accelerator: Accelerator, machine: Machine | None = None) -> Room:
     """The memory of this process's device and machine. A container's limit counts."""
+    here = _on(accelerator.device, machine)
     return Room(
         device=str(accelerator.device),
-        device_bytes=device_bytes(accelerator.device),
-        host_bytes=_host_bytes(),
+        device_bytes=here.gpu_bytes,
+        host_bytes=here.host_bytes,
         processes=processes_here(accelerator.num_processes),
     )
-
-
-def _host_bytes() -> int:
-    """The memory of this machine, or of this container."""
-    num_bytes: int = psutil.virtual_memory().total
-    if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text().strip()).isdigit():
-        # cgroup v2. Without a limit the file says `max`.
-        num_bytes = min(num_bytes, int(limit))
-    return num_bytes

@@ -26,7 +26,6 @@ from redraft.distill.plan.held import count_head, count_standalone, standalone_c
 from redraft.distill.run.config import HeadConfig, Loop, StandaloneConfig
 from redraft.distill.run.count_command import count_command
 from redraft.distill.run.folder import RunFolder
-from redraft.distill.run.head_size import WITHOUT_ATTENTION, require_head_size
 from redraft.distill.run.inputs import live_signal, load_data, load_target, require_no_engine, target_signal
 from redraft.distill.run.memory import require_room
 from redraft.distill.run.proof import (
@@ -46,6 +45,7 @@ from redraft.distill.train.loop import TrainingCost, make_accelerator, train
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import Distillation, require_whole_matrices
 from redraft.eval.engine.hardware import Machine, this_machine
+from redraft.eval.engine.head_size import require_draft_heads
 from redraft.eval.engine.server import require_runner
 from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast.calibration import Calibration
@@ -110,7 +110,7 @@ class Run:
         self.opened = replace(self.opened, dtype=dtype)
         self._require_attention(machine or this_machine())
         require_whole_matrices(cfg.optim, self.accelerator)
-        self._require_room()
+        self._require_room(machine)
         self.folder = RunFolder.open(
             cfg.output, asdict(cfg), self.accelerator, resume=cfg.resume, overwrite=cfg.overwrite
         )
@@ -128,13 +128,13 @@ class Run:
         return isinstance(self.cfg, HeadConfig) and getattr(self.cfg.head, "as_mimo", False)
 
     def _require_attention(self, machine: Machine) -> None:
-        if parse_flag_from_env("ACCELERATE_USE_CPU") or self.family.name in WITHOUT_ATTENTION:
+        if parse_flag_from_env("ACCELERATE_USE_CPU"):
             return
         cfg, dtype = self.cfg, torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
         config = standalone_config(cfg.draft, self.shape) if isinstance(cfg, StandaloneConfig) else self.shape
-        require_head_size("the draft", config, dtype, machine)
+        require_draft_heads(self.family, "the draft", config, dtype, machine)
 
-    def _require_room(self) -> None:
+    def _require_room(self, machine: Machine | None) -> None:
         cfg = self.cfg
         if self._rewrites:  # the layer's size follows from the new layout, which is not there yet
             return
@@ -143,7 +143,8 @@ class Run:
         else:
             size = functools.partial(count_head, self.family.name, cfg.head, cfg.draft_vocab_size)
         tell = functools.partial(count_command, self.family.name, cfg, self.opened, self.accelerator)
-        require_room(self.opened, cfg.signal, self.accelerator, size, optimizer=cfg.optim.name, tell=tell)
+        optimizer = cfg.optim.name
+        require_room(self.opened, cfg.signal, self.accelerator, size, machine=machine, optimizer=optimizer, tell=tell)
 
     def _rewrite_target(self) -> Path:
         folder = self.folder.folder / "target"

@@ -16,11 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def patch_gemm_release() -> None:
-    """Release handles outside of any trace. Does nothing on platforms other than the CPU."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
+    """Release handles outside of any trace."""
     from vllm._custom_ops import CPUDNNLGEMMHandler
 
     CPUDNNLGEMMHandler.__del__ = release_outside_traces(CPUDNNLGEMMHandler.__del__)

@@ -15,11 +15,7 @@ RmsNorm = Callable[[Tensor, Tensor, Tensor | None, float], None]
 
 
 def patch_grouped_norm() -> None:
-    """Norm each layer with its weights. Does nothing on platforms other than the CPU."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
+    """Norm each layer with its weights."""
     from vllm import _custom_ops
 
     # vLLM's DFlash model calls `ops.rms_norm` through the module, so it sees this even if imported earlier.

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import psutil
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +23,10 @@ class Machine:
     """Whether the GPU has matrix units for bfloat16, as from compute capability 8.0 on."""
     gpu_shared_bytes: int = 0
     """Shared memory that one program of the GPU may have."""
+    gpu_bytes: int | None = None
+    """Memory of the GPU."""
+    host_bytes: int = sys.maxsize
+    """Memory of the machine, or of the container."""
     cpu_has_bfloat16: bool = False
     """Whether the CPU has instructions for bfloat16 (AMX, AVX-512). Without them bfloat16 is about a hundred times
     slower than float32."""
@@ -34,7 +44,7 @@ class Machine:
     @property
     def without_gpu(self) -> Machine:
         """The same machine in a process that computes on the CPU."""
-        return Machine(cpu_has_bfloat16=self.cpu_has_bfloat16)
+        return Machine(cpu_has_bfloat16=self.cpu_has_bfloat16, host_bytes=self.host_bytes)
 
 
 @functools.cache
@@ -49,5 +59,16 @@ def this_machine() -> Machine:
         # Emulated, it is slower than float32.
         gpu_has_bfloat16=has_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
         gpu_shared_bytes=properties.shared_memory_per_block_optin if properties else 0,
+        gpu_bytes=properties.total_memory if properties else None,
+        host_bytes=read_host_bytes(),
         cpu_has_bfloat16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
     )
+
+
+def read_host_bytes(cgroup_limit: Path = CGROUP_LIMIT) -> int:
+    """The memory of this machine, or of this container."""
+    num_bytes: int = psutil.virtual_memory().total
+    if cgroup_limit.is_file() and (limit := cgroup_limit.read_text().strip()).isdigit():
+        # cgroup v2. Without a limit the file says `max`.
+        num_bytes = min(num_bytes, int(limit))
+    return num_bytes

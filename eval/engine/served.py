@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redraft.eval.counts import AcceptanceCounts
@@ -30,8 +30,6 @@ class EngineOptions:
     """Type of the weights; by default that of `vllm_server`."""
     args: tuple[str, ...] = ()
     """Further arguments of vLLM, e.g. --tensor-parallel-size 8."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables of the server."""
 
 
 def serve_and_count(
@@ -61,7 +59,6 @@ def serve_and_count(
             max_model_len=max(len(p.token_ids) for p in prompts) + protocol.max_tokens + num_speculative_tokens,
             dtype=options.dtype,
             extra_args=options.args,
-            extra_env=options.env,
         ) as server:
             runs = [
                 measure(

@@ -1,4 +1,4 @@
-"""A patch of vLLM's CPU build, to take requests while it computes, and to keep one speed.
+"""All patches of vLLM, and that of the CPU build's wait, to take requests while it computes, and to keep one speed.
 
 The engine core waits for the worker by calling `sched_yield` in a loop. Each call gives up the interpreter for less
 than a microsecond, but a thread waiting for it takes fifty to wake up. So the thread for new requests may not
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from redraft.eval.engine.cpu_sampling import fix_cpu_sampling
 from redraft.eval.engine.gemm_release import patch_gemm_release
 from redraft.eval.engine.grouped_norm import patch_grouped_norm
 from redraft.eval.engine.lookups import patch_lookups
@@ -30,18 +31,20 @@ SLEEP_S = 20e-6
 def register() -> None:
     """Entry point of vLLM's general plugins. Does nothing unless ENABLED is set."""
     if os.environ.get(ENABLED) == "1":
-        patch_engine_wait()
-        patch_gemm_release()
-        patch_grouped_norm()
-        patch_lookups()
+        for patch in list_patches():
+            patch()
+
+
+def list_patches() -> list[Callable[[], None]]:
+    """The patches of this process's vLLM: most are of the CPU build."""
+    from vllm.platforms import current_platform
+
+    of_cpu = (fix_cpu_sampling, patch_engine_wait, patch_gemm_release, patch_grouped_norm)
+    return [*(of_cpu if current_platform.is_cpu() else ()), patch_lookups]
 
 
 def patch_engine_wait() -> None:
-    """Make the engine core sleep now and then while it waits. Does nothing on platforms other than the CPU."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
+    """Make the engine core sleep now and then while it waits."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.engine.core import EngineCoreProc
 

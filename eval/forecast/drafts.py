@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups, SampleMethod
+from redraft.eval.engine.hardware import this_machine
+from redraft.eval.engine.head_size import require_draft_heads
 from redraft.eval.forecast.ngram import Lookup, Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable
 from redraft.heads.doctor.pair import Pair, read_provenance
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval
 from redraft.heads.family import Family
-from redraft.heads.files.checkpoint import load_tokenizer
+from redraft.heads.files.checkpoint import load_text_config, load_tokenizer
 from redraft.heads.files.folder import fingerprint
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.files.tokenizers import check_same_tokenizer
@@ -206,6 +208,9 @@ def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool) -> Foreca
     # a draft without a tokenizer cannot be compared: the number of logits is checked below
     if not pair.family.is_head and any(pair.draft.glob("*token*")):
         check_same_tokenizer(target.opened.tokenizer, load_tokenizer(pair.draft))
+    if target.model.device.type == "cuda":
+        config = target.opened.text_config if pair.family.is_head else load_text_config(pair.draft)
+        require_draft_heads(pair.family, f"the draft {pair.draft}", config, target.model.dtype, this_machine())
     draft = pair.family.load(pair.draft, lambda: Target.from_model(target.model), target.model.dtype)
     draft = draft.to(target.model.device).eval()
     if not pair.family.is_head:

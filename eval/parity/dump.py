@@ -164,9 +164,11 @@ def keep_imports_frozen() -> None:
 def main(runs: list[dict[str, Any]]) -> None:
     import vllm.entrypoints.llm  # noqa: F401
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
     keep_imports_frozen()
-    patch_grouped_norm()
+    if current_platform.is_cpu():
+        patch_grouped_norm()
     for run in runs:
         if run["native_rotary"]:
             rotate_in_pytorch()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from redraft.heads.nn.float8 import encode_float8
 from redraft.online.engine.config import CaptureConfig
-from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, reduce_steps
+from redraft.online.engine.reduction import ReducedSteps, ScratchMemory, copy_through, reduce_steps
 from redraft.online.engine.request_log import RequestLog, States, VerifiedStep
 from redraft.online.engine.steps import EngineStep, StepPart, StepQueue
 from redraft.online.records.guard import Guard
@@ -43,6 +43,9 @@ SHIP_INTERVAL_S = 1.0
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this vLLM takes the most probable token."""
+
+PINNED_BYTES = 8 << 20
+"""The buffer through which hidden states leave a GPU."""
 
 POLL_INTERVAL_S = 0.2
 """Longest time a step waits. Kept long because this thread takes the GIL from the engine's each time it wakes."""
@@ -64,6 +67,7 @@ class Capture:
         self._logs: dict[str, RequestLog] = {}
         self._scratch = ScratchMemory()
         self._stream: torch.cuda.Stream | None = None
+        self._pinned: Tensor | None = None
         self._waiting: list[Frame] = []
         self._waiting_since_s = 0.0
         self._is_stopping = threading.Event()
@@ -202,9 +206,16 @@ class Capture:
         if states_HLD is None or not len(states_HLD):
             return []
         if self.config.hidden_format == "float8":
-            return [States(begin, encode_float8(states_HLD).cpu().numpy())]
-        words_HLD = states_HLD.cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
+            return [States(begin, self._to_host(encode_float8(states_HLD)).numpy())]
+        words_HLD = self._to_host(states_HLD).contiguous().view(torch.int16).numpy().view(np.uint16)
         return [States(begin, words_HLD)]
+
+    def _to_host(self, x: Tensor) -> Tensor:
+        if not x.is_cuda:
+            return x
+        if self._pinned is None:
+            self._pinned = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+        return copy_through(x, self._pinned)
 
     def _open_log(self, part: StepPart) -> RequestLog:
         log = self._logs.get(part.request.request_id)

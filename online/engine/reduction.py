@@ -64,6 +64,21 @@ def reduce_steps(steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory
     )
 
 
+def copy_through(x: Tensor, pinned_N: Tensor) -> Tensor:
+    """A copy of a GPU's tensor in host memory, made piece by piece through a buffer of pinned bytes.
+
+    Several times as fast as `cpu`, which copies to pageable memory.
+    """
+    made = torch.empty(x.shape, dtype=x.dtype)
+    pieces = (each.contiguous().view(-1).view(torch.uint8).split(len(pinned_N)) for each in (x, made))
+    for source, piece in zip(*pieces, strict=True):
+        pinned_N[: len(source)].copy_(source, non_blocking=True)
+        if x.is_cuda:
+            torch.cuda.current_stream(x.device).synchronize()
+        piece.copy_(pinned_N[: len(source)])
+    return made
+
+
 def _join(largest: Sequence[Largest]) -> Rows:
     # Joined first, because each `.cpu()` waits for the GPU.
     ids_RK, logits_RK, log_sum_exp_R = (torch.cat(parts).cpu() for parts in zip(*largest, strict=True))

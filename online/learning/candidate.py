@@ -22,13 +22,13 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.head_size import require_head_size
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation, StepStats, fits
 from redraft.eval.engine.hardware import Machine, this_machine
+from redraft.eval.engine.head_size import require_draft_heads
 from redraft.heads.catalog import find_family, list_learning
 from redraft.heads.draft import Draft
 from redraft.heads.family import Family, Reads
@@ -143,7 +143,7 @@ class Candidate:
     def _require_attention(self, version: Path) -> None:
         config = load_text_config(self.target if self.family.is_head else version)
         dtype = torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
-        require_head_size(f"the draft {version.name}", config, dtype, self._machine)
+        require_draft_heads(self.family, f"the draft {version.name}", config, dtype, self._machine)
 
     def resume(self, version: Path, checkpoint: Path) -> None:
         """Continue from `checkpoint`; `version` gives the shape.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import shutil
 import sys
@@ -35,7 +34,6 @@ from redraft.heads.progress import Progress
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.decide import bench_config
 from redraft.recipes.decide.bench_config import PRESETS, Config
-from redraft.recipes.serve.serve import sampling_environment
 
 
 def main(cfg: Config) -> None:
@@ -201,7 +199,6 @@ def server(
         # As a user starts it, the target alone too: `-- --enforce-eager` measures eager servers.
         mode="compiled",
         extra_args=cfg.vllm_args,
-        extra_env=sampling_environment(os.environ),
     )
 
 

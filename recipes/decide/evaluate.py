@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,6 @@ from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.decide import evaluate_config
 from redraft.recipes.decide.evaluate_config import PRESETS, Config
-from redraft.recipes.serve.serve import sampling_environment
 
 
 def main(cfg: Config) -> None:
@@ -211,7 +209,6 @@ def measure_in_engine(
         concurrency=cfg.concurrency,
         dtype=cfg.target_dtype,
         args=cfg.vllm_args,
-        env=sampling_environment(os.environ),
     )
     found: dict[tuple[str, float, int], list[AcceptanceCounts]] = {}
     for draft in drafts:

@@ -6,12 +6,12 @@ sizes of target and draft ─► step.py ─► work and memory, counted ─► 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def make_plan(cfg: Train) -> Plan:
         head=_choose_head(cfg, recipe.head) if isinstance(recipe, HeadConfig) else _find_draft(cfg, target),
         # The default of 32,000 may exceed a small target's vocabulary.
         draft_vocab_size=min(vocabulary, target.vocab_size),
-        divergence=_read(partial(replace, recipe.divergence), cfg.divergence, "--divergence"),
+        divergence=_read(functools.partial(replace, recipe.divergence), cfg.divergence, "--divergence"),
         optimizer=cfg.optimizer,
         max_grad_norm=recipe.optim.max_grad_norm,
         features=cfg.features,
@@ -94,7 +94,7 @@ def _read(make: Callable[..., Any], options: str, flag: str) -> Any:
 
 def _choose_head(cfg: Train, usual: Any) -> Any:
     """The options of a head: the command's, changed by the flags."""
-    head = _read(partial(replace, usual), cfg.head, "--head")
+    head = _read(functools.partial(replace, usual), cfg.head, "--head")
     if cfg.num_steps is not None:
         head = replace(head, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
     if not cfg.gradient_checkpointing:
@@ -155,6 +155,7 @@ class Result:
     on: dict[str, OnDevice]
 
 
+@functools.lru_cache(maxsize=2)
 def count(cfg: Train) -> Result:
     """Count the step, and derive time and memory on every kind of device."""
     plan = make_plan(cfg)
@@ -192,6 +193,24 @@ def on_device(
         fits=fits,
         run=run if fits else None,
     )
+
+
+def fit(cfg: Train, device: Device) -> Train:
+    """The step that fits on a device: as given, else with activations computed again, else with fewer rows too."""
+    if count(cfg).on[device.name].memory_bytes <= device.memory_bytes:
+        return cfg
+    if _can_recompute(cfg) and not cfg.gradient_checkpointing:
+        return fit(replace(cfg, gradient_checkpointing=True), device)
+    # Activations and the signal grow with the rows of a batch. The rest is there for any batch.
+    result = count(cfg)
+    by_row = (result.step.memory[ACTIVATIONS] + result.step.memory[SIGNAL]) / result.plan.batch_size
+    left = device.memory_bytes - result.on[device.name].memory_bytes
+    return replace(cfg, batch_size=max(1, result.plan.batch_size + math.floor(left / by_row)))
+
+
+def _can_recompute(cfg: Train) -> bool:
+    family = find_family(cfg.family)
+    return not family.is_head or hasattr(family.options_class(), "recompute")
 
 
 def plan_run(cfg: Train, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:
@@ -368,25 +387,22 @@ def advice(cfg: Train, result: Result) -> Iterator[str]:
         yield f"the cache takes {per_token / 1e3:,.1f} kB a token{whole}"
     for d in DEVICES:
         if not result.on[d.name].fits:
-            yield f"to fit {d.name}: {', or '.join(ways_to_fit(cfg, result, d))}"
+            yield f"to fit {d.name}: {', or '.join(ways_to_fit(cfg, d))}"
 
 
-def ways_to_fit(cfg: Train, result: Result, device: Device) -> Iterator[str]:
+def ways_to_fit(cfg: Train, device: Device) -> Iterator[str]:
     """Flags with which a step would take less memory."""
-    # Activations and the signal grow with the rows of a batch. The rest is there for any batch.
-    by_row = result.step.memory[ACTIVATIONS] + result.step.memory[SIGNAL]
-    fixed = result.on[device.name].memory_bytes - by_row
-    rows = int((device.memory_bytes - fixed) / by_row * result.plan.batch_size)
-    if rows >= 1:
-        yield f"--batch-size {rows} (with accumulation)"
+    own = fit(cfg, device)
+    fits = count(own).on[device.name].memory_bytes <= device.memory_bytes
+    if fits:
+        again = "--gradient-checkpointing" if own.gradient_checkpointing > cfg.gradient_checkpointing else ""
+        rows = f"--batch-size {own.batch_size} (with accumulation)" if own.batch_size != cfg.batch_size else ""
+        yield f"{again} {rows}".strip()
     if cfg.features == "in-process":
         yield "--features served or cached"
         if cfg.devices > 1 and not cfg.shard_target:
             yield "--shard-target"
-    can_recompute = hasattr(result.plan.head, "recompute") or not find_family(cfg.family).is_head
-    if can_recompute and not cfg.gradient_checkpointing:
-        yield "--gradient-checkpointing"
     if cfg.devices > 1 and cfg.sharding != "fsdp2":
         yield "--sharding fsdp2"
-    elif rows < 1:
+    elif not fits:
         yield "several --devices with --sharding fsdp2" if cfg.devices == 1 else "more --devices"

@@ -138,15 +138,6 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
     return {name: value for name, value in variables.items() if value is not None}
 
 
-def sampling_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which a server can sample beside a draft, to be added to `environment`.
-
-    Without the plugin's fix, vLLM's CPU build accepts draft tokens above temperature 0 at random, or ends. With these
-    variables the plugin does nothing else. Other builds need none.
-    """
-    return plugin_environment(Config(target=""), environment) if engine_is_cpu() else {}
-
-
 def _absolute(path: Path | None) -> str | None:
     return str(path.absolute()) if path else None
 

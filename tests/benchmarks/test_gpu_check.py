@@ -6,15 +6,18 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
 import tyro
 
 from benchmarks.gpu import check
 from benchmarks.gpu.check import PHASES, Config, Ended, group_phases, main, run_phase
 from benchmarks.training import gpu
-from redraft.recipes.plan.count import make_plan
+from redraft.distill.plan.choices import FamilyName
+from redraft.distill.plan.roofs import DEVICES
+from redraft.recipes.plan.count import count, make_plan, ways_to_fit
 from redraft.recipes.plan.plan import Train
 
 
@@ -58,11 +61,28 @@ def test_a_phase_is_stopped_at_its_limit_and_keeps_what_it_found(
     assert run_phase(PHASES[0], Config(output=tmp_path), "cpu", 0.0).outcome == "left out"
 
 
-@pytest.mark.parametrize("family", gpu.FAMILIES)
-def test_redraft_plan_counts_the_step_that_the_benchmark_runs(family: Any) -> None:
-    """By the flags that the benchmark prints beside its result: batch, recomputation, types."""
-    own = gpu.choose_sizes(gpu.Config(), family)
-    counted = make_plan(tyro.cli(Train, args=shlex.split(gpu.write_flags(own))))
-    run = make_plan(own)
-    for name in ("batch_size", "sequence_length", "gradient_checkpointing", "dtype", "autocast", "optimizer"):
-        assert getattr(counted, name) == getattr(run, name)
+SIZES = {"batch_size": 1, "sequence_length": 64}
+
+
+@pytest.mark.parametrize("family", get_args(FamilyName))
+def test_the_benchmark_runs_the_step_that_redraft_plan_counts(family: Any) -> None:
+    """Of every family, with nothing but its name and, to count fast, the sizes of a batch: batch, recomputation, types,
+    optimizer and options. The flags that the benchmark prints beside its result count the same step."""
+    own = gpu.choose_sizes(gpu.Config(**SIZES), family, None)
+    planned = make_plan(Train(family=family, **SIZES))
+    assert str(make_plan(own)) == str(planned)
+    assert str(make_plan(tyro.cli(Train, args=shlex.split(gpu.write_flags(own))))) == str(planned)
+    assert (planned.dtype, planned.autocast) == (torch.bfloat16, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", get_args(FamilyName))
+def test_a_step_is_changed_for_the_benchmark_only_if_redraft_plan_says_that_it_does_not_fit(family: Any) -> None:
+    own = gpu.choose_sizes(gpu.Config(), family, None)
+    planned = Train(family=family)
+    assert count(own).on["H100"].fits
+    if count(planned).on["H100"].fits:
+        assert str(make_plan(own)) == str(make_plan(planned))
+    else:
+        changed = f"--batch-size {own.batch_size}" if own.batch_size else "--gradient-checkpointing"
+        assert changed in next(ways_to_fit(planned, DEVICES[0]))

@@ -19,9 +19,9 @@ from redraft.distill.plan.step import Plan
 from redraft.distill.run import memory
 from redraft.distill.run.config import Loop, Signal, StandaloneConfig, make_config
 from redraft.distill.run.count_command import count_command
-from redraft.distill.run.memory import Room
 from redraft.distill.run.run import run
 from redraft.distill.train.optim import Optim
+from redraft.eval.engine.hardware import Machine
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init
 from redraft.heads.files.checkpoint import load_text_config
@@ -137,13 +137,11 @@ def test_a_run_that_fits_tightly_prints_the_command_of_its_training(
     def stop(*_: object, **__: object) -> None:
         raise InterruptedError
 
-    room = Room(device="cuda:0", device_bytes=10**12, host_bytes=10**12, processes=1)
-    monkeypatch.setattr(memory, "read_room", lambda _: room)
     monkeypatch.setattr(memory, "TIGHT", 0.0)
     monkeypatch.setattr("redraft.distill.run.folder.RunFolder.open", stop)
     cfg = replace(make_preset(family), output=tmp_path / "run", mixed_precision="no", optim=Optim(name="muon"))
     with pytest.raises(InterruptedError):
-        run(find_family(family), cfg)
+        run(find_family(family), cfg, Machine(gpu="H100", gpu_shared_bytes=232_448, gpu_bytes=10**12))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
     counting = read(line.partition("this counts them: ")[2])
     assert (counting.family, counting.target, counting.optimizer) == (family, cfg.target, "muon")

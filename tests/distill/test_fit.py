@@ -22,10 +22,11 @@ from benchmarks.studies.presets import make_preset
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, DraftSize, count_head, count_standalone
 from redraft.distill.run import memory as fit
 from redraft.distill.run.config import Signal
-from redraft.distill.run.memory import Need, Room, check, require_room, sharing_of
+from redraft.distill.run.memory import Need, Room, check, read_room, require_room, sharing_of
 from redraft.distill.run.run import run
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import make_optimizers
+from redraft.eval.engine.hardware import Machine, read_host_bytes
 from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle3
 from redraft.heads.families.standalone import Init, from_config, prune_layers
@@ -35,6 +36,7 @@ LLAMA_70B = LlamaConfig(
     vocab_size=128_256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, head_dim=128, dtype="bfloat16",
 )  # fmt: skip
+MACHINE = Machine(gpu="H100", gpu_has_bfloat16=True, gpu_bytes=85_520_809_984, host_bytes=2 * 10**12)
 H100 = Room(device="cuda:0", device_bytes=85_520_809_984, host_bytes=2 * 10**12, processes=8)
 CUDA = torch.device("cuda", 0)
 
@@ -52,26 +54,25 @@ def accelerator_of(kind: DistributedType, **settings: Any) -> Any:
 
 def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LLAMA_70B.save_pretrained(tmp_path)
-    monkeypatch.setattr(fit, "read_room", lambda _: H100)
     accelerator = accelerator_of(DistributedType.MULTI_GPU)
     head = functools.partial(count_head, "eagle3", eagle3.Config(), 32000)
     target = TargetFolder.open(tmp_path)
     with pytest.raises(ValueError, match=r"141\.1 GB.*22\.4 GB.*85\.5 GB.*cuda:0"):
-        require_room(TargetFolder.open(tmp_path), Signal(), accelerator, head)
+        require_room(target, Signal(), accelerator, head, machine=MACHINE)
     with pytest.raises(ValueError, match=r"282\.2 GB"):
-        require_room(replace(target, dtype="float32"), Signal(), accelerator, head)
+        require_room(replace(target, dtype="float32"), Signal(), accelerator, head, machine=MACHINE)
     served = Signal(kind="endpoint", url=("http://t1:8001",))
-    require_room(TargetFolder.open(tmp_path), served, accelerator, head)  # 4.2 + 22.4 GB
+    require_room(target, served, accelerator, head, machine=MACHINE)  # 4.2 + 22.4 GB
     accelerator.is_local_main_process = False
     with pytest.raises(SystemExit):  # only one process of a machine tells
-        require_room(TargetFolder.open(tmp_path), Signal(), accelerator, head)
+        require_room(target, Signal(), accelerator, head, machine=MACHINE)
 
 
 def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """17.1 GB of layers and 4.2 of embeddings and head, and 3.4 for two gathered layers."""
     LLAMA_70B.save_pretrained(tmp_path)
+    target = TargetFolder.open(tmp_path)
     seen: list[Need] = []
-    monkeypatch.setattr(fit, "read_room", lambda _: H100)
 
     def look(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
         seen.append(need)
@@ -86,17 +87,17 @@ def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeyp
         accelerator_of(DistributedType.MULTI_GPU),
         accelerator_of(DistributedType.DEEPSPEED, deepspeed_plugin=plugin),
     ):
-        require_room(TargetFolder.open(tmp_path), Signal(shard=True), accelerator, draft)
+        require_room(target, Signal(shard=True), accelerator, draft, machine=MACHINE)
     assert [round(need.target / 1e9, 1) for need in seen] == [24.7, 24.7]
     assert [round(need.draft / 1e9, 1) for need in seen] == [51.4, 17.7]
     assert {round(need.host / 1e9, 1) for need in seen} == {141.1}
     accelerator = accelerator_of(DistributedType.MULTI_GPU)
     accelerator.num_processes = 1  # nobody to share with
     with pytest.raises(ValueError, match=r"takes 141\.1 GB"):
-        require_room(TargetFolder.open(tmp_path), Signal(shard=True), accelerator, draft)
-    monkeypatch.setattr(fit, "read_room", lambda _: replace(H100, host_bytes=140 * 10**9))
+        require_room(target, Signal(shard=True), accelerator, draft, machine=MACHINE)
+    small, accelerator = replace(MACHINE, host_bytes=140 * 10**9), accelerator_of(DistributedType.MULTI_GPU)
     with pytest.raises(ValueError, match=r"141\.1 GB.*140\.0 GB"):
-        require_room(TargetFolder.open(tmp_path), Signal(shard=True), accelerator_of(DistributedType.MULTI_GPU), draft)
+        require_room(target, Signal(shard=True), accelerator, draft, machine=small)
 
 
 def test_the_host_holds_the_target_once_for_each_process_of_the_machine() -> None:
@@ -166,32 +167,33 @@ def test_the_state_is_counted_as_the_optimizers_keep_it(family: str, optimizer: 
     assert size.weights == sum(parameter.numel() for parameter in draft.parameters())
 
 
-def test_muon_takes_less_memory_and_lets_a_draft_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_muon_takes_less_memory_and_lets_a_draft_fit(tmp_path: Path) -> None:
     """Four billion weights in matrices: 64 GB with AdamW, and 48 with Muon."""
     LLAMA_70B.save_pretrained(tmp_path)
-    monkeypatch.setattr(fit, "read_room", lambda _: replace(H100, device_bytes=60 * 10**9))
+    target = TargetFolder.open(tmp_path)
+    machine = replace(MACHINE, gpu_bytes=60 * 10**9)
     accelerator, served = accelerator_of(DistributedType.MULTI_GPU), Signal(kind="endpoint", url=("http://t1:8001",))
 
     def draft(_: Any) -> DraftSize:
         return DraftSize(weights=4 * 10**9, matrices=4 * 10**9)
 
     with pytest.raises(ValueError, match=r"64\.0 GB"):
-        require_room(TargetFolder.open(tmp_path), served, accelerator, draft)
-    require_room(TargetFolder.open(tmp_path), served, accelerator, draft, optimizer="muon")
+        require_room(target, served, accelerator, draft, machine=machine)
+    require_room(target, served, accelerator, draft, machine=machine, optimizer="muon")
 
 
 def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """4.2 GB of embeddings and head of the target, and 16 bytes a weight, of 85.5 GB."""
     LLAMA_70B.save_pretrained(tmp_path)
-    monkeypatch.setattr(fit, "read_room", lambda _: H100)
+    target = TargetFolder.open(tmp_path)
     served, accelerator = Signal(kind="endpoint", url=("http://t1:8001",)), accelerator_of(DistributedType.MULTI_GPU)
 
-    def say(weights: int) -> str:
+    def say(weights: int, machine: Machine = MACHINE) -> str:
         size = DraftSize(weights=weights, matrices=0)
-        target = TargetFolder.open(tmp_path)
-        require_room(target, served, accelerator, lambda _: size, tell=lambda: "redraft count this")
+        tell = functools.partial(str, "redraft count this")
+        require_room(target, served, accelerator, lambda _: size, machine=machine, tell=tell)
         return capsys.readouterr().out
 
     assert say(3_400_000_000) == "", "58.6 GB"
@@ -202,34 +204,27 @@ def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
     accelerator.is_main_process = False
     assert say(3_500_000_000) == ""
     accelerator.is_main_process = True
-    on_cpu = replace(H100, device="cpu", device_bytes=None)
-    monkeypatch.setattr(fit, "read_room", lambda _: on_cpu)
-    assert say(3_500_000_000) == ""
+    assert say(3_500_000_000, MACHINE.without_gpu) == ""
 
 
 @pytest.mark.parametrize("family", ["standalone", "eagle3"])
-def test_a_run_that_does_not_fit_loads_nothing_and_leaves_no_folder(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        fit, "read_room", lambda _: Room(device="cpu", device_bytes=None, host_bytes=10**6, processes=1)
-    )
+def test_a_run_that_does_not_fit_loads_nothing_and_leaves_no_folder(family: str, tmp_path: Path) -> None:
     cfg = replace(make_preset(family), output=tmp_path / "run", mixed_precision=None)
     with pytest.raises(ValueError, match="tests/assets/tiny-target"):
-        run(find_family(family), cfg)
+        run(find_family(family), cfg, Machine(host_bytes=10**6))
     assert not (tmp_path / "run").exists()
 
 
-def test_the_room_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    room = fit.read_room(Accelerator(cpu=True))
+def test_the_room_is_that_of_this_machine(tmp_path: Path) -> None:
+    room = read_room(Accelerator(cpu=True))
     assert room.device_bytes is None
     assert room.processes == 1
+    assert room.host_bytes == read_host_bytes() > 10**9
     limit = tmp_path / "memory.max"
     limit.write_text("1000\n")
-    monkeypatch.setattr(fit, "CGROUP_LIMIT", limit)
-    assert fit.read_room(Accelerator(cpu=True)).host_bytes == 1000
+    assert read_host_bytes(limit) == 1000
     limit.write_text("max\n")
-    assert fit.read_room(Accelerator(cpu=True)).host_bytes > 10**9
+    assert read_host_bytes(limit) > 10**9
 
 
 SMALL = DraftSize(weights=1, matrices=0)
@@ -256,10 +251,11 @@ def test_a_target_or_draft_that_is_not_there_is_refused(tmp_path: Path) -> None:
     accelerator, nowhere = accelerator_of(DistributedType.MULTI_GPU), str(tmp_path / "nowhere")
     missing = functools.partial(count_standalone, Init(checkpoint=nowhere))
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        require_room(TargetFolder.open(nowhere), Signal(), accelerator, missing)
+        require_room(TargetFolder.open(nowhere), Signal(), accelerator, missing, machine=MACHINE)
     LLAMA_70B.save_pretrained(tmp_path)
+    target = TargetFolder.open(tmp_path)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        require_room(TargetFolder.open(tmp_path), Signal(), accelerator, missing)
+        require_room(target, Signal(), accelerator, missing, machine=MACHINE)
 
 
 def test_a_fault_of_ours_is_not_swallowed(tmp_path: Path) -> None:
@@ -268,10 +264,11 @@ def test_a_fault_of_ours_is_not_swallowed(tmp_path: Path) -> None:
         require_room(TargetFolder.open(tmp_path), Signal(), accelerator_of(DistributedType.NO), lambda _: 1 // 0)
 
 
-def test_the_check_of_a_70b_target_takes_at_most_two_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_a_70b_target_takes_at_most_two_seconds(tmp_path: Path) -> None:
     LLAMA_70B.save_pretrained(tmp_path)
-    monkeypatch.setattr(fit, "read_room", lambda _: replace(H100, device_bytes=10**12, host_bytes=10**14))
+    target = TargetFolder.open(tmp_path)
+    machine = replace(MACHINE, gpu_bytes=10**12, host_bytes=10**14)
     head = functools.partial(count_head, "eagle3", eagle3.Config(), 32000)
     began = time.process_time()
-    require_room(TargetFolder.open(tmp_path), Signal(), accelerator_of(DistributedType.MULTI_GPU), head)
+    require_room(target, Signal(), accelerator_of(DistributedType.MULTI_GPU), head, machine=machine)
     assert time.process_time() - began < 2

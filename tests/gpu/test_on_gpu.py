@@ -46,6 +46,7 @@ from redraft.heads.families.mtp_folder import as_mimo
 from redraft.heads.nn.layers import RMSNorm
 from redraft.heads.nn.prefix import Prefixes, attend
 from redraft.online.engine import one_pass
+from redraft.online.engine.reduction import copy_through
 from tests.distill.loss.test_fused import EVERY_FORM, leaves, make_draft, make_exact, make_labels, make_top_k
 from tests.heads.nn.test_attention import masked_attention
 
@@ -260,6 +261,16 @@ for size in (97, 513, 1000):
     assert len(one_pass.gather_probs(stored, slots[:0], steps[:0], ids[:0], temperatures[:0])) == 0
 print("SAME")
 """
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 8), (0, 2, 8), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_hidden_states_leave_the_device_whole_through_a_small_buffer(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    states = torch.randn(*shape, device=GPU).mul(100).to(dtype).transpose(0, 1)
+    buffer = torch.empty(7, dtype=torch.uint8, pin_memory=IS_GPU)
+    assert torch.equal(copy_through(states, buffer), states.cpu())
 
 
 def test_the_kernels_of_capture_find_what_a_sort_finds() -> None:

@@ -111,8 +111,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "engine": ("v1.engine.core:EngineCore",),
         "request": ("v1.request:Request",),
     },
-    "online/engine/cpu_fix.py": {
-        "current_platform": ("platforms.interface:Platform",),
+    "eval/engine/cpu_sampling.py": {
         "cpu_triton_utils": ("utils.cpu_triton_utils",),
     },
     "online/engine/swap.py": {
@@ -127,11 +126,9 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "EngineCoreProc": ("v1.engine.core:EngineCoreProc",),
     },
     "eval/engine/gemm_release.py": {
-        "current_platform": ("platforms.interface:Platform",),
         "CPUDNNLGEMMHandler": ("_custom_ops:CPUDNNLGEMMHandler",),
     },
     "eval/engine/grouped_norm.py": {
-        "current_platform": ("platforms.interface:Platform",),
         "_custom_ops": ("_custom_ops",),
     },
     "eval/engine/counted.py": {

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from make_heads import make_batch, make_ids, make_signal, make_target
+from make_heads import make_batch, make_ids, make_target
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_on_ranks import FAMILIES, make_family_target
 
 from redraft.distill.loss.choice import Divergence
+from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
@@ -19,8 +22,12 @@ from redraft.heads import catalog
 from redraft.heads.families import eagle3
 from redraft.heads.target import Target
 
-WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "tolist", "tensor")
-"""The last one is `torch.tensor` with a device: on a GPU a copy of pageable memory, for which the host waits."""
+WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "tolist", "pageable")
+"""The last one is a tensor made from the host's numbers: its way to a GPU is a copy of pageable memory."""
+
+FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer)
+WITHOUT_DEVICE = (torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.linspace)
+"""They make a tensor on the host unless they are given a device."""
 
 STEP = {"tolist": 2}
 """The sizes of the loss, and the norm."""
@@ -50,6 +57,24 @@ class Waits(TorchDispatchMode):
         return made
 
 
+class PageableCopies(TorchFunctionMode):
+    """Counts tensors made on the host within it. On a CPU `to(device)` does nothing, and so cannot be counted."""
+
+    def __init__(self, seen: Counter[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        is_host = func in FROM_NUMBERS or (func in WITHOUT_DEVICE and options.get("device") is None)
+        # A list as an index becomes a tensor.
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            is_host = any(isinstance(part, list | np.ndarray) for part in index)
+        self.seen["pageable"] += is_host
+        return func(*args, **options)
+
+
 def make_eagle3(target: Any, num_steps: int) -> Any:
     return eagle3.Eagle3(eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=num_steps), Target.from_model(target))
 
@@ -57,27 +82,21 @@ def make_eagle3(target: Any, num_steps: int) -> Any:
 def count_waits(
     draft: Any, target: Any, monkeypatch: pytest.MonkeyPatch, *, accumulation: int = 1, is_logged: bool = False
 ) -> dict[str, int]:
-    """Of the second step of a draft, with the target's signal at hand."""
+    """Of the second step of a draft, the target's pass in this process included."""
     batch = make_batch([[make_ids(20), make_ids(11)], [make_ids(26, 3)]])
-    signal = make_signal(target, batch, draft.aux_layer_ids)
+    source = InProcessTarget(target, draft.aux_layer_ids)
     optim = Optim(lr=1e-3, accumulation=accumulation)
     accelerator = make_accelerator(accumulation, None, None)
-    distillation = Distillation(draft, lambda _: signal, Divergence(), optim, 4, accelerator)
+    distillation = Distillation(draft, source, Divergence(), optim, 4, accelerator)
     distillation.step([batch] * accumulation)
-    waits, tolist, tensor = Waits(), torch.Tensor.tolist, torch.tensor
+    waits, tolist = Waits(), torch.Tensor.tolist
 
     def counted(x: torch.Tensor) -> Any:
         waits.seen["tolist"] += not waits.in_attention  # on a CPU it is no operation
         return tolist(x)
 
-    def copied(*args: Any, **options: Any) -> torch.Tensor:
-        waits.seen["tensor"] += options.get("device") is not None
-        return tensor(*args, **options)
-
-    with monkeypatch.context() as patched, waits:
+    with monkeypatch.context() as patched, waits, PageableCopies(waits.seen):
         patched.setattr(torch.Tensor, "tolist", counted)
-        patched.setattr(torch, "tensor", copied)
-        patched.setattr(torch, "as_tensor", copied)
         unread = distillation.take_step([batch] * accumulation)
         if is_logged:
             distillation.read(unread)
@@ -116,7 +135,7 @@ def test_a_micro_batch_is_waited_for_in_its_loss_alone(monkeypatch: pytest.Monke
         "nonzero": 0,
         "_unique2": 0,
         "tolist": 1,
-        "tensor": 0,
+        "pageable": 0,
     }
 
 
@@ -127,3 +146,18 @@ def test_the_results_of_a_step_are_one_more_wait(monkeypatch: pytest.MonkeyPatch
         count_waits(make_eagle3(target, 2), target, monkeypatch, is_logged=is_logged) for is_logged in (False, True)
     )
     assert logged == {**silent, "tolist": silent["tolist"] + 1}
+
+
+def test_every_way_of_numbers_to_a_device_is_counted() -> None:
+    x, seen = torch.arange(4.0), Counter[str]()
+    with PageableCopies(seen):
+        torch.tensor([1, 2], device=x.device)
+        torch.as_tensor([1]).to(x.device)
+        torch.from_numpy(np.ones(1)).to(x.device)
+        torch.arange(3).to(x.device)
+        x[[0, 1]]
+        assert seen == {"pageable": 5}
+        torch.arange(3, device=x.device)
+        x[1:]
+        x[x > 1]
+    assert seen == {"pageable": 5}

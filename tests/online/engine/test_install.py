@@ -100,8 +100,7 @@ def test_a_step_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplog):
     def fix_cpu_sampling():
         raise ImportError("vLLM has no such name")
 
-    monkeypatch.setattr("redraft.online.engine.cpu_fix.fix_cpu_sampling", fix_cpu_sampling)
-    monkeypatch.setattr("redraft.eval.engine.wait.patch_engine_wait", fix_cpu_sampling)
+    monkeypatch.setattr("redraft.eval.engine.wait.list_patches", lambda: [fix_cpu_sampling, fix_cpu_sampling])
     plugin.register()
     assert registered == [1]
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from redraft.online.engine.slices import Slice, Sliced, find_slice, trace_slices
-from redraft.online.engine.staging import plan_parts
+from redraft.online.engine.staging import HostMemory, Part, count_bytes, plan_parts
 
 RANKS, RANK = 8, 3
 
@@ -97,7 +99,32 @@ def test_each_rank_of_eight_reads_and_pins_an_eighth_of_an_8b_draft(tmp_path: Pa
     assert slices["model.layers.31.mlp.down_proj.weight"] == Slice(1, RANK * 1792, 1792)
     assert slices["lm_head.weight"] == Slice(0, RANK * 16032, 16032)
     assert sum(part.rows * part.num_bytes for part in parts) == 2_008_031_232
+    pinned: list[int] = []
+    HostMemory(lambda buffer: pinned.append(len(buffer))).reserve(count_bytes({tmp_path: parts}))
+    assert pinned == [2_008_031_232]
+    assert count_copied_bytes(draft, parts) == 2_008_031_232
     assert all(not parameter.is_meta or parameter.numel() for parameter in draft.parameters()), "left as it was"
+
+
+def count_copied_bytes(draft: nn.Module, parts: list[Part]) -> int:
+    """Bytes that vLLM's loaders copy into a draft from these parts, which is all that they do in the pause."""
+    copied = 0
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal copied
+            copied += args[0].nbytes if func is torch.ops.aten.copy_.default else 0
+            return func(*args, **(kwargs or {}))
+
+    def load() -> Iterator[tuple[str, torch.Tensor]]:
+        for part in parts:
+            shape = part.whole if part.slice is None else part.slice.shape(part.whole)
+            values = torch.empty(*shape, dtype=part.dtype, device="meta")
+            yield part.name, values if part.slice is None else Sliced.holding(values, part.slice, part.whole)
+
+    with Copies(), torch.no_grad():
+        draft.load_weights(load())  # type: ignore[operator]
+    return copied
 
 
 def make_vllm_llama(config: LlamaConfig, folder: Path) -> nn.Module:

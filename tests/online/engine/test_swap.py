@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from redraft.eval.engine.cpu_sampling import expand_kernel
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.files.folder import fingerprint
 from redraft.heads.target import Target
 from redraft.online.engine.config import PluginConfig, read_config
 from redraft.online.engine.copies import refill_columns, refill_projections
-from redraft.online.engine.cpu_fix import expand_kernel
 from redraft.online.engine.routes import authorize
 from redraft.online.engine.swap import Layout, checksum, require_same_layout, without_shared_modules
 

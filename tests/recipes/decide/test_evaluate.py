@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from redraft.distill.run import memory as fit
 from redraft.eval.engine import target_dtype
 from redraft.eval.engine.hardware import Machine
 from redraft.eval.engine.measure import WARM_UP_TOKENS, measure, read_counters
@@ -257,12 +256,14 @@ def test_suffix_decoding_needs_its_package_and_the_engine(
 
 
 def test_a_target_that_does_not_fit_is_told_with_the_way_to_count_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, served_pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fit, "_host_bytes", lambda: 1000)
-    assert run("--no-engine", "--draft", "ngram") == 2
+    target = shutil.copytree(served_pair[0], tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"intermediate_size": 10**11}))
+    assert run("--no-engine", "--draft", "ngram", "--target", str(target)) == 2
     error = capsys.readouterr().err
-    assert "more than the 0.0 GB of this machine's memory; count in the engine alone: --no-forecast" in error
+    assert "of this machine's memory; count in the engine alone: --no-forecast" in error
 
 
 def test_the_small_targets_preset_has_two_domains_and_temperatures() -> None:

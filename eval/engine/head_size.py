@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from redraft.eval.engine.hardware import Machine
+from redraft.heads.family import Family
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
 
 SMALLEST, LARGEST = 16, 256
@@ -57,7 +58,13 @@ def require_head_size(what: str, config: Any, dtype: torch.dtype, machine: Machi
     )
 
 
-def require_target_heads(name: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
-    """`require_head_size` of a target in this process. Types outside `PLAIN_ATTENTION` have PyTorch's attention."""
+def require_model_heads(what: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
+    """`require_head_size` of a causal LM. Types outside `PLAIN_ATTENTION` have PyTorch's attention."""
     if config.model_type in PLAIN_ATTENTION:
-        require_head_size(f"the target {name}", config, dtype, machine)
+        require_head_size(what, config, dtype, machine)
+
+
+def require_draft_heads(family: Family, what: str, config: Any, dtype: torch.dtype, machine: Machine) -> None:
+    """`require_head_size` of a draft. `config` is the target's for a head, whose layers have the same sizes."""
+    if family.name not in WITHOUT_ATTENTION:
+        (require_head_size if family.is_head else require_model_heads)(what, config, dtype, machine)

@@ -17,11 +17,7 @@ from torch import Tensor
 
 
 def fix_cpu_sampling() -> None:
-    """Replace the kernel before the CPU platform registers it; do nothing on other platforms."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
+    """Replace the kernel before the CPU platform registers it."""
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._expand_kernel_impl = expand_kernel

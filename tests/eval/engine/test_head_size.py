@@ -16,10 +16,10 @@ from accelerate.state import AcceleratorState
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.run.config import HeadConfig, Signal
-from redraft.distill.run.head_size import head_size, require_head_size
 from redraft.distill.run.inputs import load_target
 from redraft.distill.run.run import run
 from redraft.eval.engine.hardware import Machine
+from redraft.eval.engine.head_size import head_size, require_draft_heads, require_head_size
 from redraft.heads.catalog import find_family
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.options import Standalone
@@ -106,6 +106,15 @@ def test_a_training_with_unsupported_heads_leaves_nothing_behind(
         run(find_family(family), cfg, H100)
     assert not re.search(r"\n", str(raised.value))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_draft_is_refused_by_its_own_heads_if_it_is_no_head_and_has_our_attention() -> None:
+    narrow, other = (SimpleNamespace(head_dim=8, model_type=name) for name in ("llama", "gpt_neox"))
+    for family in ("eagle1", "standalone"):
+        with pytest.raises(ValueError, match=r"heads of size 8\b"):
+            require_draft_heads(find_family(family), "the draft", narrow, torch.bfloat16, H100)
+    for family, config in (("standalone", other), ("medusa", narrow)):
+        require_draft_heads(find_family(family), "the draft", config, torch.bfloat16, H100)
 
 
 def test_a_target_with_unsupported_heads_is_refused_before_it_is_loaded(narrow_target: Path) -> None:
