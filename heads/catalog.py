@@ -27,7 +27,7 @@ FAMILIES: tuple[Family, ...] = (
         title="MTP",
         draft="redraft.heads.families.mtp:Mtp",
         method="mtp",
-        decoders=("v1", "v2", "reference"),
+        decoders=("v1", "v2"),
         # MiMo's prefix, Qwen's, and a tensor of DeepSeek's layer.
         tensors=r"(model\.mtp_layers\.|mtp\.).*|.*\.eh_proj\.weight",
         reads="last",
@@ -53,7 +53,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.peagle:PEagle",
         method="eagle3",
         # vLLM's V2 runner has no parallel drafting for EAGLE.
-        decoders=("v1", "reference"),
+        decoders=("v1",),
         # Before EAGLE-3's row, because it has all tensors of an EAGLE-3 head too.
         tensors="mask_hidden",
         architectures=("PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator", "PEagleDraftModel"),
@@ -81,7 +81,7 @@ FAMILIES: tuple[Family, ...] = (
         title="EAGLE-3",
         draft="redraft.heads.families.eagle3:Eagle3",
         method="eagle3",
-        decoders=("v1", "v2", "reference"),
+        decoders=("v1", "v2"),
         tensors=r"(midlayer|layers\.0)\.hidden_norm\.weight",
         architectures=(
             "LlamaForCausalLMEagle3",
@@ -173,7 +173,7 @@ FAMILIES: tuple[Family, ...] = (
         draft="redraft.heads.families.mlp_speculator:MLPSpeculator",
         method=None,
         # vLLM 0.32 has the method without a model for it, 0.33 has neither.
-        decoders=("reference",),
+        decoders=(),
         tensors=r"speculator\.emb\.0\.weight",
         architectures=("MLPSpeculatorPreTrainedModel",),
         reads="last",
@@ -193,7 +193,7 @@ FAMILIES: tuple[Family, ...] = (
         title="Medusa",
         draft="redraft.heads.families.medusa:Medusa",
         method="medusa",
-        decoders=("v1", "reference"),
+        decoders=("v1",),
         last_vllm="0.32",
         tensors=r"(medusa_heads\.)?(blocks\.0\..*|0\.0\.linear\..*)",
         architectures=("MedusaModel",),
@@ -217,7 +217,7 @@ FAMILIES: tuple[Family, ...] = (
         title="EAGLE-1",
         draft="redraft.heads.families.eagle1:Eagle1",
         method="eagle",
-        decoders=("v1", "v2", "reference"),
+        decoders=("v1", "v2"),
         tensors=r"fc\.weight",
         # exports have LlamaForCausalLM, which could be any Llama
         architectures=("EagleLlamaForCausalLM",),

@@ -142,8 +142,6 @@ class DraftStep:
     mask_BT: Tensor
     """bool, the rows to train: x[t + 1 + shift] is a label and belongs to the same document as row t."""
     weight: float = 1.0
-    weight_BT: Tensor | None = None
-    """A weight of every row beside `weight`, without gradient; None for equal ones."""
     draft_ids_W: Tensor | None = None
     """int64, the target id of every draft id, ascending; None if the draft has the target's whole vocabulary."""
     extra_loss_BT: Tensor | None = None
@@ -154,12 +152,6 @@ class DraftStep:
     """Logit of the draft's estimate of alpha (DSpark's confidence head). Training compares it with alpha by binary
     cross-entropy, masked and weighted like the divergence. `eval.forecast.calibration` measures how right it is."""
 
-    def weights(self, rows_N: Tensor) -> Tensor:
-        """The weights of `rows_N` of the flattened batch in the loss, [N], in float32."""
-        if self.weight_BT is None:
-            return torch.full((len(rows_N),), self.weight, device=rows_N.device)
-        return self.weight * self.weight_BT.flatten()[rows_N].float()
-
     def logits(self, rows_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The draft's logits in `rows_N` of the flattened batch, [N, W]; computed in `dtype`, by default the head's."""
         # The dtypes may differ: autocast narrows hidden states, and a frozen head may be narrower than a trained layer.
@@ -169,10 +161,6 @@ class DraftStep:
         if self.bias is None:
             return logits_NW
         return logits_NW + self.bias.code_BTR.flatten(0, 1)[rows_N].to(dtype) @ self.bias.head_WR.to(dtype).T
-
-
-Drafted = list[tuple[int, Tensor]]
-"""Draft tokens in order, each with the distribution q [V] it was drawn from (one-hot at temperature 0)."""
 
 
 class Draft(Protocol):
@@ -217,23 +205,6 @@ class Draft(Protocol):
         """Input from the target in the first pass of an engine, [B, T, D]; None for a draft without one."""
         ...
 
-    def propose(
-        self,
-        prefix_ids: Sequence[int],
-        signal: TargetSignal,
-        num_tokens: int,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Drafted:
-        """`num_tokens` draft tokens after the prefix, as an engine would draft them.
-
-        The target has sampled the prefix's last token but not read it, so `signal` (B = 1) has one row fewer.
-
-        Raises:
-            ValueError: more than `max_tokens` were asked for, or the signal does not fit the prefix.
-        """
-        ...
-
     def export(
         self,
         folder: Path,
@@ -266,12 +237,6 @@ class Draft(Protocol):
     def eval(self) -> Any: ...
 
 
-def require_tokens(num_tokens: int, max_tokens: int) -> None:
-    """Raise ValueError if more draft tokens are asked for than a draft can propose."""
-    if num_tokens > max_tokens:
-        raise ValueError(f"{num_tokens} draft tokens asked of a draft that proposes {max_tokens}: ask for fewer")
-
-
 def final_hidden(signal: TargetSignal) -> Tensor:
     """The target's last hidden state, after the final norm, [B, T, D].
 
@@ -298,22 +263,6 @@ def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
     return aux_BTLD
 
 
-def require_prefix_rows(feature_BTD: Tensor, prefix_ids: Sequence[int]) -> int:
-    """The number of rows that the target knows of a prefix: one fewer than tokens.
-
-    Raises:
-        ValueError: there is none, or the features have another number of rows.
-    """
-    num_rows = len(prefix_ids) - 1
-    if num_rows < 1:
-        raise ValueError(
-            f"a head drafts after 2 tokens or more, not {len(prefix_ids)}: the target has not read the last one"
-        )
-    if feature_BTD.shape[:2] != (1, num_rows):
-        raise ValueError(f"{num_rows + 1} tokens need {num_rows} rows of features, not {tuple(feature_BTD.shape[:2])}")
-    return num_rows
-
-
 def label_rows(batch: Batch, shift: int) -> Tensor:
     """Rows whose label x[t + 1 + shift] is in the loss mask and belongs to row t's document, bool [B, T]."""
     # Shift 1, tokens [p, q, a, b], labels a and b: row 0 learns a, row 1 learns b, the others none.
@@ -332,13 +281,3 @@ def attention_mask(batch: Batch) -> Tensor:
     # padding counts as a document: a row without any key would be NaN
     same_BTT = batch.document_BT[:, :, None] == batch.document_BT[:, None, :]
     return (same_BTT & causal_TT)[:, None]
-
-
-def draw(logits_V: Tensor, temperature: float, generator: torch.Generator | None = None) -> tuple[int, Tensor]:
-    """A draft token and the distribution q [V] it was drawn from. Temperature 0 takes the first maximum, one-hot."""
-    if temperature == 0:
-        best = int(logits_V.argmax())
-        return best, torch.zeros_like(logits_V).index_fill_(0, torch.tensor([best], device=logits_V.device), 1)
-    # Callers pass float32 logits. In bfloat16 q would be rounded, and acceptance divides p by it.
-    q_V = (logits_V / temperature).softmax(-1)
-    return int(torch.multinomial(q_V, 1, generator=generator)), q_V

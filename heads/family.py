@@ -31,8 +31,8 @@ block            one pass over the last known token and masks for the tokens to 
 prefix_and_masks the prefix shifted by one token beside the target's features, and the masks, in one pass
 """
 
-Decoder = Literal["v1", "v2", "reference"]
-"""vLLM's V1 or V2 model runner, or `eval.forecast.reference`."""
+Decoder = Literal["v1", "v2"]
+"""vLLM's model runners."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Family:
     method: str | None
     """vLLM's name for it in --speculative-config; None if vLLM has no proposer."""
     decoders: tuple[Decoder, ...]
-    """Decoders for serving."""
+    """Those of vLLM's model runners that serve it."""
     last_vllm: str = ""
     """The last vLLM that serves it, e.g. "0.32"; empty for a family that the newest one serves."""
     tensors: str = ""

@@ -74,10 +74,6 @@ class DFlash:
     gamma: float = 7.0
     """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma). Usual values are 4 for
     blocks of 8 and 7 for blocks of 16."""
-    pace: float | None = None
-    """Weigh a draft token by how much the expected length of the block gains if it becomes more probable, instead of by
-    `gamma` (D-PACE, arXiv 2605.18810). The number, from 0 to 1, draws all probabilities towards 1, because an untrained
-    head would learn the first token only; 0.5 is usual. It takes one more product with the output head."""
     recompute: bool = False
     """Compute the activations of each layer again in the backward pass instead of keeping them: more work in the
     layers, and far less memory with many anchors."""
@@ -86,8 +82,6 @@ class DFlash:
         if self.num_tokens < 1:
             least = self.first_slot + 1
             raise ValueError(f"a block of {self.block_size} slots has no draft token: give block_size {least} or more")
-        if self.pace is not None and not 0 <= self.pace <= 1:
-            raise ValueError(f"pace is {self.pace}: give a number from 0 to 1, or none for weights by gamma")
 
     @property
     def first_slot(self) -> int:

@@ -35,7 +35,6 @@ from redraft.eval.forecast.greedy import (
     forecast,
     greedy_continuations,
 )
-from redraft.eval.forecast.reference import measure_by_reference
 from redraft.eval.forecast.stored import StoredForecast, store_forecast
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
@@ -178,10 +177,8 @@ class EngineProof:
     without_draft: Measurement
     lossless: Lossless
     speed: Speed | None = None
-    decoder: str = "a real vLLM"
-    """Name of the decoder in the report's text."""
     runner: Decoder
-    """vLLM's model runner that served the draft, or our decoder."""
+    """vLLM's model runner that served the draft."""
 
 
 def leave_gpu(model: nn.Module, *views: Tensor) -> None:
@@ -273,20 +270,6 @@ def prove_in_engine(
     )
 
 
-def prove_by_reference(cfg: Prove, model: Any, head: Any, continuations: Sequence[Continuation]) -> EngineProof:
-    """`prove_in_engine` in this process, for a head without a proposer in vLLM."""
-    with_draft, without_draft = (
-        measure_by_reference(model, draft, continuations, cfg.num_speculative_tokens) for draft in (head, None)
-    )
-    return EngineProof(
-        with_draft=with_draft,
-        without_draft=without_draft,
-        lossless=compare_lossless(with_draft, without_draft),
-        decoder="the reference decoder (vLLM has no proposer for this head)",
-        runner="reference",
-    )
-
-
 def make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
     """A function that returns the target's next-token logits, [V].
 
@@ -328,7 +311,7 @@ def report(
     }
     if engine:
         section = engine_section(engine.with_draft, engine.lossless, after.overall.tau, engine.speed)
-        sections["engine"] = {**section, "decoder": engine.decoder, "runner": engine.runner}
+        sections["engine"] = {**section, "decoder": "a real vLLM", "runner": engine.runner}
     if calibration:
         sections["calibration"] = calibration.to_json()
     return write_report(run.folder, sections)

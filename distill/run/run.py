@@ -34,7 +34,6 @@ from redraft.distill.run.proof import (
     check_num_tokens,
     describe_origin,
     leave_gpu,
-    prove_by_reference,
     prove_in_engine,
     report,
     store,
@@ -285,7 +284,7 @@ class Run:
                 before=before,
                 after=self.forecasts[draft],
                 ce_baseline=baseline,
-                engine=self._serve(draft) if self.cfg.prove.engine else None,
+                engine=self._serve(draft) if self.cfg.prove.engine and self.family.method else None,
                 cost=cost,
                 started=started_s,
                 calibration=self.calibrations.get(draft),
@@ -295,9 +294,6 @@ class Run:
 
     def _serve(self, draft: Path) -> EngineProof:
         cfg = self.cfg.prove
-        if self.family.method is None:
-            head = self.load(draft).to(self.target.head_VD.dtype).to(self.forecaster.device).eval()
-            return prove_by_reference(cfg, self.model, head, self.forecaster.continuations)
         # Drafts and the forecaster share the target's two views.
         leave_gpu(self.model, self.target.embed_VD, self.target.head_VD)
         speculative = self.family.speculative

@@ -53,7 +53,7 @@ def distill_loss(
             hidden_MD=step.hidden_BTD.flatten(0, 1)[row.place_M],
             head_WD=step.head_WD,
             target_row_M=row.target_row_M,
-            weight_M=scale * step.weights(row.place_M),
+            weight_M=scale * torch.full((len(row.place_M),), step.weight, device=row.place_M.device),
             draft_ids_W=step.draft_ids_W,
             bias=None if step.bias is None else (step.bias.code_BTR.flatten(0, 1)[row.place_M], step.bias.head_WR),
             bounds=row.bounds,
@@ -74,13 +74,13 @@ def distill_loss(
     for step, row, alpha_M in zip(steps, rows.of_steps, result.alpha_SM, strict=True):
         place_M = row.place_M
         if step.extra_loss_BT is not None:
-            loss = loss + scale * (step.weights(place_M) * step.extra_loss_BT.flatten()[place_M]).sum()
+            loss = loss + scale * step.weight * step.extra_loss_BT.flatten()[place_M].sum()
         if step.confidence_BT is not None:
             # alpha carries no gradient (`mark_non_differentiable`): the estimate learns from it,
             # not the other way round. A sum of rounded minima may pass 1, hence the clamp.
             confidence_M = step.confidence_BT.flatten()[place_M].to(alpha_M.dtype)
-            loss = loss + scale * binary_cross_entropy_with_logits(
-                confidence_M, alpha_M.clamp(0, 1), weight=step.weights(place_M), reduction="sum"
+            loss = loss + scale * step.weight * binary_cross_entropy_with_logits(
+                confidence_M, alpha_M.clamp(0, 1), reduction="sum"
             )
     sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
     return StepResult(loss=loss, sums_S3=sums)

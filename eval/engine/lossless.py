@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from redraft.eval.engine.measure import Measurement
 from redraft.eval.forecast.sampler import NextLogits
+
+from redraft.eval.engine.measure import Measurement
 from redraft.eval.prompts import Prompt
 
 TIE_LOGIT_GAP = 1e-3

@@ -58,8 +58,8 @@ def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: in
 
 def notes(pair: Pair) -> Iterator[str]:
     """One line for each impossible check, with the reason."""
-    if pair.family.method is None and "reference" in pair.family.decoders:
-        yield f"vLLM has no proposer for {pair.family.title}: redraft's reference decoder serves it"
+    if pair.family.method is None:
+        yield f"vLLM has no proposer for {pair.family.title}: nothing but a forecast is known of it"
     if not (pair.draft / MANIFEST).is_file():
         yield f"{pair.draft} has no {MANIFEST}: it is not known whether its files are intact"
     if pair.provenance is None:

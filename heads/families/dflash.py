@@ -27,14 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from redraft.heads import options
 from redraft.heads.draft import (
     Batch,
-    Drafted,
     DraftStep,
     TargetSignal,
     aux_streams,
-    draw,
     label_rows,
-    require_prefix_rows,
-    require_tokens,
 )
 from redraft.heads.families.dflash_layouts import SECTION, TRAINING_OPTIONS, load_head, read_options
 from redraft.heads.files import speculators
@@ -44,7 +40,7 @@ from redraft.heads.nn.blocks import BlockMask, attend_blocks
 from redraft.heads.nn.layers import GatedMLP, LlamaShape, RMSNorm, Rotary, norm, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.precision import product_dtype
-from redraft.heads.nn.vocabulary import check_ids, id_maps, over_target_vocabulary
+from redraft.heads.nn.vocabulary import check_ids, id_maps
 from redraft.heads.target import Target, aux_layers, layer_weights
 
 ANCHORS_A_CHUNK = 64
@@ -137,7 +133,7 @@ class DFlash(nn.Module):
         self.config = config = replace(config, mask_token_id=self._mask_token_id)
         self.shape = shape or LlamaShape.from_config(target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
-        check_options(config, len(target.embed_VD))
+        check_mask_token(config.mask_token_id, len(target.embed_VD))
         if self.aux_layer_ids[0] < 1:
             raise ValueError(
                 "this head cannot read layer 0, the embeddings: engines count from the first layer's output"
@@ -187,15 +183,10 @@ class DFlash(nn.Module):
         at_BAD = rows_BA[..., None].expand(-1, -1, hidden_BASD.shape[-1])
         # losses and metrics read rows of the batch: a block goes back to the row before its anchor, others are masked
         empty_BTD = hidden_BASD.new_zeros(*batch.input_ids_BT.shape, hidden_BASD.shape[-1])
-        steps = [
+        return [
             self._draft_step(batch, empty_BTD.scatter(1, at_BAD, hidden_BASD[:, :, first + k]), k + 1, is_anchor_BT)
             for k in range(num_tokens)
         ]
-        # 3. The weights of D-PACE depend on the probabilities of the whole block, so they come last.
-        if self.config.pace is None or not torch.is_grad_enabled():
-            return steps
-        weights = pace_weights(steps, batch, self.config.pace)
-        return [replace(step, weight=1.0, weight_BT=w_BT) for step, w_BT in zip(steps, weights, strict=True)]
 
     def _draft_step(self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor) -> DraftStep:
         """The step of the draft token number `shift`, counted from 1."""
@@ -236,36 +227,6 @@ class DFlash(nn.Module):
         if not (self.config.recompute and torch.is_grad_enabled()):
             return cast(Tensor, layer(*inputs))
         return cast(Tensor, checkpoint(layer, *inputs, use_reentrant=False))
-
-    @torch.no_grad()
-    def propose(
-        self,
-        prefix_ids: Sequence[int],
-        signal: TargetSignal,
-        num_tokens: int,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Drafted:
-        """All tokens from one block. Raises ValueError for more than `max_tokens`."""
-        require_tokens(num_tokens, self.max_tokens)
-        context_BTD = self.feature(signal)
-        num_rows = require_prefix_rows(context_BTD, prefix_ids)
-        batch = Batch.padded([prefix_ids], device=context_BTD.device)
-        # the anchor is the prefix's last token, whose row the target has not computed
-        # The zero row only makes lengths equal. The block's range ends one row earlier.
-        context_BTD = F.pad(context_BTD, (0, 0, 0, 1))
-        rows_BA = torch.tensor([[num_rows - 1]], device=context_BTD.device)
-        first = self.config.first_slot
-        hidden_SD = self._blocks(batch, context_BTD, rows_BA, first + num_tokens)[0, 0]
-        logits_KW = F.linear(hidden_SD[first:], self._head_WD.to(hidden_SD.dtype)).float()
-        return self._draw(logits_KW, prefix_ids[-1], temperature, generator)
-
-    def _draw(
-        self, logits_KW: Tensor, anchor_id: int, temperature: float, generator: torch.Generator | None
-    ) -> Drafted:
-        """Draft tokens from the output head's logits in the slots that propose."""
-        rows = (over_target_vocabulary(logits_W, self._draft_ids_W, self.shape.vocab_size) for logits_W in logits_KW)
-        return [draw(logits_V, temperature, generator) for logits_V in rows]
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
         """Start as layers of the target, usually its last, on the stream of the highest aux layer.
@@ -387,16 +348,6 @@ class DFlash(nn.Module):
         return Config(**read_options(config, section, folder))
 
 
-def check_options(config: Config, num_embeddings: int) -> None:
-    """Raise ValueError unless the options fit together and fit the target's table of embeddings."""
-    if config.num_tokens < 1:
-        least = config.first_slot + 1
-        raise ValueError(f"a block of {config.block_size} slots holds no draft token: give block_size {least} or more")
-    if config.pace is not None and not 0 <= config.pace <= 1:
-        raise ValueError(f"pace is {config.pace}: give a number from 0 to 1, or none for weights by gamma")
-    check_mask_token(config.mask_token_id, num_embeddings)
-
-
 def has_ranks() -> bool:
     """Whether this process is one of several that train together."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -416,45 +367,3 @@ def choose_anchors(batch: Batch, limit: int | None) -> tuple[Tensor, Tensor]:
     rows_BA = choose_rows(batch, has_label_BT, limit).sort(dim=1).values
     chosen_BT = torch.zeros_like(has_label_BT).scatter(1, rows_BA, True)
     return rows_BA, chosen_BT & has_label_BT
-
-
-ROWS_A_PRODUCT = 512
-"""Rows of logits that `pace_weights` holds at once."""
-
-
-@torch.no_grad()
-def pace_weights(steps: Sequence[DraftStep], batch: Batch, smoothing: float) -> list[Tensor]:
-    """The weights of D-PACE (arXiv 2605.18810) for the rows of each step of a block, [B, T].
-
-        q_i = the draft's probability of the label of token i         s_i = (1 - smoothing) * q_i + smoothing
-        w_j = s_1 ... s_j + s_1 ... s_(j+1) + ...
-
-    Without smoothing, w_j is the derivative of the expected number of accepted tokens, the sum of q_1 ... q_m over m,
-    by log q_j. A token without a label ends the block.
-    """
-    reached = torch.ones(batch.input_ids_BT.shape, device=batch.input_ids_BT.device)
-    terms = []
-    for step in steps:
-        q_BT = _label_probability(step, batch)
-        reached = reached * ((1 - smoothing) * q_BT + smoothing) * step.mask_BT
-        terms.append(reached)
-    # A sum from the last token backwards: w_j = terms[j] + terms[j + 1] + ...
-    return list(torch.stack(terms).flip(0).cumsum(0).flip(0))
-
-
-def _label_probability(step: DraftStep, batch: Batch) -> Tensor:
-    """The draft's probability of the label in the masked rows, [B, T]; 0 elsewhere, and outside its vocabulary."""
-    rows_N = step.mask_BT.flatten().nonzero().squeeze(1)
-    labels_N = batch.input_ids_BT.roll(-(1 + step.shift), dims=1).flatten()[rows_N]
-    columns_N, is_known_N = labels_N, torch.ones_like(labels_N, dtype=torch.bool)
-    if step.draft_ids_W is not None:
-        # For a label outside the draft's vocabulary this is the place of the next larger id, so compare.
-        columns_N = torch.searchsorted(step.draft_ids_W, labels_N).clamp(max=len(step.draft_ids_W) - 1)
-        is_known_N = step.draft_ids_W[columns_N] == labels_N
-    q_BT = torch.zeros(batch.input_ids_BT.shape, device=rows_N.device)
-    for part in torch.split(torch.arange(len(rows_N), device=rows_N.device), ROWS_A_PRODUCT):
-        logits_MW = step.logits(rows_N[part], step.hidden_BTD.dtype).float()
-        log_q_M = logits_MW.gather(1, columns_N[part, None]).squeeze(1) - logits_MW.logsumexp(1)
-        # `view` shares the storage, so this writes into `q_BT`; `flatten` might write into a copy.
-        q_BT.view(-1)[rows_N[part]] = log_q_M.exp() * is_known_N[part]
-    return q_BT

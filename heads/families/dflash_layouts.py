@@ -23,7 +23,7 @@ from redraft.heads.target import Target
 SECTION = "dflash_config"
 """The part of config.json with the keys of this family only."""
 
-TRAINING_OPTIONS = ("num_anchors", "gamma", "pace")
+TRAINING_OPTIONS = ("num_anchors", "gamma")
 """Options that no engine reads. An export keeps them, to train on with."""
 
 Head = TypeVar("Head", bound=nn.Module)

@@ -25,14 +25,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from redraft.heads import options
-from redraft.heads.draft import Batch, Bias, Drafted, DraftStep, draw
+from redraft.heads.draft import Batch, Bias, DraftStep
 from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dflash_layouts import SECTION, read_options
 from redraft.heads.files import speculators
 from redraft.heads.files.folder import WEIGHTS
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.precision import autocast_kind
-from redraft.heads.nn.vocabulary import over_target_vocabulary
 from redraft.heads.target import Target
 
 CONFIDENCE_HEAD = "confidence_head."
@@ -98,19 +97,6 @@ class DSpark(DFlash):
             bias=Bias(code_BTR=code_BTR, head_WR=self.markov_head.markov_w2.weight),
             confidence_BT=None if self.confidence_head is None else self.confidence_head(hidden_BTD, code_BTR),
         )
-
-    def _draw(
-        self, logits_KW: Tensor, anchor_id: int, temperature: float, generator: torch.Generator | None
-    ) -> Drafted:
-        drafted: Drafted = []
-        before = anchor_id
-        # The one sequential part: each bias needs the token drawn in the slot before.
-        for logits_W in logits_KW:
-            bias_W = self.markov_head.markov_w2(self.markov_head.markov_w1.weight[before]).to(logits_W.dtype)
-            logits_V = over_target_vocabulary(logits_W + bias_W, self._draft_ids_W, self.shape.vocab_size)
-            drafted.append(draw(logits_V, temperature, generator))
-            before = drafted[-1][0]
-        return drafted
 
     def _served(self) -> dict[str, Any]:
         of_dflash = cast(dict[str, Any], super()._served()[SECTION])

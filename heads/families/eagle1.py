@@ -22,7 +22,7 @@ from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, Rotary, norm
-from redraft.heads.nn.recurrent import propose, unroll
+from redraft.heads.nn.recurrent import unroll
 from redraft.heads.target import Target
 
 Config = options.Eagle1
@@ -95,12 +95,6 @@ class Eagle1(nn.Module):
         wanted_BTD = target_BTD.roll(-step.shift, dims=1).to(step.hidden_BTD.dtype)
         distance_BTD = F.smooth_l1_loss(step.hidden_BTD, wanted_BTD, reduction="none")
         return self.config.regression_weight * distance_BTD.mean(-1)
-
-    def logits(self, hidden_D: Tensor) -> Tensor:
-        """The target's output head on a predicted feature, [V]."""
-        return F.linear(hidden_D, self._head_VD.to(hidden_D.dtype))
-
-    propose = propose
 
     def export(
         self,

@@ -26,8 +26,8 @@ from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, RMSNorm, Rotary, norm
 from redraft.heads.nn.precision import product_dtype
-from redraft.heads.nn.recurrent import propose, unroll
-from redraft.heads.nn.vocabulary import check_ids, id_maps, over_target_vocabulary, read_ids
+from redraft.heads.nn.recurrent import unroll
+from redraft.heads.nn.vocabulary import check_ids, id_maps, read_ids
 from redraft.heads.target import Target, aux_layers, layer_weights
 
 Config = options.Eagle3
@@ -164,13 +164,6 @@ class Eagle3(nn.Module):
             draft_ids_W=self._draft_ids_W,
             recompute=self.config.recompute,
         )
-
-    def logits(self, hidden_D: Tensor) -> Tensor:
-        """Over the target's vocabulary, [V]; -inf at ids outside the draft's vocabulary."""
-        logits_W = F.linear(hidden_D, self.head.to(hidden_D.dtype))
-        return over_target_vocabulary(logits_W, self._draft_ids_W, self.shape.vocab_size)
-
-    propose = propose
 
     def init_from_layer(self, layer: nn.Module, final_norm: nn.Module) -> None:
         """Start as a layer of the target, usually the last, on the stream of the highest aux layer.

@@ -8,7 +8,7 @@ B = batch, T = tokens, D = hidden, V = vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,10 @@ from torch import Tensor, nn
 from redraft.heads import options
 from redraft.heads.draft import (
     Batch,
-    Drafted,
     DraftStep,
     TargetSignal,
-    draw,
     final_hidden,
     label_rows,
-    require_prefix_rows,
-    require_tokens,
 )
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
@@ -95,23 +91,6 @@ class Medusa(nn.Module):
             # `[:None]` is all of them.
             for i, block in enumerate(self.blocks[:num_steps])
         ]
-
-    @torch.no_grad()
-    def propose(
-        self,
-        prefix_ids: Sequence[int],
-        signal: TargetSignal,
-        num_tokens: int,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Drafted:
-        """One token from each head, all from the last row of the signal. Raises ValueError for more than heads."""
-        require_tokens(num_tokens, self.max_tokens)
-        # the target has not read the prefix's last token, so the last row is the one before
-        hidden_BTD = final_hidden(signal)
-        hidden_D = hidden_BTD[0, require_prefix_rows(hidden_BTD, prefix_ids) - 1].to(self._dtype)
-        heads = list(zip(self.blocks, self.lm_heads, strict=True))[:num_tokens]
-        return [draw(lm_head(block(hidden_D)).float(), temperature, generator) for block, lm_head in heads]
 
     def export(
         self,

@@ -4,14 +4,14 @@
     s[i+1] = gelu(ln_i(proj_i s[i] + (emb_w / state_w) * emb_i(x[t+1+i]))),   head_i s[i+1] predicts x[t+2+i]
     state_w = 0.5^(0.5 / n),   emb_w = sqrt((1 - state_w^2) * inner / 2)
 
-With these weights half of the first state's weight is left after all n stages. vLLM 0.32 has no proposer for it, so
-`propose` and the reference decoder serve it. B = batch, T = tokens, D = hidden, I = inner, V = vocabulary.
+With these weights half of the first state's weight is left after all n stages. vLLM has no
+proposer for it. B = batch, T = tokens, D = hidden, I = inner, V = vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,10 @@ from torch import Tensor, nn
 from redraft.heads import options
 from redraft.heads.draft import (
     Batch,
-    Drafted,
     DraftStep,
     TargetSignal,
-    draw,
     final_hidden,
     label_rows,
-    require_prefix_rows,
-    require_tokens,
 )
 from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
@@ -119,28 +115,6 @@ class MLPSpeculator(nn.Module):
                 )
             )
         return steps
-
-    @torch.no_grad()
-    def propose(
-        self,
-        prefix_ids: Sequence[int],
-        signal: TargetSignal,
-        num_tokens: int,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Drafted:
-        """A token from each stage, the first from the signal's last row. Raises ValueError for more than stages."""
-        require_tokens(num_tokens, self.max_tokens)
-        hidden_BTD = final_hidden(signal)
-        row = require_prefix_rows(hidden_BTD, prefix_ids) - 1
-        state_BTI = self._first_state(hidden_BTD[:, row : row + 1])
-        token = prefix_ids[-1]
-        drafted: Drafted = []
-        for i in range(num_tokens):
-            state_BTI = self.stage(i, state_BTI, torch.tensor([[token]], device=state_BTI.device))
-            drafted.append(draw(self.head[i](state_BTI[0, 0]).float(), temperature, generator))
-            token = drafted[-1][0]
-        return drafted
 
     def export(
         self,

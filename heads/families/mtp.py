@@ -28,7 +28,7 @@ from redraft.heads.files.folder import TRAINED_WITH, read_config
 from redraft.heads.files.tensors import load_into, write_head
 from redraft.heads.nn.attention import Memory
 from redraft.heads.nn.layers import Rotary
-from redraft.heads.nn.recurrent import propose, unroll
+from redraft.heads.nn.recurrent import unroll
 from redraft.heads.target import Target
 
 Config = options.Mtp
@@ -115,12 +115,6 @@ class Mtp(nn.Module):
             step_decay=self.config.step_decay,
             recompute=self.config.recompute,
         )
-
-    def logits(self, hidden_D: Tensor) -> Tensor:
-        """The target's output head on the normed output, [V]."""
-        return F.linear(hidden_D, self._head_VD.to(hidden_D.dtype))
-
-    propose = propose
 
     def init_from_layer(self, layer: nn.Module, final_norm: nn.Module) -> None:
         """Start as a layer of the target, with the feature as input; the weights for the embedding stay random."""

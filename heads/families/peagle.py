@@ -22,17 +22,13 @@ from torch import Tensor, nn
 from redraft.heads import options
 from redraft.heads.draft import (
     Batch,
-    Drafted,
     DraftStep,
     TargetSignal,
-    draw,
     label_rows,
-    require_prefix_rows,
-    require_tokens,
 )
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.files.folder import TRAINED_WITH
-from redraft.heads.nn.attention import KeyCache, Memory, StepMemory, compute_again
+from redraft.heads.nn.attention import Memory, StepMemory, compute_again
 from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, norm
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.target import Target, layer_weights
@@ -163,28 +159,6 @@ class PEagle(Eagle3):
         if self.config.recompute and torch.is_grad_enabled() and isinstance(memory, StepMemory):
             return compute_again(run, memory, *inputs)[0]
         return run(*inputs, memory=memory)[0]
-
-    @torch.no_grad()
-    def propose(  # type: ignore[override]  # EAGLE-3 takes its own from a function
-        self,
-        prefix_ids: Sequence[int],
-        signal: TargetSignal,
-        num_tokens: int,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Drafted:
-        """All tokens from the prefix and `num_tokens` - 1 masks. Raises ValueError for more than `max_tokens`."""
-        require_tokens(num_tokens, self.options.num_steps)
-        feature_BTD = self.feature(signal)
-        num_rows = require_prefix_rows(feature_BTD, prefix_ids)
-        at_1N = torch.arange(num_rows + num_tokens - 1, device=feature_BTD.device)[None]
-        ids_1N = torch.full_like(at_1N, self._mask_token_id)
-        ids_1N[0, :num_rows] = torch.tensor(list(prefix_ids[1:]), device=at_1N.device)
-        masks_1ND = self._mask_feature().expand(1, num_tokens - 1, -1)
-        caches = [KeyCache() for _ in range(1 + len(self.layers))]
-        hidden_ND = self._pass(ids_1N, torch.cat([feature_BTD, masks_1ND], dim=1), at_1N, caches)[0]
-        # The last known row proposes the first token, each mask one more: `num_tokens` rows.
-        return [draw(self.logits(hidden_D).float(), temperature, generator) for hidden_D in hidden_ND[num_rows - 1 :]]
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
         """Start as layers of the target, usually its last, on the stream of the highest aux layer.

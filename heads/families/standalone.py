@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from redraft.heads import options
-from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, attention_mask, draw, label_rows
+from redraft.heads.draft import Batch, DraftStep, TargetSignal, attention_mask, label_rows
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
 from redraft.heads.files.tokenizers import check_same_tokenizer, first_difference, fit_vocabulary, transplant_vocabulary
 from redraft.heads.nn.causal_lm import PREFIX_ATTENTION, prefix_arguments, reach, take_prefixes
@@ -123,27 +123,6 @@ class StandaloneDraft(nn.Module):
         head_VD = self.model.get_output_embeddings().weight
         hidden_BTD = output.last_hidden_state
         return [DraftStep(hidden_BTD=hidden_BTD, head_WD=head_VD, shift=0, mask_BT=label_rows(batch, 0))]
-
-    @torch.no_grad()
-    def propose(
-        self,
-        prefix_ids: Sequence[int],
-        signal: TargetSignal | None,
-        num_tokens: int,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Drafted:
-        """`num_tokens` draft tokens after the prefix, each with the q [V] it was drawn from. The signal is not read."""
-        device = self.model.get_input_embeddings().weight.device
-        unread_BT = torch.tensor([list(prefix_ids)], device=device)
-        cache = None
-        drafted: Drafted = []
-        for _ in range(num_tokens):
-            output = self.model(input_ids=unread_BT, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            drafted.append(draw(output.logits[0, -1].float(), temperature, generator))
-            unread_BT = torch.tensor([[drafted[-1][0]]], device=device)
-        return drafted
 
     def _attention(self, batch: Batch) -> dict[str, Any]:
         """Arguments by which attention stays within each document: ranges of keys, or else a mask."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -86,27 +85,6 @@ def compute_again(run: Callable[..., tuple[Tensor, ...]], memory: StepMemory, *i
     *out, key, value = checkpoint(once, *inputs, *flat, use_reentrant=False)
     memory.pairs.append((key, value))
     return tuple(out)
-
-
-class KeyCache:
-    """For decoding: the rows of each call follow those of the call before."""
-
-    def __init__(self) -> None:
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-
-    def attend(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:
-        q, k, v = _prepare(q_BHTE, k_BGTE, v_BGTE)
-        self._keys = k if self._keys is None else torch.cat([self._keys, k], dim=2)
-        self._values = v if self._values is None else torch.cat([self._values, v], dim=2)
-        num_queries, num_keys = q.shape[2], self._keys.shape[2]
-        # the queries are the last rows: the first of them sees every key before it, and its own
-        # 2 queries and 5 keys: tril(3) shows keys 0..3 to the first query and 0..4 to the second.
-        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
-        out: Tensor = F.scaled_dot_product_attention(
-            q, self._keys, self._values, attn_mask=seen, scale=scale, enable_gqa=True
-        )
-        return out[..., : v_BGTE.shape[-1]]
 
 
 def _prepare(q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:

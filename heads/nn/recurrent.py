@@ -10,7 +10,6 @@ B = batch, T = tokens, N = refused drafts, D = hidden, V = target vocabulary, W 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -19,14 +18,10 @@ from torch import Tensor
 
 from redraft.heads.draft import (
     Batch,
-    Drafted,
     DraftStep,
-    TargetSignal,
-    draw,
     label_rows,
-    require_prefix_rows,
 )
-from redraft.heads.nn.attention import KeyCache, Memory, StepMemory, compute_again
+from redraft.heads.nn.attention import Memory, StepMemory, compute_again
 
 
 class Step(Protocol):
@@ -36,20 +31,6 @@ class Step(Protocol):
         self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
     ) -> tuple[Tensor, Tensor]:
         """The input of the draft's head, and the feature to feed back, both [B, T, D]."""
-        ...
-
-
-class Recurrent(Protocol):
-    """The members of a head needed by `propose`."""
-
-    def feature(self, signal: TargetSignal) -> Tensor: ...
-
-    def step(
-        self, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: Memory
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def logits(self, hidden_D: Tensor) -> Tensor:
-        """Over the target's vocabulary, [V]."""
         ...
 
 
@@ -107,34 +88,3 @@ def _run_again(
 
     hidden_BTD, feature_BTD = compute_again(once, memory, feature_BTD)
     return hidden_BTD, feature_BTD
-
-
-@torch.no_grad()
-def propose(
-    head: Recurrent,
-    prefix_ids: Sequence[int],
-    signal: TargetSignal,
-    num_tokens: int,
-    temperature: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> Drafted:
-    """`Draft.propose` of a recurrent head; a class takes it over with `propose = propose`.
-
-    Raises:
-        ValueError: the features are not one row fewer than the prefix has tokens.
-    """
-    feature_BTD = head.feature(signal)
-    num_rows = require_prefix_rows(feature_BTD, prefix_ids)
-    device = feature_BTD.device
-    memory = KeyCache()
-    drafted: Drafted = []
-    # Row t reads token t + 1 beside the feature of row t: n tokens make n - 1 rows.
-    ids_BT = torch.tensor([list(prefix_ids[1:])], device=device)
-    position_ids_BT = torch.arange(num_rows, device=device)[None]
-    for _ in range(num_tokens):
-        hidden_BTD, feature_BTD = head.step(ids_BT, feature_BTD, position_ids_BT, memory)
-        drafted.append(draw(head.logits(hidden_BTD[0, -1]).float(), temperature, generator))
-        # from the second token on, a pass has one row: the last one, one position further
-        ids_BT, position_ids_BT = torch.tensor([[drafted[-1][0]]], device=device), position_ids_BT[:, -1:] + 1
-        feature_BTD = feature_BTD[:, -1:]
-    return drafted

@@ -40,11 +40,3 @@ def id_maps(draft_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
     ids_W = draft_ids_W.cpu()
     kept_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids_W, True)
     return {"d2t": ids_W - torch.arange(len(ids_W)), "t2d": kept_V}
-
-
-def over_target_vocabulary(logits_W: Tensor, draft_ids_W: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits over the target's vocabulary, [V]; -inf at ids outside the draft's vocabulary."""
-    if draft_ids_W is None:
-        return logits_W
-    # -inf and not a large negative number: q of these ids is then exactly 0, and none is ever drawn.
-    return logits_W.new_full((vocab_size,), -torch.inf).index_copy(0, draft_ids_W, logits_W)

@@ -265,9 +265,7 @@ print("SAME")
 
 @pytest.mark.parametrize("shape", [(3, 2, 8), (0, 2, 8), (1, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
-def test_hidden_states_leave_the_device_whole_through_a_small_buffer(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_states_leave_the_device_whole_through_a_small_buffer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     states = torch.randn(*shape, device=GPU).mul(100).to(dtype).transpose(0, 1)
     buffer = torch.empty(7, dtype=torch.uint8, pin_memory=IS_GPU)
     assert torch.equal(copy_through(states, buffer), states.cpu())

@@ -4,16 +4,15 @@ import inspect
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from make_heads import make_batch, make_signal, make_target
+from make_heads import make_target
 from safetensors.torch import save_file
 
 from redraft.heads.catalog import FAMILIES, detect_family, find_family, find_method, list_methods
-from redraft.heads.draft import Draft, TargetSignal
+from redraft.heads.draft import Draft
 from redraft.heads.family import Family
 from redraft.heads.target import Target
 
@@ -36,25 +35,10 @@ def test_a_family_makes_exports_and_recognises_its_heads(name: str, tmp_path: Pa
     assert type(detect_family(tmp_path).load(tmp_path, lambda: Target.from_model(model))) is chosen.draft_class()
 
 
-@pytest.mark.parametrize("name", sorted({f.name for f in WITH_WEIGHTS if f.is_head} - {"mtp"}))
-def test_a_head_proposes_only_after_rows_that_the_target_has_read(name: str) -> None:
-    model = make_target(num_hidden_layers=7)
-    chosen = find_family(name)
-    head = chosen.draft_class()(chosen.options_class()(), Target.from_model(model))
-    signal = make_signal(model, make_batch([[[5, 6]]]), head.aux_layer_ids)
-    assert len(head.propose([5, 6, 7], signal, 1)) == 1
-    with pytest.raises(ValueError, match="4 tokens need 3 rows of features"):
-        head.propose([5, 6, 7, 8], signal, 1)
-    distribution = replace(signal.distribution, hidden_BTD=signal.distribution.hidden_BTD[:, :0])
-    aux_BTLD = None if signal.aux_BTLD is None else signal.aux_BTLD[:, :0]
-    with pytest.raises(ValueError, match="a head drafts after 2 tokens or more, not 1"):
-        head.propose([5], TargetSignal(distribution=distribution, aux_BTLD=aux_BTLD), 1)
-
-
 @pytest.mark.parametrize("family", WITH_WEIGHTS, ids=family_name)
 def test_a_family_has_every_member_of_the_protocol_with_the_same_parameters(family: Family) -> None:
     draft = family.draft_class()
-    for name in ("draft_steps", "propose", "feature", "export", "load"):
+    for name in ("draft_steps", "feature", "export", "load"):
         wanted = list(inspect.signature(getattr(Draft, name)).parameters)
         mine = dict(inspect.signature(getattr(draft, name)).parameters)
         shared = [

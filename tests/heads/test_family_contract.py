@@ -25,7 +25,7 @@ every_variant = pytest.mark.parametrize(("name", "variant"), CASES)
 
 TRAINED_WITH: dict[str, dict[str, Any]] = {
     "peagle": {"keep_ratio": 0.5, "min_share": 0.3},
-    "dflash": {"num_anchors": 5, "gamma": 3.0, "pace": 0.5},
+    "dflash": {"num_anchors": 5, "gamma": 3.0},
     "dspark": {"num_anchors": 5, "gamma": 3.0},
 }
 """Options that no engine reads, and an export keeps."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from reference_sampler import NextLogits, Propose
 from torch import Tensor
 
 from redraft.eval.acceptance import probabilities
-from redraft.eval.forecast.sampler import NextLogits, Propose
 
 
 def token_by_token(draft: NextLogits) -> Propose:

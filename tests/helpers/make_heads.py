@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reference_decoder import propose
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -110,7 +111,7 @@ def assert_training_equals_decoding(head: Any, model: Any, num_steps: int) -> No
     for length in (2, 3, 9, 14):
         prefix = make_ids(length)
         signal = signal_of_prefix(head, model, prefix)
-        drafted = head.propose(prefix, signal, num_steps, temperature=1.0, generator=generator)
+        drafted = propose(head, prefix, signal, num_steps, temperature=1.0, generator=generator)
         assert len(drafted) == num_steps
         batch = make_batch([[[*prefix, *(token for token, _ in drafted), 0]]])
         with torch.no_grad():  # with gradients some families train a sample of the rows

@@ -7,7 +7,7 @@ It predicts a whole block at once from some layers of the target. B = batch, T =
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.heads.doctor.pair import Check, Finding, Pair
-from redraft.heads.draft import Batch, Drafted, DraftStep, TargetSignal, draw, label_rows, require_tokens
+from redraft.heads.draft import Batch, DraftStep, TargetSignal, label_rows
 from redraft.heads.family import Family, FixedTokens, Training
 from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
@@ -27,7 +27,7 @@ ROW = Family(
     title="Tiny",
     draft="tiny_family:Tiny",
     method="tiny",
-    decoders=("v1", "v2", "reference"),
+    decoders=("v1", "v2"),
     tensors=r"tiny\.fc\.weight",
     architectures=("TinyDraftModel",),
     reads="layers",
@@ -83,19 +83,6 @@ class Tiny(nn.Module):
             DraftStep(hidden_BTD=hidden_BTD, head_WD=self._head_VD, shift=k + 1, mask_BT=label_rows(batch, k + 1))
             for k, hidden_BTD in enumerate(hidden[:num_steps])
         ]
-
-    @torch.no_grad()
-    def propose(
-        self,
-        prefix_ids: Sequence[int],
-        signal: TargetSignal,
-        num_tokens: int,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Drafted:
-        require_tokens(num_tokens, self.max_tokens)
-        hidden = self._block(self.feature(signal)[:, -1:], torch.tensor([[prefix_ids[-1]]]))
-        return [draw(F.linear(h[0, 0], self._head_VD), temperature, generator) for h in hidden[:num_tokens]]
 
     def export(
         self,

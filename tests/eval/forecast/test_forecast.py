@@ -13,12 +13,12 @@ import pytest
 import torch
 from autoregressive import token_by_token
 from make_heads import take_rows
+from reference_sampler import NextLogits, Propose, sample
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.forecast.greedy import Continuation, forecast, greedy_continuations, metric_sums, quick_metrics
-from redraft.eval.forecast.sampler import NextLogits, Propose, sample
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, TopKTarget, attention_mask, label_rows
 

@@ -17,6 +17,8 @@ import torch
 from autoregressive import token_by_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_decoder import draw
+from reference_sampler import Propose, sample
 from torch import Tensor
 
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
@@ -26,10 +28,9 @@ from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import Continuation
 from redraft.eval.forecast.ngram import Ngram, propose_ngrams
 from redraft.eval.forecast.sampled import sampled_probabilities
-from redraft.eval.forecast.sampler import Propose, sample
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows, Protocol, evaluate_batch
 from redraft.eval.prompts import Prompt
-from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, draw, label_rows
+from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, label_rows
 
 VOCAB, K, MAX_TOKENS = 5, 3, 24
 PROMPT = [0, 1]

@@ -717,7 +717,7 @@ def test_a_standalone_draft_with_fewer_rows(tmp_path: Path) -> None:
 
 def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
     said = list(notes(read(*make_pair(tmp_path, make_speculator))))
-    assert "vLLM has no proposer for MLPSpeculator: redraft's reference decoder serves it" in said
+    assert any("no proposer for MLPSpeculator" in each for each in said)
     assert any("has no manifest.json" in note for note in said)
     assert any("has no provenance.json" in note for note in said)
     folders = make_pair(tmp_path / "long", make_eagle3)

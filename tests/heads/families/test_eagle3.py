@@ -17,6 +17,7 @@ from make_heads import (
     make_target,
     signal_of_prefix,
 )
+from reference_decoder import propose
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,7 +80,7 @@ def test_a_reduced_vocabulary_is_written_as_offsets_and_mask(tmp_path: Path) -> 
 def test_a_draft_never_proposes_an_id_outside_its_vocabulary() -> None:
     head, model = make_head("reduced vocabulary")
     prefix = make_ids(8)
-    for token, q_V in head.propose(prefix, signal_of_prefix(head, model, prefix), 5, temperature=1.0):
+    for token, q_V in propose(head, prefix, signal_of_prefix(head, model, prefix), 5, temperature=1.0):
         assert token in DRAFT_IDS.tolist()
         assert q_V.nonzero().flatten().tolist() == DRAFT_IDS.tolist()
 

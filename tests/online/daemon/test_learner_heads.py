@@ -21,6 +21,7 @@ from fake_fleet import TOKEN
 from learner_world import QUICK, World, make_records, ship
 from real_server import running_server
 from recorded_heads import LAYERS, OPTIONS, floats, make_head, states_of, text_of, with_states
+from reference_decoder import propose
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import until
@@ -254,7 +255,7 @@ def verify_blocks(head, record, reads):
             aux_BTLD=aux_BTLD if reads == "layers" else None,
             hidden_BTD=aux_BTLD[:, :, 0] if reads == "last" else None,
         )
-        proposed = [token for token, _ in head.propose(prefix, signal, 2)]
+        proposed = [token for token, _ in propose(head, prefix, signal, 2)]
         matches = [a == b for a, b in zip(proposed, ids[row + 1 :], strict=False)]
         number = 2 if all(matches) else matches.index(False)
         yield prefix, proposed, number

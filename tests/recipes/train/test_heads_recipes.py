@@ -123,14 +123,10 @@ def test_the_metrics_hold_the_gradient_norm_and_the_learning_rate(
     assert len({entry["grad_norm"] for entry in steps}) == 4
 
 
-def test_a_head_that_vllm_cannot_serve_is_proven_by_the_reference_decoder(
-    random_target: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_head_that_vllm_cannot_serve_has_a_forecast_only(random_target: Path, data: Path, tmp_path: Path) -> None:
     report = run("mlp_speculator", random_target, data, tmp_path / "run")
-    assert "reference decoder" in report["engine"]["decoder"]
-    assert report["engine"]["tau"] == report["offline"]["tau_forecast"]
-    assert report["engine"]["lossless"] is True
-    assert report["engine"]["differences"] == []
+    assert "engine" not in report
+    assert report["offline"]["tau_forecast"] >= 1
 
 
 def test_the_second_stage_begins_with_the_weights_of_the_first(random_target: Path, data: Path, tmp_path: Path) -> None:
