@@ -32,7 +32,6 @@ from benchmarks.training.measure import (
 )
 from benchmarks.training.peers import PEERS, Sizes, describe_absent, list_sides
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.loss.divergences import forward_kl, log_probs
 from redraft.distill.train.step import DistillStep, compile_layers
 from redraft.heads import catalog
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
@@ -144,8 +143,9 @@ def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> T
     loss = p_logits_NV.new_zeros((), dtype=torch.float32)
     for step in head.draft_steps(batch, signal):
         rows_M = step.mask_BT.flatten().nonzero().squeeze(1)
-        log_p_MV, log_q_MV = log_probs(p_logits_NV[rows_M + step.shift]), log_probs(step.logits(rows_M))
-        loss = loss + step.weight * forward_kl(log_p_MV, log_q_MV).sum()
+        of_target_MV, of_draft_MV = p_logits_NV[rows_M + step.shift], step.logits(rows_M)
+        log_p_MV, log_q_MV = (logits_MV.float().log_softmax(-1) for logits_MV in (of_target_MV, of_draft_MV))
+        loss = loss + step.weight * F.kl_div(log_q_MV, log_p_MV, reduction="sum", log_target=True)
         if step.confidence_BT is not None:
             alpha_M = torch.minimum(log_p_MV, log_q_MV).detach().exp().sum(-1).clamp(max=1)
             sure_M = step.confidence_BT.flatten()[rows_M]

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from redraft.distill.loss.divergences import LOG_ZERO, draft_columns, top_k_buckets
 from redraft.distill.loss.gradients import Compared
+from redraft.distill.loss.outcomes import LOG_ZERO, draft_columns, top_k_buckets
 from redraft.eval.acceptance import alpha
 
 BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 19, 1 << 26

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Literal
 
 DIVERGENCES = (
     "forward_kl",
@@ -49,17 +46,3 @@ class Divergence:
             )
         if not self.eta >= 0:
             raise ValueError(f"eta must be at least 0, not {self.eta}")
-
-    def __call__(self, log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
-        """The divergence of every row by its definition, [M].
-
-        Raises:
-            ValueError: for cross_entropy, which needs labels instead of p.
-        """
-        from redraft.distill.loss import divergences
-
-        if self.name == "cross_entropy":
-            raise ValueError(f"{self.name} needs labels: call the function of that name")
-        more = {"jensen_shannon": (self.beta,), "lk_hybrid": (self.eta,)}.get(self.name, ())
-        value_M: Tensor = getattr(divergences, self.name)(log_p_MX, log_q_MX, *more)
-        return value_M

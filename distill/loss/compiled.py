@@ -16,8 +16,8 @@ from torch import Tensor
 
 from redraft.distill.loss.blocks import ExactBlock
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.loss.divergences import LOG_ZERO
 from redraft.distill.loss.gradients import GRADIENTS, Compared
+from redraft.distill.loss.outcomes import LOG_ZERO
 from redraft.heads.nn.compilation import compile_here
 
 

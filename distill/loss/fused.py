@@ -34,8 +34,8 @@ from torch.autograd.function import once_differentiable
 from redraft.distill.loss.blocks import ExactBlock, Scratch, TopKBlock, block_rows, softmax_and_log
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.loss.compiled import compare_rows, log_sum_exp
-from redraft.distill.loss.divergences import draft_columns, top_k_buckets
 from redraft.distill.loss.gradients import GRADIENTS, cross_entropy
+from redraft.distill.loss.outcomes import draft_columns, top_k_buckets
 from redraft.distill.loss.products import Gradient, add_logits, as_operand, gradient_of_left, matmul_dtype
 from redraft.distill.loss.rows import draft_rows, runs_kernels, target_rows, top_k_rows
 from redraft.heads.nn.precision import autocast_kind

@@ -1,6 +1,6 @@
-"""The divergences of `distill.loss.divergences`, each with the gradient at the draft's logits in closed form.
+"""The divergences between target p and draft q, each with the gradient at the draft's logits in closed form.
 
-M = rows, X = outcomes compared (see `distill.loss.divergences`). The draft's logits z give q = softmax(z).
+M = rows, X = outcomes compared (see `distill.loss.outcomes`). The draft's logits z give q = softmax(z).
 
 A divergence D(q) has dD/dz = q (g - sum_v q g) with g = dD/dq. Each function below computes it in a form in which no
 large terms cancel. Autograd would make a dozen more passes over [M, X]. The functions may overwrite q and log q, to
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.loss.divergences import mixture
 
 
 class Compared(NamedTuple):
@@ -35,7 +34,11 @@ Gradient = tuple[Tensor, Tensor]
 
 
 def forward_kl(c: Compared) -> Gradient:
-    """dz = P q - p."""
+    """KL(p || q) = sum_v p (log p - log q), in nats. Mass-covering. dz = P q - p.
+
+    If p sums to P < 1, KL itself is infinite for every draft. Then this is the part a draft can change, minus the
+    smallest value of this part: P KL(p / P || q) = sum_v p (log p - log q) - P log P.
+    """
     # g = -p / q, so q g = -p and sum q g = -P.
     mass_M = c.p_MX.sum(-1)
     # log q ends here: its memory now holds p (log q - log p)
@@ -44,7 +47,7 @@ def forward_kl(c: Compared) -> Gradient:
 
 
 def reverse_kl(c: Compared) -> Gradient:
-    """dz = q (log q - log p - KL(q || p))."""
+    """KL(q || p) = sum_v q (log q - log p), in nats. Mode-seeking. dz = q (log q - log p - KL(q || p))."""
     # g = log q - log p + 1. The 1 cancels against the 1 in sum q g.
     log_ratio_MX = c.log_q_MX.sub_(c.log_p_MX)
     kl_M = (c.q_MX * log_ratio_MX).sum(-1)
@@ -52,7 +55,11 @@ def reverse_kl(c: Compared) -> Gradient:
 
 
 def jensen_shannon(c: Compared, beta: float) -> Gradient:
-    """dz = (1 - beta) q (log q - log m - KL(q || m)); the derivatives of m in both KLs cancel."""
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q (GKD, arXiv 2306.13649).
+
+    dz = (1 - beta) q (log q - log m - KL(q || m)); the derivatives of m in both KLs cancel. Outside the draft
+    vocabulary m = beta p, so p's mass there contributes -log beta per unit.
+    """
     # g = (1 - beta) (log q - log m + 1) - (1 - beta) (beta p + (1 - beta) q) / m. The fraction is 1, because
     # its numerator is m.
     log_m_MX = mixture(c.p_MX, c.q_MX, beta).log_()
@@ -64,19 +71,27 @@ def jensen_shannon(c: Compared, beta: float) -> Gradient:
     return beta * kl_pm_M + (1 - beta) * kl_qm_M, dz_MX
 
 
+def mixture(p_MX: Tensor, q_MX: Tensor, beta: float) -> Tensor:
+    """beta p + (1 - beta) q, clamped above zero to keep the log finite for outcomes of probability zero."""
+    return (beta * p_MX + (1 - beta) * q_MX).clamp_min(torch.finfo(p_MX.dtype).tiny)
+
+
 def total_variation(c: Compared) -> Gradient:
-    """dz = -d alpha."""
+    """TV(p, q) = sum_v |p - q| / 2 = 1 - alpha: the rate of rejection itself. dz = -d alpha."""
     return 1 - c.alpha_M, alpha_gradient(c).neg_()
 
 
 def neg_log_alpha(c: Compared) -> Gradient:
-    """dz = -d alpha / alpha."""
+    """-log alpha, in nats. Same optimum as TV, no vanishing gradient (arXiv 2602.23881). dz = -d alpha / alpha."""
     alpha_M = c.alpha_M.clamp_min(torch.finfo(c.alpha_M.dtype).tiny)
     return -alpha_M.log(), alpha_gradient(c).div_(-alpha_M[:, None])
 
 
 def lk_hybrid(c: Compared, eta: float) -> Gradient:
-    """dz = w dKL - (1 - w) d alpha, with w = exp(-eta alpha) held constant."""
+    """w KL(p || q) + (1 - w) TV(p, q), where w = exp(-eta alpha) is held constant (arXiv 2602.23881).
+
+    KL leads while the draft is poor, TV once it is good. dz = w dKL - (1 - w) d alpha.
+    """
     weight_M = torch.exp(-eta * c.alpha_M)
     d_tv_MX = alpha_gradient(c).mul_(weight_M[:, None] - 1)  # before `forward_kl`, which overwrites q
     kl_M, d_kl_MX = forward_kl(c)
@@ -95,7 +110,7 @@ def alpha_gradient(c: Compared) -> Tensor:
 
 
 def cross_entropy(q_MW: Tensor, log_q_MW: Tensor, columns_M: Tensor, reachable_M: Tensor) -> Gradient:
-    """dz = q - one_hot(label); 0 for a label outside the draft vocabulary."""
+    """-log q(label), in nats. dz = q - one_hot(label); 0 for a label outside the draft vocabulary."""
     loss_M = -log_q_MW.gather(1, columns_M[:, None]).squeeze(1) * reachable_M
     minus_one_M1 = -torch.ones_like(loss_M)[:, None]
     return loss_M, q_MW.scatter_add_(1, columns_M[:, None], minus_one_M1).mul_(reachable_M[:, None])

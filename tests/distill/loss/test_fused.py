@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from divergences import cross_entropy, define, draft_columns, exact_log_probs, log_probs, top_k_log_probs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from redraft.distill.loss import blocks, products
 from redraft.distill.loss.choice import DIVERGENCES, Divergence
-from redraft.distill.loss.divergences import cross_entropy, draft_columns, exact_log_probs, log_probs, top_k_log_probs
 from redraft.distill.loss.fused import (
     DraftRows,
     ExactRows,
@@ -92,7 +92,7 @@ def plain_values(
     draft: DraftRows, target: ExactRows | TopKRows, divergence: Divergence, labels: Tensor | None = None
 ) -> Tensor:
     if divergence.name != "cross_entropy":
-        return divergence(*plain_log_probs(draft, target, divergence.temperature))
+        return define(divergence, *plain_log_probs(draft, target, divergence.temperature))
     assert labels is not None
     log_q = log_probs(draft_logits(draft), divergence.temperature)
     return cross_entropy(log_q, *draft_columns(labels[draft.target_row_M], draft.draft_ids_W, log_q.shape[1]))

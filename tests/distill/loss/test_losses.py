@@ -7,14 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from scipy.spatial.distance import jensenshannon
-from scipy.stats import entropy
-from torch import Tensor
-
-from redraft.distill.loss.choice import DIVERGENCES, Divergence
-from redraft.distill.loss.divergences import (
+from divergences import (
     LOG_ZERO,
     cross_entropy,
+    define,
     draft_columns,
     exact_log_probs,
     forward_kl,
@@ -26,6 +22,11 @@ from redraft.distill.loss.divergences import (
     top_k_log_probs,
     total_variation,
 )
+from scipy.spatial.distance import jensenshannon
+from scipy.stats import entropy
+from torch import Tensor
+
+from redraft.distill.loss.choice import DIVERGENCES, Divergence
 
 AGAINST_TARGET = [name for name in DIVERGENCES if name != "cross_entropy"]
 
@@ -79,9 +80,9 @@ def test_cross_entropy_is_minus_log_q_of_the_label_and_zero_out_of_reach() -> No
 def test_a_divergence_is_zero_at_q_equal_p_and_positive_elsewhere(name: str, temperature: float) -> None:
     divergence = Divergence(name=name, temperature=temperature)
     p_logits = make_logits(20, 50)
-    at_p = divergence(*exact_log_probs(p_logits, p_logits.clone(), temperature))
+    at_p = define(divergence, *exact_log_probs(p_logits, p_logits.clone(), temperature))
     torch.testing.assert_close(at_p, torch.zeros(20, dtype=torch.float64), atol=1e-12, rtol=0)
-    elsewhere = divergence(*exact_log_probs(p_logits, make_logits(20, 50, seed=1), temperature))
+    elsewhere = define(divergence, *exact_log_probs(p_logits, make_logits(20, 50, seed=1), temperature))
     assert (elsewhere > 0.01).all()
 
 
@@ -134,10 +135,10 @@ def test_the_renormalised_target_is_the_best_a_reduced_draft_can_do(name: str) -
     p_logits = make_logits(1, 8)
     best = p_logits[:, draft_ids].clone().requires_grad_()
     divergence = Divergence(name=name)
-    value = divergence(*exact_log_probs(p_logits, best, draft_ids_W=draft_ids))
+    value = define(divergence, *exact_log_probs(p_logits, best, draft_ids_W=draft_ids))
     for seed in range(20):
         other = best.detach() + make_logits(1, 4, seed=seed, scale=0.3)
-        assert divergence(*exact_log_probs(p_logits, other, draft_ids_W=draft_ids)) >= value - 1e-12
+        assert define(divergence, *exact_log_probs(p_logits, other, draft_ids_W=draft_ids)) >= value - 1e-12
 
 
 # ------------------------------------------------------------------------------------------------------- top-k and tail
@@ -169,8 +170,8 @@ def test_all_ids_kept_equals_the_exact_target(name: str, draft_ids: Tensor | Non
     p_logits = make_logits(6, 12)
     q_logits = make_logits(6, 12 if draft_ids is None else 5, seed=1)
     divergence = Divergence(name=name)
-    exact = divergence(*exact_log_probs(p_logits, q_logits, draft_ids_W=draft_ids))
-    kept = divergence(*top_k_log_probs(*make_top_k(p_logits, 12), q_logits, draft_ids))
+    exact = define(divergence, *exact_log_probs(p_logits, q_logits, draft_ids_W=draft_ids))
+    kept = define(divergence, *top_k_log_probs(*make_top_k(p_logits, 12), q_logits, draft_ids))
     torch.testing.assert_close(kept, exact)
 
 
@@ -178,8 +179,8 @@ def test_all_ids_kept_equals_the_exact_target(name: str, draft_ids: Tensor | Non
 def test_top_k_is_a_lower_bound_that_tightens_with_k(name: str) -> None:
     p_logits, q_logits = make_logits(6, 40), make_logits(6, 40, seed=1)
     divergence = Divergence(name=name)
-    values = [divergence(*top_k_log_probs(*make_top_k(p_logits, k), q_logits)) for k in (1, 4, 16, 24)]
-    values.append(divergence(*exact_log_probs(p_logits, q_logits)))
+    values = [define(divergence, *top_k_log_probs(*make_top_k(p_logits, k), q_logits)) for k in (1, 4, 16, 24)]
+    values.append(define(divergence, *exact_log_probs(p_logits, q_logits)))
     for coarse, fine in pairwise(values):
         assert (coarse <= fine + 1e-9).all()
 
@@ -196,9 +197,9 @@ def test_peaked_and_infinite_logits_stay_finite(name: str, reduced: bool, k: int
     draft_ids = torch.tensor([0, 1, 3]) if reduced else None
     q_logits = q_logits[:, draft_ids].requires_grad_() if reduced else q_logits.requires_grad_()
     if k is None:
-        value = Divergence(name=name)(*exact_log_probs(p_logits, q_logits, draft_ids_W=draft_ids))
+        value = define(Divergence(name=name), *exact_log_probs(p_logits, q_logits, draft_ids_W=draft_ids))
     else:
-        value = Divergence(name=name)(*top_k_log_probs(*make_top_k(p_logits, k), q_logits, draft_ids))
+        value = define(Divergence(name=name), *top_k_log_probs(*make_top_k(p_logits, k), q_logits, draft_ids))
     value.sum().backward()
     assert torch.isfinite(value).all()
     assert q_logits.grad is not None

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from divergences import define, exact_log_probs
 from make_heads import take_rows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.distill.data.on_policy import draft_written, is_on_policy
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.loss.divergences import exact_log_probs
 from redraft.distill.train.objective import StepResult, distill_loss, find_rows
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation
@@ -87,7 +87,7 @@ def test_the_loss_of_a_batch_equals_the_plain_divergence_over_its_labelled_rows(
     rows_BT = label_rows(batch, 0)
     p_logits_MV = make_signal(target, batch).distribution.hidden_BTD[rows_BT] @ target.model.lm_head.weight.T
     q_logits_MV = steps[0].hidden_BTD[rows_BT] @ draft.model.lm_head.weight.T
-    plain = Divergence(name="forward_kl")(*exact_log_probs(p_logits_MV, q_logits_MV)).sum() * 0.25
+    plain = define(Divergence(name="forward_kl"), *exact_log_probs(p_logits_MV, q_logits_MV)).sum() * 0.25
     torch.testing.assert_close(result.loss, plain, rtol=1e-10, atol=0)
     assert result.sums_S3[0, 2] == rows_BT.sum()
     gradient, expected = (
@@ -142,7 +142,7 @@ def test_rows_have_weights_of_their_own():
     rows_BT = label_rows(batch, 0)
     p_logits_MV = signal.distribution.hidden_BTD[rows_BT] @ target.model.lm_head.weight.T
     q_logits_MV = steps[0].hidden_BTD[rows_BT] @ draft.model.lm_head.weight.T
-    each_M = Divergence(name="forward_kl")(*exact_log_probs(p_logits_MV, q_logits_MV))
+    each_M = define(Divergence(name="forward_kl"), *exact_log_probs(p_logits_MV, q_logits_MV))
     plain = 0.25 * 0.5 * (weight_BT[rows_BT].double() * each_M).sum()
     torch.testing.assert_close(result.loss, plain, rtol=1e-6, atol=0)
     gradient, expected = (

@@ -1,19 +1,9 @@
-"""Divergences between the target p and the draft q: one value per row, with the maths visible and no reduction.
+"""The divergences by definition: the oracle of the fused loss and of the gradients in closed form.
 
-B = batch, T = tokens, M = rows, V = target vocabulary, W = draft vocabulary, K = kept top-k ids, X = outcomes compared.
+M = rows, V = target vocabulary, W = draft vocabulary, K = kept top-k ids, X = outcomes compared.
 
-Every divergence takes log-probabilities over the same X outcomes, prepared by one of two functions:
-
-`exact_log_probs`   the whole vocabulary, or the ids kept by a reduced draft vocabulary
-`top_k_log_probs`   the target's top-k ids and one tail bucket for all others
-
-p may sum to less than one over these outcomes. The rest of p is on ids outside the draft vocabulary, where
-q = 0: alpha counts it as certain rejection, and p is never renormalised.
-
-These are the definitions, written to be read. Training never calls them: it computes the same values in
-`distill.loss.fused`, with the gradients of `distill.loss.gradients`. Outside the benchmarks, `exact_log_probs`,
-`top_k_log_probs`, the functions of each divergence are the oracle of the tests, which compare
-the fused loss and gradients with them.
+Every divergence takes log-probabilities over the same X outcomes (`redraft.distill.loss.outcomes`), prepared by
+`exact_log_probs` or `top_k_log_probs`.
 """
 
 from __future__ import annotations
@@ -23,12 +13,10 @@ import math
 import torch
 from torch import Tensor
 
+from redraft.distill.loss.choice import Divergence
+from redraft.distill.loss.gradients import mixture
+from redraft.distill.loss.outcomes import LOG_ZERO, draft_columns, top_k_buckets
 from redraft.eval.acceptance import alpha
-
-LOG_ZERO = -1e4
-"""Replaces log 0, e.g. for a logit of -inf. exp(LOG_ZERO) is 0 in every dtype, and so is 0 * LOG_ZERO, while 0 * -inf
-is NaN."""
-
 
 # ---------------------------------------------------------------------------------------------------- log-probabilities
 
@@ -65,33 +53,6 @@ def top_k_log_probs(
     return top_k_buckets(log_p_MK, reachable_MK, kept_MW.shape[-1]), torch.cat([log_q_MK, log_q_tail_M1], -1)
 
 
-def top_k_buckets(log_p_MK: Tensor, reachable_MK: Tensor, draft_vocabulary: int) -> Tensor:
-    """log p over the kept ids within the draft vocabulary and the tail, [M, K + 1].
-
-    The tail is empty (LOG_ZERO) if the kept ids are the whole draft vocabulary.
-    """
-    # The log-probabilities are rounded by this much, so a smaller tail cannot be told from none.
-    rounding = torch.finfo(log_p_MK.dtype).eps
-    log_p_tail_M1 = (1 - log_p_MK.exp().sum(-1, keepdim=True)).clamp_min(rounding).log()
-    no_tail_M1 = reachable_MK.sum(-1, keepdim=True) == draft_vocabulary
-    return torch.cat(
-        [log_p_MK.masked_fill(~reachable_MK, LOG_ZERO), log_p_tail_M1.masked_fill(no_tail_M1, LOG_ZERO)], -1
-    ).clamp_min(LOG_ZERO)
-
-
-def draft_columns(ids: Tensor, draft_ids_W: Tensor | None, draft_vocabulary: int) -> tuple[Tensor, Tensor]:
-    """(column of each target id in the draft's logits, whether it has one). An id without a column gets column 0."""
-    if draft_ids_W is None:
-        reachable = (ids >= 0) & (ids < draft_vocabulary)
-        # -1 stands for a row without a record.
-        return ids * reachable, reachable
-    # Draft ids [3, 5, 9] and ids [5, 4, 12]: insertion points [1, 1, 3], clamped to [1, 1, 2]. Only 5 is
-    # there, so the columns are [1, 0, 0]. Without the clamp, 12 would index past the end.
-    columns = torch.searchsorted(draft_ids_W, ids).clamp(max=draft_vocabulary - 1)
-    reachable = draft_ids_W[columns] == ids
-    return columns * reachable, reachable
-
-
 # ---------------------------------------------------------------------------------------------------------- divergences
 
 
@@ -126,11 +87,6 @@ def jensen_shannon(log_p_MX: Tensor, log_q_MX: Tensor, beta: float) -> Tensor:
     return beta * kl_pm_M + (1 - beta) * kl_qm_M
 
 
-def mixture(p_MX: Tensor, q_MX: Tensor, beta: float) -> Tensor:
-    """beta p + (1 - beta) q, clamped above zero to keep the log finite for outcomes of probability zero."""
-    return (beta * p_MX + (1 - beta) * q_MX).clamp_min(torch.finfo(p_MX.dtype).tiny)
-
-
 def total_variation(log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
     """TV(p, q) = sum_v |p - q| / 2 = 1 - alpha, [M]: the rate of rejection itself."""
     return 1 - alpha(log_p_MX.exp(), log_q_MX.exp())
@@ -156,3 +112,10 @@ def lk_hybrid(log_p_MX: Tensor, log_q_MX: Tensor, eta: float) -> Tensor:
 def cross_entropy(log_q_MW: Tensor, columns_M: Tensor, reachable_M: Tensor) -> Tensor:
     """-log q(label), in nats, [M]; 0 for a label outside the draft vocabulary, which still counts as a row."""
     return -log_q_MW.gather(1, columns_M[:, None]).squeeze(1) * reachable_M
+
+
+def define(divergence: Divergence, log_p_MX: Tensor, log_q_MX: Tensor) -> Tensor:
+    """A divergence of every row by its definition, [M]; not for cross_entropy, which needs labels instead of p."""
+    more = {"jensen_shannon": (divergence.beta,), "lk_hybrid": (divergence.eta,)}.get(divergence.name, ())
+    value_M: Tensor = globals()[divergence.name](log_p_MX, log_q_MX, *more)
+    return value_M
