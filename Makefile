@@ -60,7 +60,7 @@ demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM,
 	$(BIN)/python -m benchmarks.studies.heads --overwrite
 
 demo-online: $(STAMP)  ## shift traffic under two real servers, and let the learner follow; ONLINE="--preset smollm2": a real model
-	$(BIN)/python recipes/demo/online.py $(ONLINE) --overwrite
+	$(BIN)/python -m benchmarks.demo.online $(ONLINE) --overwrite
 
 demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared draft, write outputs/demo-domains
 	$(BIN)/python -m benchmarks.studies.domains --overwrite

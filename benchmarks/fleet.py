@@ -35,6 +35,8 @@ import httpx
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.demo.fleet import Server, measure_rates, start_server
+from benchmarks.demo.online_report import describe_cost, estimate_overhead
 from redraft.distill.data.corpus import stdlib_conversations
 from redraft.eval.engine.counters import parse_counts, parse_prefix_cache
 from redraft.eval.engine.process import free_port
@@ -47,11 +49,10 @@ from redraft.heads.files.artifact import MANIFEST, publish
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.progress import Progress
 from redraft.online.engine.config import SwapCache
+from redraft.online.engine.feed import Feed
 from redraft.online.tokens import write_token
 from redraft.recipes.cli import run_recipe
-from redraft.recipes.demo.fleet import Server, measure_rates, start_server
-from redraft.recipes.demo.online_report import describe_cost, estimate_overhead
-from redraft.recipes.plan.capture import count_step, count_work, format_work
+from redraft.recipes.plan.capture import count_work, format_work, make_step, open_capture
 
 RUNNER_TESTS = Path("tests/online/engine/test_runners.py")
 
@@ -84,6 +85,20 @@ class Config:
     """Requests at once."""
 
 
+def count_queued(*, num_requests: int, num_drafts: int, vocab_size: int) -> dict[str, Any]:
+    """Bytes of one step's tensors in the queue, all requests recorded, with bfloat16 logits.
+
+    `bytes_per_step` is what a GPU's hook leaves, `bytes_by_reference` what the CPU's does.
+    """
+    logits_RV = torch.zeros(num_requests * (num_drafts + 1), vocab_size, dtype=torch.bfloat16)
+    with open_capture() as capture:
+        sizes = [
+            make_step(Feed(capture, max_model_len=4096, reduces=reduces), num_requests, num_drafts, logits_RV)
+            for reduces in (True, False)
+        ]
+    return {"bytes_per_step": sizes[0].num_bytes, "bytes_by_reference": sizes[1].num_bytes}
+
+
 def main(cfg: Config) -> None:
     """Measure and print all parts.
 
@@ -107,7 +122,7 @@ def measure_parts(cfg: Config, report: dict[str, Any]) -> None:
     if "records" in cfg.parts:
         report["records"] = compare_records()
     if "bytes" in cfg.parts:
-        report["capture"] = count_step(num_requests=256, num_drafts=NUM_TOKENS, vocab_size=128_256)
+        report["capture"] = count_queued(num_requests=256, num_drafts=NUM_TOKENS, vocab_size=128_256)
         report["capture"]["work"] = list(count_work(num_drafts=NUM_TOKENS))
     with tempfile.TemporaryDirectory() as folder, make_registry(cfg, Path(folder)) as drafts:
         if "capture" in cfg.parts:

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.demo.fleet import begin_report
 from benchmarks.soak.clients import Clients
 from benchmarks.soak.disks import unmount_below
 from benchmarks.soak.faults import (
@@ -54,7 +55,6 @@ from redraft.online.records.nats_link import probe
 from redraft.online.records.record import Record, read_frames
 from redraft.online.records.spool import SpoolWriter
 from redraft.recipes.cli import run_recipe
-from redraft.recipes.demo.fleet import begin_report
 
 START_S = 900.0
 """Deadline for the first start of everything."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.broker import find_broker
+from benchmarks.demo.fleet import fastest_precision
 from benchmarks.soak.disks import Disk, mounted
 from benchmarks.soak.supervisor import Supervised
 from redraft.distill.data.conversations import load_conversations
@@ -34,7 +35,6 @@ from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry
 from redraft.online.records.nats_config import Nats
 from redraft.online.tokens import read_token, write_token
-from redraft.recipes.demo.fleet import fastest_precision
 
 FAKETIME = "libfaketimeMT.so.1"
 NO_SHIFT = "+0d\n"

@@ -28,6 +28,7 @@ import httpx
 import torch
 
 from benchmarks import router as bench_router
+from benchmarks.demo.fleet import Server, begin_report, distil, start_server
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
@@ -48,7 +49,6 @@ from redraft.online.tokens import read_token, write_token
 from redraft.online.traffic.domains import Clusters
 from redraft.online.traffic.proxy import POOL_HEADER
 from redraft.recipes.cli import run_recipe
-from redraft.recipes.demo.fleet import Server, begin_report, distil, start_server
 from redraft.recipes.serve import domains
 
 A, B = "code", "prose"

@@ -7,8 +7,8 @@ from typing import Any
 
 import altair as alt
 
+from benchmarks.demo.online_charts import TAU
 from redraft.eval.report.charts import HEADROOM, PANEL_HEIGHT, Spec, to_spec
-from redraft.recipes.demo.online_charts import TAU
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import gc
 import json
 import shlex
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ import torch
 
 from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.roofs import DEVICES, Device
-from redraft.distill.plan.step import Plan, count_model_flops, count_step, time_step
+from redraft.distill.plan.step import Plan, count_model_flops, count_step, prepare_step
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.plan.count import fit, make_plan, on_device
@@ -161,6 +163,39 @@ def measure_plan(cfg: Config, plan: Plan, device: torch.device, sheet: Device | 
         estimated_tokens_per_s=estimate.tokens_per_s if estimate else None,
         estimated_peak_gb=estimate.memory_bytes / 1e9 if estimate else None,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A step that was run."""
+
+    seconds: float
+    """The median."""
+    peak_bytes: int | None
+    """Most memory of the device in use, weights included; None on a CPU."""
+
+
+class Unmarked:
+    """A `Marker` that keeps nothing."""
+
+    def begin(self, part: str) -> None: ...
+
+
+def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2, compiles: bool = False) -> Timed:
+    """Run the step of `count_step` on a device, with random weights. `compiles` compiles layers."""
+    on_gpu = device.type == "cuda"
+    run = prepare_step(plan, device, compiles=compiles)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for _ in range(warm_up + rounds):
+        started = time.perf_counter()
+        run(Unmarked())
+        if on_gpu:
+            torch.cuda.synchronize(device)  # kernels are still running when their launch returns
+        seconds.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    return Timed(seconds=statistics.median(seconds[warm_up:]), peak_bytes=peak)
 
 
 def write_flags(cfg: Train) -> str:

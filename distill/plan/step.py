@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -161,33 +159,6 @@ def count_model_flops(plan: Plan, counted: Counted) -> int:
     return count_flops(count_step(replace(plan, head=head, gradient_checkpointing=False)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timed:
-    """A step that was run."""
-
-    seconds: float
-    """The median."""
-    peak_bytes: int | None
-    """Most memory of the device in use, weights included; None on a CPU."""
-
-
-def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2, compiles: bool = False) -> Timed:
-    """Run the step of `count_step` on a device, with random weights. `compiles` compiles layers."""
-    on_gpu = device.type == "cuda"
-    run = prepare_step(plan, device, compiles=compiles)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds = []
-    for _ in range(warm_up + rounds):
-        started = time.perf_counter()
-        run(_Unmarked())
-        if on_gpu:
-            torch.cuda.synchronize(device)  # kernels are still running when their launch returns
-        seconds.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
-    return Timed(seconds=statistics.median(seconds[warm_up:]), peak_bytes=peak)
-
-
 def prepare_step(plan: Plan, device: torch.device, *, compiles: bool = False) -> Callable[[Marker], None]:
     """The step of `count_step` on a device, with random weights: each call runs it once and marks its parts."""
     torch.manual_seed(0)
@@ -220,10 +191,6 @@ def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
 class Marker(Protocol):
     """Gets the beginning of every part of a step."""
 
-    def begin(self, part: str) -> None: ...
-
-
-class _Unmarked:
     def begin(self, part: str) -> None: ...
 
 

@@ -1,1 +1,1 @@
-"""Demos on the small target."""
+"""Data and targets of the presets, and the traffic that a plan assumes."""

@@ -58,20 +58,6 @@ def report(cfg: Recording) -> tuple[list[str], list[dict[str, Any]]]:
     return [told, "", *format_work(rows)], rows
 
 
-def count_step(*, num_requests: int, num_drafts: int, vocab_size: int) -> dict[str, Any]:
-    """Bytes of one step's tensors in the queue, all requests recorded, with bfloat16 logits.
-
-    `bytes_per_step` is what a GPU's hook leaves, `bytes_by_reference` what the CPU's does.
-    """
-    logits_RV = torch.zeros(num_requests * (num_drafts + 1), vocab_size, dtype=torch.bfloat16)
-    with _open_capture() as capture:
-        sizes = [
-            _make_step(Feed(capture, max_model_len=4096, reduces=reduces), num_requests, num_drafts, logits_RV)
-            for reduces in (True, False)
-        ]
-    return {"bytes_per_step": sizes[0].num_bytes, "bytes_by_reference": sizes[1].num_bytes}
-
-
 def count_work(
     families: Sequence[str] = tuple(STATES),
     requests: Sequence[int] = (1, 32, 256),
@@ -127,14 +113,14 @@ def _trace(
 ) -> tuple[EngineStep, Counter[Operation]]:
     """The step that the hook of a GPU leaves, and its operations. Drafts are sampled: greedy ones need less."""
     rows = num_requests * (num_drafts + 1)
-    with Count(weightless=True) as count, _open_capture() as capture:
+    with Count(weightless=True) as count, open_capture() as capture:
         logits_RV = torch.empty(rows, vocab_size, dtype=torch.bfloat16)
         streams = [torch.empty(rows, hidden_size, dtype=torch.bfloat16) for _ in range(num_states)]
         draft_logits = torch.empty(num_requests, num_drafts, vocab_size, dtype=torch.bfloat16)
         feed = Feed(capture, max_model_len=4096, reduces=True)
         count.begin(SCANNED)
         with mock.patch.object(one_pass, "find_kernels", return_value=_CountedKernels(count)):
-            step = _make_step(feed, num_requests, num_drafts, logits_RV)
+            step = make_step(feed, num_requests, num_drafts, logits_RV)
             count.begin(COPIED)
             if streams:
                 feed.unread = step
@@ -179,12 +165,12 @@ class _CountedKernel:
 
 
 @contextmanager
-def _open_capture() -> Iterator[Capture]:
+def open_capture() -> Iterator[Capture]:
     with tempfile.TemporaryDirectory() as folder:
         yield Capture(CaptureConfig(spool=Path(folder) / "spool", hidden_states=True), "bench", "target", "start")
 
 
-def _make_step(feed: Feed, num_requests: int, num_drafts: int, logits_RV: Tensor) -> EngineStep:
+def make_step(feed: Feed, num_requests: int, num_drafts: int, logits_RV: Tensor) -> EngineStep:
     """A step in which every request verifies `num_drafts` tokens."""
     sampling = Sampling(temperature=0.0)
     info = RequestInfo(request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=64, stop_ids=frozenset())

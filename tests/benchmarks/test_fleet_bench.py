@@ -165,7 +165,7 @@ def test_a_part_that_fails_leaves_the_results_of_those_before(tmp_path: Path, mo
         raise ValueError("no kernel")
 
     monkeypatch.setattr(fleet, "compare_records", lambda: {"v1_equals_v2": True, "tests": 35})
-    monkeypatch.setattr(fleet, "count_step", fail)
+    monkeypatch.setattr(fleet, "count_queued", fail)
     output = tmp_path / "report.json"
     with pytest.raises(ValueError, match="no kernel"):
         fleet.main(Config(output=output, head=EAGLE3, target=EAGLE3, parts=("records", "bytes")))

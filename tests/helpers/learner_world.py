@@ -21,6 +21,7 @@ from real_server import NOISY, Server
 from transformers import LlamaForCausalLM
 from waiting import until
 
+from benchmarks.demo import fleet as demo_fleet
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.prompts import Prompt
@@ -40,7 +41,6 @@ from redraft.online.learning.gate import Policy
 from redraft.online.page.config import Page
 from redraft.online.records.record import Record, Sampling, encode_record
 from redraft.online.records.spool import SpoolWriter, spool_files
-from redraft.recipes.demo import fleet as demo_fleet
 
 PROMPT_TOKENS, ANSWER_TOKENS = 8, 24
 

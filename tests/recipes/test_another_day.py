@@ -20,6 +20,7 @@ from make_serving import make_serving_report
 from transformers import LlamaForCausalLM
 from transformers.utils import chat_template_utils
 
+from benchmarks.demo import fleet, online
 from benchmarks.soak.stage import make_draft_and_prompts
 from redraft.distill.data import day as template_day
 from redraft.distill.data.rendering import Renderer
@@ -40,7 +41,6 @@ from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli import dispatch
 from redraft.recipes.decide import advise
-from redraft.recipes.demo import fleet, online
 
 FIRST, SECOND = datetime.date(2024, 2, 29), datetime.date(2024, 3, 1)
 

@@ -18,6 +18,7 @@ from real_server import FIRST, running_server
 from test_learner import with_other_tokenizer
 from waiting import until
 
+from benchmarks.demo.fleet import start_server
 from redraft.eval.engine.process import free_port
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.opening import provide_first_version
@@ -25,7 +26,6 @@ from redraft.online.fleet.discovery import FleetConfig
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import connected
 from redraft.online.learning.gate import Policy
-from redraft.recipes.demo.fleet import start_server
 
 
 @pytest.fixture(autouse=True)

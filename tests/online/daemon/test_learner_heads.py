@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import until
 
+from benchmarks.demo.fleet import Traffic
 from redraft.distill.data.samples import Sample
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.forecast.rows import take_draft_steps
@@ -53,7 +54,6 @@ from redraft.online.learning.scoring import collect_outcomes, score
 from redraft.online.records.record import Record, decode_record, encode_record, read_frames
 from redraft.online.records.sequences import training_sequences
 from redraft.online.records.spool import spool_files
-from redraft.recipes.demo.fleet import Traffic
 
 
 @pytest.fixture(scope="module")

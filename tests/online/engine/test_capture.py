@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 from waiting import wait_until
 
+from benchmarks.fleet import count_queued
 from redraft.online.engine import capture as capture_module
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
@@ -46,7 +47,7 @@ from redraft.online.records.record import (
 )
 from redraft.online.records.sequences import training_sequences
 from redraft.online.records.spool import SpoolWriter, spool_files
-from redraft.recipes.plan.capture import DRAFTED, SCANNED, count_step, count_work
+from redraft.recipes.plan.capture import DRAFTED, SCANNED, count_work
 
 V, K = 50, 4
 
@@ -381,7 +382,7 @@ def test_rows_that_the_hook_has_reduced_become_the_same_records(tmp_path):
 
 
 def test_a_step_of_a_fleet_leaves_little_in_the_queue():
-    sizes = count_step(num_requests=8, num_drafts=3, vocab_size=2000)
+    sizes = count_queued(num_requests=8, num_drafts=3, vocab_size=2000)
     assert sizes == {"bytes_per_step": 8 * 4 * (32 * 8 + 4), "bytes_by_reference": 8 * 4 * 2000 * 2}
 
 

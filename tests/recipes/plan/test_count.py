@@ -651,7 +651,7 @@ def test_a_step_runs_with_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> No
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    timed = bench_step.time_step(plan_for("eagle3"), torch.device("cpu"), rounds=1, warm_up=1, compiles=True)
+    timed = gpu.time_step(plan_for("eagle3"), torch.device("cpu"), rounds=1, warm_up=1, compiles=True)
     assert timed.seconds > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
     torch._dynamo.reset()
@@ -663,7 +663,7 @@ def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
     out, cpu = tmp_path / "gpu.json", torch.device("cpu")
     time_step, written = gpu.time_step, []
 
-    def run(plan: Plan, device: torch.device, *, rounds: int, compiles: bool) -> bench_step.Timed:
+    def run(plan: Plan, device: torch.device, *, rounds: int, compiles: bool) -> gpu.Timed:
         written.append(len(json.loads(out.read_text())["results"]) if out.exists() else 0)
         if plan.family == "eagle1":
             raise RuntimeError("no kernel image\nfor this device")

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.demo.fleet import Runner, fastest_precision
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.online.daemon.config import LearnerConfig
-from redraft.recipes.demo.fleet import Runner, fastest_precision
 
 SMALL = Path("tests/assets/tiny-target")
 """The small target, which was trained on the standard library only."""

@@ -11,6 +11,10 @@ import numpy as np
 import pytest
 from learner_world import ANSWER_TOKENS, PROMPT_TOKENS, World, make_draft, make_records
 
+from benchmarks.demo.online_config import SMALL, Config, describe_settings, forced_settings
+from benchmarks.demo.online_replay import Replayer
+from benchmarks.demo.online_report import describe_cost, describe_gap, estimate_overhead, estimate_share
+from benchmarks.demo.online_stage import Scene, write_learner_config
 from redraft.eval.intervals import UNBOUNDED, median_interval
 from redraft.eval.prompts import Prompt
 from redraft.heads.files.checkpoint import load_causal_lm
@@ -20,10 +24,6 @@ from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.opening import provide_first_version
 from redraft.online.learning.buffer import Buffer
 from redraft.online.records.record import encode_record
-from redraft.recipes.demo.online_config import SMALL, Config, describe_settings, forced_settings
-from redraft.recipes.demo.online_replay import Replayer
-from redraft.recipes.demo.online_report import describe_cost, describe_gap, estimate_overhead, estimate_share
-from redraft.recipes.demo.online_stage import Scene, write_learner_config
 
 
 def make_counts(rng: np.random.Generator, tau: Any, prompts: int = 48) -> np.ndarray:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from chromium import browser, open_in_chromium, words
 
+from benchmarks.demo import online
+from benchmarks.demo.online import TEMPLATE, draw_charts
+from benchmarks.demo.online_config import Config
+from benchmarks.demo.online_replay import FIRST
+from benchmarks.demo.online_report import estimate_speed, summarise_report
 from redraft.eval.report.page import write_page
-from redraft.recipes.demo import online
-from redraft.recipes.demo.online import TEMPLATE, draw_charts
-from redraft.recipes.demo.online_config import Config
-from redraft.recipes.demo.online_replay import FIRST
-from redraft.recipes.demo.online_report import estimate_speed, summarise_report
 
 
 def make_outputs(**changes: Any) -> dict[str, Any]:

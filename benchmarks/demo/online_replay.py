@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.demo.online_report import estimate_share
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.forecast.greedy import forecast, greedy_continuations
 from redraft.eval.prompts import Prompt
@@ -32,7 +33,6 @@ from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, Candidate
 from redraft.online.records.record import Record
-from redraft.recipes.demo.online_report import estimate_share
 
 FIRST = "v000001"
 

@@ -1,9 +1,9 @@
 """The online learner on two real servers: the traffic moves to a new domain, and the draft adapts.
 
     $ make demo-online                                    # at most 20 minutes on two cores: outputs/demo-online/
-    $ python recipes/demo/online.py --overwrite --distil-steps 40 --records-b 200 --overhead-pairs 2
-    $ python recipes/demo/online.py --preset smollm2      # SmolLM2-135M-Instruct in outputs/demo-online-smollm2/
-    $ python recipes/demo/online.py --preset v2           # vLLM's V2 model runner, by Triton's interpreter on a CPU
+    $ python -m benchmarks.demo.online --overwrite --distil-steps 40 --records-b 200 --overhead-pairs 2
+    $ python -m benchmarks.demo.online --preset smollm2      # SmolLM2-135M-Instruct in outputs/demo-online-smollm2/
+    $ python -m benchmarks.demo.online --preset v2           # vLLM's V2 model runner, by Triton's interpreter on a CPU
 
 The traffic has two domains, A and B. A draft distilled on A is served to 8 streaming clients, who ask about A and later
 about B. The learner captures, trains, evaluates, publishes and swaps, on the defaults of learner.toml but for the few
@@ -31,6 +31,27 @@ from typing import Any
 import httpx
 import torch
 
+from benchmarks.demo.fleet import (
+    Answer,
+    Server,
+    Traffic,
+    begin_report,
+    measure_rates,
+    read_tau,
+    runner_environment,
+)
+from benchmarks.demo.online_config import PRESETS, Config, describe_settings, forced_settings
+from benchmarks.demo.online_outputs import Text, compare_with_target, spread
+from benchmarks.demo.online_replay import FIRST, Replayer
+from benchmarks.demo.online_report import (
+    build_timeline,
+    count_records_to_adapt,
+    estimate_overhead,
+    estimate_speed,
+    summarise_report,
+    summarise_traffic,
+)
+from benchmarks.demo.online_stage import Stage, make_scene
 from redraft.distill.data.day import choose_day
 from redraft.eval.engine.measure import Measurement, measure
 from redraft.eval.engine.process import process_group
@@ -48,27 +69,6 @@ from redraft.online.fleet.server import connected
 from redraft.online.journal import Journal, SwapEntry, TrainingEntry
 from redraft.online.learning.gate import Decision
 from redraft.recipes.cli import run_recipe
-from redraft.recipes.demo.fleet import (
-    Answer,
-    Server,
-    Traffic,
-    begin_report,
-    measure_rates,
-    read_tau,
-    runner_environment,
-)
-from redraft.recipes.demo.online_config import PRESETS, Config, describe_settings, forced_settings
-from redraft.recipes.demo.online_outputs import Text, compare_with_target, spread
-from redraft.recipes.demo.online_replay import FIRST, Replayer
-from redraft.recipes.demo.online_report import (
-    build_timeline,
-    count_records_to_adapt,
-    estimate_overhead,
-    estimate_speed,
-    summarise_report,
-    summarise_traffic,
-)
-from redraft.recipes.demo.online_stage import Stage, make_scene
 
 CEILING = "offline on B"
 
@@ -78,7 +78,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "online.html.j2"
 
 
 def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
-    from redraft.recipes.demo.online_charts import build_charts
+    from benchmarks.demo.online_charts import build_charts
 
     return build_charts(report)
 

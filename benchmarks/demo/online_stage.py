@@ -12,6 +12,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.demo.fleet import (
+    KV_CACHE_BYTES,
+    MAX_NUM_SEQS,
+    Server,
+    distil,
+    runner_environment,
+    start_server,
+)
+from benchmarks.demo.online_config import MAX_MODEL_LEN, SMALL, SMOLLM2, Config, forced_settings
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
 from redraft.distill.data.samples import build_samples, held_out_prompts
 from redraft.distill.signal.sources import InProcessTarget
@@ -28,15 +37,6 @@ from redraft.online.daemon.opening import provide_first_version
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.anchors import write_anchors
 from redraft.online.tokens import read_token, write_token
-from redraft.recipes.demo.fleet import (
-    KV_CACHE_BYTES,
-    MAX_NUM_SEQS,
-    Server,
-    distil,
-    runner_environment,
-    start_server,
-)
-from redraft.recipes.demo.online_config import MAX_MODEL_LEN, SMALL, SMOLLM2, Config, forced_settings
 from redraft.recipes.demo.parts import make_target, question, read_problems
 
 NUM_QUESTIONS = 2000

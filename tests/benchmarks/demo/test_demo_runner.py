@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from redraft.recipes.demo import fleet, online
-from redraft.recipes.demo.fleet import runner_environment, start_server
+from benchmarks.demo import fleet, online
+from benchmarks.demo.fleet import runner_environment, start_server
 
 
 @pytest.fixture

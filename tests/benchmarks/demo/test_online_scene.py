@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.demo import online_stage
+from benchmarks.demo.fleet import KV_CACHE_BYTES, clear
+from benchmarks.demo.online_config import MAX_MODEL_LEN, PRESETS, SMALL, SMOLLM2, Config
+from benchmarks.demo.online_stage import Stage, count_kv_bytes, make_scene
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.folder import read_config
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli.run import parse
-from redraft.recipes.demo import online_stage
-from redraft.recipes.demo.fleet import KV_CACHE_BYTES, clear
-from redraft.recipes.demo.online_config import MAX_MODEL_LEN, PRESETS, SMALL, SMOLLM2, Config
-from redraft.recipes.demo.online_stage import Stage, count_kv_bytes, make_scene
 
 
 def make_conversation(domain: str, number: int) -> Any:

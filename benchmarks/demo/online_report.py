@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.demo.fleet import Traffic
 from redraft.eval.intervals import UNBOUNDED, Estimate, median_interval, subtract_independent
 from redraft.online.journal import AcceptanceEntry, Entry, GateEntry, SwapEntry
-from redraft.recipes.demo.fleet import Traffic
 
 Array = NDArray[np.float64]
 

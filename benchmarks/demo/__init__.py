@@ -1,0 +1,1 @@
+"""The online demo: a learner beside two real servers."""
