@@ -11,14 +11,13 @@ The last three are in `distill.doctor.in_engine`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from redraft.distill.doctor.in_engine import EngineCheck, Plan, judge_dump, plan_run
+from redraft.distill.doctor.in_engine import EngineCheck, judge_dump, plan_run
 from redraft.distill.doctor.label_probe import compare_probes, label_probe
 from redraft.distill.doctor.recorded import day_of_training, read_section
 from redraft.eval.engine.server import require_runner
-from redraft.eval.parity.run import Dump, run_engine
+from redraft.eval.parity.run import run_engine
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.files.folder import model_folder
@@ -66,42 +65,21 @@ def check_draft(
         FileNotFoundError: a folder is missing.
         ValueError: a folder is corrupt or holds no draft.
     """
-    (checked,) = check_drafts(
-        target,
-        [draft],
-        method=method,
-        num_speculative_tokens=num_speculative_tokens,
-        engine=engine,
-        adaptive_verification=adaptive_verification,
-    )
+    pair = Pair.read(TargetFolder.open(target), model_folder(draft))
+    checked, num_tokens = check_folder(pair, method, num_speculative_tokens, adaptive_verification)
+    if engine is None or not _may_run(pair, checked):
+        return checked
+    plan = plan_run(pair, num_tokens, engine)
+    checked.notes += plan.notes
+    try:
+        (dump,) = run_engine([plan.run], engine.folder)
+    except ChildProcessError as error:
+        checked.findings.append(Finding(str(error), "fix the problem that the engine names, or read its log"))
+        return checked
+    judged = list(judge_dump(pair, plan, dump, checked.facts))
+    checked.findings += [each for each in judged if isinstance(each, Finding)]
+    checked.notes += [each for each in judged if isinstance(each, str)]
     return checked
-
-
-def check_drafts(
-    target: str,
-    drafts: Sequence[str],
-    *,
-    method: str | None = None,
-    num_speculative_tokens: int | None = None,
-    engine: EngineCheck | None,
-    adaptive_verification: bool = False,
-) -> list[Checked]:
-    """`check_draft` of several drafts, whose engines run one after the other in one process."""
-    opened, results, planned = TargetFolder.open(target), [], []
-    for draft in drafts:
-        pair = Pair.read(opened, model_folder(draft))
-        checked, num_tokens = check_folder(pair, method, num_speculative_tokens, adaptive_verification)
-        results.append(checked)
-        if engine is not None and _may_run(pair, checked):
-            planned.append((pair, checked, plan_run(pair, num_tokens, engine)))
-    if engine is not None and planned:
-        dumps = _run([plan for _, _, plan in planned], engine)
-        for (pair, checked, plan), dump in zip(planned, dumps, strict=True):
-            judged = [dump] if isinstance(dump, Finding) else judge_dump(pair, plan, dump, checked.facts)
-            checked.notes += plan.notes
-            checked.findings += [each for each in judged if isinstance(each, Finding)]
-            checked.notes += [each for each in judged if isinstance(each, str)]
-    return results
 
 
 def check_folder(
@@ -150,14 +128,3 @@ def _may_run(pair: Pair, checked: Checked) -> bool:
         checked.notes.append("the draft was not run in the engine: fix the problems below first")
         return False
     return True
-
-
-def _run(plans: Sequence[Plan], engine: EngineCheck) -> list[Dump | Finding]:
-    """The dump of each engine, or what kept it from running."""
-    try:
-        return list(run_engine([plan.run for plan in plans], engine.folder))
-    except ChildProcessError as error:
-        if len(plans) == 1:
-            return [Finding(str(error), "fix the problem that the engine names, or read its log")]
-    # One of several engines failed, and the error does not say which: run each alone.
-    return [result for plan in plans for result in _run([plan], engine)]

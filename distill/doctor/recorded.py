@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import replace
 from typing import Any
 
 from redraft.distill.data.day import choose_day
@@ -31,11 +30,4 @@ def arguments_of_training(pair: Pair) -> dict[str, Any]:
 
 def read_forecast(pair: Pair) -> StoredForecast | None:
     """The forecast published with the draft; None if there is none."""
-    provenance = pair.provenance or {}
-    stored = StoredForecast.from_json(provenance.get("forecast"))
-    if stored is None or stored.dtype is not None or read_section(pair, "signal").get("url"):
-        return stored
-    # Of an older release, which computed in float32 on every CPU unless it was told otherwise.
-    on_cpu = provenance.get("environment", {}).get("gpu") == "none"
-    given = provenance.get("config", {}).get("target_dtype")
-    return replace(stored, dtype=given or ("float32" if on_cpu else None))
+    return StoredForecast.from_json((pair.provenance or {}).get("forecast"))

@@ -54,8 +54,8 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("data"), dict):
         kept["data"] = {**kept["data"], "cache": None}
     if isinstance(kept.get("loop"), dict):
-        # Compiling changes the rounding only. Runs of an older redraft have no `epochs`.
-        kept["loop"] = {"epochs": None, **kept["loop"], "compile": None}
+        # Compiling changes the rounding only.
+        kept["loop"] = {**kept["loop"], "compile": None}
     return kept
 
 
@@ -84,9 +84,8 @@ class RunFolder:
         run.on_main(lambda: run._claim(resume, overwrite))
         if not (folder / "run.json").exists():
             raise ValueError(f"{folder} is not seen by every machine of this launch: choose a shared one as --output")
-        # Read by all ranks: midnight may pass between two of them. A run of an older redraft has no date.
-        if recorded := json.loads((folder / "run.json").read_text()).get("date"):
-            run.date = datetime.date.fromisoformat(recorded)
+        # Read by all ranks: midnight may pass between two of them.
+        run.date = datetime.date.fromisoformat(json.loads((folder / "run.json").read_text())["date"])
         return run
 
     def beside(self, name: str) -> RunFolder:

@@ -124,7 +124,7 @@ def fits(checkpoint: Path, accelerator: Accelerator, optimizer: str) -> bool:
 
 
 def _written_by(progress: Mapping[str, Any]) -> tuple[str, str]:
-    return progress["ranks"], progress.get("optimizer", "adamw")  # an older redraft had no other
+    return progress["ranks"], progress["optimizer"]
 
 
 def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:

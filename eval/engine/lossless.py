@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from redraft.eval.forecast.sampler import NextLogits
+from typing import TYPE_CHECKING
 
 from redraft.eval.engine.measure import Measurement
 from redraft.eval.prompts import Prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NextLogits = Callable[[Sequence[int]], "Tensor"]
+"""A model: token ids in, the logits of the next token out, [V]."""
 
 TIE_LOGIT_GAP = 1e-3
 """Two tokens whose logits differ by less are a tie in a float32 engine: batching alone moves logits by about 1e-5."""

@@ -30,7 +30,7 @@ class StoredForecast:
     by_prompt: Mapping[str, tuple[int, int]]
     """Drafts and accepted tokens, by the digest of the prompt."""
     dtype: str | None = None
-    """Type in which the target computed; None if it is not known: on a server, or in a file of an older release."""
+    """Type in which the target computed; None if it is not known, on a server."""
 
     @property
     def tau(self) -> float:

@@ -50,9 +50,9 @@ class Change:
 
 
 def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> dict[str, Any]:
-    """Read an earlier report of the same target; one of an older schema is converted to this one.
+    """Read an earlier report of the same target.
 
-    Raises: FileNotFoundError; ValueError if it is not such a report, is newer than this redraft, or has another target.
+    Raises: FileNotFoundError; ValueError if it is not such a report, has another schema, or another target.
     """
     if not path.is_file():
         raise FileNotFoundError(f"the baseline {path} does not exist: give an earlier report.json of `redraft eval`")
@@ -65,20 +65,11 @@ def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> d
         raise ValueError(f"{path} is not an acceptance report of `redraft eval` ({error!r})") from None
     if missing:
         raise ValueError(f"{path} is not an acceptance report of `redraft eval`: it has no {', '.join(missing)}")
-    if version not in range(1, schema_version + 1):
-        raise ValueError(f"{path} has schema version {version}; this redraft reads versions 1 to {schema_version}")
+    if version != schema_version:
+        raise ValueError(f"{path} has schema version {version}; this redraft reads version {schema_version}")
     if fingerprint != target_fingerprint:
         raise ValueError(f"{path} is a baseline of another target ({name}): measure one with this target first")
-    return _convert_version_1(baseline) if version == 1 else baseline
-
-
-def _convert_version_1(report: dict[str, Any]) -> dict[str, Any]:
-    """Version 2 renamed the engine's `parts` to `diverges`."""
-    for row in report.get("results", ()):
-        for entry in row["by_num_speculative_tokens"]:
-            if entry["engine"]:
-                entry["engine"]["diverges"] = entry["engine"].pop("parts")
-    return {**report, "schema_version": 2}
+    return baseline
 
 
 SAME_SETTINGS: Mapping[str, Any] = {

@@ -148,8 +148,6 @@ class Learner:
         self._lost = Counter[str]()
         self._intake = asyncio.Lock()
         self._laggards: set[FleetServer] = set()
-        if buffer.upgraded:
-            self.account.begin_fault("buffer_upgraded", "held-out.key", buffer.upgraded)
         # Arrivals and ages are by this clock. Only the event loop's thread reads it.
         # A gap above half the maximal age may expire half of the buffer at once: such a clock is doubted first.
         self.clock = SteadyClock(last_s=buffer.last_arrival_s(), max_gap_s=buffer.config.max_age_s / 2)

@@ -70,7 +70,7 @@ def copy_through(x: Tensor, pinned_N: Tensor) -> Tensor:
     Several times as fast as `cpu`, which copies to pageable memory.
     """
     made = torch.empty(x.shape, dtype=x.dtype)
-    pieces = (each.contiguous().view(-1).view(torch.uint8).split(len(pinned_N)) for each in (x, made))
+    pieces = (torch.split(each.contiguous().view(-1).view(torch.uint8), len(pinned_N)) for each in (x, made))
     for source, piece in zip(*pieces, strict=True):
         pinned_N[: len(source)].copy_(source, non_blocking=True)
         if x.is_cuda:

@@ -304,8 +304,7 @@ class Registry:
             promoted = _read(self.folder / PROMOTED)
         except (DamagedError, FileNotFoundError):
             return self._guess_promoted()
-        # A file of an earlier release is a list.
-        versions: list[str] = promoted if isinstance(promoted, list) else promoted["versions"]
+        versions: list[str] = promoted["versions"]
         return versions
 
     def _guess_promoted(self) -> list[str]:

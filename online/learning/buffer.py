@@ -136,7 +136,7 @@ class Buffer:
                 config.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
                 opened.callback(os.close, acquire(config.folder / "lock", "a learner's buffer"))
             with named_disk_full():
-                # The order matters: the next number needs commits and files, the key the number, older files the key.
+                # The order matters: the next number needs commits and files, the key the number.
                 self._cursor = Cursor(config.folder)
                 self.damage += self._cursor.damage
                 self._files = RollingFiles(config.folder, config.max_bytes, config.max_age_s, self.counts, self.damage)
@@ -144,8 +144,6 @@ class Buffer:
                 through = max((trained.through for trained in self.commits()), default=0)
                 self._next_seq = 1 + max(self._files.last_number(), through)
                 self._key = self._files.open_key(self._next_seq - 1)
-                # A sentence for people if the files were of an earlier release; else empty.
-                self.upgraded = self._files.upgrade(self._key, self._next_seq - 1)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Buffer:

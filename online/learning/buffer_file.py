@@ -6,7 +6,7 @@ import errno
 import sqlite3
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.heads.files.artifact import is_full
-from redraft.online.learning.prompt_key import Hashes
 
 LAYOUT = 2
-"""Layout of the files, in SQLite's `user_version`. Those of layout 0 have no checksums, and get no more records."""
+"""Layout of the files, in SQLite's `user_version`."""
 
 PAGE_BYTES = 16 << 10
 """Larger than SQLite's default of 4 KiB: a frame spans many of those, and each page costs a separate write."""
@@ -94,16 +93,12 @@ class Row(NamedTuple):
     """Keyed hash of the prompt and the request's id. All segments of a request have the same."""
 
 
-NO_HASHES = Hashes(0, 0)
-
-
 class BufferFile:
     """Records in one file, or in memory if `path` is None. Not thread-safe."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.connection, self.layout = connect(path, _SCHEMA)
-        self._hashes: Mapping[int, Hashes] = {}
+        self.connection = connect(path, _SCHEMA)
         self._index: Index | None = None
         self._inserted: list[tuple[int, Row]] = []
         """Rows missing from the cached index. It is read less often than records arrive."""
@@ -127,9 +122,9 @@ class BufferFile:
         """
         for seq, *columns in self.connection.execute("SELECT * FROM records ORDER BY seq"):
             # `pop` runs before `_checksum`, so the checksum is over the columns before it.
-            if self.layout == LAYOUT and columns.pop() != _checksum(seq, columns):
+            if columns.pop() != _checksum(seq, columns):
                 raise DamagedFileError(f"the checksum of record {seq} differs")
-            row = Row(*columns, *(self._hashes.get(seq, NO_HASHES) if self.is_older else ()))
+            row = Row(*columns)
             yield (seq, *(getattr(row, name) for name in _ROW_COLUMNS))
 
     def oldest_s(self) -> float:
@@ -151,15 +146,6 @@ class BufferFile:
         self._inserted += [(seq, row) for seq, row, _ in rows]
         self._oldest_s = oldest_s
         return True
-
-    @property
-    def is_older(self) -> bool:
-        """Whether an earlier release wrote the file, which knew no hashes of prompts. It gets no more records."""
-        return self.layout < LAYOUT
-
-    def set_hashes(self, hashes: Mapping[int, Hashes]) -> None:
-        """Give records of an older file their hashes, by number. They are kept in memory."""
-        self._hashes, self._index = hashes, None
 
     def find_known(self, record_ids: list[str]) -> set[str]:
         """The subset of the ids in this file."""
@@ -218,9 +204,8 @@ class BufferFile:
             unlink(self.path)
 
 
-def connect(path: Path | None, schema: str) -> tuple[sqlite3.Connection, int]:
-    """Open a file, created if missing; returns the connection and the file's layout. A commit is on the disk when it
-    returns.
+def connect(path: Path | None, schema: str) -> sqlite3.Connection:
+    """Open a file, created if missing. A commit is on the disk when it returns.
 
     Raises:
         LaterFileError: if a later release wrote it.
@@ -242,11 +227,10 @@ def connect(path: Path | None, schema: str) -> tuple[sqlite3.Connection, int]:
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             # One transaction, `user_version` included: a kill cannot leave tables of an unknown layout.
             connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {LAYOUT}; COMMIT;")
-            layout = LAYOUT
     except (sqlite3.Error, LaterFileError):
         connection.close()
         raise
-    return connection, layout
+    return connection
 
 
 @contextmanager

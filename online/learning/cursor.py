@@ -8,9 +8,7 @@ A damaged file is set aside and reported. The commits are then read from the che
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,6 @@ SERVED = "served"
 """Commits with this name in place of a checkpoint's: training began again from the served version."""
 
 CURSOR, FORGOTTEN = "cursor.json", "forgotten.json"
-FORMER = "cursor.db"
-"""The same as a SQLite file, as earlier releases wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,24 +68,20 @@ class Cursor:
             write_sealed(self.folder / CURSOR, {"trained": trained, "forgotten": forgotten})
 
     def _read(self, folder: Path) -> None:
-        former = folder / FORMER
-        cursor = self._read_former(former) if former.exists() else self._read_one(folder / CURSOR)
-        again = self._read_one(folder / FORGOTTEN)
+        cursor, again = self._read_one(folder / CURSOR), self._read_one(folder / FORGOTTEN)
         self.commits = tuple(Commit(**fields) for fields in cursor.get("trained", ()))
         # The union: a tenant is forgotten if either file says so, with the later time.
         for file in (cursor, again):
             for tenant_sha256, time_s in file.get("forgotten", {}).items():
                 self.forgotten[tenant_sha256] = max(time_s, self.forgotten.get(tenant_sha256, time_s))
-        if cursor and again and not former.exists():
+        if cursor and again:
             return
         # A folder without records has nothing to lose. In one with records a missing file is damage, and is told.
         is_new = not cursor and not again and not self.damage and not any(folder.glob("records-*.db"))
-        if not is_new and not former.exists():
+        if not is_new:
             self._tell(folder, "" if cursor else CURSOR, "" if again else FORGOTTEN)
         write_sealed(folder / FORGOTTEN, {"forgotten": self.forgotten})
         self._write(self.commits, self.forgotten)
-        # Last: after a kill before this line, the next start reads the former file again.
-        former.unlink(missing_ok=True)
 
     def _tell(self, folder: Path, *lost: str) -> None:
         consequences = {
@@ -110,19 +102,6 @@ class Cursor:
         except (DamagedError, TypeError) as error:
             self.damage.append(f"{error}: it is now {set_aside(path).name}")
             return {}
-
-    def _read_former(self, path: Path) -> dict[str, Any]:
-        try:
-            with closing(sqlite3.connect(path)) as connection:
-                trained = connection.execute(
-                    "SELECT checkpoint_id, through FROM trained ORDER BY number DESC"
-                ).fetchall()
-                forgotten = connection.execute("SELECT tenant_sha256, time_s FROM forgotten").fetchall()
-        except sqlite3.Error as error:
-            self.damage.append(f"{path} is damaged ({error}): it is now {set_aside(path).name}")
-            return {}
-        commits = [{"checkpoint_id": checkpoint_id, "through": through} for checkpoint_id, through in trained]
-        return {"trained": commits, "forgotten": dict(forgotten)}
 
 
 def begin_training_again(folder: Path | None) -> None:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from redraft.online.learning.buffer_file import (
     INDEX_DTYPE,
-    LAYOUT,
     MIN_FILE_BYTES,
     BufferFile,
     BufferFullError,
@@ -158,7 +157,7 @@ class RollingFiles:
         """The file to write to: the last one, until it has its share of the bytes or covers its
         share of the age.
         """
-        if self.files and self.files[-1].layout == LAYOUT:
+        if self.files:
             newest = self.files[-1]
             is_old = now_s - newest.oldest_s() >= self.max_age_s / NUM_FILES
             if not is_old and newest.num_bytes() < self.max_bytes / NUM_FILES:
@@ -194,36 +193,17 @@ class RollingFiles:
         """
         if self.folder is None:
             return PromptKey.make()
-        files = [file for file in self.files if not file.is_older]
-        # A key has hashed the records of later releases too, although this release cannot read
-        # them.
-        has_hashes = bool(self.later) or any(len(file.index()) for file in files)
+        # A key has hashed the records of later releases too, although this release cannot read them.
+        has_hashes = bool(self.later) or any(len(file.index()) for file in self.files)
         opened = open_key(self.folder, newest=newest, has_hashes=has_hashes)
         self.damage += opened.damage
         rows = [
             (seq, *hashes)
-            for file in files
+            for file in self.files
             for seq, hashes in self._hash_held_out(file, opened.key, opened.rehash_through).items()
         ]
         self._rehashed = np.array(rows, REHASHED_DTYPE)
         return opened.key
-
-    def upgrade(self, key: PromptKey, newest: int) -> str:
-        """Hash the prompts of held-out records from an earlier release, which knew no key; a
-        sentence for people.
-
-        Every record stays on its side: nothing held out is trained, and nothing trained judges.
-        """
-        older = [file for file in self.files if file.is_older]
-        for file in older:
-            file.set_hashes(self._hash_held_out(file, key, newest))
-        if not older:
-            return ""
-        num_records = sum(len(file.index()) for file in older if file in self.files)
-        return (
-            f"{num_records} records of an earlier release keep their side; a key decides which new prompts are held "
-            f"out. Keep it: {self.folder}/held-out.key"
-        )
 
     def _hash_held_out(self, file: BufferFile, key: PromptKey, through: int) -> dict[int, Hashes]:
         """The hashes of the file's held-out records up to `through`, by ascending number."""

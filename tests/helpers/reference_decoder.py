@@ -48,6 +48,9 @@ def propose(
 
     The target has sampled the prefix's last token but not read it, so `signal` (B = 1) has one row fewer.
     """
+    if hasattr(head, "propose"):  # of a made-up family
+        made: Drafted = head.propose(prefix_ids, signal, num_tokens, temperature, generator)
+        return made
     decode = next((decode for kind, decode in DECODERS.items() if isinstance(head, kind)), of_recurrent)
 
     def draw_next(logits_W: Tensor) -> tuple[int, Tensor]:

@@ -7,12 +7,13 @@ It predicts a whole block at once from some layers of the target. B = batch, T =
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from reference_decoder import Drafted, draw
 from torch import Tensor, nn
 
 from redraft.heads.doctor.pair import Check, Finding, Pair
@@ -83,6 +84,18 @@ class Tiny(nn.Module):
             DraftStep(hidden_BTD=hidden_BTD, head_WD=self._head_VD, shift=k + 1, mask_BT=label_rows(batch, k + 1))
             for k, hidden_BTD in enumerate(hidden[:num_steps])
         ]
+
+    @torch.no_grad()
+    def propose(
+        self,
+        prefix_ids: Sequence[int],
+        signal: TargetSignal,
+        num_tokens: int,
+        temperature: float,
+        generator: torch.Generator | None,
+    ) -> Drafted:
+        hidden = self._block(self.feature(signal)[:, -1:], torch.tensor([[prefix_ids[-1]]]))
+        return [draw(F.linear(h[0, 0], self._head_VD), temperature, generator) for h in hidden[:num_tokens]]
 
     def export(
         self,

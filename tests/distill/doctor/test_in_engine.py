@@ -103,24 +103,3 @@ def test_the_engine_runs_in_the_type_of_the_forecast(
 
 
 CPU, GPU = {"gpu": "none"}, {"gpu": "NVIDIA H100"}
-
-
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(
-    ("provenance", "known"),
-    [
-        ({"environment": CPU, "config": {"target_dtype": None}}, "float32"),
-        ({"environment": CPU, "config": {"target_dtype": "bfloat16"}}, "bfloat16"),
-        ({"environment": CPU, "config": {"signal": {"url": ["http://t1:8001"]}}}, None),
-        ({"environment": GPU, "config": {"target_dtype": None}}, None),
-        ({}, None),
-    ],
-)
-def test_the_type_of_an_older_forecast_is_that_of_its_training(
-    provenance: dict[str, Any], known: str | None, random_target: Path, tmp_path: Path
-) -> None:
-    pair = make_pair(random_target, tmp_path / "draft", None, **provenance)
-    plan = make_plan(pair, tmp_path)
-    assert plan.stored is not None
-    assert plan.stored.dtype == known
-    assert plan.run.dtype == (known or "float32"), "the random target is stored in float32"

@@ -132,25 +132,6 @@ def test_a_step_of_shift_two_learns_from_the_targets_row_two_further_on():
     assert result.loss.item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_rows_have_weights_of_their_own():
-    """Against the plain divergence, row by row."""
-    target, draft, batch = make_model(0), make_model(1), make_batch([24, 13])
-    signal, steps = make_signal(target, batch), draft.draft_steps(batch)
-    weight_BT = torch.rand(batch.input_ids_BT.shape)
-    weighted = replace(steps[0], weight=0.5, weight_BT=weight_BT)
-    result = distill_loss([weighted], batch, signal, Divergence(name="forward_kl"), scale=0.25)
-    rows_BT = label_rows(batch, 0)
-    p_logits_MV = signal.distribution.hidden_BTD[rows_BT] @ target.model.lm_head.weight.T
-    q_logits_MV = steps[0].hidden_BTD[rows_BT] @ draft.model.lm_head.weight.T
-    each_M = define(Divergence(name="forward_kl"), *exact_log_probs(p_logits_MV, q_logits_MV))
-    plain = 0.25 * 0.5 * (weight_BT[rows_BT].double() * each_M).sum()
-    torch.testing.assert_close(result.loss, plain, rtol=1e-6, atol=0)
-    gradient, expected = (
-        torch.autograd.grad(loss, draft.parameters(), retain_graph=True) for loss in (result.loss, plain)
-    )
-    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-9)
-
-
 def test_cross_entropy_learns_the_texts_next_token():
     target, draft, batch = make_model(0), make_model(1), make_batch([17])
     steps = draft.draft_steps(batch)

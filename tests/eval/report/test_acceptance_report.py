@@ -372,16 +372,6 @@ def test_a_baseline_is_an_acceptance_report_of_this_target_and_version(tmp_path:
         read_baseline(tmp_path / "nowhere.json", FINGERPRINT, SCHEMA_VERSION)
 
 
-def test_a_baseline_of_schema_version_1_is_read_as_this_version(tmp_path: Path) -> None:
-    report = make_report()
-    old = json.loads(json.dumps(report).replace('"diverges"', '"parts"')) | {"schema_version": 1}
-    (tmp_path / "report.json").write_text(json.dumps(old))
-    baseline = read_baseline(tmp_path / "report.json", FINGERPRINT, SCHEMA_VERSION)
-    assert baseline == json.loads(json.dumps(report))
-    validate(baseline)
-    assert compare_reports(report, baseline, 0.0)["num_fell"] == 0
-
-
 def test_the_markdown_has_a_row_for_every_draft_and_domain() -> None:
     report = make_report()
     report["baseline"] = compare_reports(make_report(make_measured(scale=0.8)), make_report(), 0.02)

@@ -17,6 +17,7 @@ from make_heads import (
     signal_of_prefix,
 )
 from make_native import make_native_target
+from reference_decoder import KeyCache
 from safetensors.torch import load_file
 from torch.nn.functional import embedding
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,7 +29,6 @@ from redraft.heads.files.artifact import MANIFEST
 from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.files.folder import tensor_files
 from redraft.heads.files.tensors import read_tensors
-from redraft.heads.nn.attention import KeyCache
 from redraft.heads.target import Target
 
 LAYOUTS = ["mimo", "qwen3_next", "qwen3_5", "deepseek"]

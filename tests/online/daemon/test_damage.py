@@ -6,7 +6,6 @@ Each row of the table ends in a learner that goes on and tells, or in one line w
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import sqlite3
 import subprocess
@@ -332,30 +331,6 @@ def test_a_damage_that_only_a_person_can_mend_is_one_line_with_the_cure(world, n
     with pytest.raises((ValueError, OSError), match=words) as error:
         act(world)
     assert "\n" not in str(error.value)
-
-
-def test_a_cursor_and_a_registry_of_an_earlier_release_are_taken_over(world):
-    folder = world.root / "learner" / "buffer"
-    with Buffer(world.config().buffer_config, "target") as buffer:
-        commits = buffer.commits()
-        buffer.delete_tenant("acme", 1.0)
-    forgotten = json.loads((folder / "forgotten.json").read_text())["forgotten"]
-    for name in ("cursor.json", "forgotten.json"):
-        (folder / name).unlink()
-    with closing(sqlite3.connect(folder / "cursor.db")) as connection, connection:
-        connection.execute("CREATE TABLE trained (number INTEGER PRIMARY KEY, checkpoint_id TEXT, through INTEGER)")
-        connection.execute("CREATE TABLE forgotten (tenant_sha256 TEXT PRIMARY KEY, time_s REAL NOT NULL)")
-        for commit in reversed(commits):
-            row = (commit.checkpoint_id, commit.through)
-            connection.execute("INSERT INTO trained (checkpoint_id, through) VALUES (?, ?)", row)
-        connection.executemany("INSERT INTO forgotten VALUES (?, ?)", forgotten.items())
-    (world.root / "registry" / "promoted.json").write_text('["v000001", "v000002"]')
-    with opened(world.config()) as (_, registry, buffer):
-        assert buffer.commits() == commits
-        assert buffer._cursor.forgotten == forgotten
-        assert (buffer.damage, registry.mended) == ([], [])
-        assert registry.promoted() == ["v000001", "v000002"]
-    assert not (folder / "cursor.db").exists()
 
 
 def test_a_damaged_id_is_found_again_because_servers_refuse_another(world):

@@ -21,7 +21,7 @@ from fake_fleet import TOKEN
 from learner_world import QUICK, World, make_records, ship
 from real_server import running_server
 from recorded_heads import LAYERS, OPTIONS, floats, make_head, states_of, text_of, with_states
-from reference_decoder import propose
+from reference_decoder import KeyCache, propose
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import until
@@ -38,7 +38,6 @@ from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import fingerprint
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.nn.attention import KeyCache
 from redraft.heads.target import Target
 from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.opening import provide_first_version

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sqlite3
 from collections import Counter
 from typing import Any
 
@@ -394,34 +393,3 @@ def test_replay_is_filled_also_where_one_tenant_has_nearly_everything() -> None:
     with opened(held_out_fraction=0) as buffer:
         send(buffer, *traffic(0, 200, ["only"]), *traffic(1000, 25, ["small"]))
         assert replayed_share(buffer, "only") == 0.5
-
-
-# --- a buffer of an earlier release
-
-
-def make_older(folder: Any) -> None:
-    """Take away from a buffer all that an earlier release did not write; every third record is held out."""
-    for name in ("held-out.key", "held-out.json"):
-        (folder / name).unlink()
-    for path in folder.glob("records-*.db"):
-        with contextlib.closing(sqlite3.connect(path)) as file, file:
-            file.execute("UPDATE records SET held_out = (seq % 3 = 0)")
-            for column in ("prompt", "request", "crc32"):
-                file.execute(f"ALTER TABLE records DROP COLUMN {column}")
-            file.execute("PRAGMA user_version = 0")
-
-
-def test_records_of_an_earlier_release_keep_their_side_and_are_told(tmp_path: Any) -> None:
-    with opened(tmp_path, held_out_fraction=0.5) as buffer:
-        send(buffer, *traffic(0, 61, HONEST))
-        assert buffer.upgraded == ""
-    make_older(tmp_path)
-    with opened(tmp_path, held_out_fraction=0.5) as buffer:
-        assert "61 records of an earlier release keep their side" in buffer.upgraded
-        judged = [one.seq for one in buffer.read(buffer.select_held_out(99))]
-        trained = [one.seq for one in buffer.fresh(0, 99)]
-        assert judged == list(range(3, 61, 3))
-        assert trained == [seq for seq in range(1, 62) if seq % 3]
-        send(buffer, make_record(200, prompt=i32(7, 5)))  # the prompt of the record with number 6
-        newest = [one.record.request_id for one in buffer.read(buffer.select_held_out(99))]
-        assert ("cmpl-200" in newest) == ("cmpl-5" not in newest), "a repetition counts once, whoever wrote it"
