@@ -1,4 +1,4 @@
-"""The choice of the training loss. Without torch, so that a config that contains it loads fast."""
+"""The choice of the training loss. Without torch, so a config that contains it loads fast."""
 
 from __future__ import annotations
 

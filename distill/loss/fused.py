@@ -54,7 +54,7 @@ class DraftRows:
 
     hidden_MD: Tensor
     head_WD: Tensor
-    """The same tensor object in every step with the same head, so that the head's gradient is accumulated once."""
+    """The same tensor object in every step with the same head, so the head's gradient is accumulated once."""
     target_row_M: Tensor
     """int64, index of the target row to compare each draft row with. In any order; rows may repeat."""
     weight_M: Tensor

@@ -25,7 +25,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit
 def _at_least(x, floor):
-    """max(x, floor). NaN stays NaN, so that the step is skipped: a GPU's plain max returns the floor."""
+    """max(x, floor). NaN stays NaN, so the step is skipped: a GPU's plain max returns the floor."""
     return tl.maximum(x, floor, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -1,4 +1,4 @@
-"""The choices of a plan by name. Without torch, so that a command's config reads them fast."""
+"""The choices of a plan by name. Without torch, so a command's config reads them fast."""
 
 from __future__ import annotations
 

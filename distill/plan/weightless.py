@@ -7,7 +7,7 @@
     count.memory                                 live bytes at the worst moment, by holder
 
 The mode sees the operations below autograd and autocast, as kernels. Floating-point tensors are weightless. Small
-tensors of integers keep values, so that code may branch on the ids, masks and documents of a batch.
+tensors of integers keep values, so code may branch on the ids, masks and documents of a batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Weightless(Tensor):
-    """A tensor without memory. To PyTorch it is on the CPU, so that the CPU's autocast and autograd hold. Python code
+    """A tensor without memory. To PyTorch it is on the CPU, so the CPU's autocast and autograd hold. Python code
     reads `device` as `shown_on`, and takes the branches of an accelerator, or of the CPU."""
 
     shown_on = META

@@ -1,4 +1,4 @@
-"""The settings of a training run. Without torch, so that `--help` and a config file load fast.
+"""The settings of a training run. Without torch, so `--help` and a config file load fast.
 
     TrainConfig                  of every family
       ├─ HeadConfig[Options]     of heads: `head` holds the family's options (`heads.options`)

@@ -1,4 +1,4 @@
-"""The optimizer's settings. Without torch, so that a config that contains them loads fast."""
+"""The optimizer's settings. Without torch, so a config that contains them loads fast."""
 
 from __future__ import annotations
 

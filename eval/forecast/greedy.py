@@ -226,7 +226,7 @@ def _generate(
     choose: Callable[[Tensor, int], Tensor],
 ) -> list[list[int]]:
     """Tokens after each prompt, picked by `choose(logits [B, V], step)`: the output and at least `beyond` more."""
-    # Padding is on the left, so that the last column is the next token of every prompt.
+    # Padding is on the left, so the last column is the next token of every prompt.
     device = target.device
     width = max(map(len, prompts))
     # Any id will do as padding: the attention mask hides it.

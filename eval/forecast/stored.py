@@ -1,6 +1,6 @@
 """The forecast that is published with a draft: the counts expected on each held-out prompt, without the prompts' text.
 
-A prompt is known by the SHA-256 of its token ids, so that a draft may leave the house and its users' text stays.
+A prompt is known by the SHA-256 of its token ids, so a draft may leave the house and its users' text stays.
 At temperature 0 an engine counts the same, so serving is held to it prompt by prompt.
 """
 

@@ -38,7 +38,7 @@ CONFIDENCE_HEAD = "confidence_head."
 """Engines keep these tensors in float32, and so does an export."""
 
 INIT_STD = 0.01
-"""Small, so that the head begins as DFlash."""
+"""Small, so the head begins as DFlash."""
 
 
 Config = options.DSpark

@@ -73,7 +73,7 @@ def read_sealed_as(path: Path, make: Callable[[Any], T], otherwise: T) -> T:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged file, so that a person can look at it; returns the new path. An earlier one is replaced."""
+    """Rename a damaged file, so a person can look at it; returns the new path. An earlier one is replaced."""
     aside = path.with_name(f"{path.name}.damaged")
     return path.replace(aside)
 

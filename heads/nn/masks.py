@@ -51,7 +51,7 @@ TURN = 1327217885
 def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:
     """`count` distinct rows in random order, those with a label first, int64 [B, N].
 
-    The choice depends on the batch alone, so that a resumed run, and a run on more processes, make the same. Each
+    The choice depends on the batch alone, so a resumed run, and a run on more processes, make the same. Each
     `batch.salt` makes another: five epochs that choose a quarter of the rows each have chosen almost every row. It does
     not wait for the device, unlike a caller that counts the labels there to find `count`.
     """
