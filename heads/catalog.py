@@ -8,15 +8,13 @@ Standard library only. The fields of a row are in `heads.family`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.heads.family import Family, FixedTokens, Training
-from redraft.heads.files.artifact import PROVENANCE
-from redraft.heads.files.folder import CONFIG, read_config, tensor_files
+from redraft.heads.files.folder import CONFIG, read_config, read_provenance, tensor_files
 from redraft.heads.files.foreign import find_foreign
 from redraft.heads.files.target_folder import TargetFolder
 
@@ -352,9 +350,13 @@ def require_head(folder: Path, name: str, target: TargetFolder) -> None:
     """
     if (found := detect_family(folder).name) != name:
         raise ValueError(f"{folder} holds a head of the family {found}, not {name}: use the recipe of {found}")
-    provenance = json.loads((folder / PROVENANCE).read_text()) if (folder / PROVENANCE).is_file() else {}
-    trained_for = provenance.get("target_fingerprint")
-    if trained_for is not None and trained_for != target.fingerprint:
+    require_trained_for(folder, target)
+
+
+def require_trained_for(folder: Path, target: TargetFolder) -> None:
+    """Raise ValueError if a draft's provenance names another target. A draft of another trainer names none."""
+    provenance = read_provenance(folder) or {}
+    if provenance.get("target_fingerprint") not in (None, target.fingerprint):
         raise ValueError(
             f"{folder} was trained for another target than {target.name}: {provenance.get('target', 'unnamed')}"
         )

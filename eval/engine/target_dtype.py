@@ -42,11 +42,3 @@ def default_target_dtype(target: str | Path, *, on_cpu: bool, machine: Machine |
     if quantization:
         return None
     return "bfloat16" if stored == "bfloat16" and (machine or this_machine()).cpu_has_bfloat16 else "float32"
-
-
-def stored_dtype(name_or_path: str | Path) -> str | None:
-    """The type that a model's config.json names; None if it names none or cannot be read, which loading reports."""
-    try:
-        return read_dtype(open_folder(name_or_path))
-    except (OSError, ValueError):
-        return None

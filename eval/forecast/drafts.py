@@ -22,7 +22,8 @@ from redraft.eval.engine.hardware import this_machine
 from redraft.eval.engine.head_size import require_draft_heads
 from redraft.eval.forecast.ngram import Lookup, Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable
-from redraft.heads.doctor.pair import Pair, read_provenance
+from redraft.heads.catalog import require_trained_for
+from redraft.heads.doctor.pair import Pair
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
 from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval
 from redraft.heads.family import Family
@@ -97,14 +98,14 @@ def _load(draft: DraftSource, target: LoadedTarget, lookups: Lookups, sampling: 
         return _make_ngram(draft, lookups)
     folder = draft.folder or target.opened.folder
     if draft.is_answers:
-        _require_target(folder, read_provenance(folder), target)
+        require_trained_for(folder, target.opened)
         return _make_retrieval(draft, folder)
     pair = Pair.read(target.opened, folder)
     family = pair.family
     # A head reads the hidden states of one target. A standalone draft reads tokens: `_make_forecast` compares
     # the tokenizers.
     if family.is_head:
-        _require_target(folder, pair.provenance, target)
+        require_trained_for(folder, target.opened)
     # vLLM finds such a draft in the folder that it serves.
     served = DraftSource(source=family.name) if family.is_in_target else draft
     return NamedDraft(
@@ -191,17 +192,6 @@ def _make_suffix(draft: DraftSource) -> NamedDraft:
         speculative=draft.speculative(),
         notes=(note,),
     )
-
-
-def _require_target(draft: Path, provenance: Mapping[str, Any] | None, target: LoadedTarget) -> None:
-    """Raise ValueError if the draft's provenance names another target."""
-    provenance = provenance or {}
-    # a head of another trainer names no target, and is taken at its word
-    made_for = provenance.get("target_fingerprint")
-    if made_for not in (None, target.opened.fingerprint):
-        raise ValueError(
-            f"{draft} was trained for another target than {target.opened.name}: {provenance.get('target', 'unnamed')}"
-        )
 
 
 def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool) -> Forecastable:

@@ -10,7 +10,6 @@ Standard library only until `Pair.read`, because `Finding` also reports a broken
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 
 from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.family import Family
-from redraft.heads.files.artifact import PROVENANCE, safetensors_header
-from redraft.heads.files.folder import TRAINED_WITH, check_model_folder, read_config, tensor_files
+from redraft.heads.files.artifact import safetensors_header
+from redraft.heads.files.folder import TRAINED_WITH, check_model_folder, read_config, read_provenance, tensor_files
 from redraft.heads.files.target_folder import TargetFolder
 
 
@@ -103,15 +102,3 @@ class Pair:
 
 
 Check = Callable[[Pair], Iterator[Finding]]
-
-
-def read_provenance(folder: Path) -> dict[str, Any] | None:
-    """The provenance.json of a folder; None without one. Raises ValueError if it is corrupt."""
-    path = folder / PROVENANCE
-    if not path.is_file():
-        return None
-    try:
-        provenance: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is corrupt ({error}): publish the draft again") from error
-    return provenance

@@ -17,6 +17,7 @@ from typing import Any
 
 from redraft.heads.files.artifact import (
     MANIFEST,
+    PROVENANCE,
     VOLATILE_CONFIG_KEYS,
     safetensors_header,
     safetensors_samples,
@@ -109,6 +110,12 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     """The generation_config.json of a folder; empty without one. Raises ValueError if it is corrupt."""
     path = folder / GENERATION_CONFIG
     return read_json(path) if path.is_file() else {}
+
+
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """The provenance.json of a folder; None without one. Raises ValueError if it is corrupt."""
+    path = folder / PROVENANCE
+    return read_json(path) if path.is_file() else None
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -16,9 +16,8 @@ from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, engine_is_cpu, find_two_speeds, require_servable, vllm_keys
 from redraft.eval.machine import count_cores
 from redraft.heads.doctor.method import lacks_confidence
-from redraft.heads.doctor.pair import read_provenance
 from redraft.heads.files.folder import read_config as read_model_config
-from redraft.heads.files.folder import tensor_files
+from redraft.heads.files.folder import read_provenance, tensor_files
 from redraft.online.engine.config import PLUGIN_NAME, read_config
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.serve import serve_config

@@ -16,7 +16,7 @@ from redraft.distill.run import proof as prove
 from redraft.eval.engine import server, target_dtype
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.engine.server import vllm_server
-from redraft.eval.engine.target_dtype import default_target_dtype, stored_dtype
+from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.prompts import Prompt
 from redraft.heads.files.target_folder import TargetFolder
 
@@ -61,15 +61,12 @@ def test_a_target_that_cannot_be_read_is_left_to_loading(tmp_path: Path) -> None
         assert default_target_dtype(name, on_cpu=True, machine=FAST) == "float32"
 
 
-def test_the_config_of_a_hub_name_is_fetched_before_the_first_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_config_of_a_hub_name_is_fetched_before_the_first_run(tmp_path: Path) -> None:
     files = {"config.json": b'{"dtype": "bfloat16"}', "tokenizer.json": b"{}"}
-    code = "from redraft.eval.engine.target_dtype import stored_dtype; print(stored_dtype('owner/model'))"
+    code = "from redraft.eval.engine.hardware import Machine; from redraft.eval.engine.target_dtype import *; "
+    code += "print(open_target('owner/model', on_cpu=True, machine=Machine(cpu_has_bfloat16=True)).dtype)"
     with serve_model(files) as hub:
         assert run_with_hub(code, hub, tmp_path).stdout.strip() == "bfloat16"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert stored_dtype("owner/absent") is None
 
 
 class StartedError(Exception):
