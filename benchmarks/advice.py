@@ -109,6 +109,7 @@ def start_servers(cfg: Config, draft: str) -> Iterator[dict[int, VllmServer]]:
                     else None,
                     dtype="float32",  # as the preset that trains the draft
                     max_num_seqs=max(cfg.concurrency),
+                    mode="compiled",
                     kv_cache_bytes=128 << 20,
                 )
             )

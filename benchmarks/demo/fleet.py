@@ -32,7 +32,7 @@ from redraft.eval.engine.hardware import this_machine
 from redraft.eval.engine.measure import Measurement
 from redraft.eval.engine.process import process_group
 from redraft.eval.engine.sampling import GREEDY, PENALTIES
-from redraft.eval.engine.server import VllmServer, engine_is_cpu, wait_until_healthy
+from redraft.eval.engine.server import EAGER, Mode, VllmServer, engine_is_cpu, wait_until_healthy
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
@@ -130,6 +130,7 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
     dtype: TargetDtype = "float32"
+    mode: Mode = "compiled"
 
     async def ready(self) -> None:
         """Wait until the server answers. Raises as `wait_until_healthy`."""
@@ -137,7 +138,9 @@ class Server:
 
     def measured(self, num_speculative_tokens: int) -> VllmServer:
         """The same server as an argument for the measurements of `eval`."""
-        return VllmServer(url=self.url, model="m", dtype=self.dtype, num_speculative_tokens=num_speculative_tokens)
+        return VllmServer(
+            url=self.url, model="m", dtype=self.dtype, num_speculative_tokens=num_speculative_tokens, mode=self.mode
+        )
 
 
 @contextlib.contextmanager
@@ -153,6 +156,7 @@ def start_server(
     port: int,
     log: Path,
     dtype: TargetDtype = "float32",
+    mode: Mode = "compiled",
     kv_cache_bytes: int = KV_CACHE_BYTES,
     options: Sequence[str] = (),
     arguments: Sequence[str] = (),
@@ -167,7 +171,8 @@ def start_server(
         *("--num-speculative-tokens", str(num_speculative_tokens), "--token-file", str(token_file)),
         *("--capture.spool", str(spool), "--capture.tenants", TENANT, *options),
         *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", dtype),
-        *("--enforce-eager", "--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)),
+        *([EAGER] if mode == "eager" else []),
+        *("--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)),
         *("--kv-cache-memory-bytes", str(kv_cache_bytes), "--no-enable-prefix-caching"),
         # Of two contrary flags the last counts, so `arguments` may turn the prefix cache on.
         *("--per-request-spec-decode-metrics", "detailed", *arguments),
@@ -175,7 +180,7 @@ def start_server(
     # By default vLLM would bind both servers to the first core.
     bound = {"VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)), "VLLM_NO_USAGE_STATS": "1"}
     with process_group(command, log=log, env={**bound, **(environment or {})}) as process:
-        yield Server(url=f"http://127.0.0.1:{port}", process=process, log=log, dtype=dtype)
+        yield Server(url=f"http://127.0.0.1:{port}", process=process, log=log, dtype=dtype, mode=mode)
 
 
 def runner_environment(runner: Runner | None) -> dict[str, str]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -313,7 +314,7 @@ def copy_draft(draft: Path, like: Path, folder: Path) -> None:
 async def compare_speed(cfg: Config, stage: Stage, server: Server) -> dict[str, Any]:
     """`estimate_speed` of the adapted draft over the first one. In every round, the server swaps to each of them."""
     versions = {"before": FIRST, "adapted": stage.registry.current() or FIRST}
-    rates: dict[str, list[float]] = {name: [] for name in versions}
+    runs: dict[str, list[Measurement]] = {name: [] for name in versions}
     prompts = stage.test[stage.scene.domains[1]]
     async with connected({server.url: stage.token}) as (swapped,):
         for number in Progress(range(cfg.speed_rounds), desc="speed", unit="round"):
@@ -321,9 +322,13 @@ async def compare_speed(cfg: Config, stage: Stage, server: Server) -> dict[str, 
             # In turns the first one: a drift of the machine's speed favours neither.
             for name in sorted(versions, reverse=bool(number % 2)):
                 await swapped.swap(versions[name])
-                run = await measure_server(cfg, server, some)
-                rates[name].append(run.tokens_per_s)
-    return estimate_speed(rates) | {"concurrency": min(cfg.speed_prompts, cfg.clients // 2)}
+                runs[name].append(await measure_server(cfg, server, some))
+    steps = {name: [run.step_s for run in some if run.step_s] for name, some in runs.items()}
+    return estimate_speed({name: [run.tokens_per_s for run in some] for name, some in runs.items()}) | {
+        "concurrency": min(cfg.speed_prompts, cfg.clients // 2),
+        "mode": server.mode,
+        "step_ms": {name: 1000 * statistics.median(some) for name, some in steps.items() if some},
+    }
 
 
 async def measure_capture_overhead(cfg: Config, stage: Stage, servers: Sequence[Server]) -> dict[str, Any]:

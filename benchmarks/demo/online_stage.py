@@ -199,6 +199,7 @@ class Stage:
 
     @contextmanager
     def server(self, core: int) -> Iterator[Server]:
+        environment = runner_environment(self.cfg.runner)
         with start_server(
             self.scene.target,
             self.config.registry,
@@ -211,7 +212,9 @@ class Stage:
             log=self.folder / "logs" / f"server-{core}.log",
             dtype=self.scene.dtype,
             kv_cache_bytes=self.kv_cache_bytes,
-            environment=runner_environment(self.cfg.runner),
+            # The interpreter of V2's kernels cannot be compiled.
+            mode="eager" if "TRITON_INTERPRET" in environment else "compiled",
+            environment=environment,
         ) as server:
             yield server
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +22,13 @@ from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.eval.engine.lossless import Lossless, compare_lossless
 from redraft.eval.engine.measure import Measurement, measure
-from redraft.eval.engine.server import VllmServer, engine_is_cpu, read_runner, vllm_server
+from redraft.eval.engine.server import (
+    Mode,
+    VllmServer,
+    engine_is_cpu,
+    read_runner,
+    vllm_server,
+)
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.calibration import Calibration, calibrate
 from redraft.eval.forecast.greedy import (
@@ -45,7 +51,15 @@ from redraft.eval.report.page import (
     offline_section,
     write_report,
 )
-from redraft.eval.serving.rounds import PLAIN, Plan, run_rounds
+from redraft.eval.serving.baseline import (
+    MODE_ROUNDS,
+    Baseline,
+    choose_mode,
+    describe_baseline,
+    describe_modes,
+    measure_bandwidth,
+)
+from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
 from redraft.heads.draft import Draft
 from redraft.heads.family import Decoder
 from redraft.heads.files.checkpoint import load_causal_lm
@@ -177,6 +191,8 @@ class EngineProof:
     without_draft: Measurement
     lossless: Lossless
     speed: Speed | None = None
+    baseline: Baseline | None = None
+    """The plain server of the speed rounds."""
     runner: Decoder
     """vLLM's model runner that served the draft."""
 
@@ -203,6 +219,8 @@ def prove_in_engine(
 ) -> EngineProof:
     """Send the same prompts at temperature 0 to a vLLM with the draft and to one without; logs go to `folder`.
 
+    With speed rounds, both run in the mode in which vLLM serves the target fastest.
+
     `speculative` is vLLM's speculative config without the number of tokens. `served` is the folder to serve with the
     draft if the draft's tensors are inside a copy of the target (MTP); by default, the target itself. `dtype` is the
     engine's, by default that of training (`default_target_dtype`).
@@ -211,18 +229,26 @@ def prove_in_engine(
     """
     dtype = dtype or default_target_dtype(target.folder, on_cpu=engine_is_cpu())
 
+    options: dict[str, Any] = {
+        # The last block may reach past the answer by all of the draft tokens.
+        "max_model_len": max(len(p.token_ids) for p in prompts) + cfg.max_tokens + cfg.num_speculative_tokens,
+        "dtype": dtype,
+        "extra_args": cfg.engine_args,
+    }
+    mode: Mode | None = None
+    modes: Mapping[Mode, float] = {}
+    if cfg.speed_rounds:
+        # A speed-up over a server that no user would start means nothing.
+        bandwidth = measure_bandwidth()
+        mode, modes = choose_mode(
+            target.name, lambda server: measured(server).tokens_per_s, MODE_ROUNDS, folder, cfg.reference or folder,
+            [target.fingerprint, prompts, cfg.max_tokens, cfg.concurrency], **options,
+        )  # fmt: skip
+        print(describe_modes(mode, modes), flush=True)
+
     def start(name: str, model: str | Path, config: Mapping[str, Any] | None) -> AbstractContextManager[VllmServer]:
-        return vllm_server(
-            model,
-            log=folder / f"vllm-{name}-draft.log",
-            speculative_config=config,
-            # The last block may reach past the answer by all of the draft tokens.
-            max_model_len=max(len(p.token_ids) for p in prompts) + cfg.max_tokens + cfg.num_speculative_tokens,
-            dtype=dtype,
-            # A speed-up over a server that no user would start means nothing: compiled, as vLLM starts.
-            mode="compiled" if cfg.speed_rounds else None,
-            extra_args=cfg.engine_args,
-        )
+        log = folder / f"vllm-{name}-draft.log"
+        return vllm_server(model, log=log, speculative_config=config, mode=mode, **options)
 
     def measured(server: VllmServer) -> Measurement:
         return measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
@@ -232,7 +258,7 @@ def prove_in_engine(
             return measured(server)
 
     config = {**speculative, "num_speculative_tokens": cfg.num_speculative_tokens}
-    speed = None
+    speed = baseline = None
     # One server at a time, unless rounds compare them side by side. The one without a draft starts only if no
     # earlier run has left the result.
     with start("with", served or target.name, config) as ours:
@@ -247,6 +273,14 @@ def prove_in_engine(
                 rounds = run_rounds({"draft": ours, PLAIN: theirs}, prompts, plan)
                 rates = {name: [run.tokens_per_s for run in runs] for (name, _), runs in rounds.items()}
                 speed = Speed(with_draft=rates["draft"], without_draft=rates[PLAIN])
+                baseline = describe_baseline(
+                    plain_runs([rounds]),
+                    theirs.mode,
+                    modes,
+                    log=folder / "vllm-beside-draft.log",
+                    target=target.folder,
+                    bandwidth=bandwidth,
+                )
     without_draft = compute_once(
         cfg.reference or folder,
         "without-draft",
@@ -255,6 +289,7 @@ def prove_in_engine(
             prompts,
             cfg.max_tokens,
             cfg.concurrency,
+            mode,
             (*cfg.engine_args, *([f"--dtype={dtype}"] if dtype else [])),
             engine_environment(),
         ],
@@ -266,6 +301,7 @@ def prove_in_engine(
         without_draft=without_draft,
         lossless=compare_lossless(with_draft, without_draft, make_logits(target.name)),
         speed=speed,
+        baseline=baseline,
         runner=read_runner(folder / "vllm-with-draft.log"),
     )
 
@@ -312,6 +348,8 @@ def report(
     if engine:
         section = engine_section(engine.with_draft, engine.lossless, after.overall.tau, engine.speed)
         sections["engine"] = {**section, "decoder": "a real vLLM", "runner": engine.runner}
+        if engine.baseline:
+            sections["baseline"] = asdict(engine.baseline)
     if calibration:
         sections["calibration"] = calibration.to_json()
     return write_report(run.folder, sections)

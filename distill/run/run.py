@@ -278,18 +278,21 @@ class Run:
         """Serve the published draft, write the report, and end this rank's part of the launch."""
         # On the main process only.
         if before is not None:
+            engine = self._serve(draft) if self.cfg.prove.engine and self.family.method else None
             page = report(
                 self.folder,
                 target=self.cfg.target,
                 before=before,
                 after=self.forecasts[draft],
                 ce_baseline=baseline,
-                engine=self._serve(draft) if self.cfg.prove.engine and self.family.method else None,
+                engine=engine,
                 cost=cost,
                 started=started_s,
                 calibration=self.calibrations.get(draft),
             )
             print(f"draft: {draft}\nreport: {page}")
+            if engine and engine.speed:
+                print(engine.speed.verdict())
         leave(self.accelerator)
 
     def _serve(self, draft: Path) -> EngineProof:

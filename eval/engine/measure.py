@@ -31,6 +31,9 @@ STATISTICS_TIMEOUT_S = 5
 CHANGED = 1.5
 """Two step times of one server that differ by this factor are two speeds: the slower is a third below the faster."""
 
+MOST_REPEATS = 2
+"""Times a load is measured again because a server changed its speed."""
+
 LEAST_STEPS = 8
 """Steps in half of a measurement that are enough to know its speed."""
 
@@ -67,11 +70,6 @@ class Measurement:
     """Time of the fast steps (`FAST_STEPS`) in the first and in the second half, in seconds; None if there are few."""
     repeats: int = 0
     """Earlier measurements of the same load that were discarded because a server changed its speed."""
-
-    @property
-    def changed_speed(self) -> bool:
-        """Whether the server lost or gained more than a third of its speed between the two halves."""
-        return self.half_step_s is not None and max(self.half_step_s) > CHANGED * min(self.half_step_s)
 
     @property
     def num_output_tokens(self) -> int:
@@ -137,12 +135,20 @@ def measure(
         dtype=server.dtype,
         counts=counts,
         decode_s=now.seconds - decode.seconds if now.requests == expected else None,
-        **_time_steps([output.times_s for output in outputs]),
+        **time_steps([output.times_s for output in outputs]),
     )
 
 
-def _time_steps(requests: Sequence[tuple[float, ...]]) -> dict[str, Any]:
-    """`step_s` and `half_step_s` from the times of every request, without steps that also compute a prefill."""
+def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
+    """Whether a server lost or gained more than a third of its speed between the halves of a run."""
+    return half_step_s is not None and max(half_step_s) > CHANGED * min(half_step_s)
+
+
+def time_steps(requests: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """`step_s` and `half_step_s` of a `Measurement`, without steps that also compute a prefill; {} if there are few.
+
+    A request is the time when it was sent, and the times when each step's tokens arrived.
+    """
     prefills = [(times_s[0], times_s[1]) for times_s in requests if len(times_s) > 1]
     steps: list[tuple[float, float]] = []
     for times_s in requests:

@@ -34,6 +34,9 @@ START_TIMEOUT_S = 600
 Mode = Literal["compiled", "eager"]
 """How vLLM runs the target: `compiled` is its default; `eager` starts in a third of the time."""
 
+EAGER = "--enforce-eager"
+"""vLLM's argument for eager mode."""
+
 IDLE_S = 1.2
 """A worker of vLLM spins for a second after the last step. Wait this long before measuring on that core."""
 
@@ -88,7 +91,7 @@ def vllm_server(
     arguments += ["--no-enable-prefix-caching"]
     mode = mode or ("eager" if on_cpu else "compiled")
     if mode == "eager":
-        arguments += ["--enforce-eager"]
+        arguments += [EAGER]
     if on_cpu:
         arguments += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
     if speculative_config is not None:
@@ -104,7 +107,7 @@ def vllm_server(
             model=str(model),
             dtype=dtype,
             num_speculative_tokens=int((speculative_config or {}).get("num_speculative_tokens", 0)),
-            mode="eager" if "--enforce-eager" in (*arguments, *extra_args) else "compiled",
+            mode="eager" if EAGER in (*arguments, *extra_args) else "compiled",
         )
         wait_until_healthy(server.url, process, log, given_up=given_up)
         yield server
@@ -199,6 +202,16 @@ def _require_tokens(speculative_config: Mapping[str, Any]) -> None:
 def read_runner(log: Path) -> Literal["v1", "v2"]:
     """The model runner of a server, by its log: vLLM names only V2."""
     return "v2" if "Using V2 Model Runner" in log.read_text(errors="replace") else "v1"
+
+
+def read_threads(log: Path) -> int | None:
+    """The number of OpenMP threads that compute in a server, by its log; None if vLLM binds none, as on a GPU,
+    or if the log is gone."""
+    if not log.is_file():
+        return None
+    latest = log.read_text(errors="replace").rpartition("OpenMP thread binding info")[2]
+    cores = re.findall(r"core ids=\[([\d, ]*)\]", latest)
+    return sum(len(of_rank.split(",")) for of_rank in cores) or None
 
 
 def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:

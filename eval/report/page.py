@@ -85,12 +85,22 @@ class Speed:
     with_draft: list[float]
     without_draft: list[float]
 
+    def speedup(self) -> tuple[float, tuple[float, float]]:
+        """The median ratio over rounds, and its 95% interval."""
+        return median_interval(np.divide(self.with_draft, self.without_draft))
+
+    def verdict(self) -> str:
+        """Whether to serve the draft: only one proven faster than the fastest server without a draft."""
+        ratio, (low, high) = self.speedup()
+        advice = "serve this draft" if low > 1 else "serve without a draft: this one is not proven faster"
+        return f"{advice}; {ratio:.2f}x as fast [{low:.2f}, {high:.2f}] as the fastest server without one"
+
     def to_json(self, tau: float, num_speculative_tokens: int) -> dict[str, Any]:
         """Medians, the speed-up with its 95% interval over rounds, and the cost of a draft token in target steps.
 
         A speed-up s at tau means that a step with k draft tokens takes tau / s times as long as one without.
         """
-        speedup, interval = median_interval(np.divide(self.with_draft, self.without_draft))
+        speedup, interval = self.speedup()
         return {
             "rounds": len(self.with_draft),
             "tokens_per_s": float(np.median(self.with_draft)),

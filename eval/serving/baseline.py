@@ -14,16 +14,17 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
-from redraft.eval.engine.measure import CHANGED, Measurement
-from redraft.eval.engine.server import Mode, engine_is_cpu, vllm_server
+from redraft.eval.engine.measure import CHANGED
+from redraft.eval.engine.process import exiting_on_sigterm
+from redraft.eval.engine.server import EAGER, Mode, VllmServer, engine_is_cpu, read_threads, vllm_server
 from redraft.eval.machine import engine_environment
-from redraft.eval.prompts import Prompt
-from redraft.eval.serving.rounds import PLAIN, Plan, Results, keep_rounds, run_rounds, share_memory
+from redraft.heads.files.folder import model_folder
+from redraft.heads.files.kept import compute_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,12 +37,31 @@ BANDWIDTH_BYTES = 1 << 30
 BANDWIDTH_READS = 5
 
 
+MODE_ROUNDS = 3
+"""Rounds to choose a mode in."""
+
+
+class Timed(Protocol):
+    """A run of a server: `Measurement`, or `LoadResult` of vLLM's load generator."""
+
+    @property
+    def tokens_per_s(self) -> float: ...
+    @property
+    def step_s(self) -> float | None: ...
+    @property
+    def half_step_s(self) -> tuple[float, float] | None: ...
+    @property
+    def repeats(self) -> int: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The plain server of a comparison, at one request in flight."""
+    """The plain server of a comparison, at the smallest load."""
 
     mode: Mode
     tokens_s: float
+    threads: int | None
+    """OpenMP threads that compute; None if vLLM binds none."""
     step_ms: float
     """Median time of a step without a prefill."""
     limit_share: float
@@ -51,66 +71,89 @@ class Baseline:
     repeated: int
     """Loads that were measured again because a server changed its speed."""
     modes: Mapping[Mode, float]
-    """Tokens/s of the rounds that chose the mode."""
+    """Tokens/s of the rounds that chose the mode; empty if the user chose it."""
 
 
 def choose_mode(
-    target: str, prompts: Sequence[Prompt], plan: Plan, logs: Path, kept: Path, key: object, **options: Any
+    target: str | Path,
+    speed: Callable[[VllmServer], float],
+    rounds: int,
+    logs: Path,
+    kept: Path,
+    key: object,
+    **options: Any,
 ) -> tuple[Mode, dict[Mode, float]]:
-    """(mode in which vLLM serves the target fastest, tokens/s by mode), from interleaved rounds.
+    """(mode in which vLLM serves the target fastest, median tokens/s by mode), from interleaved rounds.
 
-    The rounds are at the first load of `plan`. They are kept in `kept` under `key`, as `keep_rounds` does. `options`
-    are those of `vllm_server`.
+    `speed` loads a server and returns tokens/s. `options` are those of `vllm_server`. If they ask for eager servers,
+    nothing is measured. The result is kept in the folder `kept` for a run with an equal `key`.
     """
-    load, count = next(iter(plan.prompts.items()))
-    plan = replace(plan, prompts={load: count})
+    if EAGER in options.get("extra_args", ()):
+        return "eager", {}
 
-    def measure() -> Results:
-        results: dict[tuple[str, int], list[Measurement]] = {(mode, load): [] for mode in MODES}
-        args = options.get("extra_args", ())
-        args = args if engine_is_cpu() else share_memory(args, len(MODES))
-        with contextlib.ExitStack() as stack:
-            servers = {
-                mode: stack.enter_context(
-                    vllm_server(target, log=logs / f"vllm-{mode}.log", mode=mode, **options | {"extra_args": args})
-                )
-                for mode in MODES
-            }
-            for number in range(plan.rounds):
-                for mode in MODES if number % 2 else MODES[::-1]:
-                    # Each alone: two modes are compared here only.
-                    alone = run_rounds({mode: servers[mode]}, prompts, replace(plan, rounds=1))
-                    results[mode, load] += alone[mode, load]
-        return results
+    def start(mode: Mode) -> contextlib.AbstractContextManager[VllmServer]:
+        return vllm_server(target, log=logs / f"vllm-{mode}.log", mode=mode, **options)
 
-    found = keep_rounds(kept, ["mode", key, prompts, plan, options, engine_environment()], measure)
-    speeds = {mode: statistics.median(run.tokens_per_s for run in found[mode, load]) for mode in MODES}
+    def measure() -> dict[Mode, list[float]]:
+        found: dict[Mode, list[float]] = {mode: [] for mode in MODES}
+        if engine_is_cpu():
+            # At once: a CPU is noisy, and its servers share the memory.
+            with exiting_on_sigterm(), contextlib.ExitStack() as stack:
+                servers = {mode: stack.enter_context(start(mode)) for mode in MODES}
+                for number in range(rounds):
+                    for mode in MODES if number % 2 else MODES[::-1]:
+                        found[mode].append(speed(servers[mode]))
+        else:
+            for mode in MODES:
+                with start(mode) as server:
+                    found[mode] = [speed(server) for _ in range(rounds)]
+        return found
+
+    asked = ["mode", key, rounds, options, engine_environment()]
+    found = compute_once(kept, "mode", asked, dict[Mode, list[float]], measure)
+    speeds = {mode: statistics.median(runs) for mode, runs in found.items()}
     return max(MODES, key=lambda mode: speeds[mode]), speeds
 
 
+def describe_modes(mode: Mode, speeds: Mapping[Mode, float]) -> str:
+    """The choice of a mode for the terminal."""
+    found = ", ".join(f"{name} {speed:.1f} tokens/s" for name, speed in speeds.items())
+    return f"the target alone: {found or 'not measured'}; every server runs {mode}"
+
+
 def describe_baseline(
-    results: Iterable[Results], mode: Mode, modes: Mapping[Mode, float], weight_bytes: int, bandwidth: float
+    loads: Mapping[int, Sequence[Timed]],
+    mode: Mode,
+    modes: Mapping[Mode, float],
+    *,
+    log: Path,
+    target: str | Path,
+    bandwidth: float,
 ) -> Baseline:
-    """The baseline of a comparison from its rounds of the target alone; `bandwidth` in bytes/s."""
-    loads: dict[int, list[Measurement]] = {}
-    for group in results:
-        for (name, load), runs in group.items():
-            if name == PLAIN:
-                loads.setdefault(load, []).extend(runs)
-    single = loads[min(loads)]
-    step_s = statistics.median(run.step_s or 1 / run.tokens_per_s for run in single)
+    """The baseline of a comparison, from all runs of the target alone by requests in flight.
+
+    `log` is the plain server's. The machine reads `bandwidth` bytes/s.
+    """
+    smallest = loads[min(loads)]
+    step_s = statistics.median(run.step_s or 1 / run.tokens_per_s for run in smallest)
     return Baseline(
         mode=mode,
-        tokens_s=statistics.median(run.tokens_per_s for run in single),
+        tokens_s=statistics.median(run.tokens_per_s for run in smallest),
+        threads=read_threads(log),
         step_ms=1000 * step_s,
-        limit_share=weight_bytes / bandwidth / step_s,
+        limit_share=weight_bytes(target) / bandwidth / step_s,
         speeds=max(map(count_speeds, loads.values())),
         repeated=sum(run.repeats for runs in loads.values() for run in runs),
         modes=dict(modes),
     )
 
 
-def count_speeds(runs: Sequence[Measurement]) -> int:
+def weight_bytes(target: str | Path) -> int:
+    """Bytes of the target's weights."""
+    return sum(file.stat().st_size for file in model_folder(target).glob("*.safetensors"))
+
+
+def count_speeds(runs: Sequence[Timed]) -> int:
     """The number of different speeds of one server at one load: groups of step times a factor `CHANGED` apart."""
     steps_s = sorted(step for run in runs for step in run.half_step_s or ())
     return 1 + sum(later > CHANGED * earlier for earlier, later in itertools.pairwise(steps_s))

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from redraft.eval.engine.measure import wait_for_decode_time
+from redraft.eval.engine.measure import MOST_REPEATS, changed_speed, time_steps, wait_for_decode_time
 from redraft.eval.engine.sampling import PENALTIES, Sampling, list_penalties
 from redraft.eval.engine.server import VllmServer
 from redraft.heads.files.artifact import write_whole
@@ -122,11 +123,20 @@ class LoadResult:
     """Tokens per target step, counting steps in which an n-gram draft found nothing; 1 without a draft."""
     acceptance_per_position: tuple[float, ...]
     """Share of the target steps accepting all draft tokens up to each position."""
+    half_step_s: tuple[float, float] | None = None
+    """As of `Measurement`, by the client's clock."""
+    repeats: int = 0
+    """Earlier runs of the load that were discarded because the server changed its speed."""
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> LoadResult:
         latencies = {key: Latency(**value[key]) for key in ("ttft_ms", "tpot_ms", "e2e_ms")}
-        return LoadResult(**{**value, **latencies, "acceptance_per_position": tuple(value["acceptance_per_position"])})
+        halves = value.get("half_step_s")
+        tuples = {
+            "acceptance_per_position": tuple(value["acceptance_per_position"]),
+            "half_step_s": tuple(halves) if halves else None,
+        }
+        return LoadResult(**{**value, **latencies, **tuples})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -134,6 +144,9 @@ class LoadResult:
 
 def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
     """Run a load on a server. Generated prompts and the generator's output are kept in `folder`.
+
+    A run in which the server changes its speed by more than a third is repeated (`changed_speed`), at most
+    `MOST_REPEATS` times.
 
     Raises: ValueError if the data has no prompt or the engine refuses one; ConnectionError if the server is not
     reachable.
@@ -151,13 +164,17 @@ def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
     arguments += data_arguments(load, server.model, folder)
     clock = wait_for_decode_time(server, at_least=0)
     # the first pass is a warm-up: a few requests of the same load, whose result is dropped
-    for num_prompts in (min(WARM_UP_REQUESTS, load.num_prompts), load.num_prompts):
+    for number in range(-1, MOST_REPEATS + 1):
+        num_prompts = min(WARM_UP_REQUESTS, load.num_prompts) if number < 0 else load.num_prompts
         before = clock
         result = _generate([*arguments, "--num-prompts", str(num_prompts)], folder / "load.log")
         _require_success(server, load, result)
         # The engine's statistics arrive after the answers: without the wait, the load would get the warm-up's.
         clock = wait_for_decode_time(server, at_least=before.requests + result["completed"])
-    return convert_result(result, clock.seconds - before.seconds)
+        run = replace(convert_result(result, clock.seconds - before.seconds), repeats=max(0, number))
+        if number >= 0 and not changed_speed(run.half_step_s):
+            break
+    return run
 
 
 def sampling_fields(load: Load, target: str) -> dict[str, float]:
@@ -197,7 +214,14 @@ def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:
         acceptance_per_position=tuple(
             rate * drafts / steps for rate in result.get("spec_decode_per_position_acceptance_rates", ())
         ),
+        half_step_s=time_steps(_arrivals(result)).get("half_step_s"),
     )
+
+
+def _arrivals(result: Mapping[str, Any]) -> list[list[float]]:
+    """When each request was sent, and when the tokens of each step arrived, by the generator's clock."""
+    requests = zip(result["start_times"], result["ttfts"], result["itls"], strict=True)
+    return [list(itertools.accumulate([start, ttft, *gaps])) for start, ttft, gaps in requests]
 
 
 def _require_healthy(server: VllmServer) -> None:

@@ -6,6 +6,7 @@
 | `target`, `command`, `environment`, `duration_s` | served model, command line, machine, duration in seconds |
 | `settings` | settings common to all tables: the first values of the sweep, the sampling, and the number of repeats |
 | `drafts` | by name: title, the engine's configuration, acceptance by position, step costs, and the advice from both |
+| `baseline` | the plain server to beat, as `eval.serving.baseline.Baseline` |
 | `tables` | rows by question, as `eval.serving.sweep.build_row` makes them |
 | `refused` | variants refused by the engine, with the reason |
 | `ideal_source` | `engine` if `speedup_ideal` was measured, `cost model` if it was computed from the measured steps |
@@ -41,7 +42,7 @@ def build_serving_report(
     """The content of serving.json.
 
     `draft_configs` has vLLM's --speculative-config of every draft, without a number of tokens. `facts` are the keys
-    that are not computed here: target, command, settings, refused, ideal_source, environment, duration_s.
+    that are not computed here: target, command, settings, baseline, refused, ideal_source, environment, duration_s.
     """
     drafts = {name: _summarise_draft(name, config, tables) for name, config in draft_configs.items()}
     return {**facts, "version": VERSION, "drafts": drafts, "tables": dict(tables)}

@@ -12,7 +12,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.measure import Measurement, Output, measure
+from redraft.eval.engine.measure import MOST_REPEATS, Measurement, Output, changed_speed, measure
 from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.served import count_steps
 from redraft.eval.engine.server import IDLE_S, VllmServer, engine_is_cpu, vllm_server
@@ -32,9 +32,6 @@ from redraft.heads.progress import Progress
 
 PLAIN = "none"
 """Name of the server without a draft."""
-
-MOST_REPEATS = 2
-"""Times a load is measured again because a server changed its speed."""
 
 MEMORY_SHARE = "--gpu-memory-utilization"
 USED_MEMORY = 0.9
@@ -129,7 +126,7 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
     """Measure every server in every round; a round starts at the prompt after the last one of the round before.
 
     A load in which a server changes its speed by more than a third is measured again on all servers
-    (`Measurement.changed_speed`), at most `MOST_REPEATS` times.
+    (`changed_speed`), at most `MOST_REPEATS` times.
 
     Raises:
         ValueError: the servers run in different modes, so a ratio of speeds would measure the compiler.
@@ -148,7 +145,7 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
                 some = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
                 runs = {name: _take_turn(servers[name], some, plan, concurrency) for name in order}
                 repeats = 0
-                while repeats < MOST_REPEATS and any(run.changed_speed for run in runs.values()):
+                while repeats < MOST_REPEATS and any(changed_speed(run.half_step_s) for run in runs.values()):
                     runs = {name: _take_turn(servers[name], some, plan, concurrency) for name in order}
                     repeats += 1
                 for name, run in runs.items():
@@ -182,6 +179,16 @@ def merge(runs: Sequence[Measurement]) -> Measurement:
         dtype=runs[0].dtype,
         counts=sum(counted, AcceptanceCounts.zero()) if counted else None,
     )
+
+
+def plain_runs(groups: Iterable[Results]) -> dict[int, list[Measurement]]:
+    """All runs of the target alone, by requests in flight."""
+    loads: dict[int, list[Measurement]] = {}
+    for group in groups:
+        for (name, load), runs in group.items():
+            if name == PLAIN:
+                loads.setdefault(load, []).extend(runs)
+    return loads
 
 
 def count(results: Results, name: str, concurrency: int) -> AcceptanceCounts:

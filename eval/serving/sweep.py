@@ -223,14 +223,18 @@ class Results:
         content = {"cell": asdict(cell), "repeat": repeat, "served": result.to_json(), "alone": alone.to_json()}
         write_whole(self.path(cell, repeat), json.dumps(content, indent=1))
 
+    def runs(self, cell: Cell, num_repeats: int) -> list[LoadResult]:
+        """The finished runs of a cell."""
+        return self._read(cell, num_repeats, "served")
+
     def median(self, cell: Cell, num_repeats: int) -> LoadResult | None:
         """The run of a cell with the median speed; None if no run is finished."""
-        runs = self._read(cell, num_repeats, "served")
+        runs = self.runs(cell, num_repeats)
         return median_run(runs) if runs else None
 
     def ratios(self, cell: Cell, num_repeats: int) -> Ratios | None:
         """The cell relative to the target alone; None if no run is finished."""
-        runs = self._read(cell, num_repeats, "served")
+        runs = self.runs(cell, num_repeats)
         return Ratios.from_passes(runs, self._read(cell, num_repeats, "alone")) if runs else None
 
     def _read(self, cell: Cell, num_repeats: int, key: str) -> list[LoadResult]:

@@ -9,15 +9,30 @@ import sys
 import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.draft_source import DraftSource, shorten_name
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
-from redraft.eval.engine.server import VllmServer, engine_is_cpu, forget_requests, require_servable, vllm_server
+from redraft.eval.engine.server import (
+    Mode,
+    VllmServer,
+    engine_is_cpu,
+    forget_requests,
+    require_servable,
+    vllm_server,
+)
 from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.machine import engine_environment, environment
-from redraft.eval.serving.load import LoadResult, run_load
-from redraft.eval.serving.report import build_serving_report, compose_answer, write_serving
+from redraft.eval.serving.baseline import (
+    MODE_ROUNDS,
+    choose_mode,
+    describe_baseline,
+    describe_modes,
+    measure_bandwidth,
+)
+from redraft.eval.serving.load import Load, LoadResult, run_load
+from redraft.eval.serving.report import GRID, build_serving_report, compose_answer, write_serving
 from redraft.eval.serving.sweep import (
     ALONE,
     Cell,
@@ -45,22 +60,32 @@ def main(cfg: Config) -> None:
     for variant in cells:
         require_servable(speculative_config(variant, configs))  # now, not when its turn comes hours later
 
-    # 2. measure the missing cells, one server at a time
+    # 2. the plain server to beat: compiled or eager, whichever is faster here
     if cfg.overwrite:
         shutil.rmtree(cfg.output / "cells", ignore_errors=True)
-    results = Results(cfg.output, served(cfg))
-    refused = measure_missing(cfg, cells, configs, results)
+    bandwidth = measure_bandwidth()
+    mode, modes = choose_baseline(cfg, cells[ALONE][0].load)
+    print(describe_modes(mode, modes), flush=True)
 
-    # 3. write the reports
+    # 3. measure the missing cells, one server at a time
+    results = Results(cfg.output, served(cfg, mode))
+    refused = measure_missing(cfg, cells, configs, results, mode)
+
+    # 4. write the reports
     medians = {cell: results.median(cell, cfg.repeats) for some in cells.values() for cell in some}
     measured = {cell: median for cell, median in medians.items() if median is not None}
     ratios = {cell: found for cell in measured if (found := results.ratios(cell, cfg.repeats))}
+    alone = {
+        cell.load.concurrency or 0: results.runs(cell, cfg.repeats) for cell in questions[GRID] if cell.variant == ALONE
+    }
+    baseline = describe_baseline(alone, mode, modes, log=log(cfg, ALONE), target=cfg.target, bandwidth=bandwidth)
     report = build_serving_report(
         build_tables(questions, measured, ratios),
         configs,
         target=cfg.target,
         command=shlex.join(sys.argv),
         settings=settings(cfg),
+        baseline=asdict(baseline),
         refused=refused,
         ideal_source="cost model" if engine_is_cpu() else "engine",
         environment=environment(),
@@ -110,11 +135,20 @@ def sampling(cfg: Config) -> Sampling:
     return chosen
 
 
-def served(cfg: Config) -> dict[str, Any]:
+def served(cfg: Config, mode: Mode) -> dict[str, Any]:
     """The settings of all servers. If one changes, earlier measurements are not reused."""
-    server = {"dtype": target_dtype(cfg), "vllm_args": cfg.vllm_args, "max_num_seqs": max_num_seqs(cfg)}
+    server = {"mode": mode, "dtype": target_dtype(cfg), "vllm_args": cfg.vllm_args, "max_num_seqs": max_num_seqs(cfg)}
     drafting = {"draft_sample_method": cfg.draft_sample_method}
     return {"target": fingerprint_path(cfg.target), **server, **drafting, **engine_environment()}
+
+
+def choose_baseline(cfg: Config, load: Load) -> tuple[Mode, dict[Mode, float]]:
+    """(mode of all servers, tokens/s by mode at this load)."""
+    prompts = cfg.output / "prompts"
+    return choose_mode(
+        cfg.target, lambda running: run_load(running, load, prompts).tokens_per_s, MODE_ROUNDS, cfg.output / "logs",
+        cfg.output / "cells", [fingerprint_path(cfg.target), asdict(load)], **server_options(cfg),
+    )  # fmt: skip
 
 
 def max_num_seqs(cfg: Config) -> int:
@@ -136,7 +170,11 @@ def settings(cfg: Config) -> dict[str, Any]:
 
 
 def measure_missing(
-    cfg: Config, cells: Mapping[Variant, Sequence[Cell]], configs: Mapping[str, Mapping[str, Any]], results: Results
+    cfg: Config,
+    cells: Mapping[Variant, Sequence[Cell]],
+    configs: Mapping[str, Mapping[str, Any]],
+    results: Results,
+    mode: Mode,
 ) -> list[dict[str, str]]:
     """Measure every cell not finished by an earlier run, and return the refused variants with the reason.
 
@@ -161,7 +199,7 @@ def measure_missing(
                     continue
                 bar.set_postfix_str(name(variant))
                 try:
-                    with server(cfg, variant, configs) as running:
+                    with server(cfg, variant, configs, mode) as running:
                         for cell in some:
                             runs[cell] = run_load(running, cell.load, cfg.output / "prompts")
                             keep_compared(results, repeat, runs, cell)
@@ -186,20 +224,25 @@ def keep_compared(results: Results, repeat: int, runs: Mapping[Cell, LoadResult]
             results.add(cell, repeat, run, runs[cell.alone()])
 
 
+def server_options(cfg: Config) -> dict[str, Any]:
+    """Options of every server."""
+    return {
+        "max_model_len": cfg.max_model_len,
+        "max_num_seqs": max_num_seqs(cfg),
+        "dtype": target_dtype(cfg),
+        "extra_args": cfg.vllm_args,
+    }
+
+
 def server(
-    cfg: Config, variant: Variant, configs: Mapping[str, Mapping[str, Any]]
+    cfg: Config, variant: Variant, configs: Mapping[str, Mapping[str, Any]], mode: Mode
 ) -> contextlib.AbstractContextManager[VllmServer]:
-    return vllm_server(
-        cfg.target,
-        log=cfg.output / "logs" / f"{name(variant)}.log".replace("/", "-").replace(" ", "-"),
-        speculative_config=speculative_config(variant, configs),
-        max_model_len=cfg.max_model_len,
-        max_num_seqs=max_num_seqs(cfg),
-        dtype=target_dtype(cfg),
-        # As a user starts it, the target alone too: `-- --enforce-eager` measures eager servers.
-        mode="compiled",
-        extra_args=cfg.vllm_args,
-    )
+    config = speculative_config(variant, configs)
+    return vllm_server(cfg.target, log=log(cfg, variant), speculative_config=config, mode=mode, **server_options(cfg))
+
+
+def log(cfg: Config, variant: Variant) -> Path:
+    return cfg.output / "logs" / f"{name(variant)}.log".replace("/", "-").replace(" ", "-")
 
 
 def excuse_refusal(cfg: Config, variant: Variant, error: ChildProcessError) -> str:

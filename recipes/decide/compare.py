@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,32 @@ from redraft.distill.data.conversations import Conversation, load_conversations
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.engine.draft_source import NGRAM
-from redraft.eval.engine.server import Mode, engine_is_cpu
+from redraft.eval.engine.server import Mode, VllmServer, engine_is_cpu
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import TEMPLATES, write_page
-from redraft.eval.serving.baseline import choose_mode, describe_baseline, measure_bandwidth
+from redraft.eval.serving.baseline import (
+    choose_mode,
+    describe_baseline,
+    describe_modes,
+    measure_bandwidth,
+)
 from redraft.eval.serving.drafts import Candidate, Choice, choose, predict
 from redraft.eval.serving.drafts_charts import build_charts
-from redraft.eval.serving.rounds import PLAIN, Plan, Results, compare, keep_rounds, run_rounds, start_servers
+from redraft.eval.serving.rounds import (
+    PLAIN,
+    Plan,
+    Results,
+    compare,
+    keep_rounds,
+    plain_runs,
+    run_rounds,
+    start_servers,
+)
 from redraft.heads.families.retrieval import FOLDER
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.checkpoint import load_tokenizer
-from redraft.heads.files.folder import fetch_model, model_folder
+from redraft.heads.files.folder import fetch_model
 from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.progress import Progress
 from redraft.recipes.cli import run_recipe
@@ -95,7 +109,14 @@ def main(cfg: Config) -> None:
         | {str(load): compare(confirmed[choice.candidate.name], choice.candidate.name, load) for load in LOADS}
         for choice in best
     ]
-    baseline = describe_baseline(rounds.groups, rounds.mode, rounds.modes, weight_bytes(target), bandwidth)
+    baseline = describe_baseline(
+        plain_runs(rounds.groups),
+        rounds.mode,
+        rounds.modes,
+        log=cfg.output / "logs" / f"vllm-{PLAIN}.log",
+        target=target,
+        bandwidth=bandwidth,
+    )
     report = {
         "target": cfg.target or read_origin(Path(target)),
         "command": shlex.join(sys.argv),
@@ -214,18 +235,18 @@ def server_options(cfg: Config) -> dict[str, Any]:
 
 def choose_baseline(cfg: Config, target: str, prompts: Sequence[Prompt]) -> tuple[Mode, dict[Mode, float]]:
     """(mode of all servers, tokens/s by mode)."""
+    load = min(LOADS)
+    plan = replace(plan_rounds(cfg, 1), prompts={load: cfg.prompts_one})
+
+    def speed(server: VllmServer) -> float:
+        return run_rounds({PLAIN: server}, prompts, plan)[PLAIN, load][0].tokens_per_s
+
     mode, speeds = choose_mode(
-        target, prompts, plan_rounds(cfg, cfg.rounds), cfg.output / "logs", cfg.output / ROUNDS, identify(target),
+        target, speed, cfg.rounds, cfg.output / "logs", cfg.output / ROUNDS, [identify(target), prompts, plan],
         **server_options(cfg),
     )  # fmt: skip
-    found = ", ".join(f"{name} {speed:.1f} tokens/s" for name, speed in speeds.items())
-    print(f"the target alone: {found}; every server runs {mode}", flush=True)
+    print(describe_modes(mode, speeds), flush=True)
     return mode, speeds
-
-
-def weight_bytes(target: str) -> int:
-    """Bytes of the target's weights."""
-    return sum(file.stat().st_size for file in model_folder(target).glob("*.safetensors"))
 
 
 class Rounds:

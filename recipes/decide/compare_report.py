@@ -163,6 +163,7 @@ def compose_answer(report: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"without a draft: {baseline['mode']}, {baseline['tokens_s']:.1f} tokens/s, {baseline['step_ms']:.1f} ms a "
         f"step, {100 * baseline['limit_share']:.0f}% of the memory bandwidth's limit"
+        + (f", {baseline['threads']} threads" if baseline["threads"] else "")
     )
     if baseline["speeds"] > 1:
         yield f"warning: the server without a draft ran at {baseline['speeds']} speeds, so no ratio here is sound"

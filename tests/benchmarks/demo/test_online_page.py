@@ -53,6 +53,8 @@ def make_online_report(**changes: Any) -> dict[str, Any]:
                 {"before": [80.0, 40.0, 82.0, 79.0, 81.0, 80.0], "adapted": [104.0, 52.0, 100.0, 102.0, 104.0, 108.0]}
             ),
             "concurrency": 4,
+            "mode": "compiled",
+            "step_ms": {"before": 20.0, "adapted": 16.0},
         },
         "swap": {"count": 2, "pause_ms_max": 200.0, "pause_ms_max_before": 300.0, "target_checksum_equal": True},
         "bad_candidate": {"rejected_by_gate": True, "reason": "reject: tau 2.0 -> 1.5"},
@@ -165,7 +167,7 @@ def test_the_first_and_the_adapted_draft_take_turns_in_being_measured_first(monk
 
     def measure(server: Any, prompts: list[int], **_: Any) -> Any:
         speed = (2.0 if swaps[-1] == "v000004" else 1.0) * 100 / len(swaps)
-        return SimpleNamespace(tokens_per_s=speed, prompts=prompts)
+        return SimpleNamespace(tokens_per_s=speed, step_s=1 / speed, prompts=prompts)
 
     monkeypatch.setattr(online, "connected", connect)
     monkeypatch.setattr(online, "measure", measure)
@@ -175,13 +177,14 @@ def test_the_first_and_the_adapted_draft_take_turns_in_being_measured_first(monk
         scene=SimpleNamespace(domains=("prose", "code")),
         test={"code": [1, 2, 3]},
     )
-    server = SimpleNamespace(url="http://127.0.0.1:1", measured=lambda _: None)
+    server = SimpleNamespace(url="http://127.0.0.1:1", measured=lambda _: None, mode="compiled")
     speed = asyncio.run(online.compare_speed(Config(), stage, server))  # type: ignore[arg-type]
     assert swaps[:4] == ["v000004", FIRST, FIRST, "v000004"]
     assert len(speed["tokens_per_s"]["before"]) == len(speed["tokens_per_s"]["adapted"]) == 6
     low, high = speed["interval"]
     assert low < 2 < high, "the drift favours each of them in every other round"
     assert speed["concurrency"] == 4
+    assert speed["step_ms"]["before"] == pytest.approx(2 * speed["step_ms"]["adapted"], rel=0.2)
 
 
 @browser

@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +19,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from redraft.eval.engine import measure
-from redraft.eval.engine.measure import Measurement, Output
+from redraft.eval.engine.measure import MOST_REPEATS, Measurement, Output, changed_speed, time_steps
 from redraft.eval.engine.server import Mode, VllmServer
 from redraft.eval.prompts import Prompt
-from redraft.eval.serving import rounds
-from redraft.eval.serving.baseline import count_speeds, describe_baseline, measure_bandwidth
-from redraft.eval.serving.rounds import MOST_REPEATS, PLAIN, Plan, run_rounds
+from redraft.eval.serving import baseline, rounds
+from redraft.eval.serving.baseline import choose_mode, count_speeds, describe_baseline, measure_bandwidth
+from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
 
 PROMPTS = [Prompt(token_ids=[1, 2])]
 
@@ -116,13 +116,13 @@ def test_a_round_in_which_a_server_changes_its_speed_is_measured_again(monkeypat
     results = run_rounds(servers, PROMPTS, Plan(rounds=1, prompts={1: 1}, max_tokens=4))
     assert measured == [PLAIN, "head"] * 2, "the whole load, on all servers: a ratio is within a round"
     assert [runs[0].repeats for runs in results.values()] == [1, 1]
-    assert not any(runs[0].changed_speed for runs in results.values())
+    assert not any(changed_speed(runs[0].half_step_s) for runs in results.values())
 
 
 def test_a_server_that_never_keeps_its_speed_is_reported_with_two() -> None:
     run = run_one(Engine(CHANGING))
     assert run.repeats == MOST_REPEATS
-    assert run.changed_speed
+    assert changed_speed(run.half_step_s)
     assert count_speeds([run]) >= 2
 
 
@@ -131,16 +131,16 @@ def test_a_prefill_is_no_change_of_speed() -> None:
     steady = [0.01] * 30
     first = list(itertools.accumulate([0.0, 0.1, *[0.2] * 10, *steady]))
     second = list(itertools.accumulate([0.05, 2.1, *steady]))
-    found = measure._time_steps([tuple(first), tuple(second)])
+    found = time_steps([tuple(first), tuple(second)])
     assert found["step_s"] == pytest.approx(0.01)
     assert found["half_step_s"] == pytest.approx((0.01, 0.01))
-    assert measure._time_steps([tuple(first[:12])]) == {}
+    assert time_steps([tuple(first[:12])]) == {}
 
 
 def test_longer_drafts_are_no_change_of_speed() -> None:
     drafting = [0.03, 0.03, 0.03, 0.01] * 10
     times_s = tuple(itertools.accumulate([0.0, 0.1, *drafting, *[0.01] * 40]))
-    assert measure._time_steps([times_s])["half_step_s"] == pytest.approx((0.01, 0.01))
+    assert time_steps([times_s])["half_step_s"] == pytest.approx((0.01, 0.01))
 
 
 def test_servers_of_different_modes_are_not_compared() -> None:
@@ -168,17 +168,55 @@ def test_speeds_a_factor_apart_are_counted(steps_ms: tuple[int, ...], speeds: in
     assert count_speeds([make_run(step_ms / 1000) for step_ms in steps_ms]) == speeds
 
 
-def test_the_baseline_is_its_share_of_the_time_to_read_the_weights() -> None:
+def test_the_baseline_is_its_share_of_the_time_to_read_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(150_000))
+    (tmp_path / "log").write_text(
+        "OpenMP thread binding info: \n\tlocal_rank=0, core ids=[0, 1]\n"
+        "OpenMP thread binding info: \n\tlocal_rank=0, core ids=[0]\n"
+        "\tlocal_rank=1, core ids=[4, 5]\n\treserved_cpus=[1]\n"
+    )
     groups = [
         {(PLAIN, 1): [make_run(0.020), make_run(0.020, 2)], ("head", 1): [make_run(0.001)]},
         {(PLAIN, 1): [make_run(0.020)], (PLAIN, 8): [make_run(0.05)]},
     ]
-    found = describe_baseline(groups, "compiled", {"compiled": 50.0, "eager": 40.0}, 150_000_000, 10e9)
-    # 150 MB at 10 GB/s are 15 ms of a step of 20
+    found = describe_baseline(
+        plain_runs(groups), "compiled", {"compiled": 50.0, "eager": 40.0},
+        log=tmp_path / "log", target=tmp_path, bandwidth=10e6,
+    )  # fmt: skip
+    # 150 kB at 10 MB/s are 15 ms of a step of 20
     assert found.limit_share == pytest.approx(0.75)
     assert (found.step_ms, found.tokens_s) == pytest.approx((20.0, 50.0))
     assert (found.speeds, found.repeated, found.mode) == (1, 2, "compiled")
+    assert found.threads == 3, "of the last start, over all ranks"
     json.dumps(vars(found))
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_faster_mode_is_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
+    running: list[Mode] = []
+    most_at_once = 0
+
+    @contextlib.contextmanager
+    def start(target: str, *, log: Path, mode: Mode, **options: Any) -> Iterator[VllmServer]:
+        nonlocal most_at_once
+        running.append(mode)
+        most_at_once = max(most_at_once, len(running))
+        yield make_server("http://a", mode)
+        running.remove(mode)
+
+    speeds = {"compiled": [20.0, 60.0, 25.0], "eager": [30.0, 1.0, 40.0]}
+    monkeypatch.setattr(baseline, "vllm_server", start)
+    monkeypatch.setattr(baseline, "engine_is_cpu", lambda: on_cpu)
+
+    def choose(*arguments: str) -> tuple[Mode, dict[Mode, float]]:
+        return choose_mode(
+            "t", lambda server: speeds[server.mode].pop(), 3, tmp_path, tmp_path, "key", extra_args=arguments
+        )
+
+    assert choose() == ("eager", {"compiled": 25.0, "eager": 30.0}), "by medians"
+    assert choose() == ("eager", {"compiled": 25.0, "eager": 30.0}), "as kept: nothing is left to measure"
+    assert most_at_once == (2 if on_cpu else 1), "a GPU has the memory of one server"
+    assert choose("--enforce-eager") == ("eager", {}), "the user's choice"
 
 
 def test_the_bandwidth_of_this_machine_is_measured() -> None:

@@ -8,6 +8,7 @@ import threading
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 from redraft.eval.engine.measure import read_counters
 from redraft.eval.engine.sampling import GREEDY, PENALTIES, Sampling
 from redraft.eval.engine.server import VllmServer, vllm_server
+from redraft.eval.serving import load as load_module
 from redraft.eval.serving.cost import Advice, Range
 from redraft.eval.serving.load import (
     Load,
@@ -55,7 +57,9 @@ def make_generator_result(**changes: Any) -> dict[str, Any]:
         "output_throughput": 5.5,
         "request_throughput": 0.5,
         "latencies": [3.0, 3.0],
+        "start_times": [0.0, 1.0],
         "ttfts": [1.0, 1.0],
+        "itls": [[0.2] * 10] * 2,
         "output_lens": [11, 11],
         **changes,
     }
@@ -92,6 +96,28 @@ def test_steps_for_which_nothing_was_looked_up_count_too() -> None:
     assert seen.tau == pytest.approx(20 / 15)
     assert seen.acceptance_per_position == pytest.approx((0.75 * 4 / 15, 0.5 * 4 / 15))
     assert 1 + sum(seen.acceptance_per_position) == pytest.approx(seen.tau)
+
+
+def test_a_load_in_which_the_server_changes_its_speed_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steady, slower = [[0.01] * 40], [[0.01] * 20 + [0.03] * 20]
+    gaps = [steady, slower, steady]  # the warm-up comes first
+    asked: list[list[str]] = []
+
+    def generate(arguments: list[str], log: Path) -> dict[str, Any]:
+        asked.append(arguments)
+        one = {"completed": 1, "latencies": [2.0], "ttfts": [1.0], "output_lens": [41], "start_times": [0.0]}
+        return make_generator_result(**one, itls=gaps.pop(0))
+
+    clock = SimpleNamespace(seconds=0.0, requests=0)
+    monkeypatch.setattr(load_module, "_generate", generate)
+    monkeypatch.setattr(load_module, "_require_healthy", lambda _: None)
+    monkeypatch.setattr(load_module, "wait_for_decode_time", lambda *_, **__: clock)
+    server = VllmServer(url="http://a", model=str(tmp_path), dtype="float32", num_speculative_tokens=0)
+    run = run_load(server, make_load(num_prompts=1, concurrency=1), tmp_path)
+    assert (run.repeats, run.half_step_s) == (1, pytest.approx((0.01, 0.01)))
+    assert len(asked) == 3
 
 
 def test_the_median_is_a_whole_run() -> None:

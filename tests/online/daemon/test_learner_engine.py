@@ -50,6 +50,7 @@ def serving(world, core=0, registry=None, port=None, target=None):
         token_file=world.root / "token",
         num_speculative_tokens=3,
         max_model_len=256,
+        mode="eager",
         core=core,
         port=port or free_port(),
         log=world.root / f"server-{core}.log",

@@ -95,7 +95,14 @@ def make_report(first: Speeds, last: Speeds, target: Path, **baseline: Any) -> d
     best = choose(choices, 2)
     confirmed = dict.fromkeys(last, make_results(last))
     alone = Baseline(
-        mode="compiled", tokens_s=70.0, step_ms=14.0, limit_share=0.8, speeds=1, repeated=0, modes={"compiled": 70.0}
+        mode="compiled",
+        tokens_s=70.0,
+        threads=1,
+        step_ms=14.0,
+        limit_share=0.8,
+        speeds=1,
+        repeated=0,
+        modes={"compiled": 70.0},
     )
     rows: list[dict[str, Any]] = [
         {"title": choice.candidate.title, "predicted": choice.speedups}

@@ -68,6 +68,13 @@ class Servers:
         yield self.running
 
 
+@pytest.fixture(autouse=True)
+def mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounds that choose the mode are tested with `choose_mode`."""
+    monkeypatch.setattr(bench, "choose_baseline", lambda *_: ("compiled", {}))
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda: 1e10)
+
+
 @pytest.mark.vllm
 def test_a_run_that_was_interrupted_measures_what_is_missing(
     engine_with_draft: VllmServer, served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,7 +160,7 @@ def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
     cfg = make_config((served_pair[0], tmp_path / "draft"), tmp_path / "bench", concurrency=(1,))
     # the target alone was measured by an earlier run
     cells = bench.group_by_variant(cell for some in bench.plan(bench.sweep(cfg)).values() for cell in some)
-    results = bench.Results(cfg.output, bench.served(cfg))
+    results = bench.Results(cfg.output, bench.served(cfg, "compiled"))
     for cell in cells[Variant()]:
         results.add(cell, 0, make_load_result(), make_load_result())
     with pytest.raises(ValueError, match=r"vocab.*; .*holds") as refused:
@@ -200,7 +207,7 @@ def test_another_sampling_is_measured_again(served_pair: tuple[Path, Path], tmp_
     paths = set()
     for cfg in (greedy, sampled, replace(sampled, draft_sample_method="probabilistic")):
         cell = bench.plan(bench.sweep(cfg))["draft"][1]
-        paths.add(bench.Results(cfg.output, bench.served(cfg)).path(cell, 0))
+        paths.add(bench.Results(cfg.output, bench.served(cfg, "compiled")).path(cell, 0))
     assert len(paths) == 3
 
 
@@ -216,11 +223,11 @@ def test_another_type_of_the_target_is_measured_again_also_by_default(
     for computes in (True, False):
         machine = Machine(cpu_has_bfloat16=computes)
         monkeypatch.setattr(target_dtype, "this_machine", lambda machine=machine: machine)
-        served[computes] = bench.served(cfg)
-        assert bench.served(replace(cfg, target_dtype="float32"))["dtype"] == "float32"
+        served[computes] = bench.served(cfg, "compiled")
+        assert bench.served(replace(cfg, target_dtype="float32"), "compiled")["dtype"] == "float32"
     assert (served[True]["dtype"], served[False]["dtype"]) == ("bfloat16", "float32")
     monkeypatch.setattr(bench, "engine_is_cpu", lambda: False)
-    assert bench.served(cfg)["dtype"] is None, "as stored"
+    assert bench.served(cfg, "compiled")["dtype"] is None, "as stored"
 
 
 def test_a_draft_that_only_v2_serves_is_refused_before_any_server_starts(
