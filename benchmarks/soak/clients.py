@@ -139,16 +139,18 @@ def judge_whole(body: bytes, num_choices: int) -> Verdict:
     return Verdict("answered") if is_complete else Verdict("untold", f"an incomplete answer: {body[:200]!r}")
 
 
-async def judge_stream(answer: httpx.Response, num_choices: int, patience: int | None) -> Verdict:
-    """Read the events; with `patience`, hang up after so many of them."""
+async def judge_stream(
+    answer: httpx.Response, num_choices: int, patience: int | None = None, num_tokens: int | None = None
+) -> Verdict:
+    """Read the events; with `patience`, hang up after so many of them. `num_tokens` must be reported as used."""
     finished: set[int] = set()
-    num_events = 0
+    num_events, used = 0, None
     async for line in answer.aiter_lines():
         if not line.startswith("data: "):
             continue
         data = line.removeprefix("data: ")
         if data == "[DONE]":
-            is_complete = len(finished) == num_choices
+            is_complete = len(finished) == num_choices and used == num_tokens
             return Verdict("answered") if is_complete else Verdict("untold", "[DONE] before all choices finished")
         try:
             event = json.loads(data)
@@ -156,6 +158,8 @@ async def judge_stream(answer: httpx.Response, num_choices: int, patience: int |
             return Verdict("untold", "an event that is not JSON")
         if "error" in event:
             return Verdict("told", "in the stream")
+        if num_tokens is not None and event.get("usage"):
+            used = event["usage"]["completion_tokens"]
         finished |= {choice["index"] for choice in event["choices"] if choice.get("finish_reason")}
         num_events += 1
         if num_events == patience:

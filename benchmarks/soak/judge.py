@@ -5,6 +5,7 @@ records    every record that the broker, or the spool, acknowledged is stored, b
            expire, and nobody deletes one
 versions   all servers of a domain serve the current version; in a long soak, new ones came meanwhile
 requests   every request that failed was told to fail
+attack     no process was ended, no honest stream cut, no log flooded, no rule broken, and enough was sent
 memory     resident bytes and descriptors of every process are flat over its life
 """
 
@@ -142,6 +143,10 @@ class Seen:
     """Requests by verdict: answered, left, told, cut, untold."""
     untold: Sequence[str] = ()
     """The first of the requests that failed untold."""
+    attack: Mapping[str, Any] = field(default_factory=dict)
+    """Figures of the attacker, `Attack.describe`."""
+    must_attack: int = 0
+    """Fewest requests of the attacker."""
     lives: Sequence[LifeSeen] = ()
 
 
@@ -169,6 +174,7 @@ def judge(seen: Seen) -> dict[str, Any]:
             "failed_untold": seen.requests.get("untold", 0),
             "untold_examples": seen.untold,
         },
+        "attack": dict(seen.attack),
         "versions": {"served": seen.served, "current": seen.current, "promoted": seen.num_promoted},
         "memory": {
             "growth": worst.share if worst else None,
@@ -198,6 +204,9 @@ def find_failures(seen: Seen, growths: Sequence[Growth]) -> list[str]:
         failures.append(f"{untold} requests failed untold, for example: {seen.untold[0] if seen.untold else ''}")
     if not seen.requests.get("answered"):
         failures.append("no request was answered")
+    failures += [f"attack: {problem}" for problem in seen.attack.get("problems", ())]
+    if (num_sent := seen.attack.get("requests", 0)) < seen.must_attack:
+        failures.append(f"{num_sent} requests of the attacker, {seen.must_attack} are needed")
     failures += [f"{life.name} ended by itself: {life.unwanted_exit}" for life in seen.lives if life.unwanted_exit]
     for growth in growths:
         if not growth.is_flat:
@@ -232,7 +241,7 @@ def write_table(report: Mapping[str, Any]) -> str:
     for name, counts in report["faults"]["by_name"].items():
         rows.append(f"{name:<36} {counts['injected']:8d} {counts['survived']:8d} {counts['slowest_s']:7.1f}s")
     faults, records, requests = report["faults"], report["records"], report["requests"]
-    growth = report["memory"]["growth"]
+    growth, attack = report["memory"]["growth"], report["attack"]
     shown = "not measured" if growth is None else f"{growth:+.1%} at most ({report['memory']['of']})"
     return "\n".join(
         [
@@ -242,6 +251,9 @@ def write_table(report: Mapping[str, Any]) -> str:
             f"records: {records['acked']} acknowledged, {records['lost']} lost",
             f"requests: {requests['total']}, of which {requests.get('told', 0)} were told why they failed, "
             f"{requests.get('cut', 0)} cut by a kill of the router, {requests['failed_untold']} untold",
+            f"attack: {attack.get('requests', 0)} requests with seed {attack.get('seed')}, "
+            f"{attack.get('ended', 0)} processes ended, {attack.get('honest_streams_cut', 0)} of "
+            f"{attack.get('honest_streams', 0)} honest streams cut",
             f"versions: {report['versions']['current']} on "
             f"{sum(v == report['versions']['current'] for v in report['versions']['served'].values())} "
             f"of {len(report['versions']['served'])} servers, {report['versions']['promoted']} promoted under fire",

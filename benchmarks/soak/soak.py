@@ -5,9 +5,9 @@
 
 Two real vLLM servers, the router, a real nats-server and two learners run below a supervisor that starts them again
 whenever they end. Clients stream, hang up, ask for several answers and opt out. Meanwhile processes are killed and
-stopped, disks fill up and hang, clocks jump, and hostile records and requests arrive. Everything stays on this machine.
-Full and hung disks need root, and clock jumps need libfaketime (Debian: apt-get install faketime); without them these
-faults are left out. The exit status is 1 if anything was not survived.
+stopped, disks fill up and hang, clocks jump, hostile records arrive, and an attacker sends mutated requests. Everything
+stays on this machine. Full and hung disks need root, and clock jumps need libfaketime (Debian: apt-get install
+faketime); without them these faults are left out. The exit status is 1 if anything was not survived.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.demo.fleet import begin_report
+from benchmarks.soak.attack import BURST, Attack, Door
 from benchmarks.soak.clients import Clients
 from benchmarks.soak.disks import unmount_below
 from benchmarks.soak.faults import (
@@ -67,6 +68,11 @@ SETTLE_S = 600.0
 
 PROMOTING_MINUTES = 20.0
 """A soak of this length must promote a version: a learner's first takes several minutes, and faults set it back."""
+
+ATTACKS_PER_MINUTE = 10_000 / 30
+"""Fewest requests of the attacker."""
+
+PROXIES = ("router", "tap")
 
 PROGRESS_S = 10.0
 
@@ -129,7 +135,9 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
         clients = Clients(
             stage.url("router"), stage.prompts, random.Random(rng.random()), cfg.clients, cfg.pause_s, router.was_up
         )
-        injected = await play_faults(cfg, world, clients)
+        attack = Attack(doors=build_doors(world), seed=rng.randrange(1 << 31))
+        print(f"seed of the attacker: {attack.seed}", flush=True)
+        injected = await play_faults(cfg, world, clients, attack)
         await settle(world, shipper)
         served = {name: await read_version(stage, name) for name in stage.servers}
     acked = {"log": set(witness.acked), "spool": shipper.shipped}
@@ -146,6 +154,8 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
         must_promote=cfg.minutes >= PROMOTING_MINUTES,
         requests=clients.tally.counts,
         untold=clients.tally.untold,
+        attack=attack.describe(),
+        must_attack=int(ATTACKS_PER_MINUTE * cfg.minutes),
         lives=[
             life
             for process in world.processes.values()
@@ -162,9 +172,25 @@ def build_processes(stage: Stage) -> dict[str, Supervised]:
         await probe(stage.ingest, NATS)
 
     broker = Supervised("broker", stage.build_broker(), stage.log("broker"), liveness=store_probe)
-    others = [*(stage.build_learner(name) for name in stage.learners), stage.build_router()]
+    others = [*(stage.build_learner(name) for name in stage.learners), stage.build_router(), stage.build_tap()]
     servers = [stage.build_server(number + 1) for number in range(len(stage.servers))]
     return {process.name: process for process in (broker, *servers, *others)}
+
+
+def build_doors(world: World) -> list[Door]:
+    """The processes under attack. The second server is left alone, for the requests the first one loses."""
+    processes, ports = world.processes, world.stage.ports
+    api = (b"/v1/completions", b"/v1/models", b"/v1/messages/", b"/health", b"/redraft/status")
+    plugin, page = (b"/redraft/status", b"/redraft/swap"), (b"/overview.json", b"/metrics", b"/", b"/page.js")
+    streams = "/v1/completions"
+    return [
+        *(
+            Door(process=processes[name], port=ports[name], paths=api, generates=True, streams=streams)
+            for name in PROXIES
+        ),
+        Door(process=processes["learner"], port=ports["learner-page"], paths=page),
+        Door(process=processes["server-1"], port=ports["server-1"], paths=plugin, streams=streams),
+    ]
 
 
 @asynccontextmanager
@@ -206,8 +232,8 @@ class Shipper:
 # ------------------------------------------------------------------------------------------------------- the faults
 
 
-async def play_faults(cfg: Config, world: World, clients: Clients) -> list[Injected]:
-    """Traffic for `cfg.minutes`, and faults until the calm end."""
+async def play_faults(cfg: Config, world: World, clients: Clients, attack: Attack) -> list[Injected]:
+    """Traffic and attacks for `cfg.minutes`, and faults until the calm end."""
     began_s, is_over = time.monotonic(), asyncio.Event()
     length_s = 60 * cfg.minutes
     calm_s = min(MAX_CALM_S, CALM_SHARE * length_s)
@@ -215,6 +241,7 @@ async def play_faults(cfg: Config, world: World, clients: Clients) -> list[Injec
     deck = shuffle(list_faults(world.stage), cfg.faults, world.rng)
     async with asyncio.TaskGroup() as tasks:
         traffic = tasks.create_task(clients.run(is_over))
+        tasks.create_task(attack.run(is_over, 60 * BURST / (1.3 * ATTACKS_PER_MINUTE)))
         progress = tasks.create_task(show_progress(world, clients, injected, began_s, length_s))
         # The inner group ends when every fault was survived or given up. Traffic and progress go on.
         async with asyncio.TaskGroup() as faults:

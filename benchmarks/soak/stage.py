@@ -1,7 +1,7 @@
 """The service under test: folders, disks, settings and the command of every process.
 
 clients ─► router ─► server-1, server-2 ─► broker ─► learner ─► registry ─► both servers
-                                             └ witness ─► spool ─► spool-learner (it only stores)
+           tap ─► server-1                   └ witness ─► spool ─► spool-learner (it only stores)
 
 log-disk: the broker's store      learner-disk, spool-disk: a learner's folder, and the spool
 """
@@ -61,7 +61,7 @@ class Stage:
     disks: Mapping[str, Disk]
     """By the name of the process whose files it holds: broker, learner, spool-learner."""
     ports: Mapping[str, int]
-    """By the name of the process; `admin` is the router's second port."""
+    """By the name of the process; `admin` is the router's second port, `learner-page` the learner's only one."""
     learners: Mapping[str, LearnerConfig]
     """learner and spool-learner."""
     faketime: Path | None
@@ -104,6 +104,7 @@ class Stage:
             *("--", "--port", str(self.ports[name]), "--host", "127.0.0.1", "--served-model-name", "m"),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"),
             *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
+            "--disable-uvicorn-access-log",  # a line for each request of the attacker
         ]
         # By default vLLM would bind both servers to the first core.
         core = str((number - 1) % (os.cpu_count() or 1))
@@ -117,13 +118,23 @@ class Stage:
 
     def build_learner(self, name: str) -> Supervised:
         settings = str(self.folder / f"{name}.toml")
-        return self._build(name, "redraft.recipes.serve.learner", "--config", settings)
+        learner = self._build(name, "redraft.recipes.serve.learner", "--config", settings)
+        learner.port = self.ports.get(f"{name}-page")
+        return learner
 
     def build_router(self) -> Supervised:
         settings = str(self.folder / "router.toml")
         router = self._build("router", "redraft.recipes.serve.router", "--config", settings)
         router.port = self.ports["router"]
         return router
+
+    def build_tap(self) -> Supervised:
+        tap = self._build(
+            *("tap", "redraft.recipes.serve.tap", self.url("server-1"), "--target", str(self.target)),
+            *("--spool", str(self.folder / "tap-spool"), "--port", str(self.ports["tap"]), "--admin-port", "0"),
+        )
+        tap.port = self.ports["tap"]
+        return tap
 
     def build_broker(self) -> list[str]:
         """The command of nats-server.
@@ -163,7 +174,8 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
         name: opened.enter_context(mounted(folder / f"{name}.img", folder / f"{name}-disk", DISK_BYTES))
         for name in names
     }
-    ports = {name: free_port() for name in ("server-1", "server-2", "broker", "router", "admin")}
+    doors = ("server-1", "server-2", "broker", "router", "tap", "admin", "learner-page")
+    ports = {name: free_port() for name in doors}
     write_token(folder / "token")
     (disks["spool-learner"].folder / "spool").mkdir(mode=0o700)
     _write_settings(folder, target, draft, disks, ports)
@@ -177,7 +189,7 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
         folder=folder, target=target, fingerprint=fingerprint(target), token=read_token(folder / "token"),
         prompts=prompts, disks=disks, ports=ports, learners=learners, faketime=faketime,
     )  # fmt: skip
-    for name in ("learner", "spool-learner", "router"):
+    for name in ("learner", "spool-learner", "router", "tap"):
         stage.clock_file(name).write_text(NO_SHIFT)
     return stage
 
@@ -215,14 +227,14 @@ def _write_settings(
     (folder / "learner.toml").write_text(
         _LEARNER.format(
             **shared, records=log, registry="drafts", folder=disks["learner"].folder / "learner", fleet="fleet.toml",
-            fresh_per_step=4, precision=fastest_precision(),
+            fresh_per_step=4, precision=fastest_precision(), page=ports["learner-page"],
         )
     )  # fmt: skip
     # A step of 2^30 new records never comes: this learner stores, and does not train.
     (folder / "spool-learner.toml").write_text(
         _LEARNER.format(
             **shared, records=spool, registry="spool-drafts", folder=disks["spool-learner"].folder / "learner",
-            fleet="no-fleet.toml", fresh_per_step=1 << 30, precision="no",
+            fleet="no-fleet.toml", fresh_per_step=1 << 30, precision="no", page=0,
         )
     )  # fmt: skip
 
@@ -243,7 +255,7 @@ fleet = "soak"
 [stream]
 max_bytes = 400000000
 [page]
-port = 0
+port = {page}
 [training]
 lr = 4e-4
 warmup_steps = 10

@@ -16,6 +16,12 @@ DRAFTS = f"{SPEC_DECODE}drafts_total"
 DRAFT_TOKENS = f"{SPEC_DECODE}draft_tokens_total"
 ACCEPTED = f"{SPEC_DECODE}accepted_tokens_total"
 ACCEPTED_PER_POSITION = f"{SPEC_DECODE}accepted_tokens_per_pos_total"
+LOG_STATS_OFF = "--disable-log-stats: /metrics counts no drafts, for `redraft fleet watch` and dashboards: leave it out"
+EMBEDS_BESIDE_DRAFT = (
+    "--enable-prompt-embeds beside a draft: a prompt of embeddings has no tokens for the draft to read, and the first "
+    "such request would end vLLM: leave it out"
+)
+NO_COUNTERS = "the server runs without a draft, without its /metrics, or with --disable-log-stats: leave out that flag"
 DECODE_TIME = "vllm:request_decode_time_seconds_"
 PREFIX_CACHE = "vllm:prefix_cache_"
 PREFIX_QUERIES = f"{PREFIX_CACHE}queries_total"
@@ -45,7 +51,7 @@ def parse_counts(metrics: str) -> AcceptanceCounts:
     """
     counts = find_counts(metrics)
     if counts is None:
-        raise ValueError(f"no {SPEC_DECODE}* counters: the server runs without a draft, or without its /metrics")
+        raise ValueError(f"no {SPEC_DECODE}* counters: {NO_COUNTERS}")
     return counts
 
 

@@ -152,12 +152,16 @@ class LookupFirst:
     """The proposer of one runner, in front of the head's."""
 
     def __init__(self, runner: Any, lookup: Proposer, limits: HeadLimits) -> None:
-        self.lookup, self.limits = lookup, limits
+        self.runner, self.lookup, self.limits = runner, lookup, limits
+        self.looked_up: frozenset[str] = frozenset()
+        """Requests whose newest draft was looked up, not the head's."""
         self.propose_by_head = runner.propose_draft_token_ids
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
         """As `Proposer`."""
         found = self.lookup.propose(scheduled, sampled)
+        named = zip(self.runner.input_batch.req_ids, found, strict=False)
+        self.looked_up = frozenset(request_id for request_id, match in named if match)
         is_wanted = any(tokens and not match for tokens, match in zip(sampled, found, strict=True))
         by_head = self.limits.choose(scheduled.num_spec_tokens_to_schedule, len(sampled)) if is_wanted else 0
         # With 0 tokens vLLM's proposer still reads the step, for the keys, and returns a tensor [B, 0].

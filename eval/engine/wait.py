@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from redraft.eval.engine.cpu_sampling import fix_cpu_sampling
+from redraft.eval.engine.ending import patch_ending
 from redraft.eval.engine.gemm_release import patch_gemm_release
 from redraft.eval.engine.grouped_norm import patch_grouped_norm
 from redraft.eval.engine.lookups import patch_lookups
 
 ENABLED = "REDRAFT_ENGINE_WAIT"
-"""Set to 1 for servers started for measurements. `redraft serve` applies the patches by itself."""
+"""Set to 1 for servers of measurements and of hidden states. `redraft serve` applies the patches by itself."""
 
 YIELDS_PER_SLEEP = 128
 """One sleep per 128 calls, which is about every 0.3 ms of waiting."""
@@ -40,7 +41,7 @@ def list_patches() -> list[Callable[[], None]]:
     from vllm.platforms import current_platform
 
     of_cpu = (fix_cpu_sampling, patch_engine_wait, patch_gemm_release, patch_grouped_norm)
-    return [*(of_cpu if current_platform.is_cpu() else ()), patch_lookups]
+    return [*(of_cpu if current_platform.is_cpu() else ()), patch_lookups, patch_ending]
 
 
 def patch_engine_wait() -> None:

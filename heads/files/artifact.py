@@ -23,6 +23,7 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ LAYOUT = 1
 """Layout of manifests. Every other file is checked by the manifest, and the manifest by its digests."""
 
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+ABANDONED_S = 3600
+"""Age of an unfinished file from a killed writer."""
 
 SAMPLE_BYTES = 4096
 """Bytes that `fingerprint` reads at the start, middle and end of every tensor: 9 MB for a 70B model of 723 tensors."""
@@ -97,6 +101,10 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
     # Beside the file, because a rename is atomic within one file system only.
     # The process id keeps two processes apart, not two threads.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED_S:  # its writer was killed
+                left.unlink()
     try:
         with partial.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

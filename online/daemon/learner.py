@@ -294,6 +294,8 @@ class Learner:
                 )
             else:
                 self.account.end_faults("capture_off", detail=one.server.url)
+            for note in one.status.notes:
+                self.account.begin_fault("server_note", f"{one.server.url} {note}"[:200], f"{one.server.url}: {note}")
             self._lost += one.lost
             self.account.acceptance(one.since_last, one.status.draft_version, server=one.server.url)
         accepted, self._accepted = self._accepted, {}

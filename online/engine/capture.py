@@ -61,6 +61,8 @@ class Capture:
         self.draft_version = draft_version
         self.counts: Counter[str] = Counter()
         self.last_error = ""
+        self.is_off = False
+        """Nothing is recorded any more, because the target is no longer the one of `fingerprint`."""
         self.queue = StepQueue()
         self.guard = Guard()
         self._outlet = open_outlet(config, server_id, self.guard)
@@ -86,7 +88,7 @@ class Capture:
 
     def is_sampled(self, request_id: str, tenant: str) -> bool:
         """Whether this request is in the recorded sample; the same answer on every call."""
-        reason = self.config.find_skip_reason(tenant, request_id.encode())
+        reason = "target_changed" if self.is_off else self.config.find_skip_reason(tenant, request_id.encode())
         if reason:
             self.counts[f"skipped_requests_{reason}"] += 1
         return not reason
@@ -187,6 +189,7 @@ class Capture:
                     draft_probs=_read_draft_probs(part, kept.draft_probs_S[begin : begin + part.num_drafts]),
                     # the last is the target's: the bonus, or in place of the first refused draft token
                     num_accepted=len(sampled) - 1,
+                    proposer=part.proposer,
                     rows=kept.rows.select(first_row + part.first_row, part.num_drafts + 1),
                 )
             # States after a rejected draft token belong to a discarded text.
@@ -271,6 +274,9 @@ class Capture:
         except Exception as error:  # this request is lost; an exception here would end the thread, and all recording
             self.report(error, "encode")
             log.is_closed = True
+            return
+        if self.is_off:
+            self.counts["dropped_records_target_changed"] += 1
             return
         if not self._waiting:
             self._waiting_since_s = time.monotonic()

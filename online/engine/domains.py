@@ -1,13 +1,16 @@
-"""Drafts and accepted tokens by the domain of the request, counted in the engine where vLLM counts all of them.
+"""The served version's drafts and accepted tokens by domain, counted in the engine where vLLM counts all of them.
 
     scheduler: a verified draft ─► counts by domain ─► utility call ─► GET /redraft/status ─► the learner's canary
+    worker: the step's output names the requests whose drafts are another proposer's: these do not count
 
-vLLM's own counters name no domain. A canary with more of an easy domain than the other servers would look better than
-it is.
+vLLM's own counters name no domain, and count lookups and padding too. A canary with more of an easy domain than the
+other servers, or more lookups, would look better than it is. They are also off with --disable-log-stats.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 from redraft.online.records.origin import read_origin_arguments
@@ -18,8 +21,12 @@ MAX_DOMAINS = 32
 OTHER = "(other)"
 """Name of those."""
 
+LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")
+"""vLLM's methods without a draft model."""
+
 Counts = dict[str, list[int]]
-"""[drafts, accepted tokens] by domain, since the server started."""
+"""[drafts, draft tokens, drafts whose first token was accepted, whose second was, ...] by domain, since the server
+started."""
 
 
 def count_domains() -> None:
@@ -29,18 +36,28 @@ def count_domains() -> None:
 
     if are_counted():
         return
-    observe = Scheduler.make_spec_decoding_stats
+    observe, update = Scheduler.make_spec_decoding_stats, Scheduler.update_from_output
+
+    def update_and_note(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        scheduler.redraft_foreign = getattr(model_runner_output, "redraft_foreign", ())
+        return update(scheduler, scheduler_output, model_runner_output)
 
     def observe_and_count(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         # vLLM passes everything by name. Counted here, because `observe` returns at once if statistics are off.
-        if kwargs["num_draft_tokens"]:
-            request = scheduler.requests[kwargs["request_id"]]
-            add_draft(get_counts(scheduler), request.sampling_params.extra_args, kwargs["num_accepted_tokens"])
+        request_id, num_tokens = kwargs["request_id"], kwargs["num_draft_tokens"]
+        if num_tokens and request_id not in scheduler.redraft_foreign:
+            arguments = scheduler.requests[request_id].sampling_params.extra_args
+            add_draft(get_counts(scheduler), arguments, num_tokens, kwargs["num_accepted_tokens"])
         return observe(scheduler, *args, **kwargs)
 
-    Scheduler.make_spec_decoding_stats = observe_and_count
+    Scheduler.make_spec_decoding_stats, Scheduler.update_from_output = observe_and_count, update_and_note
     # vLLM finds a utility call's method by name on the engine core.
     EngineCore.redraft_domains = lambda engine: get_counts(engine.scheduler)
+
+
+def mark_foreign(output: Any, requests: Collection[str]) -> None:
+    """Name in a step's output the requests whose draft tokens are not the served version's. It is pickled with them."""
+    output.redraft_foreign = frozenset(requests)
 
 
 def are_counted() -> bool:
@@ -56,22 +73,26 @@ def get_counts(scheduler: Any) -> Counts:
     return counts
 
 
-def add_draft(counts: Counts, extra_args: dict[str, Any] | None, num_accepted: int) -> None:
+def add_draft(counts: Counts, extra_args: dict[str, Any] | None, num_tokens: int, num_accepted: int) -> None:
     """Count one verified draft of a request with these extra arguments."""
     origin = read_origin_arguments(extra_args)
     domain = "" if origin is None else origin.domain
     if domain not in counts and len(counts) >= MAX_DOMAINS:
         domain = OTHER
     of_domain = counts.setdefault(domain, [0, 0])
+    of_domain += [0] * (2 + num_tokens - len(of_domain))
     of_domain[0] += 1
-    of_domain[1] += num_accepted
+    of_domain[1] += num_tokens
+    for position in range(num_accepted):
+        of_domain[2 + position] += 1
 
 
 def sum_counts(replicas: list[Counts]) -> Counts:
     """The counts of all replicas together."""
-    total: Counts = {}
-    for counts in replicas:
-        for domain, (num_drafts, num_accepted) in counts.items():
-            drafts, accepted = total.get(domain, [0, 0])
-            total[domain] = [drafts + num_drafts, accepted + num_accepted]
-    return total
+    domains = dict.fromkeys(chain.from_iterable(replicas))
+    return {domain: add_up(replica[domain] for replica in replicas if domain in replica) for domain in domains}
+
+
+def add_up(counts: Iterable[Sequence[int]]) -> list[int]:
+    """Sums position by position; a shorter list has zeros there."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]

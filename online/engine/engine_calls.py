@@ -98,7 +98,7 @@ class EngineCalls:
             and len({rank["draft_version"] for rank in ranks}) == 1,
             "target_intact": all(rank["target_intact"] for rank in ranks),
             "asleep": any(rank["asleep"] for rank in ranks),
-            "domains": await self._count_domains(),
+            **await self._count_drafts(),
         }
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -110,13 +110,15 @@ class EngineCalls:
             return answers
         return list(chain.from_iterable(await ask_all("collective_rpc", method, None, args, None)))
 
-    async def _count_domains(self) -> domains.Counts:
-        """Drafts and accepted tokens by domain, of all replicas; none from an engine that does not
-        count them."""
+    async def _count_drafts(self) -> dict[str, Any]:
+        """The served version's drafts in all replicas: `drafts`, with positions, and by domain drafts and accepted
+        tokens. Neither from an engine without these counts."""
         ask = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
         if ask is None or not domains.are_counted():
-            return {}
-        return domains.sum_counts(await self.while_alive(ask("redraft_domains")))
+            return {"domains": {}}
+        counts = domains.sum_counts(await self.while_alive(ask("redraft_domains")))
+        by_domain = {domain: [found[0], sum(found[2:])] for domain, found in counts.items()}
+        return {"domains": by_domain, "drafts": domains.add_up([[0, 0], *counts.values()])}
 
 
 def say(error: Exception) -> str:

@@ -36,6 +36,8 @@ class Batch:
     first_reads: Sequence[int]
     """Index of each request's first token among those read by the target; one more entry at the end."""
     num_drafts: Sequence[int]
+    proposers: Sequence[int]
+    """By request: 0 if the served version drafted, or LOOKUP or PADDING."""
     first_rows: Sequence[int]
     """Index of each request's first row of logits."""
     first_drafts: Sequence[int]
@@ -157,6 +159,7 @@ class Feed:
                 start=batch.starts[i],
                 sampled_row=None if batch.is_partial[i] else i,
                 num_drafts=batch.num_drafts[i],
+                proposer=batch.proposers[i],
                 first_row=batch.first_rows[i],
                 first_draft=batch.first_drafts[i],
                 num_read=batch.first_reads[i + 1] - batch.first_reads[i],

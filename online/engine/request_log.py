@@ -115,6 +115,8 @@ class VerifiedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft_ids: NDArray[np.int32]
     draft_probs: NDArray[np.float32]
     num_accepted: int
+    proposer: int = 0
+    """LOOKUP or PADDING if the draft tokens are not the served version's."""
     rows: Rows
 
     @property
@@ -272,6 +274,7 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
         "row_drafts": drafts_R,
         "row_draft_probs": draft_probs_R,
         "row_accepted": (index_R < num_accepted_R).astype(np.uint8),
+        "row_proposers": np.repeat(np.array([step.proposer for step in steps], np.uint8), counts),
         "row_topk_ids": np.concatenate([step.rows.topk_ids_RK for step in steps]),
         "row_topk_log_probs": np.concatenate([step.rows.topk_log_probs_RK for step in steps]),
         "row_log_sum_exp": np.concatenate([step.rows.log_sum_exp_R for step in steps]),
@@ -281,6 +284,8 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
 def _encode_arrays(columns: dict[str, NDArray[Any]], states: States | None) -> dict[str, Any]:
     """The record's array fields, as bytes."""
     fields: dict[str, Any] = {name: np.ascontiguousarray(column).tobytes() for name, column in columns.items()}
+    if not columns["row_proposers"].any():
+        del fields["row_proposers"]
     if states is not None:
         num_states, size = states.words_HLD.shape[1:]
         if states.words_HLD.dtype == np.uint8:

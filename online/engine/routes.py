@@ -5,16 +5,26 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import logging
 from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from starlette.datastructures import State
+from starlette.requests import ClientDisconnect
 
+from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.online.engine.client_origin import OriginMiddleware, forward_origin
 from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, read_config
+from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.swap_transaction import Asked, Swaps, can_pause, require_version
+from redraft.online.records.guard import Guard
+
+logger = logging.getLogger("vllm.redraft")
+
+LOOK_S = 10.0
+"""Seconds between two looks at the target's weights."""
 
 
 class Endpoint:
@@ -25,7 +35,11 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.config = read_config()
+        self.guard = Guard()
+        self.notes: list[str] = []
+        """Flags of this server, probably mistakes."""
         self.swaps: Swaps
+        self._looking: asyncio.Task[None]
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_middleware(OriginMiddleware)
@@ -36,12 +50,24 @@ class Endpoint:
         can = can_pause(engine_client.vllm_config)
         self.swaps = Swaps(self.config.registry, engine_client, can_pause=can)
         forward_origin(engine_client)
+        self.notes = list_notes(engine_client.vllm_config, args)
+        for note in self.notes:
+            logger.warning("redraft: %s", note)
+        self._looking = asyncio.create_task(self._look_forever())
+
+    async def _look_forever(self) -> None:
+        """Have the workers compare a part of the target's weights every LOOK_S seconds."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with self.guard.round("target"):
+                await self.swaps.calls.ask("redraft_look")
 
     async def status(self, request: Request) -> dict[str, Any]:
         """Status of the recording rank, vLLM's version, and whether all ranks agree on the draft."""
         authorize(request, self.config)
         try:
-            return await self.swaps.calls.status() | {"registry": self.swaps.registry_id}
+            own = {"registry": self.swaps.registry_id, "notes": self.notes}
+            return await self.swaps.calls.status() | own | {"failed_rounds": dict(self.guard.failures)}
         except RefusedError as refusal:
             raise HTTPException(refusal.code, refusal.why) from refusal
 
@@ -54,7 +80,8 @@ class Endpoint:
         authorize(request, self.config)
         try:
             asked = _parse(await request.json())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        # A client that left within its body is no error of the server, which would log a traceback.
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ClientDisconnect):
             raise HTTPException(400, 'send a JSON body {"version": "v000012"}') from None
         if self.config.registry is None:
             raise HTTPException(503, "no registry: start the server with REDRAFT_REGISTRY=FOLDER")
@@ -64,6 +91,14 @@ class Endpoint:
             return await asyncio.shield(asyncio.ensure_future(self.swaps.swap(asked)))
         except RefusedError as refusal:
             raise HTTPException(refusal.code, refusal.why) from refusal
+
+
+def list_notes(vllm_config: Any, args: Namespace) -> list[str]:
+    """Flags of vLLM beside which something does not work; `redraft serve` refuses or warns of them before the start."""
+    speculative = vllm_config.speculative_config
+    has_draft = speculative is not None and speculative.method not in LOOKUP_METHODS
+    notes = [LOG_STATS_OFF] if getattr(args, "disable_log_stats", False) else []
+    return notes + ([EMBEDS_BESIDE_DRAFT] if has_draft and vllm_config.model_config.enable_prompt_embeds else [])
 
 
 def _parse(body: Any) -> Asked:

@@ -12,9 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from redraft.online.engine.capture import Capture
+from redraft.online.engine.domains import LOOKUP_METHODS, mark_foreign
 from redraft.online.engine.feed import Batch, Feed
 from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
+from redraft.online.records.record import LOOKUP, PADDING
 
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 
@@ -29,6 +31,11 @@ def install_capture(runner: Any, capture: Capture) -> None:
         runner.propose_draft_token_ids = hooks.propose
 
 
+def install_proposers(runner: Any) -> None:
+    """Tell lookups and padding from the served version's draft tokens, before anything else is installed."""
+    runner.redraft_proposers = Proposers(runner)
+
+
 def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
     """The draft's proposer, the attention groups, and how to read a request's text."""
 
@@ -40,6 +47,51 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
         return answer[: answer.index(-1)] if -1 in answer else answer
 
     return runner.drafter, list(runner.drafter.draft_attn_groups), read_text
+
+
+class Proposers:
+    """Who proposed the waiting draft tokens of each request, if it was not the served version.
+
+    `sample_tokens` verifies them within `_sample`, and then proposes the next ones. If a request nearly fills the
+    context, vLLM proposes none for the whole batch, and puts zeros there.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        """From now on. The output of a step names the requests whose drafts do not count, for the scheduler."""
+        self.runner = runner
+        self.foreign: dict[str, int] = {}
+        self._is_proposed = False
+        self._propose, self._sample_tokens = runner.propose_draft_token_ids, runner.sample_tokens
+        runner.propose_draft_token_ids, runner.sample_tokens = self.propose, self.sample_tokens
+
+    def propose(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_proposed = True
+        return self._propose(*args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_proposed, verified = False, self.foreign
+        result = self._sample_tokens(*args, **kwargs)
+        if verified and result is not None:
+            # If steps are scheduled ahead, vLLM hands over a wrapper.
+            mark_foreign(getattr(result, "_model_runner_output", result), verified)
+        self.foreign = self._find_foreign(verified)
+        return result
+
+    def _find_foreign(self, verified: dict[str, int]) -> dict[str, int]:
+        batch = self.runner.input_batch.req_ids
+        lookup = getattr(self.runner, "redraft_lookup", None)
+        if not self._is_proposed:
+            found = dict.fromkeys(batch, PADDING)
+        elif self.runner.speculative_config.method in LOOKUP_METHODS:
+            found = dict.fromkeys(batch, LOOKUP)
+        else:
+            found = dict.fromkeys(getattr(lookup, "looked_up", ()), LOOKUP)
+        # A request that was not in this step keeps its draft for a later one.
+        scheduled = set(batch) if verified else ()
+        waiting = {
+            name: kind for name, kind in verified.items() if name not in scheduled and name in self.runner.requests
+        }
+        return waiting | found
 
 
 class _Hooks:
@@ -96,10 +148,13 @@ class _Hooks:
         num_computed = runner.input_batch.num_computed_tokens_cpu[:count].tolist()
         num_drafts = metadata.num_draft_tokens if metadata else [0] * count
         first_drafts = [0, *accumulate(num_drafts)]
+        proposers = getattr(runner, "redraft_proposers", None)
+        foreign = proposers.foreign if proposers else {}
         batch = Batch(
             infos=[self.feed.add(runner.requests[request_id]) for request_id in runner.input_batch.req_ids[:count]],
             first_reads=first_reads,
             num_drafts=num_drafts,
+            proposers=[foreign.get(request_id, 0) for request_id in runner.input_batch.req_ids[:count]],
             first_rows=[
                 first_drafts[i] + i for i in range(count)
             ],  # drafts, and one bonus row for each earlier request

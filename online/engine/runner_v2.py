@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from redraft.online.engine.capture import Capture
+from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.feed import Batch, Feed
 from redraft.online.engine.one_pass import gather_probs
 from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
+from redraft.online.records.record import LOOKUP
 
 RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 
@@ -75,6 +77,10 @@ def _watch(instance: Any, after: Callable[..., None]) -> None:
     instance.__class__ = type(cls.__name__, (cls,), {"__call__": call})
 
 
+def install_proposers(runner: Any) -> None:
+    """Nothing: every draft token of a server is of one proposer."""
+
+
 def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
     """The draft's proposer, the attention groups, and how to read a request's text."""
 
@@ -94,6 +100,8 @@ class _Hooks:
         self._add_requests = runner.add_requests
         self._finish_requests = runner.finish_requests
         self._propose: Any = getattr(runner.speculator, "propose", None)
+        # V2 has no lookup before a head, and asks its draft up to the end of the context.
+        self._proposer = LOOKUP if getattr(runner.speculative_config, "method", "") in LOOKUP_METHODS else 0
 
     def add_requests(self, scheduler_output: Any) -> None:
         self._add_requests(scheduler_output)
@@ -149,6 +157,7 @@ class _Hooks:
             infos=[self.feed.requests.get(request_id) for request_id in batch.req_ids],
             first_reads=first_reads,
             num_drafts=num_drafts,
+            proposers=[self._proposer] * count,
             first_rows=first_rows,
             first_drafts=[row + 1 for row in first_rows],  # of the ids read for the rows; the first is no draft
             starts=num_prefilled_B.tolist(),  # right while a prompt is read; `starts_B` has the others

@@ -14,7 +14,7 @@ from redraft.online.engine.reread import Rereader
 Runner = Literal["v1", "v2"]
 
 MODULES: dict[Runner, Any] = {"v1": runner_v1, "v2": runner_v2}
-"""Each has `RUNNER`, the name of vLLM's class, `install_capture` and `find_proposer`."""
+"""Each has `RUNNER`, the name of vLLM's class, `install_capture`, `install_proposers` and `find_proposer`."""
 
 
 def find_runner(runner: object) -> Runner | None:
@@ -55,6 +55,13 @@ def install_reread(runner: Any) -> Rereader:
     if version is None:
         raise ValueError(f"vLLM's V1 and V2 model runners are followed, not {type(runner).__qualname__}")
     return Rereader(runner, *MODULES[version].find_proposer(runner))
+
+
+def install_proposers(runner: Any) -> None:
+    """Tell who proposed a draft token, if this runner is known."""
+    version = find_runner(runner)
+    if version is not None:
+        MODULES[version].install_proposers(runner)
 
 
 def install_capture(runner: Any, capture: Capture) -> None:

@@ -47,6 +47,8 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sampled_row: int | None
     """Row of `EngineStep.sampled_BK`. None: the step read a part of the prompt and sampled nothing."""
     num_drafts: int
+    proposer: int = 0
+    """LOOKUP or PADDING if the draft tokens are not the served version's."""
     first_row: int
     """First row in `EngineStep.logits_RV`; `num_drafts` more rows follow it."""
     first_draft: int

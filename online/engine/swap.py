@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ class Layout:
     folder: Path
     settings: Mapping[str, Any]
     """The content of config.json, without the keys that change nothing."""
-    shapes: Mapping[str, list[int]]
-    """The shape of every tensor, by name."""
+    tensors: Mapping[str, str]
+    """Shape and kind of every tensor, by name."""
     shared: Mapping[str, tuple[str, list[int], str]] | None = None
     """Type, shape and SHA-256 of the tensors for modules shared with the target; None until they are read."""
 
@@ -47,7 +48,7 @@ class Layout:
         return Layout(
             folder=folder,
             settings={key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS},
-            shapes={name: entry["shape"] for header in headers for name, entry in header.items()},
+            tensors={name: _describe(entry) for header in headers for name, entry in header.items()},
         )
 
     def with_shared(self, shared: set[str], files: Sequence[Path] = ()) -> Layout:
@@ -61,11 +62,19 @@ class Layout:
         if self.shared is not None:
             return self
         # `shared` holds attribute names, e.g. `embed_tokens`, one part of `model.embed_tokens.weight`.
-        if all(shared.isdisjoint(name.split(".")) for name in self.shapes):
+        if all(shared.isdisjoint(name.split(".")) for name in self.tensors):
             return replace(self, shared={})
         if not files and not self.folder.is_dir():
             raise ValueError(f"{self.folder}, the loaded draft, has gone with its embeddings: restart the server")
         return replace(self, shared=_hash_tensors(files or _find_weights(self.folder), shared))
+
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of numbers, turned into each other by a load. An integer would be taken as well, and mean another number."""
+
+
+def _describe(entry: Mapping[str, Any]) -> str:
+    return f"{entry['shape']} of {'floats' if entry['dtype'] in FLOATS else entry['dtype']}"
 
 
 def require_same_layout(current: Layout, candidate: Layout) -> None:
@@ -81,11 +90,11 @@ def require_same_layout(current: Layout, candidate: Layout) -> None:
     changed = _find_differences(candidate.settings, current.settings)
     if changed:
         raise ValueError(f"{name} differs from the loaded draft in config.json ({', '.join(changed)}): {cure}")
-    different = _find_differences(candidate.shapes, current.shapes)
+    different = _find_differences(candidate.tensors, current.tensors)
     if different:
-        shape, wanted = (shapes.get(different[0], "absent") for shapes in (candidate.shapes, current.shapes))
+        found, wanted = (layout.tensors.get(different[0], "absent") for layout in (candidate, current))
         raise ValueError(
-            f"{name} differs from the loaded draft in {len(different)} tensors ({different[0]} is {shape} "
+            f"{name} differs from the loaded draft in {len(different)} tensors ({different[0]} is {found} "
             f"instead of {wanted}): {cure}"
         )
 
@@ -192,20 +201,32 @@ def checksum(model: nn.Module) -> str:
 
     Not cryptographic: it shows whether anything was overwritten, not who made the weights.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, module in model.named_modules():
-        # vLLM's CPU build packs a linear layer's weight into a closure and leaves an empty tensor instead.
-        if hasattr(module, "cpu_linear") and getattr(module, "weight", torch.ones(1)).numel() == 0:
-            tensors.append((name, _compute_response(module)))
+    tensors = {**dict(model.named_buffers()), **{name: read() for name, read in find_weights(model).items()}}
     digest = hashlib.sha256()
-    sums = [_compute_sums(tensor) for _, tensor in tensors]
+    sums = [compute_sums(tensor) for tensor in tensors.values()]
     # all sums in one copy to the host: each would wait for the device
-    for (name, tensor), pair in zip(tensors, torch.stack(sums).tolist() if sums else [], strict=True):
+    for (name, tensor), pair in zip(tensors.items(), torch.stack(sums).tolist() if sums else [], strict=True):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {pair}".encode())
     return digest.hexdigest()
 
 
-def _compute_sums(tensor: Tensor) -> Tensor:
+def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """A way to read each weight, by name; of a packed one, the response."""
+    weights: dict[str, Callable[[], Tensor]] = {
+        name: partial(_itself, tensor) for name, tensor in model.named_parameters()
+    }
+    for name, module in model.named_modules():
+        # vLLM's CPU build packs a linear layer's weight into a closure and leaves an empty tensor instead.
+        if hasattr(module, "cpu_linear") and getattr(module, "weight", torch.ones(1)).numel() == 0:
+            weights[f"{name} packed"] = partial(_compute_response, module)
+    return weights
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def compute_sums(tensor: Tensor) -> Tensor:
     """Sum and position-weighted sum of the tensor's bits as 64-bit words, modulo 2**64; [2] on its device.
 
     Words at a distance of a multiple of COLUMNS have the same weight: rows of a weight hardly ever do.
@@ -214,7 +235,7 @@ def _compute_sums(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if not tensor.is_contiguous():
         # A view with gaps. Piece by piece, because `contiguous` copies.
-        pieces = [_compute_sums(piece.contiguous() if piece.dim() < 2 else piece) for piece in tensor]
+        pieces = [compute_sums(piece.contiguous() if piece.dim() < 2 else piece) for piece in tensor]
         places = torch.arange(1, 2 * len(pieces), 2, device=tensor.device)[:, None]
         return (torch.stack(pieces) * places).sum(0)
     bytes_ = tensor.view(-1).view(torch.uint8)

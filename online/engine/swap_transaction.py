@@ -1,7 +1,8 @@
 """The swap as a transaction: all ranks serve the version, or go back to the last good draft.
 
 find ─► stage: the ranks read it into memory, and serve ─► pause ─► load ─► commit ─► resume
- └────────┴─ a swap to another version takes over here       └─ a failure: restore the last good draft
+         └─ a swap to another version, if found,         └─ a failure: restore the last good draft
+            takes over here
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from redraft.heads.files.artifact import PROVENANCE
 from redraft.online.engine.engine_calls import EngineCalls, RefusedError, say
@@ -29,7 +30,7 @@ VERSION = re.compile(r"v[0-9]{6,18}")
 STAGE_TIMEOUT_S = 200.0
 """Deadline for reading a version from the registry's storage into memory. Serving goes on meanwhile."""
 
-STAGE_POLL_S = 0.05
+STAGE_POLL_S, BUSY_POLL_S = 0.05, 0.25
 
 PAUSE_TIMEOUT_S = 60.0
 """Deadline for the pause, in which the weights are copied from memory. Afterwards the engine is resumed in any case."""
@@ -41,12 +42,7 @@ RESUME_POLL_S = 0.5
 
 CACHE_CURE = "swap again when no request waits for keys of another server, or restart this one with --swap.cache keep"
 
-MAX_STUCK_READS = 4
-"""Hung readers of the registry allowed before further swaps are refused."""
-
 logger = logging.getLogger("vllm.redraft")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,29 +65,35 @@ class Swaps:
         """For the workers, which let one API process swap at a time."""
         self._can_pause = can_pause
         self._swapping = asyncio.Lock()
+        self._num_asked = self._latest_number = 0
         self._latest = ""
-        """The version asked for last."""
+        """The version asked for last, of those found; `_latest_number` counts the swaps up to it."""
         self._staged = ""
         """The version of `_staging`."""
-        self._staging: asyncio.Future[_Found | None] | None = None
-        self._readers: list[threading.Thread] = []
+        self._staging: asyncio.Future[None] | None = None
+        self._reads: dict[str, Future[_Found]] = {}
+        """Reads of versions' small files under way."""
 
     async def swap(self, asked: Asked) -> dict[str, Any]:
         """Swap to a version. Returns what the client is answered. Raises: RefusedError."""
-        self._latest = asked.version
-        if self._staging is not None and self._staged != asked.version:
-            self._staging.cancel()  # its storage may hang, and this may be the way back
+        number = self._num_asked = self._num_asked + 1
+        status = await self.calls.status()
+        if status.get("swap_off"):
+            raise RefusedError(409, f"this server cannot swap drafts: {status['swap_off']}")
+        with _deadline(asked.version, status["draft_version"]):
+            found = await self._find(asked, status)
+        self._give_way_to(found.name, number)
         async with self._swapping:
-            self._require_latest(asked)
+            self._require_latest(found.name)
             # asked within the lock, because the swap before may have loaded this very version
             status = await self.calls.status()
-            if status.get("swap_off"):
-                raise RefusedError(409, f"this server cannot swap drafts: {status['swap_off']}")
             serving = status["draft_version"]
             await self._require_awake()
-            found = await self._find_and_stage(asked, status)
-            if found is None:
+            # A copy of the registry may hold another v000012, so the name alone proves nothing.
+            is_same = status.get("manifest_sha256") in ("", None, found.manifest_sha256)
+            if serving == found.name and status["draft_intact"] and is_same:
                 return {"version": serving, "previous": serving, "swapped": False}
+            await self._read_into_memory(found, serving)
             try:
                 report = await self._exchange(found, serving, clears=status["swap_cache"] == "clear")
             finally:
@@ -100,43 +102,37 @@ class Swaps:
             self.registry_id = found.registry or self.registry_id or asked.registry
             return report
 
-    def _require_latest(self, asked: Asked) -> None:
-        if asked.version != self._latest:
-            raise RefusedError(409, f"the swap to {asked.version} gave way to the next, to {self._latest}")
+    def _give_way_to(self, version: str, number: int) -> None:
+        """Let a version found, and asked for later, take over from the one being read."""
+        if number > self._latest_number:
+            self._latest_number, self._latest = number, version
+        self._require_latest(version)
+        if self._staging is not None and self._staged != version:
+            self._staging.cancel()  # its storage may hang, and this may be the way back
 
-    async def _find_and_stage(self, asked: Asked, status: dict[str, Any]) -> _Found | None:
-        """The version, in the memory of all ranks; None if they serve it already."""
-        serving = status["draft_version"]
-        self._require_latest(asked)
-        self._staged = asked.version
-        self._staging = asyncio.ensure_future(self._find_and_read(asked, status))
+    def _require_latest(self, version: str) -> None:
+        if version != self._latest:
+            raise RefusedError(409, f"the swap to {version} gave way to the next, to {self._latest}")
+
+    async def _read_into_memory(self, found: _Found, serving: str) -> None:
+        """Have all ranks read the version, until a swap to another one takes over."""
+        self._require_latest(found.name)
+        self._staged = found.name
+        self._staging = asyncio.ensure_future(self._stage(found, serving))
         try:
-            async with asyncio.timeout(STAGE_TIMEOUT_S):
-                return await self._staging
-        except TimeoutError:
-            why = f"reading {asked.version} took longer than {STAGE_TIMEOUT_S:.0f} s"
-            raise RefusedError(504, f"{why}; still serving {serving}") from None
+            with _deadline(found.name, serving):
+                async with asyncio.timeout(STAGE_TIMEOUT_S):
+                    await self._staging
         except asyncio.CancelledError:
-            self._require_latest(asked)
+            self._require_latest(found.name)
             raise
         finally:
             self._staging = None
 
-    async def _find_and_read(self, asked: Asked, status: dict[str, Any]) -> _Found | None:
-        found = await self._find(asked)
-        # A copy of the registry may hold another v000012, so the name alone proves nothing.
-        is_same = status.get("manifest_sha256") in ("", None, found.manifest_sha256)
-        if status["draft_version"] == found.name and status["draft_intact"] and is_same:
-            return None
-        _require_target(found, status["target_fingerprint"])
-        await self._stage(found, status["draft_version"])
-        return found
-
-    async def _find(self, asked: Asked) -> _Found:
+    async def _find(self, asked: Asked, status: dict[str, Any]) -> _Found:
         """The version in the registry's folder. Raises RefusedError if it is not there, or not the one asked for."""
-        assert self.registry is not None
-        folder = self.registry / asked.version
-        found = await self._read(lambda: _read_version(folder))
+        async with asyncio.timeout(STAGE_TIMEOUT_S):
+            found = await self._read(asked.version)
         known = found.registry or self.registry_id
         if asked.registry and known and asked.registry != known:
             raise RefusedError(
@@ -150,26 +146,20 @@ class Swaps:
                 f"{found.name} has manifest {found.manifest_sha256[:12]} here, not {asked.manifest_sha256[:12]}: "
                 "copy the registry again",
             )
+        _require_target(found, status["target_fingerprint"])
         return found
 
-    async def _read(self, work: Callable[[], T]) -> T:
-        """The result of `work` in a separate thread: a storage that hangs would fill the pool that vLLM uses too."""
-        self._readers = [reader for reader in self._readers if reader.is_alive()]
-        if len(self._readers) >= MAX_STUCK_READS:
-            raise RefusedError(503, "the registry's storage hangs: earlier swaps are still reading")
-        future: Future[T] = Future()
-
-        def run() -> None:
-            # From here on a swap that gives up cannot cancel the future: `set_result` would then raise.
+    async def _read(self, version: str) -> _Found:
+        """The version's small files, read in a separate thread: a hung storage would fill the pool of vLLM
+        too. A hung read is waited for again, not begun twice."""
+        assert self.registry is not None
+        folder, future = self.registry / version, self._reads.get(version)
+        if future is None:
+            future = self._reads[version] = Future()
+            # A swap that gives up cannot cancel it: `set_result` would then raise.
             future.set_running_or_notify_cancel()
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        reader = threading.Thread(target=run, name="redraft-registry", daemon=True)
-        self._readers.append(reader)
-        reader.start()
+            future.add_done_callback(lambda _: self._reads.pop(version))
+            threading.Thread(target=_settle, args=(future, folder), name="redraft-registry", daemon=True).start()
         return await asyncio.wrap_future(future)
 
     async def _stage(self, found: _Found, serving: str) -> None:
@@ -191,7 +181,11 @@ class Swaps:
 
         Returns the ranks' answers when all have read it or one has failed.
         """
-        started = await self.calls.ask_for_draft("redraft_stage", folder, self._id)
+        while True:
+            started = await self.calls.ask_for_draft("redraft_stage", folder, self._id)
+            if not any(rank.get("is_busy") for rank in started):
+                break
+            await asyncio.sleep(BUSY_POLL_S)
         if not all(rank["ok"] for rank in started):
             return [{"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]]
         while True:
@@ -350,6 +344,16 @@ class _Found:
         return self.folder.name
 
 
+@contextmanager
+def _deadline(version: str, serving: str) -> Iterator[None]:
+    """Turn a time-out while a version is read into a RefusedError."""
+    try:
+        yield
+    except TimeoutError:
+        why = f"reading {version} took longer than {STAGE_TIMEOUT_S:.0f} s"
+        raise RefusedError(504, f"{why}; still serving {serving}") from None
+
+
 def require_version(name: str) -> None:
     """Accept an id only: a path could name any folder of this machine. Raises: RefusedError."""
     if not VERSION.fullmatch(name):
@@ -362,6 +366,13 @@ def _no_version(name: str) -> RefusedError:
         f"no version {name!r} in the registry: ask for one that `redraft fleet versions` lists, and copy the registry "
         "again if this server reads a copy",
     )
+
+
+def _settle(future: Future[_Found], folder: Path) -> None:
+    try:
+        future.set_result(_read_version(folder))
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _read_version(folder: Path) -> _Found:

@@ -20,17 +20,24 @@ from redraft.heads.files.folder import fingerprint, model_folder
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
 from redraft.online.engine.reread import Rereader
-from redraft.online.engine.runners import describe_runner, find_runner, install_capture, install_reread
+from redraft.online.engine.runners import (
+    describe_runner,
+    find_runner,
+    install_capture,
+    install_proposers,
+    install_reread,
+)
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.slices import trace_slices
 from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, list_weights, pin_on, plan_folder
 from redraft.online.engine.swap import Layout, checksum, load_draft, shared_modules
+from redraft.online.engine.target_watch import CHANGED, TargetWatch, look_at_target, watch_target
 from redraft.online.fleet.registry import hash_manifest
 
 logger = logging.getLogger("vllm.redraft")
 
 MAX_STUCK_READS = 4
-"""Hung readers allowed before further drafts are refused. Each holds its memory until its thread ends."""
+"""Hung versions before further drafts are refused. The reader of each keeps memory until it ends."""
 
 SWAP_LEASE_S = 300.0
 """Seconds after which a swap is given up if nobody ends it, e.g. because its API process was killed. Longer than all
@@ -55,6 +62,8 @@ class WorkerState:
     target_fingerprint: str = ""
     target_checksum: str = ""
     is_target_intact: bool = True
+    target_watch: TargetWatch | None = None
+    """None if the target's weights move by themselves."""
     draft_version: str = ""
     draft: Layout | None = None
     """The last good draft; None if the server runs without a draft."""
@@ -86,6 +95,7 @@ def register_worker() -> None:
     if hasattr(WorkerBase, "redraft_status"):
         return
     WorkerBase.redraft_status = redraft_status
+    WorkerBase.redraft_look = look_at_target
     WorkerBase.redraft_stage = redraft_stage
     WorkerBase.redraft_staged = redraft_staged
     WorkerBase.redraft_discard = redraft_discard
@@ -115,6 +125,9 @@ def install(worker: Any) -> None:
     config = PluginConfig()
     with _switching_off(state, "capture", "swap"):
         config = read_config()
+    with _switching_off(state, "capture"):
+        if worker.vllm_config.speculative_config and _is_last_stage():
+            install_proposers(worker.model_runner)
     with _switching_off(state, "swap"):
         _identify_draft(worker, config.registry)
     # Records carry this fingerprint, and a draft for another target is refused by it. Without it, both go off.
@@ -127,6 +140,7 @@ def install(worker: Any) -> None:
             _start_capture(worker, config.capture)
     with _switching_off(state, "swap"):
         watch_sleep(worker)
+        watch_target(worker)
     with _switching_off(state, "swap"):
         if config.registry is not None:
             _prepare_cache(worker, config.swap.cache)
@@ -263,7 +277,8 @@ def redraft_status(worker: Any) -> dict[str, Any]:
 
 
 def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, Any] | None:
-    """Begin to read a draft into memory; None is the last good one. Returns `{"ok"}` or `{"ok": False, "error"}`.
+    """Begin to read a draft into memory; None is the last good one. Returns `{"ok"}` or `{"ok": False, "error"}`, with
+    `"is_busy": True` if an abandoned read of the same draft has not ended: ask again.
 
     A stage of a pipeline before the last has no draft: this and the next methods return None there.
 
@@ -277,17 +292,23 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
         return {"ok": False, "error": "another API process of this server is swapping: wait, then swap again"}
     # A swap of this API process, or one past the lease, may have been left unended: free the memory first.
     _end_swap(state)
+    look_at_target(worker, everywhere=True)
     try:
+        if folder and state.swap_off == CHANGED:
+            raise ValueError(CHANGED)
         _require_swappable(worker)
+        assert state.draft is not None
+        source = Path(folder) if folder else state.draft.folder
+        # One reader of each: a version asked for again and again must leave room for the others.
+        if any(staging.folder == source for staging in state.stuck):
+            return {"ok": False, "is_busy": True, "error": f"{source} is still being read from before"}
         if len(state.stuck) >= MAX_STUCK_READS:
             raise ValueError(f"{len(state.stuck)} drafts are still being read: the registry's storage hangs")
     except ValueError as error:
         return {"ok": False, "error": str(error)}
-    assert state.draft is not None
     state.swapper, state.swapped_from_s = swapper, time.monotonic()
     # Asked of the modules themselves: vLLM decides at start which of them the draft shares with the target.
     shared = shared_modules(worker.model_runner.get_draft_model(), worker.model_runner.get_model())
-    source = Path(folder) if folder else state.draft.folder
     state.staging = Staging(source, state.draft, shared, state.memory, state.share)
     return {"ok": True}
 
@@ -402,10 +423,16 @@ def _require_swappable(worker: Any) -> None:
 
 def _is_recording_rank() -> bool:
     """True on one rank of a tensor-parallel group: all of them see the same logits."""
-    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+    from vllm.distributed import get_tensor_model_parallel_rank
 
-    # only the last pipeline stage computes logits
-    return bool(get_tensor_model_parallel_rank() == 0 and get_pp_group().is_last_rank)
+    return bool(get_tensor_model_parallel_rank() == 0 and _is_last_stage())
+
+
+def _is_last_stage() -> bool:
+    """Whether this rank is of the last stage of a pipeline, which alone computes logits and drafts."""
+    from vllm.distributed import get_pp_group
+
+    return bool(get_pp_group().is_last_rank)
 
 
 def _stop_at_shutdown(worker: Any, capture: Capture) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import ssl
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,7 +24,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from redraft.online.fleet.server import FleetServer, require_address
+from redraft.online.fleet.server import FleetServer, make_client, require_address, trusted_certificates
 from redraft.online.records.origin import require_label
 from redraft.online.tokens import read_token
 
@@ -156,7 +155,7 @@ class Members(Generic[AnyServer]):
     def __init__(self, make: Callable[[str, str, httpx.AsyncClient], AnyServer]) -> None:
         self.servers: list[AnyServer] = []
         self._make = make
-        self._certificates = ssl.create_default_context()  # shared, because it takes 20 ms to make
+        self._certificates = trusted_certificates()
 
     def update(self, tokens: Mapping[str, str]) -> list[AnyServer]:
         """Add new servers and remove former ones. Returns the latter: the caller must close the `http` of each."""
@@ -167,7 +166,7 @@ class Members(Generic[AnyServer]):
         self.servers[:] = [server for server in self.servers if server not in gone]
         for url, token in tokens.items():
             if url not in known:
-                self.servers.append(self._make(url, token, httpx.AsyncClient(verify=self._certificates)))
+                self.servers.append(self._make(url, token, make_client(self._certificates)))
         return gone
 
     async def aclose(self) -> None:

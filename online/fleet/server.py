@@ -11,7 +11,7 @@ import asyncio
 import ssl
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -20,7 +20,8 @@ import httpx
 import msgspec
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.counters import SPEC_DECODE, find_counts
+from redraft.eval.engine.counters import NO_COUNTERS, SPEC_DECODE, find_counts
+from redraft.online.fleet.reach import explain
 from redraft.online.fleet.registry import Identity, Registry
 from redraft.online.journal import Identifier
 
@@ -97,6 +98,9 @@ class NonsenseError(RefusedError):
 SampleMethod = Literal["greedy", "probabilistic"]
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTER)]
+
+
 class _StatusAnswer(msgspec.Struct, frozen=True):
     """The body of GET /redraft/status, as far as it is used."""
 
@@ -110,9 +114,12 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     draft_sample_method: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     manifest_sha256: Annotated[str, msgspec.Meta(max_length=64)] = ""
     capture_off: str = ""
+    notes: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=400)], ...], msgspec.Meta(max_length=16)] = ()
+    drafts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2 + MAX_POSITIONS)] = ()
+    """Drafts, draft tokens, and by position the drafts whose token was accepted."""
     domains: dict[
         Annotated[str, msgspec.Meta(max_length=64)],
-        tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTER)], Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTER)]],
+        tuple[Count, Count],
     ] = {}
 
 
@@ -148,8 +155,13 @@ class Status:
     """Hash of the draft's manifest; empty if it has none, or from a server of an earlier release."""
     capture_off: str = ""
     """Why the server records nothing although it is told to; empty otherwise."""
+    notes: Sequence[str] = ()
+    """Flags of the server, probably mistakes."""
+    total: AcceptanceCounts | None = None
+    """The draft's counts since the server started, without lookups and padding; None from a server of an earlier
+    release."""
     by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
-    """Counts by domain since the server started; empty from a server of an earlier release."""
+    """The same by domain; empty from a server of an earlier release."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +205,8 @@ class FleetServer:
                 lost=_count_lost(body.capture or {}),
                 manifest_sha256=body.manifest_sha256,
                 capture_off=body.capture_off,
+                notes=body.notes,
+                total=_read_total(body),
                 by_domain=_read_domains(body),
             )
         except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -225,17 +239,22 @@ class FleetServer:
             UnreachableError, RefusedError: if it does not answer, or has no counters of drafts.
         """
         status = await self.status()
+        if status.total is not None and status.draft_version:
+            total = status.total
+            return Reading(
+                boot=status.boot, draft_version=status.draft_version, total=total, by_domain=status.by_domain
+            )
         # Without the token: it is for our routes only.
         content = await self._request("GET", "/metrics", STATUS_TIMEOUT_S, headers={})
         try:
-            total = _parse_counts(content)
+            found = _parse_counts(content)
         except Exception as error:  # the parser of Prometheus raises half a dozen types
             reason = self._quote(repr(error))
             raise NonsenseError(f"{self.url} answers with something other than /metrics: {reason}") from error
-        if total is None:
-            raise RefusedError(f"{self.url} has no {SPEC_DECODE}* counters: it runs without a draft")
+        if found is None:
+            raise RefusedError(f"{self.url} has no {SPEC_DECODE}* counters: {NO_COUNTERS}")
         # Two requests: `by_domain` is a moment older than `total`, so the domains need not add up to it.
-        return Reading(boot=status.boot, draft_version=status.draft_version, total=total, by_domain=status.by_domain)
+        return Reading(boot=status.boot, draft_version=status.draft_version, total=found, by_domain=status.by_domain)
 
     def _identify(self, version: str) -> Identity:
         return self.registry.identify(version) if self.registry else Identity()
@@ -252,7 +271,7 @@ class FleetServer:
         except TimeoutError as error:
             raise UnreachableError(f"{self.url} does not answer {method} {path} within {timeout_s:.0f} s") from error
         except httpx.HTTPError as error:
-            raise UnreachableError(f"{self.url} does not answer: {self._quote(repr(error))}") from error
+            raise UnreachableError(f"{self.url} does not answer: {self._quote(explain(error))}") from error
         except NonsenseError:
             raise
         except Exception as error:  # an odd header can raise anything, and it is the server's fault
@@ -260,7 +279,8 @@ class FleetServer:
             raise UnreachableError(f"{self.url} cannot be understood: {reason}") from error
         if code != 200:
             reason = self._quote(content.decode(errors="replace"))
-            raise RefusedError(f"{self.url} answers {method} {path} with {code}: {reason}")
+            cure = ". Start it with redraft serve" if code == 404 else ""
+            raise RefusedError(f"{self.url} answers {method} {path} with {code}: {reason}{cure}")
         return content
 
     def _quote(self, words: str) -> str:
@@ -288,6 +308,18 @@ def _read_drafting(body: _StatusAnswer) -> Drafting | None:
         if body.draft_sample_method == method:
             return Drafting(body.num_speculative_tokens, method)
     return None
+
+
+def _read_total(body: _StatusAnswer) -> AcceptanceCounts | None:
+    if len(body.drafts) < 2:
+        return None
+    num_drafts, num_draft_tokens, *accepted = body.drafts
+    return AcceptanceCounts(
+        num_drafts=num_drafts,
+        num_accepted=sum(accepted),
+        num_draft_tokens=num_draft_tokens,
+        accepted_per_position=tuple(accepted),
+    )
 
 
 def _read_domains(body: _StatusAnswer) -> dict[str, AcceptanceCounts]:
@@ -347,14 +379,24 @@ def _parse_counts(page: bytes) -> AcceptanceCounts | None:
     return counts
 
 
+def trusted_certificates() -> ssl.SSLContext:
+    """The certificates of this machine, or of SSL_CERT_FILE; to be shared, because they take 20 ms to read."""
+    return ssl.create_default_context()
+
+
+def make_client(certificates: ssl.SSLContext) -> httpx.AsyncClient:
+    """A client for one server, past any proxy of the environment: a proxy would see the token, and knows no pods."""
+    return httpx.AsyncClient(verify=certificates, trust_env=False)
+
+
 @asynccontextmanager
 async def connected(tokens: Mapping[str, str], registry: Registry | None = None) -> AsyncIterator[list[FleetServer]]:
     """The servers of a fleet, in the order of `tokens`, which maps address to token, for versions of `registry`."""
-    certificates = ssl.create_default_context()  # shared, because it takes 20 ms to make
+    certificates = trusted_certificates()
     async with AsyncExitStack() as clients:
         servers = []
         for url, token in tokens.items():
-            http = await clients.enter_async_context(httpx.AsyncClient(verify=certificates))
+            http = await clients.enter_async_context(make_client(certificates))
             servers.append(FleetServer(url.rstrip("/"), token, http, registry=registry))
         yield servers
 

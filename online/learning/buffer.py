@@ -405,7 +405,7 @@ class Buffer:
 
     def _row(self, record: Record, now_s: float) -> Row:
         # Rows after a rejection continue a text the target refused: they say nothing about the draft's quality.
-        verified_R = (record.draft_ids >= 0) & (record.branches == 0)
+        verified_R = (record.draft_ids >= 0) & (record.branches == 0) & record.is_own
         hashes = self._key.hash(record)
         return Row(
             record_id=record.record_id,

@@ -107,6 +107,8 @@ def _find_wrong_length(record: Record) -> str:
         "row_topk_log_probs": 4 * rows * record.top_k,
         "row_log_sum_exp": 4 * rows,
     }
+    if record.row_proposers:
+        wanted["row_proposers"] = rows
     for name, size in wanted.items():
         if len(getattr(record, name)) != size:
             return f"inconsistent record: {name} has {len(getattr(record, name))} bytes, not {size}"

@@ -51,6 +51,10 @@ MAX_WASTE = 4
 """Bytes read in vain before the rest is given up, as a multiple of all bytes. Bounds the work on frames whose lengths
 overlap: without it, reading is quadratic."""
 
+LOOKUP, PADDING = 1, 2
+"""Values of `row_proposers` for draft tokens of others than the named version: a lookup, or nobody, near the end of the
+context."""
+
 NO_HIDDEN = np.empty((0, 0, 0), np.uint16)
 
 _HEADER = struct.Struct("<4sII")
@@ -114,7 +118,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     target_fingerprint: str
     draft_version: str = ""
-    """Version that proposed the draft tokens."""
+    """Version that proposed the draft tokens, apart from those marked in `row_proposers`."""
     sampling: Sampling
     num_prompt_tokens: int
     """Length of the prompt, with which the context begins; the same in every segment of a request."""
@@ -133,6 +137,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [R], probability with which it was proposed: 1 for greedy drafting, NaN if there is no draft token."""
     row_accepted: bytes
     """uint8 [R], 1 if the draft token was accepted."""
+    row_proposers: bytes = b""
+    """uint8 [R], LOOKUP or PADDING for rows of a draft by another proposer, else 0. Empty: all are 0."""
     row_topk_ids: bytes
     """int32 [R, K], by descending probability."""
     row_topk_log_probs: bytes
@@ -198,6 +204,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def accepted(self) -> NDArray[np.bool_]:
         return _array(self.row_accepted, np.uint8).astype(bool)
+
+    @property
+    def is_own(self) -> NDArray[np.bool_]:
+        """[R], whether the row belongs to a draft of the named version; a bonus row to the draft before it."""
+        if not self.row_proposers:
+            return np.ones(len(self.positions), bool)
+        return ~_array(self.row_proposers, np.uint8).astype(bool)
 
     @property
     def topk_ids(self) -> NDArray[np.int32]:

@@ -68,10 +68,10 @@ def training_sequences(record: Record, *, branches: bool = True) -> list[Trainin
 
 
 def refused_drafts(record: Record) -> Iterator[RefusedDraft]:
-    """The refused drafts of a self-contained record, in the order of the text."""
-    hanging_R = record.branches
+    """The refused drafts of a self-contained record, in the order of the text; only those of the version."""
+    hanging_R, is_own_R = record.branches, record.is_own
     # If a step refuses draft token a of 0..k-1, the rows a+1..k follow refused tokens: branches 1, 2, ..., k - a.
-    for begin in np.flatnonzero(hanging_R == 1):
+    for begin in np.flatnonzero((hanging_R == 1) & is_own_R):
         end = begin + 1
         while end < len(hanging_R) and hanging_R[end] == hanging_R[end - 1] + 1:
             end += 1

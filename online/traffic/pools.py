@@ -93,6 +93,8 @@ class Pools:
             try:
                 reply = await self._send_to(upstream, forwarded)
             except RefusedError:
+                if not upstream.is_down:
+                    logger.warning("%s cannot be reached: %s", upstream.url, upstream.problem)
                 upstream.is_down = True
                 self.refused_connections[upstream.url] += 1
                 continue
@@ -157,7 +159,8 @@ class Pools:
         found = await asyncio.gather(*(upstream.is_healthy() for upstream in suspects))
         for upstream, is_healthy in zip(suspects, found, strict=True):
             if not is_healthy and not upstream.is_down:
-                logger.warning("%s does not answer: it gets no more requests until it is healthy", upstream.url)
+                reason = upstream.problem or "it does not answer /health"
+                logger.warning("%s gets no more requests until it is healthy: %s", upstream.url, reason)
             upstream.is_down = not is_healthy
         done = [upstream for upstream in self._leaving if not upstream.requests]
         self._leaving = [upstream for upstream in self._leaving if upstream not in done]

@@ -91,7 +91,8 @@ def build_router(cfg: RouterConfig, guard: Guard | None = None) -> tuple[Router,
 
     async def show_servers(request: Request) -> Response:
         shown = [
-            {"url": m.url, "domain": m.domain, "is_down": m.is_down, "requests": m.requests} for m in pools.upstreams
+            {"url": m.url, "domain": m.domain, "is_down": m.is_down, "problem": m.problem, "requests": m.requests}
+            for m in pools.upstreams
         ]
         return JSONResponse({"servers": shown, "failed_rounds": guard.failures})
 

@@ -1,10 +1,11 @@
 """The check of a server before the tap records its answers, by requests of the tap itself.
 
     /v1/models          the names of the target itself; an adapter has a parent
-    /v1/completions     as many log-probabilities as a record has, of the model and not of its sampling
+    /v1/completions     as many log-probabilities as a record has, of the model and not of its sampling; and by which
+                        parameters a bare request is sampled
 
-A server's flags decide both, e.g. --max-logprobs and --logprobs-mode. The check is repeated after a server
-was down, because it may have come back with other flags.
+A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation-config, --override-generation-config.
+The check is repeated after a server was down, because it may have come back with other flags.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import asyncio
 import json
 import logging
 import math
-from dataclasses import dataclass
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from redraft.online.records.guard import Guard
@@ -34,6 +37,15 @@ MAX_CHANGE = 0.5
 
 PROMPT = "The"
 
+PROMPTS = ("The", "A", "In", "My", "It", "He", "We", "1", "How", "To", "New", "For", "One", "This", "What", "And")
+NUM_TOKENS, SEED = 32, 4711
+MIN_EQUAL = 0.75
+"""Least share of equal texts if two requests are sampled by the same parameters. With one seed
+all are, but for rounding on a busy GPU; a cut of 5% of the probability changes two of three."""
+
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""vLLM's own defaults, as with `--generation-config vllm`."""
+
 
 class NotYetError(Exception):
     """The server gave no answer to judge, e.g. because it wants a key."""
@@ -49,14 +61,19 @@ class Verdict:
     """Why no answer of the server is recorded; empty if they are."""
     models: frozenset[str] = frozenset()
     """Names of the target, without those of adapters."""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Parameters by which the server samples a bare request."""
 
 
 class ServerChecks:
     """The verdict on each server, by address."""
 
-    def __init__(self, top_k: int, guard: Guard) -> None:
-        self.top_k, self.guard = top_k, guard
+    def __init__(self, top_k: int, guard: Guard, defaults: Mapping[str, float]) -> None:
+        """`defaults` are the sampling parameters of the target's generation_config.json."""
+        self.top_k, self.guard, self.defaults = top_k, guard, defaults
         self.verdicts: dict[str, Verdict] = {}
+        self.problems: dict[str, str] = {}
+        """Why a server is not checked yet."""
         self.authorization = b""
         """The newest key of a client, for servers that want one."""
 
@@ -87,12 +104,21 @@ class ServerChecks:
             return
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                verdict = Verdict(models=await self._find_models(upstream))
+                models = await self._find_models(upstream)
+                verdict = Verdict(models=models, defaults=await self._find_defaults(upstream, min(models)))
         except UnfitError as error:
             verdict = Verdict(problem=str(error))
             logger.warning("nothing of %s is recorded: %s", upstream.url, error)
-        except (NotYetError, TimeoutError):
+        except (NotYetError, TimeoutError) as error:
+            problem = f"it is not checked yet: {str(error) or 'no answer came in time'}"
+            if self.problems.get(upstream.url) != problem:
+                logger.warning("nothing of %s is recorded: %s", upstream.url, problem)
+            self.problems[upstream.url] = problem
             return
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            verdict = Verdict(problem="its answers are not those of vLLM's API")
+            logger.warning("nothing of %s is recorded: %s", upstream.url, verdict.problem)
+        self.problems.pop(upstream.url, None)
         self.verdicts[upstream.url] = verdict
 
     async def _find_models(self, upstream: Upstream) -> frozenset[str]:
@@ -110,6 +136,26 @@ class ServerChecks:
                 "its log-probabilities are not those of the model: start vLLM with --logprobs-mode raw_logprobs"
             )
         return frozenset(names)
+
+    async def _find_defaults(self, upstream: Upstream, model: str) -> Mapping[str, float]:
+        """The parameters of a request without any. Raises: UnfitError, NotYetError."""
+        by_default = await self._sample(upstream, model, {})
+        for defaults in (self.defaults, {}):
+            texts = await self._sample(upstream, model, {**NEUTRAL, **defaults})
+            if sum(map(operator.eq, by_default, texts)) >= MIN_EQUAL * len(by_default):
+                return defaults
+        raise UnfitError(
+            "it samples by other defaults than the target's generation_config.json: start vLLM without "
+            "--override-generation-config and with --generation-config auto or vllm"
+        )
+
+    async def _sample(self, upstream: Upstream, model: str, sampling: Mapping[str, float]) -> list[Any]:
+        """A sampled text for each of PROMPTS, as token ids."""
+        asked = {"model": model, "prompt": PROMPTS, "max_tokens": NUM_TOKENS, "seed": SEED, "ignore_eos": True}
+        asked |= {"return_token_ids": True, **sampling}
+        answer = await self._ask(upstream, "POST", b"/v1/completions", asked)
+        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+        return [choice["token_ids"] for choice in choices]
 
     async def _read_log_probs(self, upstream: Upstream, model: str, top_p: float) -> dict[str, float]:
         """The log-probabilities of the likeliest first tokens, by token."""
@@ -133,11 +179,11 @@ class ServerChecks:
         try:
             reply = await upstream.send(ForwardedRequest(method=method, path=path, headers=headers, body=body))
         except Exception as error:  # refused or broken: the pools look after a server that is down
-            raise NotYetError from error
+            raise NotYetError(upstream.problem) from error
         try:
             answer = await reply.read()
         except Exception as error:
-            raise NotYetError from error
+            raise NotYetError("the answer broke off") from error
         finally:
             await reply.aclose()
         if reply.status in (400, 422):
@@ -145,8 +191,10 @@ class ServerChecks:
                 f"it refuses {self.top_k} log-probabilities and ids for each token: start vLLM with "
                 f"--max-logprobs {self.top_k}, or set a smaller top_k"
             )
+        if reply.status in (401, 403):
+            raise NotYetError(f"it wants a key ({reply.status}): the next client's is taken")
         if reply.status != 200:
-            raise NotYetError
+            raise NotYetError(f"it answers {reply.status}")
         try:
             found: dict[str, Any] = json.loads(answer)
         except (ValueError, RecursionError) as error:

@@ -57,17 +57,17 @@ class Tap:
         defaults: Mapping[str, float] = MappingProxyType({}),
         guard: Guard | None = None,
     ) -> None:
-        """`defaults` are the sampling parameters that the server takes for a request that does not set them."""
-        self.config, self.defaults, self.guard = config, defaults, guard or Guard()
+        """`defaults` are the sampling parameters of the target's generation_config.json."""
+        self.config, self.guard = config, guard or Guard()
         self.target_fingerprint = target_fingerprint
         self.server_id = uuid.uuid4().hex[:16]
         self.counts: Counter[str] = Counter()
-        self.checks = ServerChecks(config.top_k, self.guard)
+        self.checks = ServerChecks(config.top_k, self.guard, defaults)
         self._outlet = open_outlet(config, self.server_id, self.guard)
         self._waiting: deque[Record] = deque()
 
     def status(self) -> dict[str, Any]:
-        problems = {url: verdict.problem for url, verdict in self.checks.verdicts.items()}
+        problems = self.checks.problems | {url: verdict.problem for url, verdict in self.checks.verdicts.items()}
         return {
             **self.counts,
             **self._outlet.status(),
@@ -124,7 +124,7 @@ class Tap:
     def _begin(self, reply: Reply, payload: dict[str, Any]) -> Answer:
         """An answer to be read; it is not recorded if the server that took the request is unfit."""
         if self.checks.is_fit(reply.upstream.url, payload.get("model")):
-            return Answer()
+            return Answer(defaults=self.checks.verdicts[reply.upstream.url].defaults)
         return Answer(failure=AnswerError("unfit_server", f"{reply.upstream.url} is unchecked or unfit"))
 
     async def _clean_events(self, chunks: AsyncIterator[bytes], answer: Answer) -> AsyncIterator[bytes]:
@@ -162,7 +162,7 @@ class Tap:
     def _keep(self, answer: Answer, payload: dict[str, Any], origin: Origin) -> None:
         try:
             # vLLM takes null for a parameter that is not set.
-            payload = {**self.defaults} | {name: value for name, value in payload.items() if value is not None}
+            payload = {**answer.defaults} | {name: value for name, value in payload.items() if value is not None}
             record = answer.record(payload, origin, self.server_id, self.target_fingerprint, self.config.top_k)
         except Exception as error:
             self._count_failure(error)

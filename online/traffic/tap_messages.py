@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,8 @@ class Answer:
     """The tokens and probabilities of one answer, as far as it has arrived."""
 
     request_id: str = ""
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters of the server for a request without any."""
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)

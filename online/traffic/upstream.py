@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import httpcore
 import httpx
 
+from redraft.online.fleet.reach import explain
 from redraft.online.traffic.sockets import PlainBackend
 
 CONNECT_TIMEOUT_S = 2.0
@@ -126,6 +127,8 @@ class Upstream:
         self.url, self.domain = url, domain
         self.last_turn = 0
         self.is_down = False
+        self.problem = ""
+        """Why the last connection failed, with the cure; empty after a good one."""
         base = httpx.URL(url)
         self._certificates = certificates
         self._origin = httpcore.Origin(
@@ -245,8 +248,14 @@ class Upstream:
             content=forwarded.body,
             extensions={"timeout": {"connect": CONNECT_TIMEOUT_S}},
         )
-        with _named_failures():
-            return await connection.handle_async_request(request)
+        try:
+            with _named_failures():
+                response = await connection.handle_async_request(request)
+        except (RefusedError, BrokenError) as error:
+            self.problem = explain(error)
+            raise
+        self.problem = ""
+        return response
 
 
 def _is_address(host: str) -> bool:

@@ -21,6 +21,7 @@ import tyro
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import parse_counts
+from redraft.online.fleet.reach import explain
 from redraft.recipes.cli import run_recipe
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -127,11 +128,11 @@ def read_counts(url: str) -> AcceptanceCounts:
         ValueError: if it serves no draft.
     """
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S)
+        # Past any proxy of the environment, as the learner and the router ask.
+        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S, trust_env=False)
         answer.raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConnectionError(f"cannot read {url}/metrics: {reason}") from error
+        raise ConnectionError(f"cannot read {url}/metrics: {explain(error)}") from error
     try:
         return parse_counts(answer.text)
     except ValueError as error:

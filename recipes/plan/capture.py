@@ -180,6 +180,7 @@ def make_step(feed: Feed, num_requests: int, num_drafts: int, logits_RV: Tensor)
         # Each request reads k drafts and the last sampled token: k + 1 rows of logits.
         first_reads=[num_rows * i for i in range(num_requests + 1)],
         num_drafts=[num_drafts] * num_requests,
+        proposers=[0] * num_requests,
         first_rows=[num_rows * i for i in range(num_requests)],
         first_drafts=[num_drafts * i for i in range(num_requests)],
         starts=[2] * num_requests,

@@ -22,6 +22,7 @@ from redraft.online.engine.config import PLUGIN_NAME, read_config
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.serve import serve_config
 from redraft.recipes.serve.serve_config import Config
+from redraft.recipes.serve.vllm_flags import list_warnings, read_flags, require_agreement
 
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -46,6 +47,8 @@ def main(cfg: Config) -> None:
     environment = os.environ | plugin_environment(cfg, os.environ)
     read_config(environment)  # report a wrong setting now, not after vLLM has loaded for minutes
     command = server_command(cfg)
+    for warning in list_warnings(read_flags(cfg.vllm_args), cfg.target, _draft(cfg).folder, speculative_config(cfg)):
+        print(f"warning: {warning}", file=sys.stderr)
     if engine_is_cpu() and (warning := find_two_speeds(environment, count_cores())):
         print(f"warning: {warning}", file=sys.stderr)
     # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
@@ -59,7 +62,9 @@ def server_command(cfg: Config) -> list[str]:
         ValueError: if neither a draft nor a registry is given, or vLLM would not serve the draft so.
         FileNotFoundError: if the registry has no current version.
     """
-    folder = _draft(cfg).folder
+    draft = _draft(cfg)
+    folder = draft.folder
+    require_agreement(read_flags(cfg.vllm_args), has_model=not draft.is_lookup, records=cfg.capture.is_on)
     arguments = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg)))]
     arguments += template_arguments(folder) if folder else []
     if cfg.capture.is_on:

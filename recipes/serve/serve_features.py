@@ -7,6 +7,7 @@ import os
 from redraft.distill.signal.features import server_args
 from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.server import engine_dtype
+from redraft.eval.engine.wait import ENABLED
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.serve import serve_features_config
@@ -26,7 +27,7 @@ def main(cfg: Config) -> None:
             "train with the target in the training process (--signal.kind model, or cache without --signal.url)"
         )
     command = server_command(cfg, config.num_hidden_layers)
-    os.execv(command[0], command)
+    os.execve(command[0], command, os.environ | {ENABLED: "1"})
 
 
 def server_command(cfg: Config, num_layers: int) -> list[str]:

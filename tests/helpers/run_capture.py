@@ -6,7 +6,8 @@
 The prompts of a round are answered together; a later round may find earlier prompts in the cache. `engine` and
 `sampling` are options of vLLM, the latter one for each prompt. Requests whose index is in `aborted` are given up
 after eight tokens. Prints one line of JSON: `answers`, the token ids of every answer by round, prompt and n,
-`status`, the worker's, `batches_at_once`, above 1 if steps are scheduled ahead, and `preemptions`.
+`status`, the worker's, `counted_drafts`, the scheduler's, `batches_at_once`, above 1 if steps are scheduled ahead,
+and `preemptions`.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def main(spec: dict[str, Any]) -> None:
         "status": wait_until_shipped(llm),
         "batches_at_once": llm.llm_engine.vllm_config.max_concurrent_batches,
         "preemptions": len(preempted),
+        "counted_drafts": sum(c[0] for c in llm.llm_engine.engine_core.engine_core.redraft_domains().values()),
     }
     print("REPORT", json.dumps(report))
 

@@ -93,7 +93,17 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "speculative": (SPECULATIVE,),
         "WorkerWrapperBase": ("v1.worker.worker_base:WorkerWrapperBase",),
     },
-    "online/engine/routes.py": {"engine_client": (ENGINE,)},
+    "online/engine/target_watch.py": {
+        "worker": (WORKER,),
+        "worker.model_runner": (V1_RUNNER, V2_RUNNER),
+        "worker.vllm_config": (VLLM_CONFIG,),
+    },
+    "online/engine/routes.py": {
+        "engine_client": (ENGINE,),
+        "vllm_config": (VLLM_CONFIG,),
+        "vllm_config.model_config": ("config.model:ModelConfig",),
+        "speculative": (SPECULATIVE,),
+    },
     "online/engine/client_origin.py": {
         "engine_client": (ENGINE,),
         "sampling_params": ("sampling_params:SamplingParams",),
@@ -168,6 +178,9 @@ CALLABLES = (
     f"{V1_RUNNER}.execute_model",
     f"{V2_RUNNER}.execute_model",
     "v1.worker.utils:AttentionGroup.build_metadata_for_drafting",
+    f"{V1_RUNNER}.sample_tokens",
+    "v1.core.sched.scheduler:Scheduler.update_from_output",
+    "entrypoints.launchers.launcher:NoSignalServer.shutdown",
     "forward_context:set_forward_context",
     f"{V2_RUNNER}.get_draft_model",
     f"{V2_RUNNER}.add_requests",

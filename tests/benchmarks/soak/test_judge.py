@@ -37,6 +37,8 @@ SURVIVED = Seen(
     served={"server-1": "v000002", "server-2": "v000002"},
     current="v000002",
     requests={"answered": 90, "left": 5, "told": 5},
+    attack={"requests": 500, "ended": 0, "honest_streams_cut": 0, "problems": []},
+    must_attack=500,
     lives=[life(), life(seconds=20, grown=10)],
 )
 
@@ -71,6 +73,8 @@ def test_a_soak_that_survived_everything_has_no_failure():
         ({"requests": {"answered": 9, "untold": 1}, "untold": ["silence"]}, "1 requests failed untold.*silence"),
         ({"requests": {"told": 9}}, "no request was answered"),
         ({"must_promote": True}, "no version was promoted, so no rollout was under fire"),
+        ({"must_attack": 501}, "500 requests of the attacker, 501 are needed"),
+        ({"attack": SURVIVED.attack | {"problems": ["router ended in a burst"]}}, "attack: router ended in a burst"),
         ({"lives": [life(grown=2.0)]}, "router grew"),
         ({"lives": [life(descriptors=200)]}, r"router grew.*\+1\d\d descriptors"),
         ({"lives": [life(unwanted_exit="status 1")]}, "router ended by itself: status 1"),

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from waiting import until
 
+from benchmarks.soak.attack import Attack, Door
 from benchmarks.soak.clients import Clients
-from benchmarks.soak.hostile import send_hostile
 from benchmarks.soak.supervisor import Supervised
 from redraft.eval.engine.process import free_port
 from redraft.eval.prompts import Prompt
@@ -76,7 +76,10 @@ def test_every_failure_of_a_killed_router_and_server_is_told_or_seen(tmp_path):
                 await until(lambda before=before: tally.counts["answered"] >= before + 20)
                 server.cut_off()  # in the middle of streams
                 await until(lambda: tally.told["in the stream"])
-                await send_hostile(router.port, random.Random(1), 60, lambda: True)
+                attack = Attack(
+                    doors=[Door(process=router, port=router.port, paths=(b"/health",), generates=True)], seed=1
+                )
+                await attack.burst(attack.doors[0])
                 router.signal(signal.SIGSTOP)
                 await asyncio.sleep(0.5)
                 router.signal(signal.SIGCONT)
@@ -89,6 +92,8 @@ def test_every_failure_of_a_killed_router_and_server_is_told_or_seen(tmp_path):
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
         assert tally.untold == []
+        assert attack.ended == 0
+        assert not [problem for problem in attack.problems if "honest" not in problem], "/health is no JSON here"
         assert tally.counts["cut"] > 0
         assert all(run.is_wanted for run in router.runs)
 

@@ -15,7 +15,15 @@ import torch
 from safetensors.torch import save_file
 
 from redraft.heads.files import artifact
-from redraft.heads.files.artifact import MANIFEST, publish, require_free, require_space, safetensors_header, verify
+from redraft.heads.files.artifact import (
+    MANIFEST,
+    publish,
+    require_free,
+    require_space,
+    safetensors_header,
+    verify,
+    write_whole,
+)
 from redraft.heads.files.folder import fingerprint
 
 
@@ -305,3 +313,17 @@ def test_a_folder_without_a_model_has_no_fingerprint(tmp_path):
 def test_importing_it_loads_no_torch():
     code = "import sys, redraft.heads.files.artifact; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    left, fresh, other = (
+        tmp_path / name for name in (".state.json.7.partial", ".state.json.8.partial", ".b.7.partial")
+    )
+    for file in (left, fresh, other):
+        file.write_text("half")
+    for file in (left, other):
+        os.utime(file, (1, 1))
+    write_whole(path, "whole")
+    assert path.read_text() == "whole"
+    assert [file.exists() for file in (left, fresh, other)] == [False, True, True]

@@ -17,6 +17,7 @@ from learner_world import World, make_draft, make_records, ship
 from test_learner_kills import assert_every_record_is_there_and_was_trained_once
 from waiting import until
 
+from redraft.eval.engine.process import free_port
 from redraft.heads.files.artifact import verify
 
 ENVIRONMENT = os.environ | {
@@ -37,14 +38,14 @@ def world(random_target, tmp_path):
 
 
 @contextmanager
-def launched(world, ranks):
+def launched(world, ranks, page_port=0):
     """Start the learner on this many ranks, as a user would."""
     config, log = world.root / "learner.toml", world.root / "log"
     config.write_text(
         f'target = "{world.target}"\nregistry = "registry"\nspool = "spool"\n'
         f'[draft]\ninitial = "{world.draft}"\n[fleet]\nservers = {[fake.url for fake in world.fakes]}\n'
         "[training]\nsequence_length = 64\nfresh_per_step = 4\nreplay_per_step = 12\nrecords_per_candidate = 32\n"
-        "[page]\nport = 0\n"
+        f"[page]\nport = {page_port}\n"
     )
     with log.open("a") as output:
         command = [*LAUNCHES[ranks], "-m", "redraft.recipes.serve.learner", "--config", str(config)]
@@ -71,14 +72,18 @@ async def returned(world, process, timeout_s=60):
 @pytest.mark.parametrize("ranks", LAUNCHES)
 def test_accelerate_launches_it_and_it_ends_in_good_order(world, ranks):
     ship(world.spool, make_records(world.target, 60))
+    page_port = free_port()
 
     async def main():
         async with world.fleet():
-            with launched(world, ranks) as process:
+            with launched(world, ranks, page_port) as process:
                 await until(lambda: world.entries("training"), timeout_s=200)
                 await until(lambda: all(fake.version == "v000001" for fake in world.fakes))
+                _, half_a_request = await asyncio.open_connection("127.0.0.1", page_port)
+                half_a_request.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
                 os.kill(owner(world), signal.SIGTERM)
                 assert await returned(world, process) == 0
+                half_a_request.close()
 
     asyncio.run(main())
     checkpoints = list((world.root / "learner" / "checkpoints").iterdir())

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from waiting import wait_until
 
 from benchmarks.fleet import count_queued
+from redraft.eval.counts import AcceptanceCounts
 from redraft.online.engine import capture as capture_module
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
@@ -33,10 +34,13 @@ from redraft.online.engine.steps import (
     StepPart,
     StepQueue,
 )
+from redraft.online.learning.intake import count_acceptance
 from redraft.online.learning.penalties import penalise
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.online.records.publisher import HEADER_BYTES
 from redraft.online.records.record import (
+    LOOKUP,
+    PADDING,
     Record,
     Sampling,
     decode_record,
@@ -45,7 +49,7 @@ from redraft.online.records.record import (
     join_text,
     read_frames,
 )
-from redraft.online.records.sequences import training_sequences
+from redraft.online.records.sequences import refused_drafts, training_sequences
 from redraft.online.records.spool import SpoolWriter, spool_files
 from redraft.recipes.plan.capture import DRAFTED, SCANNED, count_work
 
@@ -89,8 +93,10 @@ def segment(log):
     return None if record is None else decode_record(encode_record(record))
 
 
-def make_step(info, start, *, sampled, drafts, version="v000001", logits_RV=None):
-    part = StepPart(request=info, start=start, sampled_row=0, num_drafts=len(drafts), first_row=0, first_draft=0)
+def make_step(info, start, *, sampled, drafts, version="v000001", logits_RV=None, proposer=0):
+    part = StepPart(
+        request=info, start=start, sampled_row=0, num_drafts=len(drafts), proposer=proposer, first_row=0, first_draft=0
+    )
     return EngineStep(
         draft_version=version,
         parts=[part],
@@ -291,6 +297,7 @@ def test_a_step_tells_the_prompts_of_its_new_requests_once(tmp_path):
         infos=[info],
         first_reads=[0, 1],
         num_drafts=[0],
+        proposers=[0],
         first_rows=[0],
         first_drafts=[0],
         starts=[4],
@@ -461,6 +468,24 @@ def test_steps_become_records_of_one_draft_version_each(tmp_path):
     np.testing.assert_allclose(records[0].topk_log_probs[:3], wanted.values, atol=1e-5)
     assert capture.status()["records"] == 2
     assert capture.status()["shipped_records"] == 2
+
+
+def test_a_record_tells_lookups_and_padding_from_the_versions_tokens_and_only_these_count(tmp_path):
+    info = make_info(max_tokens=7)
+    steps = [
+        make_step(info, 3, sampled=[7], drafts=[]),
+        make_step(info, 4, sampled=[8, 9], drafts=[8, 50]),
+        make_step(info, 6, sampled=[10, 11, 12], drafts=[10, 11], proposer=LOOKUP),
+        make_step(info, 9, sampled=[13], drafts=[0, 0], proposer=PADDING),
+    ]
+    _, (record,) = run_capture(tmp_path, steps)
+    assert record.draft_version == "v000001"
+    assert list(record.row_proposers) == [0] * 3 + [LOOKUP] * 3 + [PADDING] * 3
+    assert count_acceptance(record) == AcceptanceCounts(num_drafts=1, num_accepted=1, num_draft_tokens=2)
+    assert [list(draft.tokens_Q) for draft in refused_drafts(record)] == [[50]], "branches train on its own tokens"
+    (plain,) = run_capture(tmp_path / "plain", [make_step(make_info(max_tokens=1), 3, sampled=[7], drafts=[8])])[1]
+    assert plain.row_proposers == b""
+    assert plain.is_own.all()
 
 
 def make_shared_step(starts, sampled, drafts, draft_probs=None):

@@ -17,18 +17,19 @@ def test_drafts_are_counted_by_domain_and_those_without_a_mark_have_none():
         (None, 2),
         ({"a": 1}, 1),
     ):
-        add_draft(counts, extra_args, num_accepted)
-    assert counts == {"code": [2, 4], "prose": [1, 0], "": [2, 3]}
+        add_draft(counts, extra_args, 3, num_accepted)
+    assert counts == {"code": [2, 6, 2, 1, 1], "prose": [1, 3, 0, 0, 0], "": [2, 6, 2, 1, 0]}
 
 
 def test_invented_domains_take_no_memory():
     counts = {}
     for number in range(1000):
-        add_draft(counts, mark(f"d{number}"), 1)
+        add_draft(counts, mark(f"d{number}"), 1, 1)
     assert len(counts) == MAX_DOMAINS + 1
-    assert counts[OTHER] == [1000 - MAX_DOMAINS] * 2
-    assert counts["d0"] == [1, 1]
+    assert counts[OTHER] == [1000 - MAX_DOMAINS] * 3
+    assert counts["d0"] == [1, 1, 1]
 
 
 def test_replicas_are_added_up():
-    assert sum_counts([{"code": [2, 4]}, {"code": [1, 1], "prose": [5, 0]}]) == {"code": [3, 5], "prose": [5, 0]}
+    replicas = [{"code": [2, 4, 1]}, {"code": [1, 2, 1, 1], "prose": [5, 0]}]
+    assert sum_counts(replicas) == {"code": [3, 6, 2, 1], "prose": [5, 0]}

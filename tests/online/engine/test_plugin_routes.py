@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 from waiting import in_event_loop, until
 
+from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.heads.files.artifact import publish
 from redraft.online.engine import domains, swap_transaction
 from redraft.online.engine import routes as plugin_routes
@@ -199,7 +200,7 @@ class Replicas(Engine):
 
     async def call_utility_all_async(self, utility: str, method: str = "", *rest: Any) -> list[Any]:
         if utility == "redraft_domains":
-            return [{"code": [2, 4]}, {"code": [1, 1], "": [3, 0]}]
+            return [{"code": [2, 6, 2, 2, 0]}, {"code": [1, 3, 1], "": [3, 9]}]
         assert (utility, rest[0], rest[2]) == ("collective_rpc", None, None)
         told = await self.collective_rpc(method, rest[1])
         well = {"redraft_load": [LOADED] * 2, "redraft_restore": [LOADED] * 2}
@@ -225,6 +226,7 @@ def test_the_counters_of_all_replicas_are_added_up(registry, monkeypatch):
     assert found["capture"] == {"records": 6, "last_error": "", "spool_files": 2}
     assert found["num_ranks"] == 4
     assert found["domains"] == {"code": [3, 5], "": [3, 0]}
+    assert found["drafts"] == [6, 18, 3, 2, 0]
 
 
 def test_where_nothing_was_touched_nothing_is_put_back(registry):
@@ -333,24 +335,37 @@ def test_a_storage_that_hangs_on_the_ranks_ends_in_504_without_a_pause(registry,
     assert not {"pause", "redraft_load"} & set(calls)
 
 
-def test_a_storage_that_hangs_in_the_api_process_leaves_other_routes_alone(registry, monkeypatch):
+def hanging(read, hangs):
+    """`read`, which waits for `hangs` before v000002."""
+
+    def read_version(folder):
+        assert folder.name != "v000002" or hangs.wait(60)
+        return read(folder)
+
+    return read_version
+
+
+def test_a_version_that_hangs_in_the_api_process_leaves_other_routes_and_versions_alone(registry, monkeypatch):
     """Also its event loop, and the threads that vLLM shares with asyncio."""
+    publish(registry / "v000003", lambda folder: (folder / "weights").touch(), {})
     monkeypatch.setattr(swap_transaction, "STAGE_TIMEOUT_S", 0.3)
-    hangs = threading.Event()
-    monkeypatch.setattr(swap_transaction, "_read_version", lambda folder: hangs.wait(30))
-    engine = Engine({})
+    hangs, read = threading.Event(), swap_transaction._read_version
+    monkeypatch.setattr(swap_transaction, "_read_version", hanging(read, hangs))
+    engine = Engine({"redraft_staged": [staged(registry, "v000003")] * 2, "redraft_load": [LOADED] * 2})
     codes = []
     with make_client(registry, engine) as client:
-        for number in range(swap_transaction.MAX_STUCK_READS + 1):
+        for _ in range(6):
             asked = threading.Thread(target=lambda: codes.append(client.post(SWAP, json=BODY).status_code))
             asked.start()
             began_s = time.monotonic()
             assert client.get("/redraft/status").status_code == 200
             assert time.monotonic() - began_s < 0.25
             asked.join()
-            assert codes[-1] == (504 if number < swap_transaction.MAX_STUCK_READS else 503)
+            assert codes[-1] == 504
+        assert [thread.name for thread in threading.enumerate()].count("redraft-registry") == 1
+        assert engine.calls == []
+        assert client.post(SWAP, json={"version": "v000003"}).json()["swapped"]
     hangs.set()
-    assert engine.calls == []
 
 
 class HungVersion(Engine):
@@ -382,6 +397,37 @@ async def test_a_version_that_hangs_gives_way_to_the_next_one_and_to_the_way_bac
             assert isinstance(refusal, RefusedError)
             assert (refusal.code, version in refusal.why) == (409, True)
         assert engine.calls.count("redraft_stage") == 1 + is_swapped, "those behind it read nothing"
+
+
+@pytest.mark.parametrize("asked", [{"version": "v000099"}, {"version": "v000004"}, {"manifest_sha256": "0" * 64}])
+@in_event_loop
+async def test_what_cannot_be_served_displaces_no_version_that_is_being_read(registry, asked):
+    publish(registry / "v000003", lambda folder: (folder / "weights").touch(), {})
+    publish(registry / "v000004", lambda folder: (folder / "weights").touch(), {"target_fingerprint": "another"})
+    engine = HungVersion({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2})
+    swaps = Swaps(registry, engine)
+    reading = asyncio.ensure_future(swaps.swap(Asked(version="v000002")))
+    await until(lambda: "redraft_staged" in engine.calls)
+    with pytest.raises(RefusedError):
+        await swaps.swap(Asked(**{"version": "v000003"} | asked))
+    engine.reading = "ends"
+    assert (await asyncio.wait_for(reading, 60))["version"] == "v000002"
+
+
+@in_event_loop
+async def test_of_two_versions_the_one_asked_for_later_wins_although_it_was_found_first(registry, monkeypatch):
+    publish(registry / "v000003", lambda folder: (folder / "weights").touch(), {})
+    hangs, read = threading.Event(), swap_transaction._read_version
+    monkeypatch.setattr(swap_transaction, "_read_version", hanging(read, hangs))
+    engine = Engine({"redraft_staged": [staged(registry, "v000003")] * 2, "redraft_load": [LOADED] * 2})
+    swaps = Swaps(registry, engine)
+    earlier = asyncio.ensure_future(swaps.swap(Asked(version="v000002")))
+    await until(lambda: swaps._reads)
+    assert (await swaps.swap(Asked(version="v000003")))["version"] == "v000003"
+    hangs.set()
+    with pytest.raises(RefusedError, match="v000002 gave way to the next, to v000003"):
+        await earlier
+    assert engine.calls.count("redraft_load") == 1
 
 
 @in_event_loop
@@ -530,7 +576,7 @@ def test_the_same_name_with_other_bytes_is_not_served_already(registry):
 
 
 def make_layout(name, **changes):
-    return Layout(folder=Path(name), **{"settings": {"hidden_size": 4}, "shapes": {"w": [4]}} | changes)
+    return Layout(folder=Path(name), **{"settings": {"hidden_size": 4}, "tensors": {"w": "[4] of floats"}} | changes)
 
 
 REFUSALS = {
@@ -539,7 +585,9 @@ REFUSALS = {
         swap_transaction._read_version(registry / "v000002"), "x"
     ),
     "other settings": lambda _: require_same_layout(make_layout("v1"), make_layout("v2", settings={"hidden_size": 8})),
-    "other tensors": lambda _: require_same_layout(make_layout("v1"), make_layout("v2", shapes={"w": [8]})),
+    "other tensors": lambda _: require_same_layout(
+        make_layout("v1"), make_layout("v2", tensors={"w": "[8] of floats"})
+    ),
 }
 
 
@@ -563,7 +611,7 @@ REFUSALS = {
         ),
         (
             "other tensors",
-            "in 1 tensors (w is [8] instead of [4])",
+            "in 1 tensors (w is [8] of floats instead of [4] of floats)",
             "restart the server with v2, or publish a draft of",
         ),
     ],
@@ -589,3 +637,23 @@ def test_whoever_is_refused_a_version_reads_what_to_do(registry, case, told, cur
 def test_an_odd_body_is_the_callers_mistake(registry, content, code):
     client = make_client(registry, Engine({}))
     assert client.post(SWAP, content=content).status_code == code
+
+
+def test_a_provenance_without_end_is_damage_of_the_version(registry):
+    (registry / "v000002" / "provenance.json").write_text(100_000 * "[")
+    answer, calls = swap(registry)
+    assert (answer.status_code, calls) == (422, [])
+
+
+@pytest.mark.parametrize(
+    ("method", "embeds", "stats_off", "notes"),
+    [
+        ("eagle3", False, False, []),
+        ("eagle3", True, False, [EMBEDS_BESIDE_DRAFT]),
+        ("ngram", True, True, [LOG_STATS_OFF]),
+    ],
+)
+def test_flags_beside_which_something_does_not_work_are_noted(method, embeds, stats_off, notes):
+    model = SimpleNamespace(enable_prompt_embeds=embeds)
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method=method), model_config=model)
+    assert plugin_routes.list_notes(config, SimpleNamespace(disable_log_stats=stats_off)) == notes

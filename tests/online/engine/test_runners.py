@@ -19,9 +19,10 @@ from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
-from redraft.online.engine import runner_v2
+from redraft.online.engine import runner_v1, runner_v2
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture
-from redraft.online.records.record import Record, read_frames
+from redraft.online.learning.intake import count_acceptance
+from redraft.online.records.record import LOOKUP, PADDING, Record, read_frames
 from redraft.online.records.sequences import training_sequences
 from redraft.online.records.spool import spool_files
 
@@ -74,6 +75,58 @@ def test_batches_that_v2_arranges_on_the_device_are_not_recorded(part):
         runner_v2.install_capture(SimpleNamespace(**parts), None)
 
 
+class Runner:
+    """The part of vLLM's V1 runner in which draft tokens are verified and proposed."""
+
+    def __init__(self, method="eagle3"):
+        self.input_batch, self.speculative_config = SimpleNamespace(req_ids=[]), SimpleNamespace(method=method)
+        self.requests = dict.fromkeys("abcd")
+        self.redraft_lookup = SimpleNamespace(looked_up=frozenset())
+
+    def propose_draft_token_ids(self):
+        return None
+
+    def sample_tokens(self, proposes):
+        if proposes:
+            self.propose_draft_token_ids()
+        return SimpleNamespace()
+
+    def step(self, requests, *, looked_up="", proposes=True):
+        """The requests whose drafts this step's output names as another proposer's."""
+        self.input_batch.req_ids, self.redraft_lookup.looked_up = list(requests), frozenset(looked_up)
+        return "".join(sorted(getattr(self.sample_tokens(proposes), "redraft_foreign", "")))
+
+
+def test_drafts_of_lookups_and_padding_are_named_when_they_are_verified():
+    runner = Runner()
+    runner_v1.install_proposers(runner)
+    assert runner.step("abc", looked_up="b") == ""
+    assert runner.redraft_proposers.foreign == {"b": LOOKUP}
+    assert runner.step("ac", proposes=False) == "b", "b waits, and a name too many counts nothing"
+    assert runner.redraft_proposers.foreign == {"a": PADDING, "b": LOOKUP, "c": PADDING}
+    del runner.requests["c"]
+    assert runner.step("ab") == "abc"
+    assert runner.redraft_proposers.foreign == {}
+    assert runner.step("ab") == ""
+
+
+def test_a_server_without_a_draft_model_counts_no_draft_as_one_of_a_version():
+    runner = Runner("suffix")
+    runner_v1.install_proposers(runner)
+    runner.step("a")
+    assert runner.redraft_proposers.foreign == {"a": LOOKUP}
+
+
+def test_a_wrapped_output_names_them_too():
+    runner = Runner()
+    inner = SimpleNamespace()
+    runner.sample_tokens = lambda: SimpleNamespace(_model_runner_output=inner)
+    runner_v1.install_proposers(runner)
+    runner.redraft_proposers.foreign = {"a": LOOKUP}
+    runner.sample_tokens()
+    assert inner.redraft_foreign == {"a"}
+
+
 # --- the engine
 
 
@@ -89,7 +142,7 @@ def run_capture(runner, spool, schedules_ahead=False, more_env=None, preempts=Fa
     assert (report["batches_at_once"] > 1) is schedules_ahead
     assert (report["preemptions"] > 0) is preempts
     assert report["status"]["runner"].lower().startswith(f"{runner} model runner")
-    counts = report["status"]["capture"]
+    counts = report["status"]["capture"] | {"counted_drafts": report["counted_drafts"]}
     assert not [name for name in counts if name.startswith(("errors", "broken")) and counts[name]], counts
     assert not counts["last_error"]
     frames = [frame for path in spool_files(spool) for frame in read_frames(path.read_bytes())]
@@ -263,10 +316,14 @@ def test_ngrams_before_a_head_change_no_answer_and_no_text_of_a_record(drafts, t
     ]
     assert runs[0][0] == runs[1][0]
     texts, drafts = [], []
-    for _, _, records in runs:
+    for _, counts, records in runs:
         records = by_request(records)
         texts.append([(r.request_id, training_sequences(r)[0].input_ids_T.tolist()) for r in records])
         assert all(record.hidden for record in records)
+        own = [count_acceptance(record).num_drafts for record in records]
+        assert sum(own) == counts["counted_drafts"], "the scheduler counts the head's drafts only, as records do"
+        all_drafts = [int((record.draft_ids == -1).sum()) for record in records]
+        assert (sum(own) < sum(all_drafts)) is (len(drafts) == 1), "only beside lookups"
         drafts.append([record.draft_ids.tolist() for record in records])
     assert texts[0] == texts[1]
     assert sum(one != other for one, other in zip(*drafts, strict=True)) > 8, "n-grams drafted in most answers"

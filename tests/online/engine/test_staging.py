@@ -191,8 +191,12 @@ def test_another_layout_or_other_shared_tensors_are_told(folders, tmp_path):
     current, _ = folders
     publish(tmp_path / "v000003", lambda folder: write_draft(folder, TENSORS | {"b": torch.ones(4)}), {})
     publish(tmp_path / "v000004", lambda folder: write_draft(folder, TENSORS | {"embed.weight": torch.ones(16, 4)}), {})
+    publish(tmp_path / "v000005", lambda folder: write_draft(folder, TENSORS | {"b": torch.ones(3).long()}), {})
+    publish(tmp_path / "v000006", lambda folder: write_draft(folder, TENSORS | {"b": torch.ones(3).bfloat16()}), {})
+    assert "b is [3] of I64 instead of [3] of floats" in stage(tmp_path / "v000005", current).error
+    assert stage(tmp_path / "v000006", current).error == "", "a load turns one float into another"
     wider = stage(tmp_path / "v000003", current)
-    assert (wider.is_damaged, "b is [4] instead of [3]" in wider.error) == (False, True)
+    assert (wider.is_damaged, "b is [4] of floats instead of [3] of floats" in wider.error) == (False, True)
     other = stage(tmp_path / "v000004", current, {"embed"})
     assert "v000004 brings a different embed.weight" in other.error
     assert stage(tmp_path / "v000004", current).error == "", "not shared"
@@ -282,7 +286,8 @@ def test_a_target_that_changes_in_a_load_stays_marked(worker, folders, monkeypat
     target = worker.model_runner.get_model()
     for load in (lambda *args: nn.init.ones_(target.weight), lambda *args: None):
         monkeypatch.setattr(plugin_worker, "load_draft", load)
-        plugin_worker.redraft_stage(worker, str(folders[1]), "me")
+        while plugin_worker.redraft_stage(worker, str(folders[1]), "me").get("is_busy"):
+            time.sleep(0.01)
         wait(worker)
         assert plugin_worker.redraft_load(worker, str(folders[1]))["ok"]
         assert not worker.redraft.is_target_intact
@@ -304,21 +309,36 @@ def test_after_a_failed_load_the_last_good_draft_is_read_and_restored(worker, fo
 
 
 def test_reads_that_hang_are_bounded_and_forgotten_when_they_end(worker, tmp_path):
-    folder = tmp_path / "hung"
-    folder.mkdir()
-    os.mkfifo(folder / "z.safetensors")
-    for _ in range(plugin_worker.MAX_STUCK_READS):
+    hung = [tmp_path / f"hung-{number}" for number in range(plugin_worker.MAX_STUCK_READS)]
+    for folder in hung:
+        folder.mkdir()
+        os.mkfifo(folder / "z.safetensors")
+    for _ in range(6):  # the same one leaves room for others
+        plugin_worker.redraft_stage(worker, str(hung[0]), "me")
+    plugin_worker.redraft_discard(worker, "me")
+    assert len(worker.redraft.stuck) == 1
+    for folder in hung[1:]:
         assert plugin_worker.redraft_stage(worker, str(folder), "me") == {"ok": True}
     plugin_worker.redraft_discard(worker, "me")
-    refused = plugin_worker.redraft_stage(worker, str(folder), "me")
-    assert (refused["ok"], "the registry's storage hangs" in refused["error"]) == (False, True)
-    writer = threading.Thread(target=lambda: (folder / "z.safetensors").open("wb").close())
-    writer.start()
-    writer.join()
+    refused = plugin_worker.redraft_stage(worker, str(tmp_path / "one-more"), "me")
+    assert (refused["ok"], len(worker.redraft.stuck)) == (False, plugin_worker.MAX_STUCK_READS)
+    for folder in hung:
+        (folder / "z.safetensors").open("wb").close()
     deadline_s = time.monotonic() + 20
     while plugin_worker.redraft_stage(worker, None, "me") != {"ok": True}:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+    plugin_worker.redraft_discard(worker, "me")
+
+
+def test_a_target_with_other_weights_takes_no_draft_for_the_old_one(worker, folders):
+    worker.vllm_config.parallel_config = SimpleNamespace()
+    plugin_worker.watch_target(worker)
+    assert plugin_worker.redraft_stage(worker, str(folders[1]), "me") == {"ok": True}
+    nn.init.ones_(worker.model_runner.get_model().weight)
+    refused = plugin_worker.redraft_stage(worker, str(folders[0]), "me")
+    assert (refused["ok"], refused["error"]) == (False, plugin_worker.CHANGED)
+    assert (worker.redraft.is_target_intact, worker.redraft.swap_off) == (False, plugin_worker.CHANGED)
     plugin_worker.redraft_discard(worker, "me")
 
 
@@ -359,7 +379,9 @@ def test_one_api_process_swaps_at_a_time(worker, folders, monkeypatch):
     plugin_worker.redraft_discard(worker, "one")
     assert plugin_worker.redraft_stage(worker, folder, "two") == {"ok": True}
     monkeypatch.setattr(plugin_worker, "SWAP_LEASE_S", 0.0)
-    assert plugin_worker.redraft_stage(worker, folder, "one") == {"ok": True}, "the other one must have been killed"
+    while (answer := plugin_worker.redraft_stage(worker, folder, "one")).get("is_busy"):
+        time.sleep(0.01)
+    assert answer == {"ok": True}, "the other one must have been killed"
     plugin_worker.redraft_discard(worker, "one")
 
 

@@ -1,6 +1,7 @@
 """Rollouts over real sockets: whatever the servers do, the fleet ends on one version."""
 
 import asyncio
+import json
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -514,3 +515,20 @@ def test_waves_must_reach_the_whole_fleet():
         RolloutPolicy(waves=(0.1, 0.5))
     with pytest.raises(ValueError, match="waves"):
         RolloutPolicy(waves=(0.5, 0.1, 1.0))
+
+
+@in_event_loop
+async def test_the_plugins_own_counts_are_taken_without_lookups_and_without_metrics():
+    status = {"server_id": "boot", "draft_version": "v000001", "draft_intact": True, "target_intact": True}
+    status |= {"target_fingerprint": "f", "domains": {"code": [10, 8]}, "drafts": [10, 30, 6, 2], "notes": ["a flag"]}
+
+    def answer(request):
+        assert request.url.path == "/redraft/status", "vLLM's counters have lookups, and may be off"
+        return httpx.Response(200, stream=httpx.ByteStream(json.dumps(status).encode()))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        server = FleetServer("http://a", TOKEN, http)
+        reading = await server.read()
+        assert (await server.status()).notes == ("a flag",)
+    wanted = {"num_drafts": 10, "num_accepted": 8, "num_draft_tokens": 30, "accepted_per_position": (6, 2)}
+    assert reading.total == AcceptanceCounts(**wanted)

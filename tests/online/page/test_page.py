@@ -483,3 +483,16 @@ def test_a_pointer_reads_every_curve_and_stays_over_an_update(tmp_path: Path, ta
         tab.wait_for("document.querySelectorAll('#servers .mark').length === 2")
         assert tab.value("location.hash") == "#15%20min"
     assert tab.console == []
+
+
+@pytest.mark.parametrize("sent", [b"GET / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc", b""])
+def test_a_client_that_keeps_its_connection_does_not_keep_the_page(tmp_path: Path, sent: bytes):
+    async def main() -> None:
+        app = build_app(make_journal(tmp_path, NOW_S, minutes=1).folder)
+        async with serve_in_background(app, "127.0.0.1", 0) as url:
+            _, client = await asyncio.open_connection("127.0.0.1", int(url.split(":")[-1].strip("/")))
+            client.write(sent)
+            await client.drain()
+        client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from types import MappingProxyType
 
 import httpx
 import numpy as np
@@ -15,11 +16,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from waiting import in_event_loop, until
 
-from redraft.online.records.record import read_frames
+from redraft.online.records.record import Sampling, read_frames
 from redraft.online.records.spool import spool_files
 from redraft.online.traffic.pools import Pools
 from redraft.online.traffic.proxy import Proxy
+from redraft.online.traffic.server_check import NEUTRAL
 from redraft.online.traffic.tap import Tap, TapConfig
+
+CONFIGURED = {"temperature": 0.6, "top_k": 20}
+"""Sampling parameters of the target's generation_config.json."""
 
 LOGITS = np.linspace(3.0, -3.0, 12)
 
@@ -42,7 +47,14 @@ def sample(mode, question):
     return np.maximum(values, -9999.0)
 
 
-def make_server(mode="raw_logprobs", max_logprobs=20, key=""):
+def draw(question, defaults):
+    """A text that depends on the prompt, the seed and the parameters, as vLLM's does."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    taken = [question.get(name, defaults.get(name, NEUTRAL[name])) for name in names]
+    return lambda prompt: [hash((prompt, question["seed"], *map(float, taken)))]
+
+
+def make_server(mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingProxyType({})):
     """A vLLM with these flags, which serves the target `m` and its adapter `a`."""
 
     async def models(request):
@@ -54,6 +66,9 @@ def make_server(mode="raw_logprobs", max_logprobs=20, key=""):
         if key and request.headers.get("authorization") != key:
             return Response(status_code=401)
         question = json.loads(await request.body())
+        if isinstance(question["prompt"], list):
+            texts = map(draw(question, defaults), question["prompt"])
+            return JSONResponse({"choices": [{"index": i, "token_ids": text} for i, text in enumerate(texts)]})
         count = question.get("logprobs") or 0
         if count > max_logprobs:
             return JSONResponse({"error": "too many"}, 400)
@@ -76,7 +91,7 @@ def make_server(mode="raw_logprobs", max_logprobs=20, key=""):
 async def tapped(folder, server, **config):
     """The tap in front of the server, and a client of it."""
     async with served(server) as upstream:
-        tap = Tap(TapConfig(spool=folder, top_k=5, **config), "target")
+        tap = Tap(TapConfig(spool=folder, top_k=5, **config), "target", CONFIGURED)
         proxy = Proxy(Pools(lambda: [(f"http://127.0.0.1:{upstream.port}", "")], poll_s=0.02), tap=tap)
         async with (
             served(proxy.app()) as front,
@@ -102,6 +117,7 @@ def records_in(folder):
         ({"mode": "processed_logits"}, "--logprobs-mode raw_logprobs"),
         ({"mode": "raw_logits"}, "--logprobs-mode raw_logprobs"),
         ({"max_logprobs": 4}, "--max-logprobs 5"),
+        ({"defaults": {"temperature": 0.3}}, "--override-generation-config"),
     ],
 )
 @in_event_loop
@@ -129,6 +145,19 @@ async def test_the_target_is_recorded_and_its_adapter_is_counted(tmp_path):
     records = records_in(tmp_path)
     assert len(records) == 2
     np.testing.assert_allclose(records[0].topk_log_probs[0], log_softmax(LOGITS)[: records[0].top_k], atol=1e-5)
+
+
+@pytest.mark.parametrize("defaults", [CONFIGURED, {}])
+@in_event_loop
+async def test_a_record_has_the_parameters_that_the_server_takes_by_default(tmp_path, defaults):
+    """Those of generation_config.json, or none with --generation-config vllm."""
+    async with tapped(tmp_path, make_server(defaults=defaults)) as (tap, client):
+        await until(lambda: tap.checks.verdicts)
+        await ask(client)
+        await ask(client, temperature=0.9)
+    asked, given = (record.sampling for record in records_in(tmp_path))
+    assert asked == Sampling(**defaults)
+    assert given == Sampling(**defaults | {"temperature": 0.9})
 
 
 @in_event_loop

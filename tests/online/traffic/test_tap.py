@@ -265,7 +265,7 @@ def make_tap(folder):
 
 
 def checked(tap):
-    tap.checks.verdicts["http://server"] = Verdict(models=frozenset({"m"}))
+    tap.checks.verdicts["http://server"] = Verdict(models=frozenset({"m"}), defaults=tap.checks.defaults)
     return tap
 
 

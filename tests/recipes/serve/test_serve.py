@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -22,6 +23,7 @@ from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import is_enabled, read_config
 from redraft.recipes.serve import serve_features
 from redraft.recipes.serve.serve import RAY_PREFIXES, Config, plugin_environment, server_command, speculative_config
+from redraft.recipes.serve.vllm_flags import list_warnings, read_flags
 
 TENSORS = {
     "draft_model": "model.layers.0.mlp.weight",
@@ -71,6 +73,64 @@ def test_a_server_that_records_ships_its_records_before_it_ends(tmp_path):
     assert "--shutdown-timeout" not in server_command(parse(*given))
     command = server_command(parse(*given, "--capture.spool", str(tmp_path), "--", "--shutdown-timeout", "5"))
     assert [value for flag, value in itertools.pairwise(command) if flag == "--shutdown-timeout"] == ["30", "5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "other"], "--model"),
+        (["--model=other"], "--model"),
+        (["-sc", "{}"], "--speculative-config"),
+        (["--speculative_config.method", "ngram"], "--speculative-config"),
+        (["--spec-tokens", "2"], "--spec-tokens"),
+        (["--enable-prompt-embeds"], "--enable-prompt-embeds"),
+        (["--enable_prompt_embeds"], "--enable-prompt-embeds"),
+        (["--load-format", "dummy"], "--load-format"),
+        (["--config", "vllm.yaml"], "--enable-prompt-embeds"),
+    ],
+)
+def test_a_flag_of_vllm_that_draft_or_records_contradict_is_refused(tmp_path, monkeypatch, arguments, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vllm.yaml").write_text("port: 8001\nenable-prompt-embeds: true\n")
+    draft = write_draft(tmp_path / "draft", "eagle3")
+    given = ("target", "--draft", draft, "--capture.spool", "spool", "--")
+    assert server_command(parse(*given, "--port", "81"))
+    with pytest.raises(ValueError, match=f"^{named} "):
+        server_command(parse(*given, *arguments))
+
+
+def test_a_server_of_lookups_takes_prompt_embeddings():
+    assert server_command(parse("target", "--draft", "ngram", "--", "--enable-prompt-embeds"))
+
+
+def test_arguments_override_the_file_and_negative_numbers_are_values(tmp_path):
+    (tmp_path / "v.yaml").write_text("port: 1\nenforce-eager: false\ndtype: half\n")
+    flags = read_flags(["--config", str(tmp_path / "v.yaml"), "--port", "2", "--seed", "-1", "--no-enable-lora"])
+    assert flags == {
+        "config": str(tmp_path / "v.yaml"),
+        "port": "2",
+        "dtype": "half",
+        "seed": "-1",
+        "no_enable_lora": "",
+    }
+    (tmp_path / "v.yaml").write_text("- a\n")
+    with pytest.raises(ValueError, match=r"v\.yaml"):
+        read_flags(["--config", str(tmp_path / "v.yaml")])
+
+
+def test_what_is_probably_not_meant_is_warned_of_before_the_server_starts(random_target, tmp_path):
+    draft = tmp_path / "draft"
+    shutil.copytree(random_target, draft)
+    speculative = {"num_speculative_tokens": 3, "method": "draft_model"}
+
+    def warnings(**flags):
+        return list(list_warnings(flags, str(random_target), draft, speculative))
+
+    before = warnings()
+    assert len(warnings(disable_log_stats="")) == len(before) + 1
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    assert any("64" in line for line in warnings())
 
 
 @pytest.mark.parametrize(("on_cpu", "asked"), [(True, "float32"), (False, "auto")])

@@ -1,0 +1,53 @@
+"""Why a server cannot be reached, and the cure, in a line."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+from collections.abc import Iterator
+
+import httpcore
+import httpx
+
+REFUSED = "nothing listens at this address: start the server, or correct the address"
+UNKNOWN_NAME = "nobody knows this name here: correct the address, or the name server"
+NO_ROUTE = "no network leads there: correct the address, or the route"
+SILENT = "no answer came in time: is a firewall between, or does the server hang?"
+UNTRUSTED = "its certificate is not trusted here: set SSL_CERT_FILE to a file with its authority"
+IS_PLAIN = "it speaks plain HTTP: begin its address with http://"
+IS_TLS = "it sends no HTTP: if it speaks TLS, begin its address with https://"
+
+NO_NETWORK = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
+TLS_REASONS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNEXPECTED_EOF")
+
+
+def explain(error: BaseException) -> str:
+    """The reason with the cure; the error's own words if it is none of the usual ones."""
+    for cause in _list_causes(error):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return UNTRUSTED
+        if isinstance(cause, ssl.SSLError) and (cause.reason or "").upper().replace(" ", "_") in TLS_REASONS:
+            return IS_PLAIN
+        if isinstance(cause, socket.gaierror):
+            return UNKNOWN_NAME
+        if isinstance(cause, ConnectionRefusedError):
+            return REFUSED
+        if isinstance(cause, OSError) and cause.errno in NO_NETWORK:
+            return NO_ROUTE
+        if isinstance(cause, TimeoutError | httpx.TimeoutException):
+            return SILENT
+        # h11's words for an answer that does not begin with HTTP/1.1.
+        if isinstance(cause, httpx.RemoteProtocolError | httpcore.RemoteProtocolError) and "illegal" in str(cause):
+            return IS_TLS
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and everything it comes from: httpx, httpcore and anyio wrap the system's error, more than once."""
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for part in error.exceptions:
+                yield from _list_causes(part)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,92 @@
+"""vLLM's flags beside a draft, a target and records, looked at before the server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
+from redraft.heads.doctor.checks import static_findings
+from redraft.heads.doctor.pair import Pair
+from redraft.heads.files.target_folder import TargetFolder
+
+ALIASES = {"sc": "speculative_config"}
+
+OWN = {
+    "model": "the target is the first argument of redraft serve",
+    "model_weights": "the target is the first argument of redraft serve",
+    "speculative_config": "give --draft and its options before the --",
+    "spec_method": "give --draft before the --",
+    "spec_model": "give --draft before the --",
+    "spec_tokens": "give --num-speculative-tokens before the --",
+}
+"""Flags which would replace those of redraft, and the flag to give instead."""
+
+
+def read_flags(arguments: Sequence[str]) -> dict[str, str]:
+    """vLLM's arguments as values by name, with underscores; those of a `--config` file too, which the others override.
+
+    Raises:
+        ValueError, OSError: if the file cannot be read.
+    """
+    flags: dict[str, str] = {}
+    name = ""
+    for argument in arguments:
+        is_name = argument.startswith("-") and not argument[1:2].isdigit() and argument != "-"
+        if is_name:
+            # --hf-overrides.key sets a part of a dictionary
+            name, _, value = argument.lstrip("-").partition("=")
+            name = name.partition(".")[0].replace("-", "_")
+            name = ALIASES.get(name, name)
+            flags[name] = value
+        elif name:
+            flags[name] = argument
+    return _read_file(Path(flags["config"])) | flags if flags.get("config") else flags
+
+
+def _read_file(path: Path) -> dict[str, str]:
+    import yaml  # type: ignore[import-untyped]  # with huggingface_hub, and only for a server with such a file
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} has no settings of vLLM: it must be lines of the form `port: 8001`")
+    # `key: false` leaves a switch out.
+    return {str(key).replace("-", "_"): str(value) for key, value in content.items() if value is not False}
+
+
+def require_agreement(flags: Mapping[str, str], *, has_model: bool, records: bool) -> None:
+    """Raise ValueError for a flag of vLLM beside which draft or records would be wrong.
+
+    `has_model`: the draft is a model, not a lookup. `records`: the server captures traffic.
+    """
+    for name in OWN.keys() & flags.keys():
+        raise ValueError(f"{_spell(name)} belongs to redraft: {OWN[name]}, and leave it out")
+    if has_model and "enable_prompt_embeds" in flags:
+        raise ValueError(EMBEDS_BESIDE_DRAFT)
+    if records and flags.get("load_format") == "dummy":
+        raise ValueError("--load-format dummy serves random weights, and records would name the target: leave it out")
+
+
+def list_warnings(
+    flags: Mapping[str, str], target: str, draft: Path | None, speculative: Mapping[str, Any]
+) -> Iterator[str]:
+    """Lines about flags and drafts, probably mistakes."""
+    if "disable_log_stats" in flags:
+        yield LOG_STATS_OFF
+    if draft is None:
+        return
+    try:
+        pair = Pair.read(TargetFolder.open(target), draft)
+        count, method = speculative["num_speculative_tokens"], speculative.get("method")
+        findings = static_findings(pair, method=method, num_speculative_tokens=count)
+    except (ValueError, OSError, KeyError):  # e.g. a target that vLLM has yet to download: vLLM says what is wrong
+        return
+    yield from (f"{finding.problem}: {finding.cure}" for finding in findings)
+
+
+def _spell(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
