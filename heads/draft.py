@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
+
+from redraft.heads.nn.logits import PLAIN, LogitRule
 
 if TYPE_CHECKING:
     from redraft.heads.target import Target
@@ -92,11 +95,16 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactTarget:
-    """The target's whole distribution at every row: p = softmax(head @ hidden)."""
+    """The target's whole distribution at every row: p = softmax(rule(head @ hidden))."""
 
     hidden_BTD: Tensor
     """After the final norm, exactly the input of the target's head."""
     head_VD: Tensor
+    rule: LogitRule = PLAIN
+
+    def logits(self, rows_N: Tensor) -> Tensor:
+        """The target's logits in `rows_N` of the flattened batch, [N, V], in the target's dtype, as it is served."""
+        return self.rule.apply_(F.linear(self.hidden_BTD.flatten(0, 1)[rows_N], self.head_VD))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +156,8 @@ class DraftStep:
     """A further unreduced loss per row (EAGLE-1's feature regression); masked and weighted like the divergence."""
     bias: Bias | None = None
     """Added to the logits (DSpark's Markov head)."""
+    rule: LogitRule = PLAIN
+    """The rule of the logits, the bias included."""
     confidence_BT: Tensor | None = None
     """Logit of the draft's estimate of alpha (DSpark's confidence head). Training compares it with alpha by binary
     cross-entropy, masked and weighted like the divergence. `eval.forecast.calibration` measures how right it is."""
@@ -158,9 +168,9 @@ class DraftStep:
         dtype = dtype or self.head_WD.dtype
         logits_NW = self.hidden_BTD.flatten(0, 1)[rows_N].to(dtype) @ self.head_WD.to(dtype).T
         # The bias costs R / D of the product above: 1/16 for rank 256 and hidden size 4,096.
-        if self.bias is None:
-            return logits_NW
-        return logits_NW + self.bias.code_BTR.flatten(0, 1)[rows_N].to(dtype) @ self.bias.head_WR.to(dtype).T
+        if self.bias is not None:
+            logits_NW = logits_NW + self.bias.code_BTR.flatten(0, 1)[rows_N].to(dtype) @ self.bias.head_WR.to(dtype).T
+        return self.rule.apply(logits_NW)
 
 
 class Draft(Protocol):

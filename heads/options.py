@@ -5,11 +5,26 @@ Standard library only, because help texts and control planes read them without t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle1:
+class LayerSizes:
+    """Sizes of a head's layers. By default they are those of the target's layers, or the usual ones if these are not
+    like Llama's."""
+
+    intermediate_size: int | None = None
+    """Width of the MLP in the head's layers; by default that of the target's, or 8/3 of the hidden size."""
+    num_attention_heads: int | None = None
+    """Query heads of the head's layers; by default as many as in the target's, or hidden size / 128."""
+    num_key_value_heads: int | None = None
+    """Key heads of the head's layers; by default as many as in the target's, or one for four query heads."""
+    head_dim: int | None = None
+    """Size of the attention heads of the head's layers; by default that of the target's, or 128."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle1(LayerSizes):
     num_steps: int = 1
     """Draft steps trained at once. The paper trains 1; with more, the head also learns from features of earlier steps,
     as it reads them in serving."""
@@ -28,7 +43,7 @@ class Eagle1:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3:
+class Eagle3(LayerSizes):
     aux_layer_ids: tuple[int, ...] = ()
     """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
     2, n // 2 and n - 3 of n layers."""
@@ -57,7 +72,7 @@ class Eagle3:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlash:
+class DFlash(LayerSizes):
     aux_layer_ids: tuple[int, ...] = ()
     """Target layers to read, ascending; k stands for the residual stream after k layers, from 1. Empty chooses
     2, n // 2 and n - 3 of n layers."""
@@ -120,7 +135,7 @@ class DSpark(DFlash):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PEagle:
+class PEagle(LayerSizes):
     aux_layer_ids: tuple[int, ...] = ()
     """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
     2, n // 2 and n - 3 of n layers."""
@@ -160,7 +175,8 @@ class PEagle:
         """The same options of an EAGLE-3 head, whose layer is the first one here."""
         architecture = ("norm_before_residual", "norm_before_fc", "fc_norm")
         shared = ("aux_layer_ids", "num_steps", "own_head", "recompute", *architecture)
-        return Eagle3(**{name: getattr(self, name) for name in shared})
+        sizes = (field.name for field in fields(LayerSizes))
+        return Eagle3(**{name: getattr(self, name) for name in (*shared, *sizes)})
 
     @property
     def num_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,17 @@ from torch import Tensor, nn
 
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.tensors import list_tensors, read_tensors
+
+EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
+"""Short names of a target's shared tensors."""
+
+OUTER = re.compile(r"^((model|language_model|backbone)\.)+")
+
+
+def short_name(name: str) -> str:
+    """The name of a tensor within its language model, alike in files of text alone, and of text and images."""
+    short = OUTER.sub("", name)
+    return EMBEDDINGS if short == "embeddings.weight" else short  # Nemotron-H
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +54,14 @@ class Target:
         Raises:
             ValueError: the folder has no embeddings.
         """
-        names = [name for name in list_tensors(folder) if _is_shared(name)]
-        tensors = read_tensors(folder, names)
-        embed = next((t for name, t in tensors.items() if name.endswith("embed_tokens.weight")), None)
-        if embed is None:
-            raise ValueError(f"{folder} has no tensor embed_tokens.weight: give the folder of the target model")
+        # By the short name: DeepSeek-V3 (61 layers) has copies in an MTP layer, `model.layers.61.embed_tokens.weight`.
+        names = {short_name(name): name for name in list_tensors(folder)}
+        tensors = read_tensors(folder, [names[short] for short in (EMBEDDINGS, HEAD) if short in names])
+        if EMBEDDINGS not in names:
+            raise ValueError(f"{folder} has no tensor {EMBEDDINGS}: give the folder of the target model")
+        embed = tensors[names[EMBEDDINGS]]
         # A checkpoint with tied weights stores the embeddings only.
-        head = next((t for name, t in tensors.items() if name.endswith("lm_head.weight")), embed)
+        head = tensors.get(names.get(HEAD, ""), embed)
         return Target(config=load_text_config(folder), embed_VD=embed, head_VD=head)
 
 
@@ -61,7 +74,7 @@ def norm_scale(norm: Any) -> Tensor | None:
     # The root mean square of ones is 1.
     try:
         factors = norm(torch.ones_like(weight)).float()
-    except TypeError:  # a gated norm takes a second tensor
+    except (TypeError, AttributeError):  # a gated norm takes a second tensor, which may be None at first
         return None
     # Gemma adds 1 in float32.
     stored = (weight.detach(), 1 + weight.detach().float())
@@ -99,10 +112,3 @@ def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
     if layers[0] < 0 or layers[-1] > num_layers:
         raise ValueError(f"aux layers {layers}: the target has layers 0 to {num_layers}")
     return layers
-
-
-def _is_shared(name: str) -> bool:
-    """True for the target's embeddings and head; false for the copies in an MTP layer."""
-    # DeepSeek-V3 (61 layers) has such a copy in `model.layers.61.embed_tokens.weight`.
-    is_named_so = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-    return is_named_so and ".layers." not in name and "mtp" not in name

@@ -22,15 +22,20 @@ from redraft.heads.nn.compilation import compile_here
 
 
 def compare_rows(
-    block: ExactBlock, place_M: Tensor | None, logits_MW: Tensor, scale_M: Tensor, divergence: Divergence
+    block: ExactBlock,
+    place_M: Tensor | None,
+    logits_MW: Tensor,
+    scale_M: Tensor,
+    divergence: Divergence,
+    cap: float | None = None,
 ) -> Tensor:
     """(divergence, alpha and alpha_greedy) of every row, [3, M], of a block that has its log sum exp.
 
-    The gradient at the logits, times `scale_M`, takes the place of the logits. `place_M` is None if draft row m is
-    compared with row m of the block.
+    The gradient at the logits before `cap`, times `scale_M`, takes the place of the logits. `place_M` is None if draft
+    row m is compared with row m of the block.
     """
     assert block.log_sum_exp_R1 is not None
-    values_3M: Tensor = _compiled_rows(divergence)(
+    values_3M: Tensor = _compiled_rows(divergence, cap)(
         block.logits_RW, block.log_sum_exp_R1, place_M, logits_MW, scale_M / divergence.temperature
     )
     return values_3M
@@ -56,7 +61,7 @@ def _compiled_sums(temperature: float) -> Callable[[Tensor], Tensor]:
 
 
 @functools.cache
-def _compiled_rows(divergence: Divergence) -> Callable[..., Tensor]:
+def _compiled_rows(divergence: Divergence, cap: float | None) -> Callable[..., Tensor]:
     def rows(
         p_logits_RW: Tensor, p_sum_R1: Tensor, place_M: Tensor | None, logits_MW: Tensor, scale_M: Tensor
     ) -> Tensor:
@@ -73,6 +78,8 @@ def _compiled_rows(divergence: Divergence) -> Callable[..., Tensor]:
         alpha_M = torch.minimum(p_MW, q_MW).sum(-1)
         alpha_greedy_M = p_MW.gather(1, _first_argmax(z_MW, most_M1)).squeeze(1)
         loss_M, dz_MW = GRADIENTS[divergence.name](divergence, Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha_M))
+        if cap is not None:
+            dz_MW = dz_MW * (1 - (z_MW * (divergence.temperature / cap)).square())
         logits_MW.copy_(dz_MW * scale_M[:, None])
         return torch.stack([loss_M, alpha_M, alpha_greedy_M])
 

@@ -22,8 +22,9 @@ float64 if the inputs are float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, pairwise, zip_longest
 from typing import Any
 
@@ -38,6 +39,7 @@ from redraft.distill.loss.gradients import GRADIENTS, cross_entropy
 from redraft.distill.loss.outcomes import draft_columns, top_k_buckets
 from redraft.distill.loss.products import Gradient, add_logits, as_operand, gradient_of_left, matmul_dtype
 from redraft.distill.loss.rows import draft_rows, runs_kernels, target_rows, top_k_rows
+from redraft.heads.nn.logits import PLAIN, LogitRule
 from redraft.heads.nn.precision import autocast_kind
 
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_GPU = 256, 2048
@@ -62,23 +64,26 @@ class DraftRows:
     """int64, the target id of every draft id, ascending; None if both vocabularies are the same."""
     bias: tuple[Tensor, Tensor] | None = None
     """(code [M, E], head [W, E]): code @ head.T is added to the logits. The head as above, one object for all steps."""
+    cap: float | None = None
+    """The logits are cap * tanh(logits / cap). One cap for all steps with the same head."""
     bounds: Sequence[int] | None = None
     """For ascending and distinct target rows: the first draft row of each chunk, then the number of rows. Without them
     a GPU waits for the target rows."""
 
     @property
     def factors(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """The logits are the sum of left @ right.T over these pairs."""
+        """The logits before a cap are the sum of left @ right.T over these pairs."""
         main = (self.hidden_MD, self.head_WD)
         return (main,) if self.bias is None else (main, self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactRows:
-    """The target's last hidden states and head."""
+    """The target's last hidden states and head, and the rule of its logits."""
 
     hidden_ND: Tensor
     head_VD: Tensor
+    rule: LogitRule = PLAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +267,7 @@ class _Step:
 
     factors: Sequence[_Factors]
     draft_ids_W: Tensor | None
+    cap: float | None
     target_row_M: Tensor
     bounds: Sequence[int] | None
     scale_M: Tensor
@@ -286,6 +292,7 @@ def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence
         _Step(
             factors=list(islice(factors, len(draft.factors))),
             draft_ids_W=draft.draft_ids_W,
+            cap=draft.cap,
             target_row_M=draft.target_row_M,
             bounds=draft.bounds,
             scale_M=draft.weight_M.to(wide) / request.normaliser,
@@ -299,7 +306,7 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
     if isinstance(target, TopKRows):
         return target
     dtype = matmul_dtype(target.hidden_ND)
-    return ExactRows(hidden_ND=target.hidden_ND.to(dtype), head_VD=as_operand(target.head_VD, dtype))
+    return replace(target, hidden_ND=target.hidden_ND.to(dtype), head_VD=as_operand(target.head_VD, dtype))
 
 
 # ---------------------------------------------------------------------------------------- from rows to chunks and parts
@@ -431,7 +438,7 @@ class _Group:
     lefts: Sequence[Tensor]
     """The left factors of all parts' rows, one after another."""
     logits_MW: Tensor
-    """In scratch memory. The gradient at the logits takes the place of the logits."""
+    """In scratch memory, capped. The gradient before the cap takes the place of the logits."""
     draft_ids_W: Tensor | None
 
     @property
@@ -459,7 +466,7 @@ def _make_group(request: _Request, index: int, parts: Sequence[_Part]) -> _Group
     per_factor = zip(*([each.left_MD[part.rows_M] for each in part.step.factors] for part in parts), strict=True)
     lefts = [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in per_factor]
     heads = [each.head_WD for each in parts[0].step.factors]
-    logits_MW = request.logits(f"draft logits {index}", lefts, heads)
+    logits_MW = LogitRule(cap=parts[0].step.cap).apply_(request.logits(f"draft logits {index}", lefts, heads))
     return _Group(parts, lefts, logits_MW, parts[0].step.draft_ids_W)
 
 
@@ -504,9 +511,12 @@ def _run_block(
     # A single row would need a graph of its own: sizes of 1 are not dynamic.
     if request.is_compiled and len(rows_M) > 1:
         assert isinstance(block, ExactBlock)
-        step.values_3M[:, rows_M] = compare_rows(block, place_M, logits_MW, step.scale_M[rows_M], request.divergence)
+        scale_M = step.scale_M[rows_M]
+        step.values_3M[:, rows_M] = compare_rows(block, place_M, logits_MW, scale_M, request.divergence, step.cap)
         return
     step.values_3M[:, rows_M], dz_MW = _divergence(request, block, step, rows_M, place_M, logits_MW)
+    if step.cap is not None:  # the slope of cap * tanh(z / cap), at the capped logits
+        dz_MW.mul_(1 - (logits_MW.to(dz_MW.dtype) / step.cap).square_())
     # dz is the gradient at logits / temperature: one more division for the gradient at the logits.
     # `logits_MW` is a slice of the group's matrix. The copy rounds to the dtype of the matmuls.
     logits_MW.copy_(dz_MW.mul_(step.scale_M[rows_M, None] / request.divergence.temperature))
@@ -552,7 +562,7 @@ def _select_target(
             if runs
             else TopKBlock(request.scratch, ids_CK, log_probs_CK)
         )
-    logits_CV = request.logits("target logits", [target.hidden_ND[rows_C]], [target.head_VD])
+    logits_CV = target.rule.apply_(request.logits("target logits", [target.hidden_ND[rows_C]], [target.head_VD]))
     if runs:
         return _KernelChunk(rows_C, logits_CV=logits_CV)
     temperature = request.divergence.temperature
@@ -578,10 +588,21 @@ class _KernelChunk:
         if d.name == "cross_entropy":
             assert request.labels_N is not None
             label_C = _or_minus_one(*draft_columns(request.labels_N[self.rows_C], draft_ids_W, width))
+        inverse_cap = 1 / (group.parts[0].step.cap or math.inf)
         if self.logits_CV is not None:
             kept_CW, sums_2C = self._select(draft_ids_W, d.temperature)
             values_3M = draft_rows(
-                group.logits_MW, kept_CW, sums_2C, place_M, scale_M, label_C, d.name, d.temperature, d.beta, d.eta
+                group.logits_MW,
+                kept_CW,
+                sums_2C,
+                place_M,
+                scale_M,
+                label_C,
+                d.name,
+                d.temperature,
+                d.beta,
+                d.eta,
+                inverse_cap,
             )
         else:
             assert self.top_k is not None
@@ -590,7 +611,7 @@ class _KernelChunk:
             log_p_CX = top_k_buckets(log_p_CK.float(), reachable_CK, width)
             columns_CK = _or_minus_one(columns_CK, reachable_CK)
             values_3M = top_k_rows(
-                group.logits_MW, columns_CK, log_p_CX, place_M, scale_M, label_C, d.name, d.beta, d.eta
+                group.logits_MW, columns_CK, log_p_CX, place_M, scale_M, label_C, d.name, d.beta, d.eta, inverse_cap
             )
         for part, here in zip(group.parts, group.slices, strict=True):
             part.step.values_3M[:, part.rows_M] = values_3M[:, here]

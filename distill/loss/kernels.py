@@ -108,6 +108,13 @@ def _gradient(log_p, log_q, mass, alpha, a, b, beta, eta, NAME: tl.constexpr):
 
 
 @triton.jit
+def _slope(z, inverse_cap):
+    """The derivative of cap * tanh(logit / cap) at the capped logit z."""
+    capped = _at_least(z * inverse_cap, -1.0)
+    return 1 - capped * capped
+
+
+@triton.jit
 def _log_sum_exp(row_ptr, width, inverse_temperature, BLOCK: tl.constexpr):
     """(log sum exp, largest, its first column) of a row."""
     # Online softmax (arXiv 1805.02867): a new maximum rescales the sum so far. One pass is enough.
@@ -177,6 +184,7 @@ def draft_rows(
     inverse_temperature,
     beta,
     eta,
+    inverse_cap,  # of logits / temperature; 0 without a cap
     NAME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -204,7 +212,8 @@ def draft_rows(
             alpha, a, b = alpha + tile_alpha, a + tile_a, b + tile_b
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        log_q = _at_least(_load(row_ptr, columns, width, inverse_temperature) - log_sum_q, LOG_ZERO)
+        z = _load(row_ptr, columns, width, inverse_temperature)
+        log_q = _at_least(z - log_sum_q, LOG_ZERO)
         log_p = _at_least(_load(p_ptr, columns, width, inverse_temperature) - log_sum_p, LOG_ZERO)
         d = _gradient(log_p, log_q, mass, alpha, a, b, beta, eta, NAME)
         if NAME == "forward_kl" or NAME == "cross_entropy":
@@ -212,6 +221,7 @@ def draft_rows(
             alpha, a, b = alpha + tile_alpha, a + tile_a, b + tile_b
         if NAME == "cross_entropy":
             d = tl.where(label >= 0, d - tl.where(columns == label, 1.0, 0.0), 0.0)
+        d *= _slope(z, inverse_cap)
         tl.store(row_ptr + columns, (scale * d).to(logits_ptr.dtype.element_ty), mask=columns < width)
 
     value = _value(mass, alpha, a, b, beta, eta, NAME)
@@ -236,6 +246,7 @@ def top_k_rows(
     num_kept,
     beta,
     eta,
+    inverse_cap,
     NAME: tl.constexpr,
     BLOCK: tl.constexpr,
     OUTCOMES: tl.constexpr,  # a power of 2, at least K + 1
@@ -275,13 +286,16 @@ def top_k_rows(
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         # If no id is left for the tail, q there is 0, and so is d_tail.
-        d_row = tl.exp(_load(row_ptr, columns, width, 1.0) - z_tail) * d_tail
+        z_row = _load(row_ptr, columns, width, 1.0)
+        d_row = tl.exp(z_row - z_tail) * d_tail
         if NAME == "cross_entropy":
             d_row = tl.where(label >= 0, d_row - tl.where(columns == label, 1.0, 0.0), 0.0)
+        d_row *= _slope(z_row, inverse_cap)
         tl.store(row_ptr + columns, (scale * d_row).to(logits_ptr.dtype.element_ty), mask=columns < width)
     tl.debug_barrier()
     if NAME == "cross_entropy":
         d = tl.where(label >= 0, d - tl.where(kept == label, 1.0, 0.0), 0.0)
+    d *= _slope(z_kept, inverse_cap)
     tl.store(row_ptr + kept, (scale * d).to(logits_ptr.dtype.element_ty), mask=kept >= 0)
 
     value = _value(mass, alpha, a, b, beta, eta, NAME)

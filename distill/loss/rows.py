@@ -95,6 +95,7 @@ def draft_rows(
     temperature: float,
     beta: float,
     eta: float,
+    inverse_cap: float = 0.0,
 ) -> Tensor:
     """Divergence, alpha and alpha_greedy of every row, [3, M]; the logits become scale * gradient at logits.
 
@@ -109,6 +110,7 @@ def draft_rows(
         temperature: Of both distributions.
         beta: Of jensen_shannon.
         eta: Of lk_hybrid.
+        inverse_cap: 1 / cap of the draft's logits, which are capped already; 0 for none.
     """
     values_3M: Tensor = _draft_results(logits_MW)
     rows, width = logits_MW.shape
@@ -129,6 +131,7 @@ def draft_rows(
             1 / temperature,
             beta,
             eta,
+            inverse_cap * temperature,
             NAME=name,
             **_launch(logits_MW),
         )
@@ -146,6 +149,7 @@ def top_k_rows(
     name: str,
     beta: float,
     eta: float,
+    inverse_cap: float = 0.0,
 ) -> Tensor:
     """As `draft_rows`, with the target's top k at temperature 1.
 
@@ -159,6 +163,7 @@ def top_k_rows(
         name: Of the divergence.
         beta: Of jensen_shannon.
         eta: Of lk_hybrid.
+        inverse_cap: As there.
     """
     values_3M: Tensor = _draft_results(logits_MW)
     (rows, width), outcomes = logits_MW.shape, log_p_CX.shape[1]
@@ -176,6 +181,7 @@ def top_k_rows(
             outcomes - 1,
             beta,
             eta,
+            inverse_cap,
             NAME=name,
             **_launch(logits_MW),
             # K = 32 makes 33 outcomes, in 64 lanes.

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from redraft.distill.plan.choices import ShardingKind
 from redraft.distill.train.muon import split
 from redraft.heads.catalog import find_family
 from redraft.heads.families.standalone import Init, from_config
-from redraft.heads.files.checkpoint import load_text_config
+from redraft.heads.files.checkpoint import load_text_config, new_model
 from redraft.heads.target import Target
 
 TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (
@@ -103,7 +102,7 @@ def count_head(family: str, options: Any, draft_vocab_size: int, target_config: 
 def count_standalone(init: Init, target_config: Any) -> DraftSize:
     """The size of a standalone draft."""
     with torch.device("meta"):
-        return DraftSize.of(AutoModelForCausalLM.from_config(standalone_config(init, target_config)))
+        return DraftSize.of(new_model(standalone_config(init, target_config), torch.float32))
 
 
 def standalone_config(init: Init, target_config: Any) -> Any:

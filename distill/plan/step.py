@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.choices import Features
@@ -26,6 +25,7 @@ from redraft.distill.train.step import compile_layers, make_optimizers
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
 from redraft.heads.families.standalone import StandaloneDraft
+from redraft.heads.files.checkpoint import new_model
 from redraft.heads.nn import prefix
 from redraft.heads.target import Target
 
@@ -293,7 +293,7 @@ def _make_model(config: Any, dtype: torch.dtype) -> Any:
     if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         # sorts rows by expert: the way of GPUs, and the only one whose sizes do not depend on the router's choices
         config._experts_implementation = "grouped_mm"
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model = new_model(config, dtype)
     return model.eval().requires_grad_(False)
 
 
@@ -324,9 +324,7 @@ class _Borrowed(nn.Module):
 def _make_draft(plan: Plan, model: Any) -> Any:
     family = find_family(plan.family)
     if not family.is_head:
-        draft = StandaloneDraft(
-            AutoModelForCausalLM.from_config(plan.head, dtype=torch.float32, attn_implementation="sdpa")
-        )
+        draft = StandaloneDraft(new_model(plan.head, torch.float32))
         draft.set_gradient_checkpointing(plan.gradient_checkpointing)
         return draft.train()
     target = Target(

@@ -42,6 +42,7 @@ from redraft.heads.files.checkpoint import load_causal_lm, refuse_quantised
 from redraft.heads.files.folder import fetch_model
 from redraft.heads.files.served_target import require_served_alike
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.nn.logits import LogitRule
 
 SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
 
@@ -248,7 +249,8 @@ def target_signal(
     if aux_layers is None:
         return OneAhead(CachedTarget(cache, **identity), device)
     head_VD = target.get_output_embeddings().weight.detach()
-    return OneAhead(CachedHiddenStates(cache, layers=aux_layers, head_VD=head_VD, **identity), device)
+    rule = LogitRule.of(target.config)
+    return OneAhead(CachedHiddenStates(cache, layers=aux_layers, head_VD=head_VD, rule=rule, **identity), device)
 
 
 def _content(signal: Signal, target: Any, aux_layers: Sequence[int] | None) -> Content:

@@ -15,6 +15,7 @@ import functools
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ from redraft.distill.run.proof import (
     store,
 )
 from redraft.distill.run.start import start
+from redraft.distill.signal.apart import padding_factor
 from redraft.distill.signal.sharded import leading
+from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import TrainingCost, make_accelerator, train
 from redraft.distill.train.ranks import leave
 from redraft.distill.train.step import Distillation, require_whole_matrices
@@ -59,7 +62,9 @@ from redraft.heads.files.checkpoint import refuse_quantised
 from redraft.heads.files.folder import check_model_folder, fetch_model
 from redraft.heads.files.served_target import require_aux
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.masks import check_mask_token
+from redraft.heads.options import LayerSizes
 from redraft.heads.target import Target, aux_layers
 
 Config = HeadConfig[Any] | StandaloneConfig
@@ -130,7 +135,11 @@ class Run:
         if parse_flag_from_env("ACCELERATE_USE_CPU"):
             return
         cfg, dtype = self.cfg, torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
-        config = standalone_config(cfg.draft, self.shape) if isinstance(cfg, StandaloneConfig) else self.shape
+        config = self.shape
+        if isinstance(cfg, StandaloneConfig):
+            config = standalone_config(cfg.draft, self.shape)
+        elif isinstance(cfg.head, LayerSizes):
+            config = LlamaShape.of_head(cfg.head, self.shape)
         require_draft_heads(self.family, "the draft", config, dtype, machine)
 
     def _require_room(self, machine: Machine | None) -> None:
@@ -203,6 +212,8 @@ class Run:
         signal = target_signal(
             cfg.signal, self.model, self.teacher.fingerprint, self.data, folder.folder, self.accelerator, layers
         )
+        if isinstance(signal, InProcessTarget) and not signal.packs and self.accelerator.is_main_process:
+            self._say_factor()
         distillation = Distillation(draft, signal, divergence, cfg.optim, loop.steps, self.accelerator)
         writer = StandaloneDraft(self.model) if loop.on_policy and self.family.is_head else None
         cost = train(distillation, self.data, folder, loop, cfg.prove.num_speculative_tokens, writer)
@@ -212,6 +223,12 @@ class Run:
         # Before the next training: the accelerator would save this one into the checkpoints of the next.
         distillation.close()
         return whole, cost
+
+    def _say_factor(self) -> None:
+        train, size = self.data.train, self.cfg.loop.batch_size
+        numbers = range(min(8, train.num_batches(size)))
+        factor = fmean(padding_factor(train.batch(number, batch_size=size).document_BT) for number in numbers)
+        print(f"target: one document a row, for packed documents would see each other: {factor:.2f} times the tokens")
 
     def train_baseline(self, draft: Any) -> Forecast | None:
         """The forecast after training a copy of the draft by cross-entropy, with --prove.ce-baseline."""

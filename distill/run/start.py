@@ -28,6 +28,7 @@ from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.families.standalone import make_draft
+from redraft.heads.nn.causal_lm import final_norm
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.progress import Progress
 
@@ -114,7 +115,7 @@ def _start_by_least_squares(run: Run, head: Any, num_tokens: int) -> None:
     scales = read_scales(run, head.aux_layer_ids)
     _say(run, f"the head starts from least squares on up to {num_tokens:,} tokens")
     # The final norm alone: all else but the output head is replaced.
-    head.init_from_layer(nn.Module(), run.model.base_model.norm)
+    head.init_from_layer(nn.Module(), final_norm(run.model))
     head.to(run.accelerator.device)
     start_by_least_squares(head, read_last_signals(run, head.aux_layer_ids, num_tokens), scales)
     # Each rank has solved for itself, and other hardware may give other signs.

@@ -29,6 +29,7 @@ from redraft.distill.signal.storage import HiddenDtype
 from redraft.distill.signal.transfer import host_zeros
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, final_hidden, label_rows
 from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8, scales
+from redraft.heads.nn.logits import PLAIN, LogitRule
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,16 @@ class CachedTarget:
 class CachedHiddenStates:
     """The signal read from a cache of `HiddenStates`: exact, except for rounding to the cache's dtype."""
 
-    def __init__(self, folder: Path, *, target: str, data: str, layers: Sequence[int], head_VD: Tensor) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        target: str,
+        data: str,
+        layers: Sequence[int],
+        head_VD: Tensor,
+        rule: LogitRule = PLAIN,
+    ) -> None:
         """Open the cache.
 
         Args:
@@ -155,11 +165,12 @@ class CachedHiddenStates:
             data: `data_hash` of the samples.
             layers: The layers read by the head; the cache may hold more.
             head_VD: The target's head, in the target's dtype.
+            rule: Of the target's logits.
 
         Raises:
             ValueError: if the cache is incomplete, was written for another target or other data, or has not all layers.
         """
-        self._shards, self.head_VD = Shards(folder, target=target, data=data), head_VD
+        self._shards, self.head_VD, self._rule = Shards(folder, target=target, data=data), head_VD, rule
         content = _content(self._shards, "hidden states")
         if missing := sorted(set(layers) - set(content["layers"])):
             raise ValueError(
@@ -187,7 +198,7 @@ class CachedHiddenStates:
             for own, place in enumerate(self._places):
                 aux_NLS[rows, own].copy_(kept["aux"][:, place])
         return TargetSignal(
-            distribution=ExactTarget(hidden_BTD=self._on_device(hidden_BTS), head_VD=self.head_VD),
+            distribution=ExactTarget(hidden_BTD=self._on_device(hidden_BTS), head_VD=self.head_VD, rule=self._rule),
             aux_BTLD=self._on_device(aux_BTLS) if self._places else None,
         )
 

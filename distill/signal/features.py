@@ -11,16 +11,15 @@ B = batch, T = tokens, D = hidden, L = auxiliary layers, V = vocabulary.
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
+from redraft.distill.signal.apart import documents
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features_store import (
@@ -29,14 +28,16 @@ from redraft.distill.signal.features_store import (
     Storage,
     absolute,
 )
-from redraft.distill.signal.sources import TOP_K_ONLY, EndpointTarget, documents
+from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.signal.storage import DEFAULT_STORAGE, StatesFormat
 from redraft.distill.signal.transfer import host_zeros
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
-from redraft.heads.families.standalone import find_logit_change
-from redraft.heads.files.checkpoint import register_models
+from redraft.heads.files.checkpoint import new_model
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.files.tensors import list_tensors, read_tensors
+from redraft.heads.nn.causal_lm import final_norm, language_model
+from redraft.heads.nn.logits import LogitRule
+from redraft.heads.target import HEAD, short_name
 
 SERVER_COMMAND = "redraft serve-features"
 
@@ -86,23 +87,23 @@ def load_part(
 ) -> Any:
     """The target, frozen, with the tensors whose name `is_wanted` read from its files. The others stay on `meta`.
 
-    Its `base_model` is the language model, for Llama 4 too.
-
     Raises:
         FileNotFoundError: for a missing folder.
         ValueError: if one of these tensors is missing or quantised.
     """
-    folder, config = target.folder, copy.deepcopy(target.config)
-    register_models()
+    folder, config = target.folder, target.config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
-    wanted = {name for name in model.state_dict() if is_wanted(name)}
-    if config.get_text_config().tie_word_embeddings:
-        wanted.discard("lm_head.weight")
-    there = list_tensors(folder).keys()
-    stored = {_stored_name(name, there): name for name in wanted}
-    if missing := sorted(stored.keys() - there):
-        raise ValueError(f"{folder} has no tensor {stored[missing[0]]}: give the folder of the target model")
+        model = new_model(config, dtype or config.dtype or torch.float32)
+    decoder = language_model(model)
+    within = next(f"{name}." for name, module in model.named_modules() if module is decoder)
+    names = {short_name(name): name for name in model.state_dict() if name.startswith(within) and is_wanted(name)}
+    # A tied head has no tensor in the file.
+    if is_wanted(HEAD) and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        names[HEAD] = HEAD
+    there = {short_name(name): name for name in list_tensors(folder)}
+    if missing := sorted(names.keys() - there.keys()):
+        raise ValueError(f"{folder} has no tensor {names[missing[0]]}: give the folder of the target model")
+    stored = {there[short]: name for short, name in names.items()}
     # `assign`, because a copy into a tensor on `meta` would be lost. A tied head has no tensor in the file:
     # `tie_weights` gives it the embeddings.
     read = read_tensors(folder, stored)
@@ -112,17 +113,7 @@ def load_part(
     tensors = {stored[name]: tensor.to(device, model.dtype) for name, tensor in read.items()}
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
-    if model.base_model is model:
-        # Llama 4's class names an attribute that it does not have, and `base_model` is then the whole model.
-        model.base_model_prefix = "model"
     return model.eval().requires_grad_(False)
-
-
-def _stored_name(name: str, there: Collection[str]) -> str:
-    """The name of a tensor in a checkpoint. A model of text and images stores the language model one level deeper."""
-    deeper = name.replace("model.", "model.language_model.", 1)
-    # Llama 4 stores the output head deeper, too.
-    return next((n for n in (name, f"language_model.{name}") if n in there), deeper)
 
 
 class EndpointHiddenStates(EndpointTarget):
@@ -134,25 +125,17 @@ class EndpointHiddenStates(EndpointTarget):
         """Only the final norm and the head of `target` are used: `load_skeleton` is enough.
 
         Raises:
-            ValueError: if `storage` is neither a folder nor a URL that fsspec knows, if the target's final norm is not
-                found, or if its logits are not head @ hidden.
+            ValueError: if `storage` is neither a folder nor a URL that fsspec knows, or if the target's final norm is
+                not found.
         """
         super().__init__(endpoint)
-        # Servers would compute right logits, and we others from their states: nothing would look wrong.
-        if key := find_logit_change(target):
-            raise ValueError(
-                f"{type(target).__name__} changes its logits after the head ({key}), so hidden states do not give its "
-                f"distribution: {TOP_K_ONLY}"
-            )
         self._storage = Storage(storage)
         self.head_VD: Tensor = target.get_output_embeddings().weight.detach()
-        self.layers = sorted(layers)
-        if not hasattr(target.base_model, "norm"):
-            raise ValueError(
-                f"{type(target).__name__} has no final norm named `norm`, which served states need: "
-                "train with the target in the training process (--signal.kind model)"
-            )
-        self._norm = target.base_model.norm
+        self.rule, self.layers = LogitRule.of(target.config), sorted(layers)
+        try:
+            self._norm = final_norm(target)
+        except ValueError as error:
+            raise ValueError(f"{error}: train with the target in the training process (--signal.kind model)") from error
         self._last_layer = target.config.get_text_config().num_hidden_layers
 
     def require_target(self) -> None:
@@ -184,7 +167,7 @@ class EndpointHiddenStates(EndpointTarget):
         theirs_T = torch.tensor(
             [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
         )
-        log_p_TV = F.linear(hidden_TD[:-1], self.head_VD).float().log_softmax(-1)
+        log_p_TV = self.rule.apply_(F.linear(hidden_TD[:-1], self.head_VD)).float().log_softmax(-1)
         ours_T = log_p_TV.gather(1, torch.tensor(prompt[1:], device=log_p_TV.device)[:, None]).squeeze(1).cpu()
         difference = float((ours_T - theirs_T).abs().mean())
         if difference > _tolerance(self.head_VD.dtype, description):
@@ -207,14 +190,14 @@ class EndpointHiddenStates(EndpointTarget):
             rows = slice(int(tokens[0]), int(tokens[-1]))
             await self._read(self.endpoint, last_ND[rows], aux_NLD[rows], prompt=ids_N[tokens[:-1]].tolist())
 
-        wanted = [tokens for tokens in documents(batch) if is_label_row_N[tokens].any()]
+        wanted = [tokens for tokens in documents(batch.document_BT) if is_label_row_N[tokens].any()]
         with torch.no_grad():
             # The longest first, as in `EndpointTarget`.
             await asyncio.gather(*(fill(tokens) for tokens in sorted(wanted, key=len, reverse=True)))
             device = self.head_VD.device
             hidden_BTD = self._norm(last_BTD.to(device, non_blocking=True))
             aux_BTLD = aux_BTLD.to(device, non_blocking=True)
-        distribution = ExactTarget(hidden_BTD=hidden_BTD, head_VD=self.head_VD)
+        distribution = ExactTarget(hidden_BTD=hidden_BTD, head_VD=self.head_VD, rule=self.rule)
         return TargetSignal(distribution=distribution, aux_BTLD=aux_BTLD if self.layers else None)
 
     def _host_zeros(self, *shape: int) -> Tensor:

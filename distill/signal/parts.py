@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from redraft.distill.signal.features import load_part
 from redraft.distill.signal.sharded import is_sharded
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.nn.causal_lm import FINAL_NORMS, final_norm, language_model
 from redraft.heads.target import norm_scale
 
 IN_LAYER = re.compile(r".*\.layers\.(\d+)\.(.+)")
@@ -28,14 +29,12 @@ TAKEN = re.compile(
 
 def is_whole(model: Any) -> bool:
     """Whether this process holds the values of all layers of a target."""
-    return not is_sharded(model) and not any(weight.is_meta for weight in model.base_model.layers.parameters())
+    return not is_sharded(model) and not any(weight.is_meta for weight in language_model(model).layers.parameters())
 
 
 def last_layers(model: Any, count: int) -> tuple[list[nn.Module], nn.Module]:
-    """The last `count` decoder layers and the final norm. Raises ValueError if the target has no norm of this name."""
-    if not hasattr(model.base_model, "norm"):
-        raise ValueError(f"{type(model).__name__} has no final norm named `norm`")
-    return list(model.base_model.layers[-count:]), model.base_model.norm
+    """The last `count` decoder layers and the final norm. Raises: as `final_norm`."""
+    return list(language_model(model).layers[-count:]), final_norm(model)
 
 
 def read_last_layers(target: TargetFolder, dtype: torch.dtype, count: int) -> tuple[list[nn.Module], nn.Module]:
@@ -61,7 +60,7 @@ def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, st
 
     def choose(name: str) -> bool:
         found = IN_LAYER.fullmatch(name)
-        return is_wanted(int(found[1]), found[2]) if found else name.endswith((".norm.weight", ".norm.bias"))
+        return is_wanted(int(found[1]), found[2]) if found else name.split(".")[-2] in FINAL_NORMS
 
     return load_part(target, dtype, torch.device("cpu"), choose)
 
@@ -72,7 +71,7 @@ def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tenso
     Raises:
         ValueError: a stream is not read by an RMS norm, or the target ends with another norm. It names the target.
     """
-    layers, final = model.base_model.layers, model.base_model.norm
+    layers, final = language_model(model).layers, final_norm(model)
     norms = [getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids]
     scales = [scale for norm in norms if (scale := norm_scale(norm)) is not None]
     if len(scales) < len(norms) or norm_scale(final) is None:

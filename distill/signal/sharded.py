@@ -12,7 +12,6 @@ by itself, is done in `leading`: the others then make a pass whenever it makes o
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -26,10 +25,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM
 
-from redraft.heads.files.checkpoint import load_causal_lm, register_models
+from redraft.heads.files.checkpoint import load_causal_lm, new_model
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.nn.causal_lm import language_model
 
 ROOM_FOR_TARGET = 0.4
 """Share of a device's memory that a target may take, if the machines need not share it. The rest is for draft and
@@ -65,9 +64,8 @@ class TargetSizes:
 
 def size_weights(config: Any, dtype: torch.dtype) -> TargetSizes:
     """The bytes of a model with this config. Raises ValueError if it has no causal LM."""
-    register_models()
     with torch.device("meta"):
-        return _size_model(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype))
+        return _size_model(new_model(config, dtype))
 
 
 def _size_model(model: Any) -> TargetSizes:
@@ -103,22 +101,21 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
     whole = load_causal_lm(target.name, target.torch_dtype) if dist.get_rank() == 0 else None
     chosen = [None if whole is None else whole.dtype]
     dist.broadcast_object_list(chosen, 0)
-    register_models()
     # 2. The same architecture on every rank, without memory.
     with torch.device("meta"):
-        config = copy.deepcopy(target.config)
-        model = AutoModelForCausalLM.from_config(config, dtype=chosen[0], attn_implementation="sdpa")
+        model = new_model(target.config, chosen[0])
     model.requires_grad_(False).eval()
     # 3. Each layer is gathered by itself. The root is wrapped too, so the layers share one root, and one is
     # gathered while another computes. It shards nothing: embeddings, norm and head stay whole, because they
     # are read outside of a pass too.
     mesh = _make_mesh(model, device)
-    layers = list(model.base_model.layers)
+    decoder = language_model(model)
+    layers = list(decoder.layers)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     inside = {id(p) for layer in layers for p in layer.parameters()}
     others = {p for p in model.parameters() if id(p) not in inside}
-    fully_shard(model.base_model, mesh=mesh, ignored_params=others)
+    fully_shard(decoder, mesh=mesh, ignored_params=others)
     # 4. Memory for the shards. `to_empty` makes two tensors of tied ones, so they are tied again.
     model.to_empty(device=device)
     model.tie_weights()
@@ -161,7 +158,17 @@ def _fill(model: Any, whole: dict[str, Tensor] | None, device: torch.device) -> 
 
 def is_sharded(model: Any) -> bool:
     """Whether a pass of the model is a work of all ranks."""
-    return isinstance(getattr(model, "base_model", None), FSDPModule)
+    return hasattr(model, "get_decoder") and isinstance(language_model(model), FSDPModule)
+
+
+def most_of_ranks(model: Any, number: int) -> int:
+    """The largest `number` of the ranks that make this pass of a model together: of all, if it is sharded and the first
+    rank does not lead."""
+    if not is_sharded(model) or id(model) in _led:
+        return number
+    largest = torch.tensor(number, device=model.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 _led: set[int] = set()
@@ -182,7 +189,7 @@ def leading(model: Any) -> Iterator[bool]:
     elif dist.get_rank() == 0:
         # `prepend` puts it before FSDP's hook: the others must hear of the pass before rank 0 waits for them
         # in a gather.
-        hook = model.base_model.register_forward_pre_hook(lambda *_: _tell(model, goes_on=True), prepend=True)
+        hook = language_model(model).register_forward_pre_hook(lambda *_: _tell(model, goes_on=True), prepend=True)
         _led.add(id(model))
         try:
             yield True
@@ -210,4 +217,4 @@ def _is_told(model: Any) -> bool:
 @torch.no_grad()
 def _make_pass(model: Any) -> None:
     """A pass over one token: rank 0 needs no more from this rank than the shards."""
-    model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+    language_model(model)(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, data_hash
-from redraft.distill.signal.sources import documents
+from redraft.distill.signal.apart import documents
 from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal, label_rows
 from redraft.heads.files.artifact import require_space, sync, write_whole
@@ -216,7 +216,7 @@ def keyed_rows(batch: Batch, wanted_BT: Tensor) -> Iterator[tuple[bytes, Tensor]
     """(key, wanted rows of the flattened batch) of every document with a label; the others teach nothing."""
     is_label_row_N, is_wanted_N = label_rows(batch, 0).flatten(), wanted_BT.flatten()
     ids_N, mask_N = batch.input_ids_BT.flatten(), batch.loss_mask_BT.flatten()
-    for tokens in documents(batch):
+    for tokens in documents(batch.document_BT):
         if is_label_row_N[tokens].any():
             # With the mask, which decides the rows kept: the same text with other labels is another document.
             digest = hashlib.blake2b(ids_N[tokens].cpu().numpy().astype("<i4").tobytes(), digest_size=KEY_BYTES)

@@ -20,21 +20,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from redraft.distill.signal.apart import documents, positions, put_back, split_documents
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.endpoints import Endpoints
-from redraft.distill.signal.sharded import is_sharded
+from redraft.distill.signal.sharded import is_sharded, most_of_ranks
 from redraft.distill.train.compiled import running_compiled
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
-from redraft.heads.families.standalone import find_logit_change
-from redraft.heads.nn.causal_lm import prefix_arguments, reach, take_prefixes
+from redraft.heads.families.standalone import ATTENTION_TYPES
+from redraft.heads.nn.causal_lm import find_rule, language_model, prefix_arguments, reach, take_prefixes
+from redraft.heads.nn.logits import LogitRule
 
 CHUNK = 256
 """Rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k."""
 
 TOP_K_ONLY = "train a standalone draft on the top k of its vLLM servers (--signal.kind endpoint, no --signal.exact)"
-"""The way out for a target that changes its logits after the head."""
+"""The way out for a target that cannot be read exactly."""
+
+SCORE_BYTES = 2 << 30
+"""Memory for the scores of one layer of eager attention, which are [b, H, t, t] in float32."""
+
+LAST = -1
+"""The last hidden states among the streams by layer."""
 
 UNRECORDED = -1e4
 """Log-probability beside the id -1. exp of it is 0, and it is finite: a masked row cannot turn a sum into NaN."""
@@ -43,7 +50,7 @@ UNRECORDED = -1e4
 class InProcessTarget:
     """The exact signal of a causal LM of `transformers`.
 
-    The head must be linear, and packed documents must not see each other; both are checked.
+    A target whose packed documents would see each other gets one document a row (`distill.signal.apart`).
     """
 
     def __init__(self, model: Any, aux_layers: Sequence[int] = (), *, has_weights: bool = True) -> None:
@@ -58,21 +65,62 @@ class InProcessTarget:
             ValueError: if a layer does not exist, or the model cannot be used exactly.
         """
         self.model, self.aux_layers = model.eval(), sorted(aux_layers)
+        self._decoder, self._config = language_model(model), model.config.get_text_config()
         self._takes_prefixes = take_prefixes(model)
         self._compiled: list[nn.Module] = []
-        num_layers = model.config.get_text_config().num_hidden_layers
+        num_layers = self._config.num_hidden_layers
         if self.aux_layers and not 0 <= self.aux_layers[0] <= self.aux_layers[-1] <= num_layers:
             raise ValueError(f"auxiliary layers {self.aux_layers} of a target that has {num_layers} layers")
+        self.rule, self.packs = LogitRule.of(model.config), True
         if has_weights:
-            self._require_exact()
+            self.rule = self._find_rule()
+            self.packs = not most_of_ranks(model, int(not self._keeps_apart()))
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> TargetSignal:
+        chunk = getattr(self._config, "attention_chunk_size", None)
+        # Llama 4: transformers counts the chunks from the start of the row, not of the document.
+        packs = self.packs and not (chunk and chunk < batch.input_ids_BT.shape[1])
         with self._streams() as streams, running_compiled(self._compiled):
-            hidden_BTD = self._hidden(batch.input_ids_BT, batch.position_ids_BT, batch.document_BT)
+            hidden_BTD = self._pass(batch) if packs else self._passes(batch, streams)
         # [B, T, L, D], in the order of `aux_layers`: ascending.
         aux_BTLD = torch.stack([streams[k] for k in self.aux_layers], dim=2) if self.aux_layers else None
-        return TargetSignal(distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=self._head()), aux_BTLD=aux_BTLD)
+        exact = ExactTarget(hidden_BTD=hidden_BTD, head_VD=self._head(), rule=self.rule)
+        return TargetSignal(distribution=exact, aux_BTLD=aux_BTLD)
+
+    def _pass(self, batch: Batch) -> Tensor:
+        """The last hidden states of packed rows, [B, T, D]."""
+        ranges = self._takes_prefixes and reach(self._config, batch.document_BT) is None
+        # Otherwise no mask: `transformers` separates documents where positions restart at 0. A mask from here would
+        # replace the masks of the layers (a sliding window).
+        within = prefix_arguments(batch.document_BT) if ranges else {}
+        return self._hidden(batch.input_ids_BT, batch.position_ids_BT, **within)
+
+    def _passes(self, batch: Batch, streams: dict[int, Tensor]) -> Tensor:
+        """The last hidden states of one document a row, at the places in the packed rows, [B, T, D]; and the same of
+        the streams."""
+        ids_N = batch.input_ids_BT.flatten()
+        passes = split_documents(batch.document_BT, self._most_pairs())
+        whole: dict[int, Tensor] = {}
+        # In shards, a pass is a work of all ranks. One that has fewer makes passes over one token.
+        nothing = torch.full((1, 1), -1, device=ids_N.device)
+        passes += [nothing] * (most_of_ranks(self.model, max(len(passes), 1)) - len(passes))
+        for at_bt in passes:
+            last_btD = self._hidden(ids_N[at_bt.clamp(min=0)], positions(at_bt, batch.position_ids_BT))
+            for k, states_btD in {LAST: last_btD, **streams}.items():
+                whole[k] = put_back(whole.get(k), states_btD, at_bt, len(ids_N))
+        shape = batch.input_ids_BT.shape
+        streams |= {k: states_ND.view(*shape, -1) for k, states_ND in whole.items()}
+        return streams[LAST]
+
+    def _most_pairs(self) -> float:
+        if not self._is_eager:
+            return float("inf")
+        return SCORE_BYTES / (4 * getattr(self._config, "num_attention_heads", 1))
+
+    @property
+    def _is_eager(self) -> bool:
+        return getattr(self._config, "_attn_implementation", None) == "eager"
 
     def compile_layers(self) -> None:
         """Compile the model's layers for the calls of this source. For others the model stays as it is.
@@ -80,18 +128,14 @@ class InProcessTarget:
         Layers in shards stay as they are: what gathers them is a hook, and would be cut out of every graph.
         """
         if not is_sharded(self.model):
-            self._compiled = list(self.model.base_model.layers)
+            self._compiled = list(self._decoder.layers)
 
     def _head(self) -> Tensor:
         weight_VD: Tensor = self.model.get_output_embeddings().weight
         return weight_VD.detach()
 
-    def _hidden(self, ids_BT: Tensor, position_ids_BT: Tensor, document_BT: Tensor) -> Tensor:
-        ranges = self._takes_prefixes and reach(self.model.config, document_BT) is None
-        # Otherwise no mask: `transformers` separates documents where positions restart at 0. A mask from here would
-        # replace the masks of the layers (a sliding window).
-        within = prefix_arguments(document_BT) if ranges else {}
-        output = self.model.base_model(input_ids=ids_BT, position_ids=position_ids_BT, use_cache=False, **within)
+    def _hidden(self, ids_BT: Tensor, position_ids_BT: Tensor, **within: Any) -> Tensor:
+        output = self._decoder(input_ids=ids_BT, position_ids=position_ids_BT, use_cache=False, **within)
         hidden_BTD: Tensor | None = getattr(output, "last_hidden_state", None)
         if hidden_BTD is None:
             raise ValueError(
@@ -115,10 +159,10 @@ class InProcessTarget:
         handles = []
         for k in self.aux_layers:
             if k == 0:  # the first layer's input, because a model may scale the embeddings first
-                layer = self.model.base_model.layers[0]
+                layer = self._decoder.layers[0]
                 handles.append(layer.register_forward_pre_hook(lambda _, args: keep(0, args)))
             else:
-                layer = self.model.base_model.layers[k - 1]
+                layer = self._decoder.layers[k - 1]
                 handles.append(layer.register_forward_hook(lambda _, __, output, k=k: keep(k, output)))
         try:
             yield streams
@@ -126,40 +170,33 @@ class InProcessTarget:
             for handle in handles:
                 handle.remove()
 
+    def _find_rule(self) -> LogitRule:
+        try:
+            return find_rule(self.model)
+        except ValueError as error:
+            raise ValueError(f"{error}, so the exact signal would be wrong: {TOP_K_ONLY}") from error
+
     @torch.no_grad()
-    def _require_exact(self) -> None:
-        """Run a few tokens both ways. A list of bad architectures would silently let the next new one through.
+    def _keeps_apart(self) -> bool:
+        """Whether documents in one row leave each other as they are.
+
+        Layers with a state do not. Eager attention would compute all pairs of a row. All others are tried: the same
+        document, packed behind two different ones, must get exactly the same states.
 
         Raises:
-            ValueError: if the logits are not head @ hidden, or a document sees the one packed before it.
+            ValueError: if a row sees what follows, so that not even padding is without effect.
         """
-        name, half = type(self.model).__name__, 8
-        # [2, 16]: two documents of 8 tokens in each row. The second must get the states it gets alone.
-        ids_BT = torch.arange(4 * half, device=self.model.device).view(2, -1) * 7 % self._head().shape[0]
-        positions_BT = torch.arange(half, device=ids_BT.device).repeat(2, 2)
-        document_BT = torch.arange(2, device=ids_BT.device).repeat_interleave(half).expand(2, -1)
-        alone_BTD = self._hidden(ids_BT[:, half:], positions_BT[:, half:], document_BT[:, half:])
-        logits_BTV = self.model(input_ids=ids_BT[:, half:], use_cache=False).logits
-        # A tight tolerance, because both sides are the same product: in 16 bits, a softcap may change the logits less
-        # than packing does.
-        if _differ(F.linear(alone_BTD, self._head()), logits_BTV, half_tolerance=1e-2) or find_logit_change(self.model):
-            raise ValueError(
-                f"the logits of {name} are not head @ hidden (a bias, scaling or softcapping), so its exact signal "
-                f"would be wrong: {TOP_K_ONLY}"
-            )
-        if _differ(self._hidden(ids_BT, positions_BT, document_BT)[:, half:], alone_BTD):
-            attention = self.model.config._attn_implementation
-            raise ValueError(
-                f"packed documents see each other in {name} ({attention} attention): load it with "
-                'attn_implementation="sdpa", or if it is recurrent, read it from a vLLM server instead'
-            )
-
-
-def _differ(one: Tensor, other: Tensor, half_tolerance: float = 0.05) -> bool:
-    """Whether two tensors differ by more than rounding."""
-    # LFM 2 with random weights, whose convolutions reach two tokens back into the document before: 2e-4.
-    tolerance = 1e-4 if one.dtype in (torch.float32, torch.float64) else half_tolerance
-    return bool((one.float() - other.float()).norm() > tolerance * other.float().norm())
+        half, device = 8, self._head().device
+        ids_T = torch.arange(3 * half, device=device) * 7 % self._head().shape[0]
+        first, other, last = torch.split(ids_T, half)
+        rows = [(first, last), (other, last), (first, other)]
+        packed = Batch.packed([[(ids, torch.ones(half)) for ids in row] for row in rows], width=2 * half, device=device)
+        behind_one, behind_other, before_other = self._pass(packed)
+        alone, followed = behind_one[:half].float(), before_other[:half].float()
+        if (alone - followed).norm() > 1e-2 * alone.norm():
+            raise ValueError(f"a token of {type(self.model).__name__} sees those that follow it: {TOP_K_ONLY}")
+        kinds = set(getattr(self._config, "layer_types", None) or ())
+        return kinds <= ATTENTION_TYPES and not self._is_eager and torch.equal(behind_one[half:], behind_other[half:])
 
 
 @torch.no_grad()
@@ -171,11 +208,10 @@ def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     if k > len(exact.head_VD):
         raise ValueError(f"the top {k} of a vocabulary of {len(exact.head_VD)}: choose a smaller k")
-    hidden_ND = exact.hidden_BTD.flatten(0, 1)[rows_N]
     ids, log_probs = [], []
-    for hidden_CD in torch.split(hidden_ND, CHUNK):
+    for rows_C in torch.split(rows_N, CHUNK):
         # The product in the target's dtype, as it is served; only the softmax is wider.
-        top = F.linear(hidden_CD, exact.head_VD).float().log_softmax(-1).topk(k)
+        top = exact.logits(rows_C).float().log_softmax(-1).topk(k)
         ids.append(top.indices)
         log_probs.append(top.values)
     return torch.cat(ids), torch.cat(log_probs)
@@ -190,15 +226,6 @@ def recorded(batch: Batch, rows_N: Tensor, ids_NK: Tensor, log_probs_NK: Tensor)
     ids_BTK.view(-1, k)[rows_N] = ids_NK.to(device, torch.int64)
     log_probs_BTK.view(-1, k)[rows_N] = log_probs_NK.to(device, torch.float32)
     return TargetSignal(distribution=TopKTarget(ids_BTK=ids_BTK, log_probs_BTK=log_probs_BTK))
-
-
-def documents(batch: Batch) -> Iterator[Tensor]:
-    """Indices into the flattened batch of each document's tokens, in order."""
-    tokens = batch.document_BT.shape[1]
-    for b, document_T in enumerate(batch.document_BT):
-        # A row of padding only has the maximum -1, and so no document.
-        for document in range(int(document_T.max()) + 1):
-            yield (document_T == document).nonzero().squeeze(1) + b * tokens
 
 
 class EndpointTarget:
@@ -249,7 +276,7 @@ class EndpointTarget:
 
     async def _signal(self, batch: Batch) -> TargetSignal:
         is_label_row = label_rows(batch, 0).flatten()
-        wanted = [(tokens, tokens[is_label_row[tokens]]) for tokens in documents(batch)]
+        wanted = [(tokens, tokens[is_label_row[tokens]]) for tokens in documents(batch.document_BT)]
         # The longest first: several servers then finish at about the same time.
         wanted = sorted(((t, rows) for t, rows in wanted if len(rows)), key=lambda pair: len(pair[0]), reverse=True)
         ids_T = batch.input_ids_BT.flatten()

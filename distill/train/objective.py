@@ -50,12 +50,15 @@ def distill_loss(
     labels_N = batch.input_ids_BT.flatten()[(rows.kept_N + 1).clamp(max=batch.input_ids_BT.numel() - 1)]
     drafts = [
         DraftRows(
-            hidden_MD=step.hidden_BTD.flatten(0, 1)[row.place_M],
+            hidden_MD=step.rule.scaled(step.hidden_BTD.flatten(0, 1)[row.place_M]),
             head_WD=step.head_WD,
             target_row_M=row.target_row_M,
             weight_M=scale * torch.full((len(row.place_M),), step.weight, device=row.place_M.device),
             draft_ids_W=step.draft_ids_W,
-            bias=None if step.bias is None else (step.bias.code_BTR.flatten(0, 1)[row.place_M], step.bias.head_WR),
+            bias=None
+            if step.bias is None
+            else (step.rule.scaled(step.bias.code_BTR.flatten(0, 1)[row.place_M]), step.bias.head_WR),
+            cap=step.rule.cap,
             bounds=row.bounds,
         )
         for step, row in zip(steps, rows.of_steps, strict=True)
@@ -149,7 +152,11 @@ def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
     """The target's distribution on the given flat rows."""
     distribution = signal.distribution
     if isinstance(distribution, ExactTarget):
-        return ExactRows(hidden_ND=distribution.hidden_BTD.flatten(0, 1)[kept_N], head_VD=distribution.head_VD)
+        return ExactRows(
+            hidden_ND=distribution.hidden_BTD.flatten(0, 1)[kept_N],
+            head_VD=distribution.head_VD,
+            rule=distribution.rule,
+        )
     return TopKRows(
         ids_NK=distribution.ids_BTK.flatten(0, 1)[kept_N],
         log_probs_NK=distribution.log_probs_BTK.flatten(0, 1)[kept_N],

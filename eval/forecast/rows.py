@@ -56,8 +56,7 @@ def target_rows(distribution: ExactTarget | TopKTarget, rows_N: Tensor, sampling
     if isinstance(distribution, TopKTarget):
         p_NM = sampled_topk(distribution.log_probs_BTK.flatten(0, 1)[rows_N], sampling)
         return TargetRows(p_NM=p_NM, ids_NM=distribution.ids_BTK.flatten(0, 1)[rows_N])
-    logits_NV = distribution.hidden_BTD.flatten(0, 1)[rows_N] @ distribution.head_VD.T
-    return TargetRows(p_NM=sampled_probabilities(logits_NV, sampling))
+    return TargetRows(p_NM=sampled_probabilities(distribution.logits(rows_N), sampling))
 
 
 @dataclass(frozen=True, kw_only=True)

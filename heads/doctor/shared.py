@@ -17,7 +17,7 @@ from redraft.heads.doctor import layer
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.files.folder import tensor_files
 from redraft.heads.files.tensors import read_tensors
-from redraft.heads.nn.layers import drop_partial_rope
+from redraft.heads.nn.layers import llama_rope
 from redraft.heads.target import Target
 
 EMBEDDINGS = "embed_tokens.weight"
@@ -73,9 +73,7 @@ def rope(pair: Pair) -> Iterator[Finding]:
     kept = {k: v for k, v in pair.layer_config.items() if k.startswith("rope_") or k == "max_position_embeddings"}
     mine = LlamaConfig(**kept).rope_parameters  # reads rope_theta and rope_scaling as engines do
     # redraft always trains at the target's frequencies; other trainers may have left out the scaling
-    yield from compare_rope(
-        mine, drop_partial_rope(pair.target_config.rope_parameters), is_doubt="redraft" not in pair.config
-    )
+    yield from compare_rope(mine, llama_rope(pair.target_config.rope_parameters), is_doubt="redraft" not in pair.config)
 
 
 def compare_rope(mine: Mapping[str, Any], its: Mapping[str, Any], *, is_doubt: bool = False) -> Iterator[Finding]:

@@ -131,7 +131,7 @@ class DFlash(nn.Module):
         self._target_architectures = list(getattr(target.config, "architectures", None) or ())
         self._mask_token_id = len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
         self.config = config = replace(config, mask_token_id=self._mask_token_id)
-        self.shape = shape or LlamaShape.from_config(target.config)
+        self.shape = shape or LlamaShape.of_head(config, target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         if self.aux_layer_ids[0] < 1:
@@ -197,6 +197,7 @@ class DFlash(nn.Module):
             mask_BT=label_rows(batch, shift) & is_anchor_BT,
             weight=math.exp(-(shift - 1) / self.config.gamma),
             draft_ids_W=self._draft_ids_W,
+            rule=self.shape.rule,
         )
 
     def _blocks(self, batch: Batch, context_BTD: Tensor, rows_BA: Tensor, num_slots: int) -> Tensor:

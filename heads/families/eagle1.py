@@ -54,7 +54,7 @@ class Eagle1(nn.Module):
         """`shape` is by default the target's."""
         super().__init__()
         self.config = config
-        self.shape = shape or LlamaShape.from_config(target.config)
+        self.shape = shape or LlamaShape.of_head(config, target.config)
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
         self._rotary = Rotary.from_shape(self.shape)
         # Without a bias, because vLLM builds it so.
@@ -85,6 +85,7 @@ class Eagle1(nn.Module):
             self._head_VD,
             num_steps=num_steps or self.config.num_steps,
             step_decay=self.config.step_decay,
+            rule=self.shape.rule,
             recompute=self.config.recompute,
         )
         return [replace(step, extra_loss_BT=self._regression(step, target_BTD)) for step in steps]
@@ -108,9 +109,10 @@ class Eagle1(nn.Module):
 
         Embeddings and head are left out, so that vLLM shares the target's.
         """
-        # `recompute` says how to train, not what was trained.
-        options = {name: value for name, value in asdict(self.config).items() if name != "recompute"}
-        training = {"family": "eagle1", **options, TRAINED_WITH: self.shape.record()}
+        # `recompute` says how to train, not what was trained; the sizes stand in config.json.
+        left_out = {"recompute", *(field.name for field in fields(options.LayerSizes))}
+        kept = {name: value for name, value in asdict(self.config).items() if name not in left_out}
+        training = {"family": "eagle1", **kept, TRAINED_WITH: self.shape.record()}
         # For the method eagle, vLLM puts "Eagle" in front of this name itself.
         config = {**self.shape.hf_config(), "architectures": ["LlamaForCausalLM"], "redraft": training}
         write_head(folder, weights or self.state_dict(), config, dtype or self.fc.weight.dtype)

@@ -84,7 +84,7 @@ class Eagle3(nn.Module):
         """
         super().__init__()
         self.config = config
-        self.shape = shape or LlamaShape.from_config(target.config)
+        self.shape = shape or LlamaShape.of_head(config, target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         hidden = self.shape.hidden_size
         # A plain tensor is no parameter: not trained, not saved, and `.to` and `.float` leave it alone.
@@ -162,6 +162,7 @@ class Eagle3(nn.Module):
             num_steps=num_steps or self.config.num_steps,
             step_decay=self.config.step_decay,
             draft_ids_W=self._draft_ids_W,
+            rule=self.shape.rule,
             recompute=self.config.recompute,
         )
 

@@ -26,6 +26,7 @@ from redraft.heads.draft import (
 )
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
+from redraft.heads.nn.logits import LogitRule
 from redraft.heads.target import Target
 
 Config = options.Medusa
@@ -63,7 +64,7 @@ class Medusa(nn.Module):
         for parameter in self.blocks.parameters():
             nn.init.zeros_(parameter)
         for parameter in self.lm_heads.parameters():
-            parameter.data.copy_(target.head_VD)
+            parameter.data.copy_(target.head_VD).mul_(LogitRule.of(target.config).scale)
 
     @property
     def max_tokens(self) -> int:

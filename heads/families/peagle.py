@@ -135,7 +135,12 @@ class PEagle(Eagle3):
     def _draft_step(self, hidden_BTD: Tensor, k: int, mask_BT: Tensor) -> DraftStep:
         # Every trained row weighs the same: a later step weighs less because it has fewer of them.
         return DraftStep(
-            hidden_BTD=hidden_BTD, head_WD=self.head, shift=k + 1, mask_BT=mask_BT, draft_ids_W=self._draft_ids_W
+            hidden_BTD=hidden_BTD,
+            head_WD=self.head,
+            shift=k + 1,
+            mask_BT=mask_BT,
+            draft_ids_W=self._draft_ids_W,
+            rule=self.shape.rule,
         )
 
     def _mask_feature(self) -> Tensor:

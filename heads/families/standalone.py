@@ -14,28 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, attention_mask, label_rows
-from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer
+from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer, new_model
 from redraft.heads.files.tokenizers import check_same_tokenizer, first_difference, fit_vocabulary, transplant_vocabulary
-from redraft.heads.nn.causal_lm import PREFIX_ATTENTION, prefix_arguments, reach, take_prefixes
+from redraft.heads.nn.causal_lm import (
+    PREFIX_ATTENTION,
+    attention_of,
+    find_rule,
+    language_model,
+    prefix_arguments,
+    reach,
+    take_prefixes,
+)
+from redraft.heads.nn.logits import LogitRule
 from redraft.heads.target import Target
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types with an attention mask. A recurrent layer would carry state from one packed document to the next."""
-
-LOGIT_CHANGES = (
-    "final_logit_softcapping",
-    "output_logit_soft_cap",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "dim_model_base",
-)
-"""Config keys by which some architectures scale or cap the logits after the head."""
-
 
 Init = options.Standalone
 
@@ -50,13 +48,13 @@ class StandaloneDraft(nn.Module):
     engine_output = 0
 
     def __init__(self, model: Any) -> None:
-        """Raises ValueError unless the logits are a plain matrix times the hidden state, and attention is SDPA."""
+        """Raises ValueError if the head has a bias."""
         super().__init__()
-        linear_head(model)
-        self._takes_prefixes = not getattr(model.config, "attention_dropout", 0) and take_prefixes(model)
-        if model.config._attn_implementation not in ("sdpa", PREFIX_ATTENTION):  # eager adds a boolean mask to scores
-            raise ValueError(f"a draft trains with SDPA attention, not {model.config._attn_implementation}")
-        self.model = model
+        if getattr(model.get_output_embeddings(), "bias", None) is not None:
+            raise ValueError(f"{type(model).__name__} has a bias in its head: only a plain matrix is supported")
+        self.model, self._config = model, model.config.get_text_config()
+        self._rule = LogitRule.of(self._config)
+        self._takes_prefixes = not getattr(self._config, "attention_dropout", 0) and take_prefixes(model)
         # A new module is in training mode, a loaded model in evaluation mode: the wrapper follows the model.
         self.train(model.training)
 
@@ -66,9 +64,11 @@ class StandaloneDraft(nn.Module):
     ) -> StandaloneDraft:
         """The draft of a model folder or hub name, in `dtype` (None: as stored). It borrows nothing of a target.
 
-        Raises the errors of `heads.files.checkpoint.load_causal_lm`.
+        Raises the errors of `heads.files.checkpoint.load_causal_lm`, and as `make_draft` for the model.
         """
-        return cls(load_causal_lm(folder, dtype))
+        model = load_causal_lm(folder, dtype)
+        _require_exact(model)
+        return cls(model)
 
     def export(
         self,
@@ -114,19 +114,25 @@ class StandaloneDraft(nn.Module):
         self, batch: Batch, signal: TargetSignal | None = None, num_steps: int | None = None
     ) -> list[DraftStep]:
         """One step of shift 0, which serves for any number of tokens. The signal is not read."""
-        output = self.model.base_model(
+        output = language_model(self.model)(
             input_ids=batch.input_ids_BT,
             position_ids=batch.position_ids_BT,
             use_cache=False,
             **self._attention(batch),
         )
-        head_VD = self.model.get_output_embeddings().weight
-        hidden_BTD = output.last_hidden_state
-        return [DraftStep(hidden_BTD=hidden_BTD, head_WD=head_VD, shift=0, mask_BT=label_rows(batch, 0))]
+        return [
+            DraftStep(
+                hidden_BTD=output.last_hidden_state,
+                head_WD=self.model.get_output_embeddings().weight,
+                shift=0,
+                mask_BT=label_rows(batch, 0),
+                rule=self._rule,
+            )
+        ]
 
     def _attention(self, batch: Batch) -> dict[str, Any]:
         """Arguments by which attention stays within each document: ranges of keys, or else a mask."""
-        window = reach(self.model.config, batch.document_BT)
+        window = reach(self._config, batch.document_BT)
         if self._takes_prefixes and window is None:
             return prefix_arguments(batch.document_BT)
         return {"attention_mask": self._mask(batch, window)}
@@ -138,13 +144,21 @@ class StandaloneDraft(nn.Module):
         """
         mask_B1TT = attention_mask(batch)
         if window is None:
-            return mask_B1TT
+            return self._for_scores(mask_B1TT)
         # a window of w keys holds the row itself and the w - 1 before it
         # A window of 3 at row 5: tril(-3) holds keys 0..2, so 3, 4 and 5 stay.
         sliding_B1TT = mask_B1TT & ~mask_B1TT.tril(-window)
-        if not hasattr(self.model.config, "layer_types"):
-            return sliding_B1TT
-        return {"full_attention": mask_B1TT, "sliding_attention": sliding_B1TT}
+        if not hasattr(self._config, "layer_types"):
+            return self._for_scores(sliding_B1TT)
+        masks = {"full_attention": mask_B1TT, "sliding_attention": sliding_B1TT}
+        return {name: self._for_scores(mask) for name, mask in masks.items()}
+
+    def _for_scores(self, mask_B1TT: Tensor) -> Tensor:
+        """The mask as the attention takes it: eager attention adds it to the scores."""
+        if self._config._attn_implementation != "eager":
+            return mask_B1TT
+        dtype = self.model.dtype
+        return torch.zeros_like(mask_B1TT, dtype=dtype).masked_fill(~mask_B1TT, torch.finfo(dtype).min)
 
 
 def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> StandaloneDraft:
@@ -159,7 +173,8 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
         seed: For random weights.
 
     Raises:
-        ValueError: the checkpoint has another tokenizer and no transplant was asked for, or it has recurrent layers.
+        ValueError: the checkpoint has another tokenizer and no transplant was asked for, it has recurrent layers or
+            attention with sinks, or logits unlike the config's.
     """
     draft = _make_initial(init, target, tokenizer, seed)
     if recurrent := set(getattr(draft.model.config, "layer_types", None) or ()) - ATTENTION_TYPES:
@@ -167,12 +182,22 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
             f"{type(draft.model).__name__} has layers of {', '.join(sorted(recurrent))}, whose state would run on from "
             "one packed document into the next: choose a draft with attention layers only"
         )
+    _require_exact(draft.model)
     return draft.float()
+
+
+def _require_exact(model: Any) -> None:
+    """Raise ValueError unless a draft's attention takes a mask of documents, and the logits follow the rule."""
+    config = model.config.get_text_config()
+    attention, wanted = config._attn_implementation, attention_of(config) or "sdpa"
+    if attention not in (wanted, PREFIX_ATTENTION):
+        raise ValueError(f"a draft of type {config.model_type} trains with {wanted} attention, not {attention}")
+    find_rule(model)
 
 
 def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> StandaloneDraft:
     torch.manual_seed(seed)
-    vocab_size = target.config.vocab_size
+    target_config = target.config.get_text_config()
     if init.layers and any(p.is_meta or isinstance(p, DTensor) for p in target.parameters()):
         raise ValueError(
             "a draft of the target's layers needs its weights, which the endpoint does not give: begin with "
@@ -181,10 +206,10 @@ def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> Standal
     if init.layers:
         draft = prune_layers(target, init.layers)
     elif init.num_layers:
-        draft = from_config(target.config, num_layers=init.num_layers, hidden_size=init.hidden_size)
+        draft = from_config(target_config, num_layers=init.num_layers, hidden_size=init.hidden_size)
     else:
         assert init.checkpoint is not None
-        draft = from_checkpoint(init.checkpoint, tokenizer, vocab_size, transplant=init.transplant)
+        draft = from_checkpoint(init.checkpoint, tokenizer, target_config.vocab_size, transplant=init.transplant)
     return draft
 
 
@@ -206,33 +231,17 @@ def from_checkpoint(
     return StandaloneDraft(model)
 
 
-def linear_head(model: Any) -> Tensor:
-    """The output head of a causal LM, [V, D]: logits = head @ hidden.
-
-    Raises:
-        ValueError: the architecture adds a bias, or caps or scales the logits, so this does not hold.
-    """
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        raise ValueError(f"{type(model).__name__} has a bias in its head: only a plain matrix is supported")
-    if key := find_logit_change(model):
-        raise ValueError(f"{type(model).__name__} changes its logits after the head ({key}): not supported")
-    weight: Tensor = head.weight
-    return weight
-
-
-def find_logit_change(model: Any) -> str:
-    """The config key by which a causal LM caps or scales its logits after the head; empty if it does neither."""
-    config = model.config.get_text_config()
-    return next((key for key in LOGIT_CHANGES if getattr(config, key, None) not in (None, 1, 1.0)), "")
-
-
 def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
     """A draft of the target's `layers` (0 is the first), embeddings, final norm and head; all copied.
 
     Raises:
         ValueError: `layers` is empty, out of range or not ascending.
     """
+    if target.config.get_text_config() is not target.config:
+        raise ValueError(
+            f"{type(target).__name__} reads images too, and a draft of the target's layers would: begin with "
+            "draft.checkpoint or draft.num_layers"
+        )
     prefix, total = _find_layers(target)
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < total:
         raise ValueError(f"layers to keep are ascending numbers from 0 to {total - 1}, not {list(layers)}")
@@ -242,7 +251,7 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
         if "layer" in key and isinstance(value, list) and len(value) == total:
             setattr(config, key, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)
-    draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype, attn_implementation="sdpa")
+    draft = new_model(config, target.dtype)
     # The dot after the number keeps layer 1 apart from layer 10.
     kept = {f"{prefix}.{old}.": f"{prefix}.{new}." for new, old in enumerate(layers)}
     draft.load_state_dict(_rename_layers(target.state_dict(), f"{prefix}.", kept))
@@ -278,7 +287,7 @@ def from_config(
         head_dim=head_dim,
         max_position_embeddings=target_config.max_position_embeddings,
         rms_norm_eps=1e-6,
-        tie_word_embeddings=target_config.tie_word_embeddings,
+        tie_word_embeddings=getattr(target_config, "tie_word_embeddings", False),
         bos_token_id=target_config.bos_token_id,
         eos_token_id=target_config.eos_token_id,
         pad_token_id=target_config.pad_token_id,

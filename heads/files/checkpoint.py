@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Qwen2Config
 
 from redraft.heads.files.folder import (
     CONFIG,
@@ -20,6 +21,7 @@ from redraft.heads.files.folder import (
     read_json,
 )
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.nn.causal_lm import attention_of
 
 TEKKEN = "tekken.json"
 """Tokenizer in the format of mistral-common, in some repositories of Mistral the only one."""
@@ -50,11 +52,29 @@ def register_models() -> None:
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 
+def model_class(config: Any) -> Any:
+    """The auto class of a config's causal LM: a model of text, or of text and images.
+
+    Raises:
+        ValueError: transformers has none.
+    """
+    register_models()
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    raise ValueError(f"transformers has no language model for a {type(config).__name__} ({config.model_type})")
+
+
+def new_model(config: Any, dtype: torch.dtype | None) -> Any:
+    """An untrained causal LM, with the attention of `attention_of`. Raises: as `model_class`."""
+    config = copy.deepcopy(config)  # the model writes into it
+    return model_class(config).from_config(config, dtype=dtype, attn_implementation=attention_of(config))
+
+
 def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None, *, cure: str = "") -> Any:
     """The causal LM of a folder or hub name, in `dtype` (None: as stored), with all weights from the files.
 
-    Attention is SDPA, which can read the boolean mask per document of `heads.draft.attention_mask`. A `cure` ends the
-    error of a model that transformers cannot load.
+    Attention is that of `attention_of`. A `cure` ends the error of a model that transformers cannot load.
 
     Raises:
         FileNotFoundError: the folder is missing, or is not a model folder.
@@ -62,20 +82,19 @@ def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None, *
     """
     folder = fetch_model(name_or_path)
     check_model_folder(folder)
-    register_models()
+    config = load_config(folder)
+    kind = model_class(config)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             str(folder),
             dtype=dtype or "auto",
-            attn_implementation="sdpa",
+            attn_implementation=attention_of(config),
             output_loading_info=True,
             trust_remote_code=False,
         )
     except Exception as error:  # transformers raises a dozen types here, many of several lines
-        reason = _reason(error, folder)
-        if "scaled_dot_product_attention" in reason:  # it goes on with advice for transformers
-            reason = "transformers has no SDPA attention for it"
-        raise ValueError("; ".join(filter(None, [f"cannot load the model {name_or_path}: {reason}", cure]))) from error
+        reason = f"cannot load the model {name_or_path}: {_reason(error, folder)}"
+        raise ValueError("; ".join(filter(None, [reason, cure]))) from error
     # transformers fills what lacks with random numbers and only warns
     if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
         raise ValueError(f"{name_or_path} lacks {len(wrong)} weights of its architecture, the first is {wrong[0]}")

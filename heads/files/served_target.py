@@ -11,20 +11,29 @@ from redraft.heads.files.folder import tensor_files
 from redraft.heads.files.target_folder import TargetFolder
 
 # fmt: off
-WITHOUT_AUX = frozenset({
-    "AXK1ForCausalLM", "BloomForCausalLM", "Cohere2ForCausalLM", "CohereForCausalLM", "DbrxForCausalLM",
-    "Ernie4_5_MoeForCausalLM", "Exaone4ForCausalLM", "ExaoneMoeForCausalLM", "FalconForCausalLM", "FalconH1ForCausalLM",
-    "FalconMambaForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
-    "Gemma3nForCausalLM", "GemmaForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM",
-    "Gemma3nForConditionalGeneration", "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM",
-    "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM", "HYV3ForCausalLM", "HYV4ForCausalLM",
-    "HrmTextForCausalLM", "HyperCLOVAXForCausalLM", "InklingForCausalLM", "JambaForCausalLM",
-    "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "LongcatFlashForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
-    "MixtralForCausalLM", "NemotronForCausalLM", "OPTForCausalLM", "OlmoHybridForCausalLM", "OlmoeForCausalLM",
-    "PhiMoEForCausalLM", "PhimoeForCausalLM", "Qwen2MoeForCausalLM", "StableLmForCausalLM", "Zamba2ForCausalLM",
+WITH_AUX = frozenset({
+    "AfmoeForCausalLM", "ApertusForCausalLM", "ArceeForCausalLM", "Cohere2MoeForCausalLM",
+    "CohereCompassForConditionalGeneration", "CwmForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM",
+    "DeepseekV3ForCausalLM", "DeepseekV4ForCausalLM", "Emu3ForConditionalGeneration", "Ernie4_5ForCausalLM",
+    "Exaone4_5_ForConditionalGeneration", "FlexOlmoForCausalLM", "GPTBigCodeForCausalLM", "GPTNeoXForCausalLM",
+    "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "Glm5NextForConditionalGeneration", "GlmForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
+    "GraniteForCausalLM", "GraniteSWAForCausalLM", "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM",
+    "HunYuanVLForConditionalGeneration", "Jais2ForCausalLM", "KimiLinearForCausalLM", "LagunaForCausalLM",
+    "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM", "LlavaForConditionalGeneration",
+    "MellumForCausalLM", "MiMoForCausalLM", "MiMoV2FlashForCausalLM", "MiniCPM3ForCausalLM",
+    "MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration", "MiniMaxM2ForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration",
+    "MistralForCausalLM", "MuseGlimmerForConditionalGeneration", "NemotronHForCausalLM", "NemotronH_Omni_Reasoning_V3",
+    "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration", "SeedOssForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
+    "VaultGemmaForCausalLM",
 })
 # fmt: on
-"""Architectures whose inner layers vLLM 0.32 does not pass to a head (`supports_eagle3`)."""
+"""Architectures of transformers whose inner layers vLLM 0.32 passes to a head (`supports_eagle3`)."""
 
 NUM_ROWS = 64
 """Rows compared of two tables that should be equal."""
@@ -33,7 +42,7 @@ NUM_ROWS = 64
 def require_aux(target: TargetFolder, family: str) -> None:
     """Raise ValueError if vLLM cannot serve a head that reads inner layers of this target."""
     architecture = next(iter(target.config.architectures or []), "")
-    if architecture in WITHOUT_AUX:
+    if architecture and architecture not in WITH_AUX:
         raise ValueError(
             f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve a head of the family {family} on "
             f"{target.name}: train one of eagle1, medusa or mtp, or a standalone draft; or for another engine with "

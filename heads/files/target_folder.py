@@ -47,8 +47,11 @@ class TargetFolder:
 
     @property
     def text_config(self) -> Any:
-        """The part of `config` for the language model."""
-        return self.config.get_text_config()
+        """The part of `config` for the language model. Raises ValueError if there is none."""
+        config = self.config.get_text_config()
+        if getattr(config, "vocab_size", None) is None:
+            raise ValueError(f"{self.name} has no language model: a {type(config).__name__} has no vocabulary")
+        return config
 
     @cached_property
     def quantization(self) -> str | None:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from redraft.heads.nn.logits import LogitRule
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.prefix import Prefixes, attend
 
@@ -33,12 +34,72 @@ PLAIN_ATTENTION = (
 """Model types whose layers hand further arguments on to attention, and compute nothing but softmax(q k) v there."""
 
 
+FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm", "final_norm")
+"""Names of the final norm: of most, Mamba and Nemotron-H, Falcon H1 and Jamba, LFM 2, RecurrentGemma."""
+
+LOGITS_WITHIN = 1e-2
+"""Largest relative difference of a class's logits and the rule's. Both are one product, and no key is a cap of 1%."""
+
+
+def language_model(model: Any) -> Any:
+    """The decoder of a causal LM, which has the layers; of a model of text and images that of its text."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    # Llama 4's class names an attribute that it does not have, and is its own decoder.
+    return model.model if decoder is model else decoder
+
+
+def final_norm(model: Any) -> nn.Module:
+    """The norm between the last layer of a causal LM and the head. Raises ValueError if it has none of a known name."""
+    decoder = language_model(model)
+    found = next((norm for name in FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} has no final norm named one of {', '.join(FINAL_NORMS)}")
+    return cast(nn.Module, found)
+
+
+def attention_of(config: Any) -> str | None:
+    """The attention to load a causal LM with; None for that of transformers: SDPA, or eager for layers with sinks."""
+    # SDPA drops a cap on the scores without a word.
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+
+
+@torch.no_grad()
+def find_rule(model: Any) -> LogitRule:
+    """The rule of a causal LM's logits, compared with those of its class at large hidden states: small random weights
+    cannot hide a cap then, nor 16 bits a scale.
+
+    Raises:
+        ValueError: the class changes its logits in some other way.
+    """
+    rule, head_VD = LogitRule.of(model.config), model.get_output_embeddings().weight
+    hidden_1TD = torch.sin(torch.arange(8 * head_VD.shape[1], device=head_VD.device).float()).view(1, 8, -1)
+    # Up to 100, where a cap of 30 or 50 leaves nothing as it is.
+    hidden_1TD *= 100 / (hidden_1TD @ head_VD.float().T * rule.scale).abs().max().clamp(min=1e-6)
+    hidden_1TD = hidden_1TD.to(head_VD.dtype)
+
+    def put(_: Any, __: Any, output: Any) -> Any:
+        output.last_hidden_state = hidden_1TD
+        return output
+
+    handle = language_model(model).register_forward_hook(put)
+    try:
+        found = model(input_ids=torch.arange(8, device=head_VD.device)[None], use_cache=False).logits.float()
+    finally:
+        handle.remove()
+    wanted = rule.apply_(hidden_1TD @ head_VD.T).float()
+    if (found - wanted).norm() > LOGITS_WITHIN * wanted.norm():
+        raise ValueError(
+            f"the logits of {type(model).__name__} are not head @ hidden with the scale and the cap of its config"
+        )
+    return rule
+
+
 def take_prefixes(model: Any) -> bool:
     """Let a causal LM take `prefix_arguments` from now on, and return whether it can.
 
     It can if it runs SDPA attention and has a type in `PLAIN_ATTENTION`. With prefixes no dropout is applied.
     """
-    config = model.config
+    config = model.config.get_text_config()
     if config.model_type in PLAIN_ATTENTION and config._attn_implementation == "sdpa":
         config._attn_implementation = PREFIX_ATTENTION
     return bool(config._attn_implementation == PREFIX_ATTENTION)

@@ -6,7 +6,7 @@ B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,14 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from redraft.heads.nn.attention import Memory
+from redraft.heads.nn.logits import LogitRule
 from redraft.heads.nn.precision import autocast_kind
+from redraft.heads.options import LayerSizes
+
+EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon", "layer_norm_eps")
+"""Names of a norm's epsilon in configs."""
+
+USUAL_HEAD_DIM, QUERY_HEADS_A_KEY = 128, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,37 +43,82 @@ class LlamaShape:
     """Biases of attention's projections. Only heads of other trainers have them."""
     qk_norm: bool = False
     """Norms of queries and keys, as in a Qwen3 layer. Only heads of other trainers have them."""
+    logit_scale: float = 1.0
+    """Factor of the head's logits, as in the target's; vLLM reads it."""
+
+    @property
+    def rule(self) -> LogitRule:
+        """The rule of the logits."""
+        return LogitRule(scale=self.logit_scale)
 
     @staticmethod
     def from_config(config: Any) -> LlamaShape:
-        """The shape of a target's layers, from the `transformers` text config.
+        """The shape of a Llama layer for a model, from the `transformers` text config: that of the model's layers if
+        they are of this kind, and else with the usual sizes.
 
         Raises:
-            ValueError: the config lacks a size, or has another one for each layer.
+            ValueError: the config lacks a size that a head shares with the target.
         """
-        try:
-            return LlamaShape._read(config)
-        except (AttributeError, RuntimeError) as error:  # transformers: RuntimeError for a size of each layer
-            raise ValueError(
-                f"no head can be made for {type(config).__name__}, which does not describe one Llama layer: "
-                f"{str(error).splitlines()[0].split('. ')[0]}"  # transformers adds advice for its own users
-            ) from error
 
-    @staticmethod
-    def _read(config: Any) -> LlamaShape:
+        def read(name: str) -> Any:
+            try:
+                return getattr(config, name, None)
+            except RuntimeError:  # transformers: another size in each layer
+                return None
+
+        hidden, vocabulary, positions = map(read, ("hidden_size", "vocab_size", "max_position_embeddings"))
+        if None in (hidden, vocabulary, positions):
+            raise ValueError(
+                f"no head can be made for {type(config).__name__}, which does not say hidden_size, vocab_size and "
+                "max_position_embeddings"
+            )
+        heads, key_heads, head_dim = map(read, ("num_attention_heads", "num_key_value_heads", "head_dim"))
         # transformers' defaults for absent keys: a key head for each query head, and heads of size hidden / heads.
-        hidden, heads = config.hidden_size, config.num_attention_heads
+        head_dim = head_dim or (heads and hidden // heads)
+        # Latent attention says nothing of a layer that keeps keys: DeepSeek V3's 128 key heads would make this one
+        # layer cache half as much as all 61 layers of the target.
+        if not heads or read("kv_lora_rank") or LlamaShape._has_sizes_by_layer(config):
+            head_dim = min(USUAL_HEAD_DIM, hidden)
+            heads = hidden // head_dim
+            key_heads = max(1, heads // QUERY_HEADS_A_KEY)
         return LlamaShape(
             hidden_size=hidden,
-            intermediate_size=config.intermediate_size,
+            # 8/3 of the hidden size makes the three matrices of SwiGLU as large as the usual two of 4x
+            intermediate_size=read("intermediate_size") or -(-hidden * 8 // 3 // 64) * 64,
             num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or hidden // heads,
-            rms_norm_eps=config.rms_norm_eps,
-            vocab_size=config.vocab_size,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=drop_partial_rope(config.rope_parameters),
+            num_key_value_heads=key_heads or heads,
+            head_dim=head_dim,
+            rms_norm_eps=next(filter(None, map(read, EPS)), 1e-6),
+            vocab_size=vocabulary,
+            max_position_embeddings=positions,
+            rope_parameters=llama_rope(read("rope_parameters") or {}, read("rope_theta")),
+            logit_scale=LogitRule.of(config).scale,
         )
+
+    @staticmethod
+    def _has_sizes_by_layer(config: Any) -> bool:
+        try:
+            _ = getattr(config, "head_dim", None), getattr(config, "num_key_value_heads", None)
+        except RuntimeError:
+            return True
+        return False
+
+    @staticmethod
+    def of_head(sizes: LayerSizes, target_config: Any) -> LlamaShape:
+        """The shape of an untrained head's layers: the options' sizes, or else those of `from_config`.
+
+        Raises:
+            ValueError: the query heads do not share the key heads evenly, or as `from_config`.
+        """
+        chosen = {field.name: getattr(sizes, field.name) for field in fields(LayerSizes)}
+        shape = LlamaShape.from_config(target_config)
+        shape = replace(shape, **{name: size for name, size in chosen.items() if size is not None})
+        if shape.num_attention_heads % shape.num_key_value_heads:
+            raise ValueError(
+                f"{shape.num_attention_heads} query heads do not share {shape.num_key_value_heads} key heads evenly: "
+                "give --head.num-key-value-heads"
+            )
+        return shape
 
     @staticmethod
     def from_head_config(layer_config: Mapping[str, Any], target_config: Any) -> LlamaShape:
@@ -96,7 +148,8 @@ class LlamaShape:
             "mlp_bias": False,
             "tie_word_embeddings": False,
             "rope_theta": self.rope_parameters["rope_theta"],
-            **{name: value for name, value in asdict(self).items() if name != "qk_norm"},
+            **{name: value for name, value in asdict(self).items() if name not in ("qk_norm", "logit_scale")},
+            **({} if self.logit_scale == 1 else {"logit_scale": self.logit_scale}),
         }
 
 
@@ -106,21 +159,26 @@ def read_layer_config(layer_config: Mapping[str, Any]) -> Any:
     return kind(**{key: value for key, value in layer_config.items() if key != "model_type"})
 
 
+LLAMA_RULES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+"""Rules of rotation for all of a head, which engines and transformers share."""
+
 PARTIAL = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved")
 """Rotary parameters for rotating only a part of each head, or for several kinds of positions."""
 
 
-def drop_partial_rope(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+def llama_rope(rope_parameters: Mapping[str, Any], theta: float | None = None) -> dict[str, Any]:
     """RoPE parameters for a head's Llama layer, derived from the target's.
 
     If the target has several sets, the one for full attention is used. The keys in PARTIAL are dropped: with them an
     engine would rotate part of each head, but transformers' Llama, which trains, all of it.
     """
     chosen = rope_parameters.get("full_attention", rope_parameters)
-    if chosen.get("rope_type") == "longrope" and chosen.get("partial_rotary_factor", 1.0) != 1.0:
-        # Phi-4-mini's lists have a factor for each rotated pair, fewer than the head has.
-        return {"rope_type": "default", "rope_theta": chosen["rope_theta"]}
-    return {key: value for key, value in chosen.items() if key not in PARTIAL}
+    kind, theta = chosen.get("rope_type", "default"), chosen.get("rope_theta") or theta or 10000.0
+    # Phi-4-mini's lists of longrope have a factor for each rotated pair, fewer than the head has.
+    is_partial = kind == "longrope" and chosen.get("partial_rotary_factor", 1.0) != 1.0
+    if kind not in LLAMA_RULES or is_partial:
+        return {"rope_type": "default", "rope_theta": theta}
+    return {"rope_type": kind, "rope_theta": theta, **{k: v for k, v in chosen.items() if k not in PARTIAL}}
 
 
 class Rotary:

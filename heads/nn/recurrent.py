@@ -22,6 +22,7 @@ from redraft.heads.draft import (
     label_rows,
 )
 from redraft.heads.nn.attention import Memory, StepMemory, compute_again
+from redraft.heads.nn.logits import PLAIN, LogitRule
 
 
 class Step(Protocol):
@@ -43,6 +44,7 @@ def unroll(
     num_steps: int,
     step_decay: float,
     draft_ids_W: Tensor | None = None,
+    rule: LogitRule = PLAIN,
     recompute: bool = False,
 ) -> list[DraftStep]:
     """Teacher-forced draft steps with shifts 1..num_steps; the k-th from 0 has weight step_decay^k.
@@ -67,6 +69,7 @@ def unroll(
                 mask_BT=label_rows(batch, k + 1),
                 weight=step_decay**k,
                 draft_ids_W=draft_ids_W,
+                rule=rule,
             )
         )
     return steps

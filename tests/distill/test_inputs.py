@@ -174,17 +174,25 @@ def test_a_quantised_target_is_refused_with_the_cure(method: str, random_target:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_target_that_transformers_cannot_load_is_refused_with_the_cure(random_target: Path, tmp_path: Path) -> None:
+def test_a_target_without_sdpa_attention_is_loaded_whole_or_as_a_skeleton(random_target: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("gpt_oss", **{**TINY, **MOE, "vocab_size": 512})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     for file in random_target.glob("*token*"):
         shutil.copy(file, tmp_path)
-    cure = r"--signal\.kind endpoint .*redraft serve-features"
-    with pytest.raises(ValueError, match=rf"SDPA .*{cure}") as refused:
-        load_target(TargetFolder.open(tmp_path), Signal(), torch.device("cpu"))
-    assert "\n" not in str(refused.value)
+    whole = load_target(TargetFolder.open(tmp_path), Signal(), torch.device("cpu"))
+    assert not any(p.is_meta for p in whole.parameters())
     served = Signal(kind="endpoint", url=("http://t1:8001",))
     skeleton = load_target(TargetFolder.open(tmp_path), served, torch.device("cpu"))
     assert not skeleton.base_model.norm.weight.is_meta
     assert all(p.is_meta for p in skeleton.base_model.layers.parameters())
+
+
+def test_a_config_without_a_language_model_is_refused_in_a_line(random_target: Path, tmp_path: Path) -> None:
+    AutoConfig.for_model("siglip_vision_model").save_pretrained(tmp_path)
+    for file in random_target.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    for signal in (Signal(), Signal(kind="endpoint", url=("http://t1:8001",))):
+        with pytest.raises(ValueError, match="SiglipVisionConfig") as refused:
+            load_target(TargetFolder.open(tmp_path), signal, torch.device("cpu"))
+        assert "\n" not in str(refused.value)

@@ -20,6 +20,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from redraft.distill.loss import rows
 from redraft.distill.loss.choice import DIVERGENCES, Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, FusedResult, TopKRows, fused_linear_divergence
+from redraft.heads.nn.logits import LogitRule
 from tests.distill.loss.test_fused import (
     DRAFT_IDS,
     EVERY_FORM,
@@ -99,6 +100,14 @@ def test_every_divergence(name: str, top_k: bool, temperature: float, draft_ids:
     second = make_draft([9, 3, 5, 3], draft_ids=draft_ids, head=first.head_WD, seed=2)
     target = make_top_k(exact) if top_k else exact
     assert_kernel_equals_plain([first, second], target, Divergence(name=name, temperature=temperature))
+
+
+@pytest.mark.parametrize(("name", "top_k", "temperature"), EVERY_FORM)
+def test_capped_logits(name: str, top_k: bool, temperature: float) -> None:
+    exact = replace(make_exact(), rule=LogitRule(scale=0.5, cap=2.0))
+    draft = replace(make_draft([0, 3, 4, 5, 11, 16]), cap=1.5)
+    target = make_top_k(exact) if top_k else exact
+    assert_kernel_equals_plain([draft], target, Divergence(name=name, temperature=temperature))
 
 
 @pytest.mark.parametrize("top_k", [False, True])

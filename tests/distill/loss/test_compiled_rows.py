@@ -14,6 +14,7 @@ from redraft.distill.loss import compiled, products
 from redraft.distill.loss.blocks import Scratch
 from redraft.distill.loss.choice import DIVERGENCES, Divergence
 from redraft.distill.loss.fused import DraftRows, ExactRows, FusedResult, fused_linear_divergence
+from redraft.heads.nn.logits import LogitRule
 
 ROWS, WIDTH, VOCABULARY, DRAFT_IDS = 24, 6, 40, torch.arange(0, 40, 3)
 
@@ -74,8 +75,9 @@ def any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_operations_give_what_separate_ones_give(
     name: str, temperature: float, draft_ids: Tensor | None
 ) -> None:
-    """In float64."""
-    drafts, target = make_drafts(torch.float64, draft_ids), make_target(torch.float64)
+    """In float64, with capped logits."""
+    drafts = [replace(draft, cap=2.0) for draft in make_drafts(torch.float64, draft_ids)]
+    target = replace(make_target(torch.float64), rule=LogitRule(scale=0.5, cap=3.0))
     plain = Divergence(name=name, temperature=temperature, beta=0.3, eta=2.0, form="plain")
     (expected, its), (found, mine) = (run(drafts, target, replace(plain, form=form)) for form in ("plain", "compiled"))
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-14)

@@ -22,6 +22,7 @@ from redraft.distill.loss.fused import (
     fused_linear_divergence,
 )
 from redraft.eval.acceptance import alpha, alpha_greedy
+from redraft.heads.nn.logits import LogitRule
 
 V, K, N = 23, 6, 17
 DRAFT_IDS = torch.tensor([0, 2, 3, 7, 8, 11, 16, 20, 22])
@@ -72,7 +73,9 @@ def make_leaf(rows: int, columns: int, seed: int) -> Tensor:
 
 def draft_logits(draft: DraftRows) -> Tensor:
     logits_MW = draft.hidden_MD @ draft.head_WD.T
-    return logits_MW if draft.bias is None else logits_MW + draft.bias[0] @ draft.bias[1].T
+    if draft.bias is not None:
+        logits_MW = logits_MW + draft.bias[0] @ draft.bias[1].T
+    return logits_MW if draft.cap is None else draft.cap * torch.tanh(logits_MW / draft.cap)
 
 
 def make_labels(rows: int = N, vocabulary: int = V) -> Tensor:
@@ -84,7 +87,7 @@ def plain_log_probs(draft: DraftRows, target: ExactRows | TopKRows, temperature:
     if isinstance(target, TopKRows):
         rows = draft.target_row_M
         return top_k_log_probs(target.ids_NK[rows], target.log_probs_NK[rows], q_logits, draft.draft_ids_W)
-    p_logits = target.hidden_ND[draft.target_row_M] @ target.head_VD.T
+    p_logits = target.rule.apply(target.hidden_ND[draft.target_row_M] @ target.head_VD.T)
     return exact_log_probs(p_logits, q_logits, temperature, draft.draft_ids_W)
 
 
@@ -152,6 +155,19 @@ def test_fused_equals_the_plain_form_in_value_and_gradient(
     divergence = Divergence(name=name, temperature=temperature, beta=0.3, eta=2.0)
     drafts = [make_draft([12, 3, 4, 16, 0, 9, 10, 3, 11], draft_ids=draft_ids)]
     assert_fused_equals_plain(drafts, target, divergence)
+
+
+@pytest.mark.parametrize(("name", "top_k", "temperature"), EVERY_FORM)
+@pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["full", "reduced"])
+def test_scaled_and_capped_logits_of_the_target_and_capped_ones_of_the_draft(
+    name: str, top_k: bool, temperature: float, draft_ids: Tensor | None
+) -> None:
+    exact = replace(make_exact(), rule=LogitRule(scale=0.5, cap=2.0))
+    target = make_top_k(exact) if top_k else exact
+    divergence = Divergence(name=name, temperature=temperature, beta=0.3, eta=2.0)
+    capped = replace(make_draft([12, 3, 4, 16, 0, 9, 10, 3, 11], draft_ids=draft_ids), cap=1.5)
+    free = make_draft([12, 3, 4], draft_ids=draft_ids, seed=5)
+    assert_fused_equals_plain([capped, free], target, divergence)
 
 
 # Not lk_hybrid: its weight is a constant by definition, which finite differences do not know.

@@ -173,11 +173,11 @@ def test_a_cache_serves_any_head_whose_layers_it_holds(random_target: Path, tmp_
     assert read_cache(tmp_path, samples, model, layers=())(batch).aux_BTLD is None
 
 
-def test_states_of_a_target_that_changes_its_logits_after_the_head_are_refused(tmp_path: Path) -> None:
+def test_states_of_a_target_with_a_cap_give_capped_logits(tmp_path: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM.*\(final_logit_softcapping\)"):
-        EndpointHiddenStates(Endpoint("http://127.0.0.1:9"), Gemma2ForCausalLM(config), (1,), str(tmp_path))
+    source = EndpointHiddenStates(Endpoint("http://127.0.0.1:9"), Gemma2ForCausalLM(config), (1,), str(tmp_path))
+    assert source.rule.cap == config.final_logit_softcapping
 
 
 def test_the_cache_of_another_target_other_data_or_other_layers_is_refused(random_target: Path, tmp_path: Path) -> None:

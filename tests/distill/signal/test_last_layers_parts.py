@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.run import start as starting
@@ -27,7 +27,7 @@ from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.files.tensors import read_tensors
 from redraft.heads.target import Target
-from tests.helpers.target_families import FAMILIES, TINY
+from tests.helpers.target_families import FAMILIES, make_model
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
@@ -118,21 +118,12 @@ def test_a_target_on_servers_gives_the_start_of_one_in_this_process(
     assert not torch.equal(random["norm.weight"], here["norm.weight"])
 
 
-WITHOUT_HEAD = {
-    *("cohere2", "gemma4_text", "kimi_linear", "nemotron", "starcoder2"),  # do not describe one Llama layer
-    *("falcon_h1", "lfm2", "nemotron_h"),  # have no final norm named `norm`
-}
-
-
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - WITHOUT_HEAD))
+# The files of OLMo Hybrid name the norms of recurrent layers otherwise than the class: its heads start at random.
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"olmo_hybrid"}))
 def test_the_files_of_every_target_give_the_start_of_the_model(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**TINY, **FAMILIES[model_type][1]})
-    model: Any = AutoModelForCausalLM.from_config(config)
-    if model.base_model is model:
-        model.base_model_prefix = "model"  # Llama 4, as in `load_part`
+    model = make_model(model_type)
     for name, weight in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
@@ -153,8 +144,8 @@ def test_the_files_of_every_target_give_the_start_of_the_model(
     for name, tensor in heads[0].items():
         assert torch.equal(tensor, heads[1][name]), name
     # Nothing of another layer, of the experts or of the tables.
-    assert all(".layers.7." in name or name.endswith(("norm.weight", "norm.bias")) for name in read)
-    assert not any("experts" in name or "embed" in name or "lm_head" in name for name in read)
+    assert all(".layers.7." in name or "norm" in name for name in read)
+    assert not any("experts" in name or "embed_tokens" in name or "lm_head" in name for name in read)
     taken = {name for name in head.midlayer.state_dict() if name != "hidden_norm.weight"}
     assert all(TAKEN.fullmatch(name) for name in taken)
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from launches import ROOT, accelerate_launch, require, run_all
+from transformers import PreTrainedTokenizerFast
 
 from redraft.distill.signal.sharded import TargetSizes
+from tests.helpers.served_targets import save_served_target
 
 GB = 10**9
 
@@ -42,6 +44,16 @@ def test_a_target_in_shards_trains_as_a_whole_one(config: str, random_target: Pa
     two, said = train(config, random_target, tmp_path / "two.pt")
     assert_same(one, two)
     assert "--loop.compile" not in said
+
+
+@pytest.mark.slow
+def test_ranks_make_equally_many_passes_of_one_document_a_row(
+    small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    target = save_served_target("gpt_oss", tmp_path / "target", small_tokenizer)
+    one, _ = train(None, target, tmp_path / "one.pt")
+    two, _ = train("ddp", target, tmp_path / "two.pt")
+    assert_same(one, two)
 
 
 @pytest.mark.slow

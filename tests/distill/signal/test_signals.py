@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.distill.data.packing import collate
 from redraft.distill.data.samples import Sample
+from redraft.distill.signal.apart import documents
 from redraft.distill.signal.endpoint import Endpoint
-from redraft.distill.signal.sources import EndpointTarget, InProcessTarget, documents, top_k
+from redraft.distill.signal.sources import EndpointTarget, InProcessTarget, top_k
 from redraft.eval.engine.server import VllmServer
 from redraft.heads.draft import Batch, ExactTarget, TopKTarget, label_rows
 from redraft.heads.nn import causal_lm
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
+from redraft.heads.nn.logits import LogitRule
 from tests.helpers.target_families import FAMILIES, TINY
 
 SIZES = {
@@ -80,7 +83,7 @@ def test_packed_documents_get_what_the_plain_model_says_of_each_alone(architectu
     logits_NV = F.linear(exact.hidden_BTD, exact.head_VD).flatten(0, 1)
     assert not logits_NV.requires_grad
     count = 0
-    for tokens in documents(batch):
+    for tokens in documents(batch.document_BT):
         alone_TV = model(input_ids=batch.input_ids_BT.flatten()[tokens][None]).logits[0]
         torch.testing.assert_close(logits_NV[tokens], alone_TV.detach(), atol=2e-5, rtol=1e-5)
         count += 1
@@ -101,7 +104,7 @@ def test_ranges_of_keys_give_what_each_document_gets_alone(model_type: str) -> N
     assert isinstance(signal.distribution, ExactTarget)
     assert signal.aux_BTLD is not None
     hidden_ND, streams_ND = signal.distribution.hidden_BTD.flatten(0, 1), signal.aux_BTLD.flatten(0, 2)
-    for tokens in documents(batch):
+    for tokens in documents(batch.document_BT):
         with torch.no_grad():
             alone = model.base_model(batch.input_ids_BT.flatten()[tokens][None], output_hidden_states=True)
         torch.testing.assert_close(hidden_ND[tokens], alone.last_hidden_state[0], atol=1e-5, rtol=1e-5)
@@ -135,27 +138,74 @@ def test_auxiliary_layers_beyond_the_target_are_refused() -> None:
         InProcessTarget(make_model("Llama"), aux_layers=(4, 2))
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Cohere", "Granite", "Phi"])
-def test_a_head_with_softcapping_scaling_or_a_bias_is_refused(family: str) -> None:
-    model = make_model(family, **({"logits_scaling": 8.0} if family == "Granite" else {}))
-    if family == "Phi":
-        torch.nn.init.normal_(model.lm_head.bias)
-    with pytest.raises(ValueError, match=f"the logits of {family}ForCausalLM are not head @ hidden"):
-        InProcessTarget(model)
+@pytest.mark.parametrize(
+    ("family", "options", "rule"),
+    [
+        ("Gemma2", {"final_logit_softcapping": 20.0}, LogitRule(cap=20.0)),
+        ("Cohere", {"logit_scale": 0.25}, LogitRule(scale=0.25)),
+        ("Granite", {"logits_scaling": 8.0}, LogitRule(scale=1 / 8)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_and_capped_logits_are_those_of_the_class(
+    family: str, options: dict[str, Any], rule: LogitRule, dtype: torch.dtype
+) -> None:
+    model = make_model(family, **options, attn_implementation="eager").to(dtype)
+    batch = make_batch(rows=((12,), (12,)), width=12)
+    exact = InProcessTarget(model)(batch).distribution
+    assert isinstance(exact, ExactTarget)
+    assert exact.rule == rule
+    exact = replace(exact, hidden_BTD=50 * exact.hidden_BTD)
+    with torch.no_grad():
+        model.model.register_forward_hook(lambda _, __, output: setattr(output, "last_hidden_state", exact.hidden_BTD))
+        theirs = model(input_ids=batch.input_ids_BT).logits.flatten(0, 1)
+    torch.testing.assert_close(exact.logits(torch.arange(24)), theirs)
+    # the top k too
+    _, log_probs_NK = top_k(exact, torch.arange(24), 4)
+    torch.testing.assert_close(log_probs_NK, theirs.float().log_softmax(-1).topk(4).values)
 
 
-def test_a_cap_is_found_in_bfloat16_too() -> None:
-    model = make_model("Gemma2").bfloat16()
-    with pytest.raises(ValueError, match="are not head @ hidden"):
-        InProcessTarget(model)
-    model.config.final_logit_softcapping = None
-    assert InProcessTarget(model)
+class Louder(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """With a scale that no config says."""
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        output = super().forward(*args, **given)
+        output.logits = output.logits * 1.1
+        return output
 
 
-def test_a_model_whose_packed_documents_see_each_other_is_refused() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_unlike_the_config_are_refused(dtype: torch.dtype) -> None:
+    louder = Louder(transformers.LlamaConfig(**SIZES)).to(dtype)
+    with pytest.raises(ValueError, match="the logits of Louder are not head @ hidden"):
+        InProcessTarget(louder)
+    biased = make_model("Phi").to(dtype)
+    torch.nn.init.normal_(biased.lm_head.bias)
+    with pytest.raises(ValueError, match="the logits of PhiForCausalLM are not head @ hidden"):
+        InProcessTarget(biased)
+
+
+def test_a_model_that_reads_no_positions_gets_one_document_a_row() -> None:
     config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
-    with pytest.raises(ValueError, match="BloomForCausalLM"):
-        InProcessTarget(transformers.BloomForCausalLM(config))
+    model, batch = transformers.BloomForCausalLM(config).eval(), make_batch()
+    source = InProcessTarget(model)
+    assert not source.packs
+    exact = source(batch).distribution
+    assert isinstance(exact, ExactTarget)
+    for tokens in documents(batch.document_BT):
+        alone_TV = model(input_ids=batch.input_ids_BT.flatten()[tokens][None]).logits[0]
+        torch.testing.assert_close(exact.logits(tokens), alone_TV.detach(), atol=2e-5, rtol=1e-5)
+
+
+def test_a_model_that_sees_what_follows_is_refused() -> None:
+    model = make_model("Llama")
+
+    def see_all(_: Any, __: Any, output: Any) -> None:
+        output.last_hidden_state += output.last_hidden_state.mean(1, keepdim=True)
+
+    model.model.register_forward_hook(see_all)
+    with pytest.raises(ValueError, match="a token of LlamaForCausalLM sees those that follow"):
+        InProcessTarget(model)
 
 
 def test_top_k_is_that_of_the_full_softmax() -> None:

@@ -1,42 +1,85 @@
-"""The page's table of target families is true of the installed transformers."""
+"""The page's table of target families is true of the installed transformers and vLLM."""
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
+import torch
 from transformers import AutoConfig
 
+from redraft.distill.signal import sources
+from redraft.distill.signal.sources import InProcessTarget
 from redraft.heads.nn.layers import LlamaShape
-from tests.helpers.target_families import FAMILIES, MARKED, PAGE, TINY, rows, verdicts
+from tests.helpers.target_families import (
+    EXACT,
+    FAMILIES,
+    MARKED,
+    PAGE,
+    WITH_IMAGES,
+    largest_difference,
+    make_config,
+    make_model,
+    served_by,
+    verdicts,
+)
+
+PACKED = {
+    "llama", "llama4_text", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "mistral", "mixtral", "ministral3",
+    "gemma3_text", "gemma4_text", "phi3", "phimoe", "deepseek_v3", "deepseek_v2", "glm4", "glm4_moe",
+    "glm4_moe_lite", "minimax_m2", "smollm3", "granite", "olmo2", "olmo3", "olmoe", "exaone4",
+    "exaone_moe", "seed_oss", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "apertus", "cohere2",
+    "nemotron", "starcoder2", "qwen3_vl", "gemma3", "gemma4", "mistral3", "llama4",
+}  # fmt: skip
+"""Families whose documents may share a row. The others carry a state, compute all pairs of a row, or index keys."""
 
 
-@pytest.fixture(scope="module")
-def table() -> list[str]:
-    return list(rows())
+@pytest.mark.parametrize("model_type", [*FAMILIES, *WITH_IMAGES])
+def test_every_family_is_an_exact_target(model_type: str) -> None:
+    assert verdicts(model_type) == ("yes", "yes")
 
 
-@pytest.mark.slow
-def test_the_page_has_the_table_of_the_installed_transformers(table: list[str]) -> None:
+@pytest.mark.parametrize("model_type", [*FAMILIES, *WITH_IMAGES])
+def test_bfloat16_does_not_hide_a_state_that_is_carried_over(model_type: str) -> None:
+    model = make_model(model_type, initializer_range=0.02).bfloat16()
+    assert InProcessTarget(model).packs == (model_type in PACKED)
+
+
+@pytest.mark.vllm
+def test_the_page_lists_every_family_and_the_engines_of_the_installed_vllm() -> None:
     # if this fails: python -m tests.helpers.target_families
     written = MARKED.search(PAGE.read_text())
     assert written is not None
-    assert written[0].splitlines()[1:-1] == table
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in written[0].splitlines()[3:-1]]
+    assert {kind.strip("`"): engine for _, kind, _, _, engine in cells} == {
+        model_type: served_by(model_type) for model_type in (*FAMILIES, *WITH_IMAGES)
+    }
+    assert {(standalone, head) for _, _, standalone, head, _ in cells} == {("yes", "yes")}
 
 
-@pytest.mark.slow
-def test_the_table_has_supported_and_refused_families(table: list[str]) -> None:
-    assert len(table) == 2 + len(FAMILIES)
-    assert sum(row.endswith("| yes | yes |") for row in table) >= 15
-    assert verdicts("granite", {}) == ("yes", "yes")  # the released ones scale their logits
+def test_latent_attention_leaves_the_head_the_usual_sizes() -> None:
+    config = make_config("deepseek_v3", hidden_size=7168, num_attention_heads=128, num_key_value_heads=128)
+    shape = LlamaShape.from_config(config)
+    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (56, 14, 128)
 
 
-def test_a_config_with_a_size_for_each_layer_is_refused_in_a_line() -> None:
-    config = AutoConfig.for_model("gemma4_text", **TINY)
-    with contextlib.suppress(Exception):  # a newer release of transformers refuses to tell one size for all layers
-        pytest.skip(f"this release of transformers has one size, {config.head_dim}")
-    with pytest.raises(
-        ValueError, match=r"no head can be made for Gemma4TextConfig.*'head_dim' is a per-layer attribute[^.]*$"
-    ) as refused:
-        LlamaShape.from_config(config)
-    assert "\n" not in str(refused.value)
+def test_sizes_by_layer_leave_the_head_the_usual_ones() -> None:
+    shape = LlamaShape.from_config(make_config("gemma4_text", hidden_size=256))
+    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (2, 1, 128)
+    assert shape.logit_scale == 1.0
+
+
+def test_a_config_without_positions_makes_no_head() -> None:
+    with pytest.raises(ValueError, match=r"FalconMambaConfig.*max_position_embeddings"):
+        LlamaShape.from_config(AutoConfig.for_model("falcon_mamba"))
+
+
+def test_large_rows_of_eager_attention_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = InProcessTarget(make_model("gpt_oss"), (1,))
+    seen: list[torch.Size] = []
+    source._decoder.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["input_ids"].shape), with_kwargs=True
+    )
+    # four heads, float32: two documents of 20 tokens
+    monkeypatch.setattr(sources, "SCORE_BYTES", 4 * 4 * 2 * 20**2)
+    assert largest_difference(source) < EXACT
+    assert all(b == 1 or b * t * t <= 800 for b, t in seen)
+    assert max(b for b, _ in seen) > 1

@@ -28,6 +28,7 @@ from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.target import Target
+from tests.helpers.served_targets import make_served_target
 
 pytestmark = pytest.mark.vllm
 
@@ -44,8 +45,10 @@ def make_engine_target(**overrides: Any) -> Any:
     return make_target(**{**sizes, "num_key_value_heads": 1, "initializer_range": 0.2, **overrides})
 
 
-def make_served(folder: Path, method: str, make: Callable[[Target], Any], **export: Any) -> Served:
-    model = make_engine_target()
+def make_served(
+    folder: Path, method: str, make: Callable[[Target], Any], model_type: str = "", **export: Any
+) -> Served:
+    model = make_served_target(model_type, 256) if model_type else make_engine_target()
     model.save_pretrained(folder / "target")
     head = make_random(make(Target.from_model(model)))
     head.export(folder / "draft", **export)
@@ -120,6 +123,15 @@ VARIANTS: dict[str, Callable[[Path], Served]] = {
     ),
     "eagle3: biases of attention, norm before fc, vllm": lambda folder: make_eagle3(
         folder, None, layer={"attention_bias": True}, aux_layer_ids=(1, 2, 4), norm_before_fc=True
+    ),
+    "eagle1: granite": lambda folder: make_served(
+        folder, "eagle", lambda target: eagle1.Eagle1(eagle1.Config(num_steps=NUM_TOKENS), target), "granite"
+    ),
+    "eagle3: gpt-oss": lambda folder: make_served(
+        folder,
+        "eagle3",
+        lambda target: eagle3.Eagle3(eagle3.Config(num_steps=NUM_TOKENS, aux_layer_ids=(1, 2, 3)), target),
+        "gpt_oss",
     ),
     "medusa": lambda folder: make_served(
         folder, "medusa", lambda target: medusa.Medusa(medusa.Config(num_layers=2), target)
@@ -204,6 +216,17 @@ def assert_serving_sees_what_training_saw(family: str, served: Served, dump: Dum
 @pytest.mark.parametrize("name", VARIANTS)
 def test_serving_sees_what_training_saw(name: str, dumps: dict[str, tuple[Served, Dump]]) -> None:
     assert_serving_sees_what_training_saw(name.split(":")[0], *dumps[name])
+
+
+@pytest.mark.parametrize("name", ["eagle1: granite", "eagle3: gpt-oss"])
+def test_the_output_is_that_of_transformers(name: str, dumps: dict[str, tuple[Served, Dump]]) -> None:
+    (_, model, _, _), dump = dumps[name]
+    for prompt, output in zip(PROMPTS, dump.outputs, strict=True):
+        ids = list(prompt)
+        for _ in output:  # each token from a whole pass
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert ids[len(prompt) :] == output
 
 
 @pytest.mark.slow

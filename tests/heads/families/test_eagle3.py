@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.heads.families.eagle3 import Config, Eagle3
-from redraft.heads.nn.layers import drop_partial_rope
+from redraft.heads.nn.layers import llama_rope
 from redraft.heads.target import Target
 
 
@@ -110,7 +110,7 @@ def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
 
 def test_a_longrope_for_a_part_of_each_head_is_left_to_the_target() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 6}
-    assert drop_partial_rope(rope) == {"rope_type": "default", "rope_theta": 1e4}
+    assert llama_rope(rope) == {"rope_type": "default", "rope_theta": 1e4}
 
 
 def test_a_targets_partial_rotary_is_not_the_heads(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from reference_decoder import propose
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -22,11 +23,11 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 
 from redraft.heads.draft import Batch
 from redraft.heads.families import standalone
-from redraft.heads.families.standalone import Init, StandaloneDraft, from_config, linear_head, make_draft, prune_layers
+from redraft.heads.families.standalone import Init, StandaloneDraft, from_config, make_draft, prune_layers
+from redraft.heads.files.checkpoint import new_model
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
 from tests.helpers.target_families import FAMILIES
 
@@ -192,31 +193,35 @@ def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from():
     assert [token for token, _ in again] == text[3:]
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        (PhiForCausalLM(PhiConfig(**SIZES | {"num_key_value_heads": 4})), "bias in its head"),
-        (GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)), "logits_scaling"),
-    ],
-    ids=["bias", "scaling"],
-)
-def test_a_head_that_is_not_a_plain_matrix_is_refused(model, said):
-    with pytest.raises(ValueError, match=said):
-        linear_head(model)
-    with pytest.raises(ValueError, match=said):
+def test_a_head_with_a_bias_is_refused():
+    model = PhiForCausalLM(PhiConfig(**SIZES | {"num_key_value_heads": 4}))
+    with pytest.raises(ValueError, match="bias in its head"):
         StandaloneDraft(model)
 
 
-def test_a_scale_of_one_is_a_plain_matrix():
-    model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=1.0))
-    assert linear_head(model) is model.lm_head.weight
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Granite", {"logits_scaling": 8.0}), ("Gemma2", {"final_logit_softcapping": 20.0, "sliding_window": 4})],
+)
+def test_a_draft_with_scaled_or_capped_logits_says_in_packed_rows_what_its_class_says(kind, options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, initializer_range=0.5, **options)
+    draft = StandaloneDraft(new_model(config, torch.float32).eval())
+    rows = [[(torch.arange(3, 12), torch.ones(9)), (torch.arange(20, 32), torch.ones(12))]]
+    batch = Batch.packed(rows, width=24)
+    (step,) = draft.draft_steps(batch)
+    for first, last in ((0, 9), (9, 21)):
+        mine = step.logits(torch.arange(first, last))
+        theirs = draft.model(input_ids=batch.input_ids_BT[:, first:last]).logits[0]
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_attention_that_cannot_read_the_document_mask_is_refused():
+def test_attention_that_cannot_read_the_document_mask_is_refused(monkeypatch):
     model = make_llama()
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="SDPA"):
-        StandaloneDraft(model)
+    monkeypatch.setattr(standalone, "_make_initial", lambda *_: StandaloneDraft(model))
+    with pytest.raises(ValueError, match="sdpa"):
+        make_draft(Init(num_layers=2), make_llama(), None)
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])

@@ -15,6 +15,10 @@ import torch
 from local_hub import keep_in_cache
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.rendering import Renderer
@@ -26,11 +30,12 @@ from redraft.eval.engine.sampling import read_sampling
 from redraft.heads.catalog import find_family
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_config, load_tokenizer
 from redraft.heads.files.folder import INDEX, WEIGHTS, check_model_folder, tensor_files
-from redraft.heads.files.served_target import WITHOUT_AUX, require_aux, require_served_alike
+from redraft.heads.files.served_target import WITH_AUX, require_aux, require_served_alike
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 from redraft.online.daemon.opening import read_vocab_size
 from redraft.recipes.data import show as data_command
+from tests.helpers.vllm_models import architectures, passes_inner_layers
 
 TINY = Path("tests/assets/tiny-target")
 
@@ -125,17 +130,16 @@ def test_a_head_for_a_target_without_vllms_interface_is_refused(target: Path) ->
 
 @pytest.mark.vllm
 def test_the_interface_is_known_for_the_installed_vllm() -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from vllm.model_executor.models.interfaces import supports_eagle3
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    known = set(ModelRegistry.get_supported_archs()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    wrong = []
-    for architecture in sorted(known):
-        model = ModelRegistry._try_load_model_cls(architecture)
-        if model is not None and supports_eagle3(model) == (architecture in WITHOUT_AUX):
-            wrong.append(architecture)
-    assert not wrong
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    of_transformers = {
+        name
+        for mapping in mappings
+        for names in mapping.values()
+        for name in ([names] if isinstance(names, str) else names)
+    }
+    known = architectures().keys() & (of_transformers | {"MiMoForCausalLM"})
+    assert len(known) > 100
+    assert {name for name in known if passes_inner_layers(name)} == WITH_AUX
 
 
 def test_two_sets_of_weights_are_refused_with_both_names(target: Path) -> None:

@@ -13,8 +13,8 @@ def test_layers_that_the_target_does_not_have_are_refused_before_a_server_starts
         main(Config(target=str(random_target), layers=(1, 3)))
 
 
-def test_a_target_with_multi_head_latent_attention_is_refused_with_the_cure(tmp_path: Path) -> None:
-    AutoConfig.for_model("deepseek_v3", num_hidden_layers=4, kv_lora_rank=16).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"attention.*--signal\.kind") as refused:
+def test_a_target_whose_states_vllm_does_not_send_is_refused_with_the_cure(tmp_path: Path) -> None:
+    AutoConfig.for_model("deepseek_v4", num_hidden_layers=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"deepseek_v4.*--signal\.kind") as refused:
         main(Config(target=str(tmp_path), layers=(1, 3)))
     assert "\n" not in str(refused.value)

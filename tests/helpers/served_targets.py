@@ -1,0 +1,39 @@
+"""Tiny random targets of other architectures than Llama that vLLM serves on a CPU, with sharp distributions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from redraft.heads.files.checkpoint import new_model
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.15,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MULTIPLIERS = {
+    "logits_scaling": 8.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+    "initializer_range": 0.3,
+}  # fmt: skip
+EXPERTS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 16, "head_dim": 64,
+}  # fmt: skip
+SERVED: dict[str, dict[str, Any]] = {"granite": MULTIPLIERS, "gpt_oss": EXPERTS}
+
+
+def make_served_target(model_type: str, vocab_size: int, **more: Any) -> Any:
+    """The model, in float32; the same one at every call."""
+    torch.manual_seed(0)
+    settings = {**SIZES, **SERVED[model_type], "vocab_size": vocab_size, **more}
+    return new_model(AutoConfig.for_model(model_type, **settings), torch.float32).eval()
+
+
+def save_served_target(model_type: str, folder: Path, tokenizer: Any) -> Path:
+    """Its folder, with a tokenizer."""
+    make_served_target(model_type, len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
