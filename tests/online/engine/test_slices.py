@@ -113,7 +113,8 @@ def count_copied_bytes(draft: nn.Module, parts: list[Part]) -> int:
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal copied
-            copied += args[0].nbytes if func is torch.ops.aten.copy_.default else 0
+            # By the source: this draft is made in float32, and the checkpoint is in bfloat16.
+            copied += args[1].nbytes if func is torch.ops.aten.copy_.default else 0
             return func(*args, **(kwargs or {}))
 
     def load() -> Iterator[tuple[str, torch.Tensor]]:
