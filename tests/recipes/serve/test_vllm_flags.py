@@ -1,0 +1,138 @@
+"""Every launch flag of vLLM is decided on: a flag that nobody has looked at may make records or drafts wrong."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from redraft.recipes.serve.vllm_flags import OWN
+
+DECISIONS = {
+    "refused by `redraft serve`: it would contradict draft, target or records": """
+        model model_weights speculative_config spec_method spec_model spec_tokens enable_prompt_embeds
+        load_format
+    """,
+    "warned of by `redraft serve`, and in the notes of a status": """
+        disable_log_stats
+    """,
+    "checked by the tap before it records": """
+        logprobs_mode max_logprobs generation_config override_generation_config enable_lora lora_modules
+        served_model_name return_tokens_as_token_ids
+    """,
+    "refused beside a draft by vLLM itself; a tap cannot see it (docs/online.md)": """
+        logits_processors
+    """,
+    "decided for each request, which is recorded or counted by reason": """
+        structured_outputs_config reasoning_config reasoning_parser reasoning_parser_plugin
+        watermark_config enable_trace_replay default_mm_loras trust_request_mm_kwargs enable_mm_embeds
+        limit_mm_per_prompt language_model_only tool_strict_level enable_auto_tool_choice
+    """,
+    "the weights may change later, which the watch on the target notices": """
+        weight_transfer_config enable_sleep_mode enable_eplb eplb_config enable_elastic_ep
+    """,
+    "the target is served so, and records hold what is served": """
+        quantization quantization_config allow_deprecated_quantization dtype kv_cache_dtype
+        kv_cache_dtype_skip_layers hf_overrides model_class_overrides hf_config_path revision
+        code_revision tokenizer tokenizer_mode tokenizer_revision chat_template
+        default_chat_template_kwargs use_fp64_gumbel seed swa_bounded_replay kv_sharing_fast_prefill
+        enable_mamba_cache_stochastic_rounding mamba_cache_dtype mamba_ssm_cache_dtype max_model_len
+        diffusion_config skip_tokenizer_init config_format
+    """,
+    "Python of the operator, which can do anything": """
+        worker_cls worker_extension_cls scheduler_cls middleware tool_parser_plugin io_processor_plugin
+    """,
+    "where, how fast and for whom it serves": """
+        additional_config aggregate_engine_logging all2all_backend allow_credentials allowed_headers
+        allowed_local_media_path allowed_media_domains allowed_methods allowed_origins
+        anthropic_disabled_thinking_effort api_key async_scheduling attention_backend attention_config
+        aux_output_config block_size chat_template_content_format cohere_format cohere_is_reasoning_model
+        collect_detailed_traces compilation_config convert cp_kv_cache_interleave_size
+        cpu_distributed_timeout_seconds cpu_offload_gb cpu_offload_params cudagraph_capture_sizes
+        cudagraph_metrics custom_histogram_buckets data_parallel_address data_parallel_backend
+        data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb
+        data_parallel_rank data_parallel_rpc_port data_parallel_size data_parallel_size_local
+        data_parallel_start_rank data_parallel_supervisor_port dbo_decode_token_threshold
+        dbo_prefill_token_threshold dcp_comm_backend dcp_kv_cache_interleave_size dcp_q_replicate
+        decode_context_parallel_size device_ids disable_access_log_for_endpoints disable_cascade_attn
+        disable_chunked_mm_input disable_custom_all_reduce disable_fastapi_docs
+        disable_hybrid_kv_cache_manager disable_nccl_for_dp_synchronization disable_sliding_window
+        disable_uvicorn_access_log distributed_executor_backend distributed_timeout_seconds download_dir
+        dp_supervisor_probe_failure_threshold dp_supervisor_probe_interval_s
+        dp_supervisor_probe_timeout_s dp_sync_interval ec_manager_config ec_transfer_config
+        elastic_ep_max_dp_size enable_batch_sharded_sampling enable_chunked_prefill
+        enable_cumem_allocator enable_dbo enable_ep_weight_filter enable_expert_parallel
+        enable_fault_tolerance enable_flash_late_interaction enable_flashinfer_autotune
+        enable_force_include_usage enable_hc_sp enable_layerwise_nvtx_tracing enable_log_deltas
+        enable_log_outputs enable_log_requests enable_logging_iteration_details
+        enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format
+        enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend enable_offline_docs
+        enable_per_request_metrics enable_prefix_caching enable_prompt_tokens_details
+        enable_request_id_headers enable_return_routed_experts enable_scale_out
+        enable_server_load_tracking enable_shm_tensor_arena enable_ssl_refresh
+        enable_tokenizer_info_endpoint enable_tower_connector_lora enforce_eager engram_config
+        exclude_tools_when_tool_choice_none expert_placement_strategy fail_on_environ_validation
+        fault_tolerance_config fingerprint_mode fingerprint_value fully_sharded_loras gdn_prefill_backend
+        gpu_memory_utilization grpc_port h11_max_header_count h11_max_incomplete_event_size hf_token host
+        ignore_patterns interleave_mm_strings ir_op_priority jit_monitor_mode jit_monitor_verbose
+        kda_decode_backend kda_prefill_backend kernel_config kv_cache_memory_bytes kv_cache_metrics
+        kv_cache_metrics_sample kv_events_config kv_offloading_backend kv_offloading_size
+        kv_transfer_config linear_backend log_config_file log_error_stack log_level logging_config
+        long_prefill_token_threshold long_prefill_token_threshold_adaptive lora_dtype lora_target_modules
+        mamba_backend mamba_block_size mamba_cache_mode mamba_cache_philox_rounds mamba_config
+        mamba_ssu_algorithm master_addr master_port max_cpu_loras max_cudagraph_capture_size max_log_len
+        max_lora_cls_labels max_lora_rank max_loras max_num_active_seqs max_num_batched_tokens
+        max_num_queued_reqs max_num_queued_tokens max_num_scheduled_tokens max_num_seqs
+        max_parallel_loading_workers media_io_kwargs mm_device_do_normalize mm_encoder_attn_backend
+        mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin
+        mm_encoder_fp8_scale_save_path mm_encoder_only mm_encoder_tp_mode mm_hasher_algorithm
+        mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_processor_device
+        mm_processor_kwargs mm_shm_cache_max_object_size_mb mm_tensor_ipc model_impl
+        model_loader_extra_config moe_backend nnodes node_rank num_gpu_blocks_override numa_bind
+        numa_bind_cpus numa_bind_nodes offload_backend offload_group_size offload_num_in_group
+        offload_params offload_prefetch_step optimization_level otlp_traces_endpoint
+        per_request_spec_decode_metrics performance_mode pipeline_parallel_size pooler_config port
+        prefill_context_parallel_size prefill_schedule_interval prefix_cache_retention_interval
+        prefix_caching_hash_algo prefix_match_unit profiler_config pt_load_map_location
+        ray_workers_use_nsight renderer_num_workers replayssm_buffer_len response_role
+        return_sampling_mask root_path runner safetensors_load_strategy safetensors_prefetch_block_size
+        safetensors_prefetch_num_threads scheduler_reserve_full_isl scheduling_policy
+        show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling sleep_mode_offload_cudagraph
+        sleep_preserve_parameter_names sparse_indexer_topk_backend specialize_active_lora
+        sse_keep_alive_interval ssl_ca_certs ssl_cert_reqs ssl_certfile ssl_ciphers ssl_keyfile
+        stream_interval tensor_parallel_size tokens_only tool_call_parser tool_server trust_remote_code
+        trust_request_chat_template ubatch_size uds use_replayssm use_tqdm_on_load uvicorn_log_level
+        video_pruning_method video_pruning_rate watermark
+    """,
+}
+"""The flags of vLLM 0.32, by the reason why records and drafts stay right."""
+
+CLASSES = {
+    "engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs"),
+    "entrypoints/launchers/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),
+}
+
+
+def list_flags(package: Path) -> set[str]:
+    """The fields of vLLM's argument classes, read without importing them."""
+    return {
+        field.target.id
+        for path, classes in CLASSES.items()
+        for node in ast.parse((package / path).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name in classes
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def test_every_launch_flag_of_vllm_is_decided_on() -> None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("no vLLM is installed")
+    flags = {name for name in list_flags(Path(found.submodule_search_locations[0])) if not name.startswith("_")}
+    decided = [name for names in DECISIONS.values() for name in names.split()]
+    assert len(decided) == len(set(decided))
+    assert flags - set(decided) == set()
+    assert OWN.keys() <= set(decided)
