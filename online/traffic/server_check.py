@@ -4,7 +4,8 @@
     /v1/completions     as many log-probabilities as a record has, of the model and not of its sampling; and by which
                         parameters a bare request is sampled
 
-A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation-config, --override-generation-config.
+A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation-config, --override-generation-config,
+--watermark-config.
 The check is repeated after a server was down, because it may have come back with other flags.
 """
 
@@ -141,12 +142,13 @@ class ServerChecks:
         """The parameters of a request without any. Raises: UnfitError, NotYetError."""
         by_default = await self._sample(upstream, model, {})
         for defaults in (self.defaults, {}):
-            texts = await self._sample(upstream, model, {**NEUTRAL, **defaults})
+            # A server with watermarks marks every request that does not say no.
+            texts = await self._sample(upstream, model, {**NEUTRAL, **defaults, "watermarking": False})
             if sum(map(operator.eq, by_default, texts)) >= MIN_EQUAL * len(by_default):
                 return defaults
         raise UnfitError(
             "it samples by other defaults than the target's generation_config.json: start vLLM without "
-            "--override-generation-config and with --generation-config auto or vllm"
+            "--override-generation-config and --watermark-config, and with --generation-config auto or vllm"
         )
 
     async def _sample(self, upstream: Upstream, model: str, sampling: Mapping[str, float]) -> list[Any]:

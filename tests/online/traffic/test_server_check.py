@@ -47,14 +47,15 @@ def sample(mode, question):
     return np.maximum(values, -9999.0)
 
 
-def draw(question, defaults):
+def draw(question, defaults, watermarks):
     """A text that depends on the prompt, the seed and the parameters, as vLLM's does."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     taken = [question.get(name, defaults.get(name, NEUTRAL[name])) for name in names]
-    return lambda prompt: [hash((prompt, question["seed"], *map(float, taken)))]
+    is_marked = watermarks and question.get("watermarking") is not False
+    return lambda prompt: [hash((prompt, question["seed"], is_marked, *map(float, taken)))]
 
 
-def make_server(mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingProxyType({})):
+def make_server(mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingProxyType({}), watermarks=False):
     """A vLLM with these flags, which serves the target `m` and its adapter `a`."""
 
     async def models(request):
@@ -67,7 +68,7 @@ def make_server(mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingPr
             return Response(status_code=401)
         question = json.loads(await request.body())
         if isinstance(question["prompt"], list):
-            texts = map(draw(question, defaults), question["prompt"])
+            texts = map(draw(question, defaults, watermarks), question["prompt"])
             return JSONResponse({"choices": [{"index": i, "token_ids": text} for i, text in enumerate(texts)]})
         count = question.get("logprobs") or 0
         if count > max_logprobs:
@@ -118,6 +119,7 @@ def records_in(folder):
         ({"mode": "raw_logits"}, "--logprobs-mode raw_logprobs"),
         ({"max_logprobs": 4}, "--max-logprobs 5"),
         ({"defaults": {"temperature": 0.3}}, "--override-generation-config"),
+        ({"watermarks": True}, "--watermark-config"),
     ],
 )
 @in_event_loop

@@ -20,14 +20,14 @@ DECISIONS = {
     """,
     "checked by the tap before it records": """
         logprobs_mode max_logprobs generation_config override_generation_config enable_lora lora_modules
-        served_model_name return_tokens_as_token_ids
+        served_model_name return_tokens_as_token_ids watermark_config
     """,
     "refused beside a draft by vLLM itself; a tap cannot see it (docs/online.md)": """
         logits_processors
     """,
     "decided for each request, which is recorded or counted by reason": """
         structured_outputs_config reasoning_config reasoning_parser reasoning_parser_plugin
-        watermark_config enable_trace_replay default_mm_loras trust_request_mm_kwargs enable_mm_embeds
+        enable_trace_replay default_mm_loras trust_request_mm_kwargs enable_mm_embeds
         limit_mm_per_prompt language_model_only tool_strict_level enable_auto_tool_choice
     """,
     "the weights may change later, which the watch on the target notices": """
