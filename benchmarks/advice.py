@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import write_results
 from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.sampling import GREEDY
 from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
-from redraft.eval.report.page import write_results
 from redraft.eval.serving.cost import Advice, StepCosts, advise
 from redraft.eval.serving.load import Load, LoadResult, run_load
 from redraft.heads.progress import Progress

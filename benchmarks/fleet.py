@@ -37,13 +37,13 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.demo.fleet import Server, measure_rates, start_server
 from benchmarks.demo.online_report import describe_cost, estimate_overhead
+from benchmarks.results import write_results
 from redraft.distill.data.corpus import stdlib_conversations
 from redraft.eval.engine.counters import parse_counts, parse_prefix_cache
 from redraft.eval.engine.process import free_port
 from redraft.eval.engine.server import IDLE_S
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
-from redraft.eval.report.page import write_results
 from redraft.heads.catalog import detect_family
 from redraft.heads.files.artifact import MANIFEST, publish
 from redraft.heads.files.checkpoint import load_tokenizer

@@ -31,10 +31,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from benchmarks import streams
+from benchmarks.results import write_results
 from redraft.distill.data.corpus import stdlib_conversations
 from redraft.eval.engine.process import free_port, process_group
 from redraft.eval.engine.server import wait_until_healthy
-from redraft.eval.report.page import write_results
 from redraft.heads.files.artifact import publish
 from redraft.heads.progress import Progress
 from redraft.online.traffic.domains import Clusters

@@ -29,6 +29,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.demo.fleet import begin_report
+from benchmarks.results import write_results
 from benchmarks.soak.attack import BURST, Attack, Door
 from benchmarks.soak.clients import Clients
 from benchmarks.soak.disks import unmount_below
@@ -48,7 +49,6 @@ from benchmarks.soak.stage import NATS, Stage, set_stage
 from benchmarks.soak.supervisor import Supervised
 from benchmarks.soak.witness import Witness
 from redraft.distill.data.day import choose_day
-from redraft.eval.report.page import write_results
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.cycle import GOES_ON
 from redraft.online.journal import BufferEntry, Journal, StateEntry

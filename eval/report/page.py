@@ -29,7 +29,6 @@ from redraft.eval.engine.lossless import Lossless
 from redraft.eval.engine.measure import Measurement
 from redraft.eval.forecast.greedy import Forecast
 from redraft.eval.intervals import median_interval, paired_interval
-from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 
 REQUIRED = {
@@ -167,12 +166,6 @@ def _draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
     from redraft.eval.report.charts import build_charts  # altair is in the `report` extra
 
     return build_charts(report)
-
-
-def write_results(output: Path, results: Mapping[str, Any]) -> None:
-    """Write a benchmark's results with the environment they were measured in, as one JSON file."""
-    write_whole(output, json.dumps({"environment": environment(), **results}, indent=2, default=str) + "\n")
-    print(f"written to {output}")
 
 
 def write_page(

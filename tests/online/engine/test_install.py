@@ -33,7 +33,7 @@ def test_whatever_fails_the_engine_starts_answers_and_says_what_is_off(random_ta
         "install_capture": ("install_capture is broken", ""),
         "Capture": ("Capture is broken", ""),
         "checksum": ("", "checksum is broken"),
-        "remote target": ("is not a model folder", "is not a model folder"),
+        "remote target": ("no model folder", "no model folder"),
         "setting": ("between 0 and 1", "between 0 and 1"),
         "model_folder": ("model_folder is broken", "model_folder is broken"),
     }

@@ -1,0 +1,17 @@
+"""The results of a benchmark as one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from redraft.eval.machine import environment
+from redraft.heads.files.artifact import write_whole
+
+
+def write_results(output: Path, results: Mapping[str, Any]) -> None:
+    """Write results with the environment they were measured in, as one JSON file."""
+    write_whole(output, json.dumps({"environment": environment(), **results}, indent=2, default=str) + "\n")
+    print(f"written to {output}")
