@@ -288,20 +288,22 @@ class Learner:
             self.account.end_faults(*(fault for fault in SERVER_FAULTS if fault != one.fault), detail=one.server.url)
             if one.status is None:
                 continue
-            if one.status.capture_off:
-                self.account.begin_fault(
-                    "capture_off", one.server.url, f"{one.server.url} records nothing: {one.status.capture_off}"
-                )
-            else:
-                self.account.end_faults("capture_off", detail=one.server.url)
-            for note in one.status.notes:
-                self.account.begin_fault("server_note", f"{one.server.url} {note}"[:200], f"{one.server.url}: {note}")
+            url, status = one.server.url, one.status
+            self._report_off("capture_off", url, f"{url} records nothing", status.capture_off)
+            self._report_off("swap_off", url, f"{url} cannot swap drafts", status.swap_off)
+            self._report_off("server_note", url, url, "; ".join(status.notes))
             self._lost += one.lost
             self.account.acceptance(one.since_last, one.status.draft_version, server=one.server.url)
         accepted, self._accepted = self._accepted, {}
         for (domain, version), count in accepted.items():
             self.account.acceptance(count, version, domain=domain)
         self._journal_buffer()
+
+    def _report_off(self, what: str, url: str, problem: str, reason: str) -> None:
+        if reason:
+            self.account.begin_fault(what, url, f"{problem}: {reason}")
+        else:
+            self.account.end_faults(what, detail=url)
 
     def _journal_buffer(self) -> None:
         while self.buffer.damage:

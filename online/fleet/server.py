@@ -114,6 +114,7 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     draft_sample_method: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     manifest_sha256: Annotated[str, msgspec.Meta(max_length=64)] = ""
     capture_off: str = ""
+    swap_off: str = ""
     notes: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=400)], ...], msgspec.Meta(max_length=16)] = ()
     drafts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2 + MAX_POSITIONS)] = ()
     """Drafts, draft tokens, and by position the drafts whose token was accepted."""
@@ -155,6 +156,8 @@ class Status:
     """Hash of the draft's manifest; empty if it has none, or from a server of an earlier release."""
     capture_off: str = ""
     """Why the server records nothing although it is told to; empty otherwise."""
+    swap_off: str = ""
+    """Why no draft can be swapped; empty if one can."""
     notes: Sequence[str] = ()
     """Flags of the server, probably mistakes."""
     total: AcceptanceCounts | None = None
@@ -205,6 +208,7 @@ class FleetServer:
                 lost=_count_lost(body.capture or {}),
                 manifest_sha256=body.manifest_sha256,
                 capture_off=body.capture_off,
+                swap_off=body.swap_off,
                 notes=body.notes,
                 total=_read_total(body),
                 by_domain=_read_domains(body),

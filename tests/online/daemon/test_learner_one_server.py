@@ -157,11 +157,19 @@ def test_a_server_that_lies_is_told_and_the_learner_goes_on(world):
     assert len(looks(world, well[0])) >= len(looks(world, lying))
 
 
-def test_a_server_that_records_nothing_is_told_with_its_reason(world):
-    world.fakes[1].drafting = {"capture_off": "s3://bucket/target is not a model folder"}
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("capture_off", "s3://bucket/target is not a model folder"),
+        ("swap_off", "the target's weights are not those of its start"),
+        ("server_note", ["--disable-log-stats"]),
+    ],
+)
+def test_what_does_not_work_on_a_server_is_told_once_with_the_reason(world, what, told):
+    world.fakes[1].drafting = {"notes" if what == "server_note" else what: told}
 
     def faults():
-        return [entry for entry in world.entries("fault") if entry.what == "capture_off"]
+        return [entry for entry in world.entries("fault") if entry.what == what]
 
     async def main():
         async with world.fleet(), world.learner(fleet=fleet(world)) as task:
@@ -172,4 +180,4 @@ def test_a_server_that_records_nothing_is_told_with_its_reason(world):
     asyncio.run(main())
     (fault,) = faults()
     assert fault.detail == world.fakes[1].url
-    assert "records nothing: s3://bucket/target is not a model folder" in fault.reason
+    assert fault.reason.endswith(told if isinstance(told, str) else told[0])
