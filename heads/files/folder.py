@@ -160,13 +160,18 @@ def count_parameters(folder: Path) -> int:
 
 
 def is_hub_name(name_or_path: str | Path) -> bool:
-    """True for `owner/name`, unless such a folder exists here."""
-    return HUB_NAME.fullmatch(str(name_or_path)) is not None and not Path(name_or_path).exists()
+    """True for `owner/name`, unless such a folder exists here, or it is a GGUF file's name."""
+    is_name = HUB_NAME.fullmatch(str(name_or_path)) is not None and not _is_gguf(name_or_path)
+    return is_name and not Path(name_or_path).exists()
+
+
+def _is_gguf(name_or_path: str | Path) -> bool:
+    return Path(name_or_path).suffix.lower() == ".gguf"
 
 
 def refuse_gguf(name_or_path: str | Path) -> None:
     """Raise ValueError if a model is named by its GGUF file; the message is the command that makes a folder of it."""
-    if Path(name_or_path).suffix.lower() == ".gguf":
+    if _is_gguf(name_or_path):
         raise ValueError(
             f"{name_or_path} is a GGUF file: run `redraft data import-gguf {name_or_path} FOLDER`, "
             "then give FOLDER instead"

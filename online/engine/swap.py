@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
-from redraft.heads.files.folder import find_quantization
+from redraft.heads.files.folder import find_quantization, read_config
 from redraft.online.engine.copies import refill, without_build
 
 COLUMNS = 4093
@@ -43,7 +42,7 @@ class Layout:
     @staticmethod
     def read(folder: Path) -> Layout:
         """The layout of the draft in a folder. Reads config.json and the headers of the weights."""
-        config = json.loads((folder / "config.json").read_text())
+        config = read_config(folder)
         headers = [safetensors_header(path) for path in _find_weights(folder)]
         return Layout(
             folder=folder,
