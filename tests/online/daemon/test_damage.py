@@ -315,7 +315,7 @@ ONE_LINE = {
     "settings torn": (torn_learner_toml, "learner.toml is not valid TOML"),
     "settings binary": (binary_learner_toml, "learner.toml is not valid TOML: byte 10 is not UTF-8"),
     "settings empty": (empty_learner_toml, "missing required field `target`"),
-    "target torn": (torn_target, "config.json is damaged .*: fetch the model again"),
+    "target torn": (torn_target, r"config\.json is corrupt .*: fetch"),
     "no intact version": (no_intact_version, "No version before v000002 is intact either: copy one back"),
     "state of a later release": (later_state, "written by a later release of redraft .*: upgrade"),
     "registry of a later release": (later_registry, "written by a later release of redraft .*: upgrade"),
