@@ -65,6 +65,8 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
             f"mask_token_id {mask} is not in the target's table of {rows} embeddings",
             "write the mask_token_id of training; if it is this one, the head belongs to a larger target",
         )
+    else:
+        yield from shared.mask_token_is_no_end(pair, mask)
 
 
 def as_trained(pair: Pair) -> Iterator[Finding]:

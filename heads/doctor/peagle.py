@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from redraft.heads.doctor import eagle3
+from redraft.heads.doctor import eagle3, shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
 
 KEYS = ("mask_token_id", "pard_token")
@@ -28,6 +28,8 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
             f"{key} {mask} is not in the target's table of {rows} embeddings",
             "write the mask token of training; if it is this one, the head belongs to a larger target",
         )
+    else:
+        yield from shared.mask_token_is_no_end(pair, mask)
 
 
 def mask_feature(pair: Pair) -> Iterator[Finding]:

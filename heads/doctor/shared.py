@@ -124,3 +124,17 @@ def fc_bias(pair: Pair) -> Iterator[Finding]:
 
 LLAMA_LAYER: tuple[Check, ...] = (sizes, rope, positions, *layer.CHECKS)
 """For a head made of one Llama layer at the target's positions."""
+
+
+def mask_token_is_no_end(pair: Pair, mask: int) -> Iterator[Finding]:
+    """The token in the empty slots is none that ends an answer: the head would learn both meanings at once."""
+    try:
+        ends = pair.target.end_ids
+    except FileNotFoundError:  # no tokenizer
+        return
+    if mask in ends:
+        yield Finding(
+            f"the mask token {mask} ends answers of the target",
+            "train the head with another free id: --head.mask-token-id",
+            is_doubt=True,
+        )

@@ -350,6 +350,20 @@ def test_an_option_of_eagle3_that_changed(key: str, tmp_path: Path) -> None:
     assert f"{key} is false, the head was trained with true" in only(findings(folders)).problem
 
 
+@pytest.mark.parametrize("make", [make_dflash, make_peagle])
+def test_a_mask_token_that_ends_answers_is_doubtful(make: Callable[..., Any], tmp_path: Path) -> None:
+    folders = make_pair(tmp_path, make)
+    pair = read(*folders)
+    section = pair.config.get("dflash_config") or pair.config
+    mask = section.get("mask_token_id") or section.get("pard_token")
+    vars(pair.target)["end_ids"] = (1, mask)
+    finding = only(static_findings(pair, method=None, num_speculative_tokens=3))
+    assert finding.is_doubt
+    assert str(mask) in finding.problem
+    vars(pair.target)["end_ids"] = (1,)
+    assert static_findings(pair, method=None, num_speculative_tokens=3) == []
+
+
 DFLASH_SECTION = {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1, 3], "causal": False}
 
 
