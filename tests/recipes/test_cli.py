@@ -270,8 +270,8 @@ def test_arguments_for_vllm_are_given_one_by_one():
     assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
 
 
-PARTS = ("capture", "count", "fleet", "compare_report", "made_drafts")
-"""Files of `redraft plan` and `redraft compare` beside the command."""
+PARTS = ("capture", "count", "fleet", "compare_report", "made_drafts", "vllm_flags")
+"""Files of `redraft plan`, `redraft compare` and `redraft serve` beside the command."""
 COMMAND_FILES = [
     path
     for path in sorted((ROOT / "recipes").rglob("*.py"))
