@@ -48,11 +48,19 @@ def sample(mode, question):
 
 
 def draw(question, defaults, watermarks):
-    """A text that depends on the prompt, the seed and the parameters, as vLLM's does."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    taken = [question.get(name, defaults.get(name, NEUTRAL[name])) for name in names]
-    is_marked = watermarks and question.get("watermarking") is not False
-    return lambda prompt: [hash((prompt, question["seed"], is_marked, *map(float, taken)))]
+    """First tokens for each prompt by an exponential race, as vLLM samples: a cut changes those that it takes away."""
+    taken = {name: question.get(name, defaults.get(name, value)) for name, value in NEUTRAL.items()}
+    log_probs = log_softmax(LOGITS / taken["temperature"])
+    probs = np.exp(log_probs)
+    is_kept = probs.cumsum() - probs < taken["top_p"]  # the likeliest come first
+    if taken["top_k"] > 0:
+        is_kept[int(taken["top_k"]) :] = False
+    if watermarks and question.get("watermarking") is not False:
+        log_probs = log_probs + 2.0 * (np.arange(len(log_probs)) % 2)
+    for number, _ in enumerate(question["prompt"]):
+        for seed in range(question["seed"], question["seed"] + question["n"]):
+            race = np.random.default_rng([seed, number]).exponential(size=len(log_probs))
+            yield [int(np.argmax(np.where(is_kept, log_probs - np.log(race), -math.inf)))]
 
 
 def make_server(mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingProxyType({}), watermarks=False):
@@ -68,8 +76,8 @@ def make_server(mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingPr
             return Response(status_code=401)
         question = json.loads(await request.body())
         if isinstance(question["prompt"], list):
-            texts = map(draw(question, defaults, watermarks), question["prompt"])
-            return JSONResponse({"choices": [{"index": i, "token_ids": text} for i, text in enumerate(texts)]})
+            tokens = draw(question, defaults, watermarks)
+            return JSONResponse({"choices": [{"index": i, "token_ids": ids} for i, ids in enumerate(tokens)]})
         count = question.get("logprobs") or 0
         if count > max_logprobs:
             return JSONResponse({"error": "too many"}, 400)
@@ -119,6 +127,7 @@ def records_in(folder):
         ({"mode": "raw_logits"}, "--logprobs-mode raw_logprobs"),
         ({"max_logprobs": 4}, "--max-logprobs 5"),
         ({"defaults": {"temperature": 0.3}}, "--override-generation-config"),
+        ({"defaults": {"top_p": 0.95}}, "--override-generation-config"),
         ({"watermarks": True}, "--watermark-config"),
     ],
 )
