@@ -25,7 +25,11 @@ def make_runner(*rows: list[int], length: int = 8) -> Any:
     ids = np.zeros((len(rows), length), np.int32)
     for row, tokens in zip(ids, rows, strict=True):
         row[: len(tokens)] = tokens
-    batch = SimpleNamespace(token_ids_cpu=ids, num_tokens_no_spec=np.array([len(row) for row in rows]))
+    batch = SimpleNamespace(
+        req_ids=[str(number) for number in range(len(rows))],
+        token_ids_cpu=ids,
+        num_tokens_no_spec=np.array([len(row) for row in rows]),
+    )
     return SimpleNamespace(input_batch=batch, drafter=None)
 
 
@@ -75,18 +79,20 @@ def test_a_head_drafts_if_nothing_probable_is_counted(tmp_path: Path, monkeypatc
     for name, value in lookup_env(mix(answers, {"method": "eagle3"}, HeadLimits(tokens=2))).items():
         monkeypatch.setenv(name, value)
 
-    def propose(*rows: list[int]) -> tuple[list[list[int]], list[int]]:
+    def propose(*rows: list[int]) -> tuple[list[list[int]], list[int], frozenset[str]]:
         runner, head = make_runner(*rows), Head()
         runner.propose_draft_token_ids = head.propose
         settings = {"method": "eagle3", "disable_padded_drafter_batch": True}
         runner.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(**settings))
         install(runner)
-        return runner.propose_draft_token_ids(Scheduled(), [[row[-1]] for row in rows], "the rest"), head.asked
+        proposer = runner.propose_draft_token_ids
+        drafts = proposer(Scheduled(), [[row[-1]] for row in rows], "the rest")
+        return drafts, head.asked, proposer.__self__.looked_up
 
-    assert propose([1, 5]) == ([[6, 7, 8]], [0]), "the head reads the step, and drafts nothing"
-    assert propose([1, 6]) == ([[9, 9]], [2]), "7 follows 6 with a probability of 0.5 only"
-    assert propose([1, 5], [1, 6]) == ([[6, 7, 8], [9, 9]], [2]), "the head drafts for both, and one takes it"
-    assert propose([1, 5], [1, 5], [1, 6]) == ([[6], [6], [9, 9]], [2]), "of three, 0.9 pays and 0.9 * 0.5 does not"
+    assert propose([1, 5]) == ([[6, 7, 8]], [0], {"0"}), "the head reads the step, and drafts nothing"
+    assert propose([1, 6]) == ([[9, 9]], [2], set()), "7 follows 6 with a probability of 0.5 only"
+    assert propose([1, 5], [1, 6]) == ([[6, 7, 8], [9, 9]], [2], {"0"}), "the head drafts for both, one takes it"
+    assert propose([1, 5], [1, 5], [1, 6]) == ([[6], [6], [9, 9]], [2], {"0", "1"}), "0.9 pays, 0.9 * 0.5 does not"
 
 
 def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
