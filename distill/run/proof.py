@@ -235,6 +235,10 @@ def prove_in_engine(
         "dtype": dtype,
         "extra_args": cfg.engine_args,
     }
+
+    def measured(server: VllmServer) -> Measurement:
+        return measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
+
     mode: Mode | None = None
     modes: Mapping[Mode, float] = {}
     if cfg.speed_rounds:
@@ -249,9 +253,6 @@ def prove_in_engine(
     def start(name: str, model: str | Path, config: Mapping[str, Any] | None) -> AbstractContextManager[VllmServer]:
         log = folder / f"vllm-{name}-draft.log"
         return vllm_server(model, log=log, speculative_config=config, mode=mode, **options)
-
-    def measured(server: VllmServer) -> Measurement:
-        return measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
 
     def measure_alone() -> Measurement:
         with start("without", target.name, None) as server:

@@ -19,12 +19,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from redraft.distill.run import proof
 from redraft.eval.engine.measure import MOST_REPEATS, Measurement, Output, changed_speed, time_steps
 from redraft.eval.engine.server import Mode, VllmServer
 from redraft.eval.prompts import Prompt
 from redraft.eval.serving import baseline, rounds
 from redraft.eval.serving.baseline import choose_mode, count_speeds, describe_baseline, measure_bandwidth
 from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
+from redraft.heads.files.target_folder import TargetFolder
 
 PROMPTS = [Prompt(token_ids=[1, 2])]
 
@@ -217,6 +219,31 @@ def test_the_faster_mode_is_chosen_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert choose() == ("eager", {"compiled": 25.0, "eager": 30.0}), "as kept: nothing is left to measure"
     assert most_at_once == (2 if on_cpu else 1), "a GPU has the memory of one server"
     assert choose("--enforce-eager") == ("eager", {}), "the user's choice"
+
+
+def test_the_proof_of_a_training_serves_in_the_faster_mode(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, Mode]] = []
+
+    @contextlib.contextmanager
+    def start(target: str, *, log: Path, mode: Mode, **options: Any) -> Iterator[VllmServer]:
+        started.append((log.stem, mode))
+        if options.get("speculative_config"):
+            raise ChildProcessError("as far as the test goes")
+        yield make_server("http://a", mode)
+
+    for module in (baseline, proof):
+        monkeypatch.setattr(module, "vllm_server", start)
+        monkeypatch.setattr(module, "measure_bandwidth", lambda: 1e10)
+    rates = {"compiled": 0.02, "eager": 0.01}
+    monkeypatch.setattr(proof, "measure", lambda server, *_, **__: make_run(rates[server.mode]))
+    with pytest.raises(ChildProcessError):
+        proof.prove_in_engine(
+            proof.Prove(speed_rounds=6), TargetFolder.open(tiny_target), {"method": "eagle3"}, PROMPTS, tmp_path
+        )
+    assert sorted(started[:2]) == [("vllm-compiled", "compiled"), ("vllm-eager", "eager")]
+    assert started[2:] == [("vllm-with-draft", "eager")]
 
 
 def test_the_bandwidth_of_this_machine_is_measured() -> None:
