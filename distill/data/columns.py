@@ -17,6 +17,7 @@ from redraft.distill.data.messages import (
     read_messages,
     read_text,
     read_tools,
+    refuse_media,
 )
 from redraft.distill.data.rows import UnusableRowError
 
@@ -27,7 +28,6 @@ ANSWERS = ("completion", "response", "output", "answer", "chosen")
 SYSTEMS = ("system", "system_prompt")
 HISTORY = "history"
 TOOLS = ("tools", "functions", "available_tools")
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 OURS = ("key", "settings")
 """Columns of `redraft regenerate` about its own run."""
@@ -86,8 +86,7 @@ class RowReader:
             raise UnusableRowError("with a label of false")
         if found and found[1] is not True:  # a number or a name is no verdict
             self.used.remove("label")
-        if media := next((name for name in MEDIA if self.row.get(name)), None):
-            raise UnusableRowError("with images or sound, which are not read", f"the column {media}")
+        refuse_media(column for column, value in self.row.items() if value)
 
     def _messages(self) -> list[Message]:
         """Messages from the first shape of which the row has the columns."""

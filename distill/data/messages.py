@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from redraft.distill.data.rows import UnusableRowError
@@ -52,6 +53,9 @@ NAMES = ("name", "tool_call_id")
 
 TOOL_KEYS = ("tools", "functions")
 """Keys of a system prompt with definitions of tools, in ChatGLM's data."""
+
+MEDIA = re.compile(r"(image|video|audio)s?(_(path|url|file)s?)?|pixel_values")
+"""Columns, and keys of a message, with what its text is about."""
 
 SPEAKERS = ("system", "user", "assistant", "tool")
 
@@ -154,9 +158,17 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     if speaker == "system":
         known |= {*TOOL_KEYS}
         message |= {key: raw[key] for key in TOOL_KEYS if raw.get(key)}
+    unknown = {key for key, value in raw.items() if key not in known and value not in (None, "", [])}
+    refuse_media(unknown)
     if unread is not None:
-        unread |= {key for key, value in raw.items() if key not in known and value not in (None, "", [])}
+        unread |= unknown
     return message
+
+
+def refuse_media(names: Iterable[str]) -> None:
+    """Raise UnusableRowError if a column or key of these names has images or sound, about which the text then is."""
+    if media := next(filter(MEDIA.fullmatch, names), None):
+        raise UnusableRowError("with images or sound, which are not read", f"under {media}")
 
 
 def _content(raw: Mapping[str, Any]) -> Any:

@@ -255,8 +255,8 @@ def held_out_prompts(
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if not prompts:
         raise ValueError(
-            f"none of {len(conversations):,} conversations has a prompt of at most {max_length} tokens "
-            f"(max-prompt-tokens){f'; {reasons}' if reasons else ''}"
+            f"none of {len(conversations):,} conversations has a prompt of at most {max_length} tokens: raise "
+            f"--data.max-prompt-tokens (of eval, --max-prompt-tokens){f'; {reasons}' if reasons else ''}"
         )
     if left_out:
         print(f"held-out prompts: {len(prompts):,}; left out: {reasons}")

@@ -203,12 +203,12 @@ def cut_continuation(
 
 def require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) -> None:
     """Raise ValueError unless every prompt fits the target's window together with `num_new_tokens`."""
-    window = target.config.max_position_embeddings
+    window = target.config.get_text_config().max_position_embeddings
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + num_new_tokens > window:
         raise ValueError(
             f"a prompt of {longest} tokens and {num_new_tokens} new ones exceed the target's window of {window}: "
-            "leave longer prompts out or lower max_tokens"
+            "leave longer prompts out (--data.max-prompt-tokens, or of eval --max-prompt-tokens), or lower max_tokens"
         )
 
 

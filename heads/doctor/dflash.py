@@ -36,7 +36,7 @@ def target_layers(pair: Pair) -> Iterator[Finding]:
         )
         return
     read = pair.shapes["fc.weight"][1] // pair.target_config.hidden_size
-    if len(ids) != read:
+    if len(ids) != read and pair.is_as_wide:
         yield Finding(
             f"{len(ids)} target layers {list(ids)} are fed, the weights of fc read {read}",
             f"name in {key} the {read} layers that the head was trained on",

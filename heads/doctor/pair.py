@@ -95,6 +95,11 @@ class Pair:
         return inner
 
     @property
+    def is_as_wide(self) -> bool:
+        """Whether the head is for a target of this hidden size. If not, its layers cannot be counted by it."""
+        return self.layer_config.get("hidden_size") in (None, self.target_config.hidden_size)
+
+    @property
     def trained_with(self) -> Mapping[str, Any] | None:
         """The architecture recorded by the export; None for a head from another trainer."""
         recorded: Mapping[str, Any] | None = (self.config.get("redraft") or {}).get(TRAINED_WITH)

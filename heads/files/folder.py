@@ -39,6 +39,8 @@ OTHERS = ("*/*", "consolidated*")
 """Files that hold the model in formats of others."""
 OLD_WEIGHTS = "pytorch_model*.bin"
 """Weights of repositories without safetensors."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+TO_SAFETENSORS = f"convert them to {WEIGHTS}, with torch.load and safetensors.torch.save_file"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt")
 TRAINED_WITH = "trained_with"
 """Key in an export's `redraft` section: the trained architecture, under the engines' keys. The engines' copies at the
@@ -129,10 +131,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if (folder / INDEX).is_file():
         return {name: folder / file for name, file in _read_index(folder / INDEX).items()}
     if first.name != WEIGHTS:
-        raise FileNotFoundError(
-            f"{folder} has its weights in {first.name}: convert them to {WEIGHTS}, with torch.load and "
-            "safetensors.torch.save_file"
-        )
+        raise FileNotFoundError(f"{folder} has its weights in {first.name}: {TO_SAFETENSORS}")
     return dict.fromkeys(safetensors_header(first), first)
 
 
@@ -303,7 +302,13 @@ def weight_files(folder: Path) -> list[Path]:
     whole = folder / WEIGHTS
     if files := [whole] if whole.is_file() else sorted(folder.glob(OLD_WEIGHTS)):
         return files
-    raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: it is not a model folder")
+    others = sorted(path.name for path in folder.glob("*") if path.suffix in WEIGHT_SUFFIXES)
+    if not others:
+        raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: it is not a model folder")
+    cure = TO_SAFETENSORS
+    if others[0].endswith(".safetensors"):
+        cure = f"fetch {INDEX} too" if len(others) > 1 else f"rename it to {WEIGHTS}"
+    raise FileNotFoundError(f"{folder} has its weights in {others[0]}: {cure}")
 
 
 def fingerprint(folder: Path) -> str:

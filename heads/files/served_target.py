@@ -58,7 +58,8 @@ def require_served_alike(target: TargetFolder) -> None:
     """
     _require_one_rope(target.text_config, target.name)
     require_rows(target)
-    if getattr(target.text_config, "tie_word_embeddings", False):
+    # Of text and images, a model is tied by its wrapper's word, and the text's is often a default.
+    if all(getattr(config, "tie_word_embeddings", False) for config in (target.config, target.text_config)):
         _require_tied(target.folder)
 
 

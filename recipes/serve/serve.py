@@ -16,8 +16,8 @@ from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, engine_is_cpu, find_two_speeds, require_servable, vllm_keys
 from redraft.eval.machine import count_cores
 from redraft.heads.doctor.method import lacks_confidence
+from redraft.heads.files.folder import INDEX, read_provenance, tensor_files, weight_files
 from redraft.heads.files.folder import read_config as read_model_config
-from redraft.heads.files.folder import read_provenance, tensor_files
 from redraft.online.engine.config import PLUGIN_NAME, read_config
 from redraft.recipes.cli import run_recipe
 from redraft.recipes.serve import serve_config
@@ -62,6 +62,8 @@ def server_command(cfg: Config) -> list[str]:
         ValueError: if neither a draft nor a registry is given, or vLLM would not serve the draft so.
         FileNotFoundError: if the registry has no current version.
     """
+    if (Path(cfg.target) / INDEX).is_file():
+        weight_files(Path(cfg.target))  # vLLM would choose between two sets of weights
     draft = _draft(cfg)
     folder = draft.folder
     require_agreement(read_flags(cfg.vllm_args), has_model=not draft.is_lookup, records=cfg.capture.is_on)

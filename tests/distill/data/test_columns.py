@@ -77,6 +77,8 @@ def test_tools_are_read_in_every_spelling(row: dict[str, Any]) -> None:
         ({"prompt": "how tall?", "completion": "no", "label": False}, "with a label of false"),
         ({"conversations": SHAREGPT, "image": "boat.jpg"}, "with images or sound, which are not read"),
         ({"messages": CHAT, "images": [{"bytes": "x"}]}, "with images or sound, which are not read"),
+        ({"messages": CHAT, "image_path": "boat.jpg"}, "with images or sound, which are not read"),
+        ({"messages": [CHAT[0] | {"videos": ["a.mp4"]}, ANSWER]}, "with images or sound, which are not read"),
         ({"messages": [{"role": "alien", "content": "a"}]}, "with an unknown speaker"),
         ({"messages": [{"role": "user", "body": "how tall?"}, ANSWER]}, "with a message without content, value, text"),
         (

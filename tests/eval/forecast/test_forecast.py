@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,17 @@ from autoregressive import token_by_token
 from make_heads import take_rows
 from reference_sampler import NextLogits, Propose, sample
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen2_5_VLConfig
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.forecast.greedy import Continuation, forecast, greedy_continuations, metric_sums, quick_metrics
+from redraft.eval.forecast.greedy import (
+    Continuation,
+    forecast,
+    greedy_continuations,
+    metric_sums,
+    quick_metrics,
+    require_window,
+)
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, TopKTarget, attention_mask, label_rows
 
@@ -207,6 +215,14 @@ def test_a_prompt_that_does_not_fit_the_window_is_refused(target: Any):
         greedy_continuations(
             target, [Prompt(token_ids=[7] * 500)], max_tokens=20, num_speculative_tokens=K, end_ids=[2]
         )
+
+
+def test_the_window_of_a_target_of_text_and_images_is_its_language_models():
+    text = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 40}
+    target = SimpleNamespace(config=Qwen2_5_VLConfig(text_config=text))
+    require_window(target, [Prompt(token_ids=[1] * 30)], 10)
+    with pytest.raises(ValueError, match="window of 40"):
+        require_window(target, [Prompt(token_ids=[1] * 30)], 11)
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])

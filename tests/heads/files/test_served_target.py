@@ -35,6 +35,7 @@ from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 from redraft.online.daemon.opening import read_vocab_size
 from redraft.recipes.data import show as data_command
+from redraft.recipes.serve import serve, serve_config
 from tests.helpers.vllm_models import architectures, passes_inner_layers
 
 TINY = Path("tests/assets/tiny-target")
@@ -152,8 +153,12 @@ def test_two_sets_of_weights_are_refused_with_both_names(target: Path) -> None:
     assert INDEX in message
     with pytest.raises(ValueError, match=INDEX):
         tensor_files(target)
+    served = serve_config.Config(target=str(target), draft="ngram")
+    with pytest.raises(ValueError, match=INDEX):
+        serve.server_command(served)
     (target / WEIGHTS).unlink()
     check(target)
+    serve.server_command(served)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +264,42 @@ def test_weights_in_a_bin_file_are_named_with_the_conversion(target: Path) -> No
     (target / WEIGHTS).rename(target / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin.*save_file"):
         tensor_files(target)
+
+
+def test_weights_under_another_name_are_named_with_the_way_out(target: Path) -> None:
+    """As in the folders of Medusa's authors, and in an interrupted download."""
+    names = list(tensor_files(target))
+    (target / WEIGHTS).rename(target / "medusa_lm_head.safetensors")
+    with pytest.raises(FileNotFoundError, match=rf"medusa_lm_head\.safetensors: rename it to {WEIGHTS}"):
+        tensor_files(target)
+    (target / "medusa_lm_head.safetensors").rename(target / WEIGHTS)
+    assert list(tensor_files(target)) == names
+    shutil.copy(target / WEIGHTS, target / "model-1.safetensors")
+    (target / WEIGHTS).rename(target / "model-2.safetensors")
+    with pytest.raises(FileNotFoundError, match=rf"model-1\.safetensors: fetch {INDEX} too"):
+        tensor_files(target)
+    for path in target.glob("model-*"):
+        path.rename(path.with_suffix(".pt"))
+    with pytest.raises(FileNotFoundError, match=r"model-1\.pt: convert"):
+        tensor_files(target)
+
+
+def test_a_target_of_text_and_images_is_tied_by_its_wrappers_word(target: Path) -> None:
+    """Of Qwen3-VL, the section of the text often says nothing, and its default is tied."""
+    weights = load_file(target / WEIGHTS)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] * 2
+    save_file(weights, target / WEIGHTS, {"format": "pt"})
+    text = {"vocab_size": 4096, "hidden_size": 256}
+    for is_tied in (False, True):
+        wrapper = {"model_type": "qwen3_vl_moe", "text_config": text, "tie_word_embeddings": is_tied}
+        (target / "config.json").write_text(json.dumps(wrapper))
+        opened = TargetFolder.open(target)
+        assert opened.text_config.tie_word_embeddings
+        if is_tied:
+            with pytest.raises(ValueError, match="lm_head"):
+                require_served_alike(opened)
+        else:
+            require_served_alike(opened)
 
 
 @pytest.mark.parametrize("num_files", [1, 2])
