@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import httpcore
 import httpx
@@ -15,10 +15,21 @@ UNKNOWN_NAME = "nobody knows this name here: correct the address, or the name se
 NO_ROUTE = "no network leads there: correct the address, or the route"
 SILENT = "no answer came in time: is a firewall between, or does the server hang?"
 UNTRUSTED = "its certificate is not trusted here: set SSL_CERT_FILE to a file with its authority"
+OTHER_NAME = "its certificate is for another name: give the address that it is for"
+EXPIRED = "its certificate has expired: renew it"
+WANTS_CERTIFICATE = "it wants a certificate from its clients, and redraft has none: start vLLM without --ssl-cert-reqs"
+UNIX_SOCKET = "redraft asks servers over TCP, not at a Unix socket: start vLLM with --host and --port instead of --uds"
+FOREIGN = "a log-in answers in its place: give the address behind it, or let /redraft/, /metrics and /v1/ through"
 IS_PLAIN = "it speaks plain HTTP: begin its address with http://"
 IS_TLS = "it sends no HTTP: if it speaks TLS, begin its address with https://"
 
 NO_NETWORK = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
+BY_CODE = {10: EXPIRED, 62: OTHER_NAME, 64: OTHER_NAME}
+"""OpenSSL's verify codes."""
+
+REDIRECTS = (301, 302, 303, 308)
+"""Without 307, with which vLLM itself takes a slash from the end of a path."""
+
 TLS_REASONS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNEXPECTED_EOF")
 
 
@@ -26,7 +37,9 @@ def explain(error: BaseException) -> str:
     """The reason with the cure; the error's own words if it is none of the usual ones."""
     for cause in _list_causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return UNTRUSTED
+            return BY_CODE.get(cause.verify_code, UNTRUSTED)
+        if isinstance(cause, ssl.SSLError) and "CERTIFICATE_REQUIRED" in (cause.reason or ""):
+            return WANTS_CERTIFICATE
         if isinstance(cause, ssl.SSLError) and (cause.reason or "").upper().replace(" ", "_") in TLS_REASONS:
             return IS_PLAIN
         if isinstance(cause, socket.gaierror):
@@ -41,6 +54,14 @@ def explain(error: BaseException) -> str:
         if isinstance(cause, httpx.RemoteProtocolError | httpcore.RemoteProtocolError) and "illegal" in str(cause):
             return IS_TLS
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def explain_answer(status: int, headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The reason with the cure if something before the server has answered; empty if the server has."""
+    found = {name.lower(): value.lower() for name, value in headers}
+    is_page = status < 500 and found.get(b"content-type", b"").startswith(b"text/html")
+    wants_login = not found.get(b"www-authenticate", b"bearer").startswith(b"bearer")
+    return FOREIGN if status in REDIRECTS or is_page or wants_login else ""
 
 
 def _list_causes(error: BaseException | None) -> Iterator[BaseException]:

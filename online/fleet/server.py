@@ -21,7 +21,7 @@ import msgspec
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import NO_COUNTERS, SPEC_DECODE, find_counts
-from redraft.online.fleet.reach import explain
+from redraft.online.fleet.reach import UNIX_SOCKET, explain, explain_answer
 from redraft.online.fleet.registry import Identity, Registry
 from redraft.online.journal import Identifier
 
@@ -76,7 +76,10 @@ def require_address(url: str) -> None:
         has_port = parts.port is None or parts.port < 1 << 16
         is_word = not any(map(str.isspace, url)) and len(url) <= 200  # it becomes an identifier of the journal
         is_address = parts.scheme in ("http", "https") and bool(parts.host) and has_port and is_word
-        is_address = is_address and not parts.userinfo  # a password would be shown on the page
+        if parts.userinfo:
+            raise ValueError(f"the address of {parts.host!r} holds a password, which pages would show: leave it out")
+        if not is_address and (url.startswith("/") or "unix" in parts.scheme):
+            raise ValueError(f"{url!r}: {UNIX_SOCKET}")
     except (httpx.InvalidURL, TypeError):
         is_address = False
     if not is_address:
@@ -271,7 +274,7 @@ class FleetServer:
         try:
             # httpx's timeouts are between two bytes: a server that drips would never reach them.
             async with asyncio.timeout(timeout_s):
-                code, content = await self._exchange(method, path, json, authorization)
+                code, content, foreign = await self._exchange(method, path, json, authorization)
         except TimeoutError as error:
             raise UnreachableError(f"{self.url} does not answer {method} {path} within {timeout_s:.0f} s") from error
         except httpx.HTTPError as error:
@@ -281,9 +284,9 @@ class FleetServer:
         except Exception as error:  # an odd header can raise anything, and it is the server's fault
             reason = self._quote(repr(error))
             raise UnreachableError(f"{self.url} cannot be understood: {reason}") from error
-        if code != 200:
-            reason = self._quote(content.decode(errors="replace"))
-            cure = ". Start it with redraft serve" if code == 404 else ""
+        if code != 200 or foreign:
+            reason = foreign or self._quote(content.decode(errors="replace"))
+            cure = ". Start it with redraft serve" if code == 404 and not foreign else ""
             raise RefusedError(f"{self.url} answers {method} {path} with {code}: {reason}{cure}")
         return content
 
@@ -291,7 +294,8 @@ class FleetServer:
         """The beginning of a server's words. A page about an error may repeat the headers, with our token."""
         return (words.replace(self.token, "***") if self.token else words)[:MAX_QUOTED]
 
-    async def _exchange(self, method: str, path: str, json: object, headers: dict[str, str]) -> tuple[int, bytes]:
+    async def _exchange(self, method: str, path: str, json: object, headers: dict[str, str]) -> tuple[int, bytes, str]:
+        """Status and content of the answer, and why it is not the server's; empty if it is."""
         plain = {"Accept-Encoding": "identity"}  # a few compressed kB could unpack to GB
         content = bytearray()
         # httpx's default of 5 s between two bytes would end a slow swap. The deadline is in `_request`.
@@ -302,7 +306,7 @@ class FleetServer:
                 content += part
                 if len(content) > MAX_ANSWER_BYTES:
                     raise NonsenseError(f"{self.url} answers {path} with more than {MAX_ANSWER_BYTES >> 20} MiB")
-        return answer.status_code, bytes(content)
+        return answer.status_code, bytes(content), explain_answer(answer.status_code, answer.headers.raw)
 
 
 def _read_drafting(body: _StatusAnswer) -> Drafting | None:

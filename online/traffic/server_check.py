@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from redraft.online.fleet.reach import explain_answer
 from redraft.online.records.guard import Guard
 from redraft.online.traffic.pools import Pools
 from redraft.online.traffic.upstream import ForwardedRequest, Upstream
@@ -191,6 +192,8 @@ class ServerChecks:
             raise NotYetError("the answer broke off") from error
         finally:
             await reply.aclose()
+        if foreign := explain_answer(reply.status, reply.headers):
+            raise NotYetError(foreign)
         if reply.status in (400, 422):
             raise UnfitError(
                 f"it refuses {self.top_k} log-probabilities and ids for each token: start vLLM with "

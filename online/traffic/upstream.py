@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import logging
 import math
 import os
 import ssl
@@ -23,8 +24,10 @@ from dataclasses import dataclass
 import httpcore
 import httpx
 
-from redraft.online.fleet.reach import explain
+from redraft.online.fleet.reach import explain, explain_answer
 from redraft.online.traffic.sockets import PlainBackend
+
+logger = logging.getLogger("redraft.upstream")
 
 CONNECT_TIMEOUT_S = 2.0
 """Time for a connection to be established. The answer itself may take any time."""
@@ -128,7 +131,8 @@ class Upstream:
         self.last_turn = 0
         self.is_down = False
         self.problem = ""
-        """Why the last connection failed, with the cure; empty after a good one."""
+        """Why the last request did not reach the server, with the cure; empty if it did."""
+        self._is_told = False
         base = httpx.URL(url)
         self._certificates = certificates
         self._origin = httpcore.Origin(
@@ -254,7 +258,10 @@ class Upstream:
         except (RefusedError, BrokenError) as error:
             self.problem = explain(error)
             raise
-        self.problem = ""
+        self.problem = explain_answer(response.status, response.headers)
+        if self.problem and not self._is_told:
+            logger.warning("%s: %s", self.url, self.problem)
+            self._is_told = True  # once, because a client's missing password looks the same
         return response
 
 

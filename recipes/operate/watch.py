@@ -21,7 +21,8 @@ import tyro
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import parse_counts
-from redraft.online.fleet.reach import explain
+from redraft.online.fleet.reach import explain, explain_answer
+from redraft.online.fleet.server import require_address, trusted_certificates
 from redraft.recipes.cli import run_recipe
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -67,10 +68,12 @@ def main(cfg: Config) -> None:
     Raises:
         SystemExit: with status 1 if tau is below `min_tau`.
         ConnectionError: if a server cannot be reached at first.
-        ValueError: if a server serves no draft, or none is given.
+        ValueError: if a server serves no draft, or no address of one is given.
     """
     if not cfg.urls:
         raise ValueError("no server to watch: give http://HOST:PORT")
+    for url in cfg.urls:
+        require_address(url)
     recent = AcceptanceCounts.zero()
     with contextlib.suppress(KeyboardInterrupt):  # the usual end of watching
         for number, poll in enumerate(poll_servers(cfg)):
@@ -129,7 +132,10 @@ def read_counts(url: str) -> AcceptanceCounts:
     """
     try:
         # Past any proxy of the environment, as the learner and the router ask.
-        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S, trust_env=False)
+        certificates = trusted_certificates()
+        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S, trust_env=False, verify=certificates)
+        if foreign := explain_answer(answer.status_code, answer.headers.raw):
+            raise ConnectionError(f"cannot read {url}/metrics: {foreign}")
         answer.raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConnectionError(f"cannot read {url}/metrics: {explain(error)}") from error

@@ -10,6 +10,7 @@ from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.heads.doctor.checks import static_findings
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.online.fleet.reach import UNIX_SOCKET, WANTS_CERTIFICATE
 
 ALIASES = {"sc": "speculative_config"}
 
@@ -22,6 +23,9 @@ OWN = {
     "spec_tokens": "give --num-speculative-tokens before the --",
 }
 """Flags which would replace those of redraft, and the flag to give instead."""
+
+WARNINGS = {"disable_log_stats": LOG_STATS_OFF, "uds": UNIX_SOCKET, "ssl_cert_reqs": WANTS_CERTIFICATE}
+"""Flags with which a part of redraft does not reach the server, or reads nothing there."""
 
 
 def read_flags(arguments: Sequence[str]) -> dict[str, str]:
@@ -75,8 +79,7 @@ def list_warnings(
     flags: Mapping[str, str], target: str, draft: Path | None, speculative: Mapping[str, Any]
 ) -> Iterator[str]:
     """Lines about flags and drafts, probably mistakes."""
-    if "disable_log_stats" in flags:
-        yield LOG_STATS_OFF
+    yield from (line for name, line in WARNINGS.items() if flags.get(name, "0") != "0")
     if draft is None:
         return
     try:

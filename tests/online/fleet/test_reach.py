@@ -1,4 +1,4 @@
-"""A server that cannot be reached is named with the reason and the cure, by the learner, the router and `watch`."""
+"""A server that cannot be reached is named with the reason and the cure, by learner, router, tap and `watch` alike."""
 
 from __future__ import annotations
 
@@ -10,13 +10,25 @@ import subprocess
 
 import httpx
 import pytest
-from waiting import in_event_loop
+from waiting import in_event_loop, until
 
 from redraft.online.fleet import reach
-from redraft.online.fleet.server import FleetServer, UnreachableError, make_client, trusted_certificates
+from redraft.online.fleet.discovery import FleetConfig
+from redraft.online.fleet.server import (
+    FleetServer,
+    RefusedError,
+    UnreachableError,
+    make_client,
+    trusted_certificates,
+)
+from redraft.online.records.guard import Guard
 from redraft.online.traffic.pools import NoServerError, Pools
+from redraft.online.traffic.router import read_servers
+from redraft.online.traffic.server_check import ServerChecks
 from redraft.online.traffic.upstream import BrokenError, ForwardedRequest
+from redraft.recipes.operate import watch
 from redraft.recipes.operate.watch import read_counts
+from redraft.recipes.serve import tap
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +42,13 @@ def certificate(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def listening(context=None):
-    """A server that answers every request with status 204; its port."""
+async def listening(context=None, head="204 No Content"):
+    """A server that answers every request so; its port."""
 
     async def handle(reader, writer):
         with contextlib.suppress(OSError):
             await reader.read(1 << 16)
-            writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+            writer.write(f"HTTP/1.1 {head}\r\n\r\n".encode())
             await writer.drain()
         writer.close()
 
@@ -46,16 +58,21 @@ async def listening(context=None):
 
 
 async def ask_all(url):
-    """What learner, router and `watch` say about a server."""
+    """What learner, router, tap and `watch` say about a server."""
     async with make_client(trusted_certificates()) as http:
-        with pytest.raises(UnreachableError) as by_learner:
+        with pytest.raises((UnreachableError, RefusedError)) as by_learner:
             await FleetServer(url, "token", http).status()
     pools = Pools(lambda: [(url, "")])
+    checks = ServerChecks(5, Guard(), {})
+    checking = asyncio.create_task(checks.check_forever(pools))
+    await until(lambda: checks.problems)
+    checking.cancel()
     with contextlib.suppress(NoServerError, BrokenError):
-        await pools.send(ForwardedRequest(method="GET", path=b"/health", headers=[], body=b""), "")
+        reply = await pools.send(ForwardedRequest(method="GET", path=b"/health", headers=[], body=b""), "")
+        await reply.aclose()
     with pytest.raises(ConnectionError) as by_watch:
         await asyncio.to_thread(read_counts, url)
-    return str(by_learner.value), pools.upstreams[0].problem, str(by_watch.value)
+    return str(by_learner.value), pools.upstreams[0].problem, checks.problems[url], str(by_watch.value)
 
 
 def reserve_port():
@@ -80,6 +97,36 @@ async def test_the_wrong_scheme_is_told_with_the_right_one(certificate):
         assert all(reach.UNTRUSTED in said for said in await ask_all(f"https://127.0.0.1:{port}"))
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "302 Found\r\nLocation: https://login.example/?back=x\r\nContent-Length: 0",
+        "401 Unauthorized\r\nWWW-Authenticate: Basic realm=models\r\nContent-Length: 0",
+        "200 OK\r\nContent-Type: text/html; charset=utf-8\r\nContent-Length: 0",
+    ],
+)
+@in_event_loop
+async def test_a_log_in_before_the_server_is_told(head, caplog):
+    async with listening(head=head) as port:
+        assert all(reach.FOREIGN in said for said in await ask_all(f"http://127.0.0.1:{port}"))
+    assert caplog.text.count(f"127.0.0.1:{port}: {reach.FOREIGN}") == 1, "once by the router"
+
+
+@pytest.mark.parametrize("url", ["unix:/run/vllm.sock", "/run/vllm.sock", "http+unix://%2Frun%2Fvllm.sock"])
+def test_a_unix_socket_is_refused_with_the_cure_by_all(url, tmp_path):
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(f'[[servers]]\nurl = "{url}"\n')
+    ask = [
+        lambda: FleetConfig(servers=(url,)),
+        lambda: read_servers(fleet),
+        lambda: tap.main(tap.Config(upstream=url, target=tmp_path, spool=tmp_path)),
+        lambda: watch.main(watch.Config(urls=(url,))),
+    ]
+    for each in ask:
+        with pytest.raises(ValueError, match="--uds"):
+            each()
+
+
 @in_event_loop
 async def test_a_certificate_of_ssl_cert_file_is_trusted_by_all(certificate, monkeypatch):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -93,6 +140,8 @@ async def test_a_certificate_of_ssl_cert_file_is_trusted_by_all(certificate, mon
         await reply.aclose()
         async with make_client(trusted_certificates()) as http:
             assert (await http.get(url)).status_code == 204
+        with pytest.raises(ValueError, match="counters"):  # of an answer without any
+            await asyncio.to_thread(read_counts, url)
 
 
 @in_event_loop
@@ -103,9 +152,20 @@ async def test_no_proxy_of_the_environment_sees_a_request_or_the_token(monkeypat
         assert (await http.get(f"http://127.0.0.1:{port}")).status_code == 204
 
 
+def make_tls_error(kind, **fields):
+    error = kind(1, "a line of OpenSSL")
+    for name, value in fields.items():
+        setattr(error, name, value)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
+        (make_tls_error(ssl.SSLCertVerificationError, verify_code=62), reach.OTHER_NAME),
+        (make_tls_error(ssl.SSLCertVerificationError, verify_code=10), reach.EXPIRED),
+        (make_tls_error(ssl.SSLCertVerificationError, verify_code=18), reach.UNTRUSTED),
+        (make_tls_error(ssl.SSLError, reason="TLSV13_ALERT_CERTIFICATE_REQUIRED"), reach.WANTS_CERTIFICATE),
         (TimeoutError(), reach.SILENT),
         (httpx.ReadTimeout(""), reach.SILENT),
         (OSError(113, "No route to host"), reach.NO_ROUTE),

@@ -127,7 +127,8 @@ def test_what_is_probably_not_meant_is_warned_of_before_the_server_starts(random
         return list(list_warnings(flags, str(random_target), draft, speculative))
 
     before = warnings()
-    assert len(warnings(disable_log_stats="")) == len(before) + 1
+    assert len(warnings(disable_log_stats="", uds="/run/vllm.sock", ssl_cert_reqs="2")) == len(before) + 3
+    assert warnings(ssl_cert_reqs="0") == before
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
     assert any("64" in line for line in warnings())
