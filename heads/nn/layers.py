@@ -5,6 +5,7 @@ B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -77,10 +78,12 @@ class LlamaShape:
         head_dim = head_dim or (heads and hidden // heads)
         # Latent attention says nothing of a layer that keeps keys: DeepSeek V3's 128 key heads would make this one
         # layer cache half as much as all 61 layers of the target.
-        if not heads or read("kv_lora_rank") or LlamaShape._has_sizes_by_layer(config):
-            head_dim = min(USUAL_HEAD_DIM, hidden)
+        # And a Llama config, as engines read a head's, has heads that divide the hidden size: Qwen 3.5's need not.
+        if not heads or hidden % heads or read("kv_lora_rank") or LlamaShape._has_sizes_by_layer(config):
+            head_dim = math.gcd(hidden, USUAL_HEAD_DIM)
             heads = hidden // head_dim
-            key_heads = max(1, heads // QUERY_HEADS_A_KEY)
+            most = max(1, heads // QUERY_HEADS_A_KEY)
+            key_heads = next(count for count in range(most, 0, -1) if heads % count == 0)
         return LlamaShape(
             hidden_size=hidden,
             # 8/3 of the hidden size makes the three matrices of SwiGLU as large as the usual two of 4x
@@ -108,11 +111,16 @@ class LlamaShape:
         """The shape of an untrained head's layers: the options' sizes, or else those of `from_config`.
 
         Raises:
-            ValueError: the query heads do not share the key heads evenly, or as `from_config`.
+            ValueError: the query heads do not share the hidden size or the key heads evenly, or as `from_config`.
         """
         chosen = {field.name: getattr(sizes, field.name) for field in fields(LayerSizes)}
         shape = LlamaShape.from_config(target_config)
         shape = replace(shape, **{name: size for name, size in chosen.items() if size is not None})
+        if shape.hidden_size % shape.num_attention_heads:
+            raise ValueError(
+                f"{shape.num_attention_heads} query heads do not divide the hidden size, {shape.hidden_size}: give "
+                "--head.num-attention-heads"
+            )
         if shape.num_attention_heads % shape.num_key_value_heads:
             raise ValueError(
                 f"{shape.num_attention_heads} query heads do not share {shape.num_key_value_heads} key heads evenly: "

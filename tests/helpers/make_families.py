@@ -16,6 +16,9 @@ from redraft.heads.target import Target
 MASK = VOCAB - 1
 DRAFT_IDS = torch.arange(3, VOCAB, 4)
 
+SIZES = {"intermediate_size": 40, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+"""Others than the target's, by every option of `LayerSizes`."""
+
 Variants = dict[str, tuple[dict[str, Any], Tensor | None]]
 """Options and the ids of a reduced vocabulary, by name."""
 
@@ -34,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Options of all variants of a family, unless the variant says otherwise."""
 
 VARIANTS: dict[str, Variants] = {
-    "eagle1": {"plain": ({}, None)},
+    "eagle1": {"plain": ({}, None), "sizes of its own": (SIZES, None)},
     "eagle3": {
         "plain": ({}, None),
         "reduced vocabulary": ({}, DRAFT_IDS),
@@ -44,12 +47,14 @@ VARIANTS: dict[str, Variants] = {
         "3.1": ({"fc_norm": True, "norm_output": True}, DRAFT_IDS),
         "one layer": ({"aux_layer_ids": (5,)}, None),
         "four layers from the embeddings on": ({"aux_layer_ids": (0, 1, 3, 4)}, None),
+        "sizes of its own": (SIZES, None),
     },
     "mtp": {layout: ({}, None) for layout in ("mimo", "qwen3_next", "qwen3_5", "deepseek")},
     "peagle": {
         "plain": ({}, None),
         "reduced vocabulary": ({}, DRAFT_IDS),
         "one layer, target's head": ({"num_layers": 1, "own_head": False}, None),
+        "sizes of its own": (SIZES, None),
         "norms before fc and before the residual": (
             {"fc_norm": True, "norm_before_residual": True},
             None,
@@ -59,12 +64,14 @@ VARIANTS: dict[str, Variants] = {
         "plain": ({}, None),
         "reduced vocabulary": ({}, DRAFT_IDS),
         "one layer": ({"aux_layer_ids": (5,), "num_layers": 1}, None),
+        "sizes of its own": (SIZES, None),
     },
     "dspark": {
         "from the anchor": ({}, None),
         "from the first mask": ({"sample_from_anchor": False, "block_size": 4}, None),
         "reduced vocabulary": ({}, DRAFT_IDS),
         "without confidence": ({"confidence_head": False, "num_layers": 1}, None),
+        "sizes of its own": (SIZES, None),
     },
     "medusa": {"two layers": ({"num_layers": 2}, None), "without biases": ({"bias": False}, None)},
     "mlp_speculator": {

@@ -6,7 +6,7 @@ B = batch, T = tokens, D = hidden, V = vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, attention_mask
+from redraft.heads.options import LayerSizes
 from redraft.heads.target import Target
 
 VOCAB, HIDDEN, LAYERS = 96, 32, 5
@@ -157,7 +158,9 @@ def assert_round_trip(head: Any, model: Any, folder: Path, **options: Any) -> An
     """Exported and loaded: the same config, bit-equal tensors and bit-equal hidden states. Returns what was loaded."""
     head.export(folder, **options)
     loaded = type(head).load(folder, Target.from_model(model))
-    assert loaded.config == head.config
+    sizes = [field.name for field in fields(LayerSizes) if hasattr(head.config, field.name)]
+    assert loaded.config == replace(head.config, **dict.fromkeys(sizes)), "the sizes are in the shape"
+    assert all(getattr(loaded.shape, name) == getattr(head.shape, name) for name in sizes)
     assert loaded.state_dict().keys() == head.state_dict().keys()
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in head.state_dict().items())
     batch = make_batch([[make_ids(12)]])

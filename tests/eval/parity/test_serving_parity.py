@@ -112,6 +112,15 @@ VARIANTS: dict[str, Callable[[Path], Served]] = {
     "eagle3: four layers, 3.1, shared head, vllm": lambda folder: make_eagle3(
         folder, None, aux_layer_ids=(0, 2, 3, 5), fc_norm=True, norm_output=True, own_head=False
     ),
+    "eagle3: sizes of its own, vllm": lambda folder: make_eagle3(
+        folder,
+        None,
+        aux_layer_ids=(1, 4),
+        intermediate_size=160,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    ),
     "eagle3: two layers, norm before residual, speculators": lambda folder: make_eagle3(
         folder, torch.arange(0, 256, 2), "speculators", aux_layer_ids=(2, 3), norm_before_residual=True
     ),

@@ -1,18 +1,23 @@
-"""The norm of the heads, against its formula in float64.
+"""The norm of the heads, against its formula in float64, and the sizes of their layers.
 
 B = batch, T = tokens, D = hidden.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from make_families import SIZES, VARIANTS, make_variant
+from make_heads import make_target
 from torch import Tensor
 
-from redraft.heads.nn.layers import RMSNorm
+from redraft.heads.files.folder import read_config
+from redraft.heads.nn.layers import LlamaShape, RMSNorm
+from redraft.heads.options import Eagle3
 
 EPS = 1e-5
 
@@ -65,3 +70,39 @@ def test_a_norm_of_float32_is_that_of_pytorch_bit_for_bit() -> None:
     theirs = torch.nn.RMSNorm(64, eps=EPS)
     theirs.load_state_dict(norm.state_dict())
     assert torch.equal(norm(x), theirs(x))
+
+
+@pytest.mark.parametrize("name", [name for name, variants in VARIANTS.items() if "sizes of its own" in variants])
+def test_the_sizes_of_a_head_are_those_of_the_options(name: str, tmp_path: Path) -> None:
+    head, model = make_variant(name, "sizes of its own")
+    ends = {".".join(each.split(".")[-2:]): tuple(p.shape) for each, p in head.named_parameters()}
+    assert ends["q_proj.weight"][0] == 8 * 16
+    assert ends["k_proj.weight"][0] == ends["v_proj.weight"][0] == 4 * 16
+    assert ends["o_proj.weight"] == (32, 8 * 16)
+    assert ends["gate_proj.weight"] == (40, 32)
+    head.export(tmp_path)
+    written = read_config(tmp_path)
+    assert {key: written[key] for key in SIZES} == SIZES
+    assert (written["hidden_size"], written["vocab_size"]) == (model.config.hidden_size, model.config.vocab_size)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_one_size_is_chosen_and_the_others_stay_the_targets(name: str) -> None:
+    config = make_target().config
+    of_target = LlamaShape.from_config(config)
+    chosen = LlamaShape.of_head(Eagle3(**{name: 2 * getattr(of_target, name)}), config)
+    changed = {key for key in SIZES if getattr(chosen, key) != getattr(of_target, key)}
+    assert changed == {name}
+    assert LlamaShape.of_head(Eagle3(), config) == of_target
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"num_key_value_heads": 3}, r"4 query heads .* 3 key heads .*--head\.num-key-value-heads"),
+        ({"num_attention_heads": 6}, r"6 query heads .* 32: .*--head\.num-attention-heads"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused(chosen: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LlamaShape.of_head(Eagle3(**chosen), make_target().config)
