@@ -58,7 +58,7 @@ from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.family import Family, Training
 from redraft.heads.files.artifact import publish, publishing
-from redraft.heads.files.checkpoint import refuse_quantised
+from redraft.heads.files.checkpoint import model_class, refuse_quantised
 from redraft.heads.files.folder import check_model_folder, fetch_model
 from redraft.heads.files.served_target import require_aux
 from redraft.heads.files.target_folder import TargetFolder
@@ -368,12 +368,16 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
 
 def _open(name: str) -> TargetFolder:
     check_model_folder(name)
-    return TargetFolder.open(name)
+    target = TargetFolder.open(name)
+    model_class(target.config)
+    return target
 
 
 def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> None:
     """Compare a head's options with the target's config. Raises ValueError if one does not fit."""
     options, shape = cfg.head, target.text_config
+    if isinstance(options, LayerSizes):
+        LlamaShape.of_head(options, shape)
     require_smaller(cfg.draft_vocab_size, shape.vocab_size)
     if family.layers_key and cfg.prove.engine:
         require_aux(target, family.name)

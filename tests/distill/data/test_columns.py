@@ -14,6 +14,7 @@ from redraft.distill.data.rows import UnusableRowError
 QUESTION, ANSWER = {"role": "user", "content": "how tall?"}, {"role": "assistant", "content": "3 m"}
 SYSTEM = {"role": "system", "content": "Be a guide."}
 CHAT = [QUESTION, ANSWER]
+IMAGE = {"type": "image_url", "image_url": {"url": "boat.jpg"}}
 SHAREGPT = [{"from": "human", "value": "how tall?"}, {"from": "gpt", "value": "3 m"}]
 PARAMETERS = {"type": "object", "properties": {"thing": {"type": "string"}}}
 FUNCTION = {"name": "weigh", "description": "Weighs.", "parameters": PARAMETERS}
@@ -79,6 +80,7 @@ def test_tools_are_read_in_every_spelling(row: dict[str, Any]) -> None:
         ({"messages": CHAT, "images": [{"bytes": "x"}]}, "with images or sound, which are not read"),
         ({"messages": CHAT, "image_path": "boat.jpg"}, "with images or sound, which are not read"),
         ({"messages": [CHAT[0] | {"videos": ["a.mp4"]}, ANSWER]}, "with images or sound, which are not read"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}, ANSWER]}, "content that is not text"),
         ({"messages": [{"role": "alien", "content": "a"}]}, "with an unknown speaker"),
         ({"messages": [{"role": "user", "body": "how tall?"}, ANSWER]}, "with a message without content, value, text"),
         (
@@ -93,6 +95,14 @@ def test_rows_that_must_not_be_learned_are_left_out_with_a_reason(row: dict[str,
     with pytest.raises(UnusableRowError) as error:
         read_conversation(row)
     assert error.value.reason == reason
+
+
+def test_data_of_images_alone_end_in_one_line(tmp_path: Any) -> None:
+    rows = [{"images": ["boat.jpg"], "caption": "a boat"}, {"messages": [{"role": "user", "content": [IMAGE]}, ANSWER]}]
+    (path := tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"no conversation .*with images or sound.*content that is not text") as ended:
+        load_conversations(str(path))
+    assert "\n" not in str(ended.value)
 
 
 def test_an_empty_list_of_images_is_no_image() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from local_hub import keep_in_cache
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -127,6 +127,26 @@ def test_a_head_for_a_target_without_vllms_interface_is_refused(target: Path) ->
     with pytest.raises(ValueError, match=r"MixtralForCausalLM.*eagle3.*--prove\.no-engine"):
         refuse(family, cfg)
     assert refuse(family, replace(cfg, prove=replace(cfg.prove, engine=False))).folder == target
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family", "message"),
+    [
+        ("siglip_vision_model", "standalone", "no language model for a SiglipVisionConfig"),
+        ("siglip_vision_model", "eagle3", "no language model for a SiglipVisionConfig"),
+        ("t5", "eagle1", "no language model for a T5Config"),
+        ("falcon_mamba", "eagle1", "FalconMambaConfig, which does not say .*max_position_embeddings"),
+    ],
+)
+def test_a_target_that_nothing_covers_is_refused_before_anything_is_loaded(
+    model_type: str, family: str, message: str, target: Path
+) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(target)
+    row = find_family(family)
+    cfg: Any = replace(make_config(row), target=str(target), output=target / "run")
+    with pytest.raises(ValueError, match=message) as refused:
+        refuse(row, cfg)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.vllm
