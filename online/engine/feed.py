@@ -176,7 +176,7 @@ class Feed:
         if origin is None:  # e.g. of another front end: whether its client opted out is not known
             self.capture.counts["skipped_requests_unmarked"] += 1
             return None
-        if reason := _find_skip_reason(request, origin):
+        if reason := _find_skip_reason(request, origin, with_states=self.capture.config.hidden_states):
             self.capture.counts[f"skipped_requests_{reason}"] += 1
             return None
         if not self.capture.is_sampled(request.req_id, origin.tenant):
@@ -194,6 +194,7 @@ class Feed:
             stop_ids=frozenset(params.stop_token_ids or ()) | ({params.eos_token_id} - {None}),
             domain=origin.domain,
             tenant=origin.tenant,
+            text_begin=_find_text(request),
         )
 
 
@@ -210,7 +211,13 @@ def record_event(tensor: Tensor) -> torch.cuda.Event | None:
 PLAIN_ARGUMENTS = {EXTRA_ARGS_KEY, "kv_transfer_params", "ec_transfer_params"}
 
 
-def _find_skip_reason(request: Any, origin: Origin) -> str:
+def _find_text(request: Any) -> int:
+    """Index of the first token after the last image, video or sound; 0 without any."""
+    places = [feature.mm_position for feature in request.mm_features]
+    return max((place.offset + place.length for place in places), default=0)
+
+
+def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str:
     """Why a request cannot be recorded; empty if it can."""
     params = request.sampling_params
     reasons = {
@@ -228,8 +235,8 @@ def _find_skip_reason(request: Any, origin: Origin) -> str:
         "custom_arguments": bool((params.extra_args or {}).keys() - PLAIN_ARGUMENTS),
         # with an adapter the target is not the one the draft is trained for
         "lora": request.lora_request is not None,
-        # the target read more than token ids
-        "multimodal": bool(request.mm_features) or request.prompt_token_ids is None,
+        # the target read more than token ids; a head learns from the states after the last image
+        "multimodal": (bool(request.mm_features) and not with_states) or request.prompt_token_ids is None,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 

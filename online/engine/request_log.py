@@ -40,6 +40,9 @@ class RequestInfo:
     stop_ids: frozenset[int]
     domain: str = ""
     tenant: str = ""
+    text_begin: int = 0
+    """Index of the first token after the last image. The states of earlier ones are left out: a head reads the image's
+    embeddings with them, which no record has."""
 
 
 # Rows and VerifiedStep are made for every request of every step: a dataclass would take five times as long.
@@ -175,7 +178,10 @@ class RequestLog:
     def add_states(self, states: Sequence[States]) -> None:
         """Take the next states, and drop the oldest ones that no record could hold any more."""
         for chunk in states:
-            self.states.append(chunk.newest(self.max_bytes))
+            bytes_of_text = (chunk.end - self.info.text_begin) * chunk.num_bytes // max(1, len(chunk.words_HLD))
+            if bytes_of_text <= 0:  # up to an image
+                continue
+            self.states.append(chunk.newest(min(bytes_of_text, self.max_bytes)))
             self._num_state_bytes += self.states[-1].num_bytes
             self._num_new_bytes += self.states[-1].num_bytes if self.verified else 0
             # The oldest chunk goes only if the others alone can fill a record.

@@ -286,6 +286,27 @@ def test_a_request_whose_tokens_are_not_the_plain_targets_is_counted_and_not_rec
     assert capture.counts == {f"skipped_requests_{reason}" if reason else "captured_requests": 1}
 
 
+def test_a_request_with_images_is_recorded_for_a_head_from_the_first_token_after_them(tmp_path):
+    request = make_request(length=20)
+    places = [SimpleNamespace(offset=offset, length=length) for offset, length in ((9, 4), (1, 6))]
+    request.mm_features = [SimpleNamespace(mm_position=place) for place in places]
+    without = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
+    assert Feed(without, max_model_len=100).add(request) is None
+    assert without.counts == {"skipped_requests_multimodal": 1}
+    capture = Capture(CaptureConfig(spool=tmp_path, hidden_states=True), "boot", "target", "v000001")
+    log = make_log(Feed(capture, max_model_len=100).add(request))
+    states_HLD = np.arange(21 * 8, dtype=np.uint16).reshape(-1, 2, 4)
+    log.add_states([States(0, states_HLD[:8]), States(8, states_HLD[8:20])])
+    assert sum(states.num_bytes for states in log.states) == 7 * 16
+    log.append(20, [7], None)
+    log.append(21, [8], make_verified(21, [50], 0))
+    log.add_states([States(20, states_HLD[20:])])
+    record = segment(log)
+    assert record.hidden_begin == 13
+    np.testing.assert_array_equal(record.hidden_words, states_HLD[13:])
+    np.testing.assert_array_equal(record.positions, [21, 22])
+
+
 def test_a_step_tells_the_prompts_of_its_new_requests_once(tmp_path):
     capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
     feed = Feed(capture, max_model_len=100)
