@@ -1,4 +1,4 @@
-"""The table of target families in docs/training.md, from tiny random models of each in the installed transformers.
+"""The table of target families in docs/engines.md, from tiny random models of each in the installed transformers.
 
     python -m tests.helpers.target_families        writes the table into the page
 
@@ -29,7 +29,7 @@ from redraft.heads.files.checkpoint import new_model
 from redraft.heads.target import Target, aux_layers
 from tests.helpers.vllm_models import passes_inner_layers
 
-PAGE = Path(__file__).parents[2] / "docs/training.md"
+PAGE = Path(__file__).parents[2] / "docs/engines.md"
 MARKED = re.compile(r"(<!-- table targets -->\n).*?(<!-- end -->)", re.DOTALL)
 
 TINY = {
