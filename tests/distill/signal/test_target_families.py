@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from redraft.distill.signal import sources
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.heads.nn.layers import LlamaShape
+from redraft.heads.options import Eagle3
 from tests.helpers.target_families import (
     EXACT,
     FAMILIES,
@@ -61,10 +62,24 @@ def test_latent_attention_leaves_the_head_the_usual_sizes() -> None:
     assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (56, 14, 128)
 
 
-def test_sizes_by_layer_leave_the_head_the_usual_ones() -> None:
-    shape = LlamaShape.from_config(make_config("gemma4_text", hidden_size=256))
-    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (2, 1, 128)
+@pytest.mark.parametrize(
+    ("model_type", "hidden", "heads", "sizes"),
+    [
+        ("gemma4_text", 256, 2, (2, 1, 128)),  # sizes by layer
+        ("gemma4_text", 5376, 32, (42, 7, 128)),
+        ("gemma4_text", 2880, 32, (45, 9, 64)),
+        ("qwen3_5_text", 5120, 24, (40, 10, 128)),  # 24 heads do not divide the hidden size
+        ("qwen3_5_text", 4096, 16, (16, 2, 8)),
+    ],
+)
+def test_sizes_that_no_llama_layer_has_leave_the_head_the_usual_ones(
+    model_type: str, hidden: int, heads: int, sizes: tuple[int, ...]
+) -> None:
+    config = make_config(model_type, hidden_size=hidden, num_attention_heads=heads)
+    shape = LlamaShape.of_head(Eagle3(), config)
+    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == sizes
     assert shape.logit_scale == 1.0
+    assert LlamaConfig(**shape.hf_config())
 
 
 def test_a_config_without_positions_makes_no_head() -> None:
@@ -73,7 +88,7 @@ def test_a_config_without_positions_makes_no_head() -> None:
 
 
 def test_large_rows_of_eager_attention_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = InProcessTarget(make_model("gpt_oss"), (1,))
+    source = InProcessTarget(make_model("gpt_oss", torch.float64), (1,))
     seen: list[torch.Size] = []
     source._decoder.register_forward_pre_hook(
         lambda _, __, given: seen.append(given["input_ids"].shape), with_kwargs=True
