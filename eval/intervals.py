@@ -19,6 +19,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from redraft.eval.counts import AcceptanceCounts
+
 Array = NDArray[np.float64]
 
 CONFIDENCE = 0.95
@@ -126,6 +128,15 @@ def paired_ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tup
         float(log_N.mean()), float(log_N.std(ddof=1) / math.sqrt(len(log_N))), len(log_N) - 1
     ).interval()
     return math.exp(low), math.exp(high)
+
+
+def estimate_tau_gain(ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]) -> Estimate:
+    """`estimate_gain` in tau of one draft over another, from the counts on each of the same prompts."""
+    over_N2, under_N2 = (
+        np.array([[getattr(one, name), getattr(two, name)] for one, two in zip(ours, theirs, strict=True)], np.float64)
+        for name in ("num_accepted", "num_drafts")
+    )
+    return estimate_gain(over_N2, under_N2)
 
 
 def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:

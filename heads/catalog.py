@@ -342,11 +342,11 @@ def match_tensors(names: Collection[str]) -> Family | None:
 
 
 def require_head(folder: Path, name: str, target: TargetFolder) -> None:
-    """Raise ValueError unless `folder` holds a head of family `name` whose provenance, if any, names this target.
+    """Raise ValueError unless `folder` holds a head of family `name` for the lineage of this target.
 
     Raises:
         FileNotFoundError: the folder has no weights.
-        ValueError: it is a head of another family, or was trained for another target.
+        ValueError: it is a head of another family, or was trained for another target (`require_trained_for`).
     """
     if (found := detect_family(folder).name) != name:
         raise ValueError(f"{folder} holds a head of the family {found}, not {name}: use the recipe of {found}")
@@ -354,9 +354,14 @@ def require_head(folder: Path, name: str, target: TargetFolder) -> None:
 
 
 def require_trained_for(folder: Path, target: TargetFolder) -> None:
-    """Raise ValueError if a draft's provenance names another target. A draft of another trainer names none."""
+    """Raise ValueError if a draft's provenance names a target of another lineage (`heads.files.folder.lineage`).
+
+    A draft of another trainer names none. Another version of the target, such as a fine-tune, passes.
+    """
     provenance = read_provenance(folder) or {}
-    if provenance.get("target_fingerprint") not in (None, target.fingerprint):
+    if provenance.get("target_fingerprint") in (None, target.fingerprint):
+        return
+    if not target.lineage or provenance.get("target_lineage") != target.lineage:
         raise ValueError(
             f"{folder} was trained for another target than {target.name}: {provenance.get('target', 'unnamed')}"
         )

@@ -37,6 +37,13 @@ class Target:
     """The `transformers` config of the text model."""
     embed_VD: Tensor
     head_VD: Tensor
+    has_moved: bool = False
+    """A draft's copies of these tensors may be of other weights of the same lineage. They are dropped, not compared."""
+
+    def is_copy(self, held: Tensor, rows: Tensor) -> bool:
+        """Whether a draft's tensor equals these rows of the target, in the type of the copy: an export in bfloat16
+        rounds the rows of a float32 target."""
+        return self.has_moved or torch.equal(held, rows.to(held))
 
     @staticmethod
     def from_model(model: Any) -> Target:

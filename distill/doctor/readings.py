@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.forecast.greedy import Continuation, forecast_prompt
-from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_gain
+from redraft.eval.intervals import CONFIDENCE, estimate_tau_gain
 from redraft.eval.prompts import Prompt
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Batch, TargetSignal
@@ -108,7 +107,7 @@ def find_better_readings(
     tau = sum(as_it_is, AcceptanceCounts.zero()).tau
     better = []
     for reading in Progress(readings, desc="other readings of the weights", unit="reading"):
-        gain = _estimate_gain(count(reading), as_it_is)
+        gain = estimate_tau_gain(count(reading), as_it_is)
         # `tau - 1` is accepted tokens per step: the share is of these, not of the target's token.
         if gain.value >= max(reading.min_gain * (tau - 1), MIN_GAIN_TOKENS) and gain.interval()[0] > 0:
             better.append((gain, reading))
@@ -124,15 +123,6 @@ def find_better_readings(
         best.cure,
         is_doubt=not is_certain,
     )
-
-
-def _estimate_gain(counts: Sequence[AcceptanceCounts], as_it_is: Sequence[AcceptanceCounts]) -> Estimate:
-    """The gain in tau over the same prompts."""
-    over_N2, under_N2 = (
-        np.array([[getattr(c, name), getattr(i, name)] for c, i in zip(counts, as_it_is, strict=True)], np.float64)
-        for name in ("num_accepted", "num_drafts")
-    )
-    return estimate_gain(over_N2, under_N2)
 
 
 class _Remembered:

@@ -157,6 +157,7 @@ def describe_origin(run: Run) -> dict[str, Any]:
         "template_arguments": data.stats.chosen_arguments(),
         "target": target.name,
         "target_fingerprint": target.fingerprint,
+        "target_lineage": target.lineage,
         "label_probe": label_probe(target.tokenizer, data.date),
         # With evaluations, the last one and the last line of training: `doctor.in_engine` reads the tau.
         "metrics": folder.metrics[-2:],

@@ -161,9 +161,10 @@ class Run:
         self.accelerator.wait_for_everyone()
         return folder
 
-    def load(self, folder: Path) -> Any:
-        """The exported draft in `folder`, on this run's target, in float32."""
-        return self.family.load(folder, lambda: self.target, None if self.family.is_head else torch.float32)
+    def load(self, folder: Path, *, has_moved: bool = False) -> Any:
+        """The exported draft in `folder`, on this run's target, in float32. `has_moved` as in `Target`."""
+        target = replace(self.target, has_moved=True) if has_moved else self.target
+        return self.family.load(folder, lambda: target, None if self.family.is_head else torch.float32)
 
     # ------------------------------------------------------------------------------------------------------- forecast
 
@@ -384,7 +385,8 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> 
     if family.reads == "layers":
         aux_layers(options.aux_layer_ids, shape.num_hidden_layers)
     check_mask_token(getattr(options, "mask_token_id", None), shape.vocab_size)
-    if cfg.init == "last_layers" and options.num_layers > shape.num_hidden_layers:
+    begins_anew = cfg.start_from is None
+    if begins_anew and cfg.init == "last_layers" and options.num_layers > shape.num_hidden_layers:
         raise ValueError(
             f"--head.num-layers {options.num_layers} is more than the target's {shape.num_hidden_layers}: "
             "give fewer, or --init random"

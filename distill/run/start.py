@@ -28,6 +28,7 @@ from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.families.standalone import make_draft
+from redraft.heads.files.folder import read_provenance
 from redraft.heads.nn.causal_lm import final_norm
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.progress import Progress
@@ -36,13 +37,14 @@ if TYPE_CHECKING:
     from redraft.distill.run.run import Run
 
 
-def start(run: Run) -> Any:
-    """The untrained draft of a run, or the one to continue, the same on every rank.
+def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> Any:
+    """The untrained draft of a run, or the one to continue, the same on every rank. `cfg` replaces the settings of the
+    run.
 
     Raises:
         ValueError: the target does not give what the start needs.
     """
-    cfg = run.cfg
+    cfg = cfg or run.cfg
     if isinstance(cfg, StandaloneConfig):
         _say(run, f"the draft starts as {cfg.draft}")
         return make_draft(cfg.draft, run.model, run.opened.tokenizer, cfg.loop.seed)
@@ -77,7 +79,8 @@ def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
 def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
     """The head of `--start-from`. Its options are those of its training, but for `--head.recompute` of this run."""
     assert cfg.start_from is not None
-    head = run.load(cfg.start_from)
+    trained_for = (read_provenance(cfg.start_from) or {}).get("target_fingerprint")
+    head = run.load(cfg.start_from, has_moved=trained_for not in (None, run.opened.fingerprint))
     if hasattr(cfg.head, "recompute"):  # not of Medusa
         head.config = replace(head.config, recompute=cfg.head.recompute)
     return head

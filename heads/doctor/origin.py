@@ -22,12 +22,20 @@ def manifest(pair: Pair) -> Iterator[Finding]:
 
 
 def target_fingerprint(pair: Pair) -> Iterator[Finding]:
-    """The target in the provenance is the given one. A folder with both target and draft passes."""
+    """The target in the provenance is the given one. A folder with both target and draft passes; another version of
+    the target is a doubt."""
     trained_for = (pair.provenance or {}).get("target_fingerprint")
     # A folder with the layer in it differs from the target of the layer's training.
     if trained_for is None or pair.is_own_target or trained_for == pair.target.fingerprint:
         return
     name = (pair.provenance or {}).get("target", "another model")
+    if pair.target.lineage and (pair.provenance or {}).get("target_lineage") == pair.target.lineage:
+        yield Finding(
+            f"the draft was trained for another version of this target: {name}, fingerprint {trained_for[:12]}",
+            "measure the acceptance with `redraft eval`, or run `redraft adapt`",
+            is_doubt=True,
+        )
+        return
     yield Finding(
         f"the draft was trained for another target: {name}, fingerprint {trained_for[:12]}",
         "give that target, or train a draft for this one",

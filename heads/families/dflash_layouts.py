@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from redraft.heads.files import speculators
@@ -46,9 +45,7 @@ def load_head(
         ("lm_head.weight", target.head_VD),
     ):
         rows = theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
-        held = tensors.pop(name, None)
-        # compare in the type of the copy: an export in bfloat16 rounds the rows of a float32 target
-        if held is not None and not torch.equal(held, rows.to(held)):
+        if not target.is_copy(tensors.pop(name, rows), rows):
             raise ValueError(f"{folder}: {name} is not the target's: a leftover, trained, or of another target")
     # Read as a Llama: the norms of queries and keys are part of DFlash's `Attention`, not of the
     # shape.

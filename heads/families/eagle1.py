@@ -132,9 +132,7 @@ class Eagle1(nn.Module):
         head = Eagle1(Config(**training), target, LlamaShape.from_head_config(config, target.config))
         tensors = read_tensors(folder, tensor_files(folder))
         for name, shared_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
-            # In the type of the copy: an export in bfloat16 rounds the rows of a float32 target.
-            copy_VD = tensors.pop(name, shared_VD)
-            if not torch.equal(copy_VD, shared_VD.to(copy_VD)):
+            if not target.is_copy(tensors.pop(name, shared_VD), shared_VD):
                 raise ValueError(f"{folder}: {name} is not the target's: a leftover, or of another target")
         load_into(head, tensors, folder)
         return head

@@ -323,8 +323,7 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
     embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
-    # compare in the type of the copy: an export in bfloat16 rounds the embeddings of a float32 target
-    if not torch.equal(embed_VD, target.embed_VD.to(embed_VD)):
+    if not target.is_copy(embed_VD, target.embed_VD):
         raise ValueError(f"{folder} has embeddings that are not the target's: a leftover, or of another target")
     shape = LlamaShape.from_head_config(config.get("transformer_layer_config", config), target.config)
     return Checkpoint(config=config, tensors=tensors, draft_ids_W=draft_ids_W, shape=shape)

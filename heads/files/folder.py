@@ -336,3 +336,41 @@ def fingerprint(folder: Path) -> str:
         else:
             digest.update(bytes.fromhex(sha256(path)))
     return digest.hexdigest()
+
+
+def lineage(folder: Path) -> str:
+    """SHA-256, in hex, over the part of a target that the layout of a draft depends on.
+
+    This is the model's type, the vocabulary, and the names and shapes of the tensors. A fine-tune or a later checkpoint
+    has the lineage of the model it began as, with another `fingerprint`. Settings that a later release of transformers
+    spells differently do not count, nor do the types of the tensors, their order in shards, and an output head that is
+    a copy of tied embeddings.
+
+    Raises:
+        FileNotFoundError: there is no config.json, or no weights in safetensors.
+        ValueError: a file is truncated or corrupt.
+    """
+    config = read_config(folder)
+    headers = [safetensors_header(path) for path in sorted(set(tensor_files(folder).values()))]
+    shapes = {
+        name: entry["shape"]
+        for header in headers
+        for name, entry in header.items()
+        if not name.endswith(("lm_head.weight", "rotary_emb.inv_freq"))
+    }
+    types = [section.get("model_type") for section in text_sections(config)]
+    known = json.dumps([types, shapes, _digest_vocabulary(folder)], sort_keys=True)
+    return hashlib.sha256(known.encode()).hexdigest()
+
+
+def _digest_vocabulary(folder: Path) -> str:
+    """SHA-256 over tokens and merges of a tokenizer; empty without one."""
+    path = next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
+    if path is None:
+        return ""
+    if path.name != "tokenizer.json":
+        return sha256(path)
+    # Padding, truncation, added tokens and the spelling of merges change when a fine-tune is saved.
+    model = read_json(path).get("model") or {}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()]
+    return hashlib.sha256(json.dumps([model.get("vocab"), merges], sort_keys=True).encode()).hexdigest()

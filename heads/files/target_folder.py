@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from redraft.heads.files.folder import fingerprint, open_folder, read_quantization
+from redraft.heads.files.folder import fingerprint, lineage, open_folder, read_quantization
 
 TargetDtype = Literal["float32", "bfloat16"]
 """Types in which a target computes here and is served."""
@@ -62,6 +62,15 @@ class TargetFolder:
     def fingerprint(self) -> str:
         """The identity of the model (`folder.fingerprint`). Raises: as it does, also before the weights are there."""
         return fingerprint(self.folder)
+
+    @cached_property
+    def lineage(self) -> str:
+        """The layout that drafts fit (`folder.lineage`); empty without weights in safetensors: then only drafts for
+        these very weights fit. Raises ValueError if a file is corrupt."""
+        try:
+            return lineage(self.folder)
+        except FileNotFoundError:
+            return ""
 
     @cached_property
     def tokenizer(self) -> Any:

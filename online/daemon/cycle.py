@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from redraft.heads.files.artifact import FileEntry, manifest, verify
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.account import Account
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.inbox import Inbox
@@ -324,6 +325,7 @@ class Cycle:
             lambda partial: copy_model(folder / DRAFT, partial),
             target_fingerprint=self.target_fingerprint,
             provenance={
+                "target_lineage": TargetFolder.open(self.cfg.target).lineage,
                 "trained_from": self.current,
                 "records": self.trainer.progress.records,
                 TRAINED_UNTIL: self.trainer.progress.until_s,

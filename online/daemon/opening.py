@@ -6,7 +6,6 @@ Nothing is trained or served for a target that a draft does not fit.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +13,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from redraft.heads.catalog import find_family, require_head
+from redraft.heads.catalog import find_family, require_head, require_trained_for
 from redraft.heads.doctor.origin import completeness
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.doctor.shared import require_own_head
-from redraft.heads.files.artifact import PROVENANCE, is_full
+from redraft.heads.files.artifact import is_full
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import read_config, read_quantization, text_sections
 from redraft.heads.files.lock import own
@@ -108,18 +107,16 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
         registry.publish(
             lambda partial: _copy_draft(initial, partial, cfg),
             target_fingerprint=target.fingerprint,
-            provenance={"copied_from": initial},
+            provenance={"copied_from": initial, "target_lineage": target.lineage},
             evaluation={},
         )
     registry.repair()
     current = registry.current()
     assert current is not None
-    trained_for = json.loads((registry.path(current) / PROVENANCE).read_text())["target_fingerprint"]
-    if trained_for != target.fingerprint:
-        raise ValueError(
-            f"{current} of {registry.folder} was trained for target {trained_for[:12]}, {target.name} is "
-            f"{target.fingerprint[:12]}: give each target its own registry and learner folder"
-        )
+    try:
+        require_trained_for(registry.path(current), target)
+    except ValueError as error:
+        raise ValueError(f"{error}; give each target its own registry and learner folder") from None
 
 
 def _is_in_target(draft: Path, cfg: LearnerConfig) -> bool:

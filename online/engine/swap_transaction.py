@@ -146,7 +146,7 @@ class Swaps:
                 f"{found.name} has manifest {found.manifest_sha256[:12]} here, not {asked.manifest_sha256[:12]}: "
                 "copy the registry again",
             )
-        _require_target(found, status["target_fingerprint"])
+        _require_target(found, status["target_fingerprint"], status["target_lineage"])
         return found
 
     async def _read(self, version: str) -> _Found:
@@ -338,6 +338,7 @@ class _Found:
     """The registry's id; empty if it has none."""
     target_fingerprint: str
     """Empty if its provenance names none."""
+    target_lineage: str
 
     @property
     def name(self) -> str:
@@ -387,15 +388,16 @@ def _read_version(folder: Path) -> _Found:
             manifest_sha256=hash_manifest(folder),
             registry=read_id(folder.parent),
             target_fingerprint=str(provenance.get("target_fingerprint") or ""),
+            target_lineage=str(provenance.get("target_lineage") or ""),
         )
     except (ValueError, OSError, AttributeError, RecursionError) as error:
         raise RefusedError(422, f"{folder.name} is damaged: {error}") from error
 
 
-def _require_target(found: _Found, fingerprint: str) -> None:
-    """Refuse a version whose provenance names another target."""
+def _require_target(found: _Found, fingerprint: str, lineage: str) -> None:
+    """Refuse a version whose provenance names a target of another lineage."""
     wanted = found.target_fingerprint
-    if wanted and wanted != fingerprint:
+    if wanted and wanted != fingerprint and (not lineage or found.target_lineage != lineage):
         raise RefusedError(
             409,
             f"{found.name} was trained for target {wanted[:12]}, but this server runs {fingerprint[:12]}: "

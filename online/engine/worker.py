@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redraft.heads.catalog import find_method
-from redraft.heads.files.folder import fingerprint, model_folder
+from redraft.heads.files.folder import fingerprint, lineage, model_folder
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
 from redraft.online.engine.reread import Rereader
@@ -60,6 +60,7 @@ class WorkerState:
     rereader: Rereader | None = None
     """Only with `swap_cache` "draft"."""
     target_fingerprint: str = ""
+    target_lineage: str = ""
     target_checksum: str = ""
     is_target_intact: bool = True
     target_watch: TargetWatch | None = None
@@ -132,7 +133,10 @@ def install(worker: Any) -> None:
         _identify_draft(worker, config.registry)
     # Records carry this fingerprint, and a draft for another target is refused by it. Without it, both go off.
     with _switching_off(state, *(["capture", "swap"] if config.capture else ["swap"])):
-        state.target_fingerprint = fingerprint(model_folder(worker.vllm_config.model_config.model))
+        folder = model_folder(worker.vllm_config.model_config.model)
+        state.target_fingerprint = fingerprint(folder)
+        with suppress(FileNotFoundError):  # weights in another format: only drafts for this very target are taken
+            state.target_lineage = lineage(folder)
     with _switching_off(state, "swap"):
         state.target_checksum = checksum(worker.model_runner.get_model())
     if config.capture is not None and not state.capture_off:
@@ -263,6 +267,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
         "draft_sample_method": speculative.draft_sample_method if speculative else None,
         "target_fingerprint": state.target_fingerprint,
+        "target_lineage": state.target_lineage,
         "target_checksum": state.target_checksum,
         "target_intact": state.is_target_intact,
         "num_swaps": state.num_swaps,

@@ -45,6 +45,12 @@ COMMANDS = {
         "Train a draft of any family, prove it in a real vLLM",
         "redraft train eagle3 --target TARGET --data.source DATA",
     ),
+    "adapt": Command(
+        Group.TRAIN,
+        "redraft.recipes.adapt",
+        "Adapt a draft to a fine-tune of the target",
+        "redraft adapt OLD --target FINETUNED --data answers.jsonl",
+    ),
     "data": Command(
         Group.TRAIN,
         "",

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from fake_fleet import TOKEN
 from learner_world import ANYTHING, World, make_draft, make_records, ship
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from waiting import PATIENCE_S, until
 
 from benchmarks.soak import poison
@@ -558,8 +558,23 @@ def test_a_target_or_tokenizer_that_changed_is_refused_at_the_start(world, tmp_p
         await until(lambda: world.entries("buffer"), task)
 
     play(world, script)
-    with pytest.raises(ValueError, match="was trained for target"):
+    with pytest.raises(ValueError, match=r"another target than .*; give each target its own"):
         play(world, script, target=with_other_tokenizer(world.target, tmp_path / "changed"))
+
+
+def test_the_learner_continues_with_a_later_checkpoint_of_the_target(world, tmp_path):
+    async def script(task):
+        await until(lambda: world.entries("buffer"), task)
+
+    play(world, script)
+    later = shutil.copytree(world.target, tmp_path / "later")
+    weights = load_file(later / "model.safetensors")
+    save_file({name: 1.01 * tensor for name, tensor in weights.items()}, later / "model.safetensors", {"format": "pt"})
+    assert fingerprint(later) != fingerprint(world.target)
+    for fake in world.fakes:
+        fake.target_fingerprint = fingerprint(later)
+    play(world, script, target=later)
+    assert not [entry for entry in world.entries("fault") if entry.fault == "target_changed"]
 
 
 def test_a_draft_of_another_tokenizer_does_not_become_the_first_version(world, tmp_path):

@@ -70,8 +70,8 @@ class Engine:
         if method in ("redraft_stage", "redraft_discard"):
             self.swappers.add(args[-1])
         status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True}
-        status |= {"target_fingerprint": "target", "capture": None, "asleep": self.is_asleep}
-        status |= {"swap_cache": self.cache}
+        status |= {"target_fingerprint": "target", "target_lineage": "lineage"}
+        status |= {"capture": None, "asleep": self.is_asleep, "swap_cache": self.cache}
         answer = {
             "redraft_status": [status] * 2,
             "redraft_stage": [{"ok": True}] * 2,
@@ -582,7 +582,7 @@ def make_layout(name, **changes):
 REFUSALS = {
     "no such version": lambda registry: swap_transaction._read_version(registry / "v000009"),
     "another target": lambda registry: swap_transaction._require_target(
-        swap_transaction._read_version(registry / "v000002"), "x"
+        swap_transaction._read_version(registry / "v000002"), "x", "lineage"
     ),
     "other settings": lambda _: require_same_layout(make_layout("v1"), make_layout("v2", settings={"hidden_size": 8})),
     "other tensors": lambda _: require_same_layout(

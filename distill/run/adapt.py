@@ -1,0 +1,154 @@
+"""Adapt a draft to another version of the target: a fine-tune, or a later checkpoint.
+
+    OLD ──────────────► forecast ─┐
+                                  ├─► train the better start ─► forecast ─► gain over OLD proven? ─► publish
+    a new start ──────► forecast ─┘                                                       no ─► keep OLD
+
+After a fine-tune, the head of the base model is the better start; a standalone draft of target layers is better begun
+with those of the fine-tune. So both starts are forecast, on answers of the new target.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from redraft.distill.run.config import HeadConfig
+from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.proof import check_num_tokens
+from redraft.distill.run.run import Config, Run, refuse
+from redraft.distill.run.start import start
+from redraft.distill.train.ranks import leave
+from redraft.eval.engine.hardware import Machine
+from redraft.eval.forecast.greedy import Forecast
+from redraft.eval.intervals import CONFIDENCE, estimate_tau_gain
+from redraft.heads.family import Family
+from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.folder import is_hub_name, read_provenance
+from redraft.heads.files.kept import compute_once
+from redraft.heads.options import Standalone
+
+VERDICT = "adapt.json"
+CANDIDATE = "candidate"
+"""Folder of the trained draft in the run, until the gain is proven."""
+
+Start = Literal["old", "new"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptation:
+    """The result of `adapt`, as in adapt.json. Forecasts are tau at temperature 0 on the held-out prompts."""
+
+    old: str
+    """Folder of the draft for the earlier version of the target."""
+    start: Start
+    """The start that was trained."""
+    tau_old: float
+    """Forecast of the old draft, untrained."""
+    tau_new_start: float | None
+    """Forecast of the new start, untrained; None if none can be made."""
+    tau_adapted: float
+    gain: float
+    """`tau_adapted` - `tau_old`."""
+    interval: tuple[float, float]
+    """95% interval of the gain, over prompts."""
+    draft: str | None
+    """Folder of the published draft; None if the old draft stays."""
+
+    @property
+    def verdict(self) -> str:
+        low, high = self.interval
+        gain = f"tau {self.tau_old:.2f} -> {self.tau_adapted:.2f}, gain {self.gain:+.2f} [{low:+.2f}, {high:+.2f}]"
+        return f"serve {self.draft}: {gain}" if self.draft else f"keep {self.old}: {gain} is not proven"
+
+
+def adapt(family: Family, cfg: Config, old: Path, machine: Machine | None = None) -> Adaptation | None:
+    """Train `old`, or a new start, for the target of `cfg`, and publish it if it gains; returns the result on the main
+    process. `cfg` continues `old`: `start_from` of a head, `checkpoint` of a standalone draft.
+
+    Raises: as `run`.
+    """
+    started_s = time.perf_counter()
+    training = Run(family, cfg, machine)
+    training.target = replace(training.target, has_moved=True)
+    drafts: dict[Start, Any] = {"old": start(training)}
+    if isinstance(cfg, HeadConfig):
+        check_num_tokens(cfg.prove.num_speculative_tokens, _options(drafts["old"]).num_tokens)
+    if (new := _new_start(training, old, drafts["old"])) is not None:
+        drafts["new"] = start(training, new)
+    forecasts = {name: training.forecast(draft) for name, draft in drafts.items()}
+    chosen = training.folder.on_main(lambda: _choose(training.folder, forecasts))
+    trained, cost = training.train(drafts[chosen], cfg.divergence, cfg.loop)
+    candidate = training.publish(trained, CANDIDATE)
+    before = forecasts["old"]
+    if before is None:
+        training.prove(candidate, None, None, cost, started_s)
+        return None
+    after, fresh = training.forecasts[candidate], forecasts.get("new")
+    gain = estimate_tau_gain([p.counts for p in after.per_prompt], [p.counts for p in before.per_prompt])
+    interval = gain.interval(CONFIDENCE)
+    draft = training.folder.folder / "draft"
+    found = Adaptation(
+        old=str(old),
+        start=chosen,
+        tau_old=before.overall.tau,
+        tau_new_start=fresh.overall.tau if fresh else None,
+        tau_adapted=after.overall.tau,
+        gain=gain.value,
+        interval=interval,
+        draft=str(draft) if interval[0] > 0 else None,
+    )
+    write_whole(training.folder.folder / VERDICT, json.dumps(asdict(found), indent=2) + "\n")
+    if found.draft is None:
+        shutil.rmtree(candidate)
+        leave(training.accelerator)
+    else:
+        shutil.rmtree(draft, ignore_errors=True)  # of this run before a kill
+        candidate.rename(draft)
+        training.forecasts[draft] = after
+        if candidate in training.calibrations:
+            training.calibrations[draft] = training.calibrations[candidate]
+        training.prove(draft, before, None, cost, started_s)
+    print(found.verdict)
+    return found
+
+
+def _choose(folder: RunFolder, forecasts: Mapping[Start, Forecast | None]) -> Start:
+    """The start with the higher forecast; after a kill the same one."""
+    taus = {name: forecast.overall.tau for name, forecast in forecasts.items() if forecast is not None}
+    best: str = max(taus, key=lambda name: taus[name])
+    chosen: Start = "old" if compute_once(folder.folder, "start", sorted(taus), str, lambda: best) == "old" else "new"
+    print("; ".join(f"the {name} draft starts with tau {tau:.2f}" for name, tau in taus.items()), end="")
+    print(f": the {chosen} one is trained")
+    return chosen
+
+
+def _options(head: Any) -> Any:
+    """The options of a head. The `config` of a P-EAGLE head is that of an EAGLE-3 head, its first layer."""
+    return getattr(head, "options", head.config)
+
+
+def _new_start(training: Run, old: Path, loaded: Any) -> Config | None:
+    """The settings of a start without `old`, with its options; None if there is none."""
+    cfg = training.cfg
+    if isinstance(cfg, HeadConfig):
+        new = replace(cfg, start_from=None, head=_options(loaded))
+        try:
+            refuse(training.family, new)
+        except ValueError as error:
+            print(f"no new start: {error}")
+            return None
+        return new
+    made = ((read_provenance(old) or {}).get("config") or {}).get("draft")
+    if made is None:
+        return None
+    options = Standalone(**{**made, "layers": tuple(made["layers"])})
+    name = options.checkpoint
+    if not options.layers and not options.num_layers and not (Path(str(name)).exists() or is_hub_name(str(name))):
+        return None
+    return replace(cfg, draft=options)

@@ -1,0 +1,117 @@
+"""Adapt a draft to another version of the target: a fine-tune, or a later checkpoint.
+
+$ redraft adapt outputs/eagle3/draft --target models/finetuned --data answers.jsonl
+$ redraft adapt outputs/eagle3/draft --target models/finetuned             # the fine-tune answers OLD's questions
+
+Two starts are compared on held-out answers of the new target: the old draft, and a new one. The better start is
+trained, until the acceptance rises no more (--loop.stop-by, --loop.minutes). The result is published in
+--output/draft if its gain over the old draft is proven: the 95% interval, over held-out prompts, lies above 0.
+Otherwise the old draft stays. --output/adapt.json has the verdict, the forecasts and the interval. The data are best
+answers of the new target; without --data it answers the questions of OLD's training data first. All other settings
+are those of `redraft train`. A killed run continues with --resume.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from redraft.distill.run.config import HeadConfig, StandaloneConfig, make_config
+from redraft.heads.catalog import detect_family
+from redraft.heads.family import Family
+from redraft.heads.files.folder import CONFIG, read_config, read_provenance, tensor_files
+from redraft.heads.options import Standalone
+from redraft.recipes.cli import Recipe, run_choice
+from redraft.recipes.train import COMMON
+
+EVAL_EVERY = 50
+"""Steps between two evaluations: an adapted draft needs a fraction of a training."""
+
+
+def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
+    """The recipe for the draft that the first argument names, and the other arguments.
+
+    Raises:
+        FileNotFoundError, ValueError: it names no draft that is trained.
+        SystemExit: after the help without a draft.
+    """
+    if not args or args[0] in ("-h", "--help", "--help-all"):
+        print(f"usage: {prog} OLD --target TARGET [--data DATA] [flags]\n\n{__doc__}")
+        print(f"{prog} OLD --help prints the usual flags for the family of OLD, --help-all all of them.")
+        raise SystemExit(0)
+    old = Path(args[0])
+    if not (old / CONFIG).is_file():
+        raise FileNotFoundError(f"there is no draft in {old}: give the folder of an exported draft")
+    family = detect_family(old)
+    if family.training is None:
+        raise ValueError(f"{old} holds {family.title}, made without training: make them anew from the target's answers")
+    recipe = Recipe(
+        main=functools.partial(main, family, old),
+        config_type=HeadConfig if family.is_head else StandaloneConfig,
+        default=_defaults(family, old),
+        description=f"Adapt {old}, of the family {family.title}, to another version of the target.",
+        common=COMMON,
+        prog=f"{prog} {old}",
+    )
+    return recipe, [_spell(word) for word in args[1:]]
+
+
+def _spell(word: str) -> str:
+    """`--data` as the flag of a training."""
+    return word.replace("--data", "--data.source", 1) if word.partition("=")[0] == "--data" else word
+
+
+def _defaults(family: Family, old: Path) -> Any:
+    cfg = make_config(family)
+    shared: dict[str, Any] = {
+        "target": "",
+        "output": Path("outputs/adapt"),
+        "data": replace(cfg.data, source=""),
+        "loop": replace(cfg.loop, stop_by="acceptance", eval_every=EVAL_EVERY),
+    }
+    if not isinstance(cfg, HeadConfig):
+        return replace(cfg, draft=Standalone(checkpoint=str(old)), **shared)
+    head = cfg.head
+    if family.layers_key:
+        head = replace(head, aux_layer_ids=tuple(family.read_layers(read_config(old))))
+    return replace(cfg, start_from=old, head=head, draft_vocab_size=_count_vocabulary(old), text_steps=0, **shared)
+
+
+def _count_vocabulary(old: Path) -> int:
+    """Size of a head's own vocabulary; 0 for the target's."""
+    from redraft.heads.files.artifact import safetensors_header
+
+    path = tensor_files(old).get("d2t")
+    return 0 if path is None else int(safetensors_header(path)["d2t"]["shape"][0])
+
+
+def main(family: Family, old: Path, cfg: Any) -> None:
+    """Adapt. Raises: as `adapt`; ValueError without a target, or without data that OLD names."""
+    from redraft.distill.run.adapt import adapt  # here, because it imports torch
+
+    if not cfg.target:
+        raise ValueError(f"name the new version of the target: redraft adapt {old} --target TARGET")
+    if not cfg.data.source:
+        cfg = replace(cfg, data=replace(cfg.data, source=str(_answer(old, cfg))))
+    adapt(family, cfg, old)
+
+
+def _answer(old: Path, cfg: Any) -> Path:
+    """Have the new target answer the questions that `old` was trained on. A killed run continues there."""
+    from redraft.recipes.data import regenerate
+    from redraft.recipes.data.regenerate_config import Config
+
+    asked = ((read_provenance(old) or {}).get("config") or {}).get("data")
+    if not asked:
+        raise ValueError(f"{old} does not name the data of its training: give --data, best answers of {cfg.target}")
+    output: Path = cfg.output.with_name(f"{cfg.output.name}-answers.jsonl")
+    print(f"{cfg.target} answers the questions of {asked['source']}")
+    regenerate.main(Config(data=asked["source"], split=asked["split"], target=cfg.target, output=output))
+    return output
+
+
+if __name__ == "__main__":
+    run_choice(choose_recipe)

@@ -1,0 +1,215 @@
+"""`redraft adapt`: a draft of every family for another version of its target."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from redraft.distill.run.adapt import adapt
+from redraft.distill.run.config import make_config
+from redraft.distill.run.run import run as train
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.intervals import estimate_tau_gain
+from redraft.heads.catalog import find_family, require_trained_for
+from redraft.heads.files.artifact import verify
+from redraft.heads.files.folder import fingerprint, lineage
+from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.options import Standalone
+from redraft.recipes.adapt import choose_recipe
+from redraft.recipes.cli import dispatch
+from tests.recipes.train.test_heads_recipes import FAMILIES, SMALL, data, make_settings  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
+
+
+@pytest.fixture(scope="module")
+def moved_target(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random target with other weights, saved in two shards and another type."""
+    folder = tmp_path_factory.mktemp("moved") / "target"
+    model = LlamaForCausalLM.from_pretrained(random_target)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    model.bfloat16().save_pretrained(folder, max_shard_size="1MB")
+    AutoTokenizer.from_pretrained(random_target).save_pretrained(folder)
+    return folder
+
+
+def settings_of(name: str, old: Path, target: Path, data: Path, output: Path, **changes: Any) -> Any:  # noqa: F811
+    """The defaults of `redraft adapt`, cut to a few steps."""
+    recipe, _ = choose_recipe([str(old)], "redraft adapt")
+    small = make_settings("eagle1", target, data, output)
+    changed = {key: getattr(small, key) for key in ("target", "data", "output", "mixed_precision")}
+    loop = replace(SMALL, stop_by="acceptance")
+    if name == "mlp_speculator":
+        loop = replace(loop, on_policy=1.0, on_policy_tokens=4)
+    prove = replace(small.prove, engine=False)
+    return replace(recipe.default, **{**changed, "prove": prove, "loop": loop, **changes})
+
+
+def run_once(name: str, target: Path, data: Path, output: Path) -> Path:  # noqa: F811
+    """The draft of a short training."""
+    cfg = make_settings(name, target, data, output)
+    if name == "mtp" and (target / "provenance.json").exists():
+        cfg = replace(cfg, init="native", head=replace(cfg.head, as_mimo=False))
+    train(find_family(name), replace(cfg, prove=replace(cfg.prove, engine=False)))
+    return output / "draft"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_head_of_every_family_is_adapted_to_other_weights(
+    name: str,
+    random_target: Path,
+    moved_target: Path,
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    base, moved = random_target, moved_target
+    if name == "mtp":  # only a rewritten target has such a layer
+        run_once(name, base, data, tmp_path / "rewritten")
+        base, moved = tmp_path / "rewritten/draft", tmp_path / "moved"
+        shutil.copytree(base, moved)
+        for path in moved.glob("*.safetensors"):
+            save_file({key: tensor * 1.01 for key, tensor in load_file(path).items()}, path, {"format": "pt"})
+        (moved / "manifest.json").unlink()
+    old = run_once(name, base, data, tmp_path / "first")
+    cfg = settings_of(name, old, moved, data, tmp_path / "run")
+    found = adapt(find_family(name), cfg, old)
+    assert found is not None
+    low, high = found.interval
+    assert low <= found.gain <= high
+    assert found.gain == pytest.approx(found.tau_adapted - found.tau_old)
+    assert json.loads((tmp_path / "run/adapt.json").read_text())["gain"] == found.gain
+    assert found.start == ("new" if (found.tau_new_start or 0) > found.tau_old else "old")
+    assert (tmp_path / "run/draft").exists() == (found.draft is not None) == (low > 0)
+    assert not (tmp_path / "run/candidate").exists()
+    if found.draft:
+        verify(tmp_path / "run/draft")
+        provenance = json.loads((tmp_path / "run/draft/provenance.json").read_text())
+        assert provenance["target_fingerprint"] == fingerprint(moved)
+        assert provenance["target_lineage"] == lineage(base)
+
+
+def test_the_better_start_is_trained_and_published_after_a_proven_gain(
+    random_target: Path,
+    moved_target: Path,
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # All layers of the target: the old draft is the old target, and the new start is the new one, which proposes what
+    # it accepts.
+    base = make_settings("eagle1", random_target, data, tmp_path / "first")
+    cfg = choose_standalone(base, Standalone(layers=(0, 1)))
+    cfg = replace(cfg, optim=replace(cfg.optim, lr=1e-9), data=replace(cfg.data, num_prompts=6))
+    train(find_family("standalone"), cfg)
+    old = tmp_path / "first/draft"
+    cfg = replace(settings_of("standalone", old, moved_target, data, tmp_path / "run"), optim=cfg.optim, data=cfg.data)
+    found = adapt(find_family("standalone"), cfg, old)
+    assert found is not None
+    assert found.start == "new"
+    # Nearly all, because the exported draft is rounded.
+    assert found.tau_old < 0.9 * (1 + cfg.prove.num_speculative_tokens) < found.tau_adapted
+    assert found.interval[0] > 0
+    assert found.draft == str(tmp_path / "run/draft")
+    assert f"serve {found.draft}: tau" in capsys.readouterr().out
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert report["offline"]["tau_forecast"] == pytest.approx(found.tau_adapted)
+    # A killed run continues with the same start, and finds the same.
+    assert adapt(find_family("standalone"), replace(cfg, resume=True), old) == found
+
+
+def choose_standalone(base: Any, draft: Standalone) -> Any:
+    shared = {key: getattr(base, key) for key in ("target", "data", "output", "mixed_precision", "loop")}
+    cfg = make_config(find_family("standalone"))
+    return replace(cfg, draft=draft, prove=replace(base.prove, engine=False), **shared)
+
+
+def test_a_foreign_copy_of_the_old_embeddings_is_dropped(
+    random_target: Path,
+    moved_target: Path,
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    old = run_once("eagle3", random_target, data, tmp_path / "first")
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    shutil.copy(old / "config.json", foreign)
+    embeddings = load_file(random_target / "model.safetensors")["model.embed_tokens.weight"]
+    save_file(
+        {**load_file(old / "model.safetensors"), "embed_tokens.weight": embeddings}, foreign / "model.safetensors"
+    )
+    one, two = (
+        adapt(find_family("eagle3"), settings_of("eagle3", folder, moved_target, data, tmp_path / name), folder)
+        for folder, name in ((old, "one"), (foreign, "two"))
+    )
+    assert one is not None
+    assert two is not None
+    assert (one.tau_old, one.tau_adapted) == (two.tau_old, two.tau_adapted)
+
+
+def test_a_draft_of_another_lineage_is_refused(random_target: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811
+    old = run_once("medusa", random_target, data, tmp_path / "first")
+    model = LlamaForCausalLM.from_pretrained(random_target)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    model.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(random_target).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="was trained for another target"):
+        adapt(find_family("medusa"), settings_of("medusa", old, tmp_path / "other", data, tmp_path / "run"), old)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_draft_fits_the_lineage_of_its_target(random_target: Path, moved_target: Path, tmp_path: Path) -> None:
+    assert lineage(moved_target) == lineage(random_target)
+    assert fingerprint(moved_target) != fingerprint(random_target)
+    other = tmp_path / "other"
+    shutil.copytree(random_target, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["padding"], tokenizer["truncation"] = None, {"max_length": 7, "strategy": "LongestFirst", "stride": 0}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert lineage(other) == lineage(random_target)
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = sorted(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert lineage(other) != lineage(random_target)
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    names = {"target_fingerprint": "f" * 64, "target_lineage": lineage(random_target), "target": "base"}
+    (draft / "provenance.json").write_text(json.dumps(names))
+    require_trained_for(draft, TargetFolder.open(moved_target))
+    with pytest.raises(ValueError, match=r"another target than .*other: base"):
+        require_trained_for(draft, TargetFolder.open(other))
+
+
+def test_a_gain_in_tau_is_that_of_the_sums() -> None:
+    ours, theirs = (
+        [AcceptanceCounts(num_drafts=10, num_accepted=a) for a in accepted] for accepted in ([9, 5], [4, 2])
+    )
+    assert estimate_tau_gain(ours, theirs).value == pytest.approx(14 / 20 - 6 / 20)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(["nowhere"], "no draft in nowhere"), (["OLD"], "--target TARGET"), (["OLD", "--target", "T"], "give --data")],
+)
+def test_adapt_refuses_in_one_line(
+    args: list[str], message: str, random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_text("{}")
+    save_file({"fc.weight": torch.zeros(2, 4)}, old / "model.safetensors")
+    words = {"OLD": str(old), "T": str(random_target)}
+    assert dispatch(["adapt", *(words.get(word, word) for word in args)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1
