@@ -61,8 +61,17 @@ def main(cfg: Config) -> None:
     )
     samples, stats = build(train)
     held_out_samples, held_out_stats = held_out_part(held_out, build)
+    kinds = {conversation_hash(c["messages"]): kind_of(c) for c in train}
+    shown = choose_samples(samples, kinds, cfg.num_samples)
     if cfg.json is not None:
-        write_whole(cfg.json, json.dumps(summarise(loaded, stats, overlap, held_out_stats), indent=1) + "\n")
+        counted = summarise(loaded, stats, overlap, held_out_stats)
+        texts = [paint(sample, tokenizer, cfg.sample_tokens, in_color=False) for sample in shown]
+        counted["samples"] = [
+            {"kind": kinds[s.conversation], "domain": s.domain, "tokens": len(s.input_ids), "text": text}
+            for s, text in zip(shown, texts, strict=True)
+        ]
+        counted["end_ids"] = target.end_ids
+        write_whole(cfg.json, json.dumps(counted, indent=1) + "\n")
     for line in loaded.lines():
         print(f"{cfg.source}: {line}")
     print(f"{len(conversations):,} conversations: {len(train):,} to train on, {len(held_out):,} held out")
@@ -75,8 +84,7 @@ def main(cfg: Config) -> None:
     print("\n".join(describe_vocabulary(samples, held_out_samples, len(tokenizer))))
     in_color = cfg.color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print("\nlabels are green:" if in_color else "\nlabels stand between 「 and 」:")
-    kinds = {conversation_hash(c["messages"]): kind_of(c) for c in train}
-    for number, sample in enumerate(choose_samples(samples, kinds, cfg.num_samples), 1):
+    for number, sample in enumerate(shown, 1):
         kind = kinds[sample.conversation]
         print(f"--- sample {number}, {kind}, domain {sample.domain}, {len(sample.input_ids):,} tokens")
         print(paint(sample, tokenizer, cfg.sample_tokens, in_color))

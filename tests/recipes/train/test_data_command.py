@@ -203,3 +203,6 @@ def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
     assert written["training"]["ends"].keys() == {"<|end|>", ""}
     assert written["training"]["refused_answers"].keys() == {"with tool calls that the chat template leaves out"}
     assert written["template_arguments"] == {}
+    assert written["end_ids"] == [2]
+    assert {sample["kind"] for sample in written["samples"]} == {"plain", "cut", "tools", "text"}
+    assert all(sample["text"] in out for sample in written["samples"])
