@@ -30,6 +30,8 @@ LAUNCHES = {
     2: [*ACCELERATE, *DDP, "--num_processes", "2", "--mixed_precision", "no"],
 }
 GONE_S = 30
+START_S = 900
+"""A launch imports torch and accelerate several times, on a busy machine for minutes."""
 
 
 @pytest.fixture
@@ -53,6 +55,9 @@ def launched(world, ranks, page_port=0):
     try:
         yield process
     finally:
+        if process.poll() is None:  # a test that failed: the learner outlives its launcher
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
         process.kill()
         process.wait()
 
@@ -77,7 +82,7 @@ def test_accelerate_launches_it_and_it_ends_in_good_order(world, ranks):
     async def main():
         async with world.fleet():
             with launched(world, ranks, page_port) as process:
-                await until(lambda: world.entries("training"), timeout_s=200)
+                await until(lambda: world.entries("training"), timeout_s=START_S)
                 await until(lambda: all(fake.version == "v000001" for fake in world.fakes))
                 _, half_a_request = await asyncio.open_connection("127.0.0.1", page_port)
                 half_a_request.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
@@ -101,7 +106,7 @@ def test_when_its_second_rank_is_killed_the_learner_ends_and_the_next_one_goes_o
         async with world.fleet():
             ship(world.spool, records[:60])
             with launched(world, 2) as process:
-                await until(lambda: world.entries("gate"), timeout_s=200)
+                await until(lambda: world.entries("gate"), timeout_s=START_S)
                 ranks = psutil.Process(process.pid).children()
                 assert len(ranks) == 2
                 next(rank for rank in ranks if rank.pid != owner(world)).kill()
