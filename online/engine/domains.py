@@ -39,7 +39,8 @@ def count_domains() -> None:
     observe, update = Scheduler.make_spec_decoding_stats, Scheduler.update_from_output
 
     def update_and_note(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        scheduler.redraft_foreign = getattr(model_runner_output, "redraft_foreign", ())
+        foreign: frozenset[str] = getattr(model_runner_output, "redraft_foreign", frozenset())
+        scheduler.redraft_foreign = foreign | find_padded(scheduler_output)
         return update(scheduler, scheduler_output, model_runner_output)
 
     def observe_and_count(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,6 +59,14 @@ def count_domains() -> None:
 def mark_foreign(output: Any, requests: Collection[str]) -> None:
     """Name in a step's output the requests whose draft tokens are not the served version's. It is pickled with them."""
     output.redraft_foreign = frozenset(requests)
+
+
+def find_padded(scheduled: Any) -> frozenset[str]:
+    """Requests of a step with draft tokens that nobody proposed. vLLM gives them to a request that joins with one
+    token to read, e.g. the last of a cached prompt, so that all requests of the batch are of one length."""
+    joined = {request.req_id for request in scheduled.scheduled_new_reqs}
+    joined |= scheduled.scheduled_cached_reqs.resumed_req_ids
+    return frozenset(joined & scheduled.scheduled_spec_decode_tokens.keys())
 
 
 def are_counted() -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from redraft.online.engine.capture import Capture
-from redraft.online.engine.domains import LOOKUP_METHODS, mark_foreign
+from redraft.online.engine.domains import LOOKUP_METHODS, find_padded, mark_foreign
 from redraft.online.engine.feed import Batch, Feed
 from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
@@ -53,7 +53,7 @@ class Proposers:
     """Who proposed the waiting draft tokens of each request, if it was not the served version.
 
     `sample_tokens` verifies them within `_sample`, and then proposes the next ones. If a request nearly fills the
-    context, vLLM proposes none for the whole batch, and puts zeros there.
+    context, vLLM proposes none for the whole batch, and puts zeros there, as for requests that join (`find_padded`).
     """
 
     def __init__(self, runner: Any) -> None:
@@ -69,7 +69,10 @@ class Proposers:
         return self._propose(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        self._is_proposed, verified = False, self.foreign
+        self._is_proposed = False
+        if state := self.runner.execute_model_state:  # None after a failure
+            self.foreign |= dict.fromkeys(find_padded(state.scheduler_output), PADDING)
+        verified = self.foreign
         result = self._sample_tokens(*args, **kwargs)
         if verified and result is not None:
             # If steps are scheduled ahead, vLLM hands over a wrapper.
@@ -148,6 +151,8 @@ class _Hooks:
         num_computed = runner.input_batch.num_computed_tokens_cpu[:count].tolist()
         num_drafts = metadata.num_draft_tokens if metadata else [0] * count
         first_drafts = [0, *accumulate(num_drafts)]
+        # The scheduler's padding is -1, and the target reads token 0 there.
+        draft_ids_S = metadata.draft_token_ids.clamp(min=0) if metadata else None
         proposers = getattr(runner, "redraft_proposers", None)
         foreign = proposers.foreign if proposers else {}
         batch = Batch(
@@ -168,8 +173,8 @@ class _Hooks:
             batch,
             sampled_BK=sampled_BK,
             logits_RV=logits_RV,
-            draft_ids_S=metadata.draft_token_ids if metadata else None,
-            draft_probs_S=self._gather_draft_probs(metadata.draft_token_ids) if metadata else None,
+            draft_ids_S=draft_ids_S,
+            draft_probs_S=self._gather_draft_probs(draft_ids_S) if draft_ids_S is not None else None,
         )
 
     def _gather_draft_probs(self, draft_ids_S: Tensor) -> Tensor | None:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from redraft.online.engine.capture import Capture
-from redraft.online.engine.domains import LOOKUP_METHODS
+from redraft.online.engine.domains import LOOKUP_METHODS, find_padded
 from redraft.online.engine.feed import Batch, Feed
 from redraft.online.engine.one_pass import gather_probs
 from redraft.online.engine.reread import ReadText
 from redraft.online.engine.steps import EngineStep
-from redraft.online.records.record import LOOKUP
+from redraft.online.records.record import LOOKUP, PADDING
 
 RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 
@@ -102,10 +102,12 @@ class _Hooks:
         self._propose: Any = getattr(runner.speculator, "propose", None)
         # V2 has no lookup before a head, and asks its draft up to the end of the context.
         self._proposer = LOOKUP if getattr(runner.speculative_config, "method", "") in LOOKUP_METHODS else 0
+        self._padded: frozenset[str] = frozenset()
 
     def add_requests(self, scheduler_output: Any) -> None:
         self._add_requests(scheduler_output)
         try:
+            self._padded = find_padded(scheduler_output)
             for request in scheduler_output.scheduled_new_reqs:
                 if request.sampling_params is not None and not request.req_id.startswith(WARMUP_IDS):
                     # A resumed request comes as a new one in V2. `Feed` keeps the first decision about it.
@@ -157,7 +159,7 @@ class _Hooks:
             infos=[self.feed.requests.get(request_id) for request_id in batch.req_ids],
             first_reads=first_reads,
             num_drafts=num_drafts,
-            proposers=[self._proposer] * count,
+            proposers=[PADDING if name in self._padded else self._proposer for name in batch.req_ids],
             first_rows=first_rows,
             first_drafts=[row + 1 for row in first_rows],  # of the ids read for the rows; the first is no draft
             starts=num_prefilled_B.tolist(),  # right while a prompt is read; `starts_B` has the others

@@ -39,6 +39,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "output": ("v1.outputs:SamplerOutput",),
         "runner.drafter": ("v1.spec_decode.draft_model:DraftModelProposer",),
         "request": (CACHED_REQUEST,),
+        "state": ("v1.worker.gpu_model_runner:ExecuteModelState",),
     },
     "online/engine/runner_v2.py": {
         "runner": (V2_RUNNER,),
@@ -119,7 +120,9 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "Scheduler": ("v1.core.sched.scheduler:Scheduler",),
         "scheduler": ("v1.core.sched.scheduler:Scheduler",),
         "engine": ("v1.engine.core:EngineCore",),
-        "request": ("v1.request:Request",),
+        "scheduled": ("v1.core.sched.output:SchedulerOutput",),
+        "scheduled.scheduled_cached_reqs": ("v1.core.sched.output:CachedRequestData",),
+        "request": (NEW_REQUEST,),
     },
     "eval/engine/cpu_sampling.py": {
         "cpu_triton_utils": ("utils.cpu_triton_utils",),

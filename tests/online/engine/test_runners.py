@@ -81,6 +81,7 @@ class Runner:
     def __init__(self, method="eagle3"):
         self.input_batch, self.speculative_config = SimpleNamespace(req_ids=[]), SimpleNamespace(method=method)
         self.requests = dict.fromkeys("abcd")
+        self.execute_model_state = None
         self.redraft_lookup = SimpleNamespace(looked_up=frozenset())
 
     def propose_draft_token_ids(self):
@@ -125,6 +126,22 @@ def test_a_wrapped_output_names_them_too():
     runner.redraft_proposers.foreign = {"a": LOOKUP}
     runner.sample_tokens()
     assert inner.redraft_foreign == {"a"}
+
+
+def test_drafts_of_a_request_that_joins_are_padding():
+    runner = Runner()
+    runner_v1.install_proposers(runner)
+    runner.step("a")
+    drafts = {name: [-1, -1] for name in "abd"}  # "c" has none; of "a" the scheduler does not know them yet
+    scheduled = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in "bc"],
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"d"}),
+        scheduled_spec_decode_tokens=drafts,
+    )
+    runner.execute_model_state = SimpleNamespace(scheduler_output=scheduled)
+    assert runner.step("abcd") == "bd"
+    runner.execute_model_state = None
+    assert runner.step("abcd") == ""
 
 
 # --- the engine
