@@ -22,6 +22,12 @@ MULTIPLIERS = {
 EXPERTS = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 16, "head_dim": 64,
 }  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "head_dim": 64, "initializer_range": 0.06, "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+"""Delta nets, whose CPU kernels take heads of 64 or 128, in bfloat16 only."""
 SERVED: dict[str, dict[str, Any]] = {"granite": MULTIPLIERS, "gpt_oss": EXPERTS}
 
 
