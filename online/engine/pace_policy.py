@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHARE = 0.01
-"""Of the busy time, for probes."""
+"""Part of the busy time that probes may take."""
 
 START_STEPS = 16
 """Steps' worth of time on the account at the start and after a swap, and at most."""

@@ -146,7 +146,7 @@ class Swaps:
                 f"{found.name} has manifest {found.manifest_sha256[:12]} here, not {asked.manifest_sha256[:12]}: "
                 "copy the registry again",
             )
-        _require_target(found, status["target_fingerprint"], status["target_lineage"])
+        _require_target(found, status["target_fingerprint"], status.get("target_lineage", ""))
         return found
 
     async def _read(self, version: str) -> _Found:
