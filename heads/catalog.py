@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.heads.family import Family, FixedTokens, Training
-from redraft.heads.files.folder import CONFIG, read_config, read_provenance, tensor_files
+from redraft.heads.files.folder import CONFIG, names_lineage, read_config, read_provenance, tensor_files
 from redraft.heads.files.foreign import find_foreign
 from redraft.heads.files.target_folder import TargetFolder
 
@@ -361,7 +361,7 @@ def require_trained_for(folder: Path, target: TargetFolder) -> None:
     provenance = read_provenance(folder) or {}
     if provenance.get("target_fingerprint") in (None, target.fingerprint):
         return
-    if not target.lineage or provenance.get("target_lineage") != target.lineage:
+    if not names_lineage(provenance, target.lineage):
         raise ValueError(
             f"{folder} was trained for another target than {target.name}: {provenance.get('target', 'unnamed')}"
         )

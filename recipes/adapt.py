@@ -90,11 +90,13 @@ def _count_vocabulary(old: Path) -> int:
 
 def main(family: Family, old: Path, cfg: Any) -> None:
     """Adapt. Raises: as `adapt`; ValueError without a target, or without data that OLD names."""
-    from redraft.distill.run.adapt import adapt  # here, because it imports torch
+    from redraft.distill.run.adapt import adapt  # here, because they import torch
+    from redraft.distill.run.run import refuse
 
     if not cfg.target:
         raise ValueError(f"name the new version of the target: redraft adapt {old} --target TARGET")
     if not cfg.data.source:
+        refuse(family, cfg)  # before hours of answers
         cfg = replace(cfg, data=replace(cfg.data, source=str(_answer(old, cfg))))
     adapt(family, cfg, old)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.files.artifact import MANIFEST, verify
 from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.heads.files.folder import names_lineage
 from redraft.heads.target import Target
 
 
@@ -29,7 +30,7 @@ def target_fingerprint(pair: Pair) -> Iterator[Finding]:
     if trained_for is None or pair.is_own_target or trained_for == pair.target.fingerprint:
         return
     name = (pair.provenance or {}).get("target", "another model")
-    if pair.target.lineage and (pair.provenance or {}).get("target_lineage") == pair.target.lineage:
+    if names_lineage(pair.provenance, pair.target.lineage):
         yield Finding(
             f"the draft was trained for another version of this target: {name}, fingerprint {trained_for[:12]}",
             "measure the acceptance with `redraft eval`, or run `redraft adapt`",

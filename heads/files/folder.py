@@ -363,6 +363,11 @@ def lineage(folder: Path) -> str:
     return hashlib.sha256(known.encode()).hexdigest()
 
 
+def names_lineage(provenance: Mapping[str, Any] | None, lineage: str) -> bool:
+    """Whether a draft's provenance names this lineage of a target. An empty one is unknown, and equals none."""
+    return bool(lineage) and (provenance or {}).get("target_lineage") == lineage
+
+
 def _digest_vocabulary(folder: Path) -> str:
     """SHA-256 over tokens and merges of a tokenizer; empty without one."""
     path = next((folder / name for name in TOKENIZER_FILES if (folder / name).is_file()), None)

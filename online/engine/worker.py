@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from redraft.heads.catalog import find_method
-from redraft.heads.files.folder import fingerprint, lineage, model_folder
+from redraft.heads.files.folder import model_folder
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
 from redraft.online.engine.reread import Rereader
@@ -133,10 +134,11 @@ def install(worker: Any) -> None:
         _identify_draft(worker, config.registry)
     # Records carry this fingerprint, and a draft for another target is refused by it. Without it, both go off.
     with _switching_off(state, *(["capture", "swap"] if config.capture else ["swap"])):
-        folder = model_folder(worker.vllm_config.model_config.model)
-        state.target_fingerprint = fingerprint(folder)
-        with suppress(FileNotFoundError):  # weights in another format: only drafts for this very target are taken
-            state.target_lineage = lineage(folder)
+        name = worker.vllm_config.model_config.model
+        target = TargetFolder(name=name, folder=model_folder(name))
+        state.target_fingerprint = target.fingerprint
+        if config.registry is not None:  # only swaps ask for it
+            state.target_lineage = target.lineage
     with _switching_off(state, "swap"):
         state.target_checksum = checksum(worker.model_runner.get_model())
     if config.capture is not None and not state.capture_off:

@@ -25,6 +25,7 @@ from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.options import Standalone
 from redraft.recipes.adapt import choose_recipe
 from redraft.recipes.cli import dispatch
+from redraft.recipes.data import regenerate
 from tests.recipes.train.test_heads_recipes import FAMILIES, SMALL, data, make_settings  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
@@ -165,6 +166,30 @@ def test_a_draft_of_another_lineage_is_refused(random_target: Path, data: Path, 
     with pytest.raises(ValueError, match="was trained for another target"):
         adapt(find_family("medusa"), settings_of("medusa", old, tmp_path / "other", data, tmp_path / "run"), old)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_target_of_another_lineage_is_refused_before_it_answers(
+    random_target: Path,
+    moved_target: Path,
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[regenerate.Config] = []
+    monkeypatch.setattr(regenerate, "main", asked.append)
+    old = run_once("medusa", random_target, data, tmp_path / "first")
+    other = tmp_path / "other"
+    shutil.copytree(moved_target, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    flags = ["--prove.no-engine", "--output", str(tmp_path / "run")]
+    assert dispatch(["adapt", str(old), "--target", str(other), *flags]) == 2
+    assert "was trained for another target" in capsys.readouterr().err
+    assert not asked
+    assert dispatch(["adapt", str(old), "--target", str(moved_target), *flags]) == 2  # no answers were written
+    assert [(cfg.data, cfg.target) for cfg in asked] == [(str(data), str(moved_target))]
 
 
 def test_a_draft_fits_the_lineage_of_its_target(random_target: Path, moved_target: Path, tmp_path: Path) -> None:
