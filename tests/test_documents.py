@@ -24,6 +24,21 @@ def test_every_link_leads_to_a_file(document):
     assert not missing
 
 
+def list_anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_anchor_leads_to_a_heading(document):
+    links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", document.read_text())
+    missing = [
+        link for link in links if link[1] not in list_anchors(document.parent / link[0] if link[0] else document)
+    ]
+    assert not missing
+
+
 def read_code(document: Path) -> str:
     """The fenced blocks of a document, and every span of code in backticks on a line."""
     text = document.read_text()

@@ -60,6 +60,7 @@ from redraft.recipes.plan.count import (
 from redraft.recipes.plan.plan import Train as Counting
 
 ROOT = Path(__file__).parents[3]
+MEASUREMENTS = (ROOT / "docs/measurements.md").read_text()
 
 TARGET = LlamaConfig(
     vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
@@ -420,8 +421,8 @@ def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("column", "target"), [(0, {"features": "served"}), (1, {"shard_target": True})])
 def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(column: int, target: dict[str, Any]) -> None:
-    """The table of docs/training.md: draft, optimizer and gradients, activations, target, all of it; in GB."""
-    table = (ROOT / "docs/training.md").read_text().partition("| on each GPU that trains |")[2].partition("tokens/s")[0]
+    """The table of docs/measurements.md: draft, optimizer and gradients, activations, target, all of it; in GB."""
+    table = MEASUREMENTS.partition("| on each GPU that trains |")[2].partition("tokens/s")[0]
     told = re.findall(r"([\d.]+) GB", "".join(line.split("|")[2 + column] for line in table.splitlines()[2:-1]))
     cfg = Counting(target="llama-3.3-70b", family="standalone", devices=8, batch_size=2, sharding="zero2")
     result = count(replace(cfg, gradient_checkpointing=True, **target))
@@ -433,13 +434,10 @@ def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(colum
     assert told == [f"{num_bytes / 1e9:.1f}" for num_bytes in counted]
 
 
-PERFORMANCE = (ROOT / "docs/performance.md").read_text()
-
-
 def read_rows(first_cell: str) -> list[list[str]]:
-    """The cells of the rows under a table's head in docs/performance.md."""
+    """The cells of the rows under a table's head in docs/measurements.md."""
     rows = []
-    for line in PERFORMANCE.partition(f"| {first_cell} |")[2].splitlines()[2:]:
+    for line in MEASUREMENTS.partition(f"| {first_cell} |")[2].splitlines()[2:]:
         if not line.startswith("|"):
             break
         rows.append([cell.strip(" `") for cell in line.strip("|").split("|")])
