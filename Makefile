@@ -22,7 +22,7 @@ endif
 
 .PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
 	gpu test-gpu check check-deps \
-	format bench bench-gpu bench-decisions bench-fleet clean
+	docs format bench bench-gpu bench-decisions bench-fleet clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -144,6 +144,12 @@ bench-decisions: $(STAMP)  ## how often are decisions wrong, how far off forecas
 
 bench-fleet: $(STAMP)  ## the cost of capture and swaps for a server, write outputs/bench-fleet/report.json
 	$(BIN)/python -m benchmarks.fleet
+
+# The generator has an environment of its own. `COLUMNS`: the width of the help texts in the command reference.
+docs: $(STAMP)  ## build the documentation site, strictly, into outputs/site/html; open index.html there, no server is needed
+	COLUMNS=100 $(BIN)/python docs/build_site.py outputs/site
+	$(BIN)/uv run --quiet --no-project --with-requirements requirements/docs.txt \
+		zensical build --strict --clean --config-file outputs/site/zensical.toml
 
 clean:  ## remove the environment and outputs
 	rm -rf .venv .venv-floors .venv-audit outputs

@@ -6,6 +6,7 @@
 #   log.txt             what the log's liveness probe needs
 #   uv.txt              the installer itself
 #   audit.txt           pip-audit, for `make check-deps`
+#   docs.txt            the generator of the site, for `make docs`
 #
 # Not in them: torch of the CPU build. It comes from PyTorch's own index, or here and there from a local folder of wheels,
 # so there is no one hash: torch-cpu.txt pins its version alone. For CUDA, torch comes from PyPI and is hashed as the rest.
@@ -34,4 +35,5 @@ in_image=$(sed -n 's/^\(vllm==[0-9.]*\).*/\1/p' requirements/cuda.txt \
 compile image.txt pyproject.toml --extra nats "${image[@]}" --constraint requirements/cuda.txt $in_image
 printf '%s\n' 'nats-py[nkeys]' tyro 'setuptools>=77' | compile log.txt "${image[@]}" --constraint requirements/cuda.txt -
 echo uv | compile uv.txt --universal --python-version 3.11 -
+printf '%s\n' zensical mkdocstrings-python | compile docs.txt --universal --python-version 3.11 -
 echo pip-audit | compile audit.txt --universal --python-version 3.11 -

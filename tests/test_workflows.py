@@ -33,7 +33,7 @@ def test_every_target_and_file_of_a_workflow_is_there(path: Path) -> None:
     for line in list_commands(path):
         command, *arguments = shlex.split(line)
         if command == "make":
-            assert set(arguments) <= targets, line
+            assert {word for word in arguments if "=" not in word} <= targets, line
         if command.startswith("."):
             assert (ROOT / command).is_file(), line
     steps = [step for job in read_jobs(path).values() for step in job.get("steps", ())]

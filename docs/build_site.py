@@ -1,0 +1,169 @@
+"""Write the sources of the documentation site: `make docs` builds outputs/site/html from them.
+
+    README.md, docs/*.md, ...   the pages; their links to code lead to copies of the files
+    commands.md                 `--help-all` of every command
+    api/*.md                    the docstrings of the public modules, read by mkdocstrings
+
+$ python docs/build_site.py outputs/site
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from redraft.heads.catalog import list_trained
+from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.commands import COMMANDS, list_recipes
+
+ROOT = Path(__file__).resolve().parents[1]
+
+GUIDES = {
+    "Home": ["README.md"],
+    "Guides": [
+        "docs/tutorial.md", "docs/training.md", "docs/evaluation.md", "docs/online.md", "docs/fleet.md",
+        "docs/capacity.md",
+    ],
+    "Trust": ["docs/threat-model.md", "SECURITY.md", "docs/privacy.md", "docs/licences.md"],
+    "Reference": ["docs/engines.md", "docs/measurements.md"],
+    "Project": ["ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"],
+}  # fmt: skip
+
+PUBLIC = {
+    "Drafts": ["heads.draft", "heads.family", "heads.catalog", "heads.target", "heads.options"],
+    "Files": ["heads.files.artifact", "heads.files.folder", "heads.files.target_folder", "heads.files.gguf"],
+    "Losses": ["distill.loss.choice", "distill.loss.outcomes", "distill.loss.fused"],
+    "Training": ["distill.run.config", "distill.run.run", "distill.train.optim", "distill.signal.sources"],
+    "Measuring": ["eval.acceptance", "eval.counts", "eval.intervals", "eval.forecast.greedy"],
+    "Records": ["online.records.record", "online.records.spool", "online.fleet.registry", "online.learning.gate"],
+}
+"""Titles and modules of the API reference."""
+
+LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+
+
+def main(folder: Path) -> None:
+    """Write pages and configuration into `folder`.
+
+    Raises:
+        FileNotFoundError: a page links to a file that does not exist.
+    """
+    pages = folder / "pages"
+    shutil.rmtree(pages, ignore_errors=True)
+    pages.mkdir(parents=True)
+    for picture in ROOT.glob("docs/*.png"):
+        (pages / "docs").mkdir(exist_ok=True)
+        shutil.copy(picture, pages / "docs")
+    known = {name for names in GUIDES.values() for name in names}
+    for name in known:
+        _write(pages / _page(name), LINK.sub(lambda link, name=name: _lead(link, name, known, pages), _read(name)))
+    _write(pages / "commands.md", "\n".join(_commands()))
+    for title, modules in PUBLIC.items():
+        lines = [f"# {title}", *(f"\n::: redraft.{module}" for module in modules)]
+        _write(pages / f"api/{title.lower()}.md", "\n".join(lines))
+    (folder / "zensical.toml").write_text(_configuration())
+
+
+def _read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def _page(name: str) -> str:
+    return "index.md" if name == "README.md" else name
+
+
+def _lead(link: re.Match[str], name: str, known: set[str], pages: Path) -> str:
+    """The link, which leads to another page or to the copy of a file."""
+    before, goal, anchor, after = link.groups()
+    if ":" in goal:
+        return link.group()
+    path = (ROOT / name).parent.joinpath(goal).resolve()
+    there = path.relative_to(ROOT).as_posix()
+    if not path.exists():
+        raise FileNotFoundError(f"{name} links to {goal}, which does not exist")
+    if there not in known and path.suffix != ".png":
+        there = _copy(path, pages)
+    relative = os.path.relpath(_page(there), Path(_page(name)).parent)
+    return f"{before}{relative}{anchor or ''}{after}"
+
+
+def _copy(path: Path, pages: Path) -> str:
+    """The page with the text of a file, or the list of a folder."""
+    name = path.relative_to(ROOT).as_posix()
+    page = f"source/{name}.md"
+    if path.is_dir():
+        files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        text = "\n".join(f"- `{file}`" for file in files if "__pycache__" not in file)
+    else:
+        text = f"````{path.suffix.removeprefix('.').replace('py', 'python')}\n{path.read_text()}\n````"
+    _write(pages / page, f"# {name}\n\n{text}")
+    return page
+
+
+def _commands() -> Iterator[str]:
+    """The lines of the command reference."""
+    yield "# Commands"
+    for name, _ in list_recipes():
+        words = name.split()
+        names = [[*words, family] for family in list_trained()] if name == "train" else [words]
+        summary = COMMANDS[words[0]].parts[words[1]].summary if words[1:] else COMMANDS[words[0]].summary
+        yield f"\n## redraft {name}\n\n{summary}."
+        for each in names:
+            if len(names) > 1:
+                yield f"\n### redraft {' '.join(each)}"
+            yield f"\n```text\n{_help(each)}\n```"
+
+
+def _help(words: list[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        dispatch([*words, "--help-all"])
+    return text.getvalue().strip().replace("```", "'''")
+
+
+def _configuration() -> str:
+    sections = {**GUIDES, "Commands": ["commands.md"], "API": [f"api/{title.lower()}.md" for title in PUBLIC]}
+    lines = []
+    for title, names in sections.items():
+        pages = ", ".join(f'"{_page(name)}"' for name in names)
+        lines.append(f'  {{"{title}" = {pages if len(names) == 1 else f"[{pages}]"}}},')
+    nav = "\n".join(lines)
+    return f'''[project]
+site_name = "redraft"
+site_description = "Draft models for speculative decoding, trained and kept trained"
+docs_dir = "pages"
+site_dir = "html"
+use_directory_urls = false
+nav = [
+{nav}
+]
+
+[project.theme]
+font = false
+features = ["content.code.copy", "navigation.top", "toc.follow"]
+
+[project.plugins.offline]
+
+[project.plugins.mkdocstrings.handlers.python]
+paths = ["{ROOT}"]
+
+[project.plugins.mkdocstrings.handlers.python.options]
+docstring_style = "google"
+show_source = false
+show_root_heading = true
+members_order = "source"
+'''
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
