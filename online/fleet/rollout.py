@@ -15,8 +15,8 @@
 
 The interval comes from the spread between polls, not between drafts: all drafts of a request are alike, so 2000 drafts
 of 70 requests say far less than 2000 separate ones. The groups are compared domain by domain, so a canary with more
-code than the control group looks neither better nor worse for it. Servers of an earlier release count no domains, and
-are compared by their totals.
+code than the control group looks neither better nor worse for it. Servers that miscount
+domains are compared by their totals.
 
 With a control group, before and after are never compared: traffic changes by the minute, and harder traffic would be
 held against the candidate. Neither function raises for a server's failure; both can be repeated after a kill.
@@ -303,7 +303,7 @@ class _Polls:
                 continue
             now, earlier = counted[server], self._last.get(server, NO_COUNTS)
             self._last[server] = now
-            # Without any drafts, an empty `by_domain` does not show an earlier release.
+            # Without any drafts, an empty `by_domain` is no miscount.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
             row[ALL] += _subtract(now.total, earlier.total)
             for domain, counts in now.by_domain.items():

@@ -20,7 +20,6 @@ import httpx
 import msgspec
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.counters import NO_COUNTERS, SPEC_DECODE, find_counts
 from redraft.online.fleet.reach import UNIX_SOCKET, explain, explain_answer
 from redraft.online.fleet.registry import Identity, Registry
 from redraft.online.journal import Identifier
@@ -34,16 +33,13 @@ SWAP_TIMEOUT_S = 300.0
 gives up earlier itself, and answers 504. Giving up on the request does not stop it."""
 
 MAX_ANSWER_BYTES = 8 << 20
-"""Longest answer that is read. A /metrics page of vLLM has some 100 kB."""
+"""Longest answer that is read."""
 
 MAX_QUOTED = 300
 """Most characters of a server's words in an error."""
 
 MAX_COUNTER = 1 << 53
 """Counters above this are nonsense: they do not fit a float, and no engine gets there."""
-
-MAX_COUNTER_LINES = 10_000
-"""Lines of speculation counters on a /metrics page: 256 engines of 16 draft tokens have 5,000."""
 
 MAX_POSITIONS = 256
 
@@ -152,11 +148,11 @@ class Status:
     """True if draft and target are as they were loaded, on all ranks."""
     target_fingerprint: str
     drafting: Drafting | None = None
-    """None from a server of an earlier release, or one without a draft."""
+    """None if it has no draft."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Records lost by capture since the server started, by reason."""
     manifest_sha256: str = ""
-    """Hash of the draft's manifest; empty if it has none, or from a server of an earlier release."""
+    """Hash of the draft's manifest; empty if it has none."""
     capture_off: str = ""
     """Why the server records nothing although it is told to; empty otherwise."""
     swap_off: str = ""
@@ -164,20 +160,17 @@ class Status:
     notes: Sequence[str] = ()
     """Flags of the server, probably mistakes."""
     total: AcceptanceCounts | None = None
-    """The draft's counts since the server started, without lookups and padding; None from a server of an earlier
-    release."""
+    """The draft's counts since the server started, without lookups and padding; None without a draft."""
     by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
-    """The same by domain; empty from a server of an earlier release."""
+    """The same by domain."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """A server's counters, with their boot and draft."""
-
-    boot: str
-    draft_version: str
-    total: AcceptanceCounts
-    by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
+    def since(self, first: Status) -> AcceptanceCounts | None:
+        """The draft's counts since an earlier status; None unless both count, and are of the same boot and draft."""
+        if self.total is None or first.total is None:
+            return None
+        if (self.boot, self.draft_version) != (first.boot, first.draft_version):
+            return None
+        return self.total.since(first.total)
 
 
 @dataclass(frozen=True)
@@ -213,7 +206,7 @@ class FleetServer:
                 capture_off=body.capture_off,
                 swap_off=body.swap_off,
                 notes=body.notes,
-                total=_read_total(body),
+                total=_read_total(body) if body.draft_version else None,
                 by_domain=_read_domains(body),
             )
         except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -228,7 +221,6 @@ class FleetServer:
         """
         identity = self._identify(version)
         body = {"version": version, "manifest_sha256": identity.manifest_sha256, "registry": identity.registry}
-        # Servers of an earlier release read the version only.
         await self._request("POST", "/redraft/swap", SWAP_TIMEOUT_S, json={key: body[key] for key in body if body[key]})
 
     def serves(self, status: Status, version: str) -> bool:
@@ -239,38 +231,12 @@ class FleetServer:
         # A hash unknown on either side is no proof of other bytes.
         return not (wanted and status.manifest_sha256) or wanted == status.manifest_sha256
 
-    async def read(self) -> Reading:
-        """The server's present counters.
-
-        Raises:
-            UnreachableError, RefusedError: if it does not answer, or has no counters of drafts.
-        """
-        status = await self.status()
-        if status.total is not None and status.draft_version:
-            total = status.total
-            return Reading(
-                boot=status.boot, draft_version=status.draft_version, total=total, by_domain=status.by_domain
-            )
-        # Without the token: it is for our routes only.
-        content = await self._request("GET", "/metrics", STATUS_TIMEOUT_S, headers={})
-        try:
-            found = _parse_counts(content)
-        except Exception as error:  # the parser of Prometheus raises half a dozen types
-            reason = self._quote(repr(error))
-            raise NonsenseError(f"{self.url} answers with something other than /metrics: {reason}") from error
-        if found is None:
-            raise RefusedError(f"{self.url} has no {SPEC_DECODE}* counters: {NO_COUNTERS}")
-        # Two requests: `by_domain` is a moment older than `total`, so the domains need not add up to it.
-        return Reading(boot=status.boot, draft_version=status.draft_version, total=found, by_domain=status.by_domain)
-
     def _identify(self, version: str) -> Identity:
         return self.registry.identify(version) if self.registry else Identity()
 
-    async def _request(
-        self, method: str, path: str, timeout_s: float, json: object = None, headers: dict[str, str] | None = None
-    ) -> bytes:
+    async def _request(self, method: str, path: str, timeout_s: float, json: object = None) -> bytes:
         """The content of the answer, all of it within `timeout_s`."""
-        authorization = {"Authorization": f"Bearer {self.token}"} if headers is None else headers
+        authorization = {"Authorization": f"Bearer {self.token}"}
         try:
             # httpx's timeouts are between two bytes: a server that drips would never reach them.
             async with asyncio.timeout(timeout_s):
@@ -339,17 +305,23 @@ def _read_domains(body: _StatusAnswer) -> dict[str, AcceptanceCounts]:
     }
 
 
-async def ask_drafting(servers: Iterable[FleetServer]) -> Counter[Drafting]:
-    """The number of servers that draft in each way. Servers that do not answer, or do not say, are left out."""
+async def ask_all(servers: Iterable[FleetServer]) -> dict[FleetServer, Status]:
+    """The status of every server that answers, all asked at once."""
 
-    async def ask(server: FleetServer) -> Drafting | None:
+    async def ask(server: FleetServer) -> Status | None:
         try:
-            return (await server.status()).drafting
+            return await server.status()
         except (UnreachableError, RefusedError):
             return None
 
+    servers = list(servers)
     answers = await asyncio.gather(*map(ask, servers))
-    return Counter(drafting for drafting in answers if drafting is not None)
+    return {server: status for server, status in zip(servers, answers, strict=True) if status is not None}
+
+
+async def ask_drafting(servers: Iterable[FleetServer]) -> Counter[Drafting]:
+    """The number of servers that draft in each way. Servers that do not answer, or do not say, are left out."""
+    return Counter(status.drafting for status in (await ask_all(servers)).values() if status.drafting is not None)
 
 
 def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
@@ -366,25 +338,6 @@ def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
             raise ValueError(f"its counter {counter} is {count!r:.50}")
         lost[reason] = count
     return lost
-
-
-def _parse_counts(page: bytes) -> AcceptanceCounts | None:
-    """The counters of a /metrics page; None if it has none.
-
-    Raises:
-        Exception: if they are not counts; the parser raises various types.
-    """
-    text = page.decode()
-    # Before the parser, which takes every line apart.
-    if text.count(f"\n{SPEC_DECODE}") > MAX_COUNTER_LINES:
-        raise ValueError(f"more than {MAX_COUNTER_LINES} lines of counters")
-    counts = find_counts(text)
-    if counts is None:
-        return None
-    totals = (counts.num_drafts, counts.num_accepted, counts.num_draft_tokens, *counts.accepted_per_position)
-    if len(counts.accepted_per_position) > MAX_POSITIONS or not all(0 <= total <= MAX_COUNTER for total in totals):
-        raise ValueError("its counters of drafts are not counts")
-    return counts
 
 
 def trusted_certificates() -> ssl.SSLContext:
@@ -502,42 +455,27 @@ def _subtract_domains(
 class Window:
     """Acceptance from now on: differences of the servers' counters, all taken over the same time."""
 
-    def __init__(self, first: dict[FleetServer, Reading]) -> None:
+    def __init__(self, first: dict[FleetServer, Status]) -> None:
         self._first = first
 
     @classmethod
     async def open(cls, servers: Iterable[FleetServer]) -> Window:
         """A window over the answering servers."""
-        return cls(await _read_all(servers))
+        return cls(await ask_all(servers))
 
     async def read(self) -> dict[FleetServer, WindowCounts]:
         """Counts by server since the window opened.
 
         Servers are left out if they restarted, changed the draft or do not answer.
         """
-        readings = await _read_all(self._first)
+        readings = await ask_all(self._first)
         counted = {}
         for server, now in readings.items():
             first = self._first[server]
-            difference = now.total.since(first.total)
-            # A counter that fell, another boot or another draft: the difference would mix two drafts.
-            if difference is not None and (now.boot, now.draft_version) == (first.boot, first.draft_version):
+            difference = now.since(first)
+            if difference is not None:
                 counted[server] = WindowCounts(difference, _subtract_domains(now.by_domain, first.by_domain))
         return counted
-
-
-async def _read_all(servers: Iterable[FleetServer]) -> dict[FleetServer, Reading]:
-    async def read(server: FleetServer) -> Reading | None:
-        try:
-            # One deadline for both requests: all servers of a window are read over the same time.
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
-                return await server.read()
-        except (UnreachableError, RefusedError, TimeoutError):
-            return None
-
-    servers = list(servers)
-    readings = await asyncio.gather(*map(read, servers))
-    return {server: reading for server, reading in zip(servers, readings, strict=True) if reading is not None}
 
 
 def is_alarming(acceptance: AcceptanceCounts) -> bool:

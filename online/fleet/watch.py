@@ -18,7 +18,6 @@ from redraft.online.fleet.server import (
     STATUS_TIMEOUT_S,
     FleetServer,
     NonsenseError,
-    Reading,
     RefusedError,
     Status,
     UnreachableError,
@@ -56,9 +55,8 @@ class Watch:
         self.servers = servers
         self.patience_s = patience_s
         self._looks: dict[FleetServer, asyncio.Task[Observation]] = {}
-        self._last: dict[FleetServer, Reading] = {}
-        self._statuses: dict[FleetServer, Status] = {}
-        self._window: dict[FleetServer, Reading] = {}
+        self._last: dict[FleetServer, Status] = {}
+        self._window: dict[FleetServer, Status] = {}
 
     async def look(self) -> list[Observation]:
         """Every server as it is now. Never raises for a server's failure."""
@@ -79,10 +77,10 @@ class Watch:
         await asyncio.gather(*looks, return_exceptions=True)
 
     def _forget_former(self) -> None:
-        for gone in {*self._statuses, *self._looks} - set(self.servers):
+        for gone in {*self._last, *self._looks} - set(self.servers):
             if gone in self._looks:
                 self._looks.pop(gone).cancel()
-            for known in (self._last, self._statuses, self._window):
+            for known in (self._last, self._window):
                 known.pop(gone, None)
 
     def _take(self, server: FleetServer) -> Observation:
@@ -97,41 +95,31 @@ class Watch:
             status = await server.status()
         except (UnreachableError, RefusedError) as error:
             return Observation(server=server, status=None, fault=_name_fault(error), reason=str(error))
-        # Counted once per status: every return below must bring `lost`, or these losses are never told.
-        lost = self._count_lost(server, status)
-        try:
-            reading = await server.read()
-        except (UnreachableError, NonsenseError) as error:
-            return Observation(server=server, status=status, lost=lost, fault=_name_fault(error), reason=str(error))
-        except RefusedError:  # e.g. it serves without a draft so far
-            return Observation(server=server, status=status, lost=lost)
-        since_last = _subtract(self._last.get(server), reading) or AcceptanceCounts.zero()
-        self._last[server] = reading
-        window = _subtract(self._window.get(server), reading)
+        # By default against itself: nothing is lost and nothing counted at the first look.
+        last = self._last.get(server, status)
+        self._last[server] = status
+        window = status.since(self._window.get(server, status))
         # The window is judged once it has enough drafts, and then begins again: an alarm is about recent traffic.
-        if window is None or window.num_drafts >= ALARM_DRAFTS:
-            self._window[server] = reading
-        alarming = window is not None and is_alarming(window)
-        return Observation(server=server, status=status, since_last=since_last, lost=lost, is_alarming=alarming)
+        if server not in self._window or window is None or window.num_drafts >= ALARM_DRAFTS:
+            self._window[server] = status
+        return Observation(
+            server=server,
+            status=status,
+            since_last=status.since(last) or AcceptanceCounts.zero(),
+            lost=_count_lost(last, status),
+            is_alarming=window is not None and is_alarming(window),
+        )
 
-    def _count_lost(self, server: FleetServer, status: Status) -> Counter[str]:
-        """Losses since the previous look. None are reported at the first look; a restarted server counts from 0."""
-        last = self._statuses.get(server, status)
-        self._statuses[server] = status
-        before = last.lost if last.boot == status.boot else {}
-        # A counter falling within one boot is nonsense, and must not lower the sum.
-        return Counter({reason: max(0, count - before.get(reason, 0)) for reason, count in status.lost.items()})
+
+def _count_lost(last: Status, now: Status) -> Counter[str]:
+    """Losses since the previous look; a restarted server counts from 0."""
+    before = last.lost if last.boot == now.boot else {}
+    # A counter falling within one boot is nonsense, and must not lower the sum.
+    return Counter({reason: max(0, count - before.get(reason, 0)) for reason, count in now.lost.items()})
 
 
 def _name_fault(error: UnreachableError | RefusedError) -> str:
     return "server_nonsense" if isinstance(error, NonsenseError) else "server_unreachable"
-
-
-def _subtract(first: Reading | None, now: Reading) -> AcceptanceCounts | None:
-    """The counts between two readings; None unless both are of the same boot and draft."""
-    if first is None or (first.boot, first.draft_version) != (now.boot, now.draft_version):
-        return None
-    return now.total.since(first.total)
 
 
 @dataclass(frozen=True)

@@ -47,17 +47,17 @@ class FakeServer:
     capture: dict[str, int] = field(default_factory=dict)
     """The counters of the server, as far as a test needs them."""
     drafting: dict[str, object] = field(default_factory=dict)
-    """The fields of the status that tell how the server drafts; none from a server of an earlier release."""
+    """The fields of the status that tell how the server drafts; none if it has no draft."""
     trouble: dict[str, str] = field(default_factory=dict)
     """By path: "hang" (no answer), "drip" (a byte every 0.2 s) or "pour" (an answer without end)."""
     answers: dict[str, bytes] = field(default_factory=dict)
     """By path: the content to answer with instead."""
     manifests: dict[str, str] | None = None
-    """Hash of each version's manifest in the server's registry. None: a server of an earlier release."""
+    """Hash of each version's manifest in the server's registry. None: its drafts have none."""
     registry_id: str = ""
     easy_share: float | None = None
     """Share of the drafts in an easy domain; the others are in a hard one, where tau is lower by 0.8. None: domains are
-    not counted, as by a server of an earlier release."""
+    not counted, as by a server that miscounts them."""
     bodies: list[dict[str, str]] = field(default_factory=list)
     """Bodies of all swap requests."""
     asked: list[str] = field(default_factory=list)
@@ -125,9 +125,6 @@ class FakeServer:
 
     async def _answer(self, head: str, body: bytes) -> tuple[int, bytes]:
         method, path, _ = head.split(" ", 2)
-        if path == "/metrics":
-            assert TOKEN not in head, "the token is for the plugin's routes"
-            return 200, self._metrics().encode()
         if f"Bearer {TOKEN}" not in head:
             return 401, b"wrong or missing bearer token"
         if (method, path) == ("GET", "/redraft/status"):
@@ -149,6 +146,7 @@ class FakeServer:
             "target_intact": True,
             "target_fingerprint": self.target_fingerprint,
             "capture": self.capture,
+            **({"drafts": self.count()} if self.version else {}),
             **({} if self.easy_share is None else {"domains": self.domains}),
             **self.drafting,
             **({} if self.manifests is None else {"manifest_sha256": self.manifests.get(self.version, "")}),
@@ -175,7 +173,8 @@ class FakeServer:
             raise ConnectionResetError
         return 200, json.dumps({"version": version, "swapped": True}).encode()
 
-    def _metrics(self) -> str:
+    def count(self) -> list[int]:
+        """Drafts, draft tokens, and the accepted ones by position, after another reading's worth of traffic."""
         tau = max(1.0, self.traffic.tau[self.version] - self.traffic.harder)
         if self.easy_share is None:
             self.drafts += self.traffic.drafts_per_reading
@@ -186,13 +185,8 @@ class FakeServer:
                 counts[0] += round(share * self.traffic.drafts_per_reading)
                 counts[1] += round(share * self.traffic.drafts_per_reading * (tau + more - 1))
             self.drafts, self.accepted = map(sum, zip(*self.domains.values(), strict=True))
-        counters = {
-            "vllm:spec_decode_num_drafts_total": self.drafts,
-            "vllm:spec_decode_num_draft_tokens_total": 3 * self.drafts,
-            "vllm:spec_decode_num_accepted_tokens_total": self.accepted,
-        }
-        lines = [f'{name}{{engine="0",model_name="m"}} {value}' for name, value in counters.items()]
-        return "\n".join(["# TYPE vllm:num_requests_running gauge", "vllm:num_requests_running 3.0", *lines, ""])
+        accepted = round(self.accepted)
+        return [round(self.drafts), 3 * round(self.drafts), *((accepted + more) // 3 for more in (2, 1, 0))]
 
 
 @asynccontextmanager
