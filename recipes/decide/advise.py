@@ -1,20 +1,16 @@
-"""Advise on the number of draft tokens for every batch size, and on the kind of draft for a workload."""
+"""Advise on the number of draft tokens for every batch size."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.counts import cumulative, tau
 from redraft.eval.engine.draft_source import shorten_name
 from redraft.eval.engine.lookups import lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
-from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.acceptance_source import Acceptance, read_acceptance, read_sample_method_advice
 from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens
 from redraft.eval.serving.report import (
@@ -24,25 +20,9 @@ from redraft.eval.serving.report import (
     read_served_sampling,
     read_serving,
 )
-from redraft.eval.serving.workload import Exchange, Lookup, look_up
 from redraft.heads.files.artifact import write_whole
-from redraft.heads.progress import Progress
 from redraft.online.engine.config import PLUGIN_NAME
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.decide import advise_config
 from redraft.recipes.decide.advise_config import Config
-
-LOOKUP = "ngram"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A kind of draft that could be served, with the expected speed-up."""
-
-    name: str
-    advice: Advice
-    cost: float
-    """Time of a draft step over a target step, at the compared batch size."""
 
 
 def main(cfg: Config) -> None:
@@ -54,8 +34,7 @@ def main(cfg: Config) -> None:
     draft = cfg.draft or (None if cfg.acceptance else choose_draft(fastest, batch_size))
     name, costs = measured_costs(report, draft, cfg.serving)
     acceptance = choose_acceptance(cfg, report, name)
-    rates = acceptance.per_position
-    advice = advise(rates, costs)
+    advice = advise(acceptance.per_position, costs)
     print(*format_fastest(fastest), *format_advice(cfg, name, advice, acceptance, report), sep="\n")
     if cfg.acceptance is not None:
         temperature = acceptance.sampling.temperature
@@ -63,18 +42,6 @@ def main(cfg: Config) -> None:
             print(f"\n{sentence}")
     result: dict[str, Any] = {"draft": name, "advice": advice.to_json(), "batch_size": batch_size}
     result["fastest"] = {str(b): row and row["draft"] for b, row in fastest.items()}
-    if cfg.data is not None:
-        from redraft.distill.data.day import choose_day
-
-        day = choose_day(cfg.date)
-        lookup = look_up(read_exchanges(cfg, report["target"], day), Ngram(), len(rates))
-        measured = Kind(name=shorten_name(name), advice=advice, cost=costs.draft_cost(batch_size))
-        # A measured n-gram draft is left out: the replay has the acceptance of this kind on the workload.
-        kinds = [*([] if name == LOOKUP else [measured]), ngram_kind(costs, lookup)]
-        needed = find_head_alpha(costs, kinds, batch_size, len(rates), count_layers(cfg.target or report["target"]))
-        print("", *format_kinds(kinds, lookup, needed, batch_size), *format_measurements(report), sep="\n")
-        suits = choose_kind(kinds, batch_size)
-        result |= {"ngram_overlap": lookup.overlap, "suits": suits, "date": day.isoformat()}
     if cfg.output is not None:
         write_whole(cfg.output, json.dumps(result, indent=2, sort_keys=True) + "\n")
 
@@ -166,95 +133,3 @@ def format_advice(
         variables = {**lookup_env(config), **({"VLLM_PLUGINS": PLUGIN_NAME} if needs_plugin(config) else {})}
         shown = "".join(f"{name}={value} " for name, value in variables.items())
         yield f"\n{shown}--speculative-config {shlex.quote(json.dumps(vllm_keys(pasted)))}"
-
-
-def read_exchanges(cfg: Config, served_target: str, day: datetime.date) -> Iterator[Exchange]:
-    """The last turn of every conversation: prompt and answer, as written on `day`.
-
-    Raises:
-        ValueError: if the tokenizer has no chat template.
-    """
-    from redraft.distill.data.conversations import load_conversations
-    from redraft.distill.data.rendering import Renderer
-    from redraft.heads.files.checkpoint import load_tokenizer
-
-    assert cfg.data is not None
-    render = Renderer(load_tokenizer(cfg.target or served_target), {}, day)
-    conversations = load_conversations(cfg.data)[: cfg.num_conversations]
-    for conversation in Progress(conversations, desc="workload", unit="conversation"):
-        for turn in render.turns(conversation, lambda turn: turn)[0][-1:]:
-            prompt_ids, answer_ids = render.tokenise_turn(turn)
-            yield Exchange(prompt_ids=prompt_ids, answer_ids=answer_ids)
-
-
-def ngram_kind(costs: StepCosts, lookup: Lookup) -> Kind:
-    """Prompt lookup on the workload. A lookup takes no time compared with a target step."""
-    free = replace(costs, draft_s=dict.fromkeys(costs.draft_s, 0.0))
-    return Kind(name=LOOKUP, advice=advise(lookup.acceptance_per_position, free), cost=0)
-
-
-def speedup_at(advice: Advice, batch_size: int) -> float:
-    """Expected speed-up of the best k, at the measured batch size nearest to `batch_size`."""
-    nearest = min({row.batch_size for row in advice.table}, key=lambda b: abs(b - batch_size))
-    return max(row.speedup for row in advice.table if row.batch_size == nearest)
-
-
-def choose_kind(kinds: Sequence[Kind], batch_size: int) -> str:
-    """The kind with the highest expected speed-up; `none` if no kind is faster than no draft."""
-    best = max(kinds, key=lambda kind: speedup_at(kind.advice, batch_size))
-    return best.name if speedup_at(best.advice, batch_size) > 1 else "none"
-
-
-def count_layers(target: str) -> int:
-    from redraft.heads.files.checkpoint import load_text_config
-
-    return int(load_text_config(target).num_hidden_layers)
-
-
-def find_head_alpha(costs: StepCosts, kinds: Sequence[Kind], batch_size: int, k: int, layers: int) -> float | None:
-    """The smallest alpha at which a head of one layer beats every kind; None if even alpha = 1 is not enough.
-
-    The head's step is assumed to take 1 / layers of a target step, and verification to cost the same as measured.
-    """
-    # k = 0: a step of the target alone, 1 row for each request.
-    plain_s = {b: by_k[0] for b, by_k in costs.target_s.items()}
-    head = replace(costs, draft_s={b: seconds / layers for b, seconds in plain_s.items()})
-    # 1.0 is no draft: if no kind pays, the head has to beat this.
-    best = max(1.0, *(speedup_at(kind.advice, batch_size) for kind in kinds))
-    steps = [i / 100 for i in range(1, 101)]
-    # All positions accepted alike: alpha = 0.5 and k = 3 give 0.5, 0.25, 0.125.
-    return next((a for a in steps if speedup_at(advise(cumulative([a] * k), head), batch_size) > best), None)
-
-
-def format_kinds(kinds: Sequence[Kind], lookup: Lookup, needed: float | None, batch_size: int) -> Iterator[str]:
-    """The numbers of every kind, and the one that suits the workload."""
-    yield (
-        f"workload: {lookup.num_answers} answers of {lookup.num_tokens:,} tokens; {lookup.overlap:.0%} of the answers' "
-        f"4-grams occur in the prompts; lookup drafts something in {lookup.drafted:.0%} of the steps"
-    )
-    yield f"{'kind':<28}{'tau':>6}{'draft / target step':>21}{'best k':>8}{f'speed-up at {batch_size}':>16}"
-    for kind in kinds:
-        rates = kind.advice.acceptance_per_position
-        yield (
-            f"{kind.name:<28}{tau(rates):>6.2f}{kind.cost:>21.3f}{kind.advice.best(batch_size):>8}"
-            f"{speedup_at(kind.advice, batch_size):>15.2f}x"
-        )
-    condition = f"with alpha above {needed:.2f}" if needed else "not even if every token were accepted"
-    yield f"a head of one layer would beat them {condition}"
-    best = choose_kind(kinds, batch_size)
-    yield f"suits this workload: {best}" if best != "none" else "suits this workload: no draft"
-
-
-def format_measurements(report: Mapping[str, Any]) -> Iterator[str]:
-    """The benchmark's measurement of every draft, on the benchmark's data."""
-    for row in report["tables"].get("draft", ()):
-        if row["draft"] and row["speedup"] is not None:
-            method = report["drafts"][row["draft"]]["config"].get("method", "draft")
-            yield (
-                f"measured on {row['data']}: {shorten_name(row['draft'])} ({method}) {row['speedup']:.2f}x at "
-                f"{row['concurrency']} requests, tau {row['measured']['tau']:.2f}, k = {row['num_speculative_tokens']}"
-            )
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, advise_config.__doc__)

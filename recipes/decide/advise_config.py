@@ -1,12 +1,10 @@
-"""Advise on the number of draft tokens for every batch size, and on the kind of draft for a workload.
+"""Advise on the number of draft tokens for every batch size.
 
 $ redraft advise --serving outputs/bench-serving/serving.json                   # table, best k, when off, vLLM flags
 $ redraft advise --serving serving.json --acceptance outputs/eval/report.json   # with the acceptance of another draft
-$ redraft advise --serving serving.json --data answers.jsonl                    # draft model, n-grams or a head?
 
 Step times come from `redraft bench`. Acceptance by position comes from there, from `redraft eval` or from a training
-run's report.json, and must be that of requests sampled as the benchmark's. With --data, prompt lookup is replayed on
-the workload, so its acceptance is exact.
+run's report.json, and must be that of requests sampled as the benchmark's.
 """
 
 from __future__ import annotations
@@ -29,15 +27,7 @@ class Config:
     temperature: float | None = None
     """Temperature of the requests to advise on, one that the report of --acceptance was measured at. By default the
     benchmark's, from the target's generation_config.json."""
-    data: str | None = None
-    """A workload with answers, as for --data.source of distill. Answers by the target are best (redraft regenerate)."""
-    num_conversations: int = 200
-    """Maximum number of conversations to read from the workload."""
-    date: str | None = None
-    """Date, as YYYY-MM-DD, that a chat template which writes today's writes into the workload. By default today."""
-    target: str | None = None
-    """Folder or hub name of the tokenizer for the workload. By default the benchmark's target."""
     batch_size: int | None = None
-    """Requests per step at which to compare the kinds of draft. By default the benchmark's concurrency."""
+    """Requests per step at which to choose the draft. By default the benchmark's concurrency."""
     output: Path | None = None
     """File to write the advice to, as JSON."""

@@ -3,7 +3,6 @@
 $ redraft bench --target T --draft D                        # the first value of each flag is used in all tables
 $ redraft bench --target T --draft D --draft ngram --num-speculative-tokens 4 1 2 6 --concurrency 8 1 32 128
 $ redraft bench --target T --draft D --request-rate 1 4 16 --data sharegpt:sharegpt.json jsonl:ours.jsonl
-$ redraft bench --preset demo                               # the small target with the draft of `make demo-tiny`
 
 Every server is started once a pass and gets its load from vLLM's generator (`vllm bench serve`). Finished cells are
 kept: after an interruption, or with further drafts, run the command again to measure the rest. The target alone is then
@@ -76,19 +75,3 @@ class Config:
     """Folder for the reports, the finished cells and the engine's logs."""
     overwrite: bool = False
     """Measure everything again."""
-
-
-PRESETS = {
-    "demo": Config(
-        target="tests/assets/tiny-target",
-        target_dtype="float32",  # as in the demo's training
-        draft=("outputs/demo-tiny/draft", "ngram"),
-        num_speculative_tokens=(3, 1),
-        concurrency=(4, 1, 16),
-        request_rate=(4.0, 16.0),
-        input_tokens=(64, 256),
-        output_tokens=64,
-        max_model_len=1024,
-        output=Path("outputs/demo-bench"),
-    )
-}

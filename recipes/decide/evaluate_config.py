@@ -1,6 +1,5 @@
 """Measure the acceptance of drafts by domain, temperature and number of draft tokens, with intervals.
 
-$ redraft eval --preset demo --draft outputs/demo-tiny/draft   # small target: the draft of `make demo-tiny`, n-grams
 $ redraft eval --target TARGET --draft DRAFT --draft ngram --data prompts.jsonl --domain-column topic
 $ redraft eval --target TARGET --draft DRAFT --no-forecast -- --tensor-parallel-size=8   # of several GPUs
 $ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss 0.02
@@ -94,17 +93,3 @@ class Config:
     """Weights & Biases project to log to. Without a login, the run is stored offline."""
     output: Path = Path("outputs/eval")
     """Folder for report.json, report.html, report.md and run.json, and for finished measurements."""
-
-
-PRESETS = {
-    "demo": Config(
-        target="tests/assets/tiny-target",
-        target_dtype="float32",  # as in the demo's training
-        draft=("ngram",),
-        data="stdlib",
-        held_out=0.05,
-        max_prompt_tokens=512,
-        temperature=(0.0, 1.0),
-        output=Path("outputs/demo-eval"),
-    )
-}

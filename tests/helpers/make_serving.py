@@ -85,7 +85,7 @@ def make_serving_report(sweep: Sweep | None = None, mixed: dict[str, Any] | None
     measured = {cell: serve(cell) for cells in questions.values() for cell in cells if not cell.variant.quantization}
     facts: dict[str, Any] = {
         "target": "a target",
-        "command": "redraft bench --preset demo",
+        "command": "redraft bench --target TARGET --draft DRAFT",
         "settings": {
             "draft": (sweep or make_sweep()).drafts[0],
             "num_speculative_tokens": 3,

@@ -9,14 +9,12 @@ import datetime
 import json
 import shutil
 import types
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate import Accelerator
-from make_serving import make_serving_report
 from transformers import LlamaForCausalLM
 from transformers.utils import chat_template_utils
 
@@ -31,8 +29,6 @@ from redraft.distill.run.inputs import load_data, target_signal
 from redraft.distill.run.run import Run
 from redraft.distill.run.start import start
 from redraft.distill.train.loop import LoadedData
-from redraft.eval.serving.report import write_serving
-from redraft.eval.serving.workload import Exchange, Lookup
 from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle1
 from redraft.heads.files.checkpoint import load_tokenizer
@@ -40,7 +36,6 @@ from redraft.heads.files.folder import fingerprint
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.learning.anchors import read_anchors
 from redraft.recipes.cli import dispatch
-from redraft.recipes.decide import advise
 
 FIRST, SECOND = datetime.date(2024, 2, 29), datetime.date(2024, 3, 1)
 
@@ -188,34 +183,6 @@ def test_anchors_of_a_day_are_the_same_on_another(
     assert [day_of(name) for name in ("before", "after", "today")] == ["2024-02-29", "2024-02-29", "2024-03-01"]
     wrong = ["anchors", "--target", str(target), "--data", source, "--output", str(tmp_path / "wrong")]
     assert dispatch([*wrong, "--date", "today"]) == 2
-
-
-def test_advice_on_a_workload_is_of_a_day(
-    target: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_serving(tmp_path, make_serving_report())
-    seen: list[list[Exchange]] = []
-
-    def advised(*flags: str) -> dict[str, Any]:
-        given = ["--serving", str(tmp_path / "serving.json"), "--data", source, "--target", str(target)]
-        assert dispatch(["advise", *given, "--output", str(tmp_path / "advice.json"), *flags]) == 0
-        result: dict[str, Any] = json.loads((tmp_path / "advice.json").read_text())
-        return result
-
-    def look_up(exchanges: Iterable[Exchange], *more: Any) -> Lookup:
-        """The real one, which also keeps what it is given."""
-        seen.append(list(exchanges))
-        return real(seen[-1], *more)
-
-    real = advise.look_up
-    monkeypatch.setattr(advise, "look_up", look_up)
-    set_day(monkeypatch, FIRST)
-    before = advised()
-    set_day(monkeypatch, SECOND)
-    assert advised("--date", "2024-02-29") == before
-    assert before["date"] == "2024-02-29"
-    assert advised()["date"] == "2024-03-01"
-    assert seen[0] == seen[1] != seen[2]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What `redraft advise` prints of a benchmark, a report and a workload, and how it refuses others."""
+"""What `redraft advise` prints of a benchmark and a report, and how it refuses others."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.report import write_serving
-from redraft.eval.serving.workload import Lookup
 from redraft.recipes.cli import dispatch, parse_recipe
-from redraft.recipes.decide.advise import Config, find_head_alpha, main, ngram_kind, speedup_at
+from redraft.recipes.decide.advise import Config, main
 
 
 @pytest.fixture
@@ -125,41 +124,6 @@ def test_the_advice_is_of_the_forecast_that_is_served(
     assert ("the step times are those of greedy drafts" in shown) == is_sampled
     _, pasted = shlex.split(shown.splitlines()[-1])
     assert json.loads(pasted).get("draft_sample_method") == ("probabilistic" if is_sampled else None)
-
-
-def write_workload(path: Path, *, quoting: bool) -> None:
-    text = "the quick brown fox jumps over the lazy dog and runs away from everything that it has ever seen before"
-    answer = text if quoting else "zebras xylophones quietly judge my vow of big sphinx waltz nymphs"
-    rows = [{"prompt": f"{number}. repeat: {text}", "response": answer} for number in range(4)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.mark.parametrize("quoting", [True, False])
-def test_a_workload_that_quotes_is_for_ngrams_and_another_is_not(
-    serving: Path, tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str], quoting: bool
-) -> None:
-    write_workload(tmp_path / "answers.jsonl", quoting=quoting)
-    cfg = Config(
-        serving=serving, data=str(tmp_path / "answers.jsonl"), target=str(tiny_target), output=tmp_path / "advice.json"
-    )
-    main(cfg)
-    shown = capsys.readouterr().out
-    found = json.loads((tmp_path / "advice.json").read_text())
-    assert found["suits"] == ("ngram" if quoting else "good")
-    assert f"suits this workload: {found['suits']}" in shown
-    assert (found["ngram_overlap"] > 0.8) == quoting
-    assert "a head of one layer would beat them" in shown
-    assert "measured on sonnet: good (draft_model)" in shown
-
-
-def test_a_head_has_to_be_as_right_as_its_price_asks() -> None:
-    costs = StepCosts(target_s={1: {0: 1.0, 1: 1.0}}, draft_s={1: 0.5})
-    lookup = Lookup(num_answers=1, num_tokens=2, overlap=0, drafted=0.5, acceptance_per_position=(0.5,))
-    kind = ngram_kind(costs, lookup)
-    assert speedup_at(kind.advice, 1) == pytest.approx(1.5), "looking up is free"
-    # a head costs a quarter: (1 + alpha) / 1.25 > 1.5 from alpha = 0.875 on
-    assert find_head_alpha(costs, [kind], 1, 1, layers=4) == 0.88
-    assert find_head_alpha(costs, [kind], 1, 1, layers=1) is None, "(1 + 1) / 2 never does"
 
 
 @pytest.mark.parametrize(

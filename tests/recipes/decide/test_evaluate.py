@@ -26,7 +26,7 @@ from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 from redraft.recipes.cli import dispatch
 from redraft.recipes.decide import evaluate
-from redraft.recipes.decide.evaluate import PRESETS, Config, choose_day
+from redraft.recipes.decide.evaluate import Config, choose_day
 
 Run = Callable[..., int]
 
@@ -264,12 +264,6 @@ def test_a_target_that_does_not_fit_is_told_with_the_way_to_count_it(
     assert run("--no-engine", "--draft", "ngram", "--target", str(target)) == 2
     error = capsys.readouterr().err
     assert "of this machine's memory; count in the engine alone: --no-forecast" in error
-
-
-def test_the_small_targets_preset_has_two_domains_and_temperatures() -> None:
-    demo: Config = PRESETS["demo"]
-    assert demo.data == "stdlib"
-    assert demo.temperature == (0.0, 1.0)
 
 
 @torch.no_grad()

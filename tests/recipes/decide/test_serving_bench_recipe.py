@@ -29,7 +29,7 @@ from redraft.eval.serving.load import LoadResult
 from redraft.eval.serving.sweep import Variant
 from redraft.recipes.cli import dispatch
 from redraft.recipes.decide import bench
-from redraft.recipes.decide.bench import PRESETS, Config, main, name, speculative_config
+from redraft.recipes.decide.bench import Config, main, name, speculative_config
 
 
 def make_config(pair: tuple[Path, Path], output: Path, **changes: Any) -> Config:
@@ -299,10 +299,6 @@ def test_what_cannot_be_measured_is_one_line_and_2(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-
-
-def test_the_demo_is_of_the_small_target() -> None:
-    assert PRESETS["demo"].target == "tests/assets/tiny-target"
 
 
 def test_the_advice_is_judged_by_what_was_measured() -> None:
