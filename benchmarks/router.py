@@ -102,7 +102,7 @@ def running_router(
     (folder / "router.toml").write_text(f'fleet = "fleet.toml"\n{setting}\nport = {ports[1]}\nadmin_port = 0\n')
     commands = {
         "server": [*server, str(ports[0])],
-        "router": ["-m", "redraft.recipes.serve.router", "--config", str(folder / "router.toml")],
+        "router": ["-m", "redraft.recipes.cli", "router", "--config", str(folder / "router.toml")],
     }
     with ExitStack() as running:
         for name, command in commands.items():

@@ -167,7 +167,7 @@ def start_server(
     `options` are further ones of `redraft serve`, `arguments` those of vLLM, `environment` further variables.
     """
     command = [
-        *(sys.executable, "-m", "redraft.recipes.serve.serve", str(target), "--registry", str(registry)),
+        *(sys.executable, "-m", "redraft.recipes.cli", "serve", str(target), "--registry", str(registry)),
         *("--num-speculative-tokens", str(num_speculative_tokens), "--token-file", str(token_file)),
         *("--capture.spool", str(spool), "--capture.tenants", TENANT, *options),
         *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", dtype),

@@ -168,7 +168,7 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
 async def learner(stage: Stage, servers: Sequence[Server]) -> Any:
     """Run `redraft learner` beside the servers, without binding it to a core."""
     stage.configure(servers)
-    command = [sys.executable, "-m", "redraft.recipes.serve.learner", "--config", str(stage.folder / "learner.toml")]
+    command = [sys.executable, "-m", "redraft.recipes.cli", "learner", "--config", str(stage.folder / "learner.toml")]
     log = stage.folder / "logs" / "learner.log"
     # One thread: the servers leave about one of two cores.
     with process_group(command, log=log, env={"OMP_NUM_THREADS": "1"}) as process:

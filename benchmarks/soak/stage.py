@@ -97,7 +97,7 @@ class Stage:
     def build_server(self, number: int) -> Supervised:
         name = f"server-{number}"
         command = [
-            *(sys.executable, "-m", "redraft.recipes.serve.serve", str(self.target)),
+            *(sys.executable, "-m", "redraft.recipes.cli", "serve", str(self.target)),
             *("--registry", str(self.registry.folder), "--token-file", str(self.folder / "token")),
             *("--num-speculative-tokens", str(NUM_SPECULATIVE_TOKENS)),
             *("--capture.ingest", self.ingest, "--capture.nats.fleet", NATS.fleet),
@@ -118,19 +118,19 @@ class Stage:
 
     def build_learner(self, name: str) -> Supervised:
         settings = str(self.folder / f"{name}.toml")
-        learner = self._build(name, "redraft.recipes.serve.learner", "--config", settings)
+        learner = self._build(name, "learner", "--config", settings)
         learner.port = self.ports.get(f"{name}-page")
         return learner
 
     def build_router(self) -> Supervised:
         settings = str(self.folder / "router.toml")
-        router = self._build("router", "redraft.recipes.serve.router", "--config", settings)
+        router = self._build("router", "router", "--config", settings)
         router.port = self.ports["router"]
         return router
 
     def build_tap(self) -> Supervised:
         tap = self._build(
-            *("tap", "redraft.recipes.serve.tap", self.url("server-1"), "--target", str(self.target)),
+            *("tap", "tap", self.url("server-1"), "--target", str(self.target)),
             *("--spool", str(self.folder / "tap-spool"), "--port", str(self.ports["tap"]), "--admin-port", "0"),
         )
         tap.port = self.ports["tap"]
@@ -146,7 +146,9 @@ class Stage:
 
     def _build(self, name: str, *command: str) -> Supervised:
         environment = {"OMP_NUM_THREADS": "1", **self._shift_clock(name)}
-        return Supervised(name, [sys.executable, "-m", *command], self.log(name), env=environment)
+        return Supervised(
+            name, [sys.executable, "-m", "redraft.recipes.cli", *command], self.log(name), env=environment
+        )
 
     def _shift_clock(self, name: str) -> dict[str, str]:
         """Variables for a process whose wall clock is this machine's plus the offset in `clock_file`."""

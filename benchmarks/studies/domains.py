@@ -196,7 +196,7 @@ def running_router(cfg: Config, folder: Path, servers: Mapping[str, Server]) -> 
         f'fleet = "fleet.toml"\nclusters = "clusters"\ntarget = "{cfg.target.absolute()}"\n'
         f"port = {port}\nadmin_port = 0\n"
     )
-    command = [sys.executable, "-m", "redraft.recipes.serve.router", "--config", str(folder / "router.toml")]
+    command = [sys.executable, "-m", "redraft.recipes.cli", "router", "--config", str(folder / "router.toml")]
     url, log = f"http://127.0.0.1:{port}", folder / "logs" / "router.log"
     with process_group(command, log=log) as process:
         wait_until_healthy(url, process, log, name="the router")

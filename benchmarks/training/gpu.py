@@ -203,7 +203,7 @@ def write_flags(cfg: Train) -> str:
     words = []
     for one in fields(Train):
         value = getattr(cfg, one.name)
-        if one.name not in ("json", "shares") and value != one.default:
+        if one.name != "json" and value != one.default:
             words.append(f"--{one.name.replace('_', '-')}")
             words += [] if value is True else [str(value)]
     return shlex.join(words)

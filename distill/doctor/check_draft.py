@@ -49,7 +49,6 @@ def check_draft(
     method: str | None,
     num_speculative_tokens: int | None,
     engine: EngineCheck | None,
-    adaptive_verification: bool = False,
 ) -> Checked:
     """All checks of a draft; without `engine`, only those of its folder.
 
@@ -59,14 +58,13 @@ def check_draft(
         method: vLLM's method for serving it; None for the family's.
         num_speculative_tokens: Tokens to draft; None for the number in the provenance, or 3.
         engine: How to run it in the real engine.
-        adaptive_verification: The engine verifies fewer tokens where the draft is unsure.
 
     Raises:
         FileNotFoundError: a folder is missing.
         ValueError: a folder is corrupt or holds no draft.
     """
     pair = Pair.read(TargetFolder.open(target), model_folder(draft))
-    checked, num_tokens = check_folder(pair, method, num_speculative_tokens, adaptive_verification)
+    checked, num_tokens = check_folder(pair, method, num_speculative_tokens)
     if engine is None or not _may_run(pair, checked):
         return checked
     plan = plan_run(pair, num_tokens, engine)
@@ -82,17 +80,13 @@ def check_draft(
     return checked
 
 
-def check_folder(
-    pair: Pair, method: str | None, num_speculative_tokens: int | None, adaptive_verification: bool = False
-) -> tuple[Checked, int]:
+def check_folder(pair: Pair, method: str | None, num_speculative_tokens: int | None) -> tuple[Checked, int]:
     """The checks that need no engine, and the number of tokens to draft."""
     recorded = read_section(pair, "prove").get("num_speculative_tokens")
     # As many as it was published with, so the forecast can be compared; else 3, or fewer for a short head.
     most = pair.family.max_tokens(pair.config) or DEFAULT_NUM_TOKENS
     num_tokens = num_speculative_tokens or recorded or min(DEFAULT_NUM_TOKENS, most)
-    findings = static_findings(
-        pair, method=method, num_speculative_tokens=num_tokens, adaptive_verification=adaptive_verification
-    )
+    findings = static_findings(pair, method=method, num_speculative_tokens=num_tokens)
     checked = Checked(findings=findings, notes=list(notes(pair)))
     checked.facts |= {
         "target": str(pair.target.folder),

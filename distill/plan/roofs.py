@@ -11,6 +11,14 @@ Kind = Literal["product", "attention", "other"]
 """product: matrix products. other: bytes are moved, and little is computed."""
 
 
+PRODUCT_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.65, 0.4, 0.85
+"""The part of a device's best that operations reach: of the FLOP/s in large matrix products and in fused attention
+kernels, and of the memory's bandwidth."""
+
+LAUNCH_S = 5e-6
+"""Least time of an operation: in eager PyTorch the host launches about 200,000 kernels a second."""
+
+
 @dataclass(frozen=True)
 class Operation:
     """One kernel's work."""
@@ -22,9 +30,13 @@ class Operation:
     num_bytes: int
     """Read and written, if nothing is found in a cache."""
 
+    def seconds(self, device: Device) -> float:
+        """The longest of computing, moving and launching."""
+        reached = {"product": PRODUCT_SHARE, "attention": ATTENTION_SHARE}.get(self.kind, 1.0)
+        moving = self.num_bytes / (device.bytes_per_s * BANDWIDTH_SHARE)
+        # A view moves no byte and launches no kernel.
+        return max(self.flops / (device.flops_per_s * reached), moving, LAUNCH_S if self.num_bytes else 0.0)
 
-LAUNCH_S = 5e-6
-"""Least time of an operation: in eager PyTorch the host launches about 200,000 kernels a second."""
 
 HOST_BYTES_PER_S = 20e9
 """Copies from the host to a device, over PCIe 5 x16 (63 GB/s at best), and into the pinned memory before."""
@@ -55,30 +67,6 @@ DEVICES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
-    """The part of a device's best that operations reach."""
-
-    product: float = 0.65
-    """Share of the FLOP/s in large matrix products."""
-    attention: float = 0.4
-    """Share of the FLOP/s in fused attention kernels."""
-    bandwidth: float = 0.85
-    """Share of the memory's bandwidth in everything else."""
-
-    def __post_init__(self) -> None:
-        for name, share in vars(self).items():
-            if not 0 < share <= 1:
-                raise ValueError(f"--shares.{name} is {share}: a share lies above 0 and is at most 1")
-
-    def seconds(self, work: Operation, device: Device) -> float:
-        """The longest of computing, moving and launching."""
-        moving = work.num_bytes / (device.bytes_per_s * self.bandwidth)
-        reached = {"product": self.product, "attention": self.attention}.get(work.kind, 1.0)
-        # A view moves no byte and launches no kernel.
-        return max(work.flops / (device.flops_per_s * reached), moving, LAUNCH_S if work.num_bytes else 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Work:
     """A sum of operations."""
 
@@ -89,14 +77,14 @@ class Work:
     """By device."""
 
 
-def add_up(operations: Counter[Operation], shares: Shares, chosen: Iterable[Operation]) -> Work:
+def add_up(operations: Counter[Operation], chosen: Iterable[Operation]) -> Work:
     """The sum of the `chosen` operations, as often as each ran."""
     kept = [(work, operations[work]) for work in chosen]
     return Work(
         flops=sum(work.flops * times for work, times in kept),
         num_bytes=sum(work.num_bytes * times for work, times in kept),
         calls=sum(times for work, times in kept if work.num_bytes),
-        seconds={d.name: sum(shares.seconds(work, d) * times for work, times in kept) for d in DEVICES},
+        seconds={d.name: sum(work.seconds(d) * times for work, times in kept) for d in DEVICES},
     )
 
 

@@ -61,11 +61,11 @@ def require_room(
     *,
     machine: Machine | None = None,
     optimizer: str = "adamw",
-    tell: Callable[[], str] = lambda: "redraft plan train",
+    command: str = "redraft plan train",
 ) -> None:
     """Refuse a training that cannot fit. One process of each machine tells, the others leave with it.
 
-    If it fits tightly, the main process says that activations come on top, and which command counts them: `tell()`.
+    If it fits tightly, the main process says that activations come on top, and which `command` counts them.
     `count_draft(config)` is the draft's size, by the target's text config, and `optimizer` the name of its optimizer.
     `machine` is by default this one.
 
@@ -98,7 +98,7 @@ def require_room(
         assert room.device_bytes is not None
         print(
             f"warning: target and draft take {_gb(need.target + need.draft)} of the {_gb(room.device_bytes)} of "
-            f"{room.device}, and activations come on top; this counts them: {tell()}"
+            f"{room.device}, and activations come on top; this counts them: {command}"
         )
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import shlex
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +27,6 @@ from redraft.distill.data.vocabulary import require_smaller
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.held import count_head, count_standalone, standalone_config
 from redraft.distill.run.config import HeadConfig, Loop, StandaloneConfig
-from redraft.distill.run.count_command import count_command
 from redraft.distill.run.folder import RunFolder
 from redraft.distill.run.inputs import live_signal, load_data, load_target, require_no_engine, target_signal
 from redraft.distill.run.memory import require_room
@@ -150,9 +151,13 @@ class Run:
             size = functools.partial(count_standalone, cfg.draft)
         else:
             size = functools.partial(count_head, self.family.name, cfg.head, cfg.draft_vocab_size)
-        tell = functools.partial(count_command, self.family.name, cfg, self.opened, self.accelerator)
+        counted = {"--target": self.opened.name, "--family": self.family.name, "--optimizer": cfg.optim.name}
+        counted |= {"--batch-size": str(cfg.loop.batch_size), "--sequence-length": str(cfg.loop.sequence_length)}
+        command = shlex.join(["redraft", "plan", "train", *itertools.chain(*counted.items())])
         optimizer = cfg.optim.name
-        require_room(self.opened, cfg.signal, self.accelerator, size, machine=machine, optimizer=optimizer, tell=tell)
+        require_room(
+            self.opened, cfg.signal, self.accelerator, size, machine=machine, optimizer=optimizer, command=command
+        )
 
     def _rewrite_target(self) -> Path:
         folder = self.folder.folder / "target"

@@ -15,16 +15,13 @@ from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
 
 
-def static_findings(
-    pair: Pair, *, method: str | None, num_speculative_tokens: int, adaptive_verification: bool = False
-) -> list[Finding]:
+def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: int) -> list[Finding]:
     """The problems visible in configs and tensors, without running the draft.
 
     Args:
         pair: The draft and its target.
         method: vLLM's method for serving the draft; None for the family's.
         num_speculative_tokens: Tokens to draft per step.
-        adaptive_verification: The engine verifies fewer of them where the draft is unsure.
     """
     # `first_cure` shows the first problem, so causes come before consequences.
     checks: list[Check] = [
@@ -34,7 +31,6 @@ def static_findings(
         *pair.family.own_checks(),
         check_weights.numbers,
         partial(check_method.number_of_tokens, num_speculative_tokens=num_speculative_tokens),
-        partial(check_method.adaptive_verification, asked=adaptive_verification),
     ]
     found = [finding for check in checks for finding in check(pair)]
     # a wrong key or tensor also breaks loading, but the checks above say it in better words

@@ -1,9 +1,8 @@
-"""Checks of how a draft is served: vLLM's method for it, the number of tokens, and how many of them are verified."""
+"""Checks of how a draft is served: vLLM's method for it, and the number of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from redraft.heads.doctor.pair import Finding, Pair
 
@@ -49,21 +48,3 @@ def number_of_tokens(pair: Pair, num_speculative_tokens: int) -> Iterator[Findin
             f"{num_speculative_tokens} tokens are to be drafted, the draft proposes {most}; vLLM makes up the others",
             f'serve with "num_speculative_tokens": {most} at most',
         )
-
-
-def adaptive_verification(pair: Pair, asked: bool) -> Iterator[Finding]:
-    """Adaptive verification is asked only of a draft with a confidence head."""
-    if asked and (problem := lacks_confidence(pair.config, pair.shapes)):
-        yield Finding(
-            f"adaptive verification {problem}", "serve without it, or train a DSpark head with a confidence head"
-        )
-
-
-def lacks_confidence(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """The reason why adaptive verification does not fit a draft, by config.json and tensor names; empty if it fits.
-
-    vLLM itself would go on, with a guess from the draft's probabilities.
-    """
-    if any(name.startswith("confidence_head.") for name in names) and config.get("enable_confidence_head"):
-        return ""
-    return "needs an estimate by the draft, and this draft has no confidence head"

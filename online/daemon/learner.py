@@ -16,7 +16,7 @@ whatever happens here: the learner only reads records that the servers leave beh
 does not prove itself. It may be killed at any moment and continues where it was.
 
     $ redraft learner --config learner.toml
-    $ accelerate launch -m redraft.recipes.serve.learner --config learner.toml      # on several GPUs
+    $ accelerate launch -m redraft.recipes.cli learner --config learner.toml      # on several GPUs
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ COMMANDS = {
         Group.DECIDE,
         "redraft.recipes.decide.bench",
         "Measure how much faster drafts make a real vLLM server",
-        "redraft bench --preset demo",
+        "redraft bench --target TARGET --draft DRAFT",
     ),
     "advise": Command(
         Group.DECIDE,
@@ -119,7 +119,7 @@ COMMANDS = {
     "plan": Command(
         Group.DECIDE,
         "redraft.recipes.plan.plan",
-        "Count the cost of a training, a fleet or capture",
+        "Count the cost of a training, or of a fleet that learns",
         "redraft plan train --target llama-3.1-8b --devices 8",
     ),
     "serve": Command(

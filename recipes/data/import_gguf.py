@@ -7,8 +7,6 @@ from functools import partial
 
 from redraft.heads.files.artifact import publish, require_free, sha256
 from redraft.heads.files.gguf import check_gguf, load_gguf, read_config, read_header, require_space_for, save
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.data import import_gguf_config
 from redraft.recipes.data.import_gguf_config import Config
 
 
@@ -34,7 +32,3 @@ def main(cfg: Config) -> None:
     if model.tokenizer.chat_template is None:
         print("note: the file has no chat template, as base models have none")
     print(f"{model.model.num_parameters():,} parameters in bfloat16 -> {cfg.output}")
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, import_gguf_config.__doc__)

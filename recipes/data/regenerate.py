@@ -13,8 +13,6 @@ from redraft.distill.data.regenerate import regenerate
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.eval.engine.server import vllm_server
 from redraft.heads.files.checkpoint import load_text_config
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.data import regenerate_config
 from redraft.recipes.data.regenerate_config import Config
 
 MAX_MODEL_LEN = 8192
@@ -58,7 +56,3 @@ def serve_answers(cfg: Config) -> Iterator[tuple[str, str | None]]:
         extra_args=cfg.vllm_args,
     ) as server:
         yield server.url, server.model
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, regenerate_config.__doc__)

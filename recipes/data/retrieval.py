@@ -9,8 +9,6 @@ from redraft.heads.families.retrieval import Text, count_answers
 from redraft.heads.files.artifact import publish, require_free
 from redraft.heads.files.folder import fetch_model
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.data import retrieval_config
 from redraft.recipes.data.retrieval_config import Config
 
 
@@ -41,7 +39,3 @@ def main(cfg: Config) -> None:
     }
     publish(cfg.output, draft.write, provenance, overwrite=cfg.overwrite)
     print(f"{len(draft.entries):,} runs of up to {cfg.retrieval.max_run} tokens -> {cfg.output}")
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, retrieval_config.__doc__)

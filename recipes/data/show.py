@@ -33,8 +33,6 @@ from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import CONFIG
 from redraft.heads.files.served_target import require_rows
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.data import show_config
 from redraft.recipes.data.show_config import Config
 
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
@@ -238,7 +236,3 @@ def paint(sample: Sample, tokenizer: Any, max_tokens: int, in_color: bool) -> st
 def printable(text: str) -> str:
     """`text` without control characters: data from the web must not steer the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, show_config.__doc__)

@@ -46,9 +46,7 @@ from redraft.eval.serving.sweep import (
 )
 from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.progress import Progress
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.decide import bench_config
-from redraft.recipes.decide.bench_config import PRESETS, Config
+from redraft.recipes.decide.bench_config import Config
 
 
 def main(cfg: Config) -> None:
@@ -289,7 +287,3 @@ def name(variant: Variant) -> str:
 def target_dtype(cfg: Config) -> str | None:
     """The type of the target in every server; None for as stored, on a GPU."""
     return cfg.target_dtype or default_target_dtype(cfg.target, on_cpu=engine_is_cpu())
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, bench_config.__doc__, PRESETS)

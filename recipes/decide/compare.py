@@ -44,9 +44,7 @@ from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import fetch_model
 from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.progress import Progress
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.decide import compare_config
-from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, PRESETS, Config
+from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, Config
 from redraft.recipes.decide.compare_report import LOADS, compose_answer, describe_head, describe_speed, verdict
 from redraft.recipes.decide.made_drafts import (
     MAX_PROMPT_TOKENS,
@@ -323,7 +321,3 @@ def num_prompts(cfg: Config) -> int:
 def plan_rounds(cfg: Config, rounds: int) -> Plan:
     one, many = LOADS
     return Plan(rounds=rounds, prompts={one: cfg.prompts_one, many: cfg.prompts_many}, max_tokens=cfg.max_tokens)
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, compare_config.__doc__, PRESETS)

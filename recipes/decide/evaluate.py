@@ -38,9 +38,7 @@ from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.report import read_serving
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.decide import evaluate_config
-from redraft.recipes.decide.evaluate_config import PRESETS, Config
+from redraft.recipes.decide.evaluate_config import Config
 
 
 def main(cfg: Config) -> None:
@@ -289,7 +287,3 @@ def read_costs(path: Path, drafts: Sequence[NamedDraft]) -> dict[str, StepCosts]
             f"{path} has step times of {', '.join(sorted(names)) or 'no draft'}, but of none of these drafts"
         )
     return found
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, evaluate_config.__doc__, PRESETS)

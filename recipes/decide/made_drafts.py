@@ -85,7 +85,7 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
     if making.answers:
         # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
         counted = making.output / RETRIEVAL
-        module = ("-m", "redraft.recipes.data.retrieval")
+        module = ("-m", "redraft.recipes.cli", "retrieval")
         command = [*module, "--target", making.target, "--data", making.answers, "--output", str(counted)]
         run_once(counted, counted / "config.json", command, making)
         config = DraftSource(source=str(counted)).speculative()

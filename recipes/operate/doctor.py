@@ -18,7 +18,6 @@ from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.machine import describe, diagnose, gather
 from redraft.heads.catalog import Method
 from redraft.heads.doctor.pair import Finding
-from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +31,6 @@ class Config:
     """vLLM's method to serve the draft with. By default the method of its family."""
     num_speculative_tokens: int | None = None
     """Draft tokens per step. By default the number used in the training's evaluation, or 3."""
-    adaptive_verification: bool = False
-    """The server is to verify fewer draft tokens where the draft is unsure (vLLM's `enable_adaptive_verification`)."""
     engine: bool = True
     """Run the draft in the real vLLM. Without a draft, only import vLLM."""
     target_dtype: TargetDtype | None = None
@@ -93,7 +90,6 @@ def check_pair(cfg: Config) -> list[Finding]:
         method=cfg.method,
         num_speculative_tokens=cfg.num_speculative_tokens,
         engine=engine if cfg.engine else None,
-        adaptive_verification=cfg.adaptive_verification,
     )
     for name, value in checked.facts.items():
         print(f"{name:<14}{value}")
@@ -115,7 +111,3 @@ def format_findings(findings: Sequence[Finding]) -> str:
         for finding in listed:
             lines += [f"  {finding.problem}", f"    cure: {finding.cure}"]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

@@ -24,7 +24,6 @@ import tyro
 
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig, load_config
-from redraft.recipes.cli import run_recipe
 
 if TYPE_CHECKING:
     from redraft.online.learning.forget import Forgotten
@@ -119,7 +118,3 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
         finally:
             if stream is not None:
                 await stream.close()
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

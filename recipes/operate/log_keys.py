@@ -19,8 +19,6 @@ from typing import Annotated
 
 import tyro
 
-from redraft.recipes.cli import run_recipe
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -52,7 +50,3 @@ def _write_new(path: Path, content: bytes, mode: int) -> None:
     # read the key for a moment.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

@@ -15,7 +15,6 @@ from typing import Annotated
 import tyro
 
 from redraft.online.tokens import write_token
-from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,3 @@ class Config:
 def main(cfg: Config) -> None:
     write_token(cfg.file)
     print(f"a new token is in {cfg.file}")
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

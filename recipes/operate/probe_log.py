@@ -15,7 +15,6 @@ from typing import Annotated
 import tyro
 
 from redraft.online.records.nats_config import Nats
-from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,3 @@ def main(cfg: Config) -> None:
     from redraft.online.records.nats_link import probe  # nats-py is an extra
 
     asyncio.run(probe(cfg.ingest, cfg.nats, cfg.timeout_s))
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

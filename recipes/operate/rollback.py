@@ -22,7 +22,6 @@ from redraft.online.fleet.discovery import discover
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import connected, converge
 from redraft.online.learning.cursor import begin_training_again
-from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +81,3 @@ def _load_rollout(path: Path) -> State | None:
         if (state.phase, Event.RECALLED) in TRANSITIONS:
             return state
     return None
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

@@ -22,7 +22,6 @@ from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
 from redraft.online.fleet.server import connected
 from redraft.online.learning.cursor import begin_training_again
-from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,3 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
             # servers back to it.
             registry.promote(version)
     return outcome
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

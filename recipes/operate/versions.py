@@ -19,7 +19,6 @@ from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.fleet.discovery import discover
 from redraft.online.fleet.registry import EVALUATION, Registry
 from redraft.online.fleet.server import FleetServer, RefusedError, UnreachableError, connected
-from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,3 @@ def _origin(folder: Path) -> str:
     if "copied_from" in provenance:
         return f"copy of {provenance['copied_from']}"
     return f"from {provenance.get('trained_from', '?')}, {evaluation.get('verdict', 'not judged')}"
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

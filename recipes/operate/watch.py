@@ -23,7 +23,6 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import parse_counts
 from redraft.online.fleet.reach import explain, explain_answer
 from redraft.online.fleet.server import require_address, trusted_certificates
-from redraft.recipes.cli import run_recipe
 
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -173,7 +172,3 @@ def require_tau(counts: AcceptanceCounts, min_tau: float) -> None:
     if counts.num_drafts and counts.tau < min_tau:
         print(f"tau {counts.tau:.2f} over {counts.num_drafts:,.0f} drafts is below {min_tau:g}", flush=True)
         raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

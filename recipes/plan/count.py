@@ -7,20 +7,22 @@ sizes of target and draft ─► step.py ─► work and memory, counted ─► 
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from redraft.distill.plan.held import SIGNAL, TARGET_WEIGHTS, Sharing, standalone_config
+from redraft.distill.plan.held import SIGNAL, TARGET_WEIGHTS, Sharing
 from redraft.distill.plan.roofs import (
+    ATTENTION_SHARE,
+    BANDWIDTH_SHARE,
     DEVICES,
     HOST_BYTES_PER_S,
     KINDS,
+    PRODUCT_SHARE,
     Device,
     Operation,
     Work,
@@ -40,11 +42,12 @@ from redraft.distill.plan.step import (
 )
 from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.distill.run.config import HeadConfig, make_config
-from redraft.distill.run.count_command import NUM_STEPS
 from redraft.distill.signal.sharded import size_weights
 from redraft.heads.catalog import find_family
-from redraft.heads.families.standalone import Init
 from redraft.recipes.plan.plan import Train
+
+NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
+"""The option of a family that says how many tokens it learns, if not `num_steps`."""
 
 SERVED_SHARE = 0.8
 """Share of a server's memory for the target's weights; the rest holds keys, values and activations."""
@@ -67,7 +70,7 @@ def make_plan(cfg: Train) -> Plan:
         head=_choose_head(cfg, recipe.head) if isinstance(recipe, HeadConfig) else _find_draft(cfg, target),
         # The default of 32,000 may exceed a small target's vocabulary.
         draft_vocab_size=min(vocabulary, target.vocab_size),
-        divergence=_read(functools.partial(replace, recipe.divergence), cfg.divergence, "--divergence"),
+        divergence=recipe.divergence,
         optimizer=cfg.optimizer,
         max_grad_norm=recipe.optim.max_grad_norm,
         features=cfg.features,
@@ -83,18 +86,9 @@ def make_plan(cfg: Train) -> Plan:
     )
 
 
-def _read(make: Callable[..., Any], options: str, flag: str) -> Any:
-    """`make` with the options of a JSON object. Raises ValueError, with the flag, for any other text or option."""
-    try:
-        # JSON knows no tuples.
-        return make(**{key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(options).items()})
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{flag} {options} is not a JSON object of its options: {error}") from error
-
-
 def _choose_head(cfg: Train, usual: Any) -> Any:
     """The options of a head: the command's, changed by the flags."""
-    head = _read(functools.partial(replace, usual), cfg.head, "--head")
+    head = usual
     if cfg.num_steps is not None:
         head = replace(head, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
     if not cfg.gradient_checkpointing:
@@ -105,11 +99,10 @@ def _choose_head(cfg: Train, usual: Any) -> Any:
 
 
 def _find_draft(cfg: Train, target: Any) -> Any:
-    """The text config of a standalone draft, by name or by JSON."""
+    """The text config of a standalone draft."""
     if cfg.num_steps is not None:
         raise ValueError("--num-steps does not fit a standalone draft: it learns one step, for any number of tokens")
-    by_json = cfg.draft.startswith("{")
-    draft = standalone_config(_read(Init, cfg.draft, "--draft"), target) if by_json else find_sizes(cfg.draft)
+    draft = find_sizes(cfg.draft)
     draft.vocab_size = target.vocab_size  # as the command pads or transplants it
     return draft
 
@@ -170,7 +163,7 @@ def count(cfg: Train) -> Result:
 def on_device(
     cfg: Train, plan: Plan, step: Counted, served: Counted | None, model_flops: int, device: Device
 ) -> OnDevice:
-    total = add_up(step.operations, cfg.shares, step.operations)
+    total = add_up(step.operations, step.operations)
     # The next batch's signal is copied during the step. Nothing else overlaps: the all-reduce comes after the work.
     step_s = max(total.seconds[device.name], step.signal_bytes / HOST_BYTES_PER_S)
     step_s += all_reduce_s(step.gradient_bytes, cfg.devices, device)
@@ -223,7 +216,7 @@ def plan_run(cfg: Train, plan: Plan, served: Counted | None, rate: float, device
     # E.g. 141 GB of weights on devices of 80 GB: 141 / 64 = 2.2, so 4 devices.
     group = 2 ** max(0, math.ceil(math.log2(served.memory[TARGET_WEIGHTS] / (SERVED_SHARE * device.memory_bytes))))
     # Of one device. A group is taken to be as fast as all of the devices in it together.
-    target_rate = plan.tokens / add_up(served.operations, cfg.shares, served.operations).seconds[device.name]
+    target_rate = plan.tokens / add_up(served.operations, served.operations).seconds[device.name]
     targets = range(group, cfg.devices + 1, group)
     if plan.features == "cached" and targets:
         # First all write the cache, then all train: the times per token add up.
@@ -254,14 +247,14 @@ def count_forms(cfg: Train, result: Result) -> dict[str, Work]:
     plan = replace(result.plan, divergence=replace(result.plan.divergence, form="plain"))
     forms = {"kernel": result.step.operations, "plain": count_step(plan).operations}
     return {
-        form: add_up(operations, cfg.shares, [work for work in operations if work.part == LOSS])
+        form: add_up(operations, [work for work in operations if work.part == LOSS])
         for form, operations in forms.items()
     }
 
 
 def as_json(cfg: Train, result: Result, forms: dict[str, Work]) -> dict[str, Any]:
     """The numbers, per token of one device."""
-    total = add_up(result.step.operations, cfg.shares, result.step.operations)
+    total = add_up(result.step.operations, result.step.operations)
     told = {
         "target": cfg.target_name,
         "family": cfg.family,
@@ -297,9 +290,9 @@ def as_text(cfg: Train, result: Result, forms: dict[str, Work]) -> Iterator[str]
     yield "counted, not measured; times are estimates, at " + ", ".join(
         f"{share:.0%} of {best}"
         for best, share in (
-            ("a data sheet's FLOP/s in matrix products", cfg.shares.product),
-            ("them in attention", cfg.shares.attention),
-            ("the memory's bandwidth", cfg.shares.bandwidth),
+            ("a data sheet's FLOP/s in matrix products", PRODUCT_SHARE),
+            ("them in attention", ATTENTION_SHARE),
+            ("the memory's bandwidth", BANDWIDTH_SHARE),
         )
     )
     yield ""
@@ -324,7 +317,7 @@ def work_table(cfg: Train, result: Result) -> Iterator[str]:
     )
 
     def row(name: str, chosen: list[Operation]) -> str:
-        work = add_up(operations, cfg.shares, chosen)
+        work = add_up(operations, chosen)
         times = "".join(f"{1000 * work.seconds[d.name]:>10,.0f}" for d in DEVICES)
         moved = f"{work.num_bytes / tokens / 1e6:>10,.2f}{work.calls:>9,}"
         return f"{name:<20}{work.flops / tokens / 1e9:>12,.2f}{moved}{times}"
@@ -375,7 +368,7 @@ def _describe_run(cfg: Train, run: Run) -> str:
 def advice(cfg: Train, result: Result) -> Iterator[str]:
     """The target elsewhere, the size of a cache, and the flags to change if the step does not fit."""
     if result.served is not None:
-        work = add_up(result.served.operations, cfg.shares, result.served.operations)
+        work = add_up(result.served.operations, result.served.operations)
         rates = ", ".join(f"{result.plan.tokens / work.seconds[d.name]:,.0f} on {d.name}" for d in DEVICES)
         yield (
             f"the target elsewhere: {result.served.memory[TARGET_WEIGHTS] / 1e9:,.0f} GB, "

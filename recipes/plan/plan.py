@@ -1,9 +1,8 @@
-"""Count what a training run, a fleet or capture will cost, before anything runs and without a GPU.
+"""Count what a training run or a fleet will cost, before anything runs and without a GPU.
 
 $ redraft plan train --target llama-3.1-8b --family eagle3        # does it fit, and how fast is it?
 $ redraft plan train --target llama-3.3-70b --features served --devices 8 --tokens 1e9     # hours on 8 GPUs
 $ redraft plan fleet --tokens-per-s 250000 --fraction 0.01        # network, disk and compute to learn from traffic
-$ redraft plan capture --target qwen3-8b --requests 256           # what recording adds to a server's step
 
 Every operation and byte is counted, on tensors of real sizes without memory. Times are estimates: each operation takes
 the longest of computing, moving bytes and being launched, at stated shares of a device's best. Data, evaluations and
@@ -20,11 +19,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from redraft.distill.plan.choices import FamilyName, Features, ShardingKind
-from redraft.distill.plan.roofs import Shares
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.catalog import find_family
 from redraft.heads.files.artifact import write_whole
-from redraft.recipes.cli import run_recipe
 from redraft.recipes.demo.traffic import Traffic
 
 
@@ -45,12 +42,7 @@ class Train(Output):
     family: FamilyName = "eagle3"
     """Draft to train. Options, divergence and batch are the defaults of the command, unless given here."""
     draft: str = "llama-3.2-3b"
-    """Sizes of a standalone draft, named as --target; or its --draft flags as JSON, e.g.
-    '{"layers": [0, 6]}' for two of the target's layers."""
-    head: str = "{}"
-    """Options of a head that are not the command's defaults, as JSON, e.g. '{"num_layers": 3}'."""
-    divergence: str = "{}"
-    """Options of the loss that are not the command's defaults, as JSON, e.g. '{"name": "forward_kl"}'."""
+    """Sizes of a standalone draft, named as --target."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer of the draft (--optim.name)."""
     target_dtype: TargetDtype = "bfloat16"
@@ -84,7 +76,6 @@ class Train(Output):
     """Share the layers of a target in this process out too (--signal.shard). Each step then gathers all of them."""
     tokens: float | None = None
     """Tokens to train on in all, e.g. 1e9, to print the hours that they take."""
-    shares: Shares = field(default_factory=Shares)
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -133,22 +124,6 @@ class Fleet(Output):
                 raise ValueError(f"--families {name}: it does not learn from live traffic")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recording(Output):
-    """Bytes, kernels and time that capture's hook adds to a step of a server's GPU."""
-
-    target: str = "llama-3.1-8b"
-    """Sizes of the target, named as for `redraft plan train`."""
-    requests: tuple[int, ...] = (1, 32, 256)
-    """Requests in a step, all of them recorded."""
-    num_speculative_tokens: int = 3
-    """Draft tokens that each request verifies in a step."""
-
-    def __post_init__(self) -> None:
-        if not self.requests or min(self.requests) < 1 or self.num_speculative_tokens < 1:
-            raise ValueError("--requests and --num-speculative-tokens must be at least 1")
-
-
 Subcommand = tyro.conf.subcommand
 
 
@@ -156,8 +131,7 @@ Subcommand = tyro.conf.subcommand
 class Config:
     what: Annotated[
         Annotated[Train, Subcommand("train", prefix_name=False)]
-        | Annotated[Fleet, Subcommand("fleet", prefix_name=False)]
-        | Annotated[Recording, Subcommand("capture", prefix_name=False)],
+        | Annotated[Fleet, Subcommand("fleet", prefix_name=False)],
         tyro.conf.arg(name=""),
     ]
     """The part to count. Each has flags of its own: redraft plan train --help"""
@@ -171,21 +145,13 @@ def main(cfg: Config) -> None:
         write_whole(cfg.what.json, json.dumps(numbers, indent=2) + "\n")
 
 
-def report(cfg: Train | Fleet | Recording) -> tuple[list[str], Any]:
+def report(cfg: Train | Fleet) -> tuple[list[str], Any]:
     """(lines for a terminal, numbers)."""
     # Here, because they import torch.
     if isinstance(cfg, Train):
         from redraft.recipes.plan import count
 
         return count.report(cfg)
-    if isinstance(cfg, Fleet):
-        from redraft.recipes.plan import fleet
+    from redraft.recipes.plan import fleet
 
-        return fleet.report(cfg)
-    from redraft.recipes.plan import capture
-
-    return capture.report(cfg)
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)
+    return fleet.report(cfg)

@@ -18,8 +18,6 @@ from redraft.eval.engine.target_dtype import open_target
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.progress import Progress
 from redraft.online.learning.anchors import write_anchors
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.serve import anchors_config
 from redraft.recipes.serve.anchors_config import Config
 
 
@@ -53,7 +51,3 @@ def main(cfg: Config) -> None:
     # Last: an interrupted run leaves earlier anchors with the provenance of those.
     write_whole(cfg.output.with_name(f"{cfg.output.name}.json"), json.dumps(provenance, indent=2, default=str) + "\n")
     print(f"anchors: {len(samples):,} records, {cfg.output.stat().st_size / 1e6:,.1f} MB in {cfg.output}")
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, anchors_config.__doc__)

@@ -23,7 +23,6 @@ from redraft.distill.data.conversations import Conversation, load_conversations,
 from redraft.distill.data.messages import Message
 from redraft.heads.files.artifact import publish, require_free
 from redraft.online.traffic.domains import Clusters, prompt_text
-from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,3 @@ def describe_domains(clusters: Clusters, texts: Sequence[str], labels: Sequence[
         yield f"  {name:<{width}}  {len(inside) / len(texts):6.1%} of all  {purity}e.g. {typical[:60]}"
     if is_labelled:
         yield f"purity: {num_right / len(texts):.1%} have the most common label of their domain"
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

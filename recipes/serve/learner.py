@@ -16,7 +16,7 @@ With two servers started by `redraft serve`, this is enough:
     token_file = "token"                        # the servers' --token-file
 
 One learner owns a registry. It can be killed at any time: when restarted, it continues where it stopped. On several
-GPUs, start it with `accelerate launch -m redraft.recipes.serve.learner --config learner.toml`.
+GPUs, start it with `accelerate launch -m redraft.recipes.cli learner --config learner.toml`.
 `redraft fleet versions`, `redraft fleet swap` and `redraft fleet rollback` talk to the running learner.
 """
 
@@ -28,7 +28,6 @@ from pathlib import Path
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.daemon.memory import bound_caches
 from redraft.online.settings import SettingsFile, render_example
-from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,3 @@ def main(cfg: Config) -> None:
     from redraft.online.daemon.learner import run  # loads torch: a mistake in the file is told before
 
     run(settings)
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

@@ -32,7 +32,6 @@ from redraft.online.records.guard import Guard
 from redraft.online.settings import SettingsFile, read_toml, render_example
 from redraft.online.traffic.front import AdminServer, serve
 from redraft.online.traffic.router import RouterConfig, build_router, read_servers
-from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,3 @@ def main(cfg: Config) -> None:
     shown = ", ".join(f"{count} for {domain}" for domain, count in sorted(by_domain.items()))
     print(f"router: http://{settings.host}:{settings.port}, servers: {shown}", flush=True)
     serve(app, settings.host, settings.port, admin, guard)
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

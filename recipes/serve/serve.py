@@ -15,12 +15,8 @@ from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, engine_is_cpu, find_two_speeds, require_servable, vllm_keys
 from redraft.eval.machine import count_cores
-from redraft.heads.doctor.method import lacks_confidence
-from redraft.heads.files.folder import INDEX, read_provenance, tensor_files, weight_files
-from redraft.heads.files.folder import read_config as read_model_config
+from redraft.heads.files.folder import INDEX, read_provenance, weight_files
 from redraft.online.engine.config import PLUGIN_NAME, read_config
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.serve import serve_config
 from redraft.recipes.serve.serve_config import Config
 from redraft.recipes.serve.vllm_flags import list_warnings, read_flags, require_agreement
 
@@ -39,7 +35,7 @@ SHUTDOWN_TIMEOUT_S = 30
 """vLLM's --shutdown-timeout: the time after SIGTERM for running answers, and for the records that wait.
 vLLM's default of 0 kills the workers, and their records, at once."""
 
-MODEL_FLAGS = ("method", "draft_sample_method", "draft_quantization", "adaptive_verification")
+MODEL_FLAGS = ("method", "draft_sample_method", "draft_quantization")
 """Options without a meaning for a lookup alone."""
 
 
@@ -91,9 +87,6 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
     if cfg.draft_quantization:
         config["quantization"] = cfg.draft_quantization
     require_servable(config)
-    if cfg.adaptive_verification:
-        _require_confidence(draft)
-        config["enable_adaptive_verification"] = True
     return config
 
 
@@ -172,16 +165,3 @@ def _draft(cfg: Config) -> DraftSource:
     if not current.is_dir():
         raise FileNotFoundError(f"{cfg.registry} has no current version: give --draft, or publish one first")
     return DraftSource(source=str(current))
-
-
-def _require_confidence(draft: DraftSource) -> None:
-    """Raise ValueError if the draft has no confidence head."""
-    folder = draft.folder
-    if folder is None:
-        raise ValueError(f"--adaptive-verification needs a draft with a confidence head, which {draft} has not")
-    if problem := lacks_confidence(read_model_config(folder), tensor_files(folder)):
-        raise ValueError(f"--adaptive-verification {problem}: {draft}")
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, serve_config.__doc__)

@@ -51,9 +51,6 @@ class Config:
     least_first: float | None = None
     """With counted answers before a head: least probability of the first token looked up. If it is lower, the head is
     asked. By default 0.5."""
-    adaptive_verification: bool = False
-    """Verify fewer draft tokens where the draft is unsure, the more so the busier the server is. Only for a DSpark head
-    with a confidence head; nothing is captured then."""
     token_file: Path | None = None
     """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the token instead."""
     allow_remote: bool = False

@@ -9,8 +9,6 @@ from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.server import engine_dtype
 from redraft.eval.engine.wait import ENABLED
 from redraft.heads.files.checkpoint import load_text_config
-from redraft.recipes.cli import run_recipe
-from redraft.recipes.serve import serve_features_config
 from redraft.recipes.serve.serve_features_config import Config
 
 UNSENT = ("deepseek_v4",)
@@ -38,7 +36,3 @@ def server_command(cfg: Config, num_layers: int) -> list[str]:
     states = server_args(cfg.layers, num_layers, cfg.storage, cfg.format)
     # Before the user's arguments, which win.
     return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *states, *cfg.vllm_args])
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, serve_features_config.__doc__)

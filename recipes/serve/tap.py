@@ -22,7 +22,6 @@ from redraft.online.traffic.front import AdminServer, FrontConfig, serve
 from redraft.online.traffic.pools import Pools
 from redraft.online.traffic.proxy import Proxy
 from redraft.online.traffic.tap import Tap, TapConfig
-from redraft.recipes.cli import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,3 @@ def main(cfg: Config) -> None:
     admin = AdminServer(proxy.admin_app(), cfg.admin_host, cfg.admin_port) if cfg.admin_port else None
     print(f"tap: http://{cfg.host}:{cfg.port}, in front of {cfg.upstream}", flush=True)
     serve(proxy.app(), cfg.host, cfg.port, admin, guard)
-
-
-if __name__ == "__main__":
-    run_recipe(main, Config, __doc__)

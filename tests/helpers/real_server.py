@@ -116,7 +116,7 @@ def running_server(
     port = free_port()
     records = ("--capture.ingest", ingest) if ingest else ("--capture.spool", str(folder / "spool"))
     command = [
-        *(sys.executable, "-m", "redraft.recipes.serve.serve", str(target), "--registry", str(registry), *options),
+        *(sys.executable, "-m", "redraft.recipes.cli", "serve", str(target), "--registry", str(registry), *options),
         *(*records, "--", "--port", str(port), "--host", "127.0.0.1"),
         *("--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(64 << 20)),

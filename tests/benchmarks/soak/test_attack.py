@@ -43,15 +43,15 @@ def test_two_thousand_mutated_requests_end_nothing_cut_nothing_and_fill_no_log(t
     async def main():
         server, page, router, tap = (free_port() for _ in range(4))
         (tmp_path / "fleet.toml").write_text(f'[[servers]]\nurl = "http://127.0.0.1:{server}"\n')
-        run = "redraft.recipes.serve."
+        run = ("-m", "redraft.recipes.cli")
         tapped = (f"http://127.0.0.1:{server}", "--target", random_target, "--spool", tmp_path / "spool")
         (tmp_path / "router.toml").write_text(f'fleet = "fleet.toml"\nport = {router}\nadmin_port = 0\npoll_s = 0.2\n')
         async with supervised(
             tmp_path,
             server=(server, [HELPER, "server", server]),
             page=(page, [HELPER, "page", page]),
-            router=(router, ["-m", f"{run}router", "--config", tmp_path / "router.toml"]),
-            tap=(tap, ["-m", f"{run}tap", *tapped, "--port", tap, "--admin-port", 0]),
+            router=(router, [*run, "router", "--config", tmp_path / "router.toml"]),
+            tap=(tap, [*run, "tap", *tapped, "--port", tap, "--admin-port", 0]),
         ) as processes:
             doors = [
                 Door(process=processes["router"], port=router, paths=API, generates=True, streams=STREAMS),

@@ -106,5 +106,5 @@ def start_router(folder):
     (folder / "port").write_text(str(server_port))
     (folder / "fleet.toml").write_text(f'[[servers]]\nurl = "http://127.0.0.1:{server_port}"\n')
     (folder / "router.toml").write_text(f'fleet = "fleet.toml"\nport = {port}\nadmin_port = {admin}\npoll_s = 0.2\n')
-    command = [sys.executable, "-m", "redraft.recipes.serve.router", "--config", str(folder / "router.toml")]
+    command = [sys.executable, "-m", "redraft.recipes.cli", "router", "--config", str(folder / "router.toml")]
     return Supervised("router", command, folder / "log", port=port)

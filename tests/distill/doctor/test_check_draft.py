@@ -16,20 +16,18 @@ from redraft.heads.target import Target
 
 
 @pytest.mark.parametrize(
-    ("asked", "make", "options", "reason"),
+    ("asked", "make", "reason"),
     [
         (
             "0",
             lambda target: dspark.DSpark(
                 dspark.Config(aux_layer_ids=(1, 2, 4), num_layers=1, block_size=3, markov_rank=8), target
             ),
-            {"adaptive_verification": True},
             "only vLLM's V2 model runner serves DSpark, and VLLM_USE_V2_MODEL_RUNNER=0",
         ),
         (
             "1",
             lambda target: peagle.PEagle(peagle.Config(aux_layer_ids=(1, 2, 4), num_layers=2, num_steps=3), target),
-            {},
             "only vLLM's V1 model runner serves P-EAGLE, and VLLM_USE_V2_MODEL_RUNNER=1",
         ),
     ],
@@ -37,7 +35,6 @@ from redraft.heads.target import Target
 def test_a_draft_that_the_runner_does_not_serve_is_checked_without_an_engine(
     asked: str,
     make: Callable[[Target], Any],
-    options: dict[str, bool],
     reason: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -52,7 +49,6 @@ def test_a_draft_that_the_runner_does_not_serve_is_checked_without_an_engine(
         method=None,
         num_speculative_tokens=None,
         engine=EngineCheck(folder=tmp_path / "engine"),
-        **options,
     )
     assert checked.findings == []
     assert [note for note in checked.notes if f"not run in the engine: {reason}" in note]

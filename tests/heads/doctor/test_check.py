@@ -539,23 +539,6 @@ def test_a_confidence_head_that_is_missing(tmp_path: Path) -> None:
     assert "the checkpoint lacks confidence_head.proj.weight" in only(findings(folders)).problem
 
 
-@pytest.mark.parametrize(("make", "fits"), [(make_dspark, True), (make_dflash, False)])
-def test_adaptive_verification_reads_a_confidence_head(make: Callable[..., Any], fits: bool, tmp_path: Path) -> None:
-    pair = read(*make_pair(tmp_path, make))
-    found = static_findings(pair, method=None, num_speculative_tokens=3, adaptive_verification=True)
-    assert [finding.problem for finding in found] == (
-        [] if fits else ["adaptive verification needs an estimate by the draft, and this draft has no confidence head"]
-    )
-    assert static_findings(pair, method=None, num_speculative_tokens=3) == []
-
-
-def test_adaptive_verification_of_a_dspark_head_without_confidence(tmp_path: Path) -> None:
-    pair = read(*make_pair(tmp_path, lambda target: make_dspark(target, confidence_head=False)))
-    finding = only(static_findings(pair, method=None, num_speculative_tokens=3, adaptive_verification=True))
-    assert "this draft has no confidence head" in finding.problem
-    assert finding.cure == "serve without it, or train a DSpark head with a confidence head"
-
-
 def test_more_tokens_are_asked_of_dspark_than_its_block_has(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_dspark)
     assert "the draft proposes 3" in only(findings(folders, num_speculative_tokens=4)).problem

@@ -50,7 +50,7 @@ def launched(world, ranks, page_port=0):
         f"[page]\nport = {page_port}\n"
     )
     with log.open("a") as output:
-        command = [*LAUNCHES[ranks], "-m", "redraft.recipes.serve.learner", "--config", str(config)]
+        command = [*LAUNCHES[ranks], "-m", "redraft.recipes.cli", "learner", "--config", str(config)]
         process = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=output)
     try:
         yield process
@@ -133,7 +133,7 @@ def test_when_its_second_rank_is_killed_the_learner_ends_and_the_next_one_goes_o
 )
 def test_a_wrong_setting_is_one_line(arguments, message, tmp_path):
     (tmp_path / "learner.toml").write_text('target = "t"\nregistry = "r"\nspool = "s"\n')
-    command = [sys.executable, "-m", "redraft.recipes.serve.learner", *arguments]
+    command = [sys.executable, "-m", "redraft.recipes.cli", "learner", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from waiting import wait_until
 
 from benchmarks.fleet import count_queued
+from benchmarks.hook_work import DRAFTED, SCANNED, count_work
 from redraft.eval.counts import AcceptanceCounts
 from redraft.online.engine import capture as capture_module
 from redraft.online.engine.capture import Capture
@@ -51,7 +52,6 @@ from redraft.online.records.record import (
 )
 from redraft.online.records.sequences import refused_drafts, training_sequences
 from redraft.online.records.spool import SpoolWriter, spool_files
-from redraft.recipes.plan.capture import DRAFTED, SCANNED, count_work
 
 V, K = 50, 4
 

@@ -26,7 +26,15 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan import step as bench_step
 from redraft.distill.plan.choices import FamilyName, Features
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, TARGET_WEIGHTS, DraftSize, Sharing
-from redraft.distill.plan.roofs import DEVICES, HOST_BYTES_PER_S, LAUNCH_S, Operation, Shares, add_up, all_reduce_s
+from redraft.distill.plan.roofs import (
+    DEVICES,
+    HOST_BYTES_PER_S,
+    LAUNCH_S,
+    PRODUCT_SHARE,
+    Operation,
+    add_up,
+    all_reduce_s,
+)
 from redraft.distill.plan.sizes import find_sizes
 from redraft.distill.plan.step import (
     Counted,
@@ -352,19 +360,18 @@ H100 = DEVICES[0]
 
 
 def test_an_operation_takes_the_longest_of_computing_moving_and_being_launched() -> None:
-    shares = Shares(product=0.5, attention=0.25, bandwidth=0.5)
     work = functools.partial(Operation, "a part")
-    assert shares.seconds(work("product", 10**12, 1), H100) == pytest.approx(1e12 / 989.4e12 / 0.5)
-    assert shares.seconds(work("attention", 10**12, 1), H100) == pytest.approx(1e12 / 989.4e12 / 0.25)
-    assert shares.seconds(work("other", 0, 10**9), H100) == pytest.approx(1e9 / 3.35e12 / 0.5)
-    assert shares.seconds(work("other", 0, 8), H100) == LAUNCH_S
-    assert shares.seconds(work("other", 0, 0), H100) == 0  # a view
+    assert work("product", 10**12, 1).seconds(H100) == pytest.approx(1e12 / 989.4e12 / 0.65)
+    assert work("attention", 10**12, 1).seconds(H100) == pytest.approx(1e12 / 989.4e12 / 0.4)
+    assert work("other", 0, 10**9).seconds(H100) == pytest.approx(1e9 / 3.35e12 / 0.85)
+    assert work("other", 0, 8).seconds(H100) == LAUNCH_S
+    assert work("other", 0, 0).seconds(H100) == 0  # a view
     assert all_reduce_s(4.5e11, 8, H100) == pytest.approx(1.75)
 
 
 def counted_target(seconds: float, weights: int) -> Counted:
     """A target that takes `seconds` on an H100, limited by its products."""
-    flops = round(seconds * H100.flops_per_s * Shares().product)
+    flops = round(seconds * H100.flops_per_s * PRODUCT_SHARE)
     work = Operation("target", "product", flops, 1)
     return Counted(operations=Counter({work: 1}), memory=Counter({TARGET_WEIGHTS: weights}))
 
@@ -450,7 +457,7 @@ def test_the_steps_in_the_docs_are_the_ones_that_are_counted(row: list[str]) -> 
     _, flags, gflop, megabytes, memory, rates = row
     cfg = parse(Counting, None, {}, shlex.split(flags), prog="redraft plan")
     result = count(cfg)
-    total = add_up(result.step.operations, cfg.shares, result.step.operations)
+    total = add_up(result.step.operations, result.step.operations)
     assert gflop == f"{total.flops / result.plan.tokens / 1e9:.1f}"
     assert megabytes == f"{total.num_bytes / result.plan.tokens / 1e6:.0f}"
     assert memory == f"{result.step.memory.total() / 1e9:.1f} GB"
@@ -486,7 +493,7 @@ def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> 
         assert told["mfu"][name] == pytest.approx(told["flops"] * rate / device.flops_per_s)
         assert told["hours"][name] == pytest.approx(1e6 / (2 * rate) / 3600)
         assert told["fits"][name]
-    seconds = sum(Shares().seconds(work, H100) * times for work, times in step.operations.items())
+    seconds = sum(work.seconds(H100) * times for work, times in step.operations.items())
     assert told["tokens_per_s"]["H100"] == pytest.approx(256 / (seconds + all_reduce_s(step.gradient_bytes, 2, H100)))
 
 
@@ -507,7 +514,7 @@ def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted
     assert result.step.signal_bytes == 256 * 4 * 64 * 2  # the last state and three layers, in bfloat16
     assert "target" not in {work.part for work in result.step.operations}
     assert result.served is not None
-    total = sum(Shares().seconds(work, H100) * times for work, times in result.step.operations.items())
+    total = sum(work.seconds(H100) * times for work, times in result.step.operations.items())
     reduced = all_reduce_s(result.step.gradient_bytes, 4, H100)
     assert result.step.signal_bytes / HOST_BYTES_PER_S < total, "the copy is done before the step is"
     assert result.on["H100"].step_s == pytest.approx(total + reduced)
@@ -568,8 +575,6 @@ def test_numbers_that_make_no_training_are_refused() -> None:
     for flags in ({"devices": 0}, {"tokens": -1.0}, {"sharding": "zero2"}, {"shard_target": True}):
         with pytest.raises(ValueError, match="--" + next(iter(flags)).replace("_", "-")):
             Counting(**flags)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"shares\.product"):
-        Shares(product=1.5)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -225,22 +225,6 @@ def test_more_tokens_than_the_draft_proposes_are_refused_in_a_line(tmp_path):
         server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "4"))
 
 
-def test_adaptive_verification_is_asked_only_of_a_draft_with_a_confidence_head(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    asked = parse("target", "--draft", str(tmp_path), "--adaptive-verification")
-    write_dspark(tmp_path)
-    command = server_command(asked)
-    speculative = json.loads(command[command.index("--speculative-config") + 1])
-    assert speculative["enable_adaptive_verification"] is True
-    for lacking in ({"enabled": False}, {"tensors": False}):
-        write_dspark(tmp_path, **lacking)
-        with pytest.raises(ValueError, match="this draft has no confidence head") as error:
-            server_command(asked)
-        assert len(str(error.value).splitlines()) == 1
-        plain = server_command(parse("target", "--draft", str(tmp_path)))
-        assert "enable_adaptive_verification" not in plain[plain.index("--speculative-config") + 1]
-
-
 def test_vllm_is_told_to_quantise_the_draft(tmp_path):
     command = server_command(parse("target", "--draft", write_draft(tmp_path), "--draft-quantization", "fp8"))
     assert json.loads(command[command.index("--speculative-config") + 1])["quantization"] == "fp8"
@@ -299,7 +283,6 @@ def test_a_draft_without_a_folder_is_served_by_its_name(draft):
         ("ANSWERS", ("--least-first", "0"), "--least-first"),
         ("ANSWERS", ("--method", "eagle3"), "--method is for a model"),
         ("ngram", ("--draft-quantization", "fp8"), "--draft-quantization is for a model"),
-        ("mtp", ("--adaptive-verification",), "--adaptive-verification"),
     ],
 )
 def test_a_flag_without_an_effect_on_the_draft_is_refused(tmp_path, draft, flags, said):

@@ -19,10 +19,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from redraft.distill.plan.roofs import DEVICES, Operation, Shares, add_up
-from redraft.distill.plan.sizes import find_sizes
+from redraft.distill.plan.roofs import DEVICES, Operation, add_up
 from redraft.distill.plan.weightless import Count, size_bytes
-from redraft.distill.signal.sharded import size_weights
 from redraft.online.engine import one_pass
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig
@@ -30,32 +28,14 @@ from redraft.online.engine.feed import Batch, Feed
 from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.steps import EngineStep
 from redraft.online.records.record import Sampling
-from redraft.recipes.plan.plan import Recording
 
 STATES = {"standalone": 0, "eagle1, mtp": 1, "eagle3, peagle": 3, "dflash, dspark": 5}
 """Hidden states of each token that the hook copies, by families. Block drafters usually read five layers."""
 
 TARGET_WEIGHTS = 8e9
-"""Weights of an 8B target, in bfloat16. A step reads them once, and multiplies each with every row.
-`redraft plan capture` takes those of its --target."""
+"""Weights of an 8B target, in bfloat16. A step reads them once, and multiplies each with every row."""
 
 SCANNED, COPIED, DRAFTED = "top-k and log-sum-exp", "hidden states", "draft probabilities"
-
-
-def report(cfg: Recording) -> tuple[list[str], list[dict[str, Any]]]:
-    """(lines for a terminal, rows)."""
-    target = find_sizes(cfg.target)
-    rows = list(
-        count_work(
-            requests=cfg.requests,
-            vocabularies=(target.vocab_size,),
-            num_drafts=cfg.num_speculative_tokens,
-            hidden_size=target.hidden_size,
-            target_weights=size_weights(target, torch.bfloat16).whole / 2,
-        )
-    )
-    told = f"{cfg.target}, {cfg.num_speculative_tokens} draft tokens, sampled; all requests recorded"
-    return [told, "", *format_work(rows)], rows
 
 
 def count_work(
@@ -65,7 +45,6 @@ def count_work(
     *,
     num_drafts: int = 3,
     hidden_size: int = 4096,
-    target_weights: float = TARGET_WEIGHTS,
 ) -> Iterator[dict[str, Any]]:
     """A row for each case: bytes queued, bytes moved on a GPU, kernels, their time by device, in milliseconds, and the
     share of a step of the target, attention not counted.
@@ -75,10 +54,10 @@ def count_work(
     num_rows = num_drafts + 1
     for name, num_requests, vocab_size in itertools.product(families, requests, vocabularies):
         step, operations = _trace(STATES[name], num_requests, num_drafts, vocab_size, hidden_size)
-        work = add_up(operations, Shares(), operations)
+        work = add_up(operations, operations)
         parts = {part: sum(o.num_bytes * n for o, n in operations.items() if o.part == part) for part in PARTS}
-        target = Operation("target", "product", *(int(n * target_weights) for n in (2 * num_requests * num_rows, 2)))
-        floors_ms = {d.name: 1e3 * Shares().seconds(target, d) for d in DEVICES}
+        target = Operation("target", "product", *(int(n * TARGET_WEIGHTS) for n in (2 * num_requests * num_rows, 2)))
+        floors_ms = {d.name: 1e3 * target.seconds(d) for d in DEVICES}
         times_ms = {d.name: 1e3 * work.seconds[d.name] for d in DEVICES}
         yield {
             "families": name,
