@@ -27,7 +27,7 @@ from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
 from redraft.eval.serving.cost import Advice, StepCosts, advise
 from redraft.eval.serving.load import Load, LoadResult, run_load
 from redraft.heads.progress import Progress
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 REQUIRED = 0.95
 """Smallest passing ratio of the advised speed to the best measured one."""

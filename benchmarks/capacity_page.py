@@ -17,7 +17,7 @@ import tyro
 
 from redraft.heads.files.artifact import write_whole
 from redraft.online.records.record import encode_record
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.demo.traffic import Traffic, make_record
 from redraft.recipes.plan.fleet import (
     NUM_RECORDS,

@@ -41,7 +41,7 @@ from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, deci
 from redraft.online.learning.config import BufferConfig, Judging, Training
 from redraft.online.learning.gate import Decision, Policy, judge
 from redraft.online.learning.staleness import Row, SleepPolicy, compare
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 Array = NDArray[np.float64]
 

@@ -37,7 +37,7 @@ from redraft.online.learning.intake import Spool
 from redraft.online.records.nats_config import Nats, StreamLimits
 from redraft.online.records.record import Frame, encode_frame
 from redraft.online.records.spool import SpoolWriter
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.demo.traffic import Traffic, make_record
 
 REQUIRED_OF_RAW = 0.6

@@ -39,7 +39,7 @@ from redraft.heads.files.artifact import publish
 from redraft.heads.progress import Progress
 from redraft.online.traffic.domains import Clusters
 from redraft.online.traffic.front import raise_file_limit
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 REQUIRED_MS = 2.0
 REQUIRED_GAP_RATIO = 1.3

@@ -19,17 +19,8 @@ Count = int | float
 """An int if it was counted, a float if it is an expectation. JSON keeps the difference."""
 
 
-def cumulative(conditional: Sequence[float]) -> list[float]:
-    """Acceptance per position c_j = prod_{i<=j} a_i from a_j = P(token j accepted | the earlier ones were)."""
-    products, product = [], 1.0
-    for rate in conditional:
-        product *= rate
-        products.append(product)
-    return products
-
-
 def conditional(acceptance_per_position: Sequence[float]) -> list[float]:
-    """a_j = c_j / c_{j-1}, the inverse of `cumulative`; 0 if no draft reached position j - 1."""
+    """a_j = c_j / c_{j-1}, ; 0 if no draft reached position j - 1."""
     # c_0 = 1: every draft reaches the first position. [0.8, 0.4] gives [0.8, 0.5].
     before = [1.0, *acceptance_per_position[:-1]]
     return [now / earlier if earlier else 0.0 for now, earlier in zip(acceptance_per_position, before, strict=True)]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from redraft.distill.run.config import StandaloneConfig, make_config
 from redraft.heads.catalog import find_family
 from redraft.recipes import train
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 FAMILY = find_family("standalone")
 DEFAULTS = make_config(FAMILY)

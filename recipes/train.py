@@ -18,7 +18,7 @@ from typing import Any
 from redraft.distill.run.config import HeadConfig, StandaloneConfig, make_config
 from redraft.heads.catalog import find_family, list_trained
 from redraft.heads.family import Family
-from redraft.recipes.cli import Recipe, run_choice
+from redraft.recipes.cli.run import Recipe, run_choice
 
 Config = HeadConfig[Any] | StandaloneConfig
 

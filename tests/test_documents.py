@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft.recipes.cli import COMMANDS
+from redraft.recipes.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 LISTED = subprocess.run(

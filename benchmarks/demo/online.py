@@ -69,7 +69,7 @@ from redraft.online.fleet.rollout import Outcome
 from redraft.online.fleet.server import connected
 from redraft.online.journal import Journal, SwapEntry, TrainingEntry
 from redraft.online.learning.gate import Decision
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 CEILING = "offline on B"
 

@@ -55,7 +55,7 @@ from redraft.online.journal import BufferEntry, Journal, StateEntry
 from redraft.online.records.nats_link import probe
 from redraft.online.records.record import Record, read_frames
 from redraft.online.records.spool import SpoolWriter
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 START_S = 900.0
 """Deadline for the first start of everything."""

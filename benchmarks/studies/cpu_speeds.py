@@ -26,7 +26,7 @@ from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.serving.baseline import count_speeds
 from redraft.heads.files.artifact import write_whole
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 

@@ -48,7 +48,7 @@ from redraft.online.fleet.server import connected
 from redraft.online.tokens import read_token, write_token
 from redraft.online.traffic.domains import Clusters
 from redraft.online.traffic.proxy import POOL_HEADER
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.serve import domains
 
 A, B = "code", "prose"

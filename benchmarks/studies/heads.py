@@ -31,7 +31,7 @@ from redraft.eval.machine import environment
 from redraft.eval.report.page import write_page
 from redraft.heads.catalog import find_family
 from redraft.heads.files.artifact import write_whole
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 TEMPLATE = Path(__file__).parent / "templates" / "heads.html.j2"
 

@@ -24,7 +24,7 @@ from redraft.distill.train.optim import Optim
 from redraft.heads.catalog import find_family
 from redraft.heads.options import Standalone
 from redraft.recipes import train
-from redraft.recipes.cli import Recipe, run_choice
+from redraft.recipes.cli.run import Recipe, run_choice
 
 SHARED: dict[str, Any] = {
     "target": "tests/assets/tiny-target",

@@ -27,7 +27,7 @@ from redraft.distill.data.conversations import Conversation, load_conversations,
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.progress import Progress
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (

@@ -53,7 +53,7 @@ from benchmarks.training.measure import (
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 
 @dataclass(frozen=True, kw_only=True)

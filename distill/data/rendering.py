@@ -96,14 +96,6 @@ class Renderer:
         """An empty batch of turns to tokenise."""
         return TurnBatch(self._encode)
 
-    def tokenise_turn(self, turn: Turn) -> tuple[list[int], list[int]]:
-        """`TurnBatch.ids` of one turn."""
-        batch = self.batch()
-        packed = batch.add(turn)
-        batch.encode()
-        prompt, answer = batch.ids(packed)
-        return prompt.tolist(), answer.tolist()
-
     def turns(self, conversation: Conversation, keep: Callable[[Turn], T]) -> tuple[list[T], Counter[str]]:
         """`keep` of every assistant turn with a message before it, and the refused answers by reason.
 

@@ -23,9 +23,6 @@ EMBEDS_BESIDE_DRAFT = (
 )
 NO_COUNTERS = "the server runs without a draft, without its /metrics, or with --disable-log-stats: leave out that flag"
 DECODE_TIME = "vllm:request_decode_time_seconds_"
-PREFIX_CACHE = "vllm:prefix_cache_"
-PREFIX_QUERIES = f"{PREFIX_CACHE}queries_total"
-PREFIX_HITS = f"{PREFIX_CACHE}hits_total"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +31,6 @@ class DecodeTime:
 
     requests: int
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefixCache:
-    """Tokens of prompts that were looked up in the cache, and those found there, since the engine started."""
-
-    queries: int
-    hits: int
 
 
 def parse_counts(metrics: str) -> AcceptanceCounts:
@@ -59,7 +48,7 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
     """The same, or None if there are no such counters."""
     sums: dict[str, float] = {}
     per_position: dict[int, float] = {}
-    for sample in _samples(metrics, SPEC_DECODE):
+    for sample in read_samples(metrics, SPEC_DECODE):
         sums[sample.name] = sums.get(sample.name, 0) + sample.value
         if sample.name == ACCEPTED_PER_POSITION:
             # Labels are text, and "10" sorts before "2".
@@ -80,23 +69,14 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
 def parse_decode_time(metrics: str) -> DecodeTime:
     """Sums over a server's engines; 0 if there are no such counters."""
     sums = {"sum": 0.0, "count": 0.0}
-    for sample in _samples(metrics, DECODE_TIME):
+    for sample in read_samples(metrics, DECODE_TIME):
         kind = sample.name.removeprefix(DECODE_TIME)
         if kind in sums:  # the histogram's buckets have the same prefix
             sums[kind] += sample.value
     return DecodeTime(requests=int(sums["count"]), seconds=sums["sum"])
 
 
-def parse_prefix_cache(metrics: str) -> PrefixCache:
-    """Sums over a server's engines; 0 if there are no such counters."""
-    sums = dict.fromkeys((PREFIX_QUERIES, PREFIX_HITS), 0.0)
-    for sample in _samples(metrics, PREFIX_CACHE):
-        if sample.name in sums:
-            sums[sample.name] += sample.value
-    return PrefixCache(queries=int(sums[PREFIX_QUERIES]), hits=int(sums[PREFIX_HITS]))
-
-
-def _samples(metrics: str, prefix: str) -> Iterator[Sample]:
+def read_samples(metrics: str, prefix: str) -> Iterator[Sample]:
     """Samples whose names begin with `prefix`."""
     # Parsing is slow, and a busy server's page has thousands of other lines.
     lines = "\n".join(line for line in metrics.splitlines() if line.startswith(prefix))

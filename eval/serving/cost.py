@@ -83,10 +83,6 @@ class StepCosts:
         steps = {b: _line(by_k, num_speculative_tokens) for b, by_k in self.target_s.items()}
         return _line(steps, batch_size) + num_speculative_tokens * _line(self.draft_s, batch_size)
 
-    def draft_cost(self, batch_size: float) -> float:
-        """c = draft step / target step without a draft, the cost coefficient of Leviathan et al."""
-        return _line(self.draft_s, batch_size) / self.step_s(batch_size, 0)
-
     def to_json(self) -> dict[str, Any]:
         return {
             "version": STEP_COSTS_VERSION,

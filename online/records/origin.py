@@ -48,16 +48,14 @@ def to_label(name: str) -> str:
 
 
 def list_stored_names(tenant: str) -> list[str]:
-    """Every name under which records of the tenant may be stored, also by earlier releases: those cut a long name, and
-    took UTF-8 for Latin-1.
+    """The names under which records of the tenant are stored.
 
     Raises:
         ValueError: the name is empty. Records without a tenant have the empty name.
     """
     if not tenant.strip():
         raise ValueError("the tenant's name is empty: name the tenant whose records to delete")
-    former = tenant.encode().decode("latin-1")
-    return list(dict.fromkeys([to_label(tenant), tenant[:MAX_LABEL_CHARS], former[:MAX_LABEL_CHARS]]))
+    return [to_label(tenant)]
 
 
 def _decode(header: str) -> str:

@@ -1,5 +1,5 @@
 """`python -m redraft.recipes.cli` is `redraft`."""
 
-from redraft.recipes.cli import main
+from redraft.recipes.cli.run import main
 
 main()

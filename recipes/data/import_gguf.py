@@ -1,13 +1,30 @@
-"""Turn a GGUF file into a model folder in bfloat16, which transformers, vLLM and every redraft command load."""
+"""Turn a GGUF file into a model folder in bfloat16, which transformers, vLLM and every redraft command load.
+
+    $ redraft data import-gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
+    $ redraft train standalone --target models/smollm2 --data.source answers.jsonl
+
+The folder has the tokenizer and the chat template of the file, both checked, and a manifest of SHA-256 sums. Quantised
+weights become the bfloat16 numbers nearest to them; the folder is the size of the model in bfloat16.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Annotated
 
-from redraft.heads.files.artifact import publish, require_free, sha256
-from redraft.heads.files.gguf import check_gguf, load_gguf, read_config, read_header, require_space_for, save
-from redraft.recipes.data.import_gguf_config import Config
+import tyro
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    file: Annotated[Path, tyro.conf.Positional]
+    """GGUF file of an architecture that transformers reads."""
+    output: Annotated[Path, tyro.conf.Positional]
+    """Folder to write the model to."""
+    overwrite: bool = False
+    """Replace a folder that redraft has written."""
 
 
 def main(cfg: Config) -> None:
@@ -20,6 +37,10 @@ def main(cfg: Config) -> None:
         ValueError: the file is not GGUF, is corrupt, or has an architecture that transformers does not read; or the
             `gguf` package is not installed.
     """
+    # Here, because they import torch.
+    from redraft.heads.files.artifact import publish, require_free, sha256
+    from redraft.heads.files.gguf import check_gguf, load_gguf, read_config, read_header, require_space_for, save
+
     check_gguf(cfg.file)
     require_free(cfg.output, overwrite=cfg.overwrite)
     header = read_header(cfg.file)

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from redraft.distill.data.conversations import Conversation, load_conversations
@@ -40,9 +39,9 @@ from redraft.eval.serving.rounds import (
 )
 from redraft.heads.families.retrieval import FOLDER
 from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import fetch_model
 from redraft.heads.files.kept import fingerprint_path
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
 from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, Config
 from redraft.recipes.decide.compare_report import LOADS, compose_answer, describe_head, describe_speed, verdict
@@ -50,7 +49,6 @@ from redraft.recipes.decide.made_drafts import (
     MAX_PROMPT_TOKENS,
     Making,
     finished_drafts,
-    identify,
     make_lookups,
     make_trained,
 )
@@ -74,10 +72,11 @@ def main(cfg: Config) -> None:
     require_answers(cfg)
     if cfg.overwrite:
         shutil.rmtree(cfg.output / ROUNDS, ignore_errors=True)
-    target = cfg.target or str(make_target(cfg.parts))
+    name = cfg.target or str(make_target(cfg.parts))
     # Before the trainings: a target without all files, too few prompts, or a draft that cannot be served, must not be
     # found out an hour later.
-    fetch_model(target)
+    fetch_model(name)
+    target = TargetFolder.open(name)
     questions = load_questions(cfg)
     first, rest = render_prompts(cfg, target, questions)
     finished = list(finished_drafts(cfg.draft, cfg.train, cfg.num_speculative_tokens))
@@ -112,18 +111,18 @@ def main(cfg: Config) -> None:
         rounds.mode,
         rounds.modes,
         log=cfg.output / "logs" / f"vllm-{PLAIN}.log",
-        target=target,
+        target=target.folder,
         bandwidth=bandwidth,
     )
     report = {
-        "target": cfg.target or read_origin(Path(target)),
+        "target": cfg.target or read_origin(target.folder),
         "command": shlex.join(sys.argv),
         "baseline": asdict(baseline),
         "drafts": [choice.to_json() for choice in choices],
         "confirmed": sorted(rows, key=lambda row: -row["1"]["ratio"]),
         "plain": {str(load): compare(next(iter(confirmed.values())), PLAIN, load) for load in LOADS},
-        **describe_speed(target, choices, best, confirmed, measured),
-        **describe_head(target, cfg.output, choices, measured),
+        **describe_speed(target.name, choices, best, confirmed, measured),
+        **describe_head(target.name, cfg.output, choices, measured),
         "settings": {
             "minutes": cfg.minutes,
             "trained": len(cfg.train),
@@ -149,7 +148,7 @@ def require_answers(cfg: Config) -> None:
         )
 
 
-def prepare(cfg: Config, target: str, questions: Sequence[Conversation]) -> Making:
+def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]) -> Making:
     """How the drafts are made, with the file of the first rounds' conversations, on which the trainings forecast."""
     prompts = cfg.output / "prompts.jsonl"
     lines = [json.dumps(conversation) for conversation in questions[::FIRST_PROBLEMS]]
@@ -206,16 +205,18 @@ def load_questions(cfg: Config) -> list[Conversation]:
     return conversations
 
 
-def render_prompts(cfg: Config, target: str, questions: Sequence[Conversation]) -> tuple[list[Prompt], list[Prompt]]:
+def render_prompts(
+    cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
+) -> tuple[list[Prompt], list[Prompt]]:
     """(prompts of the first rounds, prompts of the last ones).
 
     Raises:
         ValueError: none is left.
     """
-    tokenizer, day = load_tokenizer(target), choose_day(None)
+    day = choose_day(None)
 
     def render(some: Sequence[Conversation], number: int) -> list[Prompt]:
-        return held_out_prompts(some, tokenizer, num_prompts=number, max_length=MAX_PROMPT_TOKENS, day=day)
+        return held_out_prompts(some, target.tokenizer, num_prompts=number, max_length=MAX_PROMPT_TOKENS, day=day)
 
     # Disjoint from the prompts of the first rounds: choosing on the prompts that confirm would favour luck.
     rest = [c for number, c in enumerate(questions) if number % FIRST_PROBLEMS]
@@ -231,7 +232,7 @@ def server_options(cfg: Config) -> dict[str, Any]:
     }
 
 
-def choose_baseline(cfg: Config, target: str, prompts: Sequence[Prompt]) -> tuple[Mode, dict[Mode, float]]:
+def choose_baseline(cfg: Config, target: TargetFolder, prompts: Sequence[Prompt]) -> tuple[Mode, dict[Mode, float]]:
     """(mode of all servers, tokens/s by mode)."""
     load = min(LOADS)
     plan = replace(plan_rounds(cfg, 1), prompts={load: cfg.prompts_one})
@@ -240,7 +241,7 @@ def choose_baseline(cfg: Config, target: str, prompts: Sequence[Prompt]) -> tupl
         return run_rounds({PLAIN: server}, prompts, plan)[PLAIN, load][0].tokens_per_s
 
     mode, speeds = choose_mode(
-        target, speed, cfg.rounds, cfg.output / "logs", cfg.output / ROUNDS, [identify(target), prompts, plan],
+        target.name, speed, cfg.rounds, cfg.output / "logs", cfg.output / ROUNDS, [target.fingerprint, prompts, plan],
         **server_options(cfg),
     )  # fmt: skip
     print(describe_modes(mode, speeds), flush=True)
@@ -250,7 +251,7 @@ def choose_baseline(cfg: Config, target: str, prompts: Sequence[Prompt]) -> tupl
 class Rounds:
     """The rounds of a comparison: groups of servers in one mode, the target alone among them."""
 
-    def __init__(self, cfg: Config, target: str, mode: Mode, modes: Mapping[Mode, float]) -> None:
+    def __init__(self, cfg: Config, target: TargetFolder, mode: Mode, modes: Mapping[Mode, float]) -> None:
         self.cfg, self.target, self.mode, self.modes = cfg, target, mode, modes
         self.groups: list[Results] = []
         """The rounds of every group, once."""
@@ -293,12 +294,12 @@ class Rounds:
         configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None, **drafts}
 
         def measure() -> Results:
-            with start_servers(self.target, configs, self.cfg.output / logs, **options) as servers:
+            with start_servers(self.target.name, configs, self.cfg.output / logs, **options) as servers:
                 further = run_rounds({PLAIN: servers[PLAIN]}, prompts, alone) if alone else {}
                 return {**run_rounds(servers, prompts, plan), **further}
 
         files = [fingerprint_path(config[key]) for config in drafts.values() for key in FILES if key in config]
-        key = [identify(self.target), configs, files, prompts, plan, alone, options, engine_environment()]
+        key = [self.target.fingerprint, configs, files, prompts, plan, alone, options, engine_environment()]
         self.groups.append(keep_rounds(self.cfg.output / ROUNDS, key, measure))
         return self.groups[-1]
 

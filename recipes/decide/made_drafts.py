@@ -5,7 +5,6 @@ Each training is a process of its own, with the flags that a user would type. Im
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import subprocess
@@ -21,8 +20,8 @@ from redraft.eval.engine.server import require_servable
 from redraft.eval.serving.drafts import Candidate
 from redraft.eval.serving.rounds import PLAIN
 from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.checkpoint import load_text_config
-from redraft.heads.files.folder import count_parameters, fingerprint, model_folder
+from redraft.heads.files.folder import count_parameters
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.decide.compare_config import HEAD, LAYERS, LOOKUP_TOKENS, RETRIEVAL, parse_trained
 
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
@@ -61,7 +60,7 @@ verify than it gains."""
 class Making:
     """How drafts are made for a target."""
 
-    target: str
+    target: TargetFolder
     output: Path
     answers: str | None
     """Answers of the target; None if nothing is trained or counted."""
@@ -86,7 +85,7 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
         # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
         counted = making.output / RETRIEVAL
         module = ("-m", "redraft.recipes.cli", "retrieval")
-        command = [*module, "--target", making.target, "--data", making.answers, "--output", str(counted)]
+        command = [*module, "--target", making.target.name, "--data", making.answers, "--output", str(counted)]
         run_once(counted, counted / "config.json", command, making)
         config = DraftSource(source=str(counted)).speculative()
         yield Candidate(RETRIEVAL, "counted answers", config, LOOKUP_TOKENS[RETRIEVAL])
@@ -156,16 +155,8 @@ def training_command(making: Making, name: str) -> list[str]:
     else:
         family, own = "medusa", OWN_FLAGS[name](making.num_speculative_tokens)
     return [
-        *(
-            "-m",
-            "redraft.recipes.train",
-            family,
-            "--target",
-            making.target,
-            "--output",
-            str(making.output / name),
-            *own,
-        ),
+        *("-m", "redraft.recipes.train", family, "--target", making.target.name),
+        *("--output", str(making.output / name), *own),
         *("--mixed-precision", "bf16" if this_machine().has_bfloat16 else "no"),
         *("--data.source", making.answers, "--data.held-out", "0.02"),
         # The forecast is of the prompts that the first rounds measure.
@@ -181,15 +172,15 @@ def training_command(making: Making, name: str) -> list[str]:
     ]
 
 
-def spread(count: int, target: str) -> list[int]:
+def spread(count: int, target: TargetFolder) -> list[int]:
     """`count` layers of the target at equal distances, the first and the last included.
 
     Raises:
         ValueError: the target has fewer.
     """
-    layers = int(load_text_config(target).num_hidden_layers)
+    layers = int(target.text_config.num_hidden_layers)
     if not 1 <= count < layers:
-        raise ValueError(f"--train layers-{count}: {target} has {layers} layers, so give 1 to {layers - 1}")
+        raise ValueError(f"--train layers-{count}: {target.name} has {layers} layers, so give 1 to {layers - 1}")
     # E.g. 4 of 30 layers: 0, 10, 19, 29. A single one is the first.
     return [round(i * (layers - 1) / max(1, count - 1)) for i in range(count)]
 
@@ -219,12 +210,12 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
         return
     making.made.add(folder)
     kept = making.output / f"{folder.name}.command.json"
-    made = {"command": command, "target": identify(making.target)}
+    made = {"command": command, "target": making.target.fingerprint}
     is_same = kept.is_file() and json.loads(kept.read_text()) == made
     if result.is_file() and not making.overwrite:
         if not is_same:
             raise ValueError(
-                f"{folder} was made with other flags, or the files of {making.target} have changed since: give "
+                f"{folder} was made with other flags, or the files of {making.target.name} have changed since: give "
                 "--overwrite, or another --output"
             )
         print(f"{folder} is already done")
@@ -239,9 +230,3 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
         done = subprocess.run([sys.executable, *command, *(["--resume"] if resumes else [])])
     if done.returncode:
         raise ValueError(f"{folder.name} failed, see above")
-
-
-@functools.cache
-def identify(target: str) -> str:
-    """The fingerprint of the target's files."""
-    return fingerprint(model_folder(target))

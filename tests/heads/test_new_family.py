@@ -43,7 +43,7 @@ from redraft.online.learning.candidate import DRAFT, Candidate, read_hidden_shap
 from redraft.online.learning.config import Training
 from redraft.online.learning.scoring import score
 from redraft.online.records.record import Record
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 
 K = 3
 

@@ -11,7 +11,7 @@ from redraft.online.engine.config import read_config
 from redraft.online.fleet.discovery import FleetConfig, read_fleet
 from redraft.online.records.nats_config import Nats
 from redraft.online.tokens import read_token, write_token
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 
 
 def test_the_command_makes_a_token_of_256_bits_that_only_its_user_can_read(tmp_path, capsys):

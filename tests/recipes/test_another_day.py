@@ -35,7 +35,7 @@ from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import fingerprint
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.learning.anchors import read_anchors
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 
 FIRST, SECOND = datetime.date(2024, 2, 29), datetime.date(2024, 3, 1)
 

@@ -17,9 +17,18 @@ from benchmarks.studies import heads
 from benchmarks.studies.presets import make_preset
 from redraft.distill.run.config import Prove
 from redraft.heads.catalog import list_trained
-from redraft.recipes.cli import COMMANDS, Group, describe_error, dispatch, format_help, parse, parse_recipe, run_guarded
 from redraft.recipes.cli.commands import list_recipes
-from redraft.recipes.cli.run import find_recipe
+from redraft.recipes.cli.run import (
+    COMMANDS,
+    Group,
+    describe_error,
+    dispatch,
+    find_recipe,
+    format_help,
+    parse,
+    parse_recipe,
+    run_guarded,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,10 +109,10 @@ def test_every_command_is_a_recipe_in_this_folder(name, module):
 def test_the_console_script_starts_without_torch_or_the_engine():
     result = run_python(
         """
-        import sys, recipes.cli
-        assert recipes.cli.dispatch(["--help"]) == 0
-        assert recipes.cli.dispatch(["trian"]) == 2
-        assert recipes.cli.dispatch(["--version"]) == 0
+        import sys, recipes.cli.run
+        assert recipes.cli.run.dispatch(["--help"]) == 0
+        assert recipes.cli.run.dispatch(["trian"]) == 2
+        assert recipes.cli.run.dispatch(["--version"]) == 0
         heavy = {"torch", "vllm", "transformers", "datasets", "numpy", "tyro", "httpx"} & set(sys.modules)
         assert not heavy, heavy
         """
@@ -146,7 +155,7 @@ HEAVY = ("torch", "transformers", "vllm", "datasets", "accelerate")
 
 PRINT_EVERY_HELP = f"""
 import contextlib, io, json, sys, time
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 
 shown = {{}}
 for name in {HELPS}:
@@ -387,7 +396,7 @@ def test_a_real_full_disk_is_one_line(capsys):
 RECIPE = """
 from dataclasses import dataclass
 from pathlib import Path
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Config:

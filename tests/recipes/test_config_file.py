@@ -11,8 +11,8 @@ from benchmarks.studies.presets import make_preset
 from redraft.distill.run.config import make_config
 from redraft.heads.catalog import find_family, list_trained
 from redraft.recipes import train
-from redraft.recipes.cli import dispatch, parse_recipe
 from redraft.recipes.cli.config_file import read_config, render_config
+from redraft.recipes.cli.run import dispatch, parse_recipe
 
 
 @pytest.mark.parametrize("name", list_trained())

@@ -11,12 +11,13 @@ import statistics
 import pytest
 import torch
 from autoregressive import token_by_token
+from positions import cumulative
 from reference_sampler import NextLogits, sample, verify_block
 from scipy.stats import chisquare
 from torch import Tensor
 
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
-from redraft.eval.counts import AcceptanceCounts, cumulative, tau
+from redraft.eval.counts import AcceptanceCounts, tau
 
 VOCAB = 4
 K = 3

@@ -17,12 +17,13 @@ import torch
 from autoregressive import token_by_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from positions import cumulative
 from reference_decoder import draw
 from reference_sampler import Propose, sample
 from torch import Tensor
 
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
-from redraft.eval.counts import ExpectedCounts, cumulative, expected_blocks, simulate_blocks
+from redraft.eval.counts import ExpectedCounts, expected_blocks, simulate_blocks
 from redraft.eval.counts import tau as tau_of
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.greedy import Continuation

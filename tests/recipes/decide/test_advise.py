@@ -18,7 +18,7 @@ from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.report import write_serving
-from redraft.recipes.cli import dispatch, parse_recipe
+from redraft.recipes.cli.run import dispatch, parse_recipe
 from redraft.recipes.decide.advise import Config, main
 
 

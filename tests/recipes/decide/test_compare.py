@@ -7,14 +7,12 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import tyro
 from safetensors.torch import save_file
 
 from redraft.distill.data.conversations import load_conversations
@@ -26,13 +24,13 @@ from redraft.eval.serving.rounds import PLAIN, Plan, Results
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
 from redraft.heads.files.folder import fingerprint, read_config
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes import train
-from redraft.recipes.cli import dispatch, parse_recipe
+from redraft.recipes.cli.run import dispatch, find_recipe, parse_recipe
 from redraft.recipes.decide import compare, made_drafts
 from redraft.recipes.decide.compare import Config, Rounds, known_answers, main
 from redraft.recipes.decide.made_drafts import (
     Making,
-    identify,
     make_lookups,
     name_drafts,
     run_once,
@@ -43,11 +41,11 @@ from redraft.recipes.demo.parts import ANSWERS
 
 
 def test_layers_are_taken_at_equal_distances_with_the_first_and_the_last(tiny_target: Path) -> None:
-    assert spread(2, str(tiny_target)) == [0, 6]
-    assert spread(3, str(tiny_target)) == [0, 3, 6]
-    assert spread(1, str(tiny_target)) == [0]
+    assert spread(2, TargetFolder.open(tiny_target)) == [0, 6]
+    assert spread(3, TargetFolder.open(tiny_target)) == [0, 3, 6]
+    assert spread(1, TargetFolder.open(tiny_target)) == [0]
     with pytest.raises(ValueError, match=r"7.*1.*6"):
-        spread(7, str(tiny_target))
+        spread(7, TargetFolder.open(tiny_target))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,7 @@ def test_bad_flags_are_one_line(changes: dict[str, Any], message: str) -> None:
         Config(**changes)
 
 
-def make_making(output: Path, target: object, **changes: Any) -> Making:
+def make_making(output: Path, target: Path, **changes: Any) -> Making:
     settings: dict[str, Any] = {
         "answers": "answers.jsonl",
         "prompts": output / "prompts.jsonl",
@@ -76,7 +74,7 @@ def make_making(output: Path, target: object, **changes: Any) -> Making:
         "max_tokens": 16,
         "minutes": 0.5,
     }
-    return Making(target=str(target), output=output, **settings | changes)
+    return Making(target=TargetFolder.open(target), output=output, **settings | changes)
 
 
 @pytest.mark.parametrize("name", ["layers-2", "medusa", "eagle3-4k", "dflash-4k", "peagle-4k"])
@@ -100,7 +98,6 @@ def test_a_finished_draft_is_kept_and_one_of_other_flags_or_another_target_refus
     (folder / "report.json").write_text("{}")
 
     def run(*command: str) -> None:
-        identify.cache_clear()
         # There is no recipe x.py.
         run_once(folder, folder / "report.json", [*command], make_making(tmp_path, target))
 
@@ -196,7 +193,7 @@ def test_finished_groups_of_rounds_are_kept_whole(
 
     def measure(**changes: Any) -> list[Results]:
         cfg = Config(together=3, output=tmp_path / "drafts", **changes)
-        rounds = Rounds(cfg, str(tiny_target), "compiled", {})
+        rounds = Rounds(cfg, TargetFolder.open(tiny_target), "compiled", {})
         return [rounds.measure_first(group, prompts) for group in (candidates[:2], candidates[2:])]
 
     servers.broken = "c"
@@ -224,7 +221,7 @@ def test_rounds_that_several_drafts_share_count_once(
     servers = Servers()
     monkeypatch.setattr(compare, "start_servers", servers.start)
     monkeypatch.setattr(compare, "run_rounds", servers.run)
-    rounds = Rounds(Config(together=3, output=tmp_path), str(tiny_target), "compiled", {})
+    rounds = Rounds(Config(together=3, output=tmp_path), TargetFolder.open(tiny_target), "compiled", {})
     best: list[Any] = [
         SimpleNamespace(candidate=Candidate(name, name, {"method": "ngram"}, 2), speculative_config={"method": "ngram"})
         for name in ("a", "b", "c")
@@ -236,7 +233,7 @@ def test_rounds_that_several_drafts_share_count_once(
 
 
 def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
@@ -244,7 +241,7 @@ def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
     monkeypatch.setattr(compare, "render_prompts", lambda *_: ([], []))
     monkeypatch.setattr(made_drafts, "run_once", lambda *_: pytest.fail("a training was started"))
     draft: dict[str, Any] = {"draft": (str(tmp_path),), "num_speculative_tokens": 5}
-    cfg = Config(target="target", answers="answers.jsonl", output=tmp_path / "drafts", **draft)
+    cfg = Config(target=str(tiny_target), answers="answers.jsonl", output=tmp_path / "drafts", **draft)
     with pytest.raises(ValueError, match=r"5.*DFlash.*3"):
         main(cfg)
 
@@ -258,7 +255,9 @@ def test_a_target_that_cannot_be_had_is_told_before_the_trainings(
         main(Config(target="redraft-tests/none", answers="answers.jsonl", output=tmp_path))
 
 
-def test_the_answers_in_redraft_are_for_the_target_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answers_in_redraft_are_for_the_target_in_it(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted: list[list[str]] = []
 
     def count(folder: Path, result: Path, command: list[str], *_: Any) -> None:
@@ -270,15 +269,16 @@ def test_the_answers_in_redraft_are_for_the_target_in_it(tmp_path: Path, monkeyp
 
     def names(**changes: Any) -> list[str]:
         cfg = Config(train=(), output=tmp_path, **changes)
-        making = make_making(tmp_path, "a target", answers=known_answers(cfg))
+        making = make_making(tmp_path, tiny_target, answers=known_answers(cfg))
         return [made.name for made in make_lookups(making)]
 
     assert names() == ["ngram", "retrieval"]
     assert names(target="t", answers="mine.jsonl") == ["ngram", "retrieval"]
     assert [command[command.index("--data") + 1] for command in counted] == [str(ANSWERS), "mine.jsonl"]
-    for flag, module, *args in counted:
-        parsed = tyro.cli(import_module(module).Config, args=args)
-        assert (flag, parsed.output) == ("-m", tmp_path / "retrieval"), "a command that can be started"
+    for flag, module, name, *args in counted:
+        parsed = parse_recipe(*find_recipe(name, args))
+        assert (flag, module) == ("-m", "redraft.recipes.cli")
+        assert parsed.output == tmp_path / "retrieval", "a command that can be started"
     # finished drafts only: without answers nothing is counted
     assert names(target="t") == ["ngram"]
     assert len(counted) == 2

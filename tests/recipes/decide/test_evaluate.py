@@ -24,7 +24,7 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.families import eagle1, medusa
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 from redraft.recipes.decide import evaluate
 from redraft.recipes.decide.evaluate import Config, choose_day
 

@@ -27,7 +27,7 @@ from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.load import LoadResult
 from redraft.eval.serving.sweep import Variant
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 from redraft.recipes.decide import bench
 from redraft.recipes.decide.bench import Config, main, name, speculative_config
 

@@ -23,7 +23,7 @@ from redraft.heads.files.artifact import publish
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import fingerprint
 from redraft.heads.target import Target
-from redraft.recipes.cli import run_guarded
+from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.operate.doctor import Config, format_findings, main
 
 REQUIREMENTS = (

@@ -27,7 +27,7 @@ from redraft.online.learning.forget import Forgotten
 from redraft.online.records.origin import MAX_LABEL_CHARS, list_stored_names, read_origin_headers, to_label
 from redraft.online.records.outlet import Recording
 from redraft.online.records.record import encode_record
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 from redraft.recipes.operate import forget, rollback, swap
 
 
@@ -89,7 +89,7 @@ def test_the_command_and_the_header_agree_on_a_name(name):
     label = read_origin_headers(Headers({"x-redraft-tenant": header})).tenant
     assert label == to_label(name)
     assert len(label) <= MAX_LABEL_CHARS
-    assert list_stored_names(name)[0] == label
+    assert list_stored_names(name) == [label]
     assert Recording(tenants=(name,)).find_skip_reason(label, b"") == ""
 
 

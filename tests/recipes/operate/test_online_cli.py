@@ -16,7 +16,7 @@ from redraft.heads.files.lock import AlreadyOwnedError
 from redraft.online.daemon import control
 from redraft.online.daemon.config import load_config
 from redraft.online.daemon.state import Phase, State, load, save
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 from redraft.recipes.operate import forget, rollback, swap, versions
 
 

@@ -15,7 +15,7 @@ import pytest
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import read_counters
 from redraft.eval.engine.server import VllmServer
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 from redraft.recipes.operate.watch import Config, format_counts, format_poll, main, poll_servers, read_counts
 
 

@@ -14,7 +14,7 @@ from redraft.distill.plan.step import count_flops
 from redraft.online.learning.config import Training
 from redraft.online.learning.replay import select_texts
 from redraft.online.records.record import encode_record
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 from redraft.recipes.demo.traffic import Traffic, make_record
 from redraft.recipes.plan.fleet import (
     all_costs,

@@ -8,8 +8,7 @@ import pytest
 
 from redraft.heads.files.folder import fingerprint
 from redraft.online.learning.anchors import read_anchors
-from redraft.recipes.cli import dispatch
-from redraft.recipes.serve import anchors
+from redraft.recipes.cli.run import dispatch
 
 
 def test_every_label_of_the_data_is_a_row_that_the_learner_reads(
@@ -44,7 +43,7 @@ def test_an_interrupted_run_leaves_the_provenance_of_the_anchors_that_are_there(
     def fail(*_: object, **__: object) -> None:
         raise ValueError("interrupted")
 
-    monkeypatch.setattr(anchors, "write_anchors", fail)
+    monkeypatch.setattr("redraft.online.learning.anchors.write_anchors", fail)
     (tmp_path / "anchors").write_text("mine")
     (tmp_path / "anchors.json").write_text("of mine")
     flags = ["--target", str(random_target), "--data", str(data), "--output", str(tmp_path / "anchors"), "--overwrite"]

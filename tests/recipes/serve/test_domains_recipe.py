@@ -11,7 +11,7 @@ import pytest
 from redraft.online.settings import read_toml
 from redraft.online.traffic.domains import Clusters
 from redraft.online.traffic.router import RouterConfig
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 
 
 def make_prompts(path, *, with_labels=True):

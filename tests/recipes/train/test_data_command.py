@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from redraft.distill.data.samples import Sample, build_samples
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 from redraft.recipes.data.show import (
     GREEN,
     PLAIN,

@@ -19,7 +19,7 @@ from redraft.heads.files.artifact import PROVENANCE, sha256, verify
 from redraft.heads.files.checkpoint import load_causal_lm, load_text_config, load_tokenizer
 from redraft.heads.files.folder import check_model_folder, model_folder
 from redraft.heads.files.gguf import read_header
-from redraft.recipes.cli import run_guarded
+from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.data.import_gguf import Config, main
 
 SMOLLM2 = "REDRAFT_SMOLLM2_GGUF"

@@ -12,7 +12,7 @@ from redraft.eval.engine.draft_source import DraftSource
 from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.families.retrieval import Retrieval
 from redraft.heads.files.folder import fingerprint, tensor_files
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 from redraft.recipes.serve.serve import Config, speculative_config
 
 TARGET = "tests/assets/tiny-target"
@@ -54,7 +54,7 @@ def test_counted_answers_are_a_draft_for_every_command(
 
 
 def test_a_target_on_the_hub_is_there_before_the_counting(source: Path, tmp_path: Path) -> None:
-    code = "import sys; from redraft.recipes.cli import dispatch; sys.exit(dispatch(sys.argv[1:]))"
+    code = "import sys; from redraft.recipes.cli.run import dispatch; sys.exit(dispatch(sys.argv[1:]))"
     command = ["retrieval", "--target", NAME, "--data", str(source), "--output", str(tmp_path / "counted")]
     files = {path.name: path.read_bytes() for path in Path(TARGET).iterdir()}
     with serve_model(files, broken="model.safetensors") as hub:
