@@ -24,7 +24,7 @@ from redraft.heads.catalog import detect_family
 from redraft.heads.family import Family
 from redraft.heads.files.folder import CONFIG, read_config, read_provenance, tensor_files
 from redraft.heads.options import Standalone
-from redraft.recipes.cli import Recipe, run_choice
+from redraft.recipes.cli.run import Recipe
 from redraft.recipes.train import COMMON
 
 EVAL_EVERY = 50
@@ -113,7 +113,3 @@ def _answer(old: Path, cfg: Any) -> Path:
     print(f"{cfg.target} answers the questions of {asked['source']}")
     regenerate.main(Config(data=asked["source"], split=asked["split"], target=cfg.target, output=output))
     return output
-
-
-if __name__ == "__main__":
-    run_choice(choose_recipe)

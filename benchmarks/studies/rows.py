@@ -32,7 +32,7 @@ from redraft.heads.draft import Batch
 from redraft.heads.families import eagle3
 from redraft.heads.files.checkpoint import load_tokenizer, new_model
 from redraft.heads.target import Target
-from redraft.recipes.cli import run_recipe
+from redraft.recipes.cli.run import run_recipe
 
 ANSWERS = Path(__file__).parents[2] / "recipes/demo/assets/smollm2-answers.jsonl.zst"
 TOKENIZER = Path(__file__).parents[2] / "tests/assets/tiny-target"

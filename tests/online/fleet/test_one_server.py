@@ -67,11 +67,11 @@ async def test_an_answer_without_end_is_nonsense():
 async def test_looks_at_the_others_return_after_the_patience_and_count_every_draft(trouble):
     fakes = [FakeServer(Traffic()), FakeServer(Traffic(), trouble=trouble), FakeServer(Traffic())]
     async with running(*fakes) as servers:
-        watch = Watch(servers, patience_s=0.3)
-        for number in range(4):
+        watch = Watch(servers, patience_s=2)
+        for number in range(2):
             began_s = time.monotonic()
             looked = await watch.look()
-            assert time.monotonic() - began_s < 1.5
+            assert time.monotonic() - began_s < server.STATUS_TIMEOUT_S
             assert [one.fault for one in looked] == ["", "server_unreachable", ""]
             assert [one.since_last.num_drafts for one in looked] == [500 * (number > 0), 0, 500 * (number > 0)]
         fakes[1].trouble.clear()
@@ -224,12 +224,15 @@ async def test_nonsense_is_the_fault_of_its_server_alone(answer, tmp_path):
 async def test_fuzzed_answers_are_counts_or_a_fault(tmp_path):
     rng = random.Random(7)
     page, found, journal = status(drafts=[500, 1500, 300, 150, 50]), {"counts": 0, "fault": 0}, Journal(tmp_path)
+    counts_at = page.index(b"[500")
 
     def answer(request):
         fuzzed = bytearray(page)
-        for _ in range(rng.randrange(1, 8)):
-            at = rng.randrange(len(fuzzed))
-            fuzzed[at : at + rng.randrange(4)] = rng.choice([b"\n", b'"', b"{", b"}", b"\\", b"-", b"e9", b"\xff", b""])
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(counts_at, len(fuzzed))
+            fuzzed[at : at + rng.randrange(4)] = rng.choice(
+                [b"\n", b'"', b"{", b"}", b"\\", b"-", b"e9", b"\xff", b"", b"7", b"0"]
+            )
         return httpx.Response(200, stream=httpx.ByteStream(bytes(fuzzed)))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:

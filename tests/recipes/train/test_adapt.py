@@ -24,7 +24,7 @@ from redraft.heads.files.folder import fingerprint, lineage
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.options import Standalone
 from redraft.recipes.adapt import choose_recipe
-from redraft.recipes.cli import dispatch
+from redraft.recipes.cli.run import dispatch
 from redraft.recipes.data import regenerate
 from tests.recipes.train.test_heads_recipes import FAMILIES, SMALL, data, make_settings  # noqa: F401
 
