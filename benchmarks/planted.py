@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -389,8 +390,13 @@ def measure_doctor() -> dict[str, Any]:
 
 
 def write_table() -> str:
-    """The table of the documentation, in Markdown."""
+    """The section of the documentation, in Markdown: faults named in every head, and a table of the others."""
     verdict = {True: "named", False: "not seen"}
-    lines = ["| fault | head with provenance | head of another trainer |", "|---|---|---|"]
-    lines += [f"| {fault.name} | {verdict[bool(fault.ours)]} | {verdict[bool(fault.theirs)]} |" for fault in FAULTS]
-    return "\n".join([*lines, "", *(f"- {fault.name}: {fault.unseen}." for fault in FAULTS if fault.unseen)])
+    seen = "; ".join(fault.name for fault in FAULTS if fault.ours and fault.theirs)
+    lines = [*textwrap.wrap(f"Named in every head: {seen}.", 120), ""]
+    lines += ["| fault | head with provenance | head from another trainer | why |", "|---|---|---|---|"]
+    for fault in FAULTS:
+        if not (fault.ours and fault.theirs):
+            ours, theirs = verdict[bool(fault.ours)], verdict[bool(fault.theirs)]
+            lines.append(f"| {fault.name} | {ours} | {theirs} | {fault.unseen} |")
+    return "\n".join(lines)

@@ -202,12 +202,11 @@ def make_batch() -> Batch:
 
 def rows() -> Iterator[str]:
     """The lines of the table."""
-    yield "| target | model type | standalone draft | head | a head on inner layers is served by |"
-    yield "|---|---|---|---|---|"
+    yield "| target | model type | a head on inner layers is served by |"
+    yield "|---|---|---|"
     for model_type, (name, *_) in {**FAMILIES, **WITH_IMAGES}.items():
-        standalone, head = verdicts(model_type)
         images = ", with images" if model_type in WITH_IMAGES else ""
-        yield f"| {name}{images} | `{model_type}` | {standalone} | {head} | {served_by(model_type)} |"
+        yield f"| {name}{images} | `{model_type}` | {served_by(model_type)} |"
 
 
 def served_by(model_type: str) -> str:
