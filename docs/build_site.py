@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from redraft.heads.catalog import list_trained
-from redraft.recipes.cli import dispatch
 from redraft.recipes.cli.commands import COMMANDS, list_recipes
+from redraft.recipes.cli.run import dispatch
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 from pathlib import Path
 
@@ -77,3 +78,20 @@ def test_every_test_that_a_document_names_exists():
     named = {name for document in DOCUMENTS for name in re.findall(r"`(test_\w+)`", document.read_text())}
     assert len(named) > 30
     assert named <= tests, named - tests
+
+
+def test_every_page_and_module_of_the_site_exists():
+    site = runpy.run_path(str(ROOT / "docs/build_site.py"))
+    pages = [name for names in site["GUIDES"].values() for name in names]
+    modules = [f"{name.replace('.', '/')}.py" for names in site["PUBLIC"].values() for name in names]
+    assert not [name for name in [*pages, *modules] if not (ROOT / name).is_file()]
+    assert {path.name for path in ROOT.glob("docs/*.md")} <= {Path(page).name for page in pages}
+
+
+def test_the_documents_stay_short():
+    readme, changelog = ((ROOT / name).read_text() for name in ("README.md", "CHANGELOG.md"))
+    guides = [path.read_text() for path in ROOT.glob("docs/*.md")]
+    assert len(readme.splitlines()) <= 120
+    assert len(readme.partition("```bash")[0].splitlines()) < 25
+    assert len(changelog.splitlines()) <= 60
+    assert sum(len(text.split()) for text in (readme, changelog, *guides)) <= 23_000
