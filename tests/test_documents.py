@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from redraft.online.daemon.config import load_config
 from redraft.recipes.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -95,3 +96,14 @@ def test_the_documents_stay_short():
     assert len(readme.partition("```bash")[0].splitlines()) < 25
     assert len(changelog.splitlines()) <= 60
     assert sum(len(text.split()) for text in (readme, changelog, *guides)) <= 23_000
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md"])
+def test_the_learner_reads_the_settings_in_the_documents(name, tmp_path):
+    (written,) = re.findall(
+        r"^cat > learner.toml <<'END'\n(.*?)^END$", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "learner.toml").write_text(written)
+    config = load_config(tmp_path / "learner.toml")
+    assert config.fleet.servers
+    assert config.fleet.token_file
