@@ -125,7 +125,6 @@ FAMILIES: tuple[Family, ...] = (
         varies_tokens=False,
         can_sample=True,
         learns_online=True,
-        estimates_acceptance=True,
         parity="block",
         checks="redraft.heads.doctor.dspark:CHECKS",
         options="redraft.heads.options:DSpark",

@@ -160,7 +160,7 @@ class DraftStep:
     """The rule of the logits, the bias included."""
     confidence_BT: Tensor | None = None
     """Logit of the draft's estimate of alpha (DSpark's confidence head). Training compares it with alpha by binary
-    cross-entropy, masked and weighted like the divergence. `eval.forecast.calibration` measures how right it is."""
+    cross-entropy, masked and weighted like the divergence."""
 
     def logits(self, rows_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The draft's logits in `rows_N` of the flattened batch, [N, W]; computed in `dtype`, by default the head's."""

@@ -121,8 +121,6 @@ class Family:
     """vLLM can draw draft tokens from q. If false, it always takes the most probable one."""
     learns_online: bool = False
     """`redraft learner` trains it from records."""
-    estimates_acceptance: bool = False
-    """A head may estimate the acceptance of its tokens. `correct_estimates` of its class corrects an export's."""
     trains_lm_head: bool = False
     """Training changes `lm_head.weight`. While it still equals the target's, vLLM shares the target's."""
     is_in_target: bool = False

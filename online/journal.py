@@ -136,11 +136,6 @@ class GateEntry(_Entry, frozen=True, kw_only=True, tag="gate"):
     tau_incumbent: float | None = None
     requests: int = 0
     domains: dict[Label, DomainGain] = {}
-    calibration_error_before: float | None = None
-    """Expected calibration error of the candidate's estimates of its acceptance, on held-out requests. None if it
-    makes none."""
-    calibration_error_after: float | None = None
-    """The same after the correction with which it is served."""
     reason: Reason = ""
 
 

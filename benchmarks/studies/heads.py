@@ -210,7 +210,6 @@ def extract_entry(report: Mapping[str, Any]) -> dict[str, Any]:
         **{name: engine[name] for name in FROM_ENGINE if name != "tau"},
         "acceptance_per_position": engine["acceptance_per_position"],
         "ties": len(engine["ties"]),
-        "calibration": report.get("calibration"),
         "train_tokens_per_s": train["tokens_per_s"],
         "peak_rss_mib": train["peak_rss_mib"],
         "duration_s": report["duration_s"],

@@ -111,8 +111,6 @@ def adapt(family: Family, cfg: Config, old: Path, machine: Machine | None = None
         shutil.rmtree(draft, ignore_errors=True)  # of this run before a kill
         candidate.rename(draft)
         training.forecasts[draft] = after
-        if candidate in training.calibrations:
-            training.calibrations[draft] = training.calibrations[candidate]
         training.prove(draft, before, None, cost, started_s)
     print(found.verdict)
     return found

@@ -30,13 +30,11 @@ from redraft.eval.engine.server import (
     vllm_server,
 )
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
-from redraft.eval.forecast.calibration import Calibration, calibrate
 from redraft.eval.forecast.greedy import (
     Continuation,
     Forecast,
     Keep,
     SignalFunction,
-    collect_outcomes,
     cut_continuation,
     forecast,
     greedy_continuations,
@@ -116,19 +114,9 @@ class Forecaster:
 
     def forecast(self, draft: nn.Module, signal: SignalFunction | None = None) -> Forecast:
         """The draft's forecast; `signal` replaces the usual one for a draft with further inputs from the target."""
-        return forecast(*self._settle(draft, signal))
-
-    def calibrate(self, draft: nn.Module, signal: SignalFunction | None = None) -> Calibration | None:
-        """The correction of the estimates of acceptance by the draft, fitted on every other prompt and
-        measured on the rest; None if it makes none. `signal` as in `forecast`."""
-        return calibrate(collect_outcomes(*self._settle(draft, signal)))
-
-    def _settle(
-        self, draft: nn.Module, signal: SignalFunction | None
-    ) -> tuple[Draft, SignalFunction, Sequence[Continuation], int, torch.device]:
         draft.to(self.device).eval()
         number = self.cfg.num_speculative_tokens
-        return cast(Draft, draft), signal or self.signal, self.continuations, number, self.device
+        return forecast(cast(Draft, draft), signal or self.signal, self.continuations, number, self.device)
 
 
 def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
@@ -333,7 +321,6 @@ def report(
     engine: EngineProof | None,
     cost: TrainingCost,
     started: float,
-    calibration: Calibration | None = None,
 ) -> Path:
     """Write report.json and report.html into the run's folder, and return the path of report.html."""
     sections: dict[str, Any] = {
@@ -352,6 +339,4 @@ def report(
         sections["engine"] = {**section, "decoder": "a real vLLM", "runner": engine.runner}
         if engine.baseline:
             sections["baseline"] = asdict(engine.baseline)
-    if calibration:
-        sections["calibration"] = calibration.to_json()
     return write_report(run.folder, sections)

@@ -51,7 +51,6 @@ from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.engine.head_size import require_draft_heads
 from redraft.eval.engine.server import require_runner
 from redraft.eval.engine.target_dtype import default_target_dtype
-from redraft.eval.forecast.calibration import Calibration
 from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.heads.catalog import require_head
 from redraft.heads.families.mtp_folder import as_mimo, stitch
@@ -103,7 +102,6 @@ class Run:
         """
         self.family, self.cfg = family, cfg
         self.forecasts: dict[Path, Forecast] = {}
-        self.calibrations: dict[Path, Calibration] = {}
         # 1. Flags against each other and against the target, before anything is joined, written or loaded.
         self.opened = refuse(family, cfg)
         self.shape = self.opened.text_config
@@ -254,14 +252,13 @@ class Run:
     def publish(self, draft: Any, name: str = "draft", dtype: torch.dtype | None = torch.bfloat16) -> Path:
         """Publish the draft with provenance and forecast as the folder `name` of the run.
 
-        The main process writes, the others wait for it. A head's estimates of acceptance are corrected first.
+        The main process writes, the others wait for it.
         """
         folder = self.folder.folder / name
         with leading(self.model) as leads:
             if leads:
                 with publishing(folder, describe_origin(self), overwrite=True) as new:
                     self._export(draft, new.path, dtype)
-                    self._calibrate(new.path, folder)
                     # Of the files, not of the module: rounding to the exported type is part of what is served.
                     after = self.forecast(self.load(new.path))
                     assert after is not None, "the main process"
@@ -285,14 +282,6 @@ class Run:
         else:
             draft.export(folder, dtype)
 
-    def _calibrate(self, folder: Path, final: Path) -> None:
-        if not self.family.estimates_acceptance:
-            return
-        found = self.forecaster.calibrate(*self._in_engine(self.load(folder)))
-        if found is not None:
-            self.family.draft_class().correct_estimates(folder, found.correction.scale, found.correction.shift)
-            self.calibrations[final] = found
-
     # ---------------------------------------------------------------------------------------------------------- prove
 
     def prove(
@@ -311,7 +300,6 @@ class Run:
                 engine=engine,
                 cost=cost,
                 started=started_s,
-                calibration=self.calibrations.get(draft),
             )
             print(f"draft: {draft}\nreport: {page}")
             if engine and engine.speed:

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from redraft.eval.counts import AcceptanceCounts, simulate_blocks, tau
 from redraft.eval.engine.sampling import GREEDY, Sampling
-from redraft.eval.forecast.calibration import Outcomes
-from redraft.eval.forecast.rows import ComparedRows, block_matches, compare_rows, take_draft_steps
+from redraft.eval.forecast.rows import block_matches, compare_rows, take_draft_steps
 from redraft.eval.forecast.sampled import sampled_probabilities
 from redraft.eval.prompts import Prompt
-from redraft.heads.draft import Batch, Draft, DraftStep, TargetSignal
+from redraft.heads.draft import Batch, Draft, TargetSignal
 from redraft.heads.progress import Progress
 
 SignalFunction = Callable[[Batch], TargetSignal]
@@ -286,9 +285,16 @@ def forecast_prompt(
 ) -> PromptForecast:
     """`forecast` on one answer."""
     num_output = len(continuation.output_ids)
-    steps, compared = _compare(draft, target_signal, continuation, num_speculative_tokens, device)
+    prompt_ids = continuation.prompt.token_ids
+    text = [*prompt_ids, *continuation.output_ids, *continuation.beyond_ids]
+    batch = Batch.padded([text], num_prompt_tokens=len(prompt_ids), device=device)
+    signal = target_signal(batch)
+    steps = take_draft_steps(draft, batch, signal, num_speculative_tokens)
+    compared = [compare_rows(step, signal.distribution) for step in steps]
     match_BTK, _ = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
-    start = _first_block(steps, continuation)
+    # The first row to draft: output token 0 comes from the prefill. Prompt x[0..3]: output token 0 is x[4], so the
+    # first block drafts x[5], from row 4 with shift 0 and from row 3 with shift 1.
+    start = len(prompt_ids) - steps[0].shift
     # from one row earlier: alpha counts every token of the answer, also the prefill's, which no block drafts
     rows = slice(max(start - 1, 0), start - 1 + num_output)
     return PromptForecast(
@@ -299,56 +305,6 @@ def forecast_prompt(
         num_rows=int(compared[0].mask_BT[0, rows].sum()),
         counts=simulate_blocks(match_BTK[0, start : start + num_output - 1].cpu(), num_output),
     )
-
-
-def _compare(
-    draft: Draft,
-    target_signal: SignalFunction,
-    continuation: Continuation,
-    num_speculative_tokens: int,
-    device: torch.device | str,
-) -> tuple[list[DraftStep], list[ComparedRows]]:
-    """The draft steps over one answer, each beside the target."""
-    text = [*continuation.prompt.token_ids, *continuation.output_ids, *continuation.beyond_ids]
-    batch = Batch.padded([text], num_prompt_tokens=len(continuation.prompt.token_ids), device=device)
-    signal = target_signal(batch)
-    steps = take_draft_steps(draft, batch, signal, num_speculative_tokens)
-    return steps, [compare_rows(step, signal.distribution) for step in steps]
-
-
-def _first_block(steps: Sequence[DraftStep], continuation: Continuation) -> int:
-    """The first row to draft: output token 0 comes from the prefill."""
-    # Prompt x[0..3]: output token 0 is x[4], so the first block drafts x[5], from row 4 with shift 0 and from
-    # row 3 with shift 1.
-    return len(continuation.prompt.token_ids) - steps[0].shift
-
-
-@torch.no_grad()
-def collect_outcomes(
-    draft: Draft,
-    target_signal: SignalFunction,
-    continuations: Sequence[Continuation],
-    num_speculative_tokens: int,
-    device: torch.device | str = "cpu",
-) -> list[Outcomes]:
-    """The estimates that a draft which is not autoregressive makes of its acceptance, beside the acceptance of
-    `forecast`, by answer. Empty if it makes none.
-
-    Raises:
-        ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
-    """
-    outcomes = []
-    for continuation in Progress(continuations, desc="estimates", unit="prompt"):
-        steps, compared = _compare(draft, target_signal, continuation, num_speculative_tokens, device)
-        if steps[0].confidence_BT is None:
-            return []
-        match_BTK, _ = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
-        logit_BTK = torch.stack([step.confidence_BT for step in steps if step.confidence_BT is not None], dim=-1)
-        start = _first_block(steps, continuation)
-        rows = slice(start, start + len(continuation.output_ids) - 1)
-        logit_TK, match_TK = (table_BTK[0, rows].double().cpu().numpy() for table_BTK in (logit_BTK, match_BTK))
-        outcomes.append(Outcomes.from_blocks(logit_TK, match_TK))
-    return outcomes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from redraft.heads import options
@@ -29,7 +28,6 @@ from redraft.heads.draft import Batch, Bias, DraftStep
 from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dflash_layouts import SECTION, read_options
 from redraft.heads.files import speculators
-from redraft.heads.files.folder import WEIGHTS
 from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.precision import autocast_kind
 from redraft.heads.target import Target
@@ -119,16 +117,6 @@ class DSpark(DFlash):
             "enable_confidence_head": self.config.confidence_head,
             "confidence_head_with_markov": self.config.confidence_head,
         }
-
-    @staticmethod
-    def correct_estimates(folder: Path, scale: float, shift: float) -> None:
-        """Change the logit z of the estimate to scale * z + shift in an exported folder. All else stays as it is."""
-        tensors = load_file(folder / WEIGHTS)
-        weight, bias = (tensors[f"{CONFIDENCE_HEAD}proj.{name}"] for name in ("weight", "bias"))
-        # z = w x + b: the scale multiplies both, the shift moves b alone.
-        weight *= scale
-        bias.mul_(scale).add_(shift)
-        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
     @staticmethod
     def _read(config: Mapping[str, Any], folder: Path) -> Config:

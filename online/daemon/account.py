@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from redraft.distill.train.step import StepStats
 from redraft.eval.counts import AcceptanceCounts
@@ -99,10 +99,8 @@ class Account:
             )
         )
 
-    def verdict(self, verdict: Verdict, candidate: str, incumbent: str, calibration: Mapping[str, Any]) -> None:
-        """The gate's verdict; `calibration` is the one of the candidate's checkpoint, empty if it
-        has none.
-        """
+    def verdict(self, verdict: Verdict, candidate: str, incumbent: str) -> None:
+        """The gate's verdict."""
         gain = verdict.overall
         domains = {
             name[:MAX_LABEL_CHARS]: DomainGain(gain=one.value, low=one.lower, high=one.upper, requests=one.num_requests)
@@ -120,8 +118,6 @@ class Account:
                 tau_incumbent=gain.tau_incumbent if gain else None,
                 requests=gain.num_requests if gain else 0,
                 domains=domains,
-                calibration_error_before=calibration.get("error_before"),
-                calibration_error_after=calibration.get("error_after"),
                 reason=verdict.reason,
             )
         )

@@ -202,10 +202,8 @@ class Cycle:
         return await self._end_training()
 
     async def _end_training(self) -> Move:
-        if self.judge.candidate.family.estimates_acceptance:  # `calibrate` drafts as the servers do
-            self.judge.draft_as(await ask_drafting(self.servers))
         try:
-            name = await self._until_written(lambda: self.in_thread(self.trainer.checkpoint, self.judge.calibrate))
+            name = await self._until_written(lambda: self.in_thread(self.trainer.checkpoint))
         except NotFiniteError:
             return await self._discard("the weights are not finite")
         return Move(Event.TRAINED, name, f"{self.trainer.progress.records} records")
@@ -216,7 +214,7 @@ class Cycle:
             verdict = await self.judge_draft(self.trainer.folder / name / DRAFT)
         except (OSError, ValueError) as error:
             return Move(Event.REJECTED, reason=f"{name} cannot be read: {error}")
-        self.account.verdict(verdict, name, self.current, self.trainer.read_calibration(name) or {})
+        self.account.verdict(verdict, name, self.current)
         if verdict.overall is not None:  # saved with the event: after a kill before it, the same look is taken again
             self.saved.state = replace(self.state, num_looks=self.state.num_looks + 1)
         if verdict.decision is Decision.PROMOTE:
@@ -335,7 +333,6 @@ class Cycle:
                 "verdict": self.state.reason,
                 "judging": asdict(self.judge.judging),
                 "gate": asdict(self.cfg.gate),
-                "calibration": self.trainer.read_calibration(self.saved.candidate),
             },
         )
 

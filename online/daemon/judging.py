@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.forecast.calibration import Outcomes, calibrate
 from redraft.heads.draft import Draft
 from redraft.heads.files.artifact import verify
 from redraft.online.daemon.config import LearnerConfig
@@ -26,7 +25,6 @@ from redraft.online.learning.intake import count_acceptance
 from redraft.online.learning.scoring import (
     Request,
     RequestScore,
-    collect_outcomes,
     list_rows,
     pair_scores,
     score_requests,
@@ -54,29 +52,6 @@ class Judge:
         seqs = self._select_requests()
         ours, theirs = (self._score(folder, seqs) for folder in (draft, self.registry.path(incumbent)))
         return judge(*pair_scores(ours, theirs, self.buffer.refresh_names()), self.cfg.gate, look)
-
-    def calibrate(self, draft: Path) -> dict[str, Any] | None:
-        """Correct the estimates of acceptance by the draft in a folder, by the held-out requests.
-
-        Acceptance does not depend on them, so the same requests may judge the draft. Returns the correction and its
-        effect, as in `eval.forecast.calibration`; None if the draft makes no estimates or there are too few requests.
-        """
-        if not self.candidate.family.estimates_acceptance:
-            return None
-        head = self._load(draft)
-        settings = self._settings(head)
-        by_request: dict[Request, list[Outcomes]] = {}
-        for record in (stored.record for stored in self.buffer.read(self._select_requests())):
-            outcomes = collect_outcomes(head, record, **settings)
-            if outcomes is not None:
-                by_request.setdefault((record.server_id, record.request_id), []).append(outcomes)
-        if len(by_request) < self.cfg.gate.min_requests:
-            return None
-        found = calibrate([Outcomes.join(parts) for parts in by_request.values()])
-        if found is None:
-            return None
-        self.candidate.family.draft_class().correct_estimates(draft, found.correction.scale, found.correction.shift)
-        return found.to_json()
 
     def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
         """(newest record, a row per request) of a version on the held-out records after sequence number `after`.

@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 
 from redraft.eval.counts import AcceptanceCounts, expected_blocks
-from redraft.eval.forecast.calibration import Outcomes
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, step_rates, take_draft_steps, target_rows
 from redraft.heads.draft import Draft, DraftStep, TargetSignal
 from redraft.heads.family import Reads
@@ -132,48 +131,11 @@ def score_rows(
     accepted. An autoregressive draft has the same probability for every j.
     """
     steps = take_draft_steps(draft, batch, batch.signal, num_speculative_tokens)
-    rows_R, accepted_JR = _rate_rows(steps, batch.signal, sampling, method)
-    return rows_R, np.broadcast_to(accepted_JR, (num_speculative_tokens, len(rows_R)))
-
-
-@torch.no_grad()
-def collect_outcomes(
-    draft: Draft,
-    record: Record,
-    *,
-    num_speculative_tokens: int,
-    method: Method,
-    sequence_length: int,
-    reads: Reads = "nothing",
-) -> Outcomes | None:
-    """The estimates of acceptance by the draft over a record, beside the expected acceptance.
-
-    None if it makes no estimates, or the record has no rows.
-    """
-    batch = _make_batch(record, sequence_length, reads)
-    if batch is None:
-        return None
-    steps = take_draft_steps(draft, batch, batch.signal, num_speculative_tokens)
-    if steps[0].confidence_BT is None:
-        return None
-    rows_R, accepted_JR = _rate_rows(steps, batch.signal, record.sampling, method)
-    logit_JR = np.zeros(accepted_JR.shape)
-    for logit_R, step in zip(logit_JR, steps, strict=True):
-        assert step.confidence_BT is not None
-        # a row before the text's first has no block, and its token is never reached
-        logit_R[:] = step.confidence_BT.flatten().double().cpu().numpy()[np.maximum(rows_R - step.shift, 0)]
-    tables = zip(_list_blocks(rows_R, logit_JR), _list_blocks(rows_R, accepted_JR), strict=True)
-    return Outcomes.join([Outcomes.from_blocks(*table) for table in tables])
-
-
-def _rate_rows(
-    steps: Sequence[DraftStep], signal: TargetSignal, sampling: Sampling, method: Method
-) -> tuple[NDArray[np.int64], Array]:
-    """`score_rows` of these steps, with a row of the table for each."""
-    by_step = [_alpha_by_row(step, signal, sampling, method) for step in steps]
+    by_step = [_alpha_by_row(step, batch.signal, sampling, method) for step in steps]
     rows_R = np.array(sorted(by_step[0]), np.int64)
     # 0 if a later step has no such row, because no block reaches there
-    return rows_R, np.array([[accepted.get(row, 0.0) for row in rows_R.tolist()] for accepted in by_step])
+    accepted_JR = np.array([[accepted.get(row, 0.0) for row in rows_R.tolist()] for accepted in by_step])
+    return rows_R, np.broadcast_to(accepted_JR, (num_speculative_tokens, len(rows_R)))
 
 
 def _alpha_by_row(step: DraftStep, signal: TargetSignal, sampling: Sampling, method: Method) -> dict[int, float]:

@@ -14,16 +14,15 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from redraft.distill.train.step import StepStats
 from redraft.heads.files.artifact import PROVENANCE, publishing, verify
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer
-from redraft.online.learning.candidate import DRAFT, Candidate, Ranks
+from redraft.online.learning.candidate import Candidate, Ranks
 from redraft.online.learning.config import Replay, Training
 from redraft.online.learning.cursor import SERVED, Commit
 from redraft.online.records.record import Record
@@ -149,10 +148,8 @@ class Trainer:
         share = self.num_not_finite / max(1, self.cfg.records_per_candidate // self.cfg.fresh_per_step)
         return share > self.cfg.max_skipped_share or self.candidate.is_hopeless
 
-    def checkpoint(self, calibrate: Callable[[Path], dict[str, Any] | None] = lambda _: None) -> str:
+    def checkpoint(self) -> str:
         """Write and commit a checkpoint; returns the name.
-
-        `calibrate` may correct the estimates of the draft to serve, given the folder, and describes the correction.
 
         Raises:
             NotFiniteError: if the weights hold a NaN or an infinity.
@@ -163,17 +160,11 @@ class Trainer:
         began = {"progress": vars(self.progress), "began_from": self.candidate.version.name}
         with publishing(self.folder / name, began) as new:
             self.ranks.do(Candidate.write, new.path)
-            new.provenance["calibration"] = calibrate(new.path / DRAFT)
         self.buffer.commit_trained(name, self.progress.through)
         self.num_steps = self.num_not_finite = 0
         for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old)
         return name
-
-    def read_calibration(self, checkpoint: str) -> dict[str, Any] | None:
-        """The description by `calibrate`, kept with a checkpoint."""
-        said: dict[str, Any] | None = json.loads((self.folder / checkpoint / PROVENANCE).read_text()).get("calibration")
-        return said
 
     def discard(self) -> None:
         """Go back to the last checkpoint. The records since then do not count as new: they may be to blame."""

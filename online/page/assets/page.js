@@ -165,8 +165,7 @@ function showGates(place, gates) {
     return h("tr", {}, when(gate.time_s), h("td", {class: "tight"}, badge(gate.verdict, tone)),
       h("td", {class: "tight"}, version(gate.candidate), h("span", {class: "note"}, ` against ${version(gate.incumbent)}`)),
       h("td", {class: "interval"}, known ? intervalChart({low: gate.low, high: gate.high, value: gate.gain, tone}, scale) : ""),
-      h("td", {class: "tight"}, numbers), h("td", {class: "reason"}, h("div", {class: "chips"}, ...chips), gate.reason,
-        gate.calibration_error_after == null ? "" : h("div", {class: "note"}, `Error of its estimates of acceptance: ${gate.calibration_error_before.toFixed(3)}, corrected ${gate.calibration_error_after.toFixed(3)}`)));
+      h("td", {class: "tight"}, numbers), h("td", {class: "reason"}, h("div", {class: "chips"}, ...chips), gate.reason));
   })));
 }
 

@@ -27,9 +27,7 @@ from torch import Tensor
 
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.objective import distill_loss
-from redraft.eval.forecast.greedy import collect_outcomes, forecast, greedy_continuations
 from redraft.eval.forecast.rows import compare_rows
-from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dspark import INIT_STD, Config, DSpark
@@ -203,49 +201,6 @@ def test_metrics_take_the_bias_into_account() -> None:
         wanted = [bool(target_T[t + step.shift] == text[t + 1 + step.shift]) for t in rows]
         assert compare_rows(step, signal.distribution).agree_BT[0, rows].tolist() == wanted
         assert [int(q_of(step, t).argmax()) for t in rows] == [ids[t + 1 + step.shift] for t in rows]
-
-
-def test_a_correction_of_the_estimates_changes_an_export_in_nothing_else(tmp_path: Path) -> None:
-    head, model = make_head()
-    head.export(tmp_path, torch.bfloat16)
-    before, config = DSpark.load(tmp_path, Target.from_model(model)), (tmp_path / "config.json").read_bytes()
-    DSpark.correct_estimates(tmp_path, 0.4, -0.75)
-    assert (tmp_path / "config.json").read_bytes() == config
-    after = DSpark.load(tmp_path, Target.from_model(model))
-    batch = make_batch([[make_ids(12)]])
-    signal = make_signal(model, batch, head.aux_layer_ids)
-    every_row = torch.arange(batch.input_ids_BT.numel())
-    for old, new in zip(before.draft_steps(batch, signal), after.draft_steps(batch, signal), strict=True):
-        assert torch.equal(old.logits(every_row), new.logits(every_row))
-        assert old.confidence_BT is not None
-        assert new.confidence_BT is not None
-        torch.testing.assert_close(new.confidence_BT, 0.4 * old.confidence_BT - 0.75, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("variant", ["from the anchor", "without confidence"])
-def test_estimates_stand_beside_the_acceptance_of_the_forecast(variant: str) -> None:
-    head, model = make_head(variant)
-    prompts = [Prompt(token_ids=make_ids(length, seed=length), domain="") for length in (5, 8, 9)]
-    texts = greedy_continuations(model, prompts, max_tokens=30, num_speculative_tokens=2, end_ids=range(2))
-    batch = make_batch([[[*text.prompt.token_ids, *text.output_ids] for text in texts]])
-    signal = make_signal(model, batch, head.aux_layer_ids)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-    for _ in range(20):  # or nothing would be accepted
-        optimizer.zero_grad()
-        distill_loss(
-            head.draft_steps(batch, signal), batch, signal, Divergence(name="cross_entropy"), 0.01
-        ).loss.backward()
-        optimizer.step()
-    settings = (head, lambda batch: make_signal(model, batch, head.aux_layer_ids), texts, 2)
-    outcomes, told = collect_outcomes(*settings), forecast(*settings)
-    if variant == "without confidence":
-        assert outcomes == []
-        return
-    for found, prompt in zip(outcomes, told.per_prompt, strict=True):
-        accepted = [float(found.at(k).weight_N @ found.at(k).accepted_N) for k in (0, 1)]
-        assert tuple(accepted) == prompt.counts.accepted_per_position
-        assert found.at(0).weight_N.sum() == prompt.counts.num_drafts
-    assert told.overall.tau > 1
 
 
 def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
