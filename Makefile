@@ -135,7 +135,7 @@ bench: $(STAMP)  ## speed and memory, as ratios of one interleaved run; is what 
 	$(BIN)/python -m benchmarks.ingest
 	$(BIN)/python -m benchmarks.router --streams 600
 
-bench-gpu: $(STAMP)  ## on one GPU: tokens/s, share of the FLOP/s and peak memory of the steps that redraft plan train counts
+bench-gpu: $(STAMP)  ## on one GPU: tokens/s, share of the FLOP/s and peak memory of the steps that redraft plan counts
 	$(BIN)/python -m benchmarks.training --gpu --output outputs/bench/gpu.json
 	$(BIN)/python -m benchmarks.training --device cuda --cases "fused loss" --output outputs/bench/gpu-loss.json
 

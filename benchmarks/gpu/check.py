@@ -7,7 +7,7 @@
     tests    tests/gpu in shards                                                                tests.json
     train    trainings end to end with a resumed run, on a small target of random weights       train.json
     micro    kernels and attention beside their roofs, swaps, capture                           micro.json
-    step     the steps that `redraft plan train` counts: device and host time of each part      step.json
+    step     the steps that `redraft plan` counts: device and host time of each part      step.json
     loss     the fused loss alone                                                               loss.json
     engine   vLLM: its model runner, CUDA graphs, capture and swaps                             engine.json
 

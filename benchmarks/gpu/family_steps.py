@@ -1,4 +1,4 @@
-"""The steps that `redraft plan train` counts, run on the card: the benchmark's numbers, then the device's and the
+"""The steps that `redraft plan` counts, run on the card: the benchmark's numbers, then the device's and the
 host's time of each part, the waits, and the kernels that take most of it."""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 $ python -m benchmarks.training                            # losses and whole steps of standalone drafts and heads
 $ python -m benchmarks.training --cases EAGLE --profile    # one family, with a profile
-$ python -m benchmarks.training --gpu                      # steps that `redraft plan train` counts, run on one GPU
+$ python -m benchmarks.training --gpu                      # steps that `redraft plan` counts, run on one GPU
 
 Peers are measured as they ship and compiled (`torch.compile`), and so is ours (`--loop.compile`): compiled peers are
 compared with ours compiled. A peer that does not run on this machine is told and left out.
@@ -70,7 +70,7 @@ class Config(gpu.Config):
     cases: str = ""
     """Only cases whose name contains this."""
     gpu: bool = False
-    """Run the steps that `redraft plan train` counts, at the sizes of --target, on this machine's GPU:
+    """Run the steps that `redraft plan` counts, at the sizes of --target, on this machine's GPU:
     tokens/s, share of the data sheet's FLOP/s, and peak memory of a standalone draft, EAGLE-3, Medusa, MTP
     and DFlash."""
     profile: bool = False

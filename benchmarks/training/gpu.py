@@ -1,4 +1,4 @@
-"""`python -m benchmarks.training --gpu`: the steps that `redraft plan train` counts, run on a GPU, beside the estimate.
+"""`python -m benchmarks.training --gpu`: the steps that `redraft plan` counts, run on a GPU, beside the estimate.
 
 plan (`count.make_plan`) ─► counted FLOPs and estimate
                         └─► run with random weights ─► tokens/s, share of the FLOP/s, peak memory
@@ -26,13 +26,13 @@ from redraft.distill.plan.step import Plan, count_model_flops, count_step, prepa
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.plan.count import fit, make_plan, on_device
-from redraft.recipes.plan.plan import Train
+from redraft.recipes.plan.plan import Config as Counting
 
 FAMILIES: tuple[FamilyName, ...] = ("standalone", "eagle3", "medusa", "mtp", "dflash")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Train):
+class Config(Counting):
     """A step to count and run."""
 
     compile: bool = False
@@ -47,7 +47,7 @@ class GpuResult:
     target: str
     """The name of its sizes."""
     settings: str
-    """The flags of `redraft plan train` that count this step."""
+    """The flags of `redraft plan` that count this step."""
     tokens: int
     """Tokens of a step."""
     tokens_per_s: float
@@ -76,7 +76,7 @@ def main(cfg: Config, *, rounds: int, output: Path) -> None:
         ValueError: there is no GPU, or no family ran.
     """
     if not torch.cuda.is_available():
-        raise ValueError("there is no GPU to measure on; `redraft plan train` estimates the same steps without one")
+        raise ValueError("there is no GPU to measure on; `redraft plan` estimates the same steps without one")
     device = torch.device("cuda", torch.cuda.current_device())
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
     measure_all(cfg, FAMILIES, device, torch.cuda.get_device_name(device), rounds=rounds, output=output)
@@ -131,7 +131,7 @@ def measure(
 
 
 def choose_sizes(cfg: Config, family: FamilyName, sheet: Device | None) -> Config:
-    """The flags of a family's step: those by which `redraft plan train` fits it on this GPU, or on the smallest."""
+    """The flags of a family's step: those by which `redraft plan` fits it on this GPU, or on the smallest."""
     smallest = min(DEVICES, key=lambda device: device.memory_bytes)
     return cast(Config, fit(replace(cfg, family=family), sheet or smallest))
 
@@ -198,10 +198,10 @@ def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2
     return Timed(seconds=statistics.median(seconds[warm_up:]), peak_bytes=peak)
 
 
-def write_flags(cfg: Train) -> str:
-    """The flags of `redraft plan train` that differ from its defaults."""
+def write_flags(cfg: Counting) -> str:
+    """The flags of `redraft plan` that differ from its defaults."""
     words = []
-    for one in fields(Train):
+    for one in fields(Counting):
         value = getattr(cfg, one.name)
         if one.name != "json" and value != one.default:
             words.append(f"--{one.name.replace('_', '-')}")
@@ -222,5 +222,5 @@ def describe(result: GpuResult | LeftOut) -> str:
     if result.estimated_tokens_per_s is not None:
         parts.append(f"counted: {result.estimated_tokens_per_s:,.0f} tokens/s, peak {result.estimated_peak_gb:,.1f} GB")
     if result.settings:
-        parts.append(f"by redraft plan train {result.settings}")
+        parts.append(f"by redraft plan {result.settings}")
     return f"{name} {', '.join(parts)}"

@@ -61,7 +61,7 @@ def require_room(
     *,
     machine: Machine | None = None,
     optimizer: str = "adamw",
-    command: str = "redraft plan train",
+    command: str = "redraft plan",
 ) -> None:
     """Refuse a training that cannot fit. One process of each machine tells, the others leave with it.
 

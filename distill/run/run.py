@@ -151,7 +151,7 @@ class Run:
             size = functools.partial(count_head, self.family.name, cfg.head, cfg.draft_vocab_size)
         counted = {"--target": self.opened.name, "--family": self.family.name, "--optimizer": cfg.optim.name}
         counted |= {"--batch-size": str(cfg.loop.batch_size), "--sequence-length": str(cfg.loop.sequence_length)}
-        command = shlex.join(["redraft", "plan", "train", *itertools.chain(*counted.items())])
+        command = shlex.join(["redraft", "plan", *itertools.chain(*counted.items())])
         optimizer = cfg.optim.name
         require_room(
             self.opened, cfg.signal, self.accelerator, size, machine=machine, optimizer=optimizer, command=command

@@ -119,8 +119,8 @@ COMMANDS = {
     "plan": Command(
         Group.DECIDE,
         "redraft.recipes.plan.plan",
-        "Count the cost of a training, or of a fleet that learns",
-        "redraft plan train --target llama-3.1-8b --devices 8",
+        "Count the cost of a training, without a GPU",
+        "redraft plan --target llama-3.1-8b --devices 8",
     ),
     "serve": Command(
         Group.SERVE,

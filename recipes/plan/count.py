@@ -44,7 +44,7 @@ from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.distill.run.config import HeadConfig, make_config
 from redraft.distill.signal.sharded import size_weights
 from redraft.heads.catalog import find_family
-from redraft.recipes.plan.plan import Train
+from redraft.recipes.plan.plan import Config
 
 NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
 """The option of a family that says how many tokens it learns, if not `num_steps`."""
@@ -53,7 +53,7 @@ SERVED_SHARE = 0.8
 """Share of a server's memory for the target's weights; the rest holds keys, values and activations."""
 
 
-def make_plan(cfg: Train) -> Plan:
+def make_plan(cfg: Config) -> Plan:
     """The sizes of the step: those of the family's command, changed by the flags.
 
     Raises:
@@ -86,7 +86,7 @@ def make_plan(cfg: Train) -> Plan:
     )
 
 
-def _choose_head(cfg: Train, usual: Any) -> Any:
+def _choose_head(cfg: Config, usual: Any) -> Any:
     """The options of a head: the command's, changed by the flags."""
     head = usual
     if cfg.num_steps is not None:
@@ -98,7 +98,7 @@ def _choose_head(cfg: Train, usual: Any) -> Any:
     return replace(head, recompute=True)
 
 
-def _find_draft(cfg: Train, target: Any) -> Any:
+def _find_draft(cfg: Config, target: Any) -> Any:
     """The text config of a standalone draft."""
     if cfg.num_steps is not None:
         raise ValueError("--num-steps does not fit a standalone draft: it learns one step, for any number of tokens")
@@ -149,7 +149,7 @@ class Result:
 
 
 @functools.lru_cache(maxsize=2)
-def count(cfg: Train) -> Result:
+def count(cfg: Config) -> Result:
     """Count the step, and derive time and memory on every kind of device."""
     plan = make_plan(cfg)
     step = count_step(plan)
@@ -161,7 +161,7 @@ def count(cfg: Train) -> Result:
 
 
 def on_device(
-    cfg: Train, plan: Plan, step: Counted, served: Counted | None, model_flops: int, device: Device
+    cfg: Config, plan: Plan, step: Counted, served: Counted | None, model_flops: int, device: Device
 ) -> OnDevice:
     total = add_up(step.operations, step.operations)
     # The next batch's signal is copied during the step. Nothing else overlaps: the all-reduce comes after the work.
@@ -188,7 +188,7 @@ def on_device(
     )
 
 
-def fit(cfg: Train, device: Device) -> Train:
+def fit(cfg: Config, device: Device) -> Config:
     """The step that fits on a device: as given, else with activations computed again, else with fewer rows too."""
     if count(cfg).on[device.name].memory_bytes <= device.memory_bytes:
         return cfg
@@ -201,12 +201,12 @@ def fit(cfg: Train, device: Device) -> Train:
     return replace(cfg, batch_size=max(1, result.plan.batch_size + math.floor(left / by_row)))
 
 
-def _can_recompute(cfg: Train) -> bool:
+def _can_recompute(cfg: Config) -> bool:
     family = find_family(cfg.family)
     return not family.is_head or hasattr(family.options_class(), "recompute")
 
 
-def plan_run(cfg: Train, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:
+def plan_run(cfg: Config, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:
     """The fastest use of the devices, of which each trains `rate` tokens/s; None if they are too few.
 
     A target is served by 1, 2, 4, ... devices, or by several such groups.
@@ -235,14 +235,14 @@ def plan_run(cfg: Train, plan: Plan, served: Counted | None, rate: float, device
 FORMS = {"kernel": "Triton's kernels (a GPU's default)", "plain": "PyTorch's operations (--divergence.form plain)"}
 
 
-def report(cfg: Train) -> tuple[list[str], dict[str, Any]]:
+def report(cfg: Config) -> tuple[list[str], dict[str, Any]]:
     """(lines for a terminal, numbers)."""
     result = count(cfg)
     forms = count_forms(cfg, result)
     return list(as_text(cfg, result, forms)), as_json(cfg, result, forms)
 
 
-def count_forms(cfg: Train, result: Result) -> dict[str, Work]:
+def count_forms(cfg: Config, result: Result) -> dict[str, Work]:
     """The divergence's work by form: the kernels, which `result` has on a GPU, and PyTorch's operations."""
     plan = replace(result.plan, divergence=replace(result.plan.divergence, form="plain"))
     forms = {"kernel": result.step.operations, "plain": count_step(plan).operations}
@@ -252,7 +252,7 @@ def count_forms(cfg: Train, result: Result) -> dict[str, Work]:
     }
 
 
-def as_json(cfg: Train, result: Result, forms: dict[str, Work]) -> dict[str, Any]:
+def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, Any]:
     """The numbers, per token of one device."""
     total = add_up(result.step.operations, result.step.operations)
     told = {
@@ -279,7 +279,7 @@ def as_json(cfg: Train, result: Result, forms: dict[str, Work]) -> dict[str, Any
     return told
 
 
-def as_text(cfg: Train, result: Result, forms: dict[str, Work]) -> Iterator[str]:
+def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str]:
     """The tables for a terminal."""
     plan = result.plan
     yield (
@@ -309,7 +309,7 @@ def as_text(cfg: Train, result: Result, forms: dict[str, Work]) -> Iterator[str]
     yield from advice(cfg, result)
 
 
-def work_table(cfg: Train, result: Result) -> Iterator[str]:
+def work_table(cfg: Config, result: Result) -> Iterator[str]:
     """A row for each part of the step, and for each kind of operation."""
     operations, tokens = result.step.operations, result.plan.tokens
     yield f"{'':<20}{'GFLOP/token':>12}{'MB/token':>10}{'calls':>9}" + "".join(
@@ -341,7 +341,7 @@ def memory_table(result: Result) -> Iterator[str]:
     yield f"{'memory at its peak':<24}{result.step.memory.total() / 1e9:>8,.2f} GB"
 
 
-def device_table(cfg: Train, result: Result) -> Iterator[str]:
+def device_table(cfg: Config, result: Result) -> Iterator[str]:
     """A row for each kind of device."""
     for d in DEVICES:
         on = result.on[d.name]
@@ -355,7 +355,7 @@ def device_table(cfg: Train, result: Result) -> Iterator[str]:
         yield line
 
 
-def _describe_run(cfg: Train, run: Run) -> str:
+def _describe_run(cfg: Config, run: Run) -> str:
     use = {
         "in-process": f"{run.trainers} train",
         "served": f"{run.targets} serve the target and {run.trainers} train",
@@ -365,7 +365,7 @@ def _describe_run(cfg: Train, run: Run) -> str:
     return f"{use}: {run.tokens_per_s:,.0f} tokens/s{hours}"
 
 
-def advice(cfg: Train, result: Result) -> Iterator[str]:
+def advice(cfg: Config, result: Result) -> Iterator[str]:
     """The target elsewhere, the size of a cache, and the flags to change if the step does not fit."""
     if result.served is not None:
         work = add_up(result.served.operations, result.served.operations)
@@ -383,7 +383,7 @@ def advice(cfg: Train, result: Result) -> Iterator[str]:
             yield f"to fit {d.name}: {', or '.join(ways_to_fit(cfg, d))}"
 
 
-def ways_to_fit(cfg: Train, device: Device) -> Iterator[str]:
+def ways_to_fit(cfg: Config, device: Device) -> Iterator[str]:
     """Flags with which a step would take less memory."""
     own = fit(cfg, device)
     fits = count(own).on[device.name].memory_bytes <= device.memory_bytes

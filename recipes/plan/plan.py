@@ -1,8 +1,7 @@
-"""Count what a training run or a fleet will cost, before anything runs and without a GPU.
+"""Count what a training run will cost on H100, H200 and B200, before anything runs and without a GPU.
 
-$ redraft plan train --target llama-3.1-8b --family eagle3        # does it fit, and how fast is it?
-$ redraft plan train --target llama-3.3-70b --features served --devices 8 --tokens 1e9     # hours on 8 GPUs
-$ redraft plan fleet --tokens-per-s 250000 --fraction 0.01        # network, disk and compute to learn from traffic
+$ redraft plan --target llama-3.1-8b --family eagle3        # does it fit, and how fast is it?
+$ redraft plan --target llama-3.3-70b --features served --devices 8 --tokens 1e9     # hours on 8 GPUs
 
 Every operation and byte is counted, on tensors of real sizes without memory. Times are estimates: each operation takes
 the longest of computing, moving bytes and being launched, at stated shares of a device's best. Data, evaluations and
@@ -12,29 +11,18 @@ checkpoints take none. Nothing is downloaded for the models that are known by na
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Literal
 
 from redraft.distill.plan.choices import FamilyName, Features, ShardingKind
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.catalog import find_family
 from redraft.heads.files.artifact import write_whole
-from redraft.recipes.demo.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
-    json: Path | None = None
-    """File that receives the numbers of the tables as JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Train(Output):
-    """FLOPs, memory, tokens/s and hours of a training on H100, H200 and B200."""
-
+class Config:
     target: str | None = None
     """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b, llama-3.2-3b, llama-3.1-8b,
     llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, mimo-7b. By default llama-3.1-8b, but mimo-7b for
@@ -76,6 +64,8 @@ class Train(Output):
     """Share the layers of a target in this process out too (--signal.shard). Each step then gathers all of them."""
     tokens: float | None = None
     """Tokens to train on in all, e.g. 1e9, to print the hours that they take."""
+    json: Path | None = None
+    """File that receives the numbers of the tables as JSON."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -95,63 +85,11 @@ class Train(Output):
         return self.target or ("mimo-7b" if self.family == "mtp" else "llama-3.1-8b")
 
 
-LIVE: tuple[FamilyName, ...] = ("standalone", "eagle1", "eagle3")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fleet(Output):
-    """Network, disk and compute of learning from a fleet's traffic."""
-
-    tokens_per_s: float = 1000
-    """Output tokens per second that the whole fleet serves."""
-    fraction: float = 1.0
-    """Share of the requests to capture, from 0 to 1: the servers' --capture.fraction."""
-    target: str = "llama-3.1-8b"
-    """Sizes of the target, named as for `redraft plan train`."""
-    draft: str = "llama-3.2-1b"
-    """Sizes of a standalone draft."""
-    families: tuple[FamilyName, ...] = LIVE
-    """Drafts to compare. Of the known targets, mimo-7b has a place for MTP."""
-    traffic: Traffic = field(default_factory=Traffic)
-
-    def __post_init__(self) -> None:
-        if not self.tokens_per_s > 0:
-            raise ValueError(f"--tokens-per-s is {self.tokens_per_s:g}: it must be above 0")
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"--fraction is {self.fraction:g}: a share of the requests lies above 0 and is at most 1")
-        for name in self.families:
-            if not find_family(name).learns_online:
-                raise ValueError(f"--families {name}: it does not learn from live traffic")
-
-
-Subcommand = tyro.conf.subcommand
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    what: Annotated[
-        Annotated[Train, Subcommand("train", prefix_name=False)]
-        | Annotated[Fleet, Subcommand("fleet", prefix_name=False)],
-        tyro.conf.arg(name=""),
-    ]
-    """The part to count. Each has flags of its own: redraft plan train --help"""
-
-
 def main(cfg: Config) -> None:
     """Count, print, and write the numbers with --json."""
-    lines, numbers = report(cfg.what)
+    from redraft.recipes.plan.count import report  # here, because it imports torch
+
+    lines, numbers = report(cfg)
     print(*lines, sep="\n")
-    if cfg.what.json is not None:
-        write_whole(cfg.what.json, json.dumps(numbers, indent=2) + "\n")
-
-
-def report(cfg: Train | Fleet) -> tuple[list[str], Any]:
-    """(lines for a terminal, numbers)."""
-    # Here, because they import torch.
-    if isinstance(cfg, Train):
-        from redraft.recipes.plan import count
-
-        return count.report(cfg)
-    from redraft.recipes.plan import fleet
-
-    return fleet.report(cfg)
+    if cfg.json is not None:
+        write_whole(cfg.json, json.dumps(numbers, indent=2) + "\n")

@@ -18,7 +18,7 @@ from benchmarks.training import gpu
 from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.roofs import DEVICES
 from redraft.recipes.plan.count import count, make_plan, ways_to_fit
-from redraft.recipes.plan.plan import Train
+from redraft.recipes.plan.plan import Config as Counting
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
@@ -69,9 +69,9 @@ def test_the_benchmark_runs_the_step_that_redraft_plan_counts(family: Any) -> No
     """Of every family, with nothing but its name and, to count fast, the sizes of a batch: batch, recomputation, types,
     optimizer and options. The flags that the benchmark prints beside its result count the same step."""
     own = gpu.choose_sizes(gpu.Config(**SIZES), family, None)
-    planned = make_plan(Train(family=family, **SIZES))
+    planned = make_plan(Counting(family=family, **SIZES))
     assert str(make_plan(own)) == str(planned)
-    assert str(make_plan(tyro.cli(Train, args=shlex.split(gpu.write_flags(own))))) == str(planned)
+    assert str(make_plan(tyro.cli(Counting, args=shlex.split(gpu.write_flags(own))))) == str(planned)
     assert (planned.dtype, planned.autocast) == (torch.bfloat16, True)
 
 
@@ -79,7 +79,7 @@ def test_the_benchmark_runs_the_step_that_redraft_plan_counts(family: Any) -> No
 @pytest.mark.parametrize("family", get_args(FamilyName))
 def test_a_step_is_changed_for_the_benchmark_only_if_redraft_plan_says_that_it_does_not_fit(family: Any) -> None:
     own = gpu.choose_sizes(gpu.Config(), family, None)
-    planned = Train(family=family)
+    planned = Counting(family=family)
     assert count(own).on["H100"].fits
     if count(planned).on["H100"].fits:
         assert str(make_plan(own)) == str(make_plan(planned))

@@ -15,13 +15,13 @@ from redraft.distill.train.optim import Optim
 from redraft.eval.engine.hardware import Machine
 from redraft.heads.catalog import find_family
 from redraft.recipes.cli.run import parse
-from redraft.recipes.plan.plan import Train as Counting
+from redraft.recipes.plan.plan import Config as Counting
 
 
 def read(command: str) -> Counting:
     """The config of the command, by the parser that a shell's user meets."""
-    program, name, part, *flags = shlex.split(command)
-    assert (program, name, part) == ("redraft", "plan", "train")
+    program, name, *flags = shlex.split(command)
+    assert (program, name) == ("redraft", "plan")
     cfg: Counting = parse(Counting, None, {}, flags, prog="redraft")
     return cfg
 

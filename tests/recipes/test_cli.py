@@ -252,7 +252,7 @@ def test_help_shows_the_form_of_a_switch_that_changes_it_and_the_parser_takes_bo
 
 def test_a_value_that_a_config_refuses_is_one_line(capsys):
     assert dispatch(["train", "eagle3", "--optim.lr", "-1"]) == 2
-    assert dispatch(["plan", "train", "--devices", "0"]) == 2
+    assert dispatch(["plan", "--devices", "0"]) == 2
     shown = capsys.readouterr()
     first, second = shown.err.splitlines()
     assert ("-1.0" in first, "--devices is 0" in second, shown.out) == (True, True, "")
@@ -281,7 +281,7 @@ def test_arguments_for_vllm_are_given_one_by_one():
     assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
 
 
-PARTS = ("count", "fleet", "compare_report", "made_drafts", "vllm_flags")
+PARTS = ("count", "compare_report", "made_drafts", "vllm_flags")
 """Files of `redraft plan`, `redraft compare` and `redraft serve` beside the command."""
 COMMAND_FILES = [
     path

@@ -65,7 +65,7 @@ from redraft.recipes.plan.count import (
     report,
     ways_to_fit,
 )
-from redraft.recipes.plan.plan import Train as Counting
+from redraft.recipes.plan.plan import Config as Counting
 
 ROOT = Path(__file__).parents[3]
 MEASUREMENTS = (ROOT / "docs/measurements.md").read_text()
@@ -481,7 +481,7 @@ def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> 
     cfg = Counting(
         target=tiny_target, draft_vocab_size=128, sequence_length=32, tokens=1e6, devices=2, json=tmp_path / "plan.json"
     )
-    command.main(command.Config(what=cfg))
+    command.main(cfg)
     told = json.loads((tmp_path / "plan.json").read_text())
     step = count_step(make_plan(cfg))
     assert told["tokens_per_step"] == 8 * 32
@@ -719,7 +719,7 @@ def test_every_step_that_is_measured_fits_an_h100(family: FamilyName) -> None:
 @pytest.mark.parametrize("family", gpu.FAMILIES)
 def test_a_measured_step_names_the_flags_that_count_it(family: FamilyName) -> None:
     cfg = gpu.choose_sizes(gpu.Config(batch_size=1, sequence_length=64), family, H100)
-    counting = parse(Counting, None, {}, shlex.split(gpu.write_flags(cfg)), prog="redraft plan train")
+    counting = parse(Counting, None, {}, shlex.split(gpu.write_flags(cfg)), prog="redraft plan")
     assert str(make_plan(counting)) == str(make_plan(cfg))
 
 
@@ -734,5 +734,5 @@ def test_a_draft_is_wholly_on_the_device_of_the_measurement(family: str) -> None
 def test_without_a_gpu_the_measurement_ends_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_guarded(lambda: training.main(training.Config(gpu=True))) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "redraft: there is no GPU to measure on; `redraft plan train` estimates the same steps without one"
+        "redraft: there is no GPU to measure on; `redraft plan` estimates the same steps without one"
     )

@@ -7,7 +7,7 @@ import pytest
 from redraft.distill.plan.step import Counted, count_step
 from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.recipes.plan.count import make_plan
-from redraft.recipes.plan.plan import Train as Counting
+from redraft.recipes.plan.plan import Config as Counting
 
 
 def count(family: str, *, recomputed: bool) -> Counted:

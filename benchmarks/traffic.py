@@ -1,4 +1,4 @@
-"""Records like those of a server under load, made without a server, for `redraft plan fleet` and the ingest benchmark.
+"""Records like those of a server under load, made without a server, for the capacity page and the ingest benchmark.
 
 R = rows, K = kept top-k ids.
 """
@@ -6,10 +6,8 @@ R = rows, K = kept top-k ids.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-import tyro
 
 from redraft.online.engine.config import LOG_RECORD_BYTES
 from redraft.online.engine.request_log import RequestInfo, RequestLog, Rows, VerifiedStep
@@ -30,8 +28,8 @@ class Traffic:
     """Tokens emitted per target step, bonus token included."""
     top_k: int = 32
     """Probabilities kept per row."""
-    vocab_size: Annotated[int, tyro.conf.Suppress] = 128_256
-    """Size of the target's vocabulary. `redraft plan fleet` takes it from the target."""
+    vocab_size: int = 128_256
+    """Size of the target's vocabulary. The capacity page takes it from the target."""
 
     def __post_init__(self) -> None:
         if min(self.prompt_tokens, self.output_tokens, self.num_speculative_tokens, self.top_k) < 1:

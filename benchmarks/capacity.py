@@ -1,4 +1,6 @@
-"""Network, disk and compute that a fleet needs to learn from its own traffic, per served token.
+"""Network, disk and compute that a fleet needs to learn from its own traffic, per served token: docs/capacity.md.
+
+$ python -m benchmarks.capacity docs/capacity.md      # count its tables again
 
 Captured bytes are the sizes of records made by the plugin's code; stored bytes are the size of a real
 buffer. FLOPs are counted on a training step over those records, in the batch that the learner makes.
@@ -6,18 +8,21 @@ buffer. FLOPs are counted on a training step over those records, in the batch th
 
 from __future__ import annotations
 
+import re
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import torch
+import tyro
 
+from benchmarks.traffic import Traffic, make_record
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.roofs import DEVICES
@@ -25,14 +30,15 @@ from redraft.distill.plan.sizes import find_sizes
 from redraft.distill.plan.step import DRAFT, Counted, Plan, count_flops, count_step, make_models
 from redraft.heads.catalog import find_family
 from redraft.heads.family import Reads
+from redraft.heads.files.artifact import write_whole
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import choose_reads
 from redraft.online.learning.config import BufferConfig, Training
 from redraft.online.learning.replay import make_batches, select_texts
 from redraft.online.records.record import Record, encode_record, read_frames
-from redraft.recipes.demo.traffic import Traffic, make_record
+from redraft.recipes.cli.run import run_recipe
 from redraft.recipes.plan.count import make_plan
-from redraft.recipes.plan.plan import Fleet, Train
+from redraft.recipes.plan.plan import Config as Counting
 
 NUM_RECORDS = 24
 """Records to average sizes over."""
@@ -47,6 +53,22 @@ UTILISATION = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """A fleet that learns from its traffic."""
+
+    tokens_per_s: float = 1000
+    """Output tokens per second that the whole fleet serves."""
+    fraction: float = 1.0
+    """Share of the requests to capture, from 0 to 1."""
+    target: str = "llama-3.1-8b"
+    """Sizes of the target, named as for `redraft plan`."""
+    draft: str = "llama-3.2-1b"
+    """Sizes of a standalone draft."""
+    families: tuple[FamilyName, ...] = ("standalone", "eagle1", "eagle3")
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """Costs of one token that is served and captured."""
 
@@ -58,19 +80,14 @@ class Costs:
     learner_flops: float
 
 
-def report(cfg: Fleet) -> tuple[list[str], list[dict[str, Any]]]:
-    """(lines for a terminal, costs per token)."""
-    found = all_costs(cfg)
-    lines = [
-        f"{cfg.tokens_per_s:,.0f} tokens/s of {cfg.target}, {cfg.fraction:.2%} of the requests captured",
-        "",
-        *fleet_table(cfg, found),
-        "",
-        "one token that is served and captured:",
-        "",
-        *token_table(found),
-    ]
-    return lines, [asdict(cost) for cost in found]
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    page: Annotated[Path, tyro.conf.Positional]
+    """Markdown file with tables between `<!-- table NAME -->` and `<!-- end -->`."""
+
+
+def main(cfg: Config) -> None:
+    write_whole(cfg.page, fill_tables(cfg.page.read_text()))
 
 
 def all_costs(cfg: Fleet) -> list[Costs]:
@@ -112,7 +129,7 @@ def passes() -> float:
 
 def plan_learner(family: FamilyName, target: str, draft: str) -> Plan:
     """The sizes of a learner's step."""
-    plan = make_plan(Train(family=family, target=target, draft=draft, features="served"))
+    plan = make_plan(Counting(family=family, target=target, draft=draft, features="served"))
     return replace(plan, divergence=Divergence(name=Training().divergence))  # type: ignore[arg-type]
 
 
@@ -209,3 +226,54 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{two(seconds / size)} {unit}"
     return f"{two(seconds)} seconds"
+
+
+# ----------------------------------------------------------------------------------------------- the page
+
+
+@cache
+def captured_bytes(traffic: Traffic) -> float:
+    """Bytes of a record without hidden states, per token."""
+    sizes = [len(encode_record(make_record(number, traffic))) for number in range(NUM_RECORDS)]
+    return statistics.mean(sizes) / traffic.output_tokens
+
+
+def traffic_table(traffic: Traffic) -> Iterator[str]:
+    """Captured bytes per token with other settings of capture."""
+    yield "| standalone draft, per token captured | captured | of the table above |"
+    yield "|---|---|---|"
+    others = {
+        f"{traffic.top_k} probabilities, {traffic.num_speculative_tokens} draft tokens, tau {traffic.tau}": traffic,
+        "8 probabilities a row": replace(traffic, top_k=8),
+        "7 draft tokens, tau 3.5": replace(traffic, num_speculative_tokens=7, tau=3.5),
+        "prompts of 4,000 tokens": replace(traffic, prompt_tokens=4000),
+    }
+    for name, other in others.items():
+        num_bytes = captured_bytes(other)
+        yield f"| {name} | {format_bytes(num_bytes)} | {two(num_bytes / captured_bytes(traffic))} |"
+
+
+def fleet(tokens_per_s: float, fraction: float) -> Iterator[str]:
+    cfg = Fleet(tokens_per_s=tokens_per_s, fraction=fraction)
+    return fleet_table(cfg, all_costs(cfg))
+
+
+TABLES = {
+    "token": lambda: token_table(all_costs(Fleet())),
+    "thousand": lambda: fleet(1000, 1.0),
+    "traffic": lambda: traffic_table(Traffic()),
+    "fleet": lambda: fleet(1_000_000, 0.002),
+}
+
+
+def fill_tables(page: str) -> str:
+    """The page with every table computed again."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match[1]}\n" + "\n".join(TABLES[match[2]]()) + f"\n{match[3]}"
+
+    return re.sub(r"(<!-- table (\w+) -->).*?(<!-- end -->)", table, page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)
