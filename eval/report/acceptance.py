@@ -17,8 +17,7 @@ from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt, domains
 from redraft.eval.report.answer import compose_answer, join_words
 from redraft.eval.report.page import TEMPLATES, render_text, write_page
-from redraft.eval.report.results import DIGITS, Measured, build_results, list_prompt_counts
-from redraft.eval.serving.cost import StepCosts, advise
+from redraft.eval.report.results import Measured, build_results, list_prompt_counts
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.kept import hash_key
 
@@ -35,12 +34,11 @@ def build_acceptance_report(
     target: Mapping[str, Any],
     drafts: Sequence[NamedDraft],
     settings: Mapping[str, Any],
-    costs: Mapping[str, StepCosts] | None = None,
 ) -> dict[str, Any]:
     """The content of report.json.
 
-    `target` has `name` and `fingerprint`. `settings` are the settings of the measurement. `costs` are the step costs
-    by name of the draft. The section `baseline` is None; `eval.report.regression.compare_reports` makes one.
+    `target` has `name` and `fingerprint`. `settings` are the settings of the measurement. The
+    section `baseline` is None; `eval.report.regression.compare_reports` makes one.
     """
     rows = build_results(measured)
     report: dict[str, Any] = {
@@ -57,7 +55,6 @@ def build_acceptance_report(
             "seed": measured.seed,
         },
         "results": rows,
-        "advice": _advise_drafts(rows, drafts, costs or {}),
         "baseline": None,
         "notes": [*_list_notes(measured, drafts), *_list_left_out(settings)],
         "prompts": [{"id": hash_prompt(prompt), "domain": prompt.domain} for prompt in measured.prompts],
@@ -132,36 +129,3 @@ def _list_left_out(settings: Mapping[str, Any]) -> list[str]:
         f"The target's generation_config.json also sets {join_words(penalties)}: measured without, so requests that "
         "do not turn it off may see another acceptance."
     ]
-
-
-def _advise_drafts(
-    rows: Sequence[Mapping[str, Any]], drafts: Sequence[NamedDraft], costs: Mapping[str, StepCosts]
-) -> list[dict[str, Any]]:
-    """The number of tokens to draft, for every draft with step costs and every temperature, over all domains."""
-    configs = {draft.name: draft.speculative for draft in drafts}
-    advised = []
-    for row in rows:
-        # The largest k: the advice takes the smaller ones from the same acceptance by position.
-        entry = next(reversed(row["by_num_speculative_tokens"]), None)
-        if row["domain"] is not None or not entry or not entry["forecast"] or row["draft"] not in costs:
-            continue
-        rates = [rate["value"] for rate in entry["forecast"]["acceptance_per_position"]]
-        advice = advise(rates, costs[row["draft"]])
-        config = configs[row["draft"]]
-        advised.append(
-            {
-                "draft": row["draft"],
-                "temperature": row["temperature"],
-                "speculative_config": advice.speculative_config(config) if config else None,
-                **_rounded(advice.to_json()),
-            }
-        )
-    return advised
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return round(value, DIGITS)
-    if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

@@ -37,7 +37,6 @@ def compose_answer(measured: Measured, report: Report) -> list[str]:
     sentences.append(_compare_with_engine(report))
     sentences += _last_token(report, best, first)
     sentences += _other_sampling(report, best, k)
-    sentences += _how_many_tokens(report, best, first)
     return sentences
 
 
@@ -139,12 +138,6 @@ def advise_sample_method(entry: Mapping[str, Any], temperature: float, *, is_sam
         flag = f'"draft_sample_method": "{other}"'
         return f"{lead}: put {flag} into --speculative-config (redraft serve: --draft-sample-method {other})."
     return f"{lead}: " + (f"{served} is right." if gain["high"] < 0 else f"no reason to change {served}.")
-
-
-def _how_many_tokens(report: Report, best: str, temperature: float) -> Iterator[str]:
-    for advice in report["advice"]:
-        if (advice["draft"], advice["temperature"]) == (best, temperature):
-            yield f"By the measured step times: {advice['sentence']}."
 
 
 def _on(domain: str | None) -> str:

@@ -21,7 +21,6 @@ from redraft.distill.run.inputs import load_target
 from redraft.distill.run.memory import require_target_room
 from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.train.loop import write_offline_unless_logged_in
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.served import EngineOptions, serve_and_count
@@ -31,11 +30,8 @@ from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, load_drafts
 from redraft.eval.forecast.teacher_forced import Protocol, Rows, forecast_drafts
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.acceptance import SCHEMA_VERSION, build_acceptance_report, write_acceptance_report
-from redraft.eval.report.card import write_card
 from redraft.eval.report.regression import compare_reports, describe_change, match_drafts, read_baseline
-from redraft.eval.report.results import Measured, read_tau
-from redraft.eval.serving.cost import StepCosts
-from redraft.eval.serving.report import read_serving
+from redraft.eval.report.results import Measured
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.decide.evaluate_config import Config
@@ -49,7 +45,7 @@ def main(cfg: Config) -> None:
     opened = open_target(cfg.target, cfg.target_dtype, on_cpu=on_cpu)
     cfg = replace(cfg, target_dtype=opened.dtype)
 
-    # 1. target, drafts, baseline and step costs
+    # 1. target, drafts and baseline
     sampling = choose_sampling(opened.folder, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
@@ -63,7 +59,6 @@ def main(cfg: Config) -> None:
     if baseline:
         # Refuse an unfit baseline before hours of measuring, not at the report.
         match_drafts([vars(draft) for draft in drafts], settings(cfg, opened, sampling), baseline)
-    costs = read_costs(cfg.costs, drafts) if cfg.costs else {}
     if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
         raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
     if not cfg.forecast and (unserved := [draft.name for draft in drafts if draft.speculative is None]):
@@ -104,19 +99,13 @@ def main(cfg: Config) -> None:
         target={"name": cfg.target, "fingerprint": opened.fingerprint},
         drafts=drafts,
         settings=settings(cfg, opened, sampling) | ({"date": day.isoformat()} if day else {}),
-        costs=costs,
     )
     if baseline:
         report["baseline"] = compare_reports(report, baseline, cfg.max_loss)
     page = write_acceptance_report(cfg.output, report)
     write_run(cfg, time.perf_counter() - started)
     tell(report, page)
-    for draft in drafts:
-        if cfg.card and draft.folder:
-            print(f"model card: {write_card(draft.folder, report, draft.name)}")
-    if cfg.wandb:
-        upload(cfg.wandb, report, page)
-    # Last: report, cards and upload are there when a pipeline stops at the status.
+    # Last: the report is there when a pipeline stops at the status.
     if baseline and report["baseline"]["num_fell"]:
         raise SystemExit(1)
 
@@ -146,9 +135,8 @@ def check(cfg: Config) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(cfg, name)}: it must be at least 1")
     if not (cfg.forecast or cfg.engine):
         raise ValueError("--no-forecast and --no-engine leave nothing to measure: leave out one of them")
-    if not cfg.forecast and (cfg.baseline or cfg.costs):
-        flag = "--baseline" if cfg.baseline else "--costs"
-        raise ValueError(f"{flag} is read together with forecasts: leave out --no-forecast")
+    if not cfg.forecast and cfg.baseline:
+        raise ValueError("--baseline is read together with forecasts: leave out --no-forecast")
     if not 0 < cfg.held_out <= 1:
         raise ValueError(f"--held-out is {cfg.held_out}: it must be above 0 and at most 1")
     if beyond := set(cfg.engine_tokens) - set(cfg.num_speculative_tokens):
@@ -247,43 +235,3 @@ def tell(report: Mapping[str, Any], page: Path) -> None:
         for change in fallen:
             print(f"  {describe_change(change)}")
     print(f"report: {page}")
-
-
-def upload(project: str, report: Mapping[str, Any], page: Path) -> None:
-    """Log the numbers as the summary of a wandb run, with the page and the JSON as files."""
-    import wandb
-
-    write_offline_unless_logged_in()
-    with wandb.init(project=project, job_type="eval", config=report["settings"]) as run:
-        for row in report["results"]:
-            for entry in row["by_num_speculative_tokens"]:
-                path = [row["draft"], row["domain"] or "all", f"t{row['temperature']:g}"]
-                run.summary["/".join([*path, f"k{entry['num_speculative_tokens']}", "tau"])] = read_tau(entry)
-        artifact = wandb.Artifact("acceptance-report", type="report")
-        artifact.add_file(str(page.with_name("report.json")))
-        run.log_artifact(artifact)
-        if page.suffix == ".html":
-            run.log({"report": wandb.Html(page.read_text())})
-
-
-def read_costs(path: Path, drafts: Sequence[NamedDraft]) -> dict[str, StepCosts]:
-    """The step costs in a serving.json, by draft. Drafts that were not measured there are left out.
-
-    Raises:
-        FileNotFoundError: if the file is missing.
-        ValueError: if it is not a serving.json, or measured none of these drafts.
-    """
-    serving = read_serving(path)
-    measured = [(about["title"], source, about["costs"]) for source, about in serving["drafts"].items()]
-    names = {name for title, source, _ in measured for name in (title, source)}
-    found = {}
-    for draft in drafts:
-        for title, source, costs in measured:
-            # A draft has a name here and a source: either may be how the benchmark knows it.
-            if costs and {draft.name, draft.source} & {title, source}:
-                found[draft.name] = StepCosts.from_json(costs)
-    if not found:
-        raise ValueError(
-            f"{path} has step times of {', '.join(sorted(names)) or 'no draft'}, but of none of these drafts"
-        )
-    return found

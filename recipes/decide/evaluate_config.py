@@ -80,16 +80,10 @@ class Config:
     """Requests in flight in the engine."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
-    costs: Path | None = None
-    """The serving.json of a `redraft bench` of these drafts. The report then advises on the number of draft tokens."""
     baseline: Path | None = None
     """An earlier report.json of the same target. Losses of acceptance are listed, and the exit status is 1."""
     max_loss: float = 0.02
     """Share of tau that may be lost against the baseline, e.g. 0.02 for 2%. A loss must also be
     more than chance explains: with few prompts, small losses are not reported."""
-    card: bool = False
-    """Write a model card with the results, README.md, into the folder of every draft."""
-    wandb: str | None = None
-    """Weights & Biases project to log to. Without a login, the run is stored offline."""
     output: Path = Path("outputs/eval")
     """Folder for report.json, report.html, report.md and run.json, and for finished measurements."""

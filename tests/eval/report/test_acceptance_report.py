@@ -14,7 +14,6 @@ import jsonschema
 import numpy as np
 import pytest
 from chromium import browser, open_in_chromium
-from huggingface_hub import ModelCard
 
 from redraft.eval.counts import AcceptanceCounts, ExpectedCounts
 from redraft.eval.forecast.drafts import NamedDraft
@@ -28,10 +27,8 @@ from redraft.eval.report.acceptance import (
     render_markdown,
     write_acceptance_report,
 )
-from redraft.eval.report.card import render_card, write_card
 from redraft.eval.report.regression import compare_reports, describe_change, read_baseline
 from redraft.eval.report.results import Measured
-from redraft.eval.serving.cost import StepCosts
 
 SCHEMA = json.loads(Path(acceptance_report_module.__file__).with_name("acceptance.schema.json").read_text())
 FINGERPRINT = "ab" * 32
@@ -219,23 +216,6 @@ def test_two_drafts_within_chance_cannot_be_told_apart() -> None:
     assert any("Few prompts of code (2) and prose (2)" in note for note in told["notes"])
 
 
-def test_step_costs_add_the_advice() -> None:
-    costs = StepCosts(
-        target_s={b: {0: 0.02, 1: 0.021, 3: 0.022 + b / 500} for b in (1, 16)}, draft_s={1: 1e-3, 16: 2e-3}
-    )
-    speculative = {"method": "draft_model", "model": "drafts/one", "draft_sample_method": "probabilistic"}
-    drafts = [make_draft(name, **({"speculative": speculative} if name == "one" else {})) for name in RATES]
-    report = make_report(costs={"one": costs}, drafts=drafts)
-    assert [a["draft"] for a in report["advice"]] == ["one", "one"]
-    for advice in report["advice"]:
-        told = entry(report, "one", None, 3, advice["temperature"])["forecast"]["acceptance_per_position"]
-        assert advice["acceptance_per_position"] == [rate["value"] for rate in told], "the forecast at this temperature"
-        assert advice["speculative_config"]["draft_sample_method"] == "probabilistic"
-    assert report["answer"][-1] == f"By the measured step times: {report['advice'][0]['sentence']}."
-    assert report["advice"][0]["speculative_config"]["method"] == "draft_model"
-    validate(report)
-
-
 def validate(report: Mapping[str, Any]) -> None:
     jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(json.dumps(report)))
 
@@ -382,32 +362,6 @@ def test_the_markdown_has_a_row_for_every_draft_and_domain() -> None:
         assert len({line.count("|") for line in table.splitlines()}) == 1, "rows with different numbers of columns"
     assert text.startswith("### one emits ")
     assert "fell by more than 2.0%" in text
-
-
-def test_the_card_has_front_matter_for_the_hub(tmp_path: Path) -> None:
-    path = write_card(tmp_path, make_report(), "one")
-    read = ModelCard.load(path)
-    assert read.data.base_model == "a/target"
-    assert {"speculative-decoding", "draft-model"} <= set(read.data.tags)
-    values = {
-        result.metric_name: result.metric_value
-        for result in read.data.eval_results
-        if "code" not in result.dataset_name
-    }
-    assert len(read.data.eval_results) == 2 * 3 * 2
-    assert all(1 < value < 4 for value in values.values())
-    assert '"method": "draft_model"' in read.content
-    table = re.search(r"(?:^\|.*\n)+", read.content, re.MULTILINE)
-    assert table is not None
-    assert len(table[0].splitlines()) == 2 + 6
-
-
-def test_a_readme_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("# mine")
-    with pytest.raises(FileExistsError, match="was not made by redraft"):
-        write_card(tmp_path, make_report(), "one")
-    (tmp_path / "README.md").write_text(render_card(make_report(), "one"))
-    write_card(tmp_path, make_report(), "one")
 
 
 def test_the_page_is_small_and_refers_to_nothing_outside(tmp_path: Path) -> None:

@@ -195,7 +195,6 @@ def test_what_fell_against_the_baseline_is_exit_status_1(
         (("--draft", "TARGET", "--num-speculative-tokens", "0"), "at least 1"),
         (("--draft", "TARGET", "--engine-tokens", "2", "--num-speculative-tokens", "3"), "is not one of"),
         (("--draft", "TARGET", "--baseline", "nowhere.json"), "does not exist"),
-        (("--draft", "TARGET", "--costs", "nowhere.json"), "nowhere.json"),
         (("--draft", "OTHER"), "logits"),
         (("--draft", "HEAD"), "was trained for another target"),
         (("--draft", "ngram", "--no-forecast"), "--no-forecast and --no-engine leave nothing to measure"),
