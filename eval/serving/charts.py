@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -20,30 +20,25 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
     grid = [row for row in tables.get("tokens", ()) if row["draft"] in (None, first)]
     advice = report["drafts"][first]["advice"]
     charts = {
-        "by-draft": _speedups(tables.get("draft", ()), _draft_label),
+        "by-draft": _speedups(tables.get("draft", ())),
         "by-tokens": _by_concurrency(grid),
         "ideal": _ideal(grid),
-        "by-rate": _latencies(tables.get("request_rate", ())),
-        "by-input": _speedups(tables.get("input_tokens", ()), lambda row: f"{row['input_tokens']} tokens"),
-        "by-data": _speedups(tables.get("data", ()), lambda row: row["data"].rsplit("/", 1)[-1]),
-        "by-quantization": _speedups(tables.get("quantization", ()), _draft_label),
         "advice": _advice(advice) if advice else None,
     }
     return {name: to_spec(chart) for name, chart in charts.items() if chart is not None}
 
 
-def _draft_label(row: Mapping[str, Any]) -> str:
-    name = shorten_name(row["draft"])
-    return f"{name} ({row['quantization']})" if row["quantization"] else name
-
-
-def _speedups(entries: Rows, label: Callable[[Mapping[str, Any]], str]) -> alt.LayerChart | None:
-    """A bar for the speed-up of each row with a draft, and a diamond for the speed-up if every token were accepted."""
+def _speedups(entries: Rows) -> alt.LayerChart | None:
+    """A bar for the speed-up of each draft, and a diamond for the speed-up if every token were accepted."""
     drafted = [row for row in entries if row["draft"] and row["speedup"] is not None]
     if not drafted:
         return None
-    rows = [{"label": label(r), "value": r["speedup"], "series": "measured"} for r in drafted]
-    rows += [{"label": label(r), "value": r["speedup_ideal"], "series": IDEAL} for r in drafted if r["speedup_ideal"]]
+    rows = [{"label": shorten_name(r["draft"]), "value": r["speedup"], "series": "measured"} for r in drafted]
+    rows += [
+        {"label": shorten_name(r["draft"]), "value": r["speedup_ideal"], "series": IDEAL}
+        for r in drafted
+        if r["speedup_ideal"]
+    ]
     base = _base(rows).encode(
         x=alt.X("label:N", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
         y=alt.Y("value:Q", title="speed-up", scale=alt.Scale(domainMin=0), axis=alt.Axis(tickCount=5)),
@@ -108,28 +103,15 @@ def _ideal(entries: Rows) -> alt.LayerChart | None:
     return _lines(rows, "output tokens per second", ",.0f", [WITH, IDEAL, WITHOUT])
 
 
-def _latencies(entries: Rows) -> alt.LayerChart | None:
-    """Mean end-to-end latency over the request rate, with the draft and without."""
-    if len({row["request_rate"] for row in entries}) < 2:
-        return None
-    rows = []
-    for row in entries:
-        latency_ms = row["measured"]["e2e_ms"]["mean"]
-        rows.append({"x": row["request_rate"], "value": latency_ms, "series": WITH if row["draft"] else WITHOUT})
-    return _lines(rows, "end-to-end latency, ms", ",.0f", [WITH, WITHOUT], x_title="requests per second")
-
-
-def _lines(
-    rows: Rows, y_title: str, number: str, order: Sequence[str] | None = None, x_title: str = "concurrent requests"
-) -> alt.LayerChart:
+def _lines(rows: Rows, y_title: str, number: str, order: Sequence[str] | None = None) -> alt.LayerChart:
     order = order or list(dict.fromkeys(row["series"] for row in rows))
     line = _base(rows).encode(
-        x=alt.X("x:O", title=x_title, axis=alt.Axis(labelAngle=0)),
+        x=alt.X("x:O", title="concurrent requests", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("value:Q", title=y_title, scale=alt.Scale(domainMin=0), axis=alt.Axis(tickCount=5)),
         color=_colors(order),
         tooltip=[
             alt.Tooltip("series:N", title="line"),
-            alt.Tooltip("x:O", title=x_title),
+            alt.Tooltip("x:O", title="concurrent requests"),
             alt.Tooltip("value:Q", title=y_title, format=number),
         ],
     )

@@ -49,10 +49,8 @@ class Load:
     num_prompts: int
     sampling: Sampling
     """Parameters sent with every request, beside the penalties of the target's folder."""
-    concurrency: int | None = None
-    """Maximum number of concurrent requests; None for no limit."""
-    request_rate: float | None = None
-    """Mean requests per second of a Poisson process; None to send a request as soon as another one has ended."""
+    concurrency: int
+    """Number of requests in flight: one is sent as soon as another one has ended."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -157,10 +155,7 @@ def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
     arguments += ["--extra-body", json.dumps(sampling_fields(load, server.model))]
     # `convert_result` needs the times of every request, which only the detailed result has.
     arguments += ["--seed", str(load.seed), "--save-detailed", "--disable-tqdm"]
-    if load.concurrency:
-        arguments += ["--max-concurrency", str(load.concurrency)]
-    if load.request_rate:
-        arguments += ["--request-rate", str(load.request_rate)]
+    arguments += ["--max-concurrency", str(load.concurrency)]
     arguments += data_arguments(load, server.model, folder)
     clock = wait_for_decode_time(server, at_least=0)
     # the first pass is a warm-up: a few requests of the same load, whose result is dropped

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,11 +49,8 @@ def build_serving_report(
 
 def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
     timed = tables.get(GRID, ())
-    # acceptance depends on the load: prefer the load whose steps were timed
-    rows: Sequence[Row] = [row for row in timed if row["draft"] == name] or tables.get("draft", ())
-    if not rows:
-        rows = list(itertools.chain.from_iterable(tables.values()))
-    rates, costs = pool_acceptance(rows, name), fit_step_costs(timed, name)
+    # of the load whose steps were timed, because acceptance depends on the load
+    rates, costs = pool_acceptance(timed, name), fit_step_costs(timed, name)
     advice = advise(rates, costs) if rates and costs else None
     return {
         "title": shorten_name(name),
@@ -105,9 +101,9 @@ def find_best_row(report: Mapping[str, Any]) -> Row | None:
 def find_fastest(report: Mapping[str, Any]) -> dict[int, Row | None]:
     """The row with the highest speed-up at every measured concurrency; None where no draft is shown to be faster.
 
-    Empty if the benchmark did not vary the concurrency.
+    Empty without the table by concurrency.
     """
-    rows = [row for row in report["tables"].get(GRID, ()) if row["concurrency"] and not row["quantization"]]
+    rows = report["tables"].get(GRID, ())
     # All concurrencies get an entry first, so one without a faster draft stays None.
     found: dict[int, Row | None] = dict.fromkeys(sorted({row["concurrency"] for row in rows}))
     for row in rows:
@@ -200,24 +196,22 @@ def describe_speedup(row: Row) -> str:
 
 HEADER = (
     *("draft", "k", "speed-up", "E2E speed-up", "ideal", "tau", "tokens/s", "TTFT ms", "TPOT ms", "E2E ms"),
-    *("concurrency", "req/s", "input", "data"),
+    *("concurrency", "input", "data"),
 )
 
 
 def format_row(row: Row) -> list[str]:
     """A row as text, in the order of `HEADER`."""
     measured = row["measured"]
-    quantized = f" ({row['quantization']})" if row["quantization"] else ""
     return [
-        f"{shorten_name(row['draft'])}{quantized}" if row["draft"] else "none",
+        shorten_name(row["draft"]) if row["draft"] else "none",
         str(row["num_speculative_tokens"] or "–"),
         _format_with_interval(row),
         *(_format_ratio(row[key] if row["draft"] else None) for key in ("speedup_e2e", "speedup_ideal")),
         f"{measured['tau']:.2f}" if row["draft"] else "–",
         f"{measured['tokens_per_s']:,.0f}",
         *(f"{measured[key]['mean']:,.1f}" for key in ("ttft_ms", "tpot_ms", "e2e_ms")),
-        str(row["concurrency"] or "–"),
-        f"{row['request_rate']:g}" if row["request_rate"] else "–",
+        str(row["concurrency"]),
         f"{measured['mean_input_tokens']:.0f}",
         Path(row["data"]).name if ":" in row["data"] else row["data"],
     ]

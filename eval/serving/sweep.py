@@ -2,9 +2,10 @@
 
 Sweep ──► plan: question -> cells ──► (a server for every variant, a load for every cell) ──► Results ──► tables
 
-A question varies one setting and leaves the others at the first values of the sweep, so one cell often answers several
-questions. Each finished cell is written to a separate file, so an interrupted run continues with the missing cells.
-A cell is only compared with the target alone in the same pass, whose run is written beside it.
+The first question compares the drafts at the first values of the sweep. The second varies the number of draft tokens
+and the concurrency. One cell often answers both. Each finished cell is written to a separate file, so an interrupted
+run continues with the missing cells. A cell is only compared with the target alone in the same pass, whose run is
+written beside it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,6 @@ from redraft.heads.files.kept import fingerprint_path, hash_key
 QUESTIONS = {
     "draft": "By draft",
     "tokens": "By number of draft tokens and concurrency",
-    "request_rate": "By request rate",
-    "input_tokens": "By input length",
-    "data": "By data",
-    "quantization": "With a quantised draft",
 }
 
 
@@ -40,15 +37,9 @@ class Variant:
 
     draft: str | None = None
     num_speculative_tokens: int = 0
-    quantization: str | None = None
-    """Quantization of the draft, as vLLM calls it (`fp8`)."""
     is_ideal: bool = False
-    """The engine is told to accept every draft token: the upper limit for any draft of this speed."""
-
-    @property
-    def may_be_refused(self) -> bool:
-        """The benchmark can do without it if the engine refuses it."""
-        return bool(self.quantization) or self.is_ideal
+    """The engine is told to accept every draft token: the upper limit for any draft of this speed. The benchmark can do
+    without it if the engine refuses."""
 
 
 ALONE = Variant()
@@ -66,16 +57,13 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The values to measure. The first of each is the base, used when another setting is varied."""
+    """The values to measure. The first of each is the base, used when the other is varied."""
 
     drafts: tuple[str, ...]
     num_speculative_tokens: tuple[int, ...]
     concurrency: tuple[int, ...]
-    request_rates: tuple[float, ...]
-    """Requests per second; if empty, this question is left out."""
-    input_tokens: tuple[int, ...]
-    data: tuple[str, ...]
-    quantizations: tuple[str, ...]
+    input_tokens: int
+    data: str
     output_tokens: int
     prompts_per_client: int
     sampling: Sampling
@@ -84,27 +72,25 @@ class Sweep:
     """The engine can be told to accept every draft token."""
 
     def __post_init__(self) -> None:
-        for name in ("drafts", "num_speculative_tokens", "concurrency", "input_tokens", "data"):
+        for name in ("drafts", "num_speculative_tokens", "concurrency"):
             if not getattr(self, name):
                 flag = {"drafts": "--draft"}.get(name, f"--{name.replace('_', '-')}")
                 raise ValueError(f"there is nothing to measure: give at least one {flag}")
         if min(self.num_speculative_tokens) < 1 or min(self.concurrency) < 1 or self.prompts_per_client < 1:
             raise ValueError("draft tokens, concurrency and prompts per client must be at least 1")
-        if min(self.request_rates, default=1) <= 0 or min(self.input_tokens) < 1 or self.output_tokens < 2:
-            raise ValueError("request rates must be above 0, inputs at least 1 token, outputs at least 2")
+        if self.input_tokens < 1 or self.output_tokens < 2:
+            raise ValueError("inputs must be at least 1 token, outputs at least 2")
 
-    def load(self, **changes: Any) -> Load:
-        """The base load with some settings changed."""
-        concurrency = changes.get("concurrency", self.concurrency[0])
+    def load(self, concurrency: int | None = None) -> Load:
+        """The load of so many requests in flight; by default of the first number."""
+        concurrency = concurrency or self.concurrency[0]
         load = Load(
-            data=changes.get("data", self.data[0]),
-            input_tokens=changes.get("input_tokens", self.input_tokens[0]),
+            data=self.data,
+            input_tokens=self.input_tokens,
             output_tokens=self.output_tokens,
-            # Without a limit on the concurrency: as many prompts as at the first one.
-            num_prompts=self.prompts_per_client * (concurrency or self.concurrency[0]),
+            num_prompts=self.prompts_per_client * concurrency,
             sampling=self.sampling,
             concurrency=concurrency,
-            request_rate=changes.get("request_rate"),
         )
         return replace(load, input_tokens=None) if load.has_fixed_lengths else load
 
@@ -114,28 +100,17 @@ class Sweep:
 
 
 def plan(sweep: Sweep) -> dict[str, list[Cell]]:
-    """The cells of every question with something to vary, in the order of `QUESTIONS`; cells without a draft first."""
-    base, variant = sweep.load(), sweep.variant()
+    """The cells of both questions; cells without a draft first."""
+    variant = sweep.variant()
     ideal = [variant, replace(variant, is_ideal=True)] if sweep.engine_has_ideal else [variant]
     by_k = [replace(v, num_speculative_tokens=k) for k in sorted(sweep.num_speculative_tokens) for v in ideal]
     drafts = [sweep.variant(draft=draft) for draft in sweep.drafts]
-    quantized = [sweep.variant(quantization=name) for name in sweep.quantizations]
-    # no limit on concurrency here: requests arrive at their rate, however many are still running
-    rates = [sweep.load(request_rate=rate, concurrency=None) for rate in sorted(sweep.request_rates)]
-    lengths: list[Load] = []
-    if not base.has_fixed_lengths:
-        lengths = [sweep.load(input_tokens=length) for length in sorted(sweep.input_tokens)]
-    # Cells of several questions are equal, and `group_by_variant` measures them once.
-    questions = {
-        "draft": _cross([ALONE, *drafts, *ideal[1:]], [base]),
+    # Cells of both questions are equal, and `group_by_variant` measures them once.
+    return {
+        "draft": _cross([ALONE, *drafts, *ideal[1:]], [sweep.load()]),
         # the other drafts with the first number of tokens: costs at every batch size, to choose between drafts
-        "tokens": _cross([ALONE, *by_k, *drafts[1:]], [sweep.load(concurrency=c) for c in sorted(sweep.concurrency)]),
-        "request_rate": _cross([ALONE, variant], rates),
-        "input_tokens": _cross([ALONE, *ideal], lengths) if len(lengths) > 1 else [],
-        "data": _cross([ALONE, variant], [sweep.load(data=data) for data in sweep.data]) if sweep.data[1:] else [],
-        "quantization": _cross([ALONE, variant, *quantized], [base]) if quantized else [],
+        "tokens": _cross([ALONE, *by_k, *drafts[1:]], [sweep.load(c) for c in sorted(sweep.concurrency)]),
     }
-    return {question: questions[question] for question in QUESTIONS if questions[question]}
 
 
 def _cross(variants: Sequence[Variant], loads: Sequence[Load]) -> list[Cell]:
@@ -158,7 +133,7 @@ def order_pass(missing: Mapping[Variant, Sequence[Cell]]) -> dict[Variant, list[
     """
     drafts = {variant: list(cells) for variant, cells in missing.items() if variant != ALONE}
     alone = {ALONE: list(dict.fromkeys(cell.alone() for cells in missing.values() for cell in cells))}
-    if ALONE in missing or not all(variant.may_be_refused for variant in drafts):
+    if ALONE in missing or not all(variant.is_ideal for variant in drafts):
         return alone | drafts
     return drafts | alone if drafts else {}
 
@@ -245,19 +220,11 @@ class Results:
 def build_tables(
     questions: Mapping[str, Sequence[Cell]], measured: Mapping[Cell, LoadResult], ratios: Mapping[Cell, Ratios]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The rows of every question, one for each measured cell. Questions without rows are left out.
+    """The rows of both questions, one for each measured cell.
 
     `ratios` are those of the cells with a draft; the report states no speed-up in words without an interval.
-
-    The table of quantised drafts is left out if the engine refused all of them.
     """
-    tables = {}
-    for question, cells in questions.items():
-        if rows := list(_build_rows(cells, measured, ratios)):
-            tables[question] = rows
-    if not any(row["quantization"] for row in tables.get("quantization", ())):
-        tables.pop("quantization", None)
-    return tables
+    return {question: list(_build_rows(cells, measured, ratios)) for question, cells in questions.items()}
 
 
 def _build_rows(
@@ -290,7 +257,6 @@ def build_row(cell: Cell, result: LoadResult, ratios: Ratios | None, ideal: Rati
     return {
         "draft": cell.variant.draft,
         "num_speculative_tokens": k,
-        "quantization": cell.variant.quantization,
         **load,
         "measured": result.to_json(),
         "speedup": ratios.speed if ratios else None,
@@ -308,7 +274,7 @@ def fit_step_costs(rows: Iterable[Mapping[str, Any]], draft: str) -> StepCosts |
     None unless some concurrency was measured with and without the draft.
     """
     steps: dict[int, dict[int, float]] = {}
-    rows = [row for row in rows if row["concurrency"] and row["measured"]["step_s"] > 0]
+    rows = [row for row in rows if row["measured"]["step_s"] > 0]
     for row in rows:
         if row["draft"] is None:
             steps[row["concurrency"]] = {0: row["measured"]["step_s"]}
@@ -329,7 +295,7 @@ def pool_acceptance(rows: Iterable[Mapping[str, Any]], draft: str) -> list[float
     """
     accepted: list[float] = []
     steps: list[int] = []
-    chosen = [entry for entry in rows if entry["draft"] == draft and not entry["quantization"]]
+    chosen = [entry for entry in rows if entry["draft"] == draft]
     if not any(entry["measured"]["acceptance_per_position"] for entry in chosen):
         return []
     for entry in chosen:

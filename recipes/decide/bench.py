@@ -74,7 +74,7 @@ def main(cfg: Config) -> None:
     measured = {cell: median for cell, median in medians.items() if median is not None}
     ratios = {cell: found for cell in measured if (found := results.ratios(cell, cfg.repeats))}
     alone = {
-        cell.load.concurrency or 0: results.runs(cell, cfg.repeats) for cell in questions[GRID] if cell.variant == ALONE
+        cell.load.concurrency: results.runs(cell, cfg.repeats) for cell in questions[GRID] if cell.variant == ALONE
     }
     baseline = describe_baseline(alone, mode, modes, log=log(cfg, ALONE), target=cfg.target, bandwidth=bandwidth)
     report = build_serving_report(
@@ -104,17 +104,15 @@ def sweep(cfg: Config) -> Sweep:
     """
     if cfg.repeats < 1:
         raise ValueError(f"--repeats {cfg.repeats} measures nothing: give 1 or more")
-    longest = max(cfg.input_tokens, default=0) + cfg.output_tokens
+    longest = cfg.input_tokens + cfg.output_tokens
     if longest > cfg.max_model_len:
         raise ValueError(f"{longest} tokens of input and output do not fit --max-model-len {cfg.max_model_len}")
     return Sweep(
         drafts=cfg.draft,
         num_speculative_tokens=cfg.num_speculative_tokens,
         concurrency=cfg.concurrency,
-        request_rates=cfg.request_rate,
         input_tokens=cfg.input_tokens,
         data=cfg.data,
-        quantizations=cfg.draft_quantization,
         output_tokens=cfg.output_tokens,
         prompts_per_client=cfg.prompts_per_client,
         sampling=sampling(cfg),
@@ -150,7 +148,7 @@ def choose_baseline(cfg: Config, load: Load) -> tuple[Mode, dict[Mode, float]]:
 
 
 def max_num_seqs(cfg: Config) -> int:
-    """Maximum number of requests per step, which also limits the tables by request rate."""
+    """Maximum number of requests per step."""
     return max(16, *cfg.concurrency)
 
 
@@ -179,7 +177,7 @@ def measure_missing(
     The target alone is measured again in a pass with missing cells, because they are compared with it.
 
     Raises:
-        ValueError: if the engine refuses a draft without quantization; with the cure if one is known.
+        ValueError: if the engine refuses a draft; with the cure if one is known.
     """
     refused: dict[str, str] = {}
     in_pass = sum(map(len, cells.values()))
@@ -244,7 +242,7 @@ def log(cfg: Config, variant: Variant) -> Path:
 
 
 def excuse_refusal(cfg: Config, variant: Variant, error: ChildProcessError) -> str:
-    """The engine's reason to refuse a variant that the benchmark can do without: a quantised draft, the ideal.
+    """The engine's reason to refuse the ideal, which the benchmark can do without.
 
     Raises:
         ChildProcessError: the error, if the target was refused.
@@ -252,7 +250,7 @@ def excuse_refusal(cfg: Config, variant: Variant, error: ChildProcessError) -> s
     """
     if variant.draft is None:
         raise error
-    if not variant.may_be_refused:
+    if not variant.is_ideal:
         cure = DraftSource.parse(variant.draft).find_cure(cfg.target, variant.num_speculative_tokens)
         raise ValueError(f"{error}{cure}") from error
     return str(error)
@@ -263,8 +261,6 @@ def speculative_config(variant: Variant, configs: Mapping[str, Mapping[str, Any]
     if variant.draft is None:
         return None
     config = {**forget_requests(configs[variant.draft]), "num_speculative_tokens": variant.num_speculative_tokens}
-    if variant.quantization:
-        config["quantization"] = variant.quantization
     if variant.is_ideal:
         config |= {
             # The mean length counts the bonus token: k + 1 is the largest vLLM takes, and accepts every draft
@@ -279,9 +275,8 @@ def name(variant: Variant) -> str:
     """The name of a variant on the progress bar and in the log's file name."""
     if variant.draft is None:
         return "without draft"
-    quantized = f" in {variant.quantization}" if variant.quantization else ""
     ideal = " all accepted" if variant.is_ideal else ""
-    return f"{shorten_name(variant.draft)}{quantized}{ideal} k={variant.num_speculative_tokens}"
+    return f"{shorten_name(variant.draft)}{ideal} k={variant.num_speculative_tokens}"
 
 
 def target_dtype(cfg: Config) -> str | None:

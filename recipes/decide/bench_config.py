@@ -1,8 +1,8 @@
 """Measure the speed-up of drafts in a real vLLM server: the tables to decide with how to serve.
 
-$ redraft bench --target T --draft D                        # the first value of each flag is used in all tables
+$ redraft bench --target T --draft D
 $ redraft bench --target T --draft D --draft ngram --num-speculative-tokens 4 1 2 6 --concurrency 8 1 32 128
-$ redraft bench --target T --draft D --request-rate 1 4 16 --data sharegpt:sharegpt.json jsonl:ours.jsonl
+$ redraft bench --target T --draft D --data jsonl:ours.jsonl                # another workload: another folder
 
 Every server is started once a pass and gets its load from vLLM's generator (`vllm bench serve`). Finished cells are
 kept: after an interruption, or with further drafts, run the command again to measure the rest. The target alone is then
@@ -30,23 +30,18 @@ class Config:
     looks n-grams up first, `ANSWERS+HEAD:2` counted answers, and takes at most 2 tokens of the head. Repeat the flag
     for more drafts."""
     num_speculative_tokens: tuple[int, ...] = (3, 1, 2, 5)
-    """Numbers of draft tokens. One table compares all of them, the others use the first."""
+    """Numbers of draft tokens. One table compares all of them, the other uses the first."""
     concurrency: tuple[int, ...] = (8, 1, 32, 128)
-    """Numbers of requests in flight. One table compares all of them, the others use the first."""
-    request_rate: tuple[float, ...] = (1.0, 4.0, 16.0)
-    """Requests per second, sent without waiting for answers, for one table. Leave it empty to skip that table."""
-    data: tuple[str, ...] = ("sonnet",)
+    """Numbers of requests in flight. One table compares all of them, the other uses the first."""
+    data: str = "sonnet"
     """Prompts: `random`, `sonnet` (lines of the Python manual), `sonnet:TEXT`, `sharegpt:JSON`, or `jsonl:FILE` with a
-    field `prompt`. One table compares all of them, the others use the first."""
-    input_tokens: tuple[int, ...] = (512, 128, 2048)
-    """Lengths of the prompts of `random` and `sonnet`, in tokens. One table compares all of them, the others use the
-    first."""
+    field `prompt`."""
+    input_tokens: int = 512
+    """Length of the prompts of `random` and `sonnet`, in tokens."""
     output_tokens: int = 256
     """Maximum length of an answer, in tokens."""
     max_model_len: int = 4096
     """Maximum length of prompt and answer together, in tokens."""
-    draft_quantization: tuple[str, ...] = ()
-    """vLLM quantizations of the first draft, e.g. `fp8`, for one more table if the engine supports them."""
     prompts_per_client: int = 8
     """Prompts per request in flight: with a concurrency of 32, 256 prompts are sent."""
     repeats: int = 3

@@ -266,7 +266,7 @@ def test_every_kind_of_data_reaches_the_server(engine_with_draft: VllmServer, tm
     (tmp_path / "share.json").write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
     (tmp_path / "ours.jsonl").write_text('{"prompt": "def f(x):"}\n')
     for data in ("sonnet", f"sharegpt:{tmp_path / 'share.json'}", f"jsonl:{tmp_path / 'ours.jsonl'}"):
-        load = make_load(data=data, input_tokens=60, num_prompts=2, request_rate=50.0, concurrency=None)
+        load = make_load(data=data, input_tokens=60, num_prompts=2)
         seen = run_load(engine_with_draft, load, tmp_path)
         assert seen.num_requests == 2
         assert seen.num_output_tokens >= 2

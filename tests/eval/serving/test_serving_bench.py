@@ -39,7 +39,7 @@ SCHEMA = json.loads((Path(serving_report.__file__).parent / "serving.schema.json
 def test_a_question_varies_one_setting() -> None:
     questions = plan(make_sweep())
     base = make_sweep().load()
-    assert (base.concurrency, base.input_tokens, base.num_prompts, base.request_rate) == (4, 64, 8, None)
+    assert (base.concurrency, base.input_tokens, base.num_prompts) == (4, 64, 8)
     assert {cell.load for cell in questions["draft"]} == {base}
     assert {cell.variant.draft for cell in questions["draft"]} == {None, "runs/good/draft", "ngram"}
     assert {(c.variant.num_speculative_tokens, c.load.concurrency) for c in questions["tokens"]} == {
@@ -48,20 +48,11 @@ def test_a_question_varies_one_setting() -> None:
     assert {c.load.num_prompts for c in questions["tokens"]} == {2, 8, 32}, (
         "the same number of prompts for every client"
     )
-    assert {(c.load.request_rate, c.load.concurrency) for c in questions["request_rate"]} == {(2, None), (8, None)}
-    assert {c.load.input_tokens for c in questions["input_tokens"]} == {64, 256}
-    assert {c.load.data for c in questions["data"]} == {"sonnet", "random"}
-    assert {c.variant.quantization for c in questions["quantization"]} == {None, "fp8"}
 
 
 def test_every_question_includes_the_loads_without_a_draft() -> None:
     for cells in plan(make_sweep()).values():
         assert {cell.alone() for cell in cells} <= set(cells)
-
-
-def test_a_setting_that_is_not_varied_is_no_question() -> None:
-    sweep = make_sweep(request_rates=(), input_tokens=(64,), data=("sonnet",), quantizations=())
-    assert list(plan(sweep)) == ["draft", "tokens"]
 
 
 def test_an_engine_that_can_accept_everything_measures_the_ideal() -> None:
@@ -85,29 +76,27 @@ def test_every_server_starts_once() -> None:
     questions = plan(make_sweep())
     groups = group_by_variant(cell for cells in questions.values() for cell in cells)
     assert next(iter(groups)) == ALONE
-    assert len(groups) == 6  # alone, k = 1, 3, 5, ngram, fp8
+    assert len(groups) == 5  # alone, k = 1, 3, 5, ngram
     assert sum(map(len, groups.values())) == len({cell for cells in questions.values() for cell in cells})
 
 
 def test_the_target_is_measured_again_in_a_pass_that_lacks_a_cell() -> None:
     load, other = (replace(make_sweep().load(), concurrency=c) for c in (4, 16))
-    good, ngram, fp8 = (
-        *(Variant(draft=name, num_speculative_tokens=3) for name in ("good", "ngram")),
-        Variant(draft="good", num_speculative_tokens=3, quantization="fp8"),
-    )
+    good, ngram = (Variant(draft=name, num_speculative_tokens=3) for name in ("good", "ngram"))
+    ideal = replace(good, is_ideal=True)
 
     def cells(variant: Variant, *loads: Load) -> list[Cell]:
         return [Cell(variant=variant, load=load) for load in loads]
 
     assert order_pass({}) == {}
     # a draft was added: the target first, at its loads
-    todo = order_pass({ngram: cells(ngram, load, other), fp8: cells(fp8, load)})
-    assert list(todo) == [ALONE, ngram, fp8]
+    todo = order_pass({ngram: cells(ngram, load, other), ideal: cells(ideal, load)})
+    assert list(todo) == [ALONE, ngram, ideal]
     assert todo[ALONE] == cells(ALONE, load, other)
     assert order_pass({good: cells(good, other)})[ALONE] == cells(ALONE, other)
     # Only a variant that the engine may refuse: the target last, so nothing is measured in vain.
-    assert list(order_pass({fp8: cells(fp8, load)})) == [fp8, ALONE]
-    first = {ALONE: cells(ALONE, load), fp8: cells(fp8, load)}
+    assert list(order_pass({ideal: cells(ideal, load)})) == [ideal, ALONE]
+    first = {ALONE: cells(ALONE, load), ideal: cells(ideal, load)}
     assert order_pass(first) == first
 
 
@@ -117,7 +106,7 @@ def test_the_target_is_measured_again_in_a_pass_that_lacks_a_cell() -> None:
         ({"drafts": ()}, "at least one --draft"),
         ({"num_speculative_tokens": (0,)}, "at least 1"),
         ({"prompts_per_client": 0}, "at least 1"),
-        ({"request_rates": (0.0,)}, "above 0"),
+        ({"input_tokens": 0}, "at least 1"),
         ({"output_tokens": 1}, "at least 2"),
     ],
 )
@@ -145,7 +134,7 @@ def test_a_row_is_compared_with_the_same_load_without_a_draft() -> None:
 def test_steps_in_which_nothing_was_proposed_lower_the_acceptance() -> None:
     def row(shares: list[float], num_steps: int) -> dict[str, object]:
         measured = {"acceptance_per_position": shares, "num_steps": num_steps}
-        return {"draft": "ngram", "quantization": None, "num_speculative_tokens": 2, "measured": measured}
+        return {"draft": "ngram", "num_speculative_tokens": 2, "measured": measured}
 
     assert pool_acceptance([row([0.8, 0.4], 100), row([], 300)], "ngram") == pytest.approx([0.2, 0.1])
     assert pool_acceptance([row([], 300)], "ngram") == [], "nothing was measured"
@@ -245,14 +234,11 @@ def test_the_markdown_begins_with_the_answer_and_has_a_table_for_every_question(
     assert [line for line in text.splitlines() if line.startswith("## By")] == [
         "## By draft",
         "## By number of draft tokens and concurrency",
-        "## By request rate",
-        "## By input length",
-        "## By data",
     ]
     speed = 4 * 1.65 / step_s(4, 3)
     assert "| ngram | 3 | equal [0.85, 1.04] |" in text
     assert f"| 1.65 | {speed:,.0f} |" in text
-    assert "Not measured: good in fp8 k=3: fp8 quantization is currently not supported in cpu." in text
+    assert "Not measured: good all accepted k=3: no synthetic acceptance" in text
     alone, with_5 = (b * tau / step_s(b, k) for b, k, tau in ((16, 0, 1), (16, 5, 1 + sum(ACCEPTED))))
     assert f"| 16 | {alone:,.0f} |" in text
     assert f"| {with_5 / alone:.2f}x ({with_5:,.0f}) |" in text
@@ -270,7 +256,7 @@ def test_the_page_begins_with_the_answer(tmp_path: Path) -> None:
     sentence = make_serving_report()["drafts"]["runs/good/draft"]["advice"]["sentence"]
     speedup = f"{serve_ratio(4, 3):.2f}x as fast (95% interval 1.18x to 1.45x)"
     assert heading == f"With good, output is {speedup} with 4 concurrent requests; {sentence}."
-    assert "good in fp8 k=3 was not measured" in html
+    assert "good all accepted k=3 was not measured" in html
     assert len(html.encode()) < 3e6
     page = html.split("<script>")[0]
     assert re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]*\"|url\(|@import|https?:", page) == []
@@ -283,22 +269,16 @@ def test_equal_benchmarks_give_equal_bytes(tmp_path: Path) -> None:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
 
-def test_a_benchmark_of_one_question_has_a_complete_report(tmp_path: Path) -> None:
+def test_a_benchmark_of_one_cell_has_a_complete_report(tmp_path: Path) -> None:
     sweep = make_sweep(
         drafts=("ngram",),
         num_speculative_tokens=(3,),
         concurrency=(4,),
-        request_rates=(),
-        input_tokens=(64,),
-        data=("sonnet",),
-        quantizations=(),
     )
     report = make_serving_report(sweep)
     html = write_serving(tmp_path, report).read_text()
     jsonschema.validate(json.loads((tmp_path / "serving.json").read_text()), SCHEMA)
     assert 'id="by-draft"' in html
-    assert 'id="by-rate"' not in html
-    assert "quantization" not in make_serving_report()["tables"], "the engine refused the quantised draft"
     assert serve(plan(sweep)["draft"][1]).tau == pytest.approx(1.65)
 
 
@@ -308,7 +288,7 @@ def test_every_chart_of_the_benchmark_renders_without_an_error_or_a_request(tmp_
     page = write_serving(tmp_path, make_serving_report())
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
     dom, console, asked = open_in_chromium(page, tmp_path, *flags)
-    for chart in ("by-draft", "by-tokens", "ideal", "by-rate", "by-input", "by-data", "advice"):
+    for chart in ("by-draft", "by-tokens", "ideal", "advice"):
         drawn = re.search(rf'id="{chart}".*?</svg>', dom, re.DOTALL)
         assert drawn, f"{chart} is not drawn"
         assert len(re.findall("<path", drawn[0])) >= 2, f"{chart} is empty"

@@ -38,9 +38,8 @@ def make_config(pair: tuple[Path, Path], output: Path, **changes: Any) -> Config
         "draft": (str(pair[1]),),
         "num_speculative_tokens": (3,),
         "concurrency": (2, 1),
-        "request_rate": (),
-        "data": ("random",),
-        "input_tokens": (16,),
+        "data": "random",
+        "input_tokens": 16,
         "output_tokens": 8,
         "prompts_per_client": 1,
         "repeats": 1,
@@ -52,7 +51,7 @@ def make_config(pair: tuple[Path, Path], output: Path, **changes: Any) -> Config
 
 
 class Servers:
-    """Starts that are answered by a server that runs already; a quantised draft is refused, as on a CPU."""
+    """Starts that are answered by a server that runs already; one told to accept everything is refused."""
 
     def __init__(self, running: VllmServer, dies_at: int | None = None) -> None:
         self.running, self.dies_at = running, dies_at
@@ -60,8 +59,8 @@ class Servers:
 
     @contextlib.contextmanager
     def __call__(self, target: str, *, speculative_config: dict[str, Any] | None, **_: Any) -> Iterator[VllmServer]:
-        if speculative_config and "quantization" in speculative_config:
-            raise ChildProcessError("vLLM did not start: fp8 quantization is currently not supported in cpu.")
+        if speculative_config and "rejection_sample_method" in speculative_config:
+            raise ChildProcessError("vLLM did not start: no synthetic acceptance")
         self.started.append(speculative_config)
         if len(self.started) - 1 == self.dies_at:
             raise KeyboardInterrupt
@@ -79,7 +78,8 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_was_interrupted_measures_what_is_missing(
     engine_with_draft: VllmServer, served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = make_config(served_pair, tmp_path, draft_quantization=("fp8",))
+    cfg = make_config(served_pair, tmp_path)
+    monkeypatch.setattr(bench, "engine_is_cpu", lambda: False)  # asks for the ideal too
     monkeypatch.setattr(bench, "vllm_server", Servers(engine_with_draft, dies_at=1))
     with pytest.raises(KeyboardInterrupt):
         main(cfg)
@@ -93,10 +93,11 @@ def test_a_run_that_was_interrupted_measures_what_is_missing(
     report = json.loads((tmp_path / "serving.json").read_text())
     schema = json.loads((Path(serving_report.__file__).parent / "serving.schema.json").read_text())
     jsonschema.validate(report, schema)
-    assert list(report["tables"]) == ["draft", "tokens"], "nothing was measured of a quantised draft"
-    refused = {"what": f"{served_pair[1].name} in fp8 k=3", "reason": "vLLM did not start: fp8 quantization"}
-    assert [entry["what"] for entry in report["refused"]] == [refused["what"]]
-    assert report["refused"][0]["reason"].startswith(refused["reason"])
+    refused = {
+        "what": f"{served_pair[1].name} all accepted k=3",
+        "reason": "vLLM did not start: no synthetic acceptance",
+    }
+    assert report["refused"] == [refused]
     assert set(StepCosts.from_json(report["drafts"][str(served_pair[1])]["costs"]).batch_sizes) == {1, 2}
 
     third = Servers(engine_with_draft)
@@ -116,8 +117,8 @@ def test_a_draft_that_is_added_on_another_day_is_compared_with_the_target_of_tha
 
     @contextlib.contextmanager
     def serve(target: str, *, speculative_config: dict[str, Any] | None, **_: Any) -> Iterator[str | None]:
-        if speculative_config and "quantization" in speculative_config:
-            raise ChildProcessError("vLLM did not start: fp8")
+        if speculative_config and "rejection_sample_method" in speculative_config:
+            raise ChildProcessError("vLLM did not start: no synthetic acceptance")
         method = speculative_config["method"] if speculative_config else None
         started.append(method)
         yield method
@@ -127,11 +128,12 @@ def test_a_draft_that_is_added_on_another_day_is_compared_with_the_target_of_tha
 
     monkeypatch.setattr(bench, "vllm_server", serve)
     monkeypatch.setattr(bench, "run_load", run_load)
-    draft, quantized = str(served_pair[1]), {"draft_quantization": ("fp8",)}
-    cfg = make_config(served_pair, tmp_path, repeats=2, **quantized)
+    monkeypatch.setattr(bench, "engine_is_cpu", lambda: False)  # asks for the ideal too
+    draft = str(served_pair[1])
+    cfg = make_config(served_pair, tmp_path, repeats=2)
     main(cfg)
     assert started == [None, "draft_model"] * 2
-    # Nothing new, but the quantised draft: the target is not measured for a draft that the engine refuses again.
+    # Nothing new, but the ideal: the target is not measured for a draft that the engine refuses again.
     main(cfg)
     assert started == [None, "draft_model"] * 2
     # a machine with nothing else to do
@@ -274,10 +276,9 @@ def test_variants_are_told_apart() -> None:
     variants = [
         Variant(),
         Variant(draft="a/draft", num_speculative_tokens=3),
-        Variant(draft="a/draft", num_speculative_tokens=3, quantization="fp8"),
         Variant(draft="a/draft", num_speculative_tokens=3, is_ideal=True),
     ]
-    assert [name(v) for v in variants] == ["without draft", "a k=3", "a in fp8 k=3", "a all accepted k=3"]
+    assert [name(v) for v in variants] == ["without draft", "a k=3", "a all accepted k=3"]
 
 
 @pytest.mark.parametrize(
