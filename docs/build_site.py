@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from redraft.heads.catalog import list_trained
@@ -45,6 +46,9 @@ PUBLIC = {
 }
 """Titles and modules of the API reference."""
 
+PARTS = {"train": list_trained(), "plan": ["train", "fleet"]}
+"""Commands with flags of their own below a command."""
+
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -62,7 +66,7 @@ def main(folder: Path) -> None:
         shutil.copy(picture, pages / "docs")
     known = {name for names in GUIDES.values() for name in names}
     for name in known:
-        _write(pages / _page(name), LINK.sub(lambda link, name=name: _lead(link, name, known, pages), _read(name)))
+        _write(pages / _page(name), LINK.sub(partial(_lead, name=name, known=known, pages=pages), _read(name)))
     _write(pages / "commands.md", "\n".join(_commands()))
     for title, modules in PUBLIC.items():
         lines = [f"# {title}", *(f"\n::: redraft.{module}" for module in modules)]
@@ -116,7 +120,7 @@ def _commands() -> Iterator[str]:
     yield "# Commands"
     for name, _ in list_recipes():
         words = name.split()
-        names = [[*words, family] for family in list_trained()] if name == "train" else [words]
+        names = [[*words, part] for part in PARTS.get(name, ())] or [words]
         summary = COMMANDS[words[0]].parts[words[1]].summary if words[1:] else COMMANDS[words[0]].summary
         yield f"\n## redraft {name}\n\n{summary}."
         for each in names:
