@@ -46,9 +46,6 @@ PUBLIC = {
 }
 """Titles and modules of the API reference."""
 
-PARTS = {"train": list_trained(), "plan": ["train", "fleet"]}
-"""Commands with flags of their own below a command."""
-
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -120,7 +117,7 @@ def _commands() -> Iterator[str]:
     yield "# Commands"
     for name, _ in list_recipes():
         words = name.split()
-        names = [[*words, part] for part in PARTS.get(name, ())] or [words]
+        names = [[*words, family] for family in list_trained()] if name == "train" else [words]
         summary = COMMANDS[words[0]].parts[words[1]].summary if words[1:] else COMMANDS[words[0]].summary
         yield f"\n## redraft {name}\n\n{summary}."
         for each in names:
