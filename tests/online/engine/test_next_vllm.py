@@ -157,7 +157,7 @@ def test_what_is_not_there_is_told(small):
     assert any(line.startswith("no vllm:spec_decode_num_drafts in ") for line in missing)
     assert any("swap.py: config.set_current_vllm_config" in line for line in missing)
     assert any("eval/engine/grouped_norm.py: _custom_ops" in line for line in missing)
-    assert 'no "vllm:prefix_cache_hits" in v1/metrics/loggers.py' in missing
+    assert "no vllm:request_decode_time_seconds in v1/metrics/loggers.py" in missing
 
 
 def test_every_file_of_the_plugin_and_every_counter_is_checked():
@@ -167,4 +167,4 @@ def test_every_file_of_the_plugin_and_every_counter_is_checked():
     read = [name for name in vars(counters).values() if isinstance(name, str) and name.startswith("vllm:")]
     stems = [name.removesuffix("_total").rstrip("_") for name in read]
     assert [stem for stem in stems if not any(text.startswith(stem) for text in texts)] == []
-    assert len(stems) >= 8
+    assert len(stems) >= 6
