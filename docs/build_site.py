@@ -16,7 +16,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from redraft.heads.catalog import list_trained
@@ -63,7 +62,7 @@ def main(folder: Path) -> None:
         shutil.copy(picture, pages / "docs")
     known = {name for names in GUIDES.values() for name in names}
     for name in known:
-        _write(pages / _page(name), LINK.sub(partial(_lead, name=name, known=known, pages=pages), _read(name)))
+        _write(pages / _page(name), LINK.sub(lambda link, name=name: _lead(link, name, known, pages), _read(name)))
     _write(pages / "commands.md", "\n".join(_commands()))
     for title, modules in PUBLIC.items():
         lines = [f"# {title}", *(f"\n::: redraft.{module}" for module in modules)]

@@ -75,7 +75,7 @@ def pack(fields: Any) -> bytes:
 
 def make_later(number: int) -> bytes:
     """A frame of the next layout."""
-    return frame_around(zstandard.compress(msgspec.msgpack.encode({"request": f"cmpl-{number}"})), b"RDR3")
+    return frame_around(zstandard.compress(msgspec.msgpack.encode({"request": f"cmpl-{number}"})), b"RDR4")
 
 
 def make_bomb(number: int = 0) -> bytes:

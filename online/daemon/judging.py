@@ -29,7 +29,7 @@ from redraft.online.learning.scoring import (
     pair_scores,
     score_requests,
 )
-from redraft.online.learning.staleness import Row
+from redraft.online.learning.staleness import Row, find_past
 
 RECENT_S = 86400.0
 """Age of the oldest requests that decide about an alarm: it is about today's traffic."""
@@ -48,10 +48,8 @@ class Judge:
 
     def judge_draft(self, draft: Path, incumbent: str, look: int) -> Verdict:
         """The gate's verdict on the draft in a folder against a version."""
-        # Chosen once: the gate pairs the scores of both drafts by request.
-        seqs = self._select_requests()
-        ours, theirs = (self._score(folder, seqs) for folder in (draft, self.registry.path(incumbent)))
-        return judge(*pair_scores(ours, theirs, self.buffer.refresh_names()), self.cfg.gate, look)
+        seqs, theirs = self._score_served(self.registry.path(incumbent))
+        return judge(*pair_scores(self._score(draft, seqs), theirs, self.buffer.refresh_names()), self.cfg.gate, look)
 
     def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
         """(newest record, a row per request) of a version on the held-out records after sequence number `after`.
@@ -80,8 +78,8 @@ class Judge:
         folders = [self.registry.path(version) for version in (current, previous)]
         for folder in folders:
             verify(folder)  # loading a damaged draft could raise anything
-        seqs = self._select_requests(since_s=self.buffer.now_s - RECENT_S)
-        ours, theirs = (self._score(folder, seqs) for folder in folders)
+        seqs, ours = self._score_served(folders[0], since_s=self.buffer.now_s - RECENT_S)
+        theirs = self._score(folders[1], seqs)
         # Two comparisons a look, each with a part of the error.
         is_worse, numbers = find_loss(*pair_scores(ours, theirs)[:2], self.cfg.gate, 2 * look - 1)
         if is_worse:
@@ -112,6 +110,22 @@ class Judge:
             at_least_of_domain=self.cfg.gate.min_domain_requests,
             **limits,
         )
+
+    def _score_served(self, folder: Path, **limits: float) -> tuple[list[int], dict[Request, RequestScore]]:
+        """The records that judge, and the served draft's scores on them. Weights of the target on whose requests it is
+        proven better or worse than on those of now are left behind."""
+        # Chosen once: scores of two drafts are paired by request.
+        seqs = self._select_requests(**limits)
+        scores = self._score(folder, seqs)
+        names, newest = self.buffer.refresh_names(), list(scores.values())[::-1]
+        targets = dict.fromkeys([self.buffer.served_target(), *(one.target for one in newest)])
+        rows = {target: list_rows([one for one in newest if one.target == target], names) for target in targets}
+        past = find_past(rows, self.cfg.sleep, self.cfg.gate)
+        if not past:
+            return seqs, scores
+        self.buffer.leave_behind(past)
+        seqs = self._select_requests(**limits)
+        return seqs, self._score(folder, seqs)
 
     def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
         records = (stored.record for stored in self.buffer.read(seqs))

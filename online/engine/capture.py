@@ -61,8 +61,8 @@ class Capture:
         self.draft_version = draft_version
         self.counts: Counter[str] = Counter()
         self.last_error = ""
-        self.is_off = False
-        """Nothing is recorded any more, because the target is no longer the one of `fingerprint`."""
+        self.target_version: str | None = ""
+        """Version of the target's weights; None if it is unclear which they are, and nothing is recorded."""
         self.queue = StepQueue()
         self.guard = Guard()
         self._outlet = open_outlet(config, server_id, self.guard)
@@ -88,7 +88,7 @@ class Capture:
 
     def is_sampled(self, request_id: str, tenant: str) -> bool:
         """Whether this request is in the recorded sample; the same answer on every call."""
-        reason = "target_changed" if self.is_off else self.config.find_skip_reason(tenant, request_id.encode())
+        reason = self.config.find_skip_reason(tenant, request_id.encode())
         if reason:
             self.counts[f"skipped_requests_{reason}"] += 1
         return not reason
@@ -197,7 +197,7 @@ class Capture:
             # the 4 states belong to the text.
             num_true = max(0, part.num_read - part.num_drafts + len(sampled) - 1)
             states = [] if states_HLD is None else self._read_states(part.begin, states_HLD[:num_true])
-            self._append(part, step.draft_version, sampled, verified, states)
+            self._append(part, step, sampled, verified, states)
 
     def _append_states(self, part: StepPart, states_HLD: Tensor | None) -> None:
         log = self._open_log(part)
@@ -230,7 +230,7 @@ class Capture:
     def _append(
         self,
         part: StepPart,
-        draft_version: str,
+        step: EngineStep,
         sampled: list[int],
         verified: VerifiedStep | None,
         states: list[States],
@@ -240,12 +240,13 @@ class Capture:
             return
         # Draft tokens are proposed at the end of a step and verified in the next one. A swap between the two may keep
         # them: then the old draft proposed the tokens that the first step with the new one verifies.
-        proposed_by, log.next_version = log.next_version or draft_version, draft_version
-        if log.draft_version != proposed_by:  # a record names exactly one version
+        proposed_by, log.next_version = log.next_version or step.draft_version, step.draft_version
+        # a record names exactly one version of each
+        if (log.draft_version, log.target_version) != (proposed_by, step.target_version):
             self._emit(log)
-            log.draft_version = proposed_by
-        if not log.append(part.start, sampled, verified):
-            self.counts["broken_requests_gap"] += 1
+            log.draft_version, log.target_version = proposed_by, step.target_version or ""
+        if step.target_version is None or not log.append(part.start, sampled, verified):
+            self.counts[f"broken_requests_{'target_unclear' if step.target_version is None else 'gap'}"] += 1
             self._emit(log)
             log.is_closed = True
             return
@@ -274,9 +275,6 @@ class Capture:
         except Exception as error:  # this request is lost; an exception here would end the thread, and all recording
             self.report(error, "encode")
             log.is_closed = True
-            return
-        if self.is_off:
-            self.counts["dropped_records_target_changed"] += 1
             return
         if not self._waiting:
             self._waiting_since_s = time.monotonic()

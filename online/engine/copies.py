@@ -9,7 +9,7 @@ build packs the weights away.
 - DSpark with a reduced vocabulary and sampled drafts: the column of every draft id in the target's vocabulary.
 - P-EAGLE: the state in the slots to fill. The load itself writes it to a tensor without memory.
 - On a CPU, a head tied to the embeddings: vLLM packs it at start. A load brings it no weights, so vLLM does not pack it
-  again.
+  again, after its own reload of the target neither.
 
 I = layers, G = key heads of this rank, E = head size, D = hidden, V = target vocabulary, W = draft vocabulary.
 """
@@ -67,9 +67,9 @@ def refill(runner: Any, draft: Any, tensors: Mapping[str, Tensor], rank: int, nu
     repack_tied_heads(draft)
 
 
-def repack_tied_heads(draft: Any) -> None:
+def repack_tied_heads(model: Any) -> None:
     """Pack the weights of tied heads again, as vLLM's CPU build does at start."""
-    for module in draft.modules():
+    for module in model.modules():
         # Of a layer that the load itself has packed, the weight is empty.
         if hasattr(module, "cpu_linear") and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)

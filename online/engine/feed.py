@@ -129,6 +129,7 @@ class Feed:
         num_new_tokens, self.num_new_tokens = self.num_new_tokens, 0
         return EngineStep(
             draft_version=self.capture.draft_version,
+            target_version=self.capture.target_version,
             num_new_tokens=num_new_tokens,
             parts=parts,
             finished=finished,

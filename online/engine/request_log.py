@@ -140,6 +140,8 @@ class RequestLog:
     states: list[States] = field(default_factory=list)
     draft_version: str = ""
     """The version that proposed the draft tokens of the next record."""
+    target_version: str = ""
+    """Version of the weights that verified them."""
     next_version: str = ""
     """The version loaded in the newest step, which proposed the draft tokens of the step to come."""
     sequence: int = 0
@@ -227,6 +229,7 @@ class RequestLog:
             domain=self.info.domain,
             tenant=self.info.tenant,
             target_fingerprint=fingerprint,
+            target_version=self.target_version,
             draft_version=self.draft_version,
             sampling=self.info.sampling,
             num_prompt_tokens=len(self.info.prompt_ids),

@@ -23,7 +23,7 @@ from redraft.online.records.guard import Guard
 
 logger = logging.getLogger("vllm.redraft")
 
-LOOK_S = 10.0
+LOOK_S = 1.0
 """Seconds between two looks at the target's weights."""
 
 

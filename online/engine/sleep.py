@@ -11,6 +11,7 @@ from typing import Any
 
 from redraft.heads.files.artifact import MANIFEST, verify
 from redraft.online.engine.swap import load_draft, read_tensors
+from redraft.online.engine.target_watch import note_move
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -25,6 +26,8 @@ def watch_sleep(worker: Any) -> None:
     def sleep_and_note(level: int = 1) -> None:
         sleep(level)
         state.asleep |= PARTS
+        if level == 2:
+            note_move(worker)
         if level == 2 and _has_draft(worker):
             state.is_draft_intact = False
 

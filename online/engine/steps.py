@@ -78,6 +78,8 @@ class EngineStep:
     """References to the tensors of one engine step. Nothing writes to these tensors any more."""
 
     draft_version: str
+    target_version: str | None = ""
+    """Version of the weights that verified; None if it is unclear which did."""
     parts: list[StepPart]
     finished: list[str]
     """Ids of the requests that ended before this step."""

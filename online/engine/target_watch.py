@@ -1,13 +1,17 @@
-"""Are the target's weights still those of the start? Records carry the fingerprint, and drafts were trained for it.
+"""Which weights does the target have? Records carry the version, LABEL@DIGEST; empty for the weights of the start.
 
-    every LOOK_S seconds ─► the next pieces of the weights ─┐
-    a swap, an update of weights ─► all of them ────────────┴─► another sum: capture and swaps are off, with the reason
+    reload_weights, load_weights, a weight update, sleep at level 2 ─► has_moved
+    the end of an update, else the next engine step ─► settle: tied heads, digest, version ─► records, status
+    every LOOK_S seconds ─► a matrix and the next pieces: another sum, e.g. after `param.copy_` ─► settle
+    a trainer names its weights (EngineCore.set_weight_version) ─► label
 
-Another process may replace the weights of a running server: reinforcement learning does so after every step.
+Another process may replace the weights of a running server: reinforcement learning does so after every step. The digest
+decides: returning weights are the old version, and servers with the same weights agree.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from redraft.online.engine.copies import repack_tied_heads
 from redraft.online.engine.swap import compute_sums, find_weights
 
 logger = logging.getLogger("vllm.redraft")
@@ -22,37 +27,56 @@ logger = logging.getLogger("vllm.redraft")
 PIECE_BYTES = 32 << 20
 """Largest part of a weight to read at once."""
 
-PIECES_AT_ONCE = 4
-"""Parts of a look. The engine makes no step meanwhile: 10 ms on a CPU, less than 1 ms on a GPU."""
-
-CHANGED = "the target's weights are not those of its start: restart this server with its present target"
-
-UPDATES = ("reload_weights", "update_weights", "finish_weight_update")
+UPDATES = ("reload_weights", "start_weight_update", "update_weights", "finish_weight_update")
 """Methods of vLLM's worker, which replace weights."""
+
+MAX_LABEL_CHARS = 100
 
 
 class TargetWatch:
-    """The sums of a model's weights when this was made, to be compared piece by piece."""
+    """The sums of a model's weights, piece by piece, and the version they give."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.has_moved = False
+        """Whether weights may have been written since `settle`."""
+        self.digest = ""
+        self.label = ""
+        """The trainer's name for these weights."""
         self._pieces: list[tuple[str, int, int]] = []
         """Name, first row and end; an uncut weight has the end 0."""
+        matrices = []
         for name, read in find_weights(model).items():
             tensor = read()
             rows = len(tensor) if tensor.dim() else 1
             num_rows = max(1, rows * PIECE_BYTES // max(1, tensor.nbytes))
             ends = [(first, first + num_rows) for first in range(0, rows, num_rows)]
+            if tensor.dim() > 1:
+                matrices.append(len(self._pieces))
             self._pieces += [(name, *end) for end in ends] if len(ends) > 1 else [(name, 0, 0)]
-        self._sums = self._compute(range(len(self._pieces)))
+        # In the middle, so a linear layer's: some trainings leave embeddings and norms as they are.
+        self._watched = matrices[len(matrices) // 2 :][:1]
         self._next = 0
+        self.settle()
+        self._start = self.digest
 
-    def is_changed(self, *, everywhere: bool = False) -> bool:
-        """Whether the next pieces, or all of them, differ from the start."""
-        count = len(self._pieces)
-        num_looked = count if everywhere else min(count, PIECES_AT_ONCE)
-        looked = [(self._next + i) % count for i in range(num_looked)]
-        self._next = (self._next + num_looked) % max(1, count)
+    def settle(self) -> None:
+        """Take the weights as they are now."""
+        self._sums = self._compute(range(len(self._pieces)))
+        digest = hashlib.sha256(repr((self._pieces, self._sums)).encode()).hexdigest()[:12]
+        if digest != self.digest:
+            self.label = ""
+        self.digest, self.has_moved = digest, False
+
+    @property
+    def version(self) -> str:
+        """The weights' name in records: empty for those of the start."""
+        return "" if self.digest == self._start else f"{self.label}@{self.digest}"
+
+    def is_changed(self) -> bool:
+        """Whether the watched matrix or the next piece differs from the last `settle`."""
+        looked = [*self._watched, *([self._next] if self._pieces else [])]
+        self._next = (self._next + 1) % max(1, len(self._pieces))
         return self._compute(looked) != [self._sums[i] for i in looked]
 
     def _compute(self, indices: Sequence[int]) -> list[list[int]]:
@@ -68,41 +92,114 @@ class TargetWatch:
 
 
 def watch_target(worker: Any) -> None:
-    """Keep the sums of the target's weights, and compare all of them after each of UPDATES."""
+    """Keep the version of the target's weights: new after each of UPDATES, or before the step after another load."""
     if getattr(worker.vllm_config.parallel_config, "enable_eplb", False):
         return  # replicas of experts move between ranks
-    worker.redraft.target_watch = TargetWatch(worker.model_runner.get_model())
+    model = worker.model_runner.get_model()
+    worker.redraft.target_watch = TargetWatch(model)
     for name in UPDATES:
-        _look_after(worker, name)
+        _settle_after(worker, name)
+    load, execute = model.load_weights, worker.execute_model
+
+    def load_and_note(*args: Any, **kwargs: Any) -> Any:
+        note_move(worker)
+        return load(*args, **kwargs)
+
+    def settle_and_execute(*args: Any, **kwargs: Any) -> Any:
+        watch = worker.redraft.target_watch
+        if watch is not None and watch.has_moved:
+            settle(worker)
+        return execute(*args, **kwargs)
+
+    model.load_weights, worker.execute_model = load_and_note, settle_and_execute
 
 
-def _look_after(worker: Any, name: str) -> None:
-    update = getattr(worker, name, None)
-    if update is None:
-        return
+def _settle_after(worker: Any, name: str) -> None:
+    update = getattr(worker, name)
 
-    def update_and_look(*args: Any, **kwargs: Any) -> Any:
+    def update_and_settle(*args: Any, **kwargs: Any) -> Any:
+        note_move(worker)  # before: it may fail half-way
         result = update(*args, **kwargs)
-        look_at_target(worker, everywhere=True)
+        settle(worker)
         return result
 
-    setattr(worker, name, update_and_look)
+    setattr(worker, name, update_and_settle)
 
 
-def look_at_target(worker: Any, *, everywhere: bool = False) -> None:
-    """Switch capture and swaps off if the weights differ. Raises nothing: updates and swaps come through here."""
+def note_move(worker: Any) -> None:
+    """The weights get a new name before the next step."""
+    if worker.redraft.target_watch is not None:
+        worker.redraft.target_watch.has_moved = True
+
+
+@torch.no_grad()
+def settle(worker: Any) -> None:
+    """Name the present weights, in records from the next step on. Raises nothing: steps and updates come through here.
+
+    Within an update, and if the weights cannot be read, the version is None.
+    """
     state = worker.redraft
-    # A worker that sleeps has no weights, and after a change there is nothing more to find.
-    if state.target_watch is None or state.asleep or not state.is_target_intact:
+    watch, version = state.target_watch, None
+    if watch is None:
+        return
+    if not worker._weight_update_active and "weights" not in state.asleep:
+        try:
+            with torch.inference_mode(False):
+                # vLLM's CPU build has packed them at start, and a load brings no tensor for them.
+                repack_tied_heads(watch.model)
+                watch.settle()
+            version = watch.version
+        except Exception:
+            if state.target_version is not None:  # not at every step
+                logger.exception("redraft: the target's weights cannot be read, and nothing is recorded")
+    if version != state.target_version:
+        logger.info(
+            "redraft: the target's weights are %s", version or ("unclear" if version is None else "the start's")
+        )
+    _set_version(state, version)
+
+
+def look_at_target(worker: Any) -> None:
+    """Settle if the weights have changed without an update. Raises nothing."""
+    state = worker.redraft
+    if state.target_watch is None or "weights" in state.asleep or worker._weight_update_active:
         return
     try:
-        is_changed = state.target_watch.is_changed(everywhere=everywhere)
+        # `has_moved` stays where an executor calls the runner past the worker, as Ray's does
+        is_changed = state.target_watch.has_moved or state.target_watch.is_changed()
     except Exception:
-        logger.exception("redraft: the target's weights could not be compared")
-        return
+        is_changed = True  # e.g. half loaded: `settle` logs it
     if is_changed:
-        state.is_target_intact = False
-        state.capture_off = state.swap_off = CHANGED
-        if state.capture:
-            state.capture.is_off = True
-        logger.error("redraft: capture and swaps are off: %s", CHANGED)
+        settle(worker)
+
+
+def name_target(worker: Any, label: str) -> None:
+    """Take a trainer's name for the present weights."""
+    state = worker.redraft
+    if state.target_watch is not None:
+        # as in the names of drafts: it goes into the journal and the metrics
+        label = "".join(char if "!" <= char <= "~" else "_" for char in label)
+        state.target_watch.label = label[:MAX_LABEL_CHARS]
+        if state.target_version is not None:
+            _set_version(state, state.target_watch.version)
+
+
+def _set_version(state: Any, version: str | None) -> None:
+    state.target_version = version
+    if state.capture:
+        state.capture.target_version = version
+
+
+def pass_labels() -> None:
+    """Tell the workers how a trainer names its weights. Safe to call again."""
+    from vllm.v1.engine.core import EngineCore
+
+    set_version = EngineCore.set_weight_version
+    if set_version.__module__ == __name__:
+        return
+
+    def set_and_pass(engine: Any, weight_version: str) -> None:
+        set_version(engine, weight_version)
+        engine.collective_rpc("redraft_name_target", args=(weight_version,))
+
+    EngineCore.set_weight_version = set_and_pass

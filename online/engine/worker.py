@@ -32,13 +32,15 @@ from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.slices import trace_slices
 from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, list_weights, pin_on, plan_folder
 from redraft.online.engine.swap import Layout, checksum, load_draft, shared_modules
-from redraft.online.engine.target_watch import CHANGED, TargetWatch, look_at_target, watch_target
+from redraft.online.engine.target_watch import TargetWatch, look_at_target, name_target, watch_target
 from redraft.online.fleet.registry import hash_manifest
 
 logger = logging.getLogger("vllm.redraft")
 
 MAX_STUCK_READS = 4
 """Hung versions before further drafts are refused. The reader of each keeps memory until it ends."""
+
+UPDATING = "an update of the target's weights is open: finish it, then swap again"
 
 SWAP_LEASE_S = 300.0
 """Seconds after which a swap is given up if nobody ends it, e.g. because its API process was killed. Longer than all
@@ -63,7 +65,10 @@ class WorkerState:
     target_fingerprint: str = ""
     target_lineage: str = ""
     target_checksum: str = ""
+    target_version: str | None = ""
+    """Name of the target's weights: empty at the start, None if it is unclear which they are."""
     is_target_intact: bool = True
+    """False once a swap has overwritten a part of it."""
     target_watch: TargetWatch | None = None
     """None if the target's weights move by themselves."""
     draft_version: str = ""
@@ -98,6 +103,7 @@ def register_worker() -> None:
         return
     WorkerBase.redraft_status = redraft_status
     WorkerBase.redraft_look = look_at_target
+    WorkerBase.redraft_name_target = name_target
     WorkerBase.redraft_stage = redraft_stage
     WorkerBase.redraft_staged = redraft_staged
     WorkerBase.redraft_discard = redraft_discard
@@ -141,12 +147,14 @@ def install(worker: Any) -> None:
             state.target_lineage = target.lineage
     with _switching_off(state, "swap"):
         state.target_checksum = checksum(worker.model_runner.get_model())
+    # Before capture: without it, records would go on naming weights that are gone.
+    with _switching_off(state, *(["capture", "swap"] if config.capture else ["swap"])):
+        watch_target(worker)
     if config.capture is not None and not state.capture_off:
         with _switching_off(state, "capture"):
             _start_capture(worker, config.capture)
     with _switching_off(state, "swap"):
         watch_sleep(worker)
-        watch_target(worker)
     with _switching_off(state, "swap"):
         if config.registry is not None:
             _prepare_cache(worker, config.swap.cache)
@@ -271,6 +279,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "target_fingerprint": state.target_fingerprint,
         "target_lineage": state.target_lineage,
         "target_checksum": state.target_checksum,
+        "target_version": state.target_version,
         "target_intact": state.is_target_intact,
         "num_swaps": state.num_swaps,
         "swap_cache": state.swap_cache,
@@ -299,10 +308,7 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
         return {"ok": False, "error": "another API process of this server is swapping: wait, then swap again"}
     # A swap of this API process, or one past the lease, may have been left unended: free the memory first.
     _end_swap(state)
-    look_at_target(worker, everywhere=True)
     try:
-        if folder and state.swap_off == CHANGED:
-            raise ValueError(CHANGED)
         _require_swappable(worker)
         assert state.draft is not None
         source = Path(folder) if folder else state.draft.folder
@@ -362,6 +368,8 @@ def redraft_load(worker: Any, folder: str) -> dict[str, Any] | None:
     staging = state.staging
     if state.asleep:
         return {"ok": False, "touched": False, "error": "the engine fell asleep meanwhile: wake it up, then swap again"}
+    if worker._weight_update_active:
+        return {"ok": False, "touched": False, "error": UPDATING}
     if staging is None or staging.folder != Path(folder) or not staging.is_done or staging.error:
         return {"ok": False, "touched": False, "error": f"{folder} was not read into memory"}
     return _load(worker, staging)
@@ -426,6 +434,8 @@ def _is_stage_without_draft(worker: Any) -> bool:
 def _require_swappable(worker: Any) -> None:
     if worker.redraft.draft is None or worker.model_runner.get_draft_model() is None:
         raise ValueError("this server has no draft model to swap: restart it with one")
+    if worker._weight_update_active:
+        raise ValueError(UPDATING)
 
 
 def _is_recording_rank() -> bool:

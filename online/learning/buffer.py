@@ -11,8 +11,9 @@ Every record gets a sequence number, which is never reused. The learner trains r
 number it has reached together with a checkpoint's name. After a crash it resumes the checkpoint of the newest commit
 and continues after this number. A checkpoint without a commit does not count: no record is trained twice by accident.
 
-A record is usable if it is of the learner's target, by fingerprint. Foreign records are stored in the same files but
-never returned. After an upgrade of the target the old records are the foreign ones, and stay until they expire.
+A record is usable if it is of the learner's target, by fingerprint, and of none of the versions `past`. The others are
+stored in the same files but never returned. After an upgrade of the target the old records are foreign, and stay until
+they expire.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -51,6 +52,9 @@ from redraft.online.records.record import CorruptRecordError, Record, encode_rec
 Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]
 """Frames with the decoded record, as `read_frames` yields them."""
 
+RECENT = 32
+"""Newest records, whose most frequent target is the served one."""
+
 CLOCK_SLACK_S = 3600.0
 """Records of a forgotten tenant are not stored if they were made until this many seconds after the deletion: a server's
 clock may be ahead, and an answer that had begun before goes on."""
@@ -71,13 +75,14 @@ class BufferStatus:
     num_held_out: dict[str, int]
     """Records to judge by, by domain."""
     num_foreign: int
-    """Records kept aside: they are of another target, or were stored for another domain."""
+    """Records kept aside: they are of another target, of weights that no longer count, or were stored for another
+    domain."""
     oldest_s: float | None
     """Arrival of the oldest record, seconds since the epoch."""
     counts: dict[str, int]
     """Records since this process began, by fate: stored, duplicate, foreign, stateless, textless, other_domain,
-    forgotten, corrupt_on_disk, expired, evicted, deleted, or the reason of a `CorruptRecordError`: corrupt, oversized,
-    ... Plus the number of damaged_files."""
+    forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the reason of a `CorruptRecordError`:
+    corrupt, oversized, ... Plus the number of damaged_files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +132,8 @@ class Buffer:
         )
         self.known_domains: frozenset[str] = frozenset({domain} - {""})
         """Domains that an operator named. Clients can send any name: see `name_domains`."""
+        self.past: frozenset[str] = frozenset()
+        """Weights of the target whose records no longer count, as `Record.target`."""
         self.names: Mapping[str, str] = {}
         """The name under which each domain is judged and shown, as of the last `refresh_names`."""
         # Re-entrant, because public methods call one another: `append` expires, `delete_tenant` clears the quarantine.
@@ -279,6 +286,21 @@ class Buffer:
         self.names = name_domains(index, self.known_domains)
         return self.names
 
+    def served_target(self) -> str:
+        """The weights that verify now, as `Record.target`."""
+        with self._lock:
+            newest = self._files.index()["target"][-RECENT:].tolist()
+        # of many records: a late one, or a server without the newest weights, does not decide
+        counts = Counter(target for target in newest if self._is_ours(target))
+        return max(counts, key=counts.__getitem__, default=self.target_fingerprint)
+
+    def leave_behind(self, targets: Collection[str]) -> None:
+        """Let the records of these weights count no longer, until they are served again."""
+        with self._lock:
+            new = set(targets) - self.past
+            self.past |= new
+            self.counts["past_target"] += sum(target in new for target in self._files.index()["target"].tolist())
+
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
         """The records with these sequence numbers, in this order, one at a time: together they may not fit in memory.
 
@@ -412,7 +434,7 @@ class Buffer:
             time_s=now_s,
             domain=record.domain,
             tenant=record.tenant,
-            target_fingerprint=record.target_fingerprint,
+            target=record.target,
             draft_version=record.draft_version,
             num_drafted=int(verified_R.sum()),
             num_wrong=int((verified_R & ~record.accepted).sum()),
@@ -423,11 +445,18 @@ class Buffer:
 
     def _usable(self) -> Index:
         index = self._files.index()
-        is_usable = index["target_fingerprint"] == self.target_fingerprint
+        if self.past and self.served_target() in self.past:
+            self.past = frozenset()
+        targets = index["target"].tolist()
+        usable_targets = {target for target in set(targets) if self._is_ours(target)} - self.past
+        is_usable = np.array([target in usable_targets for target in targets], bool)
         if self.domain:  # the files may be from a time when the learner had another domain
             is_usable &= index["domain"] == self.domain
         usable: Index = index[is_usable]
         return usable
+
+    def _is_ours(self, target: str) -> bool:
+        return target.partition("@")[0] == self.target_fingerprint
 
     def _training(self) -> Index:
         usable = self._usable()

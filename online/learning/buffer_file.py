@@ -45,7 +45,7 @@ INDEX_DTYPE = np.dtype(
         ("time_s", "f8"),
         ("domain", "O"),
         ("tenant", "O"),
-        ("target_fingerprint", "O"),
+        ("target", "O"),
         ("num_drafted", "i8"),
         ("num_wrong", "i8"),
         ("held_out", "?"),
@@ -80,7 +80,8 @@ class Row(NamedTuple):
     """Arrival at the learner, seconds since the epoch."""
     domain: str
     tenant: str
-    target_fingerprint: str
+    target: str
+    """`Record.target`. To a release without versions it is a fingerprint, and other weights are another target's."""
     draft_version: str
     num_drafted: int
     """Draft tokens verified by the target."""

@@ -75,6 +75,8 @@ class RequestScore:
     domain: str
     counts: AcceptanceCounts
     """Sum over the request's segments."""
+    target: str = ""
+    """Weights that verified its last segment, as `Record.target`."""
 
 
 def score_requests(draft: Draft, records: Iterable[Record], **settings: Any) -> dict[Request, RequestScore]:
@@ -88,7 +90,7 @@ def score_requests(draft: Draft, records: Iterable[Record], **settings: Any) -> 
         (counts,) = score(draft, [record], **settings)
         # Counts add up over segments. A mean of rates would give a short segment the weight of a long one.
         before = found.get(key, RequestScore(record.domain, AcceptanceCounts.zero()))
-        found[key] = RequestScore(before.domain, before.counts + counts)
+        found[key] = RequestScore(before.domain, before.counts + counts, record.target)
     return found
 
 

@@ -12,7 +12,7 @@ Numbers in, findings out; no clock, no I/O.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -81,19 +81,12 @@ def compare(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: 
     num_known = sum(len(now_by[name]) for name in known)
     if num_known < gate.min_requests:
         return None if not new else _only_new(new, len(now))
-    # by drafts, because tau is a mean over drafts and not over requests
-    weights = {name: sum(drafts for _, drafts, _ in now_by[name]) for name in known}
-    total = sum(weights.values())
-    losses = {name: _estimate_loss(then_by[name], now_by[name]) for name in known}
-    # domains share no request, so the errors are independent
-    loss = sum_weighted([losses[name] for name in known], [weights[name] / total for name in known])
+    total = sum(drafts for name in known for _, drafts, _ in now_by[name])
     tau_now = 1 + sum(accepted for name in known for _, _, accepted in now_by[name]) / total
+    judged = _estimate_losses(then_by, now_by, known, enough)
+    loss = judged["acceptance"]
     low, high = loss.interval(CONFIDENCE)
-    judged = {"acceptance": loss} | {
-        f"acceptance of domain {name}": losses[name] for name in known if len(now_by[name]) >= enough
-    }
-    # One alarm of several must not be likelier than one alone.
-    confidence = 1 - (1 - policy.confidence) / len(judged)
+    confidence = _share_confidence(policy, judged)
     # One-sided: the lower bound at 99% is the lower end of the two-sided interval at 98%.
     fallen = [name for name, estimate in judged.items() if estimate.interval(2 * confidence - 1)[0] > 0]
     reasons = [f"{name} has fallen" for name in fallen[:1]] + [f"domain {name} is new" for name in new[:1]]
@@ -107,6 +100,63 @@ def compare(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: 
         num_requests=len(now),
         reason=" and ".join(reasons),
     )
+
+
+def find_past(rows: Mapping[str, Sequence[Row]], policy: SleepPolicy, gate: Policy) -> list[str]:
+    """The targets whose requests no longer tell how good a draft is, by the scores of one draft on all of them.
+
+    Args:
+        rows: By target: the served one, then the newest to the oldest.
+        policy: The confidence of a difference, in either direction.
+        gate: Smallest number of requests to compare. Targets with fewer are taken together, e.g. if a trainer moves the
+            weights every minute.
+
+    Returns:
+        The oldest targets, from the first proven difference on. Small moves leave all of them usable.
+    """
+    targets, now, then, waiting = list(rows), list[Row](), list[Row](), list[str]()
+    for i, target in enumerate(targets):
+        if len(now) < gate.min_requests:
+            now += rows[target]
+            continue
+        then += rows[target]
+        waiting.append(target)
+        if len(then) < gate.min_requests:
+            continue
+        if _is_different(then, now, policy, gate):
+            return waiting + targets[i + 1 :]
+        then, waiting = [], []
+    return []
+
+
+def _is_different(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: Policy) -> bool:
+    then_by, now_by = _group(then), _group(now)
+    known = [name for name in now_by if min(len(now_by[name]), len(then_by.get(name, ()))) > 1]
+    if not known:
+        return False
+    judged = _estimate_losses(then_by, now_by, known, gate.min_domain_requests)
+    intervals = [estimate.interval(_share_confidence(policy, judged)) for estimate in judged.values()]
+    return any(low > 0 or high < 0 for low, high in intervals)
+
+
+def _estimate_losses(
+    then_by: Mapping[str, Sequence[Row]], now_by: Mapping[str, Sequence[Row]], known: Sequence[str], enough: int
+) -> dict[str, Estimate]:
+    """The loss of `acceptance` over these domains, and of each one with enough requests now."""
+    # by drafts, because tau is a mean over drafts and not over requests
+    weights = {name: sum(drafts for _, drafts, _ in now_by[name]) for name in known}
+    total = sum(weights.values())
+    losses = {name: _estimate_loss(then_by[name], now_by[name]) for name in known}
+    # domains share no request, so the errors are independent
+    loss = sum_weighted([losses[name] for name in known], [weights[name] / total for name in known])
+    return {"acceptance": loss} | {
+        f"acceptance of domain {name}": losses[name] for name in known if len(now_by[name]) >= enough
+    }
+
+
+def _share_confidence(policy: SleepPolicy, judged: Mapping[str, Estimate]) -> float:
+    """The confidence of each, so that one alarm of several is not likelier than one alone."""
+    return 1 - (1 - policy.confidence) / len(judged)
 
 
 def _only_new(names: Sequence[str], num_requests: int) -> Staleness:

@@ -36,6 +36,7 @@ IDENTIFIERS = (
     ("server_id", MAX_NAME_CHARS, _CONTROL),
     ("target_fingerprint", MAX_NAME_CHARS, _CONTROL),
     # The journal takes no kind of space in an identifier. An empty version is written as `none`.
+    ("target_version", MAX_NAME_CHARS, _SPACE),
     ("draft_version", MAX_NAME_CHARS, _SPACE),
     ("request_id", MAX_REQUEST_ID_CHARS, _CONTROL),
     # Labels are escaped wherever they go, and may be of any script. SQLite's shell ends a text at a NUL.

@@ -30,9 +30,10 @@ from redraft.eval.engine import sampling
 from redraft.online.records.checks import find_fault
 from redraft.online.records.states import HiddenFormat, decode_float8, state_bytes
 
-MAGIC, MAGIC_2 = b"RDR1", b"RDR2"
-"""First bytes of every frame; the digit is the version of the layout. Of version 2 are records that a release which
-knows only 1 would misread: those that continue the segment before, and states in another format than bfloat16."""
+MAGIC, MAGIC_2, MAGIC_3 = b"RDR1", b"RDR2", b"RDR3"
+"""First bytes of every frame; the digit is the version of the layout. Of versions 2 and 3 are records that a release
+without them would misread. 2: those that continue the segment before, and states in another format than bfloat16.
+3: those of a `target_version`."""
 
 MAX_RECORD_BYTES = 64 << 20
 """Largest decompressed record; a damaged or hostile frame must not fill the memory."""
@@ -59,10 +60,10 @@ NO_HIDDEN = np.empty((0, 0, 0), np.uint16)
 
 _HEADER = struct.Struct("<4sII")
 
-_LATER_MAGIC = re.compile(rb"RDR[3-9]")
+_LATER_MAGIC = re.compile(rb"RDR[4-9]")
 _HEADER_START = re.compile(rb"RDR[1-9]...[\x00-\x04]", re.DOTALL)
 """Magic and length. The last byte of the length is at most 4, because no frame is longer than about 64 MiB."""
-_FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[3-9]", re.DOTALL)
+_FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[4-9]", re.DOTALL)
 """A place where a frame may begin. A later layout may have another header."""
 
 
@@ -117,6 +118,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     domain: str = ""
     tenant: str = ""
     target_fingerprint: str
+    target_version: str = ""
+    """LABEL@DIGEST of the weights that verified: the trainer's name for them, which may be empty, and 12 hex digits of
+    their checksum. Empty: the weights of the target's folder, whose fingerprint is given."""
     draft_version: str = ""
     """Version that proposed the draft tokens, apart from those marked in `row_proposers`."""
     sampling: Sampling
@@ -161,6 +165,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Total size of the arrays, in bytes: nearly all that the record takes in memory."""
         return sum(len(value) for value in msgspec.structs.astuple(self) if isinstance(value, bytes))
+
+    @property
+    def target(self) -> str:
+        """The weights that verified, by content: the fingerprint of their folder, and @DIGEST if they are others."""
+        return self.target_fingerprint + "".join(self.target_version.rpartition("@")[1:])
 
     @property
     def record_id(self) -> str:
@@ -268,6 +277,7 @@ def encode_record(record: Record) -> bytes:
     payload = zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(record))
     # The oldest layout that can say it, so that learners of an earlier release read the rest.
     magic = MAGIC_2 if record.context_begin or record.hidden_format != "bfloat16" else MAGIC
+    magic = MAGIC_3 if record.target_version else magic
     return _HEADER.pack(magic, len(payload), zlib.crc32(payload)) + payload
 
 
@@ -301,7 +311,7 @@ def _unframe(frame: bytes) -> bytes:
         LaterLayoutError, CorruptRecordError: as `decode_record` does.
     """
     if len(frame) < _HEADER.size or not _HEADER_START.match(frame):
-        raise _name_defect(frame, f"not a record of version 1 or 2: it starts with {frame[:4]!r}")
+        raise _name_defect(frame, f"not a record of version 1 to 3: it starts with {frame[:4]!r}")
     _, length, crc = _HEADER.unpack_from(frame)
     payload = frame[_HEADER.size :]
     if len(payload) != length:
@@ -317,7 +327,7 @@ def _name_defect(frame: bytes, sentence: str) -> CorruptRecordError:
 
 
 def _later(magic: bytes) -> LaterLayoutError:
-    return LaterLayoutError(f"a record of layout {magic.decode()}: this release reads up to {MAGIC_2.decode()}")
+    return LaterLayoutError(f"a record of layout {magic.decode()}: this release reads up to {MAGIC_3.decode()}")
 
 
 def is_later_layout(frame: bytes) -> bool:
@@ -327,7 +337,7 @@ def is_later_layout(frame: bytes) -> bool:
 
 def _decode_payload(magic: bytes, payload: bytes) -> Record:
     """Raises: LaterLayoutError or CorruptRecordError, and nothing else, whatever the bytes are."""
-    if magic not in (MAGIC, MAGIC_2):
+    if magic not in (MAGIC, MAGIC_2, MAGIC_3):
         raise _later(magic)
     try:
         record = msgspec.msgpack.decode(_decompress(payload), type=Record)

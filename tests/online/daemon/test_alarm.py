@@ -93,6 +93,26 @@ def test_evidence_is_recent_by_the_learners_clock_not_by_the_machines(world, rec
                                                  "0 held-out requests with drafts, 10 needed")  # fmt: skip
 
 
+def test_requests_of_weights_of_before_do_not_decide_about_a_draft_for_those_of_now(world, records, drafts):
+    """After a fine-tune, most requests are the old target's, on which the draft of then wins."""
+    moved = drafts[2]  # as different as a target can be, and `world` has a draft that equals it
+    version = {"target_fingerprint": fingerprint(world.target), "target_version": "@0123456789ab"}
+    new = make_records(moved, 40, seed=1, **version)
+    cfg = world.config(gate=Policy(min_requests=10))
+    with Buffer(replace(cfg.buffer_config, held_out_fraction=0.5), fingerprint(world.target)) as buffer:
+        judge = Judge(cfg, world.registry, buffer, Candidate(cfg.training, "standalone", cfg.target))
+        buffer.append(read_frames(b"".join(map(encode_record, records[:70]))), 0.0)
+        is_worse, why = judge.find_loss(BAD, GOOD, 1)
+        assert is_worse, why
+        buffer.append(read_frames(b"".join(map(encode_record, new))), 1.0)
+        assert not judge.find_loss(BAD, GOOD, 1)[0]
+        is_worse, why = judge.find_loss(GOOD, BAD, 1)
+        assert is_worse, why
+        assert buffer.past == {fingerprint(world.target)}
+        stored = [one.record.target_version for one in buffer.read(buffer.select_held_out(999))]
+        assert set(stored) == {"@0123456789ab"}
+
+
 def told(world, words):
     return [entry.reason for entry in world.entries("state") if words in entry.reason]
 

@@ -88,9 +88,12 @@ def phases(world):
 
 def test_a_better_draft_reaches_every_server(world, records):
     async def script(task):
-        ship(world.spool, records[:300])
-        version = await promoted(world, task)
-        verify(world.registry.path(version))
+        # a trainer has moved the target of all servers
+        moved = [msgspec.structs.replace(record, target_version="17@0123456789ab") for record in records[:300]]
+        ship(world.spool, moved)
+        folder = world.registry.path(await promoted(world, task))
+        verify(folder)
+        assert json.loads((folder / "provenance.json").read_text())["target_version"] == "@0123456789ab"
 
     play(world, script)
     (verdict, *_) = [entry for entry in world.entries("gate") if entry.verdict == "promote"]

@@ -93,12 +93,13 @@ def segment(log):
     return None if record is None else decode_record(encode_record(record))
 
 
-def make_step(info, start, *, sampled, drafts, version="v000001", logits_RV=None, proposer=0):
+def make_step(info, start, *, sampled, drafts, version="v000001", target="", logits_RV=None, proposer=0):
     part = StepPart(
         request=info, start=start, sampled_row=0, num_drafts=len(drafts), proposer=proposer, first_row=0, first_draft=0
     )
     return EngineStep(
         draft_version=version,
+        target_version=target,
         parts=[part],
         finished=[],
         sampled_BK=torch.tensor([sampled + [-1] * (len(drafts) + 1 - len(sampled))]),
@@ -489,6 +490,32 @@ def test_steps_become_records_of_one_draft_version_each(tmp_path):
     np.testing.assert_allclose(records[0].topk_log_probs[:3], wanted.values, atol=1e-5)
     assert capture.status()["records"] == 2
     assert capture.status()["shipped_records"] == 2
+
+
+def test_a_record_names_the_weights_that_verified_it_and_none_is_of_unclear_ones(tmp_path):
+    info, other = make_info(max_tokens=9), make_info(max_tokens=9, request_id="cmpl-b")
+    steps = [
+        make_step(info, 3, sampled=[7], drafts=[]),
+        make_step(info, 4, sampled=[8, 9], drafts=[8, 50]),
+        make_step(info, 6, sampled=[10], drafts=[52, 51], target="17@0123456789ab"),  # proposed before the push
+        make_step(info, 7, sampled=[11, 12], drafts=[11, 53]),
+        make_step(other, 3, sampled=[7], drafts=[]),
+        make_step(other, 4, sampled=[8, 9], drafts=[8, 50]),
+        make_step(other, 6, sampled=[10], drafts=[52, 51], target=None),
+        make_step(other, 7, sampled=[11, 12], drafts=[11, 53], target="18@123456789abc"),
+    ]
+    steps.append(EngineStep(draft_version="v000001", parts=[], finished=["cmpl-1", info.request_id, "cmpl-b"]))
+    capture, records = run_capture(tmp_path, steps)
+    named = [
+        (record.target_version, [i for i in record.draft_ids if i >= 0])
+        for record in records
+        if record.request_id != "cmpl-b"
+    ]
+    assert named == [("", [8, 50]), ("17@0123456789ab", [52, 51]), ("", [11, 53])]
+    (before,) = [record for record in records if record.request_id == "cmpl-b"]
+    assert (before.target_version, [i for i in before.draft_ids if i >= 0]) == ("", [8, 50])
+    assert capture.status()["broken_requests_target_unclear"] == 1
+    assert {record.target for record in records} == {"target", "target@0123456789ab"}
 
 
 def test_a_record_tells_lookups_and_padding_from_the_versions_tokens_and_only_these_count(tmp_path):

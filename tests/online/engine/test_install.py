@@ -12,7 +12,6 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig
 from redraft.heads.files.folder import fingerprint
 from redraft.online.engine import plugin
 from redraft.online.engine import worker as engine_worker
-from redraft.online.engine.target_watch import CHANGED
 from redraft.online.records.origin import Origin, read_origin_arguments
 
 
@@ -52,10 +51,6 @@ def test_whatever_fails_the_engine_starts_answers_and_says_what_is_off(random_ta
     # Recorded twice, because two captures are at work: the one of "checksum" was not taken away.
     assert answer["recorded"] == [25, 25], "the other request had no mark: whether its client opted out is not known"
     assert answer["counts"]["skipped_requests_unmarked"] >= 1
-    updated = answer["updated"]
-    assert (updated["was_intact"], updated["target_intact"]) == (True, False)
-    assert updated["capture_off"] == updated["swap_off"] == CHANGED
-    assert updated["capture"]["skipped_requests_target_changed"] == 1
 
 
 def make_experts(kind, small_tokenizer, folder):

@@ -229,6 +229,19 @@ def test_the_counters_of_all_replicas_are_added_up(registry, monkeypatch):
     assert found["drafts"] == [6, 18, 3, 2, 0]
 
 
+def test_replicas_of_different_weights_have_no_version_in_common(registry):
+    def ask(*versions):
+        status = {"draft_version": "", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
+        ranks = [status | {"asleep": False, "capture": {}, "target_version": version} for version in versions]
+        # only one rank of each replica records, and the others have parts of the weights
+        ranks = [
+            part for rank in ranks for part in (rank | {"capture": {"records": 1}}, rank | {"target_version": "@part"})
+        ]
+        return make_client(registry, Engine({"redraft_status": ranks})).get("/redraft/status").json()["target_version"]
+
+    assert (ask("17@a", "17@a"), ask("17@a", ""), ask("17@a", None), ask("")) == ("17@a", None, None, "")
+
+
 def test_where_nothing_was_touched_nothing_is_put_back(registry):
     answer, calls = swap(registry, redraft_load=[REFUSED, REFUSED])
     assert (answer.status_code, "still serving v000001" in answer.text) == (409, True)

@@ -236,7 +236,9 @@ def worker(folders):
     target, draft = nn.Linear(2, 2), nn.Linear(2, 2)
     runner = SimpleNamespace(get_model=lambda: target, get_draft_model=lambda: draft)
     config = SimpleNamespace(speculative_config=SimpleNamespace(method="draft_model", parallel_drafting=False))
-    return SimpleNamespace(redraft=state, model_runner=runner, vllm_config=config, device=torch.device("cpu"))
+    return SimpleNamespace(
+        redraft=state, model_runner=runner, vllm_config=config, device=torch.device("cpu"), _weight_update_active=False
+    )
 
 
 def wait(worker):
@@ -331,14 +333,14 @@ def test_reads_that_hang_are_bounded_and_forgotten_when_they_end(worker, tmp_pat
     plugin_worker.redraft_discard(worker, "me")
 
 
-def test_a_target_with_other_weights_takes_no_draft_for_the_old_one(worker, folders):
-    worker.vllm_config.parallel_config = SimpleNamespace()
-    plugin_worker.watch_target(worker)
+def test_an_open_update_of_the_target_takes_no_draft(worker, folders):
     assert plugin_worker.redraft_stage(worker, str(folders[1]), "me") == {"ok": True}
-    nn.init.ones_(worker.model_runner.get_model().weight)
+    wait(worker)
+    worker._weight_update_active = True  # some layers have no values now
+    loaded = plugin_worker.redraft_load(worker, str(folders[1]))
+    assert (loaded["ok"], loaded["touched"], loaded["error"]) == (False, False, plugin_worker.UPDATING)
     refused = plugin_worker.redraft_stage(worker, str(folders[0]), "me")
-    assert (refused["ok"], refused["error"]) == (False, plugin_worker.CHANGED)
-    assert (worker.redraft.is_target_intact, worker.redraft.swap_off) == (False, plugin_worker.CHANGED)
+    assert (refused["ok"], refused["error"]) == (False, plugin_worker.UPDATING)
     plugin_worker.redraft_discard(worker, "me")
 
 

@@ -1,4 +1,4 @@
-"""The watch on the target's weights: whatever replaces them, capture and swaps go off with the reason."""
+"""The watch on the target's weights: whatever replaces them, the next step has the name of the new ones."""
 
 from __future__ import annotations
 
@@ -9,70 +9,179 @@ import torch
 from torch import nn
 
 from redraft.online.engine import target_watch
-from redraft.online.engine.target_watch import CHANGED, TargetWatch, look_at_target, watch_target
+from redraft.online.engine.sleep import watch_sleep
+from redraft.online.engine.target_watch import TargetWatch, look_at_target, name_target, watch_target
 from redraft.online.engine.worker import WorkerState
+
+
+class Model(nn.Sequential):
+    def load_weights(self, scale):
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.mul_(scale)
 
 
 def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64, bias=False), nn.LayerNorm(64))
+    return Model(nn.Embedding(64, 32), nn.Linear(32, 64, bias=False), nn.LayerNorm(64))
 
 
-def make_worker(model, **parallel):
-    class Worker:
-        def __init__(self):
-            config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
-            self.vllm_config, self.model_runner = config, SimpleNamespace(get_model=lambda: model)
-            self.redraft = WorkerState(server_id="boot", capture=SimpleNamespace(is_off=False))
+class Worker:
+    """vLLM's, as far as weights go."""
 
-        def reload_weights(self, scale):
-            with torch.no_grad():
-                for weight in model.parameters():
-                    weight.mul_(scale)
+    def __init__(self, model, **parallel):
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
+        self.model_runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: None)
+        self.redraft = WorkerState(server_id="boot", capture=SimpleNamespace(target_version=""))
+        self._weight_update_active = False
+        self.steps = []
+        """The target's version in records of each step."""
 
-    return Worker()
+    def execute_model(self):
+        self.steps.append(self.redraft.capture.target_version)
+
+    def reload_weights(self, scale):
+        self.model_runner.get_model().load_weights(scale)
+
+    def start_weight_update(self):
+        self._weight_update_active = True
+
+    def update_weights(self, scale):
+        if scale == 0:
+            self._weight_update_active = False
+            raise RuntimeError("torn")
+        self.model_runner.get_model().load_weights(scale)
+
+    def finish_weight_update(self):
+        self._weight_update_active = False
+
+    def sleep(self, level=1):
+        pass
+
+    def wake_up(self, tags=None):
+        pass
+
+    def discard(self, tags):
+        pass
+
+
+@pytest.fixture
+def worker():
+    worker = Worker(make_model())
+    watch_target(worker)
+    return worker
+
+
+def version_of(worker):
+    worker.execute_model()
+    version = worker.steps[-1]
+    assert version == worker.redraft.target_version
+    return version
+
+
+def test_weights_that_return_are_the_old_version_and_equal_ones_have_equal_names(worker):
+    assert version_of(worker) == ""
+    versions = []
+    for _ in range(2):
+        worker.reload_weights(2.0)
+        versions.append(version_of(worker))
+        worker.reload_weights(0.5)
+        assert version_of(worker) == ""
+    assert versions[0] == versions[1]
+    assert (versions[0][0], len(versions[0])) == ("@", 13)
+    other = Worker(make_model())
+    watch_target(other)
+    other.start_weight_update()
+    other.update_weights(2.0)
+    other.finish_weight_update()
+    assert version_of(other) == versions[0]
+
+
+def test_a_trainers_label_is_the_name_of_these_weights_alone(worker):
+    worker.reload_weights(2.0)
+    digest = version_of(worker)
+    name_target(worker, "step 17")
+    assert version_of(worker) == f"step_17{digest}"
+    worker.reload_weights(2.0)
+    assert version_of(worker).startswith("@"), "nobody has named these yet"
+    worker.reload_weights(0.25)
+    name_target(worker, "18")
+    assert version_of(worker) == "", "the folder's fingerprint names them"
+
+
+def test_within_an_update_and_after_a_torn_one_no_step_has_a_wrong_name(worker, monkeypatch):
+    worker.start_weight_update()
+    assert version_of(worker) is None
+    worker.update_weights(2.0)
+    assert version_of(worker) is None
+    worker.finish_weight_update()
+    whole = version_of(worker)
+    worker.start_weight_update()
+    worker.update_weights(2.0)
+    with pytest.raises(RuntimeError, match="torn"):
+        worker.update_weights(0)
+    torn = version_of(worker)
+    assert len({"", whole, torn}) == 3, "what has been written until then has a name of its own"
+    with monkeypatch.context() as patched:
+        patched.setattr(target_watch, "find_weights", lambda model: 1 / 0)
+        worker.model_runner.get_model().load_weights(2.0)
+        assert version_of(worker) is None, "they cannot be read, e.g. on `meta`"
+    assert version_of(worker) not in (None, "", whole, torn), "tried again at the next step"
+
+
+def test_a_load_past_the_worker_is_named_before_the_next_step(worker):
+    model = worker.model_runner.get_model()
+    for _ in range(2):  # in parts, as a trainer's extension sends them
+        model.load_weights(1.5)
+    assert worker.redraft.target_version == "", "not at every part"
+    assert version_of(worker).startswith("@")
+
+
+def test_weights_written_in_place_are_found_by_looks(worker):
+    model = worker.model_runner.get_model()
+    look_at_target(worker)
+    assert version_of(worker) == ""
+    with torch.no_grad():
+        model[1].weight[63, 31] += 1e-3
+    look_at_target(worker)
+    assert version_of(worker).startswith("@"), "the matrix is part of each look"
+    before = version_of(worker)
+    with torch.no_grad():
+        model[2].bias += 1
+    for _ in range(4):  # embeddings, matrix, and two vectors, one a look
+        look_at_target(worker)
+    assert version_of(worker) not in ("", before)
 
 
 def test_all_of_the_weights_are_compared_piece_by_piece(monkeypatch):
     monkeypatch.setattr(target_watch, "PIECE_BYTES", 1024)
-    monkeypatch.setattr(target_watch, "PIECES_AT_ONCE", 3)
     model = make_model()
     watch = TargetWatch(model)
-    num_looks = -(-(2 * 64 * 32 * 4 // 1024 + 2) // 3)  # two matrices in pieces, and two vectors
+    num_looks = 2 * 64 * 32 * 4 // 1024 + 2  # two matrices in pieces, and two vectors
     assert not any(watch.is_changed() for _ in range(2 * num_looks))
-    model[1].weight.data[63, 31] += 1e-3
+    model[0].weight.data[63, 31] += 1e-3
     assert sum(watch.is_changed() for _ in range(num_looks)) == 1
-    assert watch.is_changed(everywhere=True)
 
 
 def test_a_weight_that_is_another_tensor_of_the_same_values_is_no_change():
     model = make_model()
     watch = TargetWatch(model)
     model[1].weight = nn.Parameter(model[1].weight.detach().clone())
-    assert not watch.is_changed(everywhere=True)
+    assert not any(watch.is_changed() for _ in range(4))
 
 
-@pytest.mark.parametrize(("scale", "is_intact"), [(1.0, True), (2.0, False)])
-def test_an_update_of_the_weights_is_seen_at_once(scale, is_intact):
-    worker = make_worker(make_model())
-    watch_target(worker)
-    worker.reload_weights(scale)
-    state = worker.redraft
-    assert state.is_target_intact is is_intact
-    assert (state.capture_off, state.swap_off) == (("", "") if is_intact else (CHANGED, CHANGED))
-    assert state.capture.is_off is not is_intact
-
-
-def test_a_worker_that_sleeps_or_moves_its_experts_is_not_compared():
+def test_a_worker_that_sleeps_or_moves_its_experts_is_left_alone():
     model = make_model()
-    asleep, moving = make_worker(model), make_worker(model, enable_eplb=True)
+    asleep, moving = Worker(model), Worker(model, enable_eplb=True)
     for worker in (asleep, moving):
+        watch_sleep(worker)
         watch_target(worker)
-    asleep.redraft.asleep = {"weights"}
-    model[0].weight.data += 1
+    asleep.sleep(2)
+    asleep.reload_weights(3.0)  # e.g. before the wake-up
     for worker in (asleep, moving):
-        look_at_target(worker, everywhere=True)
-        assert worker.redraft.is_target_intact
-    asleep.redraft.asleep = set()
-    look_at_target(asleep, everywhere=True)
-    assert not asleep.redraft.is_target_intact
+        look_at_target(worker)
+        assert worker.redraft.target_version in (None, "")
+    asleep.wake_up()
+    assert version_of(asleep).startswith("@")
+    moving.execute_model()
+    assert moving.steps == [""]

@@ -214,6 +214,51 @@ def test_after_an_upgrade_of_the_target_the_old_records_are_the_foreign_ones(tmp
         assert numbers_of(buffer.fresh(0, 9)) == [1]
 
 
+OLD, NEW = "@0123456789ab", "17@ba9876543210"
+
+
+def test_records_of_weights_that_are_left_behind_count_no_longer_until_these_are_served_again(folder):
+    def seqs(buffer):
+        fresh, replayed = buffer.fresh(0, 99), buffer.replay(99, [], through=99, now_s=0.0, seed=0, policy=Replay())
+        assert Counter(numbers_of(fresh)) == Counter(int(one.request_id.removeprefix("cmpl-")) for one in replayed)
+        return numbers_of(fresh)
+
+    with open_buffer(folder) as buffer:
+        records = [make_record(number) for number in range(4)]
+        records += [make_record(number, target_version=NEW) for number in range(4, 24)]
+        assert buffer.append(frames_of(*records), 0.0) == {"stored": 24}
+        assert seqs(buffer) == list(range(24)), "small moves change nothing"
+        assert buffer.served_target() == "target@ba9876543210", "whatever its label"
+        buffer.leave_behind(["target"])
+        assert seqs(buffer) == list(range(4, 24))
+        assert (buffer.status().num_foreign, buffer.status().counts["past_target"]) == (4, 4)
+        late = [make_record(number) for number in range(24, 30)]
+        buffer.append(frames_of(*late), 0.0)
+        assert seqs(buffer) == list(range(4, 24)), "a server that lags behind does not decide"
+        buffer.append(frames_of(*(make_record(number) for number in range(30, 50))), 0.0)
+        assert seqs(buffer) == list(range(50)), "the old weights are back"
+
+
+def test_held_out_requests_of_weights_that_are_left_behind_judge_nobody(folder):
+    with open_buffer(folder, held_out_fraction=0.99) as buffer:
+        versions = ["", OLD, NEW]
+        buffer.append(frames_of(*(make_record(n, target_version=versions[n // 20]) for n in range(60))), 0.0)
+        whole = buffer.select_held_out(99)
+        buffer.leave_behind(["target", "target@0123456789ab"])
+        assert buffer.select_held_out(99) == [seq for seq in whole if seq > 40]
+
+
+def test_to_a_release_without_versions_other_weights_are_another_target(tmp_path):
+    with open_buffer(tmp_path) as buffer:
+        buffer.append(frames_of(make_record(0), make_record(1, target_version=NEW)), 0.0)
+    (path,) = (
+        path for path in tmp_path.iterdir() if path.suffix not in (".key", ".json") and b"records" in path.read_bytes()
+    )
+    with closing(sqlite3.connect(path)) as file:
+        found = [target for (target,) in file.execute("SELECT target_fingerprint FROM records ORDER BY seq")]
+    assert found == ["target", "target@ba9876543210"]
+
+
 def test_a_full_buffer_forgets_the_oldest_file_and_stays_within_its_bytes(folder):
     with open_buffer(folder, max_bytes=16 << 20) as buffer:
         for number in range(400):

@@ -191,7 +191,7 @@ def measure_cpu_s(work):
     "stretch",
     [
         b"RDR1",
-        b"RDR3",
+        b"RDR4",
         b"RDR1abc\x03",
         b"RDR1" + (50 << 20).to_bytes(4, "little") + b"abcd",
         b"RDR1" + (4 << 20).to_bytes(4, "little") + b"abcd",
@@ -543,11 +543,11 @@ def test_a_later_layout_waits_in_the_spool_and_everything_else_is_taken(buffer, 
 
 def test_a_learner_of_the_later_release_takes_what_waited(buffer, spool, monkeypatch):
     """The later layout of this test differs in nothing but the magic."""
-    put(spool, b"RDR3" + encode_record(make_record(2))[4:], 1)
+    put(spool, b"RDR4" + encode_record(make_record(2))[4:], 1)
     assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"later_layout": 1}
     assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"later_layout": 1}, "a restart looks again"
-    monkeypatch.setattr("redraft.online.records.record.MAGIC_2", b"RDR3")
-    monkeypatch.setattr("redraft.online.records.record._LATER_MAGIC", re.compile(rb"RDR[4-9]"))
+    monkeypatch.setattr("redraft.online.records.record.MAGIC_3", b"RDR4")
+    monkeypatch.setattr("redraft.online.records.record._LATER_MAGIC", re.compile(rb"RDR[5-9]"))
     assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"stored": 1}
     assert not list(spool.iterdir())
 
@@ -572,7 +572,7 @@ def test_a_later_layout_goes_back_to_the_log_with_growing_delays(buffer):
 
 
 def test_a_later_layout_is_an_error_of_its_own():
-    for frame in (make_later(1), b"RDR3", b"RDR9 and another header"):
+    for frame in (make_later(1), b"RDR4", b"RDR9 and another header"):
         with pytest.raises(LaterLayoutError) as error:
             decode_record(frame)
         assert error.value.reason == "later_layout"

@@ -12,7 +12,7 @@ import pytest
 from redraft.heads.files.sealed import DamagedError
 from redraft.online.daemon.sleep import load_sleep, save_sleep
 from redraft.online.learning.gate import Policy
-from redraft.online.learning.staleness import Row, Sleep, SleepPolicy, compare
+from redraft.online.learning.staleness import Row, Sleep, SleepPolicy, compare, find_past
 
 POLICY, GATE = SleepPolicy(), Policy()
 
@@ -85,6 +85,40 @@ def test_a_rare_domain_neither_blinds_the_comparison_nor_wakes_the_learner() -> 
     quiet = compare(then, make_rows(2.0, 100, 2) + rare, POLICY, GATE)
     assert quiet is not None
     assert quiet.reason == ""
+
+
+def test_requests_from_before_a_fine_tune_are_past_and_those_from_before_small_moves_are_not() -> None:
+    moves = {f"t{i}": make_rows(1.72 - 0.01 * i, 100, i) for i in range(4)}
+    assert find_past(moves, POLICY, GATE) == []
+    before = {f"base{i}": make_rows(2.2, 100, 10 + i) for i in range(2)}
+    assert find_past(moves | before, POLICY, GATE) == ["base0", "base1"]
+    easier = {"base": make_rows(1.3, 100, 20)}
+    assert find_past(moves | easier, POLICY, GATE) == ["base"], "a draft looked worse on them: no evidence either"
+
+
+def test_targets_with_few_requests_are_taken_together() -> None:
+    size = GATE.min_requests // 5
+    many = {f"t{i}": make_rows(1.7, size, i) for i in range(60)}
+    assert find_past(many, POLICY, GATE) == []
+    before = {f"base{i}": make_rows(2.4, size, 100 + i) for i in range(60)}
+    past = find_past(many | before, POLICY, GATE)
+    assert set(past) >= set(list(before)[5:]), "all but those compared together with later ones"
+    assert len(past) <= 60 + 5
+    assert find_past({"t": make_rows(1.7, 100, 0), "base": make_rows(2.4, 3, 1)}, POLICY, GATE) == [], "too few to tell"
+
+
+def test_weights_are_rarely_left_behind_for_nothing() -> None:
+    found = [
+        find_past({f"t{i}": make_rows(1.7, 60, 10 * seed + i) for i in range(2)}, POLICY, GATE) for seed in range(400)
+    ]
+    assert sum(map(bool, found)) <= 400 * 0.03
+
+
+def test_another_mix_of_domains_or_a_new_one_leaves_no_weights_behind() -> None:
+    now = make_rows(2.5, 20, 2) + make_rows(1.5, 150, 3, "prose")
+    before = make_rows(2.5, 150, 0) + make_rows(1.5, 50, 1, "prose")
+    assert find_past({"now": now, "before": before}, POLICY, GATE) == []
+    assert find_past({"now": make_rows(2.5, 100, 4, "poem"), "before": before}, POLICY, GATE) == []
 
 
 def test_a_new_domain_is_something_to_learn() -> None:

@@ -246,6 +246,16 @@ def test_states_in_float8_survive_the_wire_and_what_is_not_finite_does_not():
             decode_record(encode_record(msgspec.structs.replace(record, hidden=bytes(hidden))))
 
 
+def test_a_record_of_other_weights_is_one_that_an_earlier_release_sets_aside():
+    plain, moved = make_record(), make_record(target_version="step_17@0123456789ab")
+    assert (encode_record(plain)[:4], encode_record(moved)[:4]) == (b"RDR1", b"RDR3")
+    assert decode_record(encode_record(moved)) == moved
+    assert (plain.target, moved.target) == (plain.target_fingerprint, f"{plain.target_fingerprint}@0123456789ab")
+    with pytest.raises(CorruptRecordError) as error:
+        decode_record(encode_record(make_record(target_version="step 17@0123456789ab")))
+    assert error.value.reason == "bad_identifier"
+
+
 def test_a_text_that_travels_once_is_checked_as_a_whole_one():
     whole = make_record(sequence=1)
     record = msgspec.structs.replace(whole, context=i32(12), context_begin=2)

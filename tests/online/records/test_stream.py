@@ -301,7 +301,7 @@ async def test_a_tenant_is_erased_among_what_no_learner_takes(broker, nats_confi
         ]
         await publish(broker, nats_config, *records)
         client = await nats.connect(broker.url)
-        await client.jetstream().publish(nats_config.subject("prose"), b"RDR3 of a later release")
+        await client.jetstream().publish(nats_config.subject("prose"), b"RDR4 of a later release")
         await client.close()
         assert await source.erase_unread(["acme"]) == 4, "three records, and one that may be anybody's"
         assert (await stream_state(broker, nats_config)).messages == 5
@@ -426,13 +426,13 @@ async def test_a_rolling_upgrade_loses_no_record_of_the_log(broker, nats_config,
     await source.take()
     client = await nats.connect(broker.url)
     for number in range(20):
-        magic = b"RDR3" if number % 2 else b"RDR1"
+        magic = b"RDR4" if number % 2 else b"RDR1"
         await client.jetstream().publish(nats_config.subject("code"), magic + encode_record(make_record(number))[4:])
     await client.close()
     assert await take_all(source, 20) == {"stored": 10, "later_layout": 10}
     await source.close()
-    monkeypatch.setattr("redraft.online.records.record.MAGIC_2", b"RDR3")
-    monkeypatch.setattr("redraft.online.records.record._LATER_MAGIC", re.compile(rb"RDR[4-9]"))
+    monkeypatch.setattr("redraft.online.records.record.MAGIC_3", b"RDR4")
+    monkeypatch.setattr("redraft.online.records.record._LATER_MAGIC", re.compile(rb"RDR[5-9]"))
     later = make_source(broker, nats_config, buffer)  # the learner of that release
     assert await take_all(later, 10) == {"stored": 10}
     await later.take()
@@ -447,7 +447,7 @@ async def test_later_layouts_wait_for_their_release_but_not_for_a_tenant_that_is
     await source.take()
     client = await nats.connect(broker.url)
     for number in range(3):
-        await client.jetstream().publish(nats_config.subject("code"), b"RDR3 whose text is this? %d" % number)
+        await client.jetstream().publish(nats_config.subject("code"), b"RDR4 whose text is this? %d" % number)
     await client.close()
     assert await take_all(source, 3) == {"later_layout": 3}
     await source.restart()

@@ -116,7 +116,7 @@ def test_every_place_is_reached_without_a_learner(world, some):
     anchors = world.root / "anchors"
     target = fingerprint(world.target)
     anchors.write_bytes(b"".join(encode_record(record) for record in of("acme", some[10:11]) + of("", some[11:])))
-    (world.spool / "00000000000000000001-x-00000000.records").write_bytes(b"RDR3 of a later release, of anybody")
+    (world.spool / "00000000000000000001-x-00000000.records").write_bytes(b"RDR4 of a later release, of anybody")
     (world.spool / "00000000000000000002-x-00000000.records").write_bytes(b"torn, of anybody")
     forgotten = delete(world, "acme", anchors=anchors)
     assert (forgotten.buffer, forgotten.arriving, forgotten.anchors, forgotten.unattributed) == (4, 3, 1, 1)

@@ -1,0 +1,77 @@
+"""Move the target of a real vLLM inside this process, and print what it answers, and how it names its weights.
+
+    python run_moves.py '{"targets": [folder, folder], "draft": folder, "spool": folder, "prompts": [[ids], ...]}'
+
+Prints one line of JSON: a report for the start and each move, with `outputs` (token ids by prompt), `version`
+and `expected`, the index of the target that should answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "redraft", "OMP_NUM_THREADS": "1"}
+
+import torch
+from safetensors.torch import load_file
+
+from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
+
+NUM_TOKENS = 24
+
+
+def copy_in_place(wrapper: Any, folder: str) -> None:
+    """As trainers that send weights in the layout of the kernels: past all of vLLM's methods. The targets differ in the
+    embeddings only."""
+    with torch.no_grad():
+        table = load_file(f"{folder}/model.safetensors")["model.embed_tokens.weight"]
+        embed = wrapper.worker.model_runner.get_model().model.embed_tokens
+        embed.weight[: len(table)].copy_(table)
+
+
+def main(spec: dict[str, Any]) -> None:
+    os.environ |= {"REDRAFT_CAPTURE_SPOOL": spec["spool"]}
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=spec["targets"][0],
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=32 << 20,
+        max_num_seqs=8,
+        speculative_config={"model": spec["draft"], "method": "draft_model", "num_speculative_tokens": 3},
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    sampling.extra_args = {EXTRA_ARGS_KEY: Origin()._asdict()}
+    engine: Any = llm.llm_engine.engine_core
+    reports = []
+
+    def report(move: str, expected: int) -> None:
+        llm.reset_prefix_cache()
+        prompts: Any = [{"prompt_token_ids": ids} for ids in spec["prompts"]]
+        outputs = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, sampling, use_tqdm=False)]
+        status = llm.collective_rpc("redraft_status")[0]
+        reports.append({"move": move, "expected": expected, "outputs": outputs, "version": status["target_version"]})
+
+    report("start", 0)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": spec["targets"][1]})
+    report("reload", 1)
+    engine.engine_core.set_weight_version("step 17")
+    report("name", 1)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": spec["targets"][0]})
+    report("return", 0)
+    llm.collective_rpc(copy_in_place, args=(spec["targets"][1],))
+    for _ in range(64):  # one piece of the weights at each look
+        llm.collective_rpc("redraft_look")
+    report("copy", 1)
+    engine.shutdown()  # ends the worker, which ships all records
+    print("REPORT", json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
