@@ -70,6 +70,8 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
     server: Identifier | None = None
     """None if the records of several servers are counted together."""
     draft_version: Identifier
+    target_version: Identifier | None = None
+    """Weights of the server's target at this time; None for those of its folder."""
     domain: Label | None = None
     drafts: float
     """Target steps that verified a draft."""

@@ -153,11 +153,13 @@ class Account:
         version: str,
         *,
         server: str | None = None,
+        target_version: str | None = None,
         domain: str | None = None,
     ) -> None:
         self.journal.write(
             AcceptanceEntry(
                 server=server,
+                target_version=target_version or None,
                 draft_version=version or "none",
                 domain=domain and domain[:MAX_LABEL_CHARS],
                 drafts=accepted.num_drafts,

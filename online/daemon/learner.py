@@ -293,7 +293,9 @@ class Learner:
             self._report_off("swap_off", url, f"{url} cannot swap drafts", status.swap_off)
             self._report_off("server_note", url, url, "; ".join(status.notes))
             self._lost += one.lost
-            self.account.acceptance(one.since_last, one.status.draft_version, server=one.server.url)
+            self.account.acceptance(
+                one.since_last, status.draft_version, server=url, target_version=status.target_version
+            )
         accepted, self._accepted = self._accepted, {}
         for (domain, version), count in accepted.items():
             self.account.acceptance(count, version, domain=domain)

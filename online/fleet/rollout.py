@@ -18,6 +18,9 @@ of 70 requests say far less than 2000 separate ones. The groups are compared dom
 code than the control group looks neither better nor worse for it. Servers that miscount
 domains are compared by their totals.
 
+A trainer may move the target's weights meanwhile. A poll counts if all servers have the
+same weights at both ends, so a fleet that moves together is compared as any other.
+
 With a control group, before and after are never compared: traffic changes by the minute, and harder traffic would be
 held against the candidate. Neither function raises for a server's failure; both can be repeated after a kill.
 """
@@ -27,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -294,22 +298,27 @@ class _Polls:
         """Counts by domain, a row for every poll."""
         self.has_domains = True
         """Whether all servers count by domain."""
+        self.targets: set[str | None] = set()
+        """Weights of the target that were seen."""
         self._last: dict[FleetServer, WindowCounts] = {}
 
-    def add(self, counted: Mapping[FleetServer, WindowCounts]) -> None:
+    def add(self, counted: Mapping[FleetServer, WindowCounts], *, is_usable: bool = True) -> None:
+        """Take a reading. The time since the one before counts if it `is_usable`."""
         row = {ALL: AcceptanceCounts.zero()}
         for server in self.servers:
             if server not in counted:  # one that is left out keeps its earlier counts, but adds none
                 continue
             now, earlier = counted[server], self._last.get(server, NO_COUNTS)
             self._last[server] = now
+            self.targets.add(now.target)
             # Without any drafts, an empty `by_domain` is no miscount.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
             row[ALL] += _subtract(now.total, earlier.total)
             for domain, counts in now.by_domain.items():
                 more = _subtract(counts, earlier.by_domain.get(domain, AcceptanceCounts.zero()))
                 row[domain] = row.get(domain, AcceptanceCounts.zero()) + more
-        self.rows.append(row)
+        if is_usable:
+            self.rows.append(row)
 
     def select(self, domain: str) -> Array:
         """(drafts, accepted) of every poll, [P, 2]."""
@@ -362,21 +371,27 @@ async def _compare(
     # Looking at every poll would find an equal draft worse sooner or later: look again once the polls have doubled.
     # With a poll every 5 s, at the earliest after 80, 160, 320 and 640 s, and once more at the timeout.
     next_look = MIN_POLLS
+    was_one_target = _are_one(window.targets)
     while True:
         await asyncio.sleep(policy.poll_s)
         counted = await window.read()
         if canary not in counted:  # its counters started again, so nothing can be said about the candidate
             nothing = AcceptanceCounts.zero()
             return Comparison(nothing, nothing, Finding.FAILED, "it restarted, lost its draft or stopped answering")
-        ours.add(counted)
+        is_one_target = _are_one({one.target for one in counted.values()})
+        ours.add(counted, is_usable=is_one_target and was_one_target)
         if before is None:
-            theirs.add(counted)
+            theirs.add(counted, is_usable=is_one_target and was_one_target)
+        was_one_target = is_one_target
         taus = f"tau {_describe(ours.total)} against {_describe(theirs.total)}"
         # On an alarm, waiting for more drafts would only slow down more requests.
         if is_worse_than_control(ours.total, theirs.total):
             return Comparison(ours.total, theirs.total, Finding.WORSE, f"its draft is hardly accepted: {taus}")
         is_late = time.monotonic() > deadline_s
         has_enough = min(ours.total.num_drafts, theirs.total.num_drafts) >= policy.min_drafts
+        if has_enough and before is not None and len(ours.targets | before.targets) > 1:
+            # the gate has proven the gain, and a rollback for the trainer's doing would lose it
+            return Comparison(ours.total, theirs.total, Finding.PASSED, f"the target moved, so only accepted: {taus}")
         reason = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s: {taus}"
         if has_enough and (len(ours.rows) >= next_look or is_late):
             next_look = 2 * len(ours.rows)
@@ -388,6 +403,10 @@ async def _compare(
         # `keep_inconclusive`: compare until the interval decides
         if is_late:
             deadline_s = math.inf
+
+
+def _are_one(targets: set[str | None]) -> bool:
+    return len(targets) == 1 and None not in targets
 
 
 def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_paired: bool) -> tuple[Finding, str]:
@@ -412,6 +431,9 @@ async def _watch(done: Sequence[FleetServer], control: Sequence[FleetServer], po
     window = await Window.open([*done, *control])
     await asyncio.sleep(policy.watch_s)
     counted = await window.read()
+    # one server that a trainer has left behind, or moved first, is no reason to go back
+    common = Counter(one.target for one in counted.values()).most_common(1)
+    counted = {server: one for server, one in counted.items() if one.target == common[0][0]}
     ours, theirs = (
         sum((counted[server].total for server in group if server in counted), AcceptanceCounts.zero())
         for group in (done, control)

@@ -57,6 +57,7 @@ CAPTURE_DROP_REASONS = {
     "dropped_steps_queue_full": "queue_full",
     "steps_without_rows_queue_full": "queue_full_rows",
     "broken_requests_gap": "broken",
+    "broken_requests_target_unclear": "target_unclear",
     "dropped_records_spool": "spool_full",
     "evicted_files_spool_budget": "spool_evicted",
     "dropped_records_broker": "log_silent",
@@ -108,6 +109,7 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     draft_intact: bool
     target_intact: bool
     target_fingerprint: Identifier
+    target_version: Annotated[str, msgspec.Meta(pattern=r"^[!-~]*\Z", max_length=200)] | None = ""
     capture: dict[str, Any] | None = None
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITIONS)] = 0
     draft_sample_method: Annotated[str, msgspec.Meta(max_length=64)] | None = None
@@ -147,6 +149,8 @@ class Status:
     is_intact: bool
     """True if draft and target are as they were loaded, on all ranks."""
     target_fingerprint: str
+    target_version: str | None = ""
+    """LABEL@DIGEST of the target's weights; empty for the initial ones, None within an update."""
     drafting: Drafting | None = None
     """None if it has no draft."""
     lost: Mapping[str, int] = field(default_factory=dict)
@@ -163,6 +167,11 @@ class Status:
     """The draft's counts since the server started, without lookups and padding; None without a draft."""
     by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
     """The same by domain."""
+
+    @property
+    def target(self) -> str | None:
+        """Digest of the target's weights; as `target_version` without one."""
+        return self.target_version and self.target_version.rpartition("@")[2]
 
     def since(self, first: Status) -> AcceptanceCounts | None:
         """The draft's counts since an earlier status; None unless both count, and are of the same boot and draft."""
@@ -200,6 +209,7 @@ class FleetServer:
                 draft_version=body.draft_version,
                 is_intact=body.draft_intact and body.target_intact,
                 target_fingerprint=body.target_fingerprint,
+                target_version=body.target_version,
                 drafting=_read_drafting(body),
                 lost=_count_lost(body.capture or {}),
                 manifest_sha256=body.manifest_sha256,
@@ -440,6 +450,8 @@ class WindowCounts(NamedTuple):
     total: AcceptanceCounts
     by_domain: Mapping[str, AcceptanceCounts]
     """Empty if the server does not count by domain, or miscounts."""
+    target: str | None = ""
+    """Digest of the target's weights at the end; empty for those of the start, None within an update."""
 
 
 def _subtract_domains(
@@ -463,6 +475,11 @@ class Window:
         """A window over the answering servers."""
         return cls(await ask_all(servers))
 
+    @property
+    def targets(self) -> set[str | None]:
+        """Weights of the target at the opening."""
+        return {first.target for first in self._first.values()}
+
     async def read(self) -> dict[FleetServer, WindowCounts]:
         """Counts by server since the window opened.
 
@@ -474,7 +491,8 @@ class Window:
             first = self._first[server]
             difference = now.since(first)
             if difference is not None:
-                counted[server] = WindowCounts(difference, _subtract_domains(now.by_domain, first.by_domain))
+                domains = _subtract_domains(now.by_domain, first.by_domain)
+                counted[server] = WindowCounts(difference, domains, now.target)
         return counted
 
 

@@ -48,6 +48,8 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     tau: float
     """tau over the last RECENT_S of the curve, for the newest version."""
     points: list[Point]
+    target_version: str
+    """Newest weights of a server's target; empty for those of its folder."""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +154,12 @@ def build_curves(
         bucket[1] += entry.drafts
         bucket[2] += entry.accepted
     points = {key: _build_points(buckets) for key, buckets in sums.items()}
-    return [Curve(name=key, tau=_compute_recent_tau(found), points=found) for key, found in points.items() if found]
+    targets = {name(entry): entry.target_version or "" for entry in entries}
+    return [
+        Curve(name=key, tau=_compute_recent_tau(found), points=found, target_version=targets.get(key, ""))
+        for key, found in points.items()
+        if found
+    ]
 
 
 def rank_worst_first(drafts: float, accepted: float) -> float:

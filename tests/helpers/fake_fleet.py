@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from redraft.online.fleet.server import FleetServer, connected
 
@@ -44,6 +45,8 @@ class FakeServer:
     """Duration of a restart, in seconds."""
     intact: bool = True
     target_fingerprint: str = "target"
+    target_versions: Iterator[str | None] = field(default_factory=lambda: repeat(""))
+    """The version of the target's weights, by answer."""
     capture: dict[str, int] = field(default_factory=dict)
     """The counters of the server, as far as a test needs them."""
     drafting: dict[str, object] = field(default_factory=dict)
@@ -145,6 +148,7 @@ class FakeServer:
             "draft_intact": self.intact,
             "target_intact": True,
             "target_fingerprint": self.target_fingerprint,
+            "target_version": next(self.target_versions),
             "capture": self.capture,
             **({"drafts": self.count()} if self.version else {}),
             **({} if self.easy_share is None else {"domains": self.domains}),

@@ -5,6 +5,7 @@ import json
 import random
 from collections import defaultdict
 from dataclasses import replace
+from itertools import repeat
 
 import httpx
 import numpy as np
@@ -229,6 +230,54 @@ async def test_a_fleet_of_one_is_compared_with_itself_before():
     async with running(fake) as servers:
         assert not (await try_canary(servers, NEW, OLD, IMPATIENT)).passed
         assert fake.swaps == [], "without a measurement before there is nothing to compare with"
+
+
+class Trainer:
+    """Moves the target at every 13th reading, of whichever server, so that some polls fall into a move."""
+
+    def __init__(self):
+        self.num_readings = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.num_readings += 1
+        return f"{self.num_readings // 13}@{self.num_readings // 13:012x}"
+
+
+@in_event_loop
+async def test_a_fleet_whose_target_moves_together_is_compared_as_any_other():
+    for candidate, is_passed in ((NEW, True), ("worse", False)):
+        trainer, traffic = Trainer(), Traffic()
+        fakes = [FakeServer(traffic, target_versions=trainer) for _ in range(3)]
+        async with running(*fakes) as servers:
+            outcome = await try_canary(servers, candidate, OLD, QUICK)
+            assert outcome.passed is is_passed, outcome.reason
+
+
+@in_event_loop
+async def test_minutes_in_which_the_servers_have_different_weights_do_not_count():
+    """Where the canary alone has the new weights, its draft looks bad."""
+    traffic, ahead = Traffic(), Traffic(tau={NEW: 1.85, OLD: 1.85})
+    fakes = [FakeServer(ahead, target_versions=repeat("1@1"), easy_share=0.5)]
+    fakes += [FakeServer(traffic, easy_share=0.5) for _ in range(2)]
+    async with running(*fakes) as servers:
+        outcome = await try_canary(servers, NEW, OLD, IMPATIENT)
+        assert (outcome.passed, outcome.is_inconclusive) == (False, True), outcome.reason
+        assert "no drafts against no drafts" in outcome.reason
+
+
+@in_event_loop
+async def test_a_fleet_of_one_whose_target_moves_has_no_minutes_to_compare_with():
+    traffic = Traffic()
+    fake = FakeServer(traffic)
+    async with running(fake) as servers:
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, QUICK))
+        await until(lambda: fake.version == NEW)
+        traffic.tau[NEW], fake.target_versions = 1.5, repeat("1@1")
+        outcome = await rollout
+        assert (outcome.passed, "the target moved" in outcome.reason) == (True, True), outcome.reason
 
 
 @in_event_loop

@@ -150,6 +150,16 @@ def test_domains_do_not_count_twice(tmp_path: Path):
     assert {curve.name: curve.tau for curve in view.domains} == {"code": 4.0, "no domain": 3.0}
 
 
+def test_each_server_names_the_weights_of_its_target(tmp_path: Path):
+    journal, clock = make_empty(tmp_path)
+    for version in ("17@0123456789ab", "18@123456789abc"):
+        clock.now_s += 5
+        accept(journal, "v000001", 100, 2.0, "http://moves", target_version=version)
+        accept(journal, "v000001", 100, 2.0, "http://stays")
+    servers = {curve.name: curve.target_version for curve in look(journal, clock.now_s).servers}
+    assert servers == {"http://moves": "18@123456789abc", "http://stays": ""}
+
+
 def test_a_point_sums_counts_and_is_no_mean_of_means(tmp_path: Path):
     journal, clock = make_empty(tmp_path)
     accept(journal, "v000001", 100, 2.0)
