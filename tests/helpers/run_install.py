@@ -39,6 +39,8 @@ def failing(name: str, engine_worker: Any = None) -> Iterator[None]:
         plant = mock.patch.object(engine_worker.vllm_config.model_config, "model", "s3://bucket/target")
     elif name == "setting":
         plant = mock.patch.dict(os.environ, REDRAFT_CAPTURE_FRACTION="3")
+    elif name == "fingerprint":
+        plant = mock.patch.object(worker, "TargetFolder", side_effect=RuntimeError(f"{name} is broken"))
     else:
         plant = mock.patch.object(worker, name, side_effect=RuntimeError(f"{name} is broken"))
     with plant:

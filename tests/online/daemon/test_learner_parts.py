@@ -202,7 +202,7 @@ def test_the_target_itself_is_always_accepted_and_segments_of_a_request_are_adde
         num_accepted=scored[0].num_accepted + scored[1].num_accepted,
     )
     found = score_requests(target, iter(records), num_speculative_tokens=3, method="greedy", sequence_length=64)
-    assert found == {("boot", records[0].request_id): RequestScore("code", whole)}
+    assert found == {("boot", records[0].request_id): RequestScore("code", whole, records[0].target)}
 
 
 # --- settings
