@@ -403,7 +403,7 @@ for ours, theirs in zip(runs[0].trained, runs[1].trained, strict=True):
 def test_the_loss_alone_of_speculators_is_ours() -> None:
     pytest.importorskip("speculators")
     command = [sys.executable, "-c", IN_THE_INTERPRETER]
-    done = subprocess.run(command, env=model_runners.environment("v2"), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=model_runners.environment("v2"), capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -24,7 +24,7 @@ def open_in_chromium(page: Path, folder: Path, *flags: str) -> tuple[str, list[s
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}"]
     command += ["--virtual-time-budget=5000", "--enable-logging=stderr", f"--log-net-log={folder / 'net.json'}"]
     done = subprocess.run(
-        [*command, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        [*command, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=600, check=True
     )
     events = (event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"])
     asked = [e["url"] for e in events if "url" in e and e.get("initiator", "not an origin") != "not an origin"]

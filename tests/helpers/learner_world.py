@@ -93,7 +93,7 @@ QUICK = RolloutPolicy(
     warm_up_s=0, min_drafts=500, poll_s=0.02, watch_s=0.05, window_timeout_s=5, swap_timeout_s=3, rollback_timeout_s=3
 )
 
-ON_AN_ENGINE = replace(QUICK, poll_s=0.5, min_drafts=200, max_loss=0.5, window_timeout_s=60, swap_timeout_s=20)
+ON_AN_ENGINE = replace(QUICK, poll_s=0.5, min_drafts=200, max_loss=0.5, window_timeout_s=900, swap_timeout_s=300)
 """Settings for a real engine: every poll is costly, 200 drafts take seconds, and they tell tau to within 0.1."""
 
 ANYTHING = Policy(min_gain=-9, max_domain_loss=9, min_requests=5, min_domain_requests=5)

@@ -81,4 +81,4 @@ def run_with_hub(code: str, endpoint: str, home: Path, *arguments: str) -> subpr
     """Run Python code with the hub at `endpoint` and the cache in `home`. The hub's library reads both once."""
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

@@ -96,7 +96,7 @@ def _install(package: str, folder: Path) -> str:
         (partial / "requirements.txt").write_text(found.group() + "\n")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
         command += ["--target", str(partial), "--requirement", str(partial / "requirements.txt")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
         if done.returncode:
             return done.stderr.strip().splitlines()[-1]
         for file in partial.glob("torchvision/_meta_registrations.py"):

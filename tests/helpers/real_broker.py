@@ -35,7 +35,7 @@ class Broker:
         config.write_text(self._move_here() if self.shipped else self._configure())
         with log.open("a") as output:
             self.process = subprocess.Popen([find_broker(), "-c", str(config)], stdout=output, stderr=output)
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 300
         while not is_listening(self.port):
             assert self.process.poll() is None, log.read_text()[-2000:]
             assert time.monotonic() < deadline_s, "nats-server does not listen"

@@ -33,7 +33,7 @@ class Server:
         self.url, self.registry, self.spool, self.log = url, registry, spool, log
         self.http = httpx.Client(
             base_url=url,
-            timeout=120,
+            timeout=600,
             headers={"Authorization": f"Bearer {TOKEN}"},
             limits=httpx.Limits(keepalive_expiry=2),  # uvicorn closes idle connections after 5 s
         )
@@ -133,7 +133,7 @@ def running_server(
     finally:
         process.terminate()
         try:
-            process.wait(timeout=60)
+            process.wait(timeout=600)
         finally:
             with contextlib.suppress(ProcessLookupError):  # the remaining workers
                 os.killpg(process.pid, signal.SIGKILL)

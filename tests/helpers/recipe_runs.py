@@ -51,7 +51,7 @@ def run_as_user(arguments: Sequence[str]) -> Done:
     """`python recipes/train.py standalone ...`, which first imports for five seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, RECIPE, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=600)
+    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=1200)
 
 
 def run(arguments: Sequence[str]) -> Done:
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> Done:
 def kill_when(arguments: Sequence[str], condition: Callable[[], bool]) -> None:
     """Start the recipe and kill -9 it as soon as `condition` holds."""
     with forked(arguments) as (process, _):
-        deadline_s = time.monotonic() + 500
+        deadline_s = time.monotonic() + 1200
         while not condition():
             assert process.is_alive(), "it ended before it could be killed"
             assert time.monotonic() < deadline_s

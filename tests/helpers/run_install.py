@@ -94,7 +94,7 @@ def main(spec: dict[str, Any]) -> None:
     marked.extra_args = {EXTRA_ARGS_KEY: Origin()._asdict()}
     answer(20, 25, params=[sampling, marked])
     # After a failing checksum two captures are at work, and each ships in its own time.
-    wanted, deadline_s = 1 + ("checksum" in others), time.monotonic() + 60
+    wanted, deadline_s = 1 + ("checksum" in others), time.monotonic() + 600
     while len(records := read_records(Path(spec["spool"]))) < wanted:
         assert time.monotonic() < deadline_s, f"{len(records)} of {wanted} records arrived"
         time.sleep(0.1)

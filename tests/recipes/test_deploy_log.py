@@ -78,7 +78,7 @@ def trust(log: Broker) -> ssl.SSLContext:
 async def publish(log: Broker, num_records: int) -> None:
     publisher = Publisher(address(log), user(log, "servers"))
     publisher.write([encode_frame(make_record(number)) for number in itertools.islice(numbers, num_records)])
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 300
     while publisher.counts["published_records"] < num_records:
         assert time.monotonic() < deadline_s, publisher.status()
         await asyncio.sleep(0.02)
@@ -147,7 +147,7 @@ def test_a_client_that_asks_before_it_says_who_it_is_hears_nothing(log: Broker) 
         delete = f"PUB $JS.API.STREAM.DELETE.{STREAM} 0\r\n\r\n"
         writer.write(f"SUB redraft.> 1\r\n{delete}CONNECT {json.dumps({'verbose': False})}\r\nPING\r\n".encode())
         await publish(log, 3)
-        answer = await asyncio.wait_for(reader.read(), 10)  # to the end: the broker hangs up
+        answer = await asyncio.wait_for(reader.read(), 120)  # to the end: the broker hangs up
         assert b"MSG" not in answer
         assert b"Authorization Violation" in answer
         assert await count_stored(log) == before + 3
@@ -176,7 +176,7 @@ def test_the_servers_key_cannot_read_a_record_or_touch_the_stream(log: Broker) -
             ears = [">", "redraft.>", "_INBOX.>", "_INBOX.learner.>", "$JS.>", "$JS.API.CONSUMER.MSG.NEXT.>"]
             for subject in ears:
                 await client.subscribe(subject, cb=keep)
-            deadline_s = time.monotonic() + 10
+            deadline_s = time.monotonic() + 300
             while len(refused) < len(ears):
                 assert time.monotonic() < deadline_s, refused
                 await asyncio.sleep(0.02)

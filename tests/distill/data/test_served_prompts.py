@@ -63,7 +63,7 @@ def render(server: VllmServer, **request: Any) -> list[int] | str:
     headers = {"content-type": "application/json"}
     posted = urllib.request.Request(f"{server.url}/v1/chat/completions/render", body, headers)
     try:
-        with urllib.request.urlopen(posted, timeout=60) as response:
+        with urllib.request.urlopen(posted, timeout=600) as response:
             ids: list[int] = json.load(response)["token_ids"]
     except urllib.error.HTTPError as error:
         return error.read().decode()

@@ -119,7 +119,7 @@ def test_whatever_stands_in_for_a_server_that_starts_it_is_used_again_when_it_is
         asking = asyncio.create_task(ask(endpoints, 2))
         await until(lambda: server.probes >= 4)
         server.status, server.listing = 200, None
-        assert await asyncio.wait_for(asking, 10) == [0, 1]
+        assert await asyncio.wait_for(asking, 120) == [0, 1]
 
     with teaching() as server:
         asyncio.run(through_a_start(server))
@@ -139,7 +139,7 @@ def test_a_check_that_an_unexpected_answer_breaks_is_made_again() -> None:
         asking = asyncio.create_task(ask(endpoints, 2))
         await until(lambda: endpoints.members[0].is_dead)
         server.status = 200
-        assert await asyncio.wait_for(asking, 10) == [0, 1]
+        assert await asyncio.wait_for(asking, 120) == [0, 1]
         assert len(checked) == 3
 
     with teaching() as server:
@@ -154,7 +154,7 @@ def test_patience_ends_though_nothing_changes(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Endpoints, "_probe", probe_for_ever)
     with teaching(Teacher(status=503)) as server, pytest.raises(ConnectionError, match="no server has answered"):
-        asyncio.run(asyncio.wait_for(ask(make_endpoints([server]), 2), 20))
+        asyncio.run(asyncio.wait_for(ask(make_endpoints([server]), 2), 120))
 
 
 def test_a_server_may_be_dead_for_days() -> None:

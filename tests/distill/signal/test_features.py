@@ -650,7 +650,7 @@ def test_nothing_is_written_for_a_trainer_that_is_gone(states_server: VllmServer
                 asked = [http.post("/v1/completions", json=body, timeout=wait_s) for _ in range(12)]
                 gone = await asyncio.gather(*asked, return_exceptions=True)
                 assert all(isinstance(error, httpx.TimeoutException) for error in gone)
-            answer = await http.post("/v1/completions", json=body | {"max_tokens": 1}, timeout=60)
+            answer = await http.post("/v1/completions", json=body | {"max_tokens": 1}, timeout=600)
         url = answer.json()["kv_transfer_params"]["hidden_states"]
         await asyncio.to_thread(take_all, url)
         left.extend(Path(url).parent.iterdir())

@@ -62,7 +62,7 @@ def test_a_client_that_keeps_its_connection_does_not_keep_the_server(name):
                 began_s = time.monotonic()
                 server.stdin.write("\n")
                 server.stdin.flush()
-                assert server.wait(timeout=60) == 0
-                assert time.monotonic() - began_s < ending.ENDING_S + 20
+                assert server.wait(timeout=600) == 0
+                assert time.monotonic() - began_s < ending.ENDING_S + 120
         finally:
             server.kill()

@@ -110,7 +110,7 @@ def test_another_clients_requests_are_noticed(engine_with_draft: VllmServer):
     def intrude() -> None:
         request = {"model": engine_with_draft.model, "prompt": [20, 21, 22], "max_tokens": 8, "temperature": 0}
         while not done.is_set():
-            httpx.post(f"{engine_with_draft.url}/v1/completions", json=request, timeout=60)
+            httpx.post(f"{engine_with_draft.url}/v1/completions", json=request, timeout=600)
 
     intruder = threading.Thread(target=intrude)
     intruder.start()

@@ -21,7 +21,7 @@ time.sleep(600)
 
 
 def wait_for(log: Path, *words: str) -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not all(word in (text := log.read_text() if log.exists() else "") for word in words):
         assert time.monotonic() < deadline, text
         time.sleep(0.05)
@@ -37,7 +37,7 @@ def is_running(pid: int) -> bool:
 
 def wait_until_gone(pid: int) -> None:
     """Wait until the process is gone. A killed one takes a moment; one that was not killed would sleep for minutes."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while is_running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)

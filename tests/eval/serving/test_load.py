@@ -221,13 +221,13 @@ def test_every_request_carries_its_sampling(engine_with_draft: VllmServer, tmp_p
 
     class Relay(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(httpx.get(engine_with_draft.url + self.path, timeout=30))
+            self._answer(httpx.get(engine_with_draft.url + self.path, timeout=600))
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if self.path == "/v1/completions":  # the generator asks for token ids, too
                 seen.append(json.loads(body))
-            self._answer(httpx.post(engine_with_draft.url + self.path, content=body, headers=JSON, timeout=30))
+            self._answer(httpx.post(engine_with_draft.url + self.path, content=body, headers=JSON, timeout=600))
 
         def _answer(self, response: httpx.Response) -> None:
             self.send_response(response.status_code)

@@ -39,7 +39,7 @@ def test_a_wait_ends_with_its_own_event_only():
         await asyncio.sleep(0.01)
         assert not waiting.done()
         inbox.post(Move(Event.RESUME))
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, 60)
 
     asyncio.run(main())
 

@@ -33,12 +33,12 @@ def test_a_server_ends_after_its_engine_though_a_call_was_running(random_target,
 
         def ask() -> None:
             with suppress(httpx.HTTPError):
-                server.http.get("/redraft/status", timeout=60)
+                server.http.get("/redraft/status", timeout=600)
 
         engine.send_signal(signal.SIGSTOP)  # so that the call is running when it dies
         asking = threading.Thread(target=ask)
         asking.start()
         time.sleep(1)
         engine.send_signal(signal.SIGKILL)
-        process.wait(timeout=60)
+        process.wait(timeout=600)
         asking.join()

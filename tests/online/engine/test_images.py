@@ -49,7 +49,7 @@ def test_answers_are_those_of_transformers_before_and_after_a_swap(served):
     report, folder, within = served
     assert report["result"]["ok"], report["result"]
     assert report["status"]["target_intact"]
-    texts = torch.load(folder / "texts.pt")
+    texts = torch.load(folder / "texts.pt", weights_only=True)
     assert len(texts) == 6
     for text in texts:
         assert float(text["behind_N"].max()) <= (1e-3 if within < 0.05 else 0.25)
@@ -64,7 +64,9 @@ def test_states_are_recorded_from_the_first_token_after_the_last_image(served):
     assert counts["captured_requests"] == 6
     assert not [name for name in counts if name.startswith(("errors", "broken", "skipped")) and counts[name]], counts
     config = load_config(folder / "target")
-    texts = {tuple(text["ids"].tolist()): text["states_TLD"] for text in torch.load(folder / "texts.pt")}
+    texts = {
+        tuple(text["ids"].tolist()): text["states_TLD"] for text in torch.load(folder / "texts.pt", weights_only=True)
+    }
     begins = []
     for record in read_records(folder):
         ids = np.concatenate([record.context_ids, record.output_ids])

@@ -18,7 +18,7 @@ from redraft.online.records.origin import Origin, read_origin_arguments
 def run_install(target, draft, spool, *failures):
     spec = {"target": str(target), "draft": str(draft), "spool": str(spool), "failures": failures}
     script = Path(__file__).parents[2] / "helpers/run_install.py"
-    result = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=600)
+    result = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=1500)
     line = next((line for line in result.stdout.splitlines() if line.startswith("REPORT")), None)
     assert line, result.stderr[-3000:]
     return json.loads(line.removeprefix("REPORT"))

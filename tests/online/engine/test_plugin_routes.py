@@ -145,7 +145,7 @@ def test_no_request_outlives_the_engine(registry, method):
     answer = client.post("/redraft/swap", json={"version": "v000002"})
     assert answer.status_code == 503
     assert "the engine has died" in answer.text
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 60
 
 
 def test_a_swap_pauses_loads_on_all_ranks_and_names_the_version(registry):

@@ -10,7 +10,7 @@ from redraft.online.fleet.server import Window, connected, converge, reconcile
 
 pytestmark = pytest.mark.vllm
 
-POLICY = RolloutPolicy(warm_up_s=0.1, min_drafts=40, poll_s=0.2, window_timeout_s=60, watch_s=0.1)
+POLICY = RolloutPolicy(warm_up_s=0.1, min_drafts=40, poll_s=0.2, window_timeout_s=900, watch_s=0.1)
 
 
 async def traffic(server):
@@ -23,7 +23,7 @@ async def traffic(server):
 
 async def roll_out_under_traffic(server, candidate, incumbent):
     async with connected({server.url: TOKEN}) as servers:
-        await converge(servers, incumbent, 60)
+        await converge(servers, incumbent, 600)
         requests = asyncio.ensure_future(traffic(server))
         try:
             outcome = await try_canary(servers, candidate, incumbent, POLICY)

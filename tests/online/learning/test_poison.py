@@ -631,7 +631,7 @@ def test_a_message_that_is_no_record_does_not_end_the_connection(broker, buffer,
         await source.close()
         return counts
 
-    counts = asyncio.run(asyncio.wait_for(script(), 20))
+    counts = asyncio.run(asyncio.wait_for(script(), 300))
     assert counts == Counter({"stored": 1, "later_layout": 2, "corrupt": 1 if data else 0}) + Counter()
 
 

@@ -505,4 +505,4 @@ def test_a_client_that_keeps_its_connection_does_not_keep_the_page(tmp_path: Pat
             await client.drain()
         client.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 300))

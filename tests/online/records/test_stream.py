@@ -190,7 +190,7 @@ async def test_the_subject_says_fleet_and_domain(broker, nats_config, buffer):
     domains = ["code", "", "a.b *>\n"]
     await publish(broker, nats_config, *(make_record(i, domain=domain) for i, domain in enumerate(domains)))
     for _ in domains:
-        message = await subscription.next_msg(timeout=5)
+        message = await subscription.next_msg(timeout=120)
         seen.append((message.subject, decode_record(message.data).domain))
     await client.close()
     await source.close()

@@ -95,7 +95,7 @@ async def routed(folder, **config):
     async with served(app) as front:
         them.port = front.port
         async with (
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", timeout=20) as them.http,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", timeout=120) as them.http,
             httpx.AsyncClient(transport=httpx.ASGITransport(admin_app), base_url="http://admin") as them.admin,
         ):
             if config.tap.is_on:
@@ -235,7 +235,7 @@ async def test_events_arrive_as_they_are_sent(tmp_path):
     async with routed(tmp_path) as them:
         async with them.http.stream("POST", PATH, json={"stream": True}) as answer:
             chunks = answer.aiter_raw()
-            first = await asyncio.wait_for(anext(chunks), 5)  # the server holds back the second chunk
+            first = await asyncio.wait_for(anext(chunks), 120)  # the server holds back the second chunk
             assert first == event({"id": "cmpl-1", "model": None, "choices": [make_choice("general")]})
             them.general.gate.set()
             rest = b"".join([chunk async for chunk in chunks])

@@ -37,7 +37,7 @@ def test_the_plugins_records_carry_the_domain_that_the_router_found(server, clus
 
     async def main():
         config = RouterConfig(fleet=tmp_path / "fleet.toml", clusters=clusters)
-        async with served(build_router(config)[0]) as front, httpx.AsyncClient(timeout=60) as http:
+        async with served(build_router(config)[0]) as front, httpx.AsyncClient(timeout=600) as http:
             url = f"http://127.0.0.1:{front.port}"
             through, direct = [], []
             for prompt in (CODE, TALE):

@@ -125,7 +125,7 @@ class RunningTap:
         wait_until(lambda: self.server.started)
         wait_until(lambda: tap.checks.verdicts)
         port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
 
     def counts(self):
         return self.tap.status()
@@ -184,7 +184,7 @@ def answer_of(http, path, body):
 def test_the_client_gets_what_it_would_have_got(server, tap, kind):
     server.swap(server.copy)
     path, body = make_bodies()[kind]
-    direct = answer_of(httpx.Client(base_url=server.url, timeout=120), path, body)
+    direct = answer_of(httpx.Client(base_url=server.url, timeout=600), path, body)
     tapped = answer_of(tap.http, path, body)
     if body.get("stream"):  # How the text is cut into events depends on timing; the content does not.
         assert joined(tapped) == joined(direct)
@@ -228,7 +228,7 @@ def test_what_it_records_is_the_targets_distribution(server, tap, random_target)
 
 @pytest.mark.vllm
 def test_errors_and_other_routes_pass_through(server, tap):
-    direct = httpx.Client(base_url=server.url, timeout=60)
+    direct = httpx.Client(base_url=server.url, timeout=600)
     for path, body in (("/v1/completions", {"model": "nobody", "prompt": "x"}), ("/v1/completions", {"model": "m"})):
         wanted, got = direct.post(path, json=body), tap.http.post(path, json=body)
         assert got.status_code == wanted.status_code >= 400

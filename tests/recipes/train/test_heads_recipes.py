@@ -310,7 +310,8 @@ def test_a_head_continues_from_an_exported_one(random_target: Path, data: Path, 
 
 def test_a_head_that_continues_is_recomputed_as_this_run_asks() -> None:
     cfg = HeadConfig(start_from=Path("head"), head=eagle3.Config(num_steps=5, recompute=True))
-    run = SimpleNamespace(cfg=cfg, load=lambda _: SimpleNamespace(config=eagle3.Config(num_steps=3)))
+    trained = SimpleNamespace(config=eagle3.Config(num_steps=3))
+    run = SimpleNamespace(cfg=cfg, load=lambda *_, **__: trained, opened=SimpleNamespace(fingerprint="target"))
     head = start(run)  # type: ignore[arg-type]
     assert (head.config.num_steps, head.config.recompute) == (3, True), "the rest is as it was trained"
 
