@@ -20,7 +20,7 @@ Count = int | float
 
 
 def conditional(acceptance_per_position: Sequence[float]) -> list[float]:
-    """a_j = c_j / c_{j-1}, ; 0 if no draft reached position j - 1."""
+    """a_j = c_j / c_{j-1}; 0 if no draft reached position j - 1."""
     # c_0 = 1: every draft reaches the first position. [0.8, 0.4] gives [0.8, 0.5].
     before = [1.0, *acceptance_per_position[:-1]]
     return [now / earlier if earlier else 0.0 for now, earlier in zip(acceptance_per_position, before, strict=True)]

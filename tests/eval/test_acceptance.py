@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
+from operator import mul
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
-from redraft.eval.counts import AcceptanceCounts, conditional, cumulative, simulate_blocks, tau
+from redraft.eval.counts import AcceptanceCounts, conditional, simulate_blocks, tau
 
 
 def test_alpha_is_one_minus_total_variation():
@@ -35,6 +37,11 @@ def test_probabilities_are_softmax_at_a_temperature_and_one_hot_at_zero():
     assert probabilities(logits, 2.0).tolist() == [pytest.approx([0.2, 0.4, 0.4])]
     assert probabilities(logits, 0.0).tolist() == [[0.0, 1.0, 0.0]]
     assert probabilities(logits.bfloat16(), 1.0).dtype == torch.float32
+
+
+def cumulative(rates: list[float]) -> list[float]:
+    """Acceptance by position from the rate of each position, given that the positions before it were accepted."""
+    return list(accumulate(rates, mul))
 
 
 def test_tau_of_independent_tokens_is_leviathans_formula():

@@ -25,6 +25,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "draft/model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_ends_with_the_weights_and_metrics_of_an_unbroken_one(command, tmp_path):
     whole = run(command("whole"))
     assert whole.returncode == 0, whole.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,18 @@ ON_V2: dict[str, Callable[[Path], Served]] = {
 }
 """Run by vLLM's V2 model runner, which most GPUs have by default and DSpark always needs."""
 
+QUICK = [
+    "eagle1: granite",
+    "eagle3: gpt-oss",
+    "eagle3: two layers, norm before residual, speculators",
+    "medusa",
+    "dflash: reduced vocabulary, a longer block than is served",
+    "peagle: one layer, reduced vocabulary, norms, speculators",
+    "mtp: in a folder of its own",
+    "standalone",
+]
+"""Each family once, with the options that are most often wrong. An engine takes as long as fifty other tests."""
+
 
 def engine_run(served: Served, **options: Any) -> EngineRun:
     _, _, target, speculative = served
@@ -196,22 +208,32 @@ def engine_run(served: Served, **options: Any) -> EngineRun:
     return EngineRun(target=str(target), speculative_config=speculative, prompts=PROMPTS, **options)
 
 
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Served, Dump]]:
+Dumps = dict[str, tuple[Served, Dump]]
+
+
+def run_variants(
+    makers: Mapping[str, Callable[[Path], Served]], folder: Path, environment: dict[str, str] | None = None
+) -> Dumps:
     """Every variant, run by one engine after the other in one process."""
-    folder = tmp_path_factory.mktemp("parity")
-    served = {name: make(folder / str(i)) for i, (name, make) in enumerate(VARIANTS.items())}
-    ran = run_engine([engine_run(each) for each in served.values()], folder)
-    return {name: (each, dump) for (name, each), dump in zip(served.items(), ran, strict=True)}
-
-
-@pytest.fixture(scope="module")
-def dumps_of_v2(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Served, Dump]]:
-    environment = model_runners.environment("v2")
-    folder = tmp_path_factory.mktemp("parity-v2")
-    served = {name: make(folder / str(i)) for i, (name, make) in enumerate(ON_V2.items())}
+    served = {name: make(folder / str(i)) for i, (name, make) in enumerate(makers.items())}
     ran = run_engine([engine_run(each) for each in served.values()], folder, environment)
     return {name: (each, dump) for (name, each), dump in zip(served.items(), ran, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Dumps:
+    return run_variants({name: VARIANTS[name] for name in QUICK}, tmp_path_factory.mktemp("parity"))
+
+
+@pytest.fixture(scope="module")
+def further_dumps(tmp_path_factory: pytest.TempPathFactory) -> Dumps:
+    further = {name: make for name, make in VARIANTS.items() if name not in QUICK}
+    return run_variants(further, tmp_path_factory.mktemp("further-parity"))
+
+
+@pytest.fixture(scope="module")
+def dumps_of_v2(tmp_path_factory: pytest.TempPathFactory) -> Dumps:
+    return run_variants(ON_V2, tmp_path_factory.mktemp("parity-v2"), model_runners.environment("v2"))
 
 
 def assert_serving_sees_what_training_saw(family: str, served: Served, dump: Dump) -> None:
@@ -222,13 +244,19 @@ def assert_serving_sees_what_training_saw(family: str, served: Served, dump: Dum
     assert compare(draft, family, signal, dump) == []
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_serving_sees_what_training_saw(name: str, dumps: dict[str, tuple[Served, Dump]]) -> None:
+@pytest.mark.parametrize("name", QUICK)
+def test_serving_sees_what_training_saw(name: str, dumps: Dumps) -> None:
     assert_serving_sees_what_training_saw(name.split(":")[0], *dumps[name])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in QUICK])
+def test_serving_sees_what_training_saw_with_further_options(name: str, further_dumps: Dumps) -> None:
+    assert_serving_sees_what_training_saw(name.split(":")[0], *further_dumps[name])
+
+
 @pytest.mark.parametrize("name", ["eagle1: granite", "eagle3: gpt-oss"])
-def test_the_output_is_that_of_transformers(name: str, dumps: dict[str, tuple[Served, Dump]]) -> None:
+def test_the_output_is_that_of_transformers(name: str, dumps: Dumps) -> None:
     (_, model, _, _), dump = dumps[name]
     for prompt, output in zip(PROMPTS, dump.outputs, strict=True):
         ids = list(prompt)
@@ -240,7 +268,7 @@ def test_the_output_is_that_of_transformers(name: str, dumps: dict[str, tuple[Se
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ON_V2)
-def test_serving_by_v2_sees_what_training_saw(name: str, dumps_of_v2: dict[str, tuple[Served, Dump]]) -> None:
+def test_serving_by_v2_sees_what_training_saw(name: str, dumps_of_v2: Dumps) -> None:
     served, dump = dumps_of_v2[name]
     assert_serving_sees_what_training_saw(name.split(":")[0], served, dump)
     estimates = sum(len(block.confidence) for block in dump.recorded())
@@ -258,9 +286,7 @@ def test_serving_by_v2_sees_what_training_saw(name: str, dumps_of_v2: dict[str, 
         ("norm.weight", "step 1"),
     ],
 )
-def test_another_dspark_head_than_the_one_served_is_told(
-    tensor: str, kind: str, dumps_of_v2: dict[str, tuple[Served, Dump]]
-) -> None:
+def test_another_dspark_head_than_the_one_served_is_told(tensor: str, kind: str, dumps_of_v2: Dumps) -> None:
     (head, model, _, _), dump = dumps_of_v2["dspark: from the anchor"]
     other = copy.deepcopy(head)
     with torch.no_grad():

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from fastapi import HTTPException
+from real_server import COPY, NOISY, RANDOM
 from safetensors.torch import load_file, save_file
 from starlette.requests import Request
-from swapping import run_swaps
+from swapping import run_engines, run_swaps
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -383,12 +384,21 @@ def test_the_status_names_draft_target_and_engine(server, random_target):
     assert status["vllm_version"].startswith("0.")
 
 
+@pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.slow)])
+def half_way_and_asleep(request, random_target, registry):
+    """Reports of two engines in one process: a load fails half-way in one, the other sleeps."""
+    random, copy, noisy = (str(registry / version) for version in (RANDOM, COPY, NOISY))
+    swaps = {
+        copy: [["fail", random], ["restore"]],
+        noisy: [["forget", random], ["load", copy], ["sleep", 1, random], ["sleep", 2, random]],
+    }
+    served = {"target": str(random_target), "method": "draft_model"}
+    return run_engines([served | {"draft": draft, "swaps": each} for draft, each in swaps.items()], request.param)
+
+
 @pytest.mark.vllm
-@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
-def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target, registry, runner):
-    good, other = registry / "v000002", registry / "v000001"
-    swaps = [["fail", str(other)], ["restore"]]
-    start, failed, restored = run_swaps(random_target, good, "draft_model", swaps, runner)
+def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(half_way_and_asleep):
+    start, failed, restored = half_way_and_asleep[0]
     assert failed["result"] == {"ok": False, "touched": True, "error": "OSError: the disk went away"}
     assert failed["status"]["draft_intact"] is False
     assert restored["result"]["ok"]
@@ -399,11 +409,8 @@ def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(random_target,
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.slow)])
-def test_the_draft_is_there_again_after_sleep(random_target, registry, runner):
-    random, noisy, copy = (str(registry / version) for version in ("v000001", "v000003", "v000002"))
-    swaps = [["forget", random], ["load", copy], ["sleep", 1, random], ["sleep", 2, random]]
-    start, forgotten, swapped, light, deep = run_swaps(random_target, noisy, "draft_model", swaps, runner)
+def test_the_draft_is_there_again_after_sleep(half_way_and_asleep):
+    start, forgotten, swapped, light, deep = half_way_and_asleep[1]
     assert forgotten["accepted"] < start["accepted"] < swapped["accepted"], "what level 2 would do without us"
     for level, report in enumerate((light, deep), 1):
         assert report["accepted"] == swapped["accepted"]

@@ -43,6 +43,7 @@ def test_the_model_comes_from_the_hub_and_is_kept(tmp_path: Path) -> None:
     assert again.stdout.strip() == str(folder)
 
 
+@pytest.mark.slow
 def test_half_a_model_of_the_hub_is_not_kept(tmp_path: Path) -> None:
     """A file that the hub does not give, and then no hub: the hub's cache holds the other file."""
     with serve_model(FILES, broken="model.safetensors", model=ON_HUB) as hub:

@@ -162,8 +162,7 @@ def test_causal_attention_computes_the_scores_up_to_the_diagonal() -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        # It takes four times as long as any other.
-        pytest.param(name, marks=pytest.mark.slow) if name == "peagle" else name
+        name if name in ("standalone", "eagle3", "dflash") else pytest.param(name, marks=pytest.mark.slow)
         for name in get_args(FamilyName)
     ],
 )
@@ -182,6 +181,7 @@ def test_a_count_in_float32_is_the_same_too() -> None:
     assert real.memory[GRADIENTS] == real.gradient_bytes == real.memory[DRAFT_WEIGHTS] - 128 * 8  # beside the ids
 
 
+@pytest.mark.slow
 def test_a_count_with_muon_is_the_same_too() -> None:
     plan = plan_for("eagle3", optimizer="muon")
     weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
@@ -211,7 +211,7 @@ def test_the_targets_signal_is_in_memory_during_the_backward_pass(monkeypatch: p
 
     monkeypatch.setattr(bench_step, "_source", make_watched)
     monkeypatch.setattr(torch.autograd, "backward", backward)
-    count_step(plan_for("peagle", features="in-process"))
+    count_step(plan_for("dflash", features="in-process"))
     assert alive == [True]
 
 
@@ -497,6 +497,7 @@ def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> 
     assert told["tokens_per_s"]["H100"] == pytest.approx(256 / (seconds + all_reduce_s(step.gradient_bytes, 2, H100)))
 
 
+@pytest.mark.slow
 def test_the_tables_say_what_does_not_fit_and_what_would() -> None:
     cfg = Counting(target="llama-3.3-70b", devices=8, batch_size=1, sequence_length=64, tokens=1e9)
     result = count(cfg)
@@ -544,6 +545,7 @@ def test_known_sizes_are_those_of_the_models() -> None:
             assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer() -> None:
     told = report(Counting(family="mtp", batch_size=1, sequence_length=64))[1]
     assert (told["target"], told["family"]) == ("mimo-7b", "mtp")
@@ -577,7 +579,7 @@ def test_numbers_that_make_no_training_are_refused() -> None:
             Counting(**flags)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", [name for name in get_args(FamilyName) if name != "peagle"])
 def test_the_closed_form_is_what_a_step_keeps(family: str, optimizer: Any) -> None:
     """Beside ids of a reduced vocabulary and AdamW's counts of steps."""
@@ -598,7 +600,7 @@ def test_hidden_states_for_a_standalone_draft_are_counted() -> None:
             Counting(exact=True, **flags)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", ["eagle3", "standalone"])
+@pytest.mark.parametrize("family", ["standalone", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_activations_that_are_computed_again_are_no_model_flops(family: str) -> None:
     plan = plan_for(family)
     again = replace(plan, gradient_checkpointing=True)
@@ -609,6 +611,7 @@ def test_activations_that_are_computed_again_are_no_model_flops(family: str) -> 
     assert count_model_flops(plan, count_step(plan)) == count_flops(count_step(plan))
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_computes_activations_again_and_then_has_fewer_rows(
     tiny_target: str,
 ) -> None:
@@ -660,6 +663,7 @@ def test_a_step_runs_with_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> No
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
     tiny_target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

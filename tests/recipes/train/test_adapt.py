@@ -65,7 +65,10 @@ def run_once(name: str, target: Path, data: Path, output: Path) -> Path:  # noqa
     return output / "draft"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("eagle3", "medusa", "mtp") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 def test_a_head_of_every_family_is_adapted_to_other_weights(
     name: str,
     random_target: Path,
