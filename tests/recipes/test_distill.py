@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_runs import build_command, kill_when, run, run_as_user
+from recipe_runs import build_command, kill_when, run
 from safetensors.torch import load_file
 
 from redraft.heads.files.artifact import verify
@@ -49,7 +49,7 @@ def test_a_folder_that_holds_a_run_is_refused_without_resume_or_overwrite(comman
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/run.json").write_text("{}")
     (tmp_path / "taken/metrics.jsonl").write_text('{"step": 1}')
-    refused = run_as_user(command("taken"))
+    refused = run(command("taken"))
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith("redraft: ")
     assert "--resume" in refused.stderr

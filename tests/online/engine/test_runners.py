@@ -224,7 +224,7 @@ CASES = {
 PLAIN = make_prompts(20, 12, 33, seed=5)
 
 PAIRS = [
-    pytest.param(("eagle3", True), id="eagle3-async"),
+    pytest.param(("eagle3", True), id="eagle3-async", marks=pytest.mark.slow),
     pytest.param(("eagle3", False), id="eagle3-sync", marks=pytest.mark.slow),
     pytest.param(("draft_model", True), id="draft_model-async", marks=pytest.mark.slow),
     pytest.param(("draft_model", False), id="draft_model-sync", marks=pytest.mark.slow),

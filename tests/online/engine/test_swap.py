@@ -455,6 +455,7 @@ def eagles(random_target, tmp_path):
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_what_a_head_shares_with_the_target_is_never_written(random_target, eagles):
     first, second, own = eagles

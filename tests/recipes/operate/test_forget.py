@@ -98,14 +98,6 @@ def test_two_long_names_with_one_beginning_are_two_tenants():
     assert to_label(first) != to_label(second)
 
 
-@pytest.mark.parametrize("name", ["Zürich AG", "tenant-" + 64 * "a"])
-def test_records_that_an_earlier_release_stored_under_another_name_are_found(world, some, name):
-    former = name.encode().decode("latin-1")[:MAX_LABEL_CHARS]
-    fill(world, of(to_label(name), some[:3]) + of(former, some[3:5]))
-    assert delete(world, name).buffer == 5
-    assert delete(world, name).num_records == 0
-
-
 # --- reach
 
 
