@@ -332,6 +332,13 @@ class _Polls:
         return {name: self.select(name) for name in names}
 
     @property
+    def can_be_compared(self) -> bool:
+        """Whether a domain has as many drafts as a comparison by domain takes from this group."""
+        return not self.has_domains or any(
+            polls_P2[:, 0].sum() >= MIN_DOMAIN_DRAFTS for polls_P2 in self.by_domain.values()
+        )
+
+    @property
     def total(self) -> AcceptanceCounts:
         drafts, accepted = self.select(ALL).sum(0).tolist()
         return AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)
@@ -352,7 +359,7 @@ async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls |
             return "it restarted, lost its draft or stopped answering"
         polls.add(counted)
         has_enough = polls.total.num_drafts >= policy.min_drafts
-        if has_enough and len(polls.rows) >= MIN_POLLS:
+        if has_enough and polls.can_be_compared and len(polls.rows) >= MIN_POLLS:
             low, high = estimate_accepted(polls.select(ALL)).interval(policy.confidence)
             if high - low < policy.max_loss:
                 return polls
@@ -379,10 +386,10 @@ async def _compare(
             nothing = AcceptanceCounts.zero()
             return Comparison(nothing, nothing, Finding.FAILED, "it restarted, lost its draft or stopped answering")
         is_one_target = _are_one({one.target for one in counted.values()})
-        ours.add(counted, is_usable=is_one_target and was_one_target)
+        is_usable, was_one_target = is_one_target and was_one_target, is_one_target
+        ours.add(counted, is_usable=is_usable)
         if before is None:
-            theirs.add(counted, is_usable=is_one_target and was_one_target)
-        was_one_target = is_one_target
+            theirs.add(counted, is_usable=is_usable)
         taus = f"tau {_describe(ours.total)} against {_describe(theirs.total)}"
         # On an alarm, waiting for more drafts would only slow down more requests.
         if is_worse_than_control(ours.total, theirs.total):

@@ -81,6 +81,15 @@ async def test_a_canary_worse_than_the_control_group_is_taken_back():
 
 
 @in_event_loop
+async def test_a_lone_server_is_measured_until_a_domain_can_be_compared():
+    """Its counts before the swap do not grow afterwards: with too few in each domain, no look would decide."""
+    policy = replace(QUICK, min_drafts=100, max_loss=0.5)
+    async with running(FakeServer(Traffic(drafts_per_reading=12), easy_share=0.5)) as servers:
+        outcome = await try_canary(servers, NEW, OLD, policy)
+    assert outcome.passed, outcome.reason
+
+
+@in_event_loop
 async def test_traffic_that_gets_harder_at_the_swap_is_not_held_against_the_canary():
     """Compared before and after, the good candidate would look 0.5 worse; over the same window it is 0.5 better."""
     traffic = Traffic()
