@@ -153,7 +153,7 @@ async def try_canary(servers: Sequence[FleetServer], candidate: str, incumbent: 
     if not swapped.is_complete:
         return await _roll_back(servers, incumbent, f"the canary did not take {candidate}: {swapped}", policy)
     await asyncio.sleep(policy.warm_up_s)
-    compared = await _compare(canary, control, before, policy)
+    compared = await _compare(canary, candidate, control, before, policy)
     if compared.finding is not Finding.PASSED:
         back = await _roll_back(servers, incumbent, f"canary {canary.url}: {compared}", policy, compared)
         return replace(back, is_inconclusive=compared.finding is Finding.INCONCLUSIVE)
@@ -369,7 +369,11 @@ async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls |
 
 
 async def _compare(
-    canary: FleetServer, control: Sequence[FleetServer], before: _Polls | None, policy: RolloutPolicy
+    canary: FleetServer,
+    candidate: str,
+    control: Sequence[FleetServer],
+    before: _Polls | None,
+    policy: RolloutPolicy,
 ) -> Comparison:
     """Count both groups over the same time until the loss is known; without a control group against `before`."""
     window = await Window.open([canary, *control])
@@ -382,7 +386,8 @@ async def _compare(
     while True:
         await asyncio.sleep(policy.poll_s)
         counted = await window.read()
-        if canary not in counted:  # its counters started again, so nothing can be said about the candidate
+        # Its counters started again, or it did in its warm-up: nothing can be said about the candidate.
+        if canary not in counted or not window.began_with(canary, candidate):
             nothing = AcceptanceCounts.zero()
             return Comparison(nothing, nothing, Finding.FAILED, "it restarted, lost its draft or stopped answering")
         is_one_target = _are_one({one.target for one in counted.values()})

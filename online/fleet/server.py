@@ -480,6 +480,11 @@ class Window:
         """Weights of the target at the opening."""
         return {first.target for first in self._first.values()}
 
+    def began_with(self, server: FleetServer, version: str) -> bool:
+        """Whether a server served this version at the opening."""
+        first = self._first.get(server)
+        return first is not None and server.serves(first, version)
+
     async def read(self) -> dict[FleetServer, WindowCounts]:
         """Counts by server since the window opened.
 

@@ -311,6 +311,19 @@ async def test_a_canary_that_restarts_in_its_window_has_not_passed():
 
 
 @in_event_loop
+async def test_a_canary_that_restarts_in_its_warm_up_has_not_passed():
+    """It serves the draft of its start again, which would be compared in place of the candidate."""
+    fakes = [FakeServer(Traffic()) for _ in range(3)]
+    async with running(*fakes) as servers:
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, replace(QUICK, warm_up_s=1)))
+        await until(lambda: fakes[0].version == NEW)
+        await fakes[0].restart()
+        outcome = await rollout
+        assert not outcome.passed
+        assert "restarted" in outcome.reason
+
+
+@in_event_loop
 async def test_a_restarted_control_server_is_left_out_of_the_window():
     fakes = [FakeServer(Traffic()) for _ in range(3)]
     async with running(*fakes) as servers:
