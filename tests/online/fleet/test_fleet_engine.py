@@ -10,7 +10,7 @@ from redraft.online.fleet.server import Window, connected, converge, reconcile
 
 pytestmark = pytest.mark.vllm
 
-POLICY = RolloutPolicy(warm_up_s=0.1, min_drafts=40, poll_s=0.2, window_timeout_s=120, watch_s=0.1)
+POLICY = RolloutPolicy(warm_up_s=0.1, min_drafts=40, poll_s=0.2, window_timeout_s=600, watch_s=0.1)
 
 
 async def traffic(server):
