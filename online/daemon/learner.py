@@ -52,7 +52,7 @@ from redraft.online.learning.trainer import Trainer
 from redraft.online.page.app import build_app, serve_in_background
 from redraft.online.page.telemetry import Telemetry, to_wandb
 from redraft.online.records.guard import Guard
-from redraft.online.records.origin import list_stored_names
+from redraft.online.records.origin import stored_name
 from redraft.online.records.spool import is_in_memory
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ class Learner:
             if is_dry:
                 return await asyncio.to_thread(reach.preview, tenant)
             forgotten = await reach.forget(tenant)
-        self.trainer.forget(list_stored_names(tenant))
+        self.trainer.forget(stored_name(tenant))
         return forgotten
 
 

@@ -6,7 +6,7 @@ R = rows, K = kept top-k ids.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -52,17 +52,17 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
     return records
 
 
-def count_in_anchors(path: Path, names: Collection[str]) -> int:
+def count_in_anchors(path: Path, name: str) -> int:
     """The number of a tenant's records in the file."""
-    return sum(isinstance(record, Record) and record.tenant in names for _, record in read_frames(path.read_bytes()))
+    return sum(isinstance(record, Record) and record.tenant == name for _, record in read_frames(path.read_bytes()))
 
 
-def forget_in_anchors(path: Path, names: Collection[str]) -> int:
+def forget_in_anchors(path: Path, name: str) -> int:
     """Write the file again without a tenant's records, and overwrite the former one; returns their number."""
-    num_records = count_in_anchors(path, names)
+    num_records = count_in_anchors(path, name)
     if num_records:
         frames = read_frames(path.read_bytes())
-        kept = [frame for frame, record in frames if not (isinstance(record, Record) and record.tenant in names)]
+        kept = [frame for frame, record in frames if not (isinstance(record, Record) and record.tenant == name)]
         former = path.with_name(f".{path.name}.former")
         former.unlink(missing_ok=True)
         # the old bytes keep a name until they are overwritten: replacing the file would leave them on the disk

@@ -46,7 +46,7 @@ from redraft.online.learning.evidence import EvidenceLimits, choose_evidence, ch
 from redraft.online.learning.penalties import is_undecided
 from redraft.online.learning.quarantine import Quarantine
 from redraft.online.learning.rolling_files import RollingFiles
-from redraft.online.records.origin import list_stored_names
+from redraft.online.records.origin import stored_name
 from redraft.online.records.record import CorruptRecordError, Record, encode_record, join_text
 
 Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]
@@ -315,8 +315,8 @@ class Buffer:
     def find_tenant(self, tenant: str) -> TenantRecords:
         """The records of a tenant, and what a deletion would take with them."""
         with self._lock:
-            names = list_stored_names(tenant)
-            found = list(chain.from_iterable(self._files.each(lambda file: file.find_tenant(names))))
+            name = stored_name(tenant)
+            found = list(chain.from_iterable(self._files.each(lambda file: file.find_tenant(name))))
             trained = [seq for seq, _, held_out in found if not held_out]
             return TenantRecords(
                 num_records=len(found),
@@ -331,12 +331,12 @@ class Buffer:
         So are the quarantine and files of a later release: some of it may be the tenant's. Records of the tenant made
         until now will not be stored if they arrive later.
         """
-        names = list_stored_names(tenant)
+        name = stored_name(tenant)
         with self._lock, named_disk_full():
             # First the list, then the records: after a kill in between, `delete_tenant` can be repeated, and meanwhile
             # nothing new of the tenant is stored.
-            self._cursor.forget([_sha256(name) for name in names], now_s + CLOCK_SLACK_S)
-            deleted = sum(self._files.each(lambda file: file.delete_tenant(names)))
+            self._cursor.forget(_sha256(name), now_s + CLOCK_SLACK_S)
+            deleted = sum(self._files.each(lambda file: file.delete_tenant(name)))
             self.clear_quarantine()
             self._files.remove_later()
             self.counts["deleted"] += deleted

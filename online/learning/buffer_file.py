@@ -6,7 +6,7 @@ import errno
 import sqlite3
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,15 +179,14 @@ class BufferFile:
             self.connection.executemany("DELETE FROM frames WHERE seq = ?", values)
             return self.connection.executemany("DELETE FROM records WHERE seq = ?", values).rowcount
 
-    def delete_tenant(self, names: Sequence[str]) -> int:
+    def delete_tenant(self, name: str) -> int:
         """Delete the records of a tenant; returns their number."""
-        return self.delete([seq for seq, _, _ in self.find_tenant(names)])
+        return self.delete([seq for seq, _, _ in self.find_tenant(name)])
 
-    def find_tenant(self, names: Sequence[str]) -> list[tuple[int, float, bool]]:
-        """Number, arrival and `held_out` of each record of a tenant, who may have several names."""
-        marks = ",".join("?" * len(names))
-        query = f"SELECT seq, time_s, held_out FROM records WHERE tenant IN ({marks}) ORDER BY seq"
-        return [(seq, time_s, bool(held_out)) for seq, time_s, held_out in self.connection.execute(query, names)]
+    def find_tenant(self, name: str) -> list[tuple[int, float, bool]]:
+        """Number, arrival and `held_out` of each record of a tenant."""
+        query = "SELECT seq, time_s, held_out FROM records WHERE tenant = ? ORDER BY seq"
+        return [(seq, time_s, bool(held_out)) for seq, time_s, held_out in self.connection.execute(query, (name,))]
 
     def num_bytes(self) -> int:
         if self.path is None:

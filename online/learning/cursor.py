@@ -8,7 +8,7 @@ A damaged file is set aside and reported. The commits are then read from the che
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,9 @@ class Cursor:
         self._write(commits, self.forgotten)
         self.commits = commits
 
-    def forget(self, tenants_sha256: Iterable[str], time_s: float) -> None:
+    def forget(self, tenant_sha256: str, time_s: float) -> None:
         """Raises: OSError if the disk cannot be written."""
-        forgotten = {**self.forgotten, **dict.fromkeys(tenants_sha256, time_s)}
+        forgotten = {**self.forgotten, tenant_sha256: time_s}
         if self.folder is not None:
             # after a kill between the two files the tenant is in one of them, which is enough
             write_sealed(self.folder / FORGOTTEN, {"forgotten": forgotten})

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer, TenantRecords
 from redraft.online.learning.intake import Spool, Taken
-from redraft.online.records.origin import list_stored_names
+from redraft.online.records.origin import stored_name
 
 if TYPE_CHECKING:
     from redraft.online.learning.stream import StreamSource
@@ -75,32 +75,32 @@ class Reach:
             BufferFullError: if the buffer's disk is full.
             BrokerError: if the log does not answer.
         """
-        names = list_stored_names(tenant)
+        name = stored_name(tenant)
         # Before the deletion: afterwards nobody knows when the first record arrived.
         found = self.buffer.find_tenant(tenant)
         num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
-        unread = await self.stream.erase_unread(names) if self.stream else 0
+        unread = await self.stream.erase_unread(name) if self.stream else 0
         # Only after `delete_tenant`, which has listed the tenant: the buffer then drops every record of it.
         drained = await self._drain()
         await asyncio.to_thread(self.buffer.clear_quarantine)  # the spool and the log may have held bad records too
         unattributed = found.num_examples + found.num_later_files + drained.counts["later_layout"]
         return self._tell(
             found, buffer=num_deleted, arriving=drained.counts["forgotten"], unread=unread,
-            anchors=await asyncio.to_thread(self._forget_anchors, names), unattributed=unattributed,
+            anchors=await asyncio.to_thread(self._forget_anchors, name), unattributed=unattributed,
         )  # fmt: skip
 
     def preview(self, tenant: str) -> Forgotten:
         """The result of `forget`, without a deletion and without a look into the log."""
         from redraft.online.learning.anchors import count_in_anchors  # loads torch
 
-        names = list_stored_names(tenant)
+        name = stored_name(tenant)
         found = self.buffer.find_tenant(tenant)
         return self._tell(
             found,
             buffer=found.num_records,
-            arriving=self.spool.count_tenant(names) if self.spool else 0,
+            arriving=self.spool.count_tenant(name) if self.spool else 0,
             unread=0,
-            anchors=count_in_anchors(self.anchors, names) if self.anchors else 0,
+            anchors=count_in_anchors(self.anchors, name) if self.anchors else 0,
             unattributed=found.num_examples + found.num_later_files,
         )
 
@@ -123,10 +123,10 @@ class Reach:
         assert self.spool is not None
         return await asyncio.to_thread(self.spool.take, self.now_s())
 
-    def _forget_anchors(self, names: list[str]) -> int:
+    def _forget_anchors(self, name: str) -> int:
         from redraft.online.learning.anchors import forget_in_anchors  # loads torch
 
-        return forget_in_anchors(self.anchors, names) if self.anchors else 0
+        return forget_in_anchors(self.anchors, name) if self.anchors else 0
 
     def _tell(self, found: TenantRecords, **numbers: int) -> Forgotten:
         learned: list[str] = []

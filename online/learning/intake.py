@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,13 +128,13 @@ class Spool:
                 num_erased += 1
         return num_erased
 
-    def count_tenant(self, names: Collection[str]) -> int:
+    def count_tenant(self, name: str) -> int:
         """The number of a tenant's records that wait in the spool."""
         num_records = 0
         for path in spool_files(self.folder):
             with suppress(OSError), open_file(path) as file:
                 num_records += sum(
-                    isinstance(record, Record) and record.tenant in names for _, record in read_frames(file)
+                    isinstance(record, Record) and record.tenant == name for _, record in read_frames(file)
                 )
         return num_records
 

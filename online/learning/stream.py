@@ -21,7 +21,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from itertools import chain
 from typing import Any, Literal
@@ -151,7 +151,7 @@ class StreamSource:
         """Have every unacknowledged message delivered again at once, those of a later layout too."""
         await self.close()
 
-    async def erase_unread(self, names: Collection[str]) -> int:
+    async def erase_unread(self, name: str) -> int:
         """Overwrite a tenant's records among those of domains without a learner; returns the number.
 
         Messages that cannot be read go too: nobody can tell whose text they hold.
@@ -171,7 +171,7 @@ class StreamSource:
                 for subject in set(info.state.subjects or ()) - read:
                     async for message in _read_subject(stream, self.config.stream, subject):
                         tenants = _list_tenants(message.data)
-                        if tenants is None or tenants & set(names):
+                        if tenants is None or name in tenants:
                             await stream.delete_msg(self.config.stream, message.seq)
                             num_erased += 1
             finally:

@@ -111,10 +111,10 @@ class Trainer:
         """The next record to train as new."""
         return next((stored.record for stored in self.buffer.fresh(self.progress.through, 1)), None)
 
-    def forget(self, names: Sequence[str]) -> None:
-        """Drop the anchors of a tenant, who may have several names."""
+    def forget(self, name: str) -> None:
+        """Drop the anchors of a tenant."""
         # A new list, because a step on the trainer's thread may be reading the present one.
-        self.anchors = [record for record in self.anchors if record.tenant not in names]
+        self.anchors = [record for record in self.anchors if record.tenant != name]
 
     def find_waiting(self) -> tuple[int, int]:
         """(sequence number of the newest training record, number of those not trained yet)."""

@@ -47,15 +47,15 @@ def to_label(name: str) -> str:
     return f"{name[: MAX_LABEL_CHARS - 1 - len(digest)]}-{digest}"
 
 
-def list_stored_names(tenant: str) -> list[str]:
-    """The names under which records of the tenant are stored.
+def stored_name(tenant: str) -> str:
+    """The name under which records of the tenant to delete are stored.
 
     Raises:
         ValueError: the name is empty. Records without a tenant have the empty name.
     """
     if not tenant.strip():
         raise ValueError("the tenant's name is empty: name the tenant whose records to delete")
-    return [to_label(tenant)]
+    return to_label(tenant)
 
 
 def _decode(header: str) -> str:
