@@ -13,6 +13,7 @@ from redraft.distill.data.messages import (
     Message,
     Tool,
     begins_with_question,
+    first_key,
     parse_list,
     read_messages,
     read_text,
@@ -22,10 +23,10 @@ from redraft.distill.data.messages import (
 from redraft.distill.data.rows import UnusableRowError
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
-QUESTIONS = ("instruction", "prompt", "question", "query")
+QUESTIONS = ("instruction", "prompt", "question", "query", "input")
 CONTEXTS = ("input", "context")
 ANSWERS = ("completion", "response", "output", "answer", "chosen")
-SYSTEMS = ("system", "system_prompt")
+SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORY = "history"
 TOOLS = ("tools", "functions", "available_tools")
 
@@ -54,9 +55,8 @@ class RowReader:
         self.unread_keys: set[str] = set()
 
     def take(self, columns: Collection[str]) -> tuple[str, Any] | None:
-        """(name, value) of the first of these columns in the row."""
-        name = next((column for column in columns if column in self.row), None)
-        if name is None:
+        """(name, value) of the first of these columns with a value in the row."""
+        if not (name := first_key(self.row, columns)):
             return None
         self.used.add(name)
         return name, self.row[name]
@@ -76,9 +76,9 @@ class RowReader:
         self._refuse()
         messages = self._messages()
         # Tools in a message, as ChatGLM's data has them, or in a column.
-        tools = [tool for key in TOOL_KEYS for message in messages for tool in read_tools(message.pop(key, None))]
+        tools = [tool for key in TOOL_KEYS for message in messages for tool in self._tools(key, message.pop(key, None))]
         if found := self.take(TOOLS):
-            tools = read_tools(found[1]) or tools
+            tools = self._tools(*found) or tools
         return self._with_system(messages), tools
 
     def _refuse(self) -> None:
@@ -112,9 +112,16 @@ class RowReader:
         self.unread_keys |= {f"{column}.{key}" for key in unread}
         return messages
 
+    def _tools(self, column: str, value: Any) -> list[Tool]:
+        unread: set[str] = set()
+        tools = read_tools(value, unread)
+        self.unread_keys |= {f"{column}.{key}" for key in unread}
+        return tools
+
     def _question(self, column: str, value: Any) -> list[Message]:
         messages = self._read(column, value, "user")
-        contexts = [read_text(found[1]) for name in CONTEXTS if (found := self.take((name,))) and found[1]]
+        others = (name for name in CONTEXTS if name != column)
+        contexts = [read_text(found[1]) for name in others if (found := self.take((name,))) and found[1]]
         if contexts and messages:
             last = messages[-1]
             messages[-1] = {**last, "content": "\n\n".join([last["content"], *contexts])}

@@ -276,7 +276,7 @@ def read_conversation(
         raise UnusableRowError("without messages")
     named = reader.take((domain_column or "domain",))
     conversation: Conversation = {"messages": messages, "domain": str((named and named[1]) or domain)}
-    if (cut := reader.take(("cut",))) and cut[1]:
+    if isinstance(row.get("cut"), bool) and (cut := reader.take(("cut",))) and cut[1]:
         conversation["cut"] = True
     if tools:
         conversation["tools"] = tools

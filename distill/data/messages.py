@@ -45,6 +45,9 @@ CALL_ROLES = ("function_call", "tool_call")
 CALL_KEYS = ("tool_calls", "function_call")
 """Keys of an assistant's message with the calls of tools."""
 
+ROLE_KEYS = ("role", "from")
+"""Keys of a message with its role."""
+
 TEXT_KEYS = ("content", "value", "text")
 """Keys of a message with its text."""
 
@@ -54,7 +57,7 @@ NAMES = ("name", "tool_call_id")
 TOOL_KEYS = ("tools", "functions")
 """Keys of a system prompt with definitions of tools, in ChatGLM's data."""
 
-MEDIA = re.compile(r"(image|video|audio)s?(_(path|url|file)s?)?|pixel_values")
+MEDIA = re.compile(r"(image|img|picture|video|audio)s?(_(path|url|file|base64|b64|bytes?)s?)?|pixel_values")
 """Columns, and keys of a message, with what its text is about."""
 
 SPEAKERS = ("system", "user", "assistant", "tool")
@@ -64,6 +67,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 PARAMETER_KEYS = ("parameters", "input_schema")
 """Keys of a tool's definition with the schema of its arguments, in OpenAI's and in Anthropic's API."""
+
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
+"""Keys of a tool call with its arguments, in OpenAI's API, Llama's, LangChain's and Anthropic's."""
 
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
 """Fields into which a server moves the reasoning: vLLM today, vLLM before and other servers, and gpt-oss's template."""
@@ -108,8 +114,20 @@ def _parse_messages(value: Any) -> Any:
 
 
 def _speaker(raw: Mapping[str, Any]) -> str:
-    role = raw.get("role") or raw.get("from")
+    role = raw.get(first_key(raw, ROLE_KEYS))
     return role.lower() if isinstance(role, str) else ""
+
+
+def first_key(values: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """The first of these keys with a value, if possible not an empty one; "" if there is none."""
+    there = [key for key in keys if values.get(key) is not None]
+    return next((key for key in there if values[key]), there[0] if there else "")
+
+
+def _unknown(raw: Mapping[str, Any], *known: Iterable[str]) -> set[str]:
+    """Keys with a value that is not read: of several names for one thing, those with another value."""
+    read = {key for keys in known for key in keys if raw.get(key) == raw.get(first_key(raw, keys))}
+    return {key for key, value in raw.items() if key not in read and value not in (None, "", [], {})}
 
 
 def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list[Message]:
@@ -137,10 +155,13 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
         UnusableRowError: if it is not a message of text, or its tool calls are not JSON.
     """
     role = _speaker(raw) if isinstance(raw, dict) else ""
+    unread = set() if unread is None else unread
     if not role:
-        raise UnusableRowError("with a message that has no role")
+        found = f"its keys are {', '.join(raw)}" if isinstance(raw, dict) else f"it is {type(raw).__name__}"
+        raise UnusableRowError("with a message that has no role", f"{found}: expected {' or '.join(ROLE_KEYS)}")
     if role in CALL_ROLES:
-        return {"role": "assistant", "content": "", "tool_calls": read_calls(_content(raw))}
+        unread |= _unknown(raw, ROLE_KEYS, TEXT_KEYS)
+        return {"role": "assistant", "content": "", "tool_calls": read_calls(_content(raw), unread)}
     speaker = ROLES.get(role, role)
     if speaker not in SPEAKERS:
         raise UnusableRowError("with an unknown speaker", repr(role))
@@ -148,20 +169,19 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     message: Message = {"role": speaker, "content": read_text(content)}
     if isinstance(content, list) and len(texts := _texts(content)) > 1:
         message["parts"] = texts
-    known = {"role", "from", *TEXT_KEYS}
+    known: list[Iterable[str]] = [ROLE_KEYS, TEXT_KEYS]
     if speaker == "assistant":
-        known |= {*REASONING_FIELDS, *CALL_KEYS}
-        _add_reasoning_and_calls(message, raw, content)
+        known += [REASONING_FIELDS, CALL_KEYS]
+        _add_reasoning_and_calls(message, raw, content, unread)
     if speaker == "tool":
-        known |= {*NAMES}
+        known += [[key] for key in NAMES]
         message |= {key: raw[key] for key in NAMES if isinstance(raw.get(key), str)}
     if speaker == "system":
-        known |= {*TOOL_KEYS}
+        known += [[key] for key in TOOL_KEYS]
         message |= {key: raw[key] for key in TOOL_KEYS if raw.get(key)}
-    unknown = {key for key, value in raw.items() if key not in known and value not in (None, "", [])}
+    unknown = _unknown(raw, *known)
     refuse_media(unknown)
-    if unread is not None:
-        unread |= unknown
+    unread |= unknown
     return message
 
 
@@ -173,22 +193,21 @@ def refuse_media(names: Iterable[str]) -> None:
 
 def _content(raw: Mapping[str, Any]) -> Any:
     """The text of a message, or its parts; None for an empty one, and for calls or reasoning alone."""
-    found = next((raw[key] for key in TEXT_KEYS if raw.get(key) is not None), None)
     has_place = any(key in raw for key in (*TEXT_KEYS, *CALL_KEYS, *REASONING_FIELDS))
-    texts = [key for key, value in raw.items() if isinstance(value, str) and key not in ("role", "from", *NAMES)]
+    texts = [key for key, value in raw.items() if isinstance(value, str) and key not in (*ROLE_KEYS, *NAMES)]
     if texts and not has_place:
         raise UnusableRowError(f"with a message without {', '.join(TEXT_KEYS)}", f"but with {', '.join(texts)}")
-    return found
+    return raw.get(first_key(raw, TEXT_KEYS))
 
 
-def _add_reasoning_and_calls(message: Message, raw: Mapping[str, Any], content: Any) -> None:
+def _add_reasoning_and_calls(message: Message, raw: Mapping[str, Any], content: Any, unread: set[str]) -> None:
     thoughts = [raw[name] for name in REASONING_FIELDS if raw.get(name)][:1] or _thinking_parts(content)
-    calls = next((raw[key] for key in CALL_KEYS if raw.get(key)), None)
+    calls = raw.get(first_key(raw, CALL_KEYS))
     if thoughts:
         message["reasoning"] = read_text(thoughts)
         message["content"] = message["content"].lstrip()
     if calls:
-        message["tool_calls"] = read_calls(calls)
+        message["tool_calls"] = read_calls(calls, unread)
 
 
 def read_text(content: Any) -> str:
@@ -237,8 +256,10 @@ def _thinking_parts(content: Any) -> list[Any]:
     return [read_text(part) for part in parts]
 
 
-def read_calls(value: Any) -> list[dict[str, Any]]:
+def read_calls(value: Any, unread: set[str]) -> list[dict[str, Any]]:
     """Tool calls as a chat template reads them, from a call or a list of calls, as JSON or parsed.
+
+    The names of keys that are not read are added to `unread`.
 
     Raises:
         UnusableRowError: if a call has no name, or its arguments are no JSON object.
@@ -246,45 +267,52 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
     calls = _parse_json(value, "a tool call")
     if not isinstance(calls, list):
         calls = [calls]
-    return [_read_call(call) for call in calls]
+    return [_read_call(call, unread) for call in calls]
 
 
-def _read_call(call: Any) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else {}
+def _read_call(call: Any, unread: set[str]) -> dict[str, Any]:
+    call = _parse_json(call, "a tool call")
+    function = _parse_json(call.get("function", call), "a tool call") if isinstance(call, dict) else {}
+    if not isinstance(function, dict):
+        function = {}
     name = function.get("name")
     # A server calls a template with an object, because most templates write arguments with `tojson`.
-    arguments = _parse_json(function.get("arguments") or {}, "a tool call")
+    arguments = _parse_json(function.get(first_key(function, ARGUMENT_KEYS)) or {}, "a tool call")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise UnusableRowError("with a tool call that has no name or arguments")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    about = {key: value for key, value in (call | function).items() if key not in ("id", "type", "index", "function")}
+    unread |= {f"tool_calls.{key}" for key in _unknown(about, ["name"], ARGUMENT_KEYS)}
     return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_tools(value: Any) -> list[Tool]:
+def read_tools(value: Any, unread: set[str]) -> list[Tool]:
     """Definitions of functions as vLLM gives them to a chat template, from a list or its JSON, bare or wrapped.
+
+    The names of keys that are not read are added to `unread`.
 
     Raises:
         UnusableRowError: if they are not definitions of functions.
     """
-    tools = _parse_json(value or [], "a tool's definition")
+    tools = _parse_json(value or [], "a tool's definition") or []
     if not isinstance(tools, list):
         raise UnusableRowError("with tools that are not a list", f"they are {type(tools).__name__}")
-    return [_read_tool(_parse_json(tool, "a tool's definition")) for tool in tools]
+    return [_read_tool(_parse_json(tool, "a tool's definition"), unread) for tool in tools]
 
 
-def _read_tool(tool: Any) -> Tool:
+def _read_tool(tool: Any, unread: set[str]) -> Tool:
     function = tool.get("function", tool) if isinstance(tool, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableRowError("with a tool that is not a function's definition")
-    parameters = next((function[key] for key in PARAMETER_KEYS if function.get(key) is not None), None)
     # The fields and their order are those of vLLM's request, because templates write them with `tojson`.
     fields = {
         "name": function["name"],
         "description": function.get("description"),
-        "parameters": _parse_json(parameters, "a tool's parameters"),
+        "parameters": _parse_json(function.get(first_key(function, PARAMETER_KEYS)), "a tool's parameters"),
     }
     if function.get("strict") is not None:
         fields["strict"] = function["strict"]
+    unread |= _unknown(tool | function, ["type"], ["function"], ["name"], ["description"], ["strict"], PARAMETER_KEYS)
     return {"type": "function", "function": fields}
 
 

@@ -47,6 +47,10 @@ FUNCTION = {"name": "weigh", "description": "Weighs.", "parameters": PARAMETERS}
         ({"messages": [{"role": "Human", "content": "how tall?"}, {"role": "Assistant", "content": "3 m"}]}, CHAT),
         ({"messages": [{"role": "developer", "content": "Be a guide."}, *CHAT]}, [SYSTEM, *CHAT]),
         ({"prompt": "how tall?", "completion": "3 m", "label": True}, CHAT),
+        ({"input": "how tall?", "output": "3 m", "system_message": "Be a guide."}, [SYSTEM, *CHAT]),
+        ({"instruction": "", "input": "how tall?", "completion": "", "output": "3 m"}, CHAT),
+        ({"messages": [{"role": "user", "content": "", "value": "how tall?"}, ANSWER]}, CHAT),
+        ({"messages": CHAT, "tools": "null", "cut": "false"}, CHAT),
     ],
 )
 def test_common_names_are_read(row: dict[str, Any], expected: list[Any]) -> None:
@@ -60,7 +64,7 @@ def test_common_names_are_read(row: dict[str, Any], expected: list[Any]) -> None
     [
         {"messages": CHAT, "tools": [{"type": "function", "function": FUNCTION}]},
         {"messages": CHAT, "tools": json.dumps([FUNCTION])},
-        {"messages": CHAT, "functions": [FUNCTION]},
+        {"messages": CHAT, "functions": [FUNCTION], "tools": []},
         {"messages": CHAT, "tools": [{**FUNCTION, "parameters": json.dumps(PARAMETERS)}]},
         {"messages": CHAT, "tools": [{"name": "weigh", "description": "Weighs.", "input_schema": PARAMETERS}]},
         {"messages": [{"role": "system", "content": "", "tools": [{"type": "function", "function": FUNCTION}]}, *CHAT]},
@@ -73,12 +77,33 @@ def test_tools_are_read_in_every_spelling(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        {"function": {"name": "weigh", "arguments": '{"thing": "cup"}'}},
+        json.dumps({"function": json.dumps({"name": "weigh", "arguments": {"thing": "cup"}})}),
+        {"name": "weigh", "arguments": {}, "parameters": {"thing": "cup"}},
+        {"name": "weigh", "args": {"thing": "cup"}, "type": "tool_call"},
+        {"name": "weigh", "input": {"thing": "cup"}, "type": "tool_use"},
+    ],
+)
+def test_calls_are_read_in_every_spelling(call: Any) -> None:
+    _, message = read_conversation({"messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}]})["messages"]
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "weigh", "arguments": {"thing": "cup"}}}]
+
+
+@pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({"prompt": "how tall?", "completion": "no", "label": False}, "with a label of false"),
         ({"conversations": SHAREGPT, "image": "boat.jpg"}, "with images or sound, which are not read"),
         ({"messages": CHAT, "images": [{"bytes": "x"}]}, "with images or sound, which are not read"),
         ({"messages": CHAT, "image_path": "boat.jpg"}, "with images or sound, which are not read"),
+        ({"messages": CHAT, "img_base64": "aGk="}, "with images or sound, which are not read"),
+        ({"messages": [{"speaker": "user", "utterance": "how tall?"}]}, "with a message that has no role"),
+        (
+            {"messages": [QUESTION, {"role": "assistant", "tool_calls": [7]}]},
+            "with a tool call that has no name or arguments",
+        ),
         ({"messages": [CHAT[0] | {"videos": ["a.mp4"]}, ANSWER]}, "with images or sound, which are not read"),
         ({"messages": [{"role": "user", "content": [IMAGE]}, ANSWER]}, "content that is not text"),
         ({"messages": [{"role": "alien", "content": "a"}]}, "with an unknown speaker"),
@@ -107,6 +132,14 @@ def test_data_of_images_alone_end_in_one_line(tmp_path: Any) -> None:
 
 def test_an_empty_list_of_images_is_no_image() -> None:
     assert read_conversation({"messages": CHAT, "images": []})["messages"] == CHAT
+
+
+def test_keys_of_calls_and_tools_and_second_names_are_listed() -> None:
+    call = {"id": "1", "type": "function", "index": 0, "function": {"name": "weigh", "kwargs": {"thing": "cup"}}}
+    both = {"role": "assistant", "content": "3 m", "text": "4 m", "value": "3 m", "tool_calls": [call]}
+    columns = Columns()
+    read_conversation({"messages": [QUESTION, both], "tools": [{**FUNCTION, "returns": "kg"}]}, columns=columns)
+    assert columns.unread.keys() == {"messages.text", "messages.tool_calls.kwargs", "tools.returns"}
 
 
 def test_columns_and_keys_that_are_not_read_are_listed(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
