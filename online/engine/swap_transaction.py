@@ -64,6 +64,9 @@ class Swaps:
         self._id = uuid.uuid4().hex
         """For the workers, which let one API process swap at a time."""
         self._can_pause = can_pause
+        self._num_pauses = 0
+        """Pauses by others, who resume."""
+        self._pause_generation, engine.pause_generation = engine.pause_generation, self._count_and_pause
         self._swapping = asyncio.Lock()
         self._num_asked = self._latest_number = 0
         self._latest = ""
@@ -203,30 +206,37 @@ class Swaps:
                 await self.calls.ask("redraft_discard", self._id)
 
     async def _exchange(self, found: _Found, serving: str, *, clears: bool) -> dict[str, Any]:
-        """Load the staged version on all ranks while the engine pauses, or between two steps if it cannot pause.
+        """Load the staged version on all ranks in a pause, which may be a trainer's, or else between two steps.
 
         `clears`: the target reads everything again. Keys of the old draft would be gone at once.
         """
         await self._require_awake()
+        num_pauses = self._num_pauses
+        is_paused = await self.calls.request(self.engine.is_paused(), "the engine does not say whether it is paused")
+        pauses = self._can_pause and not is_paused
         began_s = time.perf_counter()
         try:
             async with asyncio.timeout(PAUSE_TIMEOUT_S):
-                if self._can_pause:
+                if pauses:
                     await self._pause(serving, clears=clears)
-                loaded = await self._load(found, serving, resets=clears and not self._can_pause)
+                loaded = await self._load(found, serving, resets=clears and not pauses)
         except TimeoutError:
             detail = f"{found.name} was not loaded within {PAUSE_TIMEOUT_S:.0f} s, and generation goes on: swap again"
             raise RefusedError(504, detail) from None
         finally:
-            if self._can_pause:
+            if pauses and num_pauses == self._num_pauses:  # else a trainer has paused too, and may be writing weights
                 await self._resume()
         pause_ms = 1e3 * (time.perf_counter() - began_s)
         return {"version": found.name, "previous": serving, "swapped": True, "pause_ms": pause_ms, **loaded}
 
+    async def _count_and_pause(self, **how: Any) -> None:
+        self._num_pauses += 1
+        await self._pause_generation(**how)
+
     async def _pause(self, serving: str, *, clears: bool) -> None:
         """Pause generation, and empty the cache if asked to. Raises RefusedError 503 if the engine refuses."""
         problem, cure = ("pause and empty its cache", CACHE_CURE) if clears else ("pause", "swap again")
-        pause = self.engine.pause_generation(mode="keep", clear_cache=clears)
+        pause = self._pause_generation(mode="keep", clear_cache=clears)
         await self.calls.request(pause, f"the engine could not {problem}", f"; still serving {serving}: {cure}")
 
     async def _reset_cache(self) -> None:
@@ -237,9 +247,9 @@ class Swaps:
             raise RefusedError(503, f"{problem}: its KV connector did not reset")
 
     async def _require_awake(self) -> None:
-        """Refuse to touch an engine that somebody has put to sleep or paused: a swap would also resume it."""
-        if await self.calls.while_alive(self.engine.is_sleeping()):
-            raise RefusedError(409, "the engine sleeps or is paused: wake it up, then swap again")
+        """Refuse to touch an engine that somebody has put to sleep."""
+        if await self._is_asleep():
+            raise RefusedError(409, "the engine sleeps: wake it up, then swap again")
 
     async def _resume(self) -> None:
         """Resume, unless the engine fell asleep meanwhile: then it is resumed when it is woken up."""

@@ -210,7 +210,7 @@ CALLABLES = (
     f"{ENGINE}.generate",
     f"{ENGINE}.pause_generation",
     f"{ENGINE}.resume_generation",
-    f"{ENGINE}.is_sleeping",
+    f"{ENGINE}.is_paused",
     f"{ENGINE}.reset_prefix_cache",
     f"{ENGINE}.collective_rpc",
     "v1.engine.core_client:DPLBAsyncMPClient.call_utility_all_async",

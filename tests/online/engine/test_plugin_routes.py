@@ -50,6 +50,10 @@ class Engine:
     """The method in which the engine dies. As in vLLM, it is never answered."""
     errored: bool = False
     is_asleep: bool = False
+    num_pauses: int = 0
+    """Pauses without a resumption."""
+    pauses_in: str = ""
+    """The method in which a trainer pauses too."""
     swappers: set[str] = field(default_factory=set)
     """Ids of the API processes that the ranks were told."""
     cache: str = "keep"
@@ -61,8 +65,8 @@ class Engine:
     keeps_external: bool = False
     """An external cache stays when the prefix cache is reset."""
 
-    async def is_sleeping(self) -> bool:
-        return self.is_asleep
+    async def is_paused(self) -> bool:
+        return self.is_asleep or self.num_pauses > 0
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method != "redraft_status":
@@ -83,6 +87,8 @@ class Engine:
             self.errored = True
             await asyncio.Event().wait()
         self.is_asleep |= method == self.falls_asleep_in
+        if method == self.pauses_in:
+            await self.pause_generation(mode="keep", clear_cache=self.cache == "clear")
         if method == "redraft_load":
             await asyncio.sleep(self.load_s)
         if not answer:
@@ -92,6 +98,7 @@ class Engine:
     async def pause_generation(self, **how: Any) -> None:
         assert how == {"mode": "keep", "clear_cache": self.cache == "clear"}
         self._call("pause")
+        self.num_pauses += 1
 
     async def reset_prefix_cache(self, **how: Any) -> bool:
         assert how == {"reset_running_requests": True, "reset_connector": True}
@@ -100,6 +107,7 @@ class Engine:
 
     async def resume_generation(self) -> None:
         self._call("resume")
+        self.num_pauses = 0
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -280,8 +288,31 @@ def test_an_engine_that_sleeps_is_left_alone(registry, falls_asleep_in):
     engine = Engine({"redraft_staged": [staged(registry)] * 2}, falls_asleep_in=falls_asleep_in)
     engine.is_asleep = not falls_asleep_in
     answer = make_client(registry, engine).post(SWAP, json=BODY)
-    assert (answer.status_code, "the engine sleeps or is paused: wake it up" in answer.text) == (409, True)
+    assert (answer.status_code, "the engine sleeps: wake it up" in answer.text) == (409, True)
     assert not {"pause", "redraft_load", "resume"} & set(engine.calls)
+
+
+@pytest.mark.parametrize("cache", ["keep", "clear"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_swap_in_somebody_elses_pause_leaves_it_paused(registry, cache, fails):
+    load = {"redraft_load": [LOADED, BROKEN if fails else LOADED], "redraft_restore": [LOADED] * 2}
+    engine = Engine({"redraft_staged": [staged(registry)] * 2, **load}, num_pauses=1, cache=cache)
+    answer = make_client(registry, engine).post(SWAP, json=BODY)
+    assert answer.status_code == (500 if fails else 200), answer.text
+    assert (engine.num_pauses, {"pause", "resume"} & set(engine.calls)) == (1, set())
+    assert ("reset_prefix_cache" in engine.calls) is (cache == "clear" and not fails)
+
+
+@pytest.mark.parametrize("pauses_in", ["redraft_load", "redraft_commit"])
+def test_whoever_pauses_during_a_swap_finds_the_engine_paused_after_it(registry, pauses_in):
+    answers = {"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}
+    engine = Engine(answers, pauses_in=pauses_in)
+    client = make_client(registry, engine)
+    assert client.post(SWAP, json=BODY).status_code == 200
+    assert (engine.calls.count("pause"), "resume" in engine.calls) == (2, False)
+    engine.num_pauses, engine.pauses_in = 0, ""
+    assert client.post(SWAP, json=BODY).status_code == 200
+    assert engine.calls[-2:] == ["resume", "redraft_discard"]
 
 
 def test_an_engine_that_falls_asleep_during_a_swap_is_resumed_by_whoever_wakes_it(registry):
