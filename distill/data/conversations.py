@@ -18,6 +18,7 @@ from redraft.distill.data.rows import (
     TEXTS,
     Row,
     UnusableRowError,
+    count_others,
     find_files,
     identify_source,
     is_saved,
@@ -143,7 +144,7 @@ def load_source(source: str, *, split: str = "train", domain_column: str | None 
       `domain_column`, or from `domain` if a row has it; otherwise it is the first folder under `source`;
     - a folder with `.txt` and `.md` files only: one document each.
 
-    Rows that cannot be used are skipped and counted by reason. So are texts beside data files, and empty ones.
+    Rows that cannot be used are skipped and counted by reason, and files that are not read by suffix.
 
     Raises:
         FileNotFoundError: for a missing file.
@@ -154,10 +155,16 @@ def load_source(source: str, *, split: str = "train", domain_column: str | None 
         return Loaded(conversations=[_stdlib_conversation(row) for row in stdlib_conversations()])
     if source == "stdlib-functions":
         return Loaded(conversations=[_stdlib_conversation(row) for row in function_questions()])
-    if path.is_dir() and not is_saved(path) and not find_files(path, TABLES):
-        return _from_rows(_text_rows(path), source, domain_column, strict)
-    loaded = _from_rows(read_rows(source, split), source, domain_column, strict)
-    loaded.num_texts_beside = len(find_files(path, TEXTS)) if path.is_dir() else 0
+    if not path.is_dir() or is_saved(path):
+        return _from_rows(read_rows(source, split), source, domain_column, strict)
+    kinds = TABLES if find_files(path, TABLES) else TEXTS
+    others = count_others(path, kinds)
+    if others and not find_files(path, kinds):
+        names = ", ".join((*TABLES, *TEXTS))
+        raise ValueError(f"{source} holds no conversation: of {names} there is no file, but {_join(others)}")
+    rows = read_rows(source, split) if kinds == TABLES else _text_rows(path)
+    loaded = _from_rows(rows, source, domain_column, strict)
+    loaded.other_files = others
     return loaded
 
 
@@ -223,18 +230,22 @@ class Loaded:
     conversations: list[Conversation] = field(default_factory=list)
     columns: Columns = field(default_factory=Columns)
     skipped: Skipped = field(default_factory=Skipped)
-    num_texts_beside: int = 0
-    """Text files beside data files, which are not read."""
+    other_files: Counter[str] = field(default_factory=Counter)
+    """Files of a folder that are not read, by suffix."""
 
     def lines(self) -> Iterator[str]:
         """A line for each kind of thing not read, and one with the columns."""
-        if self.num_texts_beside:
-            yield f"{self.num_texts_beside:,} text files beside the data files are not read"
+        if self.other_files:
+            yield f"files not read: {_join(self.other_files)}"
         if self.columns.read:
             yield str(self.columns)
         if self.skipped.counts:
             used, skipped = len(self.conversations), self.skipped.num_rows
             yield f"{used + skipped:,} rows read, {used:,} used, {skipped:,} skipped: {self.skipped}"
+
+
+def _join(counts: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
 
 
 def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, strict: bool) -> Loaded:

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
             below = file.relative_to(path).parts
             for row in _file_rows(file):
                 yield Row(f"{'/'.join(below)}, {row.place}", row.values, below[0] if len(below) > 1 else "all")
-    elif table_format(path) is None:
+    elif _is_on_hub(path):
         yield from _numbered(_hub_rows(source, split))
     elif not path.exists():
         raise FileNotFoundError(f"{source}: no such file")
@@ -81,11 +82,21 @@ def identify_source(source: str, split: str) -> list[Any]:
     if path.is_dir():
         files = find_files(path, (*TABLES, *TEXTS))
         return [[file.relative_to(path).as_posix(), *_stamp(file)] for file in files]
-    if table_format(path) is None:
+    if _is_on_hub(path):
         return [split, _load_hub(source, split)._fingerprint]
     if not path.exists():
         raise FileNotFoundError(f"{source}: no such file")
     return _stamp(path)
+
+
+def _is_on_hub(path: Path) -> bool:
+    """Whether a source that is no folder is the name of a data set. Raises ValueError for a file of another kind."""
+    if table_format(path) is None and path.is_file():
+        raise ValueError(
+            f"{path} is no {', '.join(TABLES)} file: convert it, for example with "
+            "datasets.Dataset.from_csv(FILE).to_json('FILE.jsonl')"
+        )
+    return table_format(path) is None
 
 
 def is_saved(folder: Path) -> bool:
@@ -113,17 +124,25 @@ def _stamp(path: Path) -> list[Any]:
 
 def find_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """The visible files with one of these suffixes anywhere under `folder`, compressed or not, sorted."""
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if table_format(path, suffixes) and path.is_file() and not _is_hidden(path.relative_to(folder))
-    )
+    return sorted(path for path in _visible_files(folder) if table_format(path, suffixes))
+
+
+def count_others(folder: Path, suffixes: tuple[str, ...]) -> Counter[str]:
+    """The visible files under `folder` with no such suffix, by their own suffix or name."""
+    others = (path for path in _visible_files(folder) if not table_format(path, suffixes))
+    return Counter(path.suffix or path.name for path in others)
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    found = (path for path in folder.rglob("*") if not _is_hidden(path.relative_to(folder)))
+    return (path for path in found if path.is_file())
 
 
 def table_format(path: Path, suffixes: tuple[str, ...] = TABLES) -> str | None:
-    """The suffix of a file without its compression, if it is one of `suffixes`."""
+    """The suffix of a file without its compression, in lower case, if it is one of `suffixes`."""
     name = path.with_suffix("") if path.suffix in COMPRESSIONS else path
-    return name.suffix if name.suffix in suffixes else None
+    suffix = name.suffix.lower()
+    return suffix if suffix in suffixes else None
 
 
 def open_plain(path: Path) -> BinaryIO:

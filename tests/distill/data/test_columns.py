@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from redraft.distill.data.columns import Columns
@@ -154,3 +156,20 @@ def test_columns_and_keys_that_are_not_read_are_listed(tmp_path: Any, capsys: py
     load_conversations(str(path))
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("columns read: messages; not read: category, id, label, messages.weight")
+
+
+def test_files_that_are_not_read_are_counted_and_can_be_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (table := tmp_path / "a.csv").write_text("prompt,completion\nhow tall?,3 m\n")
+    for source in (tmp_path, table):
+        with pytest.raises(ValueError, match=r"\.csv") as ended:
+            load_conversations(str(source))
+        assert "\n" not in str(ended.value)
+    (tmp_path / "B.JSONL").write_text(json.dumps({"prompt": "how tall?", "completion": "3 m"}))
+    assert [c["messages"] for c in load_conversations(str(tmp_path))] == [CHAT]
+    assert "files not read: 1 .csv" in capsys.readouterr().out
+    # The way out of the error.
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / ".cache")
+    datasets.Dataset.from_csv(str(table)).to_json(tmp_path / "a.jsonl")
+    assert [c["messages"] for c in load_conversations(str(tmp_path))] == [CHAT, CHAT]
