@@ -79,10 +79,8 @@ class SampleStats:
     """Answers by the text of their last token, a stop token; empty for cut answers."""
     marked_texts: int = 0
     """Plain texts with special tokens in them: if they are rendered chats, the user's turns are learned too."""
-    refused: int = 0
-    """Conversations refused by the chat template."""
-    refusal: str = ""
-    """The template's first error message."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Conversations refused by the chat template, by the first line of its error."""
 
     def add(self, other: SampleStats) -> None:
         """Count what `other` counted too."""
@@ -91,17 +89,22 @@ class SampleStats:
         self.refused_answers += other.refused_answers
         self.arguments += other.arguments
         self.ends += other.ends
+        self.refusals += other.refusals
         self.examples = other.examples | self.examples
-        self.refusal = self.refusal or other.refusal
 
     def add_sample(self, sample: Sample) -> None:
         self.samples += 1
         self.tokens += len(sample.input_ids)
         self.labels += int(sample.loss_mask.sum())
 
-    def add_refusal(self, error: jinja2.TemplateError) -> None:
-        self.refused += 1
-        self.refusal = self.refusal or str(error)
+    def add_refusal(self, error: jinja2.TemplateError, conversation: Conversation) -> None:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        self.refusals[reason] += 1
+        self.add_example(f"by the chat template ({reason})", conversation)
+
+    def add_example(self, reason: str, conversation: Conversation) -> None:
+        question = next((m["content"] for m in conversation["messages"] if m["role"] == "user"), "")
+        self.examples.setdefault(reason, question[:80])
 
     def chosen_arguments(self) -> Arguments:
         """The template arguments of most answers, to serve with."""
@@ -117,7 +120,7 @@ class SampleStats:
         counts = {
             "conversations without an assistant turn": self.without_answer,
             "opening answers with no question before them": self.unprompted,
-            f"conversations refused by the chat template ({self.refusal})": self.refused,
+            **{f"conversations refused by the chat template ({why})": count for why, count in self.refusals.items()},
             **{f"answers not learned, {reason}": count for reason, count in self.refused_answers.items()},
             "conversations with no answer inside the window": self.beyond_window,
             "conversations cut at a turn to fit the window": self.cut,
@@ -250,8 +253,7 @@ def held_out_prompts(
     in_turns = (c for round_ in zip_longest(*(by_domain[name] for name in sorted(by_domain))) for c in round_ if c)
     rendered = (_prompt(conversation, render, max_length, stats, left_out) for conversation in in_turns)
     prompts = list(islice((prompt for prompt in rendered if prompt), num_prompts))
-    if stats.refused:
-        left_out[f"refused by the chat template ({stats.refusal})"] = stats.refused
+    left_out.update({f"refused by the chat template ({reason})": count for reason, count in stats.refusals.items()})
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if not prompts:
         raise ValueError(
@@ -291,7 +293,7 @@ def _prompt(
     try:
         text = render.prompt(messages, conversation.get("tools"))
     except jinja2.TemplateError as error:
-        stats.add_refusal(error)
+        stats.add_refusal(error, conversation)
         return None
     prompt = Prompt(token_ids=render.tokenise([text])[0], domain=conversation["domain"])
     if len(prompt.token_ids) > max_length:
@@ -329,14 +331,13 @@ def _turns(conversation: Conversation, render: Renderer, batch: TurnBatch, stats
     try:
         kept, refused = render.turns(conversation, keep)
     except jinja2.TemplateError as error:
-        stats.add_refusal(error)
+        stats.add_refusal(error, conversation)
         return []
     unprompted = count_unprompted(conversation["messages"])
     stats.unprompted += unprompted
     stats.refused_answers += refused
-    question = next((m["content"] for m in conversation["messages"] if m["role"] == "user"), "")
     for reason in refused:
-        stats.examples.setdefault(reason, question[:80])
+        stats.add_example(reason, conversation)
     for _, turn in kept:
         stats.arguments[json.dumps(turn.arguments)] += 1
         stats.ends[render.read_end(turn.answer)] += 1

@@ -180,7 +180,7 @@ def read_tokens(folder: Path) -> Tokens:
     """The data in a folder of `keep_tokens`."""
     about = json.loads((folder / ABOUT).read_text())
     train, held_out = (MappedSamples(folder, part, about["domains"]) for part in PARTS)
-    counters = ("refused_answers", "arguments", "ends")
+    counters = ("refused_answers", "refusals", "arguments", "ends")
     stats: dict[str, Any] = {
         name: Counter(value) if name in counters else value for name, value in about["stats"].items()
     }

@@ -8,13 +8,14 @@ import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice, pairwise, zip_longest
 from typing import Any
 
 import numpy as np
 
+from redraft.distill.data.conditions import dense
 from redraft.distill.data.conversations import (
     Conversation,
     Loaded,
@@ -39,6 +40,15 @@ VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
+KINDS = ("cut", "tools", "reasoning", "plain", "text")
+"""Kinds of turns, about from rare to usual."""
+
+MAX_TRIED = 100
+"""Samples in which a kind of turn is looked for: the template may refuse it in all."""
+
+MIN_RUN = 40
+"""Tokens to show of a long text between two labels, or of a label."""
+
 
 def main(cfg: Config) -> None:
     """Print the summary and the samples.
@@ -59,14 +69,21 @@ def main(cfg: Config) -> None:
     )
     samples, stats = build(train)
     held_out_samples, held_out_stats = held_out_part(held_out, build)
-    kinds = {conversation_hash(c["messages"]): kind_of(c) for c in train}
-    shown = choose_samples(samples, kinds, cfg.num_samples)
+    by_hash = {conversation_hash(c["messages"]): c for c in train}
+    possible = {key: possible_kinds(conversation) for key, conversation in by_hash.items()}
+
+    def kinds_of(sample: Sample) -> set[str]:
+        return find_kinds(sample, by_hash[sample.conversation], tokenizer, target.end_ids)
+
+    shown = [
+        (sample, sorted(kinds_of(sample))) for sample in choose_samples(samples, possible, kinds_of, cfg.num_samples)
+    ]
     if cfg.json is not None:
         counted = summarise(loaded, stats, overlap, held_out_stats)
-        texts = [paint(sample, tokenizer, cfg.sample_tokens, in_color=False) for sample in shown]
+        texts = [paint(sample, tokenizer, cfg.sample_tokens, in_color=False) for sample, _ in shown]
         counted["samples"] = [
-            {"kind": kinds[s.conversation], "domain": s.domain, "tokens": len(s.input_ids), "text": text}
-            for s, text in zip(shown, texts, strict=True)
+            {"kinds": kinds, "domain": sample.domain, "tokens": len(sample.input_ids), "text": text}
+            for (sample, kinds), text in zip(shown, texts, strict=True)
         ]
         counted["end_ids"] = target.end_ids
         write_whole(cfg.json, json.dumps(counted, indent=1) + "\n")
@@ -82,9 +99,8 @@ def main(cfg: Config) -> None:
     print("\n".join(describe_vocabulary(samples, held_out_samples, len(tokenizer))))
     in_color = cfg.color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print("\nlabels are green:" if in_color else "\nlabels stand between 「 and 」:")
-    for number, sample in enumerate(shown, 1):
-        kind = kinds[sample.conversation]
-        print(f"--- sample {number}, {kind}, domain {sample.domain}, {len(sample.input_ids):,} tokens")
+    for number, (sample, kinds) in enumerate(shown, 1):
+        print(f"--- sample {number}, {', '.join(kinds)}, domain {sample.domain}, {len(sample.input_ids):,} tokens")
         print(paint(sample, tokenizer, cfg.sample_tokens, in_color))
 
 
@@ -92,6 +108,7 @@ def summarise(loaded: Loaded, stats: SampleStats, overlap: Overlap, held_out: Sa
     """Everything counted, for a file."""
     return {
         "conversations": len(loaded.conversations),
+        "files_not_read": loaded.other_files,
         "columns": {"read": dict(loaded.columns.read), "unread": dict(loaded.columns.unread)},
         "skipped": {
             reason: {"rows": count, "first": loaded.skipped.first[reason]}
@@ -193,44 +210,91 @@ def describe_vocabulary(train: Sequence[Sample], held_out: Sequence[Sample], voc
         yield f"  {size:>6,}  {unseen[size]:6.2%} of held-out text, {learned[size]:6.2%} of training text"
 
 
-def kind_of(conversation: Conversation) -> str:
-    """The rarest kind of turn in a conversation."""
-    messages = conversation["messages"]
+def possible_kinds(conversation: Conversation) -> set[str]:
+    """The kinds of turn in a conversation."""
     if is_plain_text(conversation):
-        return "text"
-    if any("tool_calls" in message for message in messages):
-        return "tools"
-    if conversation.get("cut"):
-        return "cut"
-    return "reasoning" if any(split_reasoning(message) for message in messages) else "plain"
+        return {"text"}
+    messages = conversation["messages"]
+    kinds = {
+        "cut": bool(conversation.get("cut")),
+        "tools": any("tool_calls" in message for message in messages),
+        "reasoning": any(split_reasoning(message) for message in messages),
+        "plain": True,
+    }
+    return {kind for kind, is_there in kinds.items() if is_there}
 
 
-def choose_samples(samples: Sequence[Sample], kinds: Mapping[str, str], count: int) -> list[Sample]:
-    """Up to `count` samples, from every kind and domain in turn, one of each kind at least.
+def find_kinds(sample: Sample, conversation: Conversation, tokenizer: Any, end_ids: Collection[int]) -> set[str]:
+    """The kinds of turn among the labels of a sample: other turns of the conversation may be in other samples, or
+    refused."""
+    possible, messages = possible_kinds(conversation), conversation["messages"]
+    if len(possible) == 1:
+        return possible
+    written = dense(tokenizer.decode(sample.input_ids[sample.loss_mask].tolist()))
+    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+    thoughts = [dense(parts[0])[:32] for message in messages if (parts := split_reasoning(message))]
+    is_cut = sample.loss_mask[-1] and sample.input_ids[-1] not in end_ids
+    kinds = {
+        "cut": "cut" in possible and is_cut,
+        "tools": any(name in written for name in calls),
+        "reasoning": any(thought in written for thought in thoughts),
+    }
+    return {kind for kind, is_there in kinds.items() if is_there} or {"plain"}
 
+
+def choose_samples(
+    samples: Sequence[Sample],
+    possible: Mapping[str, Collection[str]],
+    kinds_of: Callable[[Sample], set[str]],
+    count: int,
+) -> list[Sample]:
+    """One sample with each kind of turn, and others from every domain in turn up to `count`.
+
+    `possible` are the kinds of turn in each conversation, by hash, and `kinds_of` finds those of a sample.
     They are in the order of their hashes, so this is a draw.
     """
-    groups: dict[tuple[str, str], list[Sample]] = {}
+    chosen: list[Sample] = []
+    seen: set[str] = set()
+    for kind in KINDS if count else ():
+        candidates = islice((s for s in samples if kind in possible[s.conversation]), MAX_TRIED)
+        sample = None if kind in seen else next((s for s in candidates if kind in kinds_of(s)), None)
+        if sample is not None:
+            chosen.append(sample)
+            seen |= kinds_of(sample)
+    domains: dict[str, list[Sample]] = {}
     for sample in samples:
-        groups.setdefault((kinds[sample.conversation], sample.domain), []).append(sample)
-    first = {kind: groups[kind, domain][0] for kind, domain in sorted(groups, reverse=True)}
-    in_turns = (s for round_ in zip_longest(*(groups[name] for name in sorted(groups))) for s in round_ if s)
-    shown = set(map(id, first.values()))
+        domains.setdefault(sample.domain, []).append(sample)
+    in_turns = (s for round_ in zip_longest(*(domains[name] for name in sorted(domains))) for s in round_ if s)
+    shown = set(map(id, chosen))
     rest = (sample for sample in in_turns if id(sample) not in shown)
-    return [*first.values(), *islice(rest, max(0, count - len(first)))][: max(count, len(first)) if count else 0]
+    return [*chosen, *islice(rest, max(0, count - len(chosen)))]
 
 
 def paint(sample: Sample, tokenizer: Any, max_tokens: int, in_color: bool) -> str:
-    """The text of the first `max_tokens` tokens, with the labels marked."""
+    """The text of up to `max_tokens` tokens, with the labels marked."""
     opening, closing = (GREEN, PLAIN) if in_color else ("「", "」")
-    ids, mask = sample.input_ids[:max_tokens], sample.loss_mask[:max_tokens]
+    ids, mask = sample.input_ids, sample.loss_mask
     # Decoded in pieces between two flips of the mask, not token by token: a character may span several tokens.
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
-    parts = []
+    # Of a long sample, the two ends of each piece: labels may follow thousands of tokens about tools.
+    most = max_tokens if len(ids) <= max_tokens else max(MIN_RUN, max_tokens // (len(borders) - 1))
+    parts, room = [], max_tokens
     for start, end in pairwise(borders):
-        text = printable(tokenizer.decode(ids[start:end].tolist()))
+        size = min(most, room, end - start)
+        text = printable(_show_ends(ids[start:end].tolist(), size, tokenizer))
         parts.append(f"{opening}{text}{closing}" if mask[start] else text)
-    return "".join(parts) + (" ..." if len(sample.input_ids) > max_tokens else "")
+        room -= size
+        if not room:
+            break
+    return "".join(parts) + (" ..." if end < len(ids) else "")
+
+
+def _show_ends(ids: list[int], size: int, tokenizer: Any) -> str:
+    """The text of the first and last tokens, together at most `size`."""
+    if len(ids) <= size:
+        return str(tokenizer.decode(ids))
+    last = size // 2
+    return f"{tokenizer.decode(ids[: size - last])} ... {tokenizer.decode(ids[len(ids) - last :])}"
 
 
 def printable(text: str) -> str:

@@ -34,7 +34,7 @@ class Config:
     num_samples: int = 3
     """Number of samples to show, from every domain in turn, and at least one with each kind of turn."""
     json: Path | None = None
-    """File for everything shown, as JSON."""
+    """File for the samples and everything read, refused and left out, as JSON."""
     sample_tokens: int = 300
     """Number of tokens to show of each sample."""
     color: bool = True

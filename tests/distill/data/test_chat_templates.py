@@ -259,10 +259,10 @@ def refusal(name: str, messages: list[Any]) -> str:
     row = read_conversation({"messages": messages, "tools": TOOLS})
     good: Conversation = {"messages": [user("a"), say("one")], "domain": "all"}
     _, stats = build_samples([row, good], make_tokenizer(name), max_length=8192, day=DAY, progress=False)
-    assert stats.refused == 1
+    assert stats.refusals.total() == 1
     with pytest.raises(ValueError, match="1 refused by the chat template"):
         held_out_prompts([row], make_tokenizer(name), num_prompts=1, max_length=8192, day=DAY)
-    return stats.refusal
+    return next(iter(stats.refusals))
 
 
 def test_conversations_that_a_server_answers_with_status_400_are_refused_with_the_templates_reason() -> None:

@@ -286,11 +286,16 @@ def test_a_turn_of_a_rewriting_template_is_left_out_alone_if_it_does_not_fit() -
 
 
 def test_a_conversation_that_the_template_refuses_is_counted_with_its_reason() -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHAT_TEMPLATE
-    conversations = [make_conversation("a", "one"), make_conversation("a", "one", system="s")]
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + CHAT_TEMPLATE
+    )
+    systems = [make_conversation(question, "one", system="s") for question in "ab"]
+    conversations = [make_conversation("a", "one"), *systems, make_conversation("c", "one", "d", "two")]
     samples, stats = build_samples(conversations, make_tokenizer(template), max_length=64, progress=False)
-    assert len(samples) == stats.refused == 1
-    assert stats.refusal == "no system here"
+    assert len(samples) == 1
+    assert stats.refusals == {"no system here": 2, "too many": 1}
+    assert stats.examples["by the chat template (too many)"] == "c"
 
 
 STRICT = (
@@ -308,7 +313,7 @@ def test_an_answer_to_nothing_is_not_learned_and_counted(template: str) -> None:
     samples, stats = build_samples([whole, alone], tokenizer, max_length=64, progress=False)
     assert [tokenizer.decode(s.input_ids[s.loss_mask]) for s in samples] == ["one<|end|>"]
     assert ("to nothing" in tokenizer.decode(samples[0].input_ids)) == (template == CHAT_TEMPLATE)
-    assert (stats.unprompted, stats.refused, stats.without_answer) == (2, 0, 0)
+    assert (stats.unprompted, stats.refusals.total(), stats.without_answer) == (2, 0, 0)
     assert "2 opening answers with no question before them" in str(stats)
     (prompt,) = held_out_prompts([whole, alone], tokenizer, num_prompts=4, max_length=64)
     assert tokenizer.decode(prompt.token_ids).endswith("a<|end|>\n<|assistant|>\n")

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trl_templates import make_tokenizer
 
+from redraft.distill.data.messages import conversation_hash
 from redraft.distill.data.samples import Sample, build_samples
 from redraft.recipes.cli.run import dispatch
 from redraft.recipes.data.show import (
@@ -20,9 +22,11 @@ from redraft.recipes.data.show import (
     choose_samples,
     describe_held_out,
     describe_vocabulary,
+    find_kinds,
     held_out_part,
     measure_answers,
     paint,
+    possible_kinds,
 )
 
 TARGET = "tests/assets/tiny-target"
@@ -170,8 +174,37 @@ def test_coverage_is_judged_on_held_out_text() -> None:
 
 def test_samples_come_from_every_domain() -> None:
     samples = [make_sample([1, 2], domain=domain) for domain in ("a", "a", "a", "b")]
-    kinds = {sample.conversation: "plain" for sample in samples}
-    assert [sample.domain for sample in choose_samples(samples, kinds, 3)] == ["a", "b", "a"]
+    chosen = choose_samples(samples, {"": {"plain"}}, lambda _: {"plain"}, 3)
+    assert [sample.domain for sample in chosen] == ["a", "b", "a"]
+
+
+def test_samples_show_the_kinds_of_turn_among_the_labels() -> None:
+    """Of a template that drops thoughts, each turn has a sample of its own; and a call follows a page of tools."""
+    tokenizer = make_tokenizer("qwen3")
+    end_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    call = {"type": "function", "function": {"name": "weigh", "arguments": {"thing": "cup"}}}
+    tool = {"type": "function", "function": {"name": "weigh", "description": "Weighs. " * 200}}
+    conversations: list[Any] = [
+        {"messages": [user("a"), say("one"), user("b"), say("two", reasoning="hm hm"), user("c"), say("three")]},
+        {"messages": [user("d"), say("", tool_calls=[call])], "tools": [tool]},
+        {"messages": [user("e"), say("half")], "cut": True},
+    ]
+    conversations = [{**conversation, "domain": "all"} for conversation in conversations]
+    samples, _ = build_samples(conversations, tokenizer, max_length=4096, ends=end_ids, progress=False)
+    by_hash = {conversation_hash(c["messages"]): c for c in conversations}
+    possible = {key: possible_kinds(conversation) for key, conversation in by_hash.items()}
+
+    def kinds_of(sample: Sample) -> set[str]:
+        return find_kinds(sample, by_hash[sample.conversation], tokenizer, end_ids)
+
+    chosen = choose_samples(samples, possible, kinds_of, 1)
+    assert [kinds_of(sample) for sample in chosen] == [{"cut"}, {"tools"}, {"reasoning"}, {"plain"}]
+    half, called, thought, plain = (paint(sample, tokenizer, 160, in_color=False) for sample in chosen)
+    assert half.endswith("half」")
+    assert '{"name": "weigh", "arguments": {"thing": "cup"}}' in called.split("「")[1]
+    assert " ... " in called
+    assert "hm hm" in thought.split("「")[1]
+    assert "hm" not in plain
 
 
 def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
@@ -188,7 +221,7 @@ def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
     arguments = ["--target", TARGET, "--held-out", "0.3", "--num-samples", "1", "--json", str(report)]
     assert dispatch(["data", str(source), *arguments]) == 0
     out = capsys.readouterr().out
-    for kind in ("plain", "cut", "tools", "text"):
+    for kind in ("plain", "cut", "text"):
         assert re.search(rf"--- sample \d, {kind}, domain all", out), kind
     assert "columns read: completion, cut, messages, prompt, text; not read: id" in out
     assert re.search(r"ends of turns: <\|end\|> \(id 2\) \d+, none, as cut \d", out)
@@ -204,5 +237,5 @@ def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
     assert written["training"]["refused_answers"].keys() == {"with tool calls that the chat template leaves out"}
     assert written["template_arguments"] == {}
     assert written["end_ids"] == [2]
-    assert {sample["kind"] for sample in written["samples"]} == {"plain", "cut", "tools", "text"}
+    assert [sample["kinds"] for sample in written["samples"]] == [["cut"], ["plain"], ["text"]]
     assert all(sample["text"] in out for sample in written["samples"])
