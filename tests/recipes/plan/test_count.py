@@ -89,6 +89,8 @@ PLAN = Plan(
 )
 
 
+SMALL: dict[str, Any] = {"draft_vocab_size": 128, "sequence_length": 32, "num_steps": 2}
+
 MIMO = Qwen2Config(
     architectures=["MiMoForCausalLM"], vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8,
     num_attention_heads=4, num_key_value_heads=2, num_nextn_predict_layers=1,
@@ -232,7 +234,9 @@ def test_seven_steps_of_32k_tokens_take_less_than_twice_the_activations_of_one()
     assert long(7, 65_536).total() < 80e9
 
 
-@pytest.mark.parametrize(("family", "kept"), [("standalone", 0), ("eagle3", 4096), ("eagle3", 0)])
+@pytest.mark.parametrize(
+    ("family", "kept"), [("standalone", 0), ("eagle3", 4096), pytest.param("eagle3", 0, marks=pytest.mark.slow)]
+)
 def test_the_kernels_move_hardly_more_than_the_logits_once_and_the_gradients_once(family: str, kept: int) -> None:
     target = LlamaConfig(**{**TARGET.to_dict(), "vocab_size": 16_384})
     head = LlamaConfig(**{**DRAFT.to_dict(), "vocab_size": 16_384}) if family == "standalone" else PLAN.head
@@ -256,6 +260,7 @@ def test_the_kernels_move_hardly_more_than_the_logits_once_and_the_gradients_onc
     assert flops["kernel"] == flops["plain"]
 
 
+@pytest.mark.slow
 def test_an_accelerator_takes_other_branches_than_the_cpu() -> None:
     cpu, accelerator = count_step(PLAN, shown_on=torch.device("cpu")), count_step(PLAN, shown_on=META)
     # the CPU's attention computes the later steps' few scores without products
@@ -405,7 +410,7 @@ def test_sharding_divides_what_it_shares_out() -> None:
 
 
 def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
-    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, features="served", devices=4)
+    cfg = Counting(target=tiny_target, **SMALL, features="served", devices=4)
     result = count(replace(cfg, sharding="fsdp2"))
     for on in result.on.values():
         assert on.run is not None
@@ -413,7 +418,7 @@ def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
 
 
 def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None:
-    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, devices=4)
+    cfg = Counting(target=tiny_target, **SMALL, devices=4)
     whole, shared = count(cfg), count(replace(cfg, shard_target=True))
     config = AutoConfig.from_pretrained(tiny_target)
     layer = sum(w.numel() for w in AutoModelForCausalLM.from_config(config).model.layers[0].parameters()) * 2
@@ -478,9 +483,7 @@ def test_the_activations_in_the_docs_are_the_ones_that_are_counted(row: list[str
 
 
 def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> None:
-    cfg = Counting(
-        target=tiny_target, draft_vocab_size=128, sequence_length=32, tokens=1e6, devices=2, json=tmp_path / "plan.json"
-    )
+    cfg = Counting(target=tiny_target, **SMALL, tokens=1e6, devices=2, json=tmp_path / "plan.json")
     command.main(cfg)
     told = json.loads((tmp_path / "plan.json").read_text())
     step = count_step(make_plan(cfg))
@@ -510,7 +513,7 @@ def test_the_tables_say_what_does_not_fit_and_what_would() -> None:
 
 
 def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted_apart(tiny_target: str) -> None:
-    cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=32, features="served", devices=4)
+    cfg = Counting(target=tiny_target, **SMALL, features="served", devices=4)
     result = count(cfg)
     assert result.step.signal_bytes == 256 * 4 * 64 * 2  # the last state and three layers, in bfloat16
     assert "target" not in {work.part for work in result.step.operations}
@@ -695,6 +698,7 @@ def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
     assert json.loads(out.read_text())["results"] == []
 
 
+@pytest.mark.slow
 def test_on_a_gpu_mtp_gets_a_target_with_a_place_for_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Plan] = []
     monkeypatch.setattr(gpu, "measure_plan", lambda cfg, plan, *_: plans.append(plan))
@@ -720,6 +724,7 @@ def test_every_step_that_is_measured_fits_an_h100(family: FamilyName) -> None:
     assert on.fits, f"{on.memory_bytes / 1e9:.1f} GB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", gpu.FAMILIES)
 def test_a_measured_step_names_the_flags_that_count_it(family: FamilyName) -> None:
     cfg = gpu.choose_sizes(gpu.Config(batch_size=1, sequence_length=64), family, H100)
