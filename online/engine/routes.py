@@ -19,12 +19,8 @@ from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, read_config
 from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.swap_transaction import Asked, Swaps, can_pause, require_version
-from redraft.online.records.guard import Guard
 
 logger = logging.getLogger("vllm.redraft")
-
-LOOK_S = 1.0
-"""Seconds between two looks at the target's weights."""
 
 
 class Endpoint:
@@ -35,11 +31,9 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.config = read_config()
-        self.guard = Guard()
         self.notes: list[str] = []
         """Flags of this server, probably mistakes."""
         self.swaps: Swaps
-        self._looking: asyncio.Task[None]
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_middleware(OriginMiddleware)
@@ -53,21 +47,13 @@ class Endpoint:
         self.notes = list_notes(engine_client.vllm_config, args)
         for note in self.notes:
             logger.warning("redraft: %s", note)
-        self._looking = asyncio.create_task(self._look_forever())
-
-    async def _look_forever(self) -> None:
-        """Have the workers compare a part of the target's weights every LOOK_S seconds."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            with self.guard.round("target"):
-                await self.swaps.calls.ask("redraft_look")
 
     async def status(self, request: Request) -> dict[str, Any]:
         """Status of the recording rank, vLLM's version, and whether all ranks agree on the draft."""
         authorize(request, self.config)
         try:
             own = {"registry": self.swaps.registry_id, "notes": self.notes}
-            return await self.swaps.calls.status() | own | {"failed_rounds": dict(self.guard.failures)}
+            return await self.swaps.calls.status() | own
         except RefusedError as refusal:
             raise HTTPException(refusal.code, refusal.why) from refusal
 

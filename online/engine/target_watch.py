@@ -2,7 +2,8 @@
 
     reload_weights, load_weights, a weight update, sleep at level 2 ─► has_moved
     the end of an update, else the next engine step ─► settle: tied heads, digest, version ─► records, status
-    every LOOK_S seconds ─► a matrix and the next pieces: another sum, e.g. after `param.copy_` ─► settle
+    a step or status, at most once in LOOK_S ─► a matrix and the next pieces: another sum, e.g. after `param.copy_`
+                                                ─► settle
     a trainer names its weights (EngineCore.set_weight_version) ─► label
 
 Another process may replace the weights of a running server: reinforcement learning does so after every step. The digest
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,10 @@ logger = logging.getLogger("vllm.redraft")
 
 PIECE_BYTES = 32 << 20
 """Largest part of a weight to read at once."""
+
+LOOK_S = 1.0
+"""Seconds from one look at the weights to the next, while the engine computes. An idle worker is left asleep: vLLM's
+spins for a second after each message."""
 
 UPDATES = ("reload_weights", "start_weight_update", "update_weights", "finish_weight_update")
 """Methods of vLLM's worker, which replace weights."""
@@ -57,6 +63,7 @@ class TargetWatch:
         # In the middle, so a linear layer's: some trainings leave embeddings and norms as they are.
         self._watched = matrices[len(matrices) // 2 :][:1]
         self._next = 0
+        self.next_look_s = 0.0
         self.settle()
         self._start = self.digest
 
@@ -72,6 +79,14 @@ class TargetWatch:
     def version(self) -> str:
         """The weights' name in records: empty for those of the start."""
         return "" if self.digest == self._start else f"{self.label}@{self.digest}"
+
+    def is_due(self) -> bool:
+        """Whether the last look is LOOK_S ago; the next one then counts from now."""
+        now_s = time.monotonic()
+        if now_s < self.next_look_s:
+            return False
+        self.next_look_s = now_s + LOOK_S
+        return True
 
     def is_changed(self) -> bool:
         """Whether the watched matrix or the next piece differs from the last `settle`."""
@@ -105,13 +120,15 @@ def watch_target(worker: Any) -> None:
         note_move(worker)
         return load(*args, **kwargs)
 
-    def settle_and_execute(*args: Any, **kwargs: Any) -> Any:
+    def look_and_execute(*args: Any, **kwargs: Any) -> Any:
         watch = worker.redraft.target_watch
         if watch is not None and watch.has_moved:
             settle(worker)
+        else:
+            look_at_target(worker)
         return execute(*args, **kwargs)
 
-    model.load_weights, worker.execute_model = load_and_note, settle_and_execute
+    model.load_weights, worker.execute_model = load_and_note, look_and_execute
 
 
 def _settle_after(worker: Any, name: str) -> None:
@@ -160,9 +177,11 @@ def settle(worker: Any) -> None:
 
 
 def look_at_target(worker: Any) -> None:
-    """Settle if the weights have changed without an update. Raises nothing."""
+    """If a look is due, settle if the weights have changed without an update. Raises nothing."""
     state = worker.redraft
     if state.target_watch is None or "weights" in state.asleep or worker._weight_update_active:
+        return
+    if not state.target_watch.is_due():
         return
     try:
         # `has_moved` stays where an executor calls the runner past the worker, as Ray's does

@@ -102,7 +102,6 @@ def register_worker() -> None:
     if hasattr(WorkerBase, "redraft_status"):
         return
     WorkerBase.redraft_status = redraft_status
-    WorkerBase.redraft_look = look_at_target
     WorkerBase.redraft_name_target = name_target
     WorkerBase.redraft_stage = redraft_stage
     WorkerBase.redraft_staged = redraft_staged
@@ -265,6 +264,7 @@ def _start_capture(worker: Any, config: CaptureConfig) -> None:
 
 def redraft_status(worker: Any) -> dict[str, Any]:
     """Versions served by this rank, and counters of capture."""
+    look_at_target(worker)  # nothing else looks while the engine is idle
     state: WorkerState = worker.redraft
     speculative = worker.vllm_config.speculative_config
     return {

@@ -18,6 +18,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "redraft",
 import torch
 from safetensors.torch import load_file
 
+from redraft.online.engine.target_watch import look_at_target
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 
 NUM_TOKENS = 24
@@ -30,6 +31,12 @@ def copy_in_place(wrapper: Any, folder: str) -> None:
         table = load_file(f"{folder}/model.safetensors")["model.embed_tokens.weight"]
         embed = wrapper.worker.model_runner.get_model().model.embed_tokens
         embed.weight[: len(table)].copy_(table)
+
+
+def look_now(wrapper: Any) -> None:
+    watch = wrapper.worker.redraft.target_watch
+    watch.next_look_s = 0.0
+    look_at_target(wrapper.worker)
 
 
 def main(spec: dict[str, Any]) -> None:
@@ -67,7 +74,7 @@ def main(spec: dict[str, Any]) -> None:
     report("return", 0)
     llm.collective_rpc(copy_in_place, args=(spec["targets"][1],))
     for _ in range(64):  # one piece of the weights at each look
-        llm.collective_rpc("redraft_look")
+        llm.collective_rpc(look_now)
     report("copy", 1)
     engine.shutdown()  # ends the worker, which ships all records
     print("REPORT", json.dumps(reports))

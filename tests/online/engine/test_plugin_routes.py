@@ -701,15 +701,3 @@ def test_flags_beside_which_something_does_not_work_are_noted(method, embeds, st
     model = SimpleNamespace(enable_prompt_embeds=embeds)
     config = SimpleNamespace(speculative_config=SimpleNamespace(method=method), model_config=model)
     assert plugin_routes.list_notes(config, SimpleNamespace(disable_log_stats=stats_off)) == notes
-
-
-@in_event_loop
-async def test_a_look_at_the_target_that_fails_is_counted_and_ends_nothing(registry, monkeypatch, caplog):
-    monkeypatch.setattr(plugin_routes, "LOOK_S", 0.0)
-    endpoint = Endpoint()
-    endpoint.swaps = Swaps(registry, Engine({"redraft_look": []}))
-    looking = asyncio.ensure_future(endpoint._look_forever())
-    await until(lambda: endpoint.guard.failures["target"] >= 3)
-    assert not looking.done()
-    assert len(caplog.records) == 1, "logged once"
-    looking.cancel()

@@ -11,7 +11,7 @@ from torch import nn
 from redraft.online.engine import target_watch
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.target_watch import TargetWatch, look_at_target, name_target, watch_target
-from redraft.online.engine.worker import WorkerState
+from redraft.online.engine.worker import WorkerState, redraft_status
 
 
 class Model(nn.Sequential):
@@ -137,20 +137,31 @@ def test_a_load_past_the_worker_is_named_before_the_next_step(worker):
     assert version_of(worker).startswith("@")
 
 
-def test_weights_written_in_place_are_found_by_looks(worker):
+def test_weights_written_in_place_are_found_by_looks(worker, monkeypatch):
+    monkeypatch.setattr(target_watch, "LOOK_S", 0.0)
     model = worker.model_runner.get_model()
-    look_at_target(worker)
     assert version_of(worker) == ""
     with torch.no_grad():
         model[1].weight[63, 31] += 1e-3
-    look_at_target(worker)
-    assert version_of(worker).startswith("@"), "the matrix is part of each look"
     before = version_of(worker)
+    assert before.startswith("@"), "the matrix is part of each look"
     with torch.no_grad():
         model[2].bias += 1
     for _ in range(4):  # embeddings, matrix, and two vectors, one a look
-        look_at_target(worker)
+        worker.execute_model()
     assert version_of(worker) not in ("", before)
+
+
+def test_steps_and_status_look_once_in_a_while(worker, monkeypatch):
+    clock, looks = [0.0], []
+    monkeypatch.setattr(target_watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(worker.redraft.target_watch, "is_changed", lambda: bool(looks.append(clock[0])))
+    for clock[0] in (100.0, 100.5, 101.0, 101.9, 102.1):
+        worker.execute_model()
+    assert looks == [100.0, 101.0, 102.1]
+    clock[0], worker.vllm_config.speculative_config, worker.redraft.capture = 109.0, None, None
+    redraft_status(worker)
+    assert looks[-1] == 109.0, "nobody else looks at an idle server"
 
 
 def test_all_of_the_weights_are_compared_piece_by_piece(monkeypatch):
