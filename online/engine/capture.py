@@ -180,7 +180,7 @@ class Capture:
                 self._append_states(part, states_HLD)
                 continue
             verified = None
-            if part.num_drafts and step.num_rows:
+            if step.num_rows:
                 assert kept is not None
                 begin = first_draft + part.first_draft
                 verified = VerifiedStep(

@@ -114,8 +114,8 @@ class Feed:
         if not any(batch.infos):
             return self._make_finished_step() if self.finished else None
         parts = self._list_parts(batch)
-        num_rows = sum(part.num_drafts + 1 for part in parts if part.num_drafts)
-        # No draft was verified. The tokens still go on, or the text would have a gap.
+        # A step without a draft has a row too: a learner can train a draft that nobody has called yet.
+        num_rows = sum(part.num_drafts + 1 for part in parts if part.sampled_row is not None)
         if not num_rows or logits_RV is None:
             logits_RV = draft_ids_S = draft_probs_S = None
         elif 2 * num_rows < len(logits_RV):  # copying few rows holds less memory than a reference to all
@@ -286,7 +286,7 @@ def _copy_rows(parts: list[StepPart], logits_RV: Tensor) -> tuple[list[StepPart]
     num_rows = 0
     for part in parts:
         moved.append(msgspec.structs.replace(part, first_row=num_rows))
-        if part.num_drafts:
+        if part.sampled_row is not None:
             kept.append(logits_RV[part.first_row : part.first_row + part.num_drafts + 1])
             num_rows += part.num_drafts + 1
     return moved, torch.cat(kept)

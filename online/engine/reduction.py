@@ -48,12 +48,13 @@ class ScratchMemory:
 
 
 def reduce_steps(steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory) -> ReducedSteps | None:
-    """Reduce the steps that verified drafts, with one copy to the host per kind of tensor; None if no step did."""
+    """Reduce the steps, with one copy to the host per kind of tensor; None if none has rows."""
     largest = [step.largest for step in steps if step.largest is not None]
     logits = [step.logits_RV for step in steps if step.logits_RV is not None]
     ids = [step.draft_ids_S for step in steps if step.draft_ids_S is not None]
-    if not ids:
+    if not (largest or logits):
         return None
+    ids = ids or [torch.zeros(0, dtype=torch.int32)]
     probs_S = np.ones(sum(map(len, ids)), np.float32)
     if any(step.draft_probs_S is not None for step in steps):
         probs_S = torch.cat([_get_draft_probs(step) for step in steps if step.draft_ids_S is not None]).cpu().numpy()

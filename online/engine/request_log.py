@@ -112,7 +112,7 @@ def join_states(chunks: Sequence[States], end: int, num_bytes: int) -> States | 
 
 
 class VerifiedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The rows of one verification step of one request: one per draft token in order, then the bonus row."""
+    """The rows of one step of one request: one per draft token in order, then the bonus row."""
 
     start: int
     draft_ids: NDArray[np.int32]
@@ -185,7 +185,9 @@ class RequestLog:
                 continue
             self.states.append(chunk.newest(min(bytes_of_text, self.max_bytes)))
             self._num_state_bytes += self.states[-1].num_bytes
-            self._num_new_bytes += self.states[-1].num_bytes if self.verified else 0
+            # The first row is predicted from the token before it. Earlier ones, e.g. of a prompt, are not new.
+            begin = self.verified[0].start - 1 if self.verified else chunk.end
+            self._num_new_bytes += self.states[-1].within(begin, chunk.end).num_bytes
             # The oldest chunk goes only if the others alone can fill a record.
             while self._num_state_bytes - self.states[0].num_bytes >= self.max_bytes:
                 self._num_state_bytes -= self.states.pop(0).num_bytes

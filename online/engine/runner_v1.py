@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from redraft.online.engine.capture import Capture
@@ -110,10 +111,14 @@ class _Hooks:
 
     def sample(self, logits_RV: Tensor | None, metadata: Any) -> Any:
         self.step_draft_probs_SV = None  # set by `draft_probs`, which the runner calls within `_sample`
+        kept_RV = logits_RV
+        if metadata is None and logits_RV is not None and logits_RV.dtype == torch.float32:
+            # Temperature and penalties change these in place; the rejection sampler changes copies.
+            kept_RV = logits_RV.clone()
         output = self._sample(logits_RV, metadata)
         try:
             # References only: reading a value here would make the engine's thread wait for the GPU.
-            self.feed.put(self._make_step(logits_RV, metadata, output.sampled_token_ids))
+            self.feed.put(self._make_step(kept_RV, metadata, output.sampled_token_ids))
         except Exception as error:  # capture may fail, serving must not
             self.capture.report(error, "hook")
         self.step_draft_probs_SV = None  # as large as the logits
@@ -143,8 +148,7 @@ class _Hooks:
             self.capture.report(error, "hook")
 
     def _make_step(self, logits_RV: Tensor | None, metadata: Any, sampled_BK: Tensor) -> EngineStep | None:
-        """The step of the runner's batch. A reference to the logits is enough: V1's rejection sampler copies the rows
-        it changes."""
+        """The step of the runner's batch, with references to the logits."""
         runner = self.runner
         count = runner.input_batch.num_reqs
         first_reads = runner.query_start_loc.np[: count + 1].tolist()

@@ -90,8 +90,8 @@ class EngineStep:
     starts_B: Tensor | None = None
     """`StepPart.start` of the requests that sampled, if only the device knows it; None if the parts have it."""
     logits_RV: Tensor | None = None
-    """Logits before temperature, penalties and every other sampling parameter. None if no request verified drafts, and
-    with `largest`."""
+    """Logits before temperature, penalties and every other sampling parameter. None if no request sampled, and with
+    `largest`."""
     largest: Largest | None = None
     """The recorded part of the logits, if the hook has taken it."""
     draft_ids_S: Tensor | None = None
@@ -125,7 +125,7 @@ class EngineStep:
 
     @property
     def num_rows(self) -> int:
-        """Rows of logits; 0 if no request verified drafts, or the rows were given up."""
+        """Rows of logits; 0 if no request sampled, or the rows were given up."""
         rows = self.logits_RV if self.largest is None else self.largest.log_sum_exp_R
         return 0 if rows is None else len(rows)
 

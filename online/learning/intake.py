@@ -213,16 +213,15 @@ def mark_unfit(frames: Frames, vocab_size: int) -> Iterator[tuple[bytes, Record 
 
 
 def count_acceptance(record: Record) -> AcceptanceCounts:
-    """The acceptance of the version's drafts in one record. Every step ends with a bonus row, whose draft id is -1."""
+    """The acceptance of the version's drafts in one record. Every step ends with a bonus row, whose draft id is -1; one
+    without a draft has no other row."""
     is_own_R = record.is_own
     is_bonus_R, is_accepted_R = (record.draft_ids == -1)[is_own_R], record.accepted[is_own_R]
-    if is_bonus_R.all():  # no drafts, or the record is from a tap, which sees none
-        return AcceptanceCounts.zero()
-    # The last step has no bonus row if the request ended within it.
-    # E.g. drafts 5, 7, -1, 4 with K = 2: two steps, of which the second was cut, and three draft tokens.
-    steps = int(is_bonus_R.sum()) + int(not is_bonus_R[-1])
+    # A draft begins after a bonus row. The last has none if the request ended within it.
+    # E.g. drafts 5, 7, -1, -1, 4 with K = 2: two drafts of three tokens, a step without one between them.
+    begins_R = ~is_bonus_R & np.append(True, is_bonus_R)[:-1]
     return AcceptanceCounts(
-        num_drafts=steps, num_accepted=int(is_accepted_R.sum()), num_draft_tokens=int(np.sum(~is_bonus_R))
+        num_drafts=int(begins_R.sum()), num_accepted=int(is_accepted_R.sum()), num_draft_tokens=int(np.sum(~is_bonus_R))
     )
 
 

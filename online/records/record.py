@@ -4,7 +4,7 @@ C = context tokens, N = output tokens of the segment, R = rows, K = kept top-k i
 L = hidden states of one token, D = size of each.
 
 A row is one distribution of the target: the prediction of the token at `positions[r]`, an index into context + output.
-A verification step of k draft tokens gives k + 1 rows: one per draft token, and one for the bonus token (draft -1).
+A step of k draft tokens, or none, gives k + 1 rows: one per draft token, and one for the bonus token (draft -1).
 Rows after a rejection follow discarded draft tokens. They are just as true, but for another text.
 The text travels once: a later segment of a long answer brings the new part, and the receiver puts it behind the text of
 the segment before. Then the record is self-contained.
@@ -216,7 +216,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_own(self) -> NDArray[np.bool_]:
-        """[R], whether the row belongs to a draft of the named version; a bonus row to the draft before it."""
+        """[R], whether the row belongs to a draft of the named version, or to none; a bonus row to the draft before it."""
         if not self.row_proposers:
             return np.ones(len(self.positions), bool)
         return ~_array(self.row_proposers, np.uint8).astype(bool)

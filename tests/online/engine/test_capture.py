@@ -128,6 +128,26 @@ def test_a_rejection_leaves_rows_that_hang_on_the_rejected_tokens():
     np.testing.assert_array_equal(text.rows_R, [3, 4])
 
 
+def test_steps_without_a_draft_have_rows_and_count_as_no_draft():
+    log = make_log(make_info(max_tokens=6))
+    for step in (
+        make_verified(3, [], 0),  # the prompt's own
+        make_verified(4, [8, 50], 1),
+        make_verified(6, [], 0),
+        make_verified(7, [], 0),
+        make_verified(8, [12, 13], 2),  # the request ends within it
+    ):
+        log.append(step.start, list(range(step.start + 4, step.end + 4)), step)
+    record = segment(log)
+    np.testing.assert_array_equal(record.output_ids, [7, 8, 9, 10, 11, 12])
+    np.testing.assert_array_equal(record.positions, [3, 4, 5, 6, 6, 7, 8])
+    np.testing.assert_array_equal(record.draft_ids, [-1, 8, 50, -1, -1, -1, 12])
+    assert count_acceptance(record) == AcceptanceCounts(num_drafts=2, num_accepted=2, num_draft_tokens=3)
+    bare = make_log(make_info(max_tokens=1))
+    bare.append(3, [7], make_verified(3, [], 0))
+    assert count_acceptance(segment(bare)) == AcceptanceCounts.zero()
+
+
 def test_the_text_of_a_request_is_sent_once():
     log = make_log(make_info())
     log.append(3, [7], None)
@@ -386,7 +406,7 @@ def test_a_step_without_rows_leaves_no_gap_in_the_text(tmp_path):
     ]
     capture, (record,) = run_capture(tmp_path, steps)
     np.testing.assert_array_equal(record.output_ids, [7, 8, 9, 10, 11, 12])
-    np.testing.assert_array_equal(record.positions, [6, 7, 7, 8])
+    np.testing.assert_array_equal(record.positions, [3, 6, 7, 7, 8])
     assert not capture.status().get("broken_requests_gap")
     text, *_ = training_sequences(record)
     np.testing.assert_array_equal(text.input_ids_T[:9], [1, 2, 3, 7, 8, 9, 10, 11, 12])
@@ -487,7 +507,7 @@ def test_steps_become_records_of_one_draft_version_each(tmp_path):
     assert (records[1].context_begin, len(records[1].context_ids)) == (7, 0)
     assert [[i for i in record.draft_ids if i >= 0] for record in records] == [[8, 50, 52, 51], [11, 53]]
     wanted = steps[1].logits_RV.double().log_softmax(-1).topk(K)
-    np.testing.assert_allclose(records[0].topk_log_probs[:3], wanted.values, atol=1e-5)
+    np.testing.assert_allclose(records[0].topk_log_probs[1:4], wanted.values, atol=1e-5)
     assert capture.status()["records"] == 2
     assert capture.status()["shipped_records"] == 2
 
@@ -528,7 +548,7 @@ def test_a_record_tells_lookups_and_padding_from_the_versions_tokens_and_only_th
     ]
     _, (record,) = run_capture(tmp_path, steps)
     assert record.draft_version == "v000001"
-    assert list(record.row_proposers) == [0] * 3 + [LOOKUP] * 3 + [PADDING] * 3
+    assert list(record.row_proposers) == [0] * 4 + [LOOKUP] * 3 + [PADDING] * 3
     assert count_acceptance(record) == AcceptanceCounts(num_drafts=1, num_accepted=1, num_draft_tokens=2)
     assert [list(draft.tokens_Q) for draft in refused_drafts(record)] == [[50]], "branches train on its own tokens"
     (plain,) = run_capture(tmp_path / "plain", [make_step(make_info(max_tokens=1), 3, sampled=[7], drafts=[8])])[1]
@@ -623,7 +643,7 @@ def test_at_temperature_zero_the_drafts_best_token_is_certain(tmp_path):
     info = make_info(max_tokens=3, sampling=Sampling(temperature=0.0))
     second = replace(make_step(info, 4, sampled=[8, 9], drafts=[8, 50]), draft_probs_S=torch.tensor([17.5, -3.0]))
     (record,) = run_capture(tmp_path, [make_step(info, 3, sampled=[7], drafts=[]), second])[1]
-    np.testing.assert_array_equal(record.draft_probs, np.array([1, 1, np.nan], np.float32))
+    np.testing.assert_array_equal(record.draft_probs, np.array([np.nan, 1, 1, np.nan], np.float32))
 
 
 @pytest.mark.parametrize(("kept", "num_runs"), [([0, 1, 2, 3], 1), ([1, 2], 1), ([0, 2, 3], 2), ([0, 2], 2)])
@@ -650,8 +670,8 @@ def test_few_rows_of_many_are_copied_and_found_again():
         for row, (drafts, first) in enumerate([(2, 1), (0, 4), (1, 9)])
     ]
     moved, kept_RV = _copy_rows(parts, logits_RV)
-    assert torch.equal(kept_RV, logits_RV[[1, 2, 3, 9, 10]])
-    assert [part.first_row for part in moved if part.num_drafts] == [0, 3]
+    assert torch.equal(kept_RV, logits_RV[[1, 2, 3, 4, 9, 10]])
+    assert [part.first_row for part in moved] == [0, 3, 4]
 
 
 def test_of_a_long_text_no_more_hidden_states_are_kept_than_a_record_holds():
@@ -683,8 +703,8 @@ def test_records_of_the_largest_heads_fit_a_message_of_the_log_and_lose_no_row(h
         return [States(begin, (words if hidden_format == "float8" else words.view(np.uint16)).reshape(count, 3, -1))]
 
     log = make_log(make_info(prompt_ids=list(range(1024)), max_tokens=1000), config.record_bytes)
-    log.add_states(make_states(1024 - 384, 384))
-    log.append(1024, [7], None)
+    log.append(1024, [7], make_verified(1024, [], 0))
+    log.add_states(make_states(1024 - 384, 384))  # of the prompt: they alone make no record full
     records = []
     for start in range(1025, 1025 + 400, 2):  # two tokens a step, one of them drafted
         assert log.append(start, [8, 9], make_verified(start, [8], 1))
@@ -701,7 +721,7 @@ def test_records_of_the_largest_heads_fit_a_message_of_the_log_and_lose_no_row(h
         assert (record.positions - 2 >= record.hidden_begin).all()
         assert record.hidden_begin + record.num_hidden >= record.positions.max()
     found = np.concatenate([record.positions for record in records])
-    np.testing.assert_array_equal(np.unique(found), np.arange(1025, 1425))
+    np.testing.assert_array_equal(np.unique(found), np.arange(1024, 1425))
 
 
 def test_a_dropped_step_ends_the_record_before_it(tmp_path):
@@ -805,6 +825,34 @@ def test_a_hook_that_fails_costs_records_and_nothing_else(tmp_path):
     assert (capture.counts["errors_hook"], capture.counts["errors_hidden_states"]) == (1, 1)
 
 
+def test_logits_that_v1_changes_in_a_step_without_drafts_are_recorded_as_they_were(tmp_path):
+    def sample(logits_RV, metadata):
+        logits_RV /= 0.5  # as vLLM's sampler does with float32; its rejection sampler changes a copy
+        return SimpleNamespace(sampled_token_ids=torch.tensor([[7]]))
+
+    request = make_request()
+    runner = SimpleNamespace(
+        _sample=sample,
+        _get_spec_decode_draft_probs=None,
+        _on_request_state_removed=None,
+        propose_draft_token_ids=None,
+        max_model_len=100,
+        requests={"a": request},
+        query_start_loc=SimpleNamespace(np=np.array([0, 3])),
+        input_batch=SimpleNamespace(req_ids=["a"], num_reqs=1, num_computed_tokens_cpu=np.array([0])),
+        discard_request_mask=SimpleNamespace(np=np.array([False])),
+    )
+    capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
+    install_capture(runner, capture)
+    logits_RV = torch.randn(1, V)
+    before_RV = logits_RV.clone()
+    runner._sample(logits_RV, None)
+    (step,) = capture.queue.take()
+    assert torch.equal(step.logits_RV, before_RV)
+    assert not torch.equal(logits_RV, before_RV)
+    assert (step.parts[0].start, step.parts[0].num_drafts) == (3, 0)
+
+
 @pytest.mark.parametrize("recorded_is_last", [False, True])
 def test_the_end_of_a_request_is_known_at_once_when_the_engine_falls_idle(tmp_path, recorded_is_last):
     """Whichever of two requests goes last, only one of them recorded: no step may follow for a long time."""
@@ -825,11 +873,14 @@ def test_the_end_of_a_request_is_known_at_once_when_the_engine_falls_idle(tmp_pa
     assert [step.finished for step in capture.queue.take()] == [["recorded"]]
 
 
+def make_broken_step(request_id, finished):
+    step = make_step(make_info(request_id=request_id), 3, sampled=[7], drafts=[50])
+    return replace(step, parts=[msgspec.structs.replace(step.parts[0], sampled_row=5)], finished=finished)
+
+
 def test_a_step_that_cannot_be_reduced_costs_itself_only(tmp_path):
     info = make_info(max_tokens=2)
-    broken = replace(
-        make_step(make_info(request_id="cmpl-b"), 3, sampled=[7], drafts=[50]), draft_ids_S=None, finished=["cmpl-c"]
-    )
+    broken = make_broken_step("cmpl-b", finished=["cmpl-c"])
     steps = [make_step(info, 3, sampled=[7], drafts=[]), make_step(info, 4, sampled=[8], drafts=[50])]
     capture = Capture(CaptureConfig(spool=tmp_path, top_k=K), "boot", "target", "v000001")
     capture.queue.put(make_step(make_info(request_id="cmpl-c"), 3, sampled=[7], drafts=[]))
@@ -840,7 +891,7 @@ def test_a_step_that_cannot_be_reduced_costs_itself_only(tmp_path):
     for step in steps:
         capture.queue.put(step)
     capture.stop()
-    assert capture.status()["shipped_records"] == 1
+    assert capture.status()["shipped_records"] == 2
     # It reached its length limit, but has not been reported as finished yet.
     assert capture.status()["open_requests"] == 1
 
@@ -863,8 +914,7 @@ def test_a_record_that_cannot_be_written_costs_itself_only(tmp_path, monkeypatch
     for info in (first, second):
         capture.queue.put(make_step(info, 3, sampled=[7], drafts=[]))
         capture.queue.put(make_step(info, 4, sampled=[8], drafts=[50]))
-        broken = make_step(make_info(request_id="cmpl-c"), 3, sampled=[7], drafts=[50])
-        capture.queue.put(replace(broken, draft_ids_S=None, finished=[info.request_id]))
+        capture.queue.put(make_broken_step("cmpl-c", finished=[info.request_id]))
         wanted = capture.counts[f"errors_{stage}"] + capture.counts["shipped_records"] + 1
 
         def is_done(wanted=wanted):
@@ -939,14 +989,14 @@ def test_the_captured_distribution_is_the_targets_before_sampling_parameters_als
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("traffic", ["greedy", "sampled"])
-def test_the_record_has_the_text_of_the_response_and_every_token_behind_the_first_once(traffic, request):
+def test_the_record_has_the_text_of_the_response_and_every_token_once(traffic, request):
     prompts, responses, records = request.getfixturevalue(traffic)
     for prompt, response, segments in zip(prompts, responses, by_request(responses, records), strict=True):
         output = np.concatenate([record.output_ids for record in segments])
         np.testing.assert_array_equal(output, response["choices"][0]["token_ids"])
         np.testing.assert_array_equal(segments[0].context_ids, prompt)
         labelled = np.concatenate([record.positions[record.branches == 0] for record in segments])
-        np.testing.assert_array_equal(labelled, len(prompt) + np.arange(1, len(output)))
+        np.testing.assert_array_equal(labelled, len(prompt) + np.arange(len(output)))
 
 
 @pytest.mark.vllm
