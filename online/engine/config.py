@@ -43,6 +43,15 @@ class CaptureConfig(Recording):
         return LOG_RECORD_BYTES if self.ingest else SPOOL_RECORD_BYTES
 
 
+TABLE = "num_speculative_tokens_per_batch_size"
+"""Key of vLLM's speculative config: the number of draft tokens by batch size."""
+
+
+def one_number(most: int) -> list[list[int]]:
+    """vLLM's table with one number for every batch size: vLLM then prepares for numbers that change."""
+    return [[1, 1, most]]
+
+
 SwapCache = Literal["auto", "keep", "draft", "clear"]
 
 
@@ -90,6 +99,15 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
         capture=_read_capture(environment),
         swap=_read_swap(environment),
     )
+
+
+def check_pace(pace: str, most: int | None = None) -> str:
+    """The same text. Raises: ValueError if it is no pace, or a number above `most`."""
+    if pace not in ("off", "auto") and not pace.isdecimal():
+        raise ValueError(f"{pace} is no pace: give off, auto or a number of draft tokens")
+    if most is not None and pace.isdecimal() and int(pace) > most:
+        raise ValueError(f"pace {pace} is above --num-speculative-tokens, {most}: raise that, or lower the pace")
+    return pace
 
 
 def _read_swap(environment: Mapping[str, str]) -> SwapConfig:

@@ -19,11 +19,12 @@ def register() -> None:
     # imported late: vLLM calls this in every process of every server, also of those that do not use redraft
     from redraft.eval.engine.wait import list_patches
     from redraft.online.engine.domains import count_domains
+    from redraft.online.engine.pace import patch_pace
     from redraft.online.engine.target_watch import pass_labels
     from redraft.online.engine.worker import register_worker
 
-    # The last three patch classes. In a process without engine core or worker they change nothing.
-    for step in (*list_patches(), count_domains, pass_labels, register_worker):
+    # The last four patch classes. In a process without engine core or worker they change nothing.
+    for step in (*list_patches(), patch_pace, count_domains, pass_labels, register_worker):
         try:
             step()
         except Exception:

@@ -216,7 +216,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_own(self) -> NDArray[np.bool_]:
-        """[R], whether the row belongs to a draft of the named version, or to none; a bonus row to the draft before it."""
+        """[R], whether the row belongs to a draft of the named version; a bonus row to the draft before it."""
         if not self.row_proposers:
             return np.ones(len(self.positions), bool)
         return ~_array(self.row_proposers, np.uint8).astype(bool)

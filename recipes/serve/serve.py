@@ -16,7 +16,7 @@ from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, engine_is_cpu, find_two_speeds, require_servable, vllm_keys
 from redraft.eval.machine import count_cores
 from redraft.heads.files.folder import INDEX, read_provenance, weight_files
-from redraft.online.engine.config import PLUGIN_NAME, read_config
+from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, one_number, read_config
 from redraft.recipes.serve.serve_config import Config
 from redraft.recipes.serve.vllm_flags import list_warnings, read_flags, require_agreement
 
@@ -87,6 +87,8 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
     if cfg.draft_quantization:
         config["quantization"] = cfg.draft_quantization
     require_servable(config)
+    if check_pace(cfg.pace, cfg.num_speculative_tokens) != "off":
+        config[TABLE] = one_number(cfg.num_speculative_tokens)
     return config
 
 
@@ -117,6 +119,7 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
         "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
         "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,
         "REDRAFT_SWAP_CACHE": cfg.swap.cache,
+        "REDRAFT_PACE": None if cfg.pace == "off" else cfg.pace,
     }
     if capture.is_on:
         variables |= {

@@ -34,6 +34,9 @@ class Config:
     """Folder of the draft's versions (v000001, ..., current). Required for swapping."""
     num_speculative_tokens: int = 3
     """Draft tokens per step."""
+    pace: str = "off"
+    """Draft tokens of a step, at most --num-speculative-tokens: `auto` measures as it serves, and drafts fewer or none
+    where that is faster; a number is for all steps; with `off` vLLM decides. Needs vLLM's V1 model runner."""
     method: Method | None = None
     """vLLM's method for the draft. By default it follows from the draft's tensors."""
     draft_sample_method: SampleMethod = "greedy"

@@ -7,7 +7,8 @@ The prompts of a round are answered together; a later round may find earlier pro
 `sampling` are options of vLLM, the latter one for each prompt. Requests whose index is in `aborted` are given up
 after eight tokens. Prints one line of JSON: `answers`, the token ids of every answer by round, prompt and n,
 `status`, the worker's, `counted_drafts`, the scheduler's, `batches_at_once`, above 1 if steps are scheduled ahead,
-and `preemptions`.
+and `preemptions`. With REDRAFT_PACE, a round with a `pace` takes it from its first step on, `seen` has by round the
+calls of the draft and the numbers of draft tokens scheduled, and `pace` is the engine's word at the end.
 """
 
 from __future__ import annotations
@@ -63,6 +64,27 @@ def count_preemptions(llm: Any) -> list[str]:
     return preempted
 
 
+def count_calls(core: Any) -> tuple[list[int], list[int]]:
+    """An entry per call of a V1 draft, and the draft tokens scheduled in each step, from now on."""
+    drafter = core.model_executor.driver_worker.worker.model_runner.drafter
+    calls: list[int] = []
+    numbers: list[int] = []
+    propose, schedule = drafter.propose, core.scheduler.schedule
+
+    def proposed(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return propose(*args, **kwargs)
+
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        if output.num_scheduled_tokens:
+            numbers.append(output.num_spec_tokens_to_schedule)
+        return output
+
+    drafter.propose, core.scheduler.schedule = proposed, scheduled
+    return calls, numbers
+
+
 def wait_until_shipped(llm: Any) -> dict[str, Any]:
     """The status once no request is open and all records are written."""
     deadline_s = time.monotonic() + 600
@@ -94,8 +116,19 @@ def main(spec: dict[str, Any]) -> None:
     }
     llm = LLM(**settings | spec.get("engine", {}))
     preempted = count_preemptions(llm)
+    core, answers, seen = llm.llm_engine.engine_core.engine_core, [], []
+    calls, numbers = count_calls(core) if "REDRAFT_PACE" in os.environ else ([], [])
+    for number, asked in enumerate(spec["rounds"]):
+        if "pace" in asked:
+            core.redraft_pace(asked["pace"])
+        calls.clear()
+        numbers.clear()
+        answers.append(answer(llm, asked, f"round{number}"))
+        seen.append({"calls": len(calls), "numbers": sorted(set(numbers))})
     report: dict[str, Any] = {
-        "answers": [answer(llm, asked, f"round{number}") for number, asked in enumerate(spec["rounds"])],
+        "answers": answers,
+        "seen": seen,
+        "pace": core.redraft_pace() if "REDRAFT_PACE" in os.environ else None,
         "status": wait_until_shipped(llm),
         "batches_at_once": llm.llm_engine.vllm_config.max_concurrent_batches,
         "preemptions": len(preempted),

@@ -20,6 +20,7 @@ from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
 from redraft.online.engine import runner_v1, runner_v2
+from redraft.online.engine.config import TABLE, one_number
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture
 from redraft.online.learning.intake import count_acceptance
 from redraft.online.records.record import LOOKUP, PADDING, Record, read_frames
@@ -159,7 +160,7 @@ def run_capture(runner, spool, schedules_ahead=False, more_env=None, preempts=Fa
     assert (report["batches_at_once"] > 1) is schedules_ahead
     assert (report["preemptions"] > 0) is preempts
     assert report["status"]["runner"].lower().startswith(f"{runner} model runner")
-    counts = report["status"]["capture"] | {"counted_drafts": report["counted_drafts"]}
+    counts = report["status"]["capture"] | {name: report[name] for name in ("counted_drafts", "seen", "pace")}
     assert not [name for name in counts if name.startswith(("errors", "broken")) and counts[name]], counts
     assert not counts["last_error"]
     frames = [frame for path in spool_files(spool) for frame in read_frames(path.read_bytes())]
@@ -344,3 +345,44 @@ def test_ngrams_before_a_head_change_no_answer_and_no_text_of_a_record(drafts, t
         drafts.append([record.draft_ids.tolist() for record in records])
     assert texts[0] == texts[1]
     assert sum(one != other for one, other in zip(*drafts, strict=True)) > 8, "n-grams drafted in most answers"
+
+
+# --- a number of draft tokens that changes
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules_ahead", [True, False])
+def test_the_number_changes_live_and_at_0_the_draft_reads_prompts_alone(drafts, tmp_path, schedules_ahead):
+    target, draft = drafts["eagle3"]
+    asked = {"prompts": PLAIN, "sampling": [{"max_tokens": 40}] * 3}
+    spec = {
+        "target": str(target),
+        "draft": str(draft),
+        "method": "eagle3",
+        "engine": {"async_scheduling": schedules_ahead},
+        "speculative": {TABLE: one_number(3)},
+        "rounds": [asked | {"pace": pace} for pace in ("0", "3", "1", "auto")],
+    }
+    answers, told, records = run_capture("v1", tmp_path, schedules_ahead, {"REDRAFT_PACE": "auto"}, **spec)
+    off, most, one, auto = told["seen"]
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    for prompt, found in zip(PLAIN, zip(*answers, strict=True), strict=True):
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=-1)
+        assert found == ([ids[0, len(prompt) :].tolist()],) * 4, "the text is the target's"
+    assert [off["numbers"], most["numbers"], one["numbers"]] == [[0], [3], [1]]
+    assert off["calls"] <= 3 < 10 < most["calls"]
+    assert 0 in auto["numbers"]
+    assert next(row["steps"] for row in told["pace"]["sizes"] if row["requests"] == 3) > 10
+    # A step without a draft is recorded like any other: distribution and hidden states of each token.
+    by_request = {record.request_id.rpartition("-")[0]: record for record in records}
+    for number in range(3):
+        bare, drafted = (by_request[f"round{pace}-{number}"] for pace in (0, 1))
+        assert (bare.draft_ids == -1).all()
+        assert count_acceptance(bare).num_drafts == 0 < count_acceptance(drafted).num_drafts
+        np.testing.assert_array_equal(bare.positions, len(PLAIN[number]) + np.arange(40))
+        of_text = drafted.branches == 0
+        np.testing.assert_array_equal(drafted.positions[of_text], bare.positions)
+        np.testing.assert_allclose(bare.topk_log_probs, drafted.topk_log_probs[of_text], atol=1e-3)
+        states = [training_sequences(record)[0].hidden_HLD for record in (bare, drafted)]
+        assert len(states[0]) == len(states[1]) == len(PLAIN[number]) + 39

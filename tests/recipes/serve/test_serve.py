@@ -385,5 +385,21 @@ def test_ray_workers_get_the_variables_of_the_plugin(tmp_path):
     assert {"VLLM_PLUGINS", "REDRAFT_REGISTRY", "REDRAFT_CAPTURE_SPOOL"} <= plugin.keys()
 
 
+def test_a_pace_gives_vllm_a_table_of_one_row_and_the_plugin_the_pace(tmp_path):
+    draft = write_draft(tmp_path)
+    table, variable = "num_speculative_tokens_per_batch_size", "REDRAFT_PACE"
+    plain = parse("target", "--draft", draft)
+    assert table not in speculative_config(plain)
+    assert variable not in plugin_environment(plain, {})
+    for pace in ("auto", "5", "0"):
+        paced = parse("target", "--draft", draft, "--num-speculative-tokens", "5", "--pace", pace)
+        command = server_command(paced)
+        assert json.loads(command[command.index("--speculative-config") + 1])[table] == [[1, 1, 5]]
+        assert plugin_environment(paced, {})[variable] == pace
+    for pace, said in (("6", "above --num-speculative-tokens, 5"), ("fast", "fast is no pace"), ("-1", "is no pace")):
+        with pytest.raises(ValueError, match=said):
+            server_command(parse("target", "--draft", draft, "--num-speculative-tokens", "5", "--pace", pace))
+
+
 def test_vllm_chooses_its_model_runner():
     assert "VLLM_USE_V2_MODEL_RUNNER" not in plugin_environment(parse("t"), {})

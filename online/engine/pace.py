@@ -1,0 +1,254 @@
+"""Hooks of the policy in vLLM's scheduler and V1 runner: a number of draft tokens for every step.
+
+    schedule ─► dynamic_sd_lookup[requests] ─► number ─► worker: at 0 the draft is not called
+    update_from_output ─► seconds, accepted tokens ─► Policy ─► redraft_pace ─► /redraft/status, /metrics
+    redraft_commit ─► Policy.swapped
+
+vLLM's scheduler asks a table for the number. `redraft serve --pace` gives vLLM a table of one row: then
+vLLM prepares for numbers that change, and a `Pacer` takes its place.
+
+At 0 a draft with keys reads prompts alone; vLLM would run it in each step to keep the keys whole. Keys of
+tokens answered meanwhile stay unwritten until the request ends, and longer for a later one that finds
+the text in the prefix cache. In their place the draft finds zeros, or finite keys of an older text, maybe
+of another request: vLLM clears the cache at the start, and a reused block where layers differ in
+precision or keep states. They change which tokens are drafted, so acceptance (not measured how much),
+and no answer: verification decides on each token. Only NaN for probabilities would
+mislead it. Memory after a sleep is undefined, so a server with --enable-sleep-mode and sampled drafts is refused.
+A request's acceptance counts, and a probe of more tokens begins, only if the draft has read READ of the
+text.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+from redraft.online.engine.config import TABLE, check_pace, one_number
+from redraft.online.engine.pace_policy import Policy
+
+logger = logging.getLogger("vllm.redraft")
+
+READ = 0.9
+"""Share of a request's text that the draft must have read, for its acceptance to count."""
+
+
+def find_decider(vllm_config: Any) -> str:
+    """Why a `Pacer` cannot decide on the number of draft tokens, or what does; empty if it can."""
+    speculative = vllm_config.speculative_config
+    if not speculative or not speculative.num_speculative_tokens:
+        return "nothing is drafted"
+    # vLLM itself drops the table beside data parallelism, so this comes first.
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        return "data-parallel replicas must draft equally many tokens: start a server per replica"
+    if speculative.enable_adaptive_verification:
+        return "adaptive verification decides"
+    if vllm_config.use_v2_model_runner:
+        return "vLLM's V2 model runner is not followed: set VLLM_USE_V2_MODEL_RUNNER=0"
+    if speculative.use_ngram_gpu():
+        return "ngram_gpu must see every step: draft with ngram"
+    is_sampled = speculative.draft_sample_method == "probabilistic"
+    if is_sampled and keeps_keys(speculative) and vllm_config.model_config.enable_sleep_mode:
+        return "sampled drafts need whole keys after a sleep: leave out --enable-sleep-mode"
+    table, one_row = speculative.num_speculative_tokens_per_batch_size, one_number(speculative.num_speculative_tokens)
+    if not table:
+        return f'give "{TABLE}": {one_row} in the speculative config'
+    return "" if [list(row) for row in table] == one_row else f"{TABLE} decides"
+
+
+def keeps_keys(speculative: Any) -> bool:
+    """Whether the draft attends to keys of the text, which it must have read."""
+    return bool(speculative.use_eagle() or speculative.uses_draft_model())
+
+
+class Pacer:
+    """In place of the scheduler's table: `pacer[requests]` is the number for the next step."""
+
+    def __init__(self, most: int, max_requests: int, pace: str, *, has_keys: bool) -> None:
+        self.most = most
+        self.has_keys = has_keys
+        self.policy = Policy(most, max_requests)
+        self.unread: dict[str, int] = {}
+        """By request, answered tokens the draft has not read."""
+        self._is_read = True
+        """Whether the draft had read most requests of the newest step."""
+        self._drafted = self._verified = 0
+        self._done_s = 0.0
+        self.set(pace)
+
+    def set(self, pace: str) -> None:
+        """Take `auto` or a number from the next step on."""
+        self.pace = pace
+        self.fixed = None if pace == "auto" else min(int(pace), self.most)
+
+    def __getitem__(self, num_requests: int) -> int:
+        self._verified, fixed = self._drafted, self.fixed
+        self._drafted = self.policy.choose(num_requests, is_read=self._is_read) if fixed is None else fixed
+        return self._drafted
+
+    def begin(self, output: Any, now_s: float) -> None:
+        """A step is scheduled."""
+        for request_id in output.finished_req_ids:
+            self.unread.pop(request_id, None)
+        if output.num_scheduled_tokens:
+            output.redraft_pace = self._drafted, self._verified, now_s
+
+    def end(self, output: Any, result: Any, requests: Any, now_s: float) -> None:
+        """A step is done. `requests` are the scheduler's, by id, before it takes these tokens."""
+        if not hasattr(output, "redraft_pace"):
+            return
+        drafted, verified, begin_s = output.redraft_pace
+        # With steps scheduled ahead, this one began when the one before it ended.
+        seconds, self._done_s = now_s - max(begin_s, self._done_s), now_s
+        is_clean, sampled = not reads_prompt(output), result.sampled_token_ids
+        num_read, accepted = 0, []
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            request = requests.get(request_id)
+            num_new = len(sampled[result.req_id_to_index[request_id]]) if sampled else 0
+            if request is None or not num_new:
+                continue
+            unread = self.unread.get(request_id, 0)
+            is_read = unread <= (1 - READ) * request.num_tokens
+            num_read += is_read
+            # Not the prompt's own step. A lookup may have found nothing, and counts as a draft without success.
+            num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            if verified and is_read and request.num_output_tokens and num_scheduled == 1 + num_drafts:
+                accepted.append(num_new - 1)
+            if self.has_keys and is_clean and not drafted:
+                self.unread[request_id] = unread + num_new
+        size = len(output.num_scheduled_tokens)
+        self._is_read = 2 * num_read >= size
+        if self.fixed is None:
+            self.policy.observe(size, drafted, verified, seconds, accepted, is_clean=is_clean)
+
+    def status(self) -> dict[str, Any]:
+        """The pace; by batch size, the number chosen and the speed against 0 with a 95% interval; the share of the
+        time lost in probes."""
+        policy = self.policy
+        found: dict[str, Any] = {"pace": self.pace, "sizes": []}
+        if self.fixed is not None:
+            return found
+        for place, requests in enumerate(policy.sizes):
+            if policy.steps[place]:
+                speed = policy.speed(place, policy.base[place])
+                size = {"requests": requests, "tokens": policy.base[place], "steps": policy.steps[place]}
+                found["sizes"].append(size | {"speed": speed.mean, "low": speed.at(-1.96), "high": speed.at(1.96)})
+        return found | {"explored": max(0.0, policy.lost_s) / policy.busy_s if policy.busy_s else 0.0}
+
+
+def reads_prompt(output: Any) -> bool:
+    """Whether a step reads more than the last token and the draft of each request."""
+    drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+    return bool(output.total_num_scheduled_tokens > len(output.num_scheduled_tokens) + drafts)
+
+
+def patch_pace() -> None:
+    """Let a `Pacer` choose if the environment says so. Safe to call again.
+
+    Raises: ValueError for an invalid REDRAFT_PACE.
+    """
+    pace = check_pace(os.environ.get("REDRAFT_PACE", "off"))
+    if pace == "off":
+        return
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    if hasattr(EngineCore, "redraft_pace"):
+        return
+    init, schedule, update = Scheduler.__init__, Scheduler.schedule, Scheduler.update_from_output
+    call, initialize = EngineCore.collective_rpc, WorkerWrapperBase.initialize_from_config
+
+    def init_and_pace(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        init(scheduler, *args, **kwargs)
+        install_pacer(scheduler, pace)
+
+    def schedule_and_begin(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(scheduler, *args, **kwargs)
+        if scheduler.redraft_pacer is not None:
+            scheduler.redraft_pacer.begin(output, time.perf_counter())
+        return output
+
+    def end_and_update(scheduler: Any, output: Any, result: Any) -> Any:
+        if scheduler.redraft_pacer is not None:
+            scheduler.redraft_pacer.end(output, result, scheduler.requests, time.perf_counter())
+        return update(scheduler, output, result)
+
+    def call_and_note(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(engine, method, *args, **kwargs)
+        pacer = find_pacer(engine)
+        if method == "redraft_commit" and pacer is not None:
+            pacer.policy.swapped()
+        return result
+
+    def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
+        initialize(wrapper, kv_cache_configs)
+        install(wrapper.worker.model_runner)
+
+    Scheduler.__init__, Scheduler.schedule = init_and_pace, schedule_and_begin
+    Scheduler.update_from_output = end_and_update
+    # vLLM finds a utility call's method by name on the engine core.
+    EngineCore.collective_rpc, EngineCore.redraft_pace = call_and_note, answer_pace
+    WorkerWrapperBase.initialize_from_config = initialize_and_install
+
+
+def install_pacer(scheduler: Any, pace: str) -> None:
+    """Let a `Pacer` decide in this scheduler, and log who decides."""
+    scheduler.redraft_pacer = None
+    if decider := find_decider(scheduler.vllm_config):
+        logger.warning("redraft: --pace %s is off: %s", pace, decider)
+        return
+    most, has_keys = scheduler.num_spec_tokens, keeps_keys(scheduler.vllm_config.speculative_config)
+    pacer = Pacer(most, scheduler.scheduler_config.max_num_seqs, pace, has_keys=has_keys)
+    scheduler.redraft_pacer = scheduler.dynamic_sd_lookup = pacer
+    logger.info("redraft: --pace %s decides on the draft tokens of a step, at most %d", pace, most)
+
+
+def find_pacer(engine: Any) -> Pacer | None:
+    """The pacer of an engine core, if it has one."""
+    return getattr(getattr(engine, "scheduler", None), "redraft_pacer", None)
+
+
+def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
+    """The status of an engine's pacer, which takes this pace first; None without a pacer."""
+    pacer = find_pacer(engine)
+    if pacer is None:
+        return None
+    if pace:
+        pacer.set(check_pace(pace))
+    return pacer.status()
+
+
+def install(runner: Any) -> None:
+    """Leave the draft of a V1 runner uncalled at 0 tokens. Before capture's hooks, which see all states."""
+    if hasattr(runner, "redraft_skipped_steps") or find_decider(runner.vllm_config):
+        return
+    runner.redraft_skipped_steps = 0
+    propose, speculative = runner.propose_draft_token_ids, runner.speculative_config
+    most, has_keys, is_suffix = runner.num_spec_tokens, keeps_keys(speculative), speculative.method == "suffix"
+    drafts_all = is_suffix or speculative.parallel_drafting
+
+    def propose_or_not(scheduled: Any, sampled: Any, *rest: Any) -> Any:
+        number = scheduled.num_spec_tokens_to_schedule
+        # Suffix decoding learns from every token.
+        if not (number or is_suffix or (has_keys and reads_prompt(scheduled))):
+            runner.redraft_skipped_steps += 1
+            return [[] for _ in sampled] if isinstance(sampled, list) else _skip(runner, sampled)
+        # No lookup takes 0, and drafts of all tokens at once are of one shape.
+        asked = most if drafts_all else max(1, number) if isinstance(sampled, list) else number
+        found = propose(replace(scheduled, num_spec_tokens_to_schedule=asked), sampled, *rest)
+        return [tokens[:number] for tokens in found] if isinstance(found, list) else found[:, :number]
+
+    runner.propose_draft_token_ids = propose_or_not
+
+
+def _skip(runner: Any, sampled_BK: Any) -> Any:
+    """No draft tokens, [B, 0]. Steps scheduled ahead learn from here how many tokens were rejected."""
+    if runner.valid_sampled_token_count_event is not None:
+        following, counts = runner.drafter.prepare_next_token_ids_padded(
+            sampled_BK, runner.requests, runner.input_batch, runner.discard_request_mask.gpu
+        )
+        runner._copy_valid_sampled_token_count(following, counts)
+    return sampled_BK.new_empty((len(sampled_BK), 0)).long()

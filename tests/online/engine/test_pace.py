@@ -1,0 +1,333 @@
+"""The hooks of `--pace` on objects with the attributes of vLLM's; test_runners.py has the engine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from redraft.online.engine import pace as hooks
+from redraft.online.engine.config import TABLE, one_number
+from redraft.online.engine.pace import Pacer, answer_pace, find_decider, install, install_pacer
+
+
+def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
+    """A server's configuration; `changes` are of the speculative part, or of the whole."""
+    speculative: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": 3,
+        "enable_adaptive_verification": False,
+        "draft_sample_method": "greedy",
+        "parallel_drafting": False,
+        TABLE: [(1, 1, 3)],
+    }
+    whole = {
+        "use_v2_model_runner": False,
+        "parallel_config": SimpleNamespace(data_parallel_size=1),
+        "model_config": SimpleNamespace(enable_sleep_mode=False),
+    }
+    speculative |= {name: value for name, value in changes.items() if name in speculative}
+    whole |= {name: value for name, value in changes.items() if name in whole}
+    part = SimpleNamespace(
+        **speculative,
+        use_eagle=lambda: method == "eagle3",
+        uses_draft_model=lambda: method == "draft_model",
+        use_ngram_gpu=lambda: method == "ngram_gpu",
+    )
+    return SimpleNamespace(speculative_config=part, **whole)
+
+
+SLEEPS = SimpleNamespace(enable_sleep_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (make_config(), ""),
+        (make_config("ngram"), ""),
+        (make_config(**{TABLE: [[1, 16, 3], [17, 64, 1]]}), f"{TABLE} decides"),
+        (make_config(**{TABLE: None}), f'give "{TABLE}": [[1, 1, 3]]'),
+        # vLLM drops the table then
+        (make_config(parallel_config=SimpleNamespace(data_parallel_size=2), **{TABLE: None}), "data-parallel"),
+        (make_config(enable_adaptive_verification=True, use_v2_model_runner=True), "adaptive verification decides"),
+        (make_config(use_v2_model_runner=True), "VLLM_USE_V2_MODEL_RUNNER=0"),
+        (make_config("ngram_gpu"), "ngram_gpu must see every step"),
+        (make_config(model_config=SLEEPS), ""),
+        (make_config("ngram", draft_sample_method="probabilistic", model_config=SLEEPS), ""),
+        (make_config(draft_sample_method="probabilistic", model_config=SLEEPS), "--enable-sleep-mode"),
+        (SimpleNamespace(speculative_config=None), "nothing is drafted"),
+    ],
+)
+def test_one_decides_and_says_so(config, told, caplog):
+    found = find_decider(config)
+    assert found.startswith(told) or told in found
+    assert bool(found) is bool(told)
+    scheduler = SimpleNamespace(
+        vllm_config=config,
+        num_spec_tokens=3,
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        dynamic_sd_lookup=[0, 3],
+    )
+    with caplog.at_level(logging.INFO, hooks.logger.name):
+        install_pacer(scheduler, "auto")
+    (line,) = caplog.messages
+    assert line == (f"redraft: --pace auto is off: {found}" if told else "redraft: --pace auto decides on the draft "
+                    "tokens of a step, at most 3")  # fmt: skip
+    assert isinstance(scheduler.dynamic_sd_lookup, Pacer) is not told
+    engine = SimpleNamespace(scheduler=scheduler)
+    assert (answer_pace(engine) is None) is bool(told)
+
+
+# --- the scheduler
+
+
+class Spy:
+    """In place of the policy: answers with `arm`, and keeps what it is told."""
+
+    def __init__(self, arm: int) -> None:
+        self.arm, self.is_read, self.observed = arm, True, []
+
+    def choose(self, size: int, *, is_read: bool) -> int:
+        self.is_read = is_read
+        return self.arm
+
+    def observe(self, *args: Any, is_clean: bool) -> None:
+        self.observed.append((*args, is_clean))
+
+
+class Server:
+    """A scheduler's account of requests: name, prompt, and tokens answered so far."""
+
+    def __init__(self, pacer: Pacer, **prompts: int) -> None:
+        self.pacer, self.now_s = pacer, 0.0
+        self.requests = {name: SimpleNamespace(num_tokens=size, num_output_tokens=0) for name, size in prompts.items()}
+
+    def step(self, seconds: float = 1.0, finished: tuple[str, ...] = (), **new: int) -> None:
+        """A step that answers so many tokens of each request. The first reads the prompt, the others the draft."""
+        verified = self.pacer._drafted
+        self.pacer[len(new)]
+        drafts = {name: [-1] * verified for name in new if self.requests[name].num_output_tokens and verified}
+        read = {
+            name: 1 + len(drafts.get(name, ())) if request.num_output_tokens else request.num_tokens
+            for name, request in self.requests.items()
+            if name in new
+        }
+        output = SimpleNamespace(
+            finished_req_ids=set(finished),
+            num_scheduled_tokens=read,
+            scheduled_spec_decode_tokens=drafts,
+            total_num_scheduled_tokens=sum(read.values()),
+        )
+        self.pacer.begin(output, self.now_s)
+        self.now_s += seconds
+        result = SimpleNamespace(
+            sampled_token_ids=[[7] * count for count in new.values()],
+            req_id_to_index={name: place for place, name in enumerate(new)},
+        )
+        self.pacer.end(output, result, self.requests, self.now_s)
+        for name, count in new.items():
+            self.requests[name].num_tokens += count
+            self.requests[name].num_output_tokens += count
+
+
+def make_pacer(arm: int, *, has_keys: bool = True) -> tuple[Pacer, Spy]:
+    pacer, spy = Pacer(3, 8, "auto", has_keys=has_keys), Spy(arm)
+    pacer.policy = spy  # type: ignore[assignment]
+    return pacer, spy
+
+
+def test_the_policy_is_told_the_time_and_the_accepted_tokens_of_a_step():
+    pacer, spy = make_pacer(2)
+    server = Server(pacer, a=20, b=20)
+    server.step(0.5, a=1, b=1)  # the prompts
+    server.step(0.25, a=3, b=2)
+    spy.arm = 0
+    server.step(0.25, a=1, b=1)
+    server.step(0.125, a=1, b=1)
+    assert spy.observed == [
+        # size, drafted, verified, seconds, accepted, is_clean
+        (2, 2, 0, 0.5, [], False),
+        (2, 2, 2, 0.25, [2, 1], True),
+        (2, 0, 2, 0.25, [0, 0], True),
+        (2, 0, 0, 0.125, [], True),
+    ]
+
+
+def test_steps_scheduled_ahead_take_the_time_since_the_one_before():
+    pacer, spy = make_pacer(0)
+    outputs = []
+    for begin_s in (0.0, 0.1):
+        pacer[1]
+        outputs.append(
+            SimpleNamespace(
+                finished_req_ids=(),
+                num_scheduled_tokens={"a": 1},
+                scheduled_spec_decode_tokens={},
+                total_num_scheduled_tokens=1,
+            )
+        )
+        pacer.begin(outputs[-1], begin_s)
+    for output, end_s in zip(outputs, (1.0, 1.5), strict=True):
+        pacer.end(output, SimpleNamespace(sampled_token_ids=[]), {}, end_s)
+    assert [seconds for _, _, _, seconds, *_ in spy.observed] == [1.0, 0.5]
+
+
+def test_a_request_whose_text_the_draft_has_not_read_counts_in_no_probe():
+    pacer, spy = make_pacer(0)
+    server = Server(pacer, a=90, b=9)
+    server.step(a=1, b=1)
+    for _ in range(5):
+        server.step(a=1, b=1)
+    assert pacer.unread == {"a": 5, "b": 5}
+    assert spy.is_read, "of one of two the draft has read nearly all"
+    spy.arm = 3
+    server.step(a=1, b=1)
+    server.step(a=4, b=1)
+    assert spy.observed[-1][4] == [3], "a's alone"
+    server.step(b=1)
+    server.step(b=1)
+    assert not spy.is_read
+    server.step(a=1, finished=("b",))
+    assert pacer.unread == {"a": 5}
+
+
+def test_a_draft_without_keys_has_read_everything():
+    pacer, spy = make_pacer(0, has_keys=False)
+    server = Server(pacer, a=9)
+    for _ in range(8):
+        server.step(a=1)
+    assert (pacer.unread, spy.is_read) == ({}, True)
+
+
+def test_a_fixed_number_asks_no_policy_and_a_new_pace_holds_from_the_next_step():
+    pacer = Pacer(3, 8, "2", has_keys=True)
+    assert pacer[1] == 2
+    assert pacer.status() == {"pace": "2", "sizes": []}
+    engine = SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer))
+    assert answer_pace(engine, "0")["pace"] == "0"
+    assert pacer[1] == 0
+    assert answer_pace(engine, "auto") == {"pace": "auto", "sizes": [], "explored": 0.0}
+    with pytest.raises(ValueError, match="fast"):
+        answer_pace(engine, "fast")
+
+
+def test_the_status_has_the_batch_sizes_that_were_seen():
+    pacer = Pacer(3, 8, "auto", has_keys=True)
+    server = Server(pacer, a=20, b=20)
+    server.step(a=1, b=1)
+    server.step(a=1)
+    assert pacer.status() == {
+        "pace": "auto",
+        "sizes": [
+            {"requests": size, "tokens": 0, "steps": 1, "speed": 1.0, "low": 1.0, "high": 1.0} for size in (1, 2)
+        ],
+        "explored": 0.0,
+    }
+
+
+# --- the worker
+
+
+@dataclass
+class Scheduled:
+    num_spec_tokens_to_schedule: int
+    num_scheduled_tokens: dict[str, int] = field(default_factory=lambda: {"a": 1, "b": 1})
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+PROMPT = {"a": 9, "b": 1}
+
+
+def make_runner(method: str, **changes: Any) -> SimpleNamespace:
+    """A runner whose draft answers with as many tokens as it is asked for, and notes how many."""
+    asked: list[int] = []
+
+    def propose(scheduled: Scheduled, sampled: Any) -> Any:
+        number = scheduled.num_spec_tokens_to_schedule
+        asked.append(number)
+        if isinstance(sampled, list):
+            return [[5] * number for _ in sampled]
+        return torch.full((len(sampled), number), 5)
+
+    config = make_config(method, **changes)
+    return SimpleNamespace(
+        asked=asked,
+        vllm_config=config,
+        speculative_config=config.speculative_config,
+        num_spec_tokens=3,
+        propose_draft_token_ids=propose,
+        valid_sampled_token_count_event=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "read", "asked"),
+    [
+        ("eagle3", 0, {}, []),
+        ("eagle3", 0, PROMPT, [0]),  # its keys
+        ("eagle3", 2, {}, [2]),
+        ("draft_model", 0, {}, []),
+        ("draft_model", 0, PROMPT, [0]),
+        ("ngram", 0, PROMPT, []),
+        ("ngram", 2, {}, [2]),
+        ("suffix", 0, {}, [3]),
+        ("suffix", 2, {}, [3]),
+        ("p-eagle", 2, {}, [3]),
+        ("p-eagle", 0, {}, []),
+    ],
+)
+def test_at_0_a_draft_is_called_only_for_keys_of_a_prompt(method, number, read, asked):
+    runner = make_runner("eagle3", parallel_drafting=True) if method == "p-eagle" else make_runner(method)
+    install(runner)
+    install(runner)  # once is enough
+    sampled = torch.tensor([[7], [7]]) if method in ("eagle3", "draft_model", "p-eagle") else [[7], [7]]
+    found = runner.propose_draft_token_ids(
+        Scheduled(number, **({"num_scheduled_tokens": read} if read else {})), sampled
+    )
+    assert runner.asked == asked
+    if isinstance(found, list):
+        assert found == [[5] * number] * 2
+    else:
+        assert found.tolist() == [[5] * number] * 2
+        assert found.dtype == torch.int64
+    assert runner.redraft_skipped_steps == (not asked)
+
+
+def test_a_head_behind_a_lookup_is_asked_for_one_token_at_least():
+    runner = make_runner("eagle3")
+    install(runner)
+    assert runner.propose_draft_token_ids(Scheduled(0, PROMPT), [[7], []]) == [[], []]
+    assert runner.asked == [1]
+
+
+def test_where_another_decides_the_runner_stays_as_it_is():
+    runner = make_runner("eagle3", **{TABLE: [[1, 16, 3], [17, 64, 1]]})
+    before = runner.propose_draft_token_ids
+    install(runner)
+    assert runner.propose_draft_token_ids is before
+
+
+def test_a_skipped_draft_still_counts_the_rejected_tokens_of_steps_scheduled_ahead():
+    copied = []
+    runner = make_runner("eagle3")
+    runner.valid_sampled_token_count_event = object()
+    runner.requests, runner.input_batch = "requests", "batch"
+    runner.discard_request_mask = SimpleNamespace(gpu="mask")
+    runner.drafter = SimpleNamespace(prepare_next_token_ids_padded=lambda *given: (given, "counts"))
+    runner._copy_valid_sampled_token_count = lambda *given: copied.append(given)
+    install(runner)
+    sampled = torch.tensor([[7, 8, -1], [7, -1, -1]])
+    assert runner.propose_draft_token_ids(Scheduled(0), sampled).shape == (2, 0)
+    assert copied == [((sampled, "requests", "batch", "mask"), "counts")]
+
+
+def test_the_table_for_vllm_has_one_number():
+    assert one_number(5) == [[1, 1, 5]]

@@ -1,0 +1,147 @@
+"""The policy of draft tokens against invented machines, whose best number is known."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from redraft.online.engine.pace_policy import Policy
+
+MOST, STEPS, LEARNED_STEPS = 5, 6000, 2000
+
+DRAFTS = {
+    "useless": (0.01,) * MOST,
+    "weak": (0.25, 0.2, 0.2, 0.2, 0.2),
+    "fair": (0.5, 0.45, 0.4, 0.4, 0.4),
+    "good": (0.75, 0.7, 0.7, 0.65, 0.65),
+}
+"""Chance that a draft token is accepted if those before it are."""
+
+
+def wander(seed: int) -> Callable[[int], int]:
+    rng, sizes = random.Random(seed), [8.0]
+    for _ in range(STEPS // 5):
+        sizes.append(min(64.0, max(1.0, sizes[-1] * math.exp(rng.gauss(0, 0.12)))))
+    return lambda step: round(sizes[step // 5])
+
+
+CLIENTS: dict[str, Callable[[int], Callable[[int], int]]] = {
+    "1": lambda _: lambda step: 1,
+    "8": lambda _: lambda step: 8,
+    "1-16-1": lambda _: lambda step: 16 if 1000 <= step % 3000 < 2000 else 1,
+    "1..64": wander,
+}
+
+
+class Machine:
+    """Step times unlike the policy's formula: free tokens, then linear, tiles of 16, and the draft."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(100 + seed)
+        self.free = rng.choice([2, 4, 16, 64, 256])
+        self.per_token = 4 * rng.uniform(0.02, 0.08) / max(self.free, 4)
+        self.first, self.next = rng.uniform(0.02, 0.15), rng.uniform(0.02, 0.1)
+        self.tile = rng.choice([0, 0, 8]) * self.per_token
+
+    def step(self, size: int, arm: int) -> float:
+        """Time of a step that verifies and drafts so many tokens for each request."""
+        tokens = size * (1 + arm)
+        target = 1 + self.per_token * max(tokens - self.free, 0) + self.tile * ((tokens - 1) // 16)
+        return target + ((self.first + self.next * (arm - 1)) * (1 + size / 64) if arm else 0.0)
+
+
+@dataclass
+class Outcome:
+    off: float
+    """Speed against no draft, over all steps."""
+    best: float
+    """Against the best fixed number for this load, after LEARNED_STEPS."""
+    policy: Policy
+
+
+def simulate(draft: str, clients: str, noise: float, seed: int, steps: int = STEPS) -> Outcome:
+    """One load. Its speeds are those expected, without the noise that the policy sees."""
+    rng, machine, policy, rates = random.Random(seed), Machine(seed), Policy(MOST, 64), DRAFTS[draft]
+    taus = {arm: 1 + sum(math.prod(rates[: i + 1]) for i in range(arm)) for arm in policy.arms}
+    size_of, verified, drift, stall = CLIENTS[clients](seed), 0, 0.0, 0
+    spent, late, off = 0.0, 0.0, 0.0
+    fixed = dict.fromkeys(policy.arms, 0.0)
+    for step in range(steps):
+        size = size_of(step)
+        drafted = policy.choose(size)
+        stall = rng.randrange(5, 60) if rng.random() < 0.002 else stall - 1
+        drift = min(max(drift + rng.gauss(0, 0.01), -0.35), 0.4)
+        # A step verifies the tokens of the one before, and drafts those of the next.
+        time = (machine.step(size, verified) + machine.step(size, drafted)) / 2
+        seen = time * math.exp(drift + rng.gauss(0, noise)) * (1.6 if stall > 0 else 1)
+        accepted = [
+            next((i for i in range(verified) if rng.random() >= rates[i]), verified)
+            for _ in range(size if verified else 0)
+        ]
+        is_clean = rng.random() > 0.02 * min(size, 16)
+        policy.observe(size, drafted, verified, seen / 100, accepted, is_clean=is_clean)
+        spent += time
+        off += taus[verified] * machine.step(size, 0)
+        if step >= LEARNED_STEPS:
+            late += time
+            for arm in policy.arms:
+                fixed[arm] += taus[verified] / taus[arm] * machine.step(size, arm)
+        verified = drafted
+    return Outcome(off / spent, min(fixed.values()) / late, policy)
+
+
+def judge(draft: str, clients: str, noise: float, seeds: range) -> None:
+    outcomes = [simulate(draft, clients, noise, seed) for seed in seeds]
+    assert min(outcome.off for outcome in outcomes) >= 0.985
+    assert min(outcome.best for outcome in outcomes) >= 0.95
+    for outcome in outcomes:
+        assert outcome.policy.lost_s <= 0.015 * outcome.policy.busy_s
+
+
+@pytest.mark.parametrize(("draft", "clients"), [("useless", "1..64"), ("good", "1-16-1")])
+def test_never_slower_than_off_and_close_to_the_best_number(draft: str, clients: str) -> None:
+    judge(draft, clients, 0.25, range(1))
+
+
+def test_what_a_small_batch_showed_is_used_at_a_size_never_seen() -> None:
+    policy = simulate("good", "1", 0.05, 0, LEARNED_STEPS + 1).policy
+    known, prior = policy.speed(0, 2), Policy(MOST, 64).speed(1, 2)
+    assert policy.base[0] > 0
+    assert not policy.steps[1]
+    assert policy.speed(1, 2).mean == pytest.approx(known.mean, rel=0.1)
+    assert policy.speed(1, 2).error < prior.error / 2
+
+
+def test_a_swap_opens_the_question_again() -> None:
+    policy = simulate("useless", "1", 0.05, 0).policy
+    assert policy.base[0] == 0
+    before, probes = policy.speed(0, 1), policy.num_probes
+    policy.swapped()
+    assert policy.speed(0, 1).error > 1.5 * before.error
+    drafted = 0
+    for _ in range(1500):  # the new draft is always right
+        verified, drafted = drafted, policy.choose(1)
+        policy.observe(1, drafted, verified, 1 + 0.1 * verified, [verified], is_clean=True)
+    assert policy.num_probes > probes
+    assert policy.base[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.05, 0.25])
+@pytest.mark.parametrize("clients", CLIENTS)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_320_loads(draft: str, clients: str, noise: float) -> None:
+    judge(draft, clients, noise, range(10))
+
+
+def test_no_probe_of_more_tokens_begins_while_the_draft_has_not_read_the_text() -> None:
+    policy, drafted = Policy(MOST, 64), []
+    for step in range(200):
+        drafted.append(policy.choose(1, is_read=step >= 100))
+        policy.observe(1, drafted[-1], drafted[-2] if step else 0, 1.0, [], is_clean=True)
+    assert not any(drafted[:100])
+    assert any(drafted[100:])
