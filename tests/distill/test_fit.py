@@ -192,8 +192,7 @@ def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
 
     def say(weights: int, machine: Machine = MACHINE) -> str:
         size = DraftSize(weights=weights, matrices=0)
-        tell = functools.partial(str, "redraft count this")
-        require_room(target, served, accelerator, lambda _: size, machine=machine, tell=tell)
+        require_room(target, served, accelerator, lambda _: size, machine=machine, command="redraft count this")
         return capsys.readouterr().out
 
     assert say(3_400_000_000) == "", "58.6 GB"

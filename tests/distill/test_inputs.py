@@ -128,7 +128,7 @@ def test_texts_that_are_not_read_are_told(
     assert said == f"{folder}: 9 rows read, 8 used, 1 skipped: 1 without text (first: blank.md)"
     write_rows(folder / "rows.jsonl", rows)
     load(folder, random_target, tmp_path / "run")
-    assert f"{folder}: 9 text files" in capsys.readouterr().out
+    assert f"{folder}: files not read: 8 .txt, 1 .md" in capsys.readouterr().out
 
 
 def test_a_target_computes_in_the_type_asked_for(random_target: Path) -> None:

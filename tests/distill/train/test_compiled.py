@@ -120,6 +120,7 @@ def test_kernels_in_cpp_train_as_layers_that_are_not_compiled(name: str) -> None
     assert three_losses(make_draft(name, target), target, compiles=True) == pytest.approx(plain, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cpp")
 def test_a_graph_serves_every_draft_step() -> None:
     target = make_target()
@@ -154,6 +155,7 @@ def test_the_streams_of_a_compiled_target_are_those_of_the_batch() -> None:
     assert not any("forward" in vars(layer) for layer in source.model.model.layers), "others find the model as it was"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cpp")
 def test_a_compiled_draft_has_the_names_of_any_other_and_its_export_loads(tmp_path: Path) -> None:
     target = make_target()
