@@ -80,6 +80,7 @@ def as_sent(message: Message) -> Message:
     return {**message, "tool_calls": [{**c, "function": f} for c, f in zip(calls, functions, strict=True)]}
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_prompts_of_training_are_those_of_the_server(server: VllmServer) -> None:
     tokenizer, compared, differing = load_tokenizer(TARGET), 0, []

@@ -606,6 +606,7 @@ def take_all(url: str) -> None:
     Storage(str(Path(url).parent)).take(url, lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_real_server_sends_what_the_model_computes_in_process(
     states_server: VllmServer, served_pair: tuple[Path, Path], storage: Path, tmp_path: Path
@@ -623,6 +624,7 @@ def test_a_real_server_sends_what_the_model_computes_in_process(
     assert_trains_alike(model, batch, exact, cached, tolerance=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_nothing_stays_in_the_servers_folder(
     states_server: VllmServer, served_pair: tuple[Path, Path], storage: Path
@@ -640,6 +642,7 @@ def test_nothing_stays_in_the_servers_folder(
     assert list(Path(url).parent.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_nothing_is_written_for_a_trainer_that_is_gone(states_server: VllmServer) -> None:
     async def ask_and_leave() -> None:

@@ -122,6 +122,7 @@ def test_another_clients_requests_are_noticed(engine_with_draft: VllmServer):
         intruder.join()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_an_engine_that_refuses_its_draft_says_why_in_one_line(served_pair: tuple[Path, Path], tmp_path: Path):
     speculative_config = {"method": "draft_model", "model": str(tmp_path / "nowhere"), "num_speculative_tokens": 3}

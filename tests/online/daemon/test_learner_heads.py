@@ -371,15 +371,9 @@ CAPTURED = [("v1", name) for name in ("eagle3", "eagle1", "mtp", "dflash", "peag
 ]
 
 
-def choose_marks(runner, name):
-    return () if (runner, name) == ("v1", "eagle3") else (pytest.mark.slow,)
-
-
+@pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    ("runner", "name"),
-    [pytest.param(*each, marks=choose_marks(*each)) for each in CAPTURED],
-)
+@pytest.mark.parametrize(("runner", "name"), CAPTURED)
 def test_what_is_captured_is_what_the_head_reads_in_serving(targets, tmp_path, runner, name):
     """Over prompts of one step and of several, cached or not, of requests running side by side, greedy or sampled."""
     family, target = find_family(name), targets[name]

@@ -24,6 +24,7 @@ def run_install(target, draft, spool, *failures):
     return json.loads(line.removeprefix("REPORT"))
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_whatever_fails_the_engine_starts_answers_and_says_what_is_off(random_target, registry, tmp_path):
     failures = {
