@@ -33,8 +33,8 @@ class Turn:
 class Content:
     """Parts of a conversation required in a turn."""
 
-    system: str = ""
-    """Text of the system prompt."""
+    systems: tuple[str, ...] = ()
+    """Texts of the system prompts, also of those between two turns."""
     question: str
     """Text of the user's last message before the answer."""
     results: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ def broken_condition(
 
 def missing_question(prompt: str, content: Content) -> str | None:
     """The reason why a prompt lacks a text on which the answer depends; None if it lacks none."""
-    for name, text in (("question", content.question), ("system prompt", content.system)):
+    for name, text in (("question", content.question), *(("system prompt", text) for text in content.systems)):
         if not is_in(text, prompt) and not is_in(SWITCH.sub("", text), prompt):
             return f"whose {name} the chat template leaves out"
     if not all(_has_words(result, prompt) for result in content.results):

@@ -209,7 +209,7 @@ class _Answer:
         names = tuple(text for function in functions for text in (function["name"], *function["arguments"]))
         thought, said = self._parts
         return Content(
-            system=self.before[0]["content"] if self.before[0]["role"] == "system" else "",
+            systems=tuple(message["content"] for message in self.before if message["role"] == "system"),
             question=question,
             results=tuple(results),
             thought=thought,

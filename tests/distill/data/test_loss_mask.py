@@ -240,6 +240,9 @@ def test_a_system_prompt_that_the_template_leaves_out_is_a_reason() -> None:
     special = "<|user|> <|assistant|>"
     assert _learn(template, row, "<|done|>", special) == ([], {"whose system prompt the chat template leaves out": 2})
     assert len(learn(template.replace(" if m.role != 'system'", ""), row, end="<|done|>", special=special)) == 2
+    later = {"messages": [*CHAT[:2], {"role": "developer", "content": "Be brief."}, *CHAT[2:]]}
+    turns, refused = _learn(template, later, "<|done|>", special)
+    assert (len(turns), refused) == (1, {"whose system prompt the chat template leaves out": 1})
 
 
 def test_a_template_that_reads_parts_gets_parts() -> None:
