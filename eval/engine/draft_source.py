@@ -229,8 +229,7 @@ def choose_proposer(folder: Path) -> dict[str, Any]:
         ValueError: vLLM has no proposer for it, or not beside its target.
     """
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
-    # vLLM also reads the old files of weights, whose tensors cannot be listed without loading them.
-    names = () if _has_old_weights(folder) else tensor_files(folder)
+    names = _tensor_names(folder)
     if (foreign := match_foreign(config, names)) is not None:
         if foreign.method is None:
             detect_family(folder)  # raises, with the name of the kind
@@ -248,8 +247,12 @@ def choose_proposer(folder: Path) -> dict[str, Any]:
     return family.speculative
 
 
-def _has_old_weights(folder: Path) -> bool:
-    return not any(folder.glob("*.safetensors")) and any(folder.glob(OLD_WEIGHTS))
+def _tensor_names(folder: Path) -> Collection[str]:
+    if any(folder.glob("*.safetensors")) or not any(folder.glob(OLD_WEIGHTS)):
+        return tensor_files(folder)
+    from redraft.heads.files.tensors import list_tensors  # torch, to read the old files of weights
+
+    return list_tensors(folder)
 
 
 def _match_architecture(config: Mapping[str, Any]) -> Family | None:

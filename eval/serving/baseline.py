@@ -23,7 +23,7 @@ from redraft.eval.engine.measure import CHANGED
 from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.server import EAGER, Mode, VllmServer, engine_is_cpu, read_threads, vllm_server
 from redraft.eval.machine import engine_environment
-from redraft.heads.files.folder import model_folder
+from redraft.heads.files.folder import model_folder, weight_files
 from redraft.heads.files.kept import compute_once
 
 if TYPE_CHECKING:
@@ -149,8 +149,13 @@ def describe_baseline(
 
 
 def weight_bytes(target: str | Path) -> int:
-    """Bytes of the target's weights. Every layout that vLLM serves: a share of a limit must not end a benchmark."""
-    return sum(file.stat().st_size for file in model_folder(target).glob("*.safetensors"))
+    """Bytes of the target's weights."""
+    folder = model_folder(target)
+    try:
+        files = weight_files(folder)
+    except (FileNotFoundError, ValueError):  # a layout that vLLM serves: a share of a limit must not end a benchmark
+        files = [*folder.glob("*.safetensors")]
+    return sum(file.stat().st_size for file in files)
 
 
 def count_speeds(runs: Sequence[Timed]) -> int:

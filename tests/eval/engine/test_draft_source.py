@@ -124,18 +124,18 @@ def test_a_model_of_unknown_tensors_is_a_draft_model_only_if_it_is_a_causal_lm(t
 
 
 @pytest.mark.parametrize(
-    ("config", "method"),
+    ("config", "tensor", "method"),
     [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
-        ({"model_type": "medusa"}, "medusa"),
-        ({"architectures": ["LlamaForCausalLM"]}, "draft_model"),
+        ({"architectures": ["LlamaForCausalLM"]}, EAGLE3, "eagle3"),
+        ({"model_type": "medusa"}, "a.weight", "medusa"),
+        ({"architectures": ["LlamaForCausalLM"]}, "model.layers.0.mlp.weight", "draft_model"),
     ],
 )
-def test_old_weights_are_served_by_the_config_and_not_forecast(
-    config: dict[str, Any], method: str, tmp_path: Path
+def test_old_weights_are_served_by_their_tensors_and_not_forecast(
+    config: dict[str, Any], tensor: str, method: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    torch.save({tensor: torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     draft = DraftSource.parse(str(tmp_path))
     assert draft.speculative()["method"] == method
     with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin: convert"):

@@ -24,7 +24,13 @@ from redraft.eval.engine.measure import MOST_REPEATS, Measurement, Output, chang
 from redraft.eval.engine.server import Mode, VllmServer
 from redraft.eval.prompts import Prompt
 from redraft.eval.serving import baseline, rounds
-from redraft.eval.serving.baseline import choose_mode, count_speeds, describe_baseline, measure_bandwidth
+from redraft.eval.serving.baseline import (
+    choose_mode,
+    count_speeds,
+    describe_baseline,
+    measure_bandwidth,
+    weight_bytes,
+)
 from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
 from redraft.heads.files.target_folder import TargetFolder
 
@@ -248,3 +254,14 @@ def test_the_proof_of_a_training_serves_in_the_faster_mode(
 
 def test_the_bandwidth_of_this_machine_is_measured() -> None:
     assert 1e9 < measure_bandwidth() < 1e13
+
+
+def test_the_weights_of_a_target_are_counted_once_in_every_layout(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"12345")
+    assert weight_bytes(tmp_path) == 5
+    (tmp_path / "model.safetensors").write_bytes(b"123")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"1234")
+    assert weight_bytes(tmp_path) == 3
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (tmp_path / name).unlink()
+    assert weight_bytes(tmp_path) == 4
