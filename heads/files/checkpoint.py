@@ -19,6 +19,7 @@ from redraft.heads.files.folder import (
     open_folder,
     read_config,
     read_json,
+    text_sections,
 )
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.causal_lm import attention_of
@@ -141,11 +142,12 @@ def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
 def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
     """Ids of the tokens at which an engine ends an answer, from the tokenizer and generation_config.json.
 
-    Without that file they are those of config.json, as vLLM reads them.
+    Without that file they are those of config.json, or of its language model's section, as vLLM reads them.
     """
     folder = open_folder(name_or_path)
     path = next((path for name in (GENERATION_CONFIG, CONFIG) if (path := folder / name).is_file()), None)
-    ends = read_json(path).get("eos_token_id") if path else None
+    sections = text_sections(read_json(path)) if path else ()
+    ends = next((section["eos_token_id"] for section in sections if section.get("eos_token_id") is not None), None)
     # A chat model has several, of which the tokenizer knows one: Llama 3.1 ends at 128001, 128008 and 128009.
     listed = ends if isinstance(ends, list) else [ends]
     return tuple(sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None}))

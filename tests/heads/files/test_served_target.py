@@ -278,6 +278,8 @@ def test_end_ids_of_config_json_count_without_a_generation_config(target: Path) 
     assert end_ids(target, load_tokenizer(target)) == (2,)
     (target / "generation_config.json").unlink()
     assert end_ids(target, load_tokenizer(target)) == (2, 7, 9)
+    edit(target / "config.json", eos_token_id=None, text_config={"eos_token_id": [2, 11]})
+    assert end_ids(target, load_tokenizer(target)) == (2, 11), "of a wrapper of text and images"
 
 
 def test_weights_in_a_bin_file_are_named_with_the_conversion(target: Path) -> None:
