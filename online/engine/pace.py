@@ -24,6 +24,7 @@ import logging
 import os
 import time
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from redraft.online.engine.config import TABLE, check_pace, one_number
@@ -176,13 +177,6 @@ def patch_pace() -> None:
             scheduler.redraft_pacer.end(output, result, scheduler.requests, time.perf_counter())
         return update(scheduler, output, result)
 
-    def call_and_note(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = call(engine, method, *args, **kwargs)
-        pacer = find_pacer(engine)
-        if method == "redraft_commit" and pacer is not None:
-            pacer.policy.swapped()
-        return result
-
     def initialize_and_install(wrapper: Any, kv_cache_configs: list[Any]) -> None:
         initialize(wrapper, kv_cache_configs)
         install(wrapper.worker.model_runner)
@@ -190,8 +184,22 @@ def patch_pace() -> None:
     Scheduler.__init__, Scheduler.schedule = init_and_pace, schedule_and_begin
     Scheduler.update_from_output = end_and_update
     # vLLM finds a utility call's method by name on the engine core.
-    EngineCore.collective_rpc, EngineCore.redraft_pace = call_and_note, answer_pace
+    EngineCore.collective_rpc, EngineCore.redraft_pace = note_swaps(call), answer_pace
     WorkerWrapperBase.initialize_from_config = initialize_and_install
+
+
+def note_swaps(call: Any) -> Any:
+    """An engine core's `collective_rpc`, after which the policy knows of a swap."""
+
+    @wraps(call)  # vLLM converts the arguments of a utility call by the signature
+    def call_and_note(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call(engine, method, *args, **kwargs)
+        pacer = find_pacer(engine)
+        if method == "redraft_commit" and pacer is not None:
+            pacer.policy.swapped()
+        return result
+
+    return call_and_note
 
 
 def install_pacer(scheduler: Any, pace: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 from redraft.online.engine import pace as hooks
 from redraft.online.engine.config import TABLE, one_number
-from redraft.online.engine.pace import Pacer, answer_pace, find_decider, install, install_pacer
+from redraft.online.engine.pace import Pacer, answer_pace, find_decider, install, install_pacer, note_swaps
 
 
 def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
@@ -213,6 +214,21 @@ def test_a_fixed_number_asks_no_policy_and_a_new_pace_holds_from_the_next_step()
     assert answer_pace(engine, "auto") == {"pace": "auto", "sizes": [], "explored": 0.0}
     with pytest.raises(ValueError, match="fast"):
         answer_pace(engine, "fast")
+
+
+def test_a_swap_reaches_the_policy_by_a_call_of_the_same_signature():
+    def collective_rpc(engine, method, timeout=None, args=(), kwargs=None):
+        return [method, args]
+
+    pacer, swaps = make_pacer(0)[0], []
+    pacer.policy.swapped = lambda: swaps.append(1)  # type: ignore[method-assign]
+    engine, call = SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer)), note_swaps(collective_rpc)
+    assert call(engine, "redraft_load", None, (1,), None) == ["redraft_load", (1,)]
+    assert not swaps
+    assert call(engine, "redraft_commit", None, (), None) == ["redraft_commit", ()]
+    assert len(swaps) == 1
+    assert call(SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=None)), "redraft_commit")
+    assert len(inspect.signature(call).parameters) == 5, "vLLM counts them before it converts arguments"
 
 
 def test_the_status_has_the_batch_sizes_that_were_seen():
