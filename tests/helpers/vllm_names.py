@@ -114,6 +114,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "online/engine/engine_calls.py": {"self.engine": (ENGINE,)},
     "online/engine/swap_transaction.py": {
         "self.engine": (ENGINE,),
+        "engine": (ENGINE,),
         "vllm_config": (VLLM_CONFIG,),
         "vllm_config.model_config": ("config.model:ModelConfig",),
         "parallel": ("config.parallel:ParallelConfig",),

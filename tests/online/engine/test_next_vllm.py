@@ -97,7 +97,7 @@ def test_what_the_hooks_touch_is_read_from_their_source():
     assert ("runner_v1.py", "runner.input_batch.num_computed_tokens_cpu") in touched
     assert ("runner_v2.py", "runner.speculator.propose") in touched  # by getattr
     assert ("feed.py", "request.prompt_token_ids") in touched
-    assert ("swap_transaction.py", "self.engine.pause_generation") in touched
+    assert ("swap_transaction.py", "engine.pause_generation") in touched
     assert ("swap.py", "runner.get_draft_model") in touched
     assert ("wait.py", "shm_broadcast.sched_yield") in touched  # of a module
     assert ("lookup_first.py", "self.ngrams.propose") in touched
