@@ -72,6 +72,8 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
     draft_version: Identifier
     target_version: Identifier | None = None
     """Weights of the server's target at this time; None for those of its folder."""
+    pace: str = ""
+    """Draft tokens by batch size, of a server that chooses them live."""
     domain: Label | None = None
     drafts: float
     """Target steps that verified a draft."""

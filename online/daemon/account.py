@@ -154,12 +154,14 @@ class Account:
         *,
         server: str | None = None,
         target_version: str | None = None,
+        pace: str = "",
         domain: str | None = None,
     ) -> None:
         self.journal.write(
             AcceptanceEntry(
                 server=server,
                 target_version=target_version or None,
+                pace=pace,
                 draft_version=version or "none",
                 domain=domain and domain[:MAX_LABEL_CHARS],
                 drafts=accepted.num_drafts,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from redraft.online.engine import domains
+from redraft.online.engine import domains, pace
 
 DEATH_POLL_S = 1.0
 """Seconds between two looks whether the engine that is asked still lives."""
@@ -102,6 +102,7 @@ class EngineCalls:
             "target_intact": all(rank["target_intact"] for rank in ranks),
             "asleep": any(rank["asleep"] for rank in ranks),
             **await self._count_drafts(),
+            "pace": await self.read_pace(),
         }
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -122,6 +123,13 @@ class EngineCalls:
         counts = domains.sum_counts(await self.while_alive(ask("redraft_domains")))
         by_domain = {domain: [found[0], sum(found[2:])] for domain, found in counts.items()}
         return {"domains": by_domain, "drafts": domains.add_up([[0, 0], *counts.values()])}
+
+    async def read_pace(self) -> dict[str, Any] | None:
+        """The status of the pacer, and a line for people; None if it does not decide."""
+        ask = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
+        # Several replicas have no pacer.
+        found = (await self.while_alive(ask("redraft_pace")))[0] if ask and pace.is_asked() else None
+        return found and found | {"line": pace.describe_pace(found)}
 
 
 def say(error: Exception) -> str:

@@ -23,14 +23,21 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
+
+from redraft.eval.engine.counters import read_samples
 from redraft.online.engine.config import TABLE, check_pace, one_number
 from redraft.online.engine.pace_policy import Policy
 
 logger = logging.getLogger("vllm.redraft")
+
+GAUGES = "redraft_pace_"
+"""Beginning of the names of the gauges."""
 
 READ = 0.9
 """Share of a request's text that the draft must have read, for its acceptance to count."""
@@ -139,6 +146,55 @@ class Pacer:
         return found | {"explored": max(0.0, policy.lost_s) / policy.busy_s if policy.busy_s else 0.0}
 
 
+SHOWN_SIZES = 6
+"""Most batch sizes in a line, those with the most steps."""
+
+
+def describe_pace(found: Mapping[str, Any]) -> str:
+    """A pacer's status in a line, e.g. `pace auto: 3 tokens (1.41x [1.24, 1.64]) at 1, 0 at 8; 0.5% explored`."""
+    if not found["sizes"]:
+        return f"pace {found['pace']}"
+    shown = sorted(found["sizes"], key=lambda size: -size.get("steps", 0))[:SHOWN_SIZES]
+    parts: list[str] = []
+    for size in sorted(shown, key=lambda size: size["requests"]):
+        speed = f" ({size['speed']:.2f}x [{size['low']:.2f}, {size['high']:.2f}])" if size["tokens"] else ""
+        parts.append(f"{size['tokens']:g}{'' if parts else ' tokens'}{speed} at {size['requests']:g}")
+    return f"pace {found['pace']}: {', '.join(parts)}; {found['explored']:.1%} explored"
+
+
+class PaceMetrics:
+    """A pacer's status on vLLM's /metrics."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        def make(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"{GAUGES}{name}", text, labels, registry=registry, multiprocess_mode="mostrecent")
+
+        self._tokens = make("tokens", "Draft tokens chosen, by requests in the step", "requests")
+        self._speed = make("speed_ratio", "Speed against no draft, and the 95% interval", "requests", "bound")
+        self._explored = make("explored_ratio", "Share of the time lost in probes")
+
+    def show(self, found: Mapping[str, Any]) -> None:
+        for size in found["sizes"]:
+            self._tokens.labels(size["requests"]).set(size["tokens"])
+            for bound in ("low", "speed", "high"):
+                self._speed.labels(size["requests"], bound).set(size[bound])
+        self._explored.set(found.get("explored", 0))
+
+
+def read_gauges(metrics: str) -> dict[str, Any] | None:
+    """The status shown on a page of /metrics; None without a pacer."""
+    sizes: dict[int, dict[str, float]] = {}
+    found: dict[str, Any] = {"pace": "auto"}
+    for sample in read_samples(metrics, GAUGES):
+        if "requests" in sample.labels:
+            requests = int(sample.labels["requests"])
+            size = sizes.setdefault(requests, {"requests": requests})
+            size[sample.labels.get("bound", "tokens")] = sample.value
+        else:
+            found["explored"] = sample.value
+    return found | {"sizes": list(sizes.values())} if sizes else None
+
+
 def reads_prompt(output: Any) -> bool:
     """Whether a step reads more than the last token and the draft of each request."""
     drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
@@ -157,7 +213,7 @@ def patch_pace() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    if hasattr(EngineCore, "redraft_pace"):
+    if is_asked():
         return
     init, schedule, update = Scheduler.__init__, Scheduler.schedule, Scheduler.update_from_output
     call, initialize = EngineCore.collective_rpc, WorkerWrapperBase.initialize_from_config
@@ -212,6 +268,15 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     pacer = Pacer(most, scheduler.scheduler_config.max_num_seqs, pace, has_keys=has_keys)
     scheduler.redraft_pacer = scheduler.dynamic_sd_lookup = pacer
     logger.info("redraft: --pace %s decides on the draft tokens of a step, at most %d", pace, most)
+
+
+def is_asked() -> bool:
+    """Whether `patch_pace` has patched this process. vLLM calls it in all of them."""
+    if os.environ.get("REDRAFT_PACE", "off") == "off":
+        return False
+    from vllm.v1.engine.core import EngineCore
+
+    return hasattr(EngineCore, "redraft_pace")
 
 
 def find_pacer(engine: Any) -> Pacer | None:

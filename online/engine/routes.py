@@ -7,20 +7,40 @@ import hmac
 import ipaddress
 import logging
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from starlette.datastructures import State
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.online.engine.client_origin import OriginMiddleware, forward_origin
 from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, read_config
 from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
+from redraft.online.engine.pace import PaceMetrics, is_asked
 from redraft.online.engine.swap_transaction import Asked, Swaps, can_pause, require_version
 
 logger = logging.getLogger("vllm.redraft")
+
+PACE_TIMEOUT_S = 2.0
+"""Longest time that /metrics waits for an engine."""
+
+
+class BeforeMetrics:
+    """Middleware that awaits a call before /metrics answers: a clock would wake an idle engine."""
+
+    def __init__(self, app: ASGIApp, call: Callable[[], Awaitable[None]]) -> None:
+        self.app, self.call = app, call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].rstrip("/") == "/metrics":
+            with suppress(Exception):  # the other metrics matter more, e.g. of a dead engine
+                await asyncio.wait_for(self.call(), PACE_TIMEOUT_S)
+        await self.app(scope, receive, send)
 
 
 class Endpoint:
@@ -37,6 +57,9 @@ class Endpoint:
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_middleware(OriginMiddleware)
+        if is_asked():
+            metrics = PaceMetrics()
+            app.add_middleware(BeforeMetrics, call=lambda: self._show_pace(metrics))
         app.add_api_route("/redraft/status", self.status, methods=["GET"], response_model=None)
         app.add_api_route("/redraft/swap", self.swap, methods=["POST"], response_model=None)
 
@@ -47,6 +70,10 @@ class Endpoint:
         self.notes = list_notes(engine_client.vllm_config, args)
         for note in self.notes:
             logger.warning("redraft: %s", note)
+
+    async def _show_pace(self, metrics: PaceMetrics) -> None:
+        if found := await self.swaps.calls.read_pace():
+            metrics.show(found)
 
     async def status(self, request: Request) -> dict[str, Any]:
         """Status of the recording rank, vLLM's version, and whether all ranks agree on the draft."""

@@ -43,6 +43,9 @@ MAX_COUNTER = 1 << 53
 
 MAX_POSITIONS = 256
 
+MAX_PACE_CHARS = 400
+"""Longest line about the pace of a server."""
+
 MAX_DOMAINS = 64
 """Domains whose counters are read from a server. It counts 33 at most."""
 
@@ -101,6 +104,10 @@ SampleMethod = Literal["greedy", "probabilistic"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTER)]
 
 
+class _PaceAnswer(msgspec.Struct, frozen=True):
+    line: Annotated[str, msgspec.Meta(pattern=r"^[ -~]*\Z", max_length=MAX_PACE_CHARS)]
+
+
 class _StatusAnswer(msgspec.Struct, frozen=True):
     """The body of GET /redraft/status, as far as it is used."""
 
@@ -116,6 +123,7 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     manifest_sha256: Annotated[str, msgspec.Meta(max_length=64)] = ""
     capture_off: str = ""
     swap_off: str = ""
+    pace: _PaceAnswer | None = None
     notes: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=400)], ...], msgspec.Meta(max_length=16)] = ()
     drafts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2 + MAX_POSITIONS)] = ()
     """Drafts, draft tokens, and by position the drafts whose token was accepted."""
@@ -163,10 +171,17 @@ class Status:
     """Why no draft can be swapped; empty if one can."""
     notes: Sequence[str] = ()
     """Flags of the server, probably mistakes."""
+    pace: str = ""
+    """Draft tokens by batch size, of a server that chooses them live."""
     total: AcceptanceCounts | None = None
     """The draft's counts since the server started, without lookups and padding; None without a draft."""
     by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
     """The same by domain."""
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether it drafts only while that is faster."""
+        return self.pace.startswith("pace auto")
 
     @property
     def target(self) -> str | None:
@@ -216,6 +231,7 @@ class FleetServer:
                 capture_off=body.capture_off,
                 swap_off=body.swap_off,
                 notes=body.notes,
+                pace=body.pace.line if body.pace else "",
                 total=_read_total(body) if body.draft_version else None,
                 by_domain=_read_domains(body),
             )
@@ -452,6 +468,8 @@ class WindowCounts(NamedTuple):
     """Empty if the server does not count by domain, or miscounts."""
     target: str | None = ""
     """Digest of the target's weights at the end; empty for those of the start, None within an update."""
+    is_paced: bool = False
+    """`Status.is_paced`."""
 
 
 def _subtract_domains(
@@ -497,7 +515,7 @@ class Window:
             difference = now.since(first)
             if difference is not None:
                 domains = _subtract_domains(now.by_domain, first.by_domain)
-                counted[server] = WindowCounts(difference, domains, now.target)
+                counted[server] = WindowCounts(difference, domains, now.target, now.is_paced)
         return counted
 
 

@@ -77,6 +77,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     headline: Headline
     state: StateEntry | None
     servers: list[Curve]
+    paces: dict[str, str]
+    """Draft tokens by batch size, of each server that chooses them live."""
     domains: list[Curve]
     marks: list[Mark]
     positions: list[Positions]
@@ -113,6 +115,7 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
         headline=compose_headline(draft, state, now_s, is_asleep=staleness is not None and staleness.is_asleep),
         state=state,
         servers=build_curves(engine, lambda entry: entry.server or "all servers", width_s, rank_worst_first),
+        paces={server: pace for server, pace in {entry.server or "": entry.pace for entry in engine}.items() if pace},
         domains=build_curves(captured, lambda entry: entry.domain or "no domain", domain_width_s, rank_busiest_first),
         marks=[mark for mark in find_marks(swaps) if mark.time_s >= begin_s],
         positions=_build_positions(draft),

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import httpx
 import tyro
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.counters import parse_counts
+from redraft.online.engine.pace import describe_pace, read_gauges
 from redraft.online.fleet.reach import explain, explain_answer
 from redraft.online.fleet.server import require_address, trusted_certificates
 
@@ -43,6 +44,13 @@ class Config:
     """Readings after the first. 0 continues until interrupted."""
 
 
+class Reading(NamedTuple):
+    counts: AcceptanceCounts
+    """Since the server started, summed over its engines."""
+    pace: str
+    """Draft tokens by batch size, if the server chooses them live."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Poll:
     """One round of readings."""
@@ -51,6 +59,8 @@ class Poll:
     """Counts by server since it was last read; in the first round, since the server's start."""
     away: dict[str, str]
     """Unreadable servers, with the reason."""
+    paces: dict[str, str]
+    """`Reading.pace` of servers that have one."""
     durations_s: dict[str, float]
     """Time by server since it was last read; empty in the first round."""
 
@@ -93,37 +103,44 @@ def poll_servers(cfg: Config) -> Iterator[Poll]:
         ValueError: if a server serves no draft.
     """
     # Strict on purpose: a wrong address would otherwise be polled forever.
-    last = {url: read_counts(url) for url in cfg.urls}
+    last = {url: read_server(url) for url in cfg.urls}
     read_at = dict.fromkeys(last, time.monotonic())
-    yield Poll(counts=dict(last), away={}, durations_s={})
+    yield Poll(
+        counts={url: reading.counts for url, reading in last.items()}, away={}, paces=list_paces(last), durations_s={}
+    )
     number = 0
     while number < cfg.polls or not cfg.polls:
         time.sleep(cfg.interval_s)
         now, away = read_all(cfg.urls)
         now_s = time.monotonic()
         # A counter that fell belongs to a new process, so all of its counts are new.
-        counts = {url: reading.since(last[url]) or reading for url, reading in now.items()}
-        yield Poll(counts=counts, away=away, durations_s={url: now_s - read_at[url] for url in now})
+        counts = {url: reading.counts.since(last[url].counts) or reading.counts for url, reading in now.items()}
+        durations_s = {url: now_s - read_at[url] for url in now}
+        yield Poll(counts=counts, away=away, paces=list_paces(now), durations_s=durations_s)
         # A silent server keeps the earlier reading, so the next line of it covers the whole gap.
         last |= now
         read_at |= dict.fromkeys(now, now_s)
         number += 1
 
 
-def read_all(urls: Sequence[str]) -> tuple[dict[str, AcceptanceCounts], dict[str, str]]:
-    """(counts by server, reason by unreadable server)."""
-    found: dict[str, AcceptanceCounts] = {}
+def list_paces(readings: Mapping[str, Reading]) -> dict[str, str]:
+    return {url: reading.pace for url, reading in readings.items() if reading.pace}
+
+
+def read_all(urls: Sequence[str]) -> tuple[dict[str, Reading], dict[str, str]]:
+    """(reading by server, reason by unreadable server)."""
+    found: dict[str, Reading] = {}
     away: dict[str, str] = {}
     for url in urls:
         try:
-            found[url] = read_counts(url)
+            found[url] = read_server(url)
         except (ConnectionError, ValueError) as error:
             away[url] = str(error)
     return found, away
 
 
-def read_counts(url: str) -> AcceptanceCounts:
-    """The counts of a server since it started, summed over its engines.
+def read_server(url: str) -> Reading:
+    """The counts and the pace of a server.
 
     Raises:
         ConnectionError: if it cannot be reached.
@@ -139,7 +156,8 @@ def read_counts(url: str) -> AcceptanceCounts:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConnectionError(f"cannot read {url}/metrics: {explain(error)}") from error
     try:
-        return parse_counts(answer.text)
+        gauges = read_gauges(answer.text)
+        return Reading(parse_counts(answer.text), describe_pace(gauges) if gauges else "")
     except ValueError as error:
         raise ValueError(f"{url}: {error}") from error
 
@@ -149,6 +167,8 @@ def format_poll(poll: Poll, clock: str) -> Iterator[str]:
     width = max(len(name) for name in (*poll.counts, *poll.away, "fleet"))
     for url, counts in poll.counts.items():
         yield f"{clock}  {url:<{width}}  {format_counts(counts, poll.pace(url))}"
+        if pace := poll.paces.get(url):
+            yield f"{'':{len(clock)}}  {'':{width}}  {pace}"
     for url, reason in poll.away.items():
         yield f"{clock}  {url:<{width}}  {reason}"
     if len(poll.counts) > 1:

@@ -190,6 +190,7 @@ function show(view) {
   const width = innerWidth, frame = [view.begin_s, view.now_s, view.marks, width];
   changed("tiles", [view.buffer.at(-1), view.gates[0], view.training.at(-1), view.staleness], () => $("tiles").replaceChildren(...buildTiles(view)));
   changed("servers", [view.servers, frame], () => curves($("servers"), view.servers, view, "No server has answered requests with a draft in this time range.", 290));
+  changed("paces", view.paces, () => $("paces").replaceChildren(...Object.entries(view.paces).map(([name, pace]) => h("p", {class: "soft"}, `${server(name)}: ${pace}`))));
   changed("domains", [view.domains, frame], () => curves($("domains"), view.domains, view, "No captured requests in this time range."));
   changed("positions", [view.positions, width], () => showPositions($("positions"), view.positions));
   changed("buffer", [view.buffer, view.drops, frame], () => showBuffer($("buffer"), view));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from dataclasses import dataclass, field
@@ -10,10 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
+from real_server import running_server
+from waiting import wait_until
 
 from redraft.online.engine import pace as hooks
 from redraft.online.engine.config import TABLE, one_number
-from redraft.online.engine.pace import Pacer, answer_pace, find_decider, install, install_pacer, note_swaps
+from redraft.online.engine.engine_calls import EngineCalls
+from redraft.online.engine.pace import (
+    PaceMetrics,
+    Pacer,
+    answer_pace,
+    describe_pace,
+    find_decider,
+    install,
+    install_pacer,
+    note_swaps,
+    read_gauges,
+)
+from redraft.online.engine.routes import BeforeMetrics
+from redraft.recipes.operate.watch import read_server
 
 
 def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
@@ -245,6 +262,57 @@ def test_the_status_has_the_batch_sizes_that_were_seen():
     }
 
 
+STATUS = {
+    "pace": "auto",
+    "sizes": [
+        {"requests": 1, "tokens": 3, "steps": 900, "speed": 1.41, "low": 1.24, "high": 1.64},
+        {"requests": 8, "tokens": 0, "steps": 90, "speed": 1.0, "low": 1.0, "high": 1.0},
+    ],
+    "explored": 0.004,
+}
+LINE = "pace auto: 3 tokens (1.41x [1.24, 1.64]) at 1, 0 at 8; 0.4% explored"
+
+
+def test_metrics_and_a_line_show_the_number_chosen_its_speed_and_the_time_explored():
+    registry = CollectorRegistry()
+    metrics = PaceMetrics(registry)
+    assert read_gauges(generate_latest(registry).decode()) is None
+    metrics.show(STATUS)
+    found = read_gauges(generate_latest(registry).decode())
+    assert describe_pace(STATUS) == describe_pace(found) == LINE
+    assert describe_pace({"pace": "2", "sizes": []}) == "pace 2"
+    many = [{"requests": size, "tokens": 0, "steps": size} for size in range(1, 20)]
+    assert describe_pace({**STATUS, "sizes": many}) == (
+        "pace auto: 0 tokens at 14, 0 at 15, 0 at 16, 0 at 17, 0 at 18, 0 at 19; 0.4% explored"
+    )
+
+
+def test_the_status_of_a_server_has_the_pace(monkeypatch):
+    async def ask_all(method):
+        return [{"redraft_pace": STATUS}[method]]
+
+    calls = EngineCalls(SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=ask_all), errored=False))
+    monkeypatch.setattr(hooks, "is_asked", lambda: False)
+    assert asyncio.run(calls.read_pace()) is None
+    monkeypatch.setattr(hooks, "is_asked", lambda: True)
+    assert asyncio.run(calls.read_pace()) == {**STATUS, "line": LINE}
+
+
+def test_metrics_ask_the_engine_when_they_are_read_and_answer_without_it():
+    said = []
+
+    async def fail():
+        said.append("asked")
+        raise ConnectionError
+
+    async def app(scope, receive, send):
+        said.append(scope["path"])
+
+    for path in ("/metrics", "/metrics/", "/v1/completions"):
+        asyncio.run(BeforeMetrics(app, fail)({"type": "http", "path": path}, None, None))
+    assert said == ["asked", "/metrics", "asked", "/metrics/", "/v1/completions"]
+
+
 # --- the worker
 
 
@@ -347,3 +415,25 @@ def test_a_skipped_draft_still_counts_the_rejected_tokens_of_steps_scheduled_ahe
 
 def test_the_table_for_vllm_has_one_number():
     assert one_number(5) == [[1, 1, 5]]
+
+
+# --- the engine
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_server_shows_the_pace_and_records_what_it_answers_without_a_draft(random_target, registry, tmp_path):
+    prompt = list(range(20, 60))
+    with running_server(random_target, registry, tmp_path, ["--pace", "auto"]) as server:
+        answers = [server.complete(prompt, ignore_eos=True) for _ in range(4)]
+        pace = server.status()["pace"]
+        assert [size["requests"] for size in pace["sizes"]] == [1]
+        assert pace["sizes"][0]["steps"] >= 60
+        assert pace["line"].startswith("pace auto: ")
+        wait_until(lambda: read_server(server.url).pace.startswith("pace auto: "))
+        server.swap("v000002")  # the policy is told
+        records = server.records(answers)
+    rows = [record.positions[record.branches == 0].tolist() for record in records]
+    assert rows == [list(range(40, 64))] * 4
+    assert any((record.draft_ids == -1).sum() > 12 for record in records), "drafting begins off"
+    assert "--pace auto decides on the draft tokens of a step, at most 3" in server.log.read_text()

@@ -27,7 +27,7 @@ from redraft.online.traffic.router import read_servers
 from redraft.online.traffic.server_check import ServerChecks
 from redraft.online.traffic.upstream import BrokenError, ForwardedRequest
 from redraft.recipes.operate import watch
-from redraft.recipes.operate.watch import read_counts
+from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import tap
 
 
@@ -71,7 +71,7 @@ async def ask_all(url):
         reply = await pools.send(ForwardedRequest(method="GET", path=b"/health", headers=[], body=b""), "")
         await reply.aclose()
     with pytest.raises(ConnectionError) as by_watch:
-        await asyncio.to_thread(read_counts, url)
+        await asyncio.to_thread(read_server, url)
     return str(by_learner.value), pools.upstreams[0].problem, checks.problems[url], str(by_watch.value)
 
 
@@ -141,7 +141,7 @@ async def test_a_certificate_of_ssl_cert_file_is_trusted_by_all(certificate, mon
         async with make_client(trusted_certificates()) as http:
             assert (await http.get(url)).status_code == 204
         with pytest.raises(ValueError, match="counters"):  # of an answer without any
-            await asyncio.to_thread(read_counts, url)
+            await asyncio.to_thread(read_server, url)
 
 
 @in_event_loop

@@ -160,6 +160,15 @@ def test_each_server_names_the_weights_of_its_target(tmp_path: Path):
     assert servers == {"http://moves": "18@123456789abc", "http://stays": ""}
 
 
+def test_the_newest_pace_of_each_server_is_shown_also_while_it_drafts_nothing(tmp_path: Path):
+    journal, clock = make_empty(tmp_path)
+    for pace in ("pace auto: 3 tokens at 1", "pace auto: 0 tokens at 1"):
+        clock.now_s += 5
+        accept(journal, "v000001", 0, 1.0, "http://paced", pace=pace)
+        accept(journal, "v000001", 100, 2.0, "http://fixed")
+    assert look(journal, clock.now_s).paces == {"http://paced": "pace auto: 0 tokens at 1"}
+
+
 def test_a_point_sums_counts_and_is_no_mean_of_means(tmp_path: Path):
     journal, clock = make_empty(tmp_path)
     accept(journal, "v000001", 100, 2.0)

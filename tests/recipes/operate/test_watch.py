@@ -16,7 +16,7 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import read_counters
 from redraft.eval.engine.server import VllmServer
 from redraft.recipes.cli.run import dispatch
-from redraft.recipes.operate.watch import Config, format_counts, format_poll, main, poll_servers, read_counts
+from redraft.recipes.operate.watch import Config, format_counts, format_poll, main, poll_servers, read_server
 
 
 def make_metrics(drafts: int, accepted: tuple[int, ...]) -> str:
@@ -75,9 +75,25 @@ def make_config(*urls: str, **changes: object) -> Config:
 
 def test_a_reading_sums_the_engines() -> None:
     with serving(make_metrics(100, (60, 30))) as url:
-        assert read_counts(url + "/") == AcceptanceCounts(
+        assert read_server(url + "/").counts == AcceptanceCounts(
             num_drafts=100, num_draft_tokens=200, num_accepted=90, accepted_per_position=(60, 30)
         )
+
+
+PACE = """redraft_pace_tokens{requests="1"} 3.0
+redraft_pace_speed_ratio{requests="1",bound="low"} 1.24
+redraft_pace_speed_ratio{requests="1",bound="speed"} 1.41
+redraft_pace_speed_ratio{requests="1",bound="high"} 1.64
+redraft_pace_explored_ratio 0.004
+"""
+
+
+def test_a_server_that_chooses_the_number_of_tokens_has_a_second_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(make_metrics(100, (60, 30)) + PACE) as url:
+        main(make_config(url, polls=1))
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "tau 1.90" in first
+    assert second.strip() == "pace auto: 3 tokens (1.41x [1.24, 1.64]) at 1; 0.4% explored"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +200,7 @@ def test_an_address_where_nobody_is_is_one_line_and_2(capsys: pytest.CaptureFixt
 
 @pytest.mark.vllm
 def test_the_real_servers_counters_are_read(engine_with_draft: VllmServer) -> None:
-    before = read_counts(engine_with_draft.url)
+    before = read_server(engine_with_draft.url).counts
     body = {
         "model": engine_with_draft.model,
         "prompt": [20, 30, 40],
@@ -193,7 +209,7 @@ def test_the_real_servers_counters_are_read(engine_with_draft: VllmServer) -> No
         "ignore_eos": True,
     }
     httpx.post(f"{engine_with_draft.url}/v1/completions", json=body, timeout=60).raise_for_status()
-    while (now := read_counts(engine_with_draft.url)) == before:
+    while (now := read_server(engine_with_draft.url).counts) == before:
         time.sleep(0.05)  # statistics follow the tokens
     counts = read_counters(engine_with_draft)
     assert (now.num_drafts, now.accepted_per_position) == (counts.num_drafts, counts.accepted_per_position)
