@@ -246,6 +246,7 @@ def run_call(call: Call) -> None:
         torch.testing.assert_close(mine, true, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_every_shape_of_a_training_is_compiled_also_after_pytorchs_limit_of_8(graphs: CompileCounter) -> None:
     for call in TRAINING:
         run_call(call)
@@ -258,6 +259,7 @@ def test_every_shape_of_a_training_is_compiled_also_after_pytorchs_limit_of_8(gr
     assert torch._dynamo.config.recompile_limit == 8  # of other functions
 
 
+@pytest.mark.slow
 def test_a_compiler_takes_the_own_keys_of_every_draft_step_whole_also_after_its_limit_of_8(
     graphs: CompileCounter,
 ) -> None:
