@@ -46,7 +46,9 @@ HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["half a head", "half a body", "a slow reader"])
+@pytest.mark.parametrize(
+    "name", ["half a head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("half a body", "a slow reader"))]
+)
 def test_a_client_that_keeps_its_connection_does_not_keep_the_server(name):
     sent = {"half a head": HEAD[:20], "half a body": HEAD + b"abc", "a slow reader": HEAD + b"123456789"}[name]
     environment = os.environ | {ENABLED: "1"}
