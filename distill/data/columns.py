@@ -82,9 +82,11 @@ class RowReader:
         return self._with_system(messages), tools
 
     def _refuse(self) -> None:
-        if (found := self.take(("label",))) and found[1] is False:
+        found = self.take(("label",))
+        label = str(found[1]).lower() if found and isinstance(found[1], bool | str) else ""
+        if label == "false":
             raise UnusableRowError("with a label of false")
-        if found and found[1] is not True:  # a number or a name is no verdict
+        if found and label != "true":  # a number or a name is no verdict
             self.used.remove("label")
         refuse_media(column for column, value in self.row.items() if value)
 

@@ -97,6 +97,7 @@ def test_calls_are_read_in_every_spelling(call: Any) -> None:
     ("row", "reason"),
     [
         ({"prompt": "how tall?", "completion": "no", "label": False}, "with a label of false"),
+        ({"prompt": "how tall?", "completion": "no", "label": "False"}, "with a label of false"),
         ({"conversations": SHAREGPT, "image": "boat.jpg"}, "with images or sound, which are not read"),
         ({"messages": CHAT, "images": [{"bytes": "x"}]}, "with images or sound, which are not read"),
         ({"messages": CHAT, "image_path": "boat.jpg"}, "with images or sound, which are not read"),
