@@ -577,7 +577,7 @@ def test_the_learner_continues_with_a_later_checkpoint_of_the_target(world, tmp_
     for fake in world.fakes:
         fake.target_fingerprint = fingerprint(later)
     play(world, script, target=later)
-    assert not [entry for entry in world.entries("fault") if entry.fault == "target_changed"]
+    assert not [entry for entry in world.entries("fault") if entry.what == "target_changed"]
 
 
 def test_a_draft_of_another_tokenizer_does_not_become_the_first_version(world, tmp_path):
