@@ -25,16 +25,12 @@ def probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
 
 
 def alpha(p_NV: Tensor, q_NV: Tensor, out: Tensor | None = None) -> Tensor:
-    """sum_v min(p, q), [N]: the acceptance rate of speculative sampling (Leviathan et al., arXiv 2211.17192).
-
-    `out`, [N, V], is scratch memory, to reuse from call to call.
-    """
+    """sum_v min(p, q), [N]: the acceptance rate of speculative sampling (Leviathan et al., arXiv
+    2211.17192). `out`, [N, V], is scratch memory, to reuse from call to call."""
     return torch.minimum(p_NV, q_NV, out=out).sum(-1)
 
 
 def alpha_greedy(p_NV: Tensor, q_NV: Tensor) -> Tensor:
-    """p(argmax q), [N]: the acceptance rate of greedy drafting.
-
-    The definition. Forecast and fused loss know argmax q already and read p there; the tests compare both with this.
-    """
+    """p(argmax q), [N]: the acceptance rate of greedy drafting. The definition. Forecast and fused
+    loss know argmax q already and read p there; the tests compare both with this."""
     return p_NV.gather(-1, q_NV.argmax(-1, keepdim=True)).squeeze(-1)

@@ -117,16 +117,14 @@ def expected_blocks(
     accept_TK: NDArray[np.float64], num_output_tokens: int, drafted_T: NDArray[np.float64] | None = None
 ) -> ExpectedCounts:
     """Expected counts of the blocks of speculative decoding over one output, at any temperature.
-
-    `accept_TK[t, j]` is the probability of drafting and accepting the text's token at j + 1 after output token t, given
-    that the earlier tokens of the block were accepted. `drafted_T[t]` is the probability of any draft after token t;
-    None means 1.
-
-    The prefill gives output token 0; then every step emits the accepted tokens and one more. Verification leaves the
-    target's distribution of texts as it is, so over texts of the target this is the engine's expectation exactly.
-    An engine counts accepted tokens *before* it cuts the output (end token or length), so the last block
-    counts in full: rows must be right for tokens beyond the end too, and there must be `num_output_tokens - 1`.
-    """
+    `accept_TK[t, j]` is the probability of drafting and accepting the text's token at j + 1 after
+    output token t, given that the earlier tokens of the block were accepted. `drafted_T[t]` is the
+    probability of any draft after token t; None means 1. The prefill gives output token 0; then
+    every step emits the accepted tokens and one more. Verification leaves the target's distribution
+    of texts as it is, so over texts of the target this is the engine's expectation exactly. An
+    engine counts accepted tokens *before* it cuts the output (end token or length), so the last
+    block counts in full: rows must be right for tokens beyond the end too, and there must be
+    `num_output_tokens - 1`."""
     assert len(accept_TK) >= num_output_tokens - 1, "a row for every output token but the last"
     num_rows = max(num_output_tokens - 1, 0)
     begins_T, reach_TK = walk_blocks(accept_TK[:num_rows])
@@ -142,10 +140,9 @@ def expected_blocks(
 
 
 def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(chance that a block begins after output token t [T], that such a block accepts at least j + 1 tokens [T, K]).
-
-    `accept_TK` is that of `expected_blocks`, without rows at which no block begins.
-    """
+    """(chance that a block begins after output token t [T], that such a block accepts at least j +
+    1 tokens [T, K]).
+    `accept_TK` is that of `expected_blocks`, without rows at which no block begins."""
     num_rows, k = accept_TK.shape
     reach_TK = np.cumprod(accept_TK, axis=1, dtype=np.float64)
     # Given the text, blocks are a Markov chain: one that begins at t accepts exactly n tokens with probability
@@ -165,10 +162,9 @@ def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], ND
 
 def simulate_blocks(match_TK: ArrayLike, num_output_tokens: int) -> AcceptanceCounts:
     """Counts of the blocks of greedy speculative decoding over one output.
-
-    `match_TK[t, j]` is true if the j-th token drafted after output token t is the target's greedy token, given a
-    match of the earlier ones. This is `expected_blocks` with probabilities 0 and 1, whose counts are whole numbers.
-    """
+    `match_TK[t, j]` is true if the j-th token drafted after output token t is the target's greedy
+    token, given a match of the earlier ones. This is `expected_blocks` with probabilities 0 and 1,
+    whose counts are whole numbers."""
     accept_TK = np.asarray(match_TK, np.float64)
     walked = expected_blocks(accept_TK, num_output_tokens)
     # Zeros and ones stay exact in float64, so `round` changes the type only.

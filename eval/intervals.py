@@ -47,18 +47,14 @@ class Estimate:
 
 def estimate_ratio(over_N: Array, under_N: Array) -> Estimate:
     """sum(over) / sum(under); 0 if the denominator is 0.
-
-    Raises: ValueError if the arrays differ in length or are empty.
-    """
+    Raises ValueError if the arrays differ in length or are empty."""
     value, left_out_N, freedom = _leave_one_out(over_N, under_N)
     return Estimate(value, _error(left_out_N - value, under_N), freedom)
 
 
 def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
-    """Ratio of column 0 minus ratio of column 1, both over the same prompts: how hard a prompt is cancels out.
-
-    Raises: ValueError if the arrays differ in shape or are empty.
-    """
+    """Ratio of column 0 minus ratio of column 1, both over the same prompts: how hard a prompt is
+    cancels out. Raises ValueError if the arrays differ in shape or are empty."""
     (ours, ours_N, freedom), (theirs, theirs_N, other_freedom) = (
         _leave_one_out(over_N2[:, column], under_N2[:, column]) for column in (0, 1)
     )
@@ -87,12 +83,9 @@ def sum_weighted(estimates: Sequence[Estimate], weights: Sequence[float]) -> Est
 def paired_interval(
     ours: Sequence[float], theirs: Sequence[float], rows: Sequence[int], *, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """The interval of (sum(ours) - sum(theirs)) / sum(rows), a difference of two rates between 0 and 1.
-
-    `ours` and `theirs` [N] hold the sums of two drafts over the rows of each prompt, `rows` [N] the number of rows.
-
-    Raises: ValueError if the sequences differ in length or are empty.
-    """
+    """The interval of (sum(ours) - sum(theirs)) / sum(rows), a difference of two rates between 0
+    and 1. `ours` and `theirs` [N] hold the sums of two drafts over the rows of each prompt, `rows`
+    [N] the number of rows. Raises ValueError if the sequences differ in length or are empty."""
     if not 0 < len(rows) == len(ours) == len(theirs):
         raise ValueError(f"the prompts must pair up, got {len(ours)}, {len(theirs)} and {len(rows)}")
     gain_N = np.subtract(ours, theirs).astype(np.float64)
@@ -100,11 +93,10 @@ def paired_interval(
 
 
 def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float, float]]:
-    """The median and its 95% interval from order statistics, which holds for any distribution (the sign test).
-
-    The interval is infinite with fewer than six values: the smallest and the largest then hold the median in less than
-    95% of cases. For rounds on a shared machine, where the mean follows single disturbed rounds.
-    """
+    """The median and its 95% interval from order statistics, which holds for any distribution (the
+    sign test). The interval is infinite with fewer than six values: the smallest and the largest
+    then hold the median in less than 95% of cases. For rounds on a shared machine, where the mean
+    follows single disturbed rounds."""
     sorted_N = np.sort(np.asarray(values, np.float64))
     size, outside, rank = len(sorted_N), 0.0, 0
     # `outside` is twice P(Binomial(size, 1/2) <= rank): the chance that the median is outside, one rank in.
@@ -116,10 +108,9 @@ def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float
 
 
 def paired_ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% interval of the mean ratio of pairs of positive numbers, by Student's t on logarithms.
-
-    None with fewer than two pairs. For few repeats; with six rounds or more, `median_interval` assumes less.
-    """
+    """The 95% interval of the mean ratio of pairs of positive numbers, by Student's t on
+    logarithms. None with fewer than two pairs. For few repeats; with six rounds or more,
+    `median_interval` assumes less."""
     if len(ours) < 2:
         return None
     # On logarithms 2x and 0.5x lie equally far from 1x, and the interval stays above 0.
@@ -168,10 +159,9 @@ def _error(deviation_N: Array, under_N: Array) -> float:
 
 @functools.lru_cache(maxsize=4096)  # a report asks hundreds of times for the same prompts
 def student_t_quantile(probability: float, freedom: float) -> float:
-    """The value below which Student's t with `freedom` (>= 1) degrees of freedom lies with `probability` (> 0.5).
-
-    Hill (1970), Algorithm 396. scipy has the exact one, but is not among the dependencies.
-    """
+    """The value below which Student's t with `freedom` (>= 1) degrees of freedom lies with
+    `probability` (> 0.5).
+    Hill (1970), Algorithm 396. scipy has the exact one, but is not among the dependencies."""
     two_sided = 2 * (1 - probability)
     if freedom < 2:  # Hill's series does not converge there: rounded down to 1, where the quantile is larger
         return math.tan(math.pi / 2 * (1 - two_sided))

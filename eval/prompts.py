@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids and domain of a prompt."""
-
     token_ids: list[int]
     domain: str = "all"
 

@@ -260,11 +260,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_family(name: str) -> Family:
-    """The row of a family with weights.
-
-    Raises:
-        ValueError: the table has no such name.
-    """
+    """The row of a family with weights. Raises ValueError: the table has no such name."""
     known = {family.name: family for family in FAMILIES if not family.is_lookup}
     if name not in known:
         raise ValueError(f"there is no draft family {name}: choose one of {', '.join(sorted(known))}")
@@ -290,17 +286,14 @@ def list_lookups() -> list[str]:
 
 
 def list_methods() -> list[str]:
-    """vLLM's methods for drafts with weights, in alphabetical order."""
     return sorted({family.method for family in FAMILIES if family.method and not family.is_lookup})
 
 
 def list_trained() -> list[str]:
-    """Names of the families that are trained, as on the command line, in alphabetical order."""
     return sorted(family.name.replace("_", "-") for family in FAMILIES if family.training)
 
 
 def list_learning() -> list[str]:
-    """Names of the families with online learning, in alphabetical order."""
     return sorted(family.name for family in FAMILIES if family.learns_online)
 
 
@@ -313,11 +306,8 @@ else:
 
 def detect_family(folder: Path) -> Family:
     """The family of a draft's folder, by its tensors. The config.json may claim another.
-
-    Raises:
-        FileNotFoundError: the folder has no weights.
-        ValueError: no row matches, or the draft is of a kind without a module here.
-    """
+    Raises FileNotFoundError: the folder has no weights. Raises ValueError: no row matches, or the
+    draft is of a kind without a module here."""
     return detect_family_by_tensors(tensor_files(folder), folder)
 
 
@@ -341,22 +331,18 @@ def match_tensors(names: Collection[str]) -> Family | None:
 
 
 def require_head(folder: Path, name: str, target: TargetFolder) -> None:
-    """Raise ValueError unless `folder` holds a head of family `name` for the lineage of this target.
-
-    Raises:
-        FileNotFoundError: the folder has no weights.
-        ValueError: it is a head of another family, or was trained for another target (`require_trained_for`).
-    """
+    """Raise ValueError unless `folder` holds a head of family `name` for the lineage of this
+    target. Raises FileNotFoundError: the folder has no weights. Raises ValueError: it is a head of
+    another family, or was trained for another target (`require_trained_for`)."""
     if (found := detect_family(folder).name) != name:
         raise ValueError(f"{folder} holds a head of the family {found}, not {name}: use the recipe of {found}")
     require_trained_for(folder, target)
 
 
 def require_trained_for(folder: Path, target: TargetFolder) -> None:
-    """Raise ValueError if a draft's provenance names a target of another lineage (`heads.files.folder.lineage`).
-
-    A draft of another trainer names none. Another version of the target, such as a fine-tune, passes.
-    """
+    """Raise ValueError if a draft's provenance names a target of another lineage
+    (`heads.files.folder.lineage`). A draft of another trainer names none. Another version of the
+    target, such as a fine-tune, passes."""
     provenance = read_provenance(folder) or {}
     if provenance.get("target_fingerprint") in (None, target.fingerprint):
         return

@@ -138,10 +138,9 @@ class Bias:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftStep:
-    """One draft step over a batch: row t of `hidden` predicts what the target's row t + shift predicts.
-
-    A standalone draft has one step of shift 0. The first step of a head has shift 1, the second shift 2.
-    """
+    """One draft step over a batch: row t of `hidden` predicts what the target's row t + shift
+    predicts. A standalone draft has one step of shift 0. The first step of a head has shift 1, the
+    second shift 2."""
 
     hidden_BTD: Tensor
     """Input of the draft's head, after the draft's final norm if it has one."""
@@ -174,10 +173,8 @@ class DraftStep:
 
 
 class Draft(Protocol):
-    """The module of a draft family. Training, forecast, doctor and learner use these members and no others.
-
-    Every draft is also an `nn.Module`, to which the last three methods belong.
-    """
+    """The module of a draft family. Training, forecast, doctor and learner use these members and no
+    others. Every draft is also an `nn.Module`, to which the last three methods belong."""
 
     is_autoregressive: bool
     """One step serves for all: the row of step 0 that is j rows further on predicts the j-th draft token."""
@@ -236,10 +233,7 @@ class Draft(Protocol):
     @staticmethod
     def load(folder: Path, target: Target) -> Draft:
         """The draft of an exported folder.
-
-        Raises:
-            ValueError: a tensor is missing, unknown or of another shape.
-        """
+        Raises ValueError: a tensor is missing, unknown or of another shape."""
         ...
 
     def to(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -249,10 +243,7 @@ class Draft(Protocol):
 
 def final_hidden(signal: TargetSignal) -> Tensor:
     """The target's last hidden state, after the final norm, [B, T, D].
-
-    Raises:
-        ValueError: the signal has none.
-    """
+    Raises ValueError: the signal has none."""
     if isinstance(signal.distribution, ExactTarget):
         return signal.distribution.hidden_BTD
     if signal.hidden_BTD is None:
@@ -262,10 +253,7 @@ def final_hidden(signal: TargetSignal) -> Tensor:
 
 def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
     """The target's residual streams after these layers, [B, T, L, D].
-
-    Raises:
-        ValueError: the signal has another number of layers, or none.
-    """
+    Raises ValueError: the signal has another number of layers, or none."""
     aux_BTLD = signal.aux_BTLD
     if aux_BTLD is None or aux_BTLD.shape[2] != len(aux_layer_ids):
         held = 0 if aux_BTLD is None else aux_BTLD.shape[2]

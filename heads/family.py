@@ -161,7 +161,6 @@ class Family:
         return self.reads != "nothing"
 
     def draft_class(self) -> Any:
-        """The class that implements `Draft`."""
         return _import(self.draft)
 
     def options_class(self) -> Any:
@@ -170,12 +169,8 @@ class Family:
 
     def load(self, folder: Path, target: Callable[[], Target], dtype: torch.dtype | None = None) -> Draft:
         """The draft of a folder, in `dtype` (None: a head in float32, a whole model as stored).
-
-        `target` is called only for a head, because reading a target takes time.
-
-        Raises:
-            ValueError: a tensor is missing, unknown or of another shape.
-        """
+        `target` is called only for a head, because reading a target takes time. Raises ValueError:
+        a tensor is missing, unknown or of another shape."""
         draft: Draft
         if not self.is_head:
             # cast while loading: `.to` would round the rotary frequencies of a transformers model too
@@ -185,11 +180,8 @@ class Family:
         return draft if dtype is None else draft.to(dtype)
 
     def extract(self, target: Path, folder: Path) -> None:
-        """Write the draft that lies in a target's weights into a folder of its own, in the target's type.
-
-        Raises:
-            ValueError: the target holds no such draft, or in another layout.
-        """
+        """Write the draft that lies in a target's weights into a folder of its own, in the target's
+        type. Raises ValueError: the target holds no such draft, or in another layout."""
         from redraft.heads.target import Target  # here, because it imports torch
 
         borrowed = Target.from_folder(target)

@@ -13,10 +13,8 @@ LOG_INTERVAL_S = 10.0
 
 
 class Progress(tqdm):  # type: ignore[misc]
-    """tqdm; without a terminal, one line every `LOG_INTERVAL_S` at most, instead of a bar drawn over itself.
-
-    A bar that is done sooner writes nothing. A longer one also writes its end.
-    """
+    """tqdm; without a terminal, one line every `LOG_INTERVAL_S` at most, instead of a bar drawn
+    over itself. A bar that is done sooner writes nothing. A longer one also writes its end."""
 
     disable: bool
 

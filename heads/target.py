@@ -28,10 +28,9 @@ def short_name(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The embeddings and the output head of a target. A draft head reads them, and neither trains nor saves them.
-
-    A draft head keeps references to these tensors without registering them, so they follow the target's updates.
-    """
+    """The embeddings and the output head of a target. A draft head reads them, and neither trains
+    nor saves them. A draft head keeps references to these tensors without registering them, so they
+    follow the target's updates."""
 
     config: Any
     """The `transformers` config of the text model."""
@@ -57,10 +56,7 @@ class Target:
     @staticmethod
     def from_folder(folder: Path) -> Target:
         """Borrow from a model folder, of which only these two tensors are read.
-
-        Raises:
-            ValueError: the folder has no embeddings.
-        """
+        Raises ValueError: the folder has no embeddings."""
         # By the short name: DeepSeek-V3 (61 layers) has copies in an MTP layer, `model.layers.61.embed_tokens.weight`.
         names = {short_name(name): name for name in list_tensors(folder)}
         tensors = read_tensors(folder, [names[short] for short in (EMBEDDINGS, HEAD) if short in names])
@@ -89,12 +85,11 @@ def norm_scale(norm: Any) -> Tensor | None:
 
 
 def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a target's layer or norm, for a draft of Llama's layout to start with. Norms have their factors.
-
-    In that layout `post_attention_layernorm` comes before the MLP. In OLMo 2 and Gemma 2 and 3 a tensor of this name
-    norms the output of attention; Gemma's norm before the MLP has another name, and OLMo 2 has none. Tensors on `meta`,
-    which were not read from the target's files, are left out.
-    """
+    """The tensors of a target's layer or norm, for a draft of Llama's layout to start with. Norms
+    have their factors. In that layout `post_attention_layernorm` comes before the MLP. In OLMo 2
+    and Gemma 2 and 3 a tensor of this name norms the output of attention; Gemma's norm before the
+    MLP has another name, and OLMo 2 has none. Tensors on `meta`, which were not read from the
+    target's files, are left out."""
     scales = {f"{name}.weight".lstrip("."): norm_scale(module) for name, module in layer.named_modules()}
     stored = {name: tensor for name, tensor in layer.state_dict().items() if not tensor.is_meta}
     weights = {**stored, **{name: scale for name, scale in scales.items() if scale is not None}}
@@ -107,10 +102,7 @@ def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
 
 def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The aux layers of a target with `num_layers` layers: the chosen ones, or 2, n // 2 and n - 3.
-
-    Raises:
-        ValueError: a layer does not exist, or they are not ascending.
-    """
+    Raises ValueError: a layer does not exist, or they are not ascending."""
     # vLLM's default for EAGLE-3. For 4 layers it is (2, 2, 1), and refused below.
     layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)
     if list(layers) != sorted(set(layers)):

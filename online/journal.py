@@ -62,10 +62,8 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
     """Acceptance since the previous entry of the same server and domain.
-
-    Without a domain, these are the engine's counters of all traffic. With a domain, they are counted on captured
-    records.
-    """
+    Without a domain, these are the engine's counters of all traffic. With a domain, they are
+    counted on captured records."""
 
     server: Identifier | None = None
     """None if the records of several servers are counted together."""
@@ -87,7 +85,6 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
 
 class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     records: int
-    """Records to train on."""
     bytes: int
     max_bytes: int | None = None
     """Size at which the oldest records are dropped."""
@@ -241,13 +238,9 @@ class Journal:
 
     def write(self, entry: E) -> E:
         """Write an entry with the present time, and return it as it was written.
-
-        Non-finite numbers become None, and long reasons are cut. If the disk is full, the entry is lost and
-        counted, and learning continues; observers get it all the same.
-
-        Raises:
-            ValueError: if a field is neither a number nor an identifier; the message names it.
-        """
+        Non-finite numbers become None, and long reasons are cut. If the disk is full, the entry is
+        lost and counted, and learning continues; observers get it all the same. Raises ValueError
+        if a field is neither a number nor an identifier; the message names it."""
         fields = msgspec.to_builtins(entry, enc_hook=_to_python) | {"time_s": self._clock()}
         if "reason" in fields:
             fields["reason"] = " ".join(fields["reason"].split())[:MAX_REASON_CHARS]
@@ -269,10 +262,8 @@ class Journal:
 
     def read(self, after: int = 0) -> Entries:
         """All entries after offset `after`, in the order of writing, and the offset after the last.
-
-        Torn, damaged or unknown lines are skipped. An offset beyond the end belongs to a removed journal, and
-        reading starts from the beginning.
-        """
+        Torn, damaged or unknown lines are skipped. An offset beyond the end belongs to a removed
+        journal, and reading starts from the beginning."""
         files = self._files()
         if not files or after > files[-1][0] + files[-1][1].stat().st_size:
             after = 0
@@ -301,7 +292,6 @@ class Journal:
             file.write(line)
 
     def _files(self) -> list[tuple[int, Path]]:
-        """Every file with the offset of the first byte, oldest first."""
         names = [(_FILE_NAME.fullmatch(path.name), path) for path in self.folder.glob("journal-*.jsonl")]
         return sorted((int(name[1]), path) for name, path in names if name)
 
@@ -319,7 +309,6 @@ def to_stderr(entry: Entry) -> None:
 
 
 def _to_python(value: object) -> Any:
-    """A numpy number as a Python number."""
     if isinstance(value, numbers.Number) and hasattr(value, "item"):
         return value.item()
     raise ValueError(f"the journal takes numbers and identifiers, not {type(value).__name__}")

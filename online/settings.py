@@ -45,14 +45,10 @@ class SettingsFile:
 
 
 def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = ()) -> Config:
-    """The configuration in `path`. An override is one more line of TOML, e.g. `training.lr=1e-3`, and wins.
-
-    Relative paths are relative to the folder of the file.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if a key is unknown, with the closest known one, or a value does not fit.
-    """
+    """The configuration in `path`. An override is one more line of TOML, e.g. `training.lr=1e-3`,
+    and wins. Relative paths are relative to the folder of the file. Raises FileNotFoundError if
+    there is no such file. Raises ValueError if a key is unknown, with the closest known one, or a
+    value does not fit."""
     if not path.is_file():
         command = config_type.__name__.removesuffix("Config").lower()
         raise FileNotFoundError(f"there is no {path}: redraft {command} --print-config > {path} begins one")

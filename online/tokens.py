@@ -11,12 +11,8 @@ _TOKEN = re.compile(r"[ -~]+")
 
 
 def read_token(path: Path) -> str:
-    """The token in `path`.
-
-    Raises:
-        ValueError: if the file holds no token, or others can read it.
-        OSError: if it cannot be read.
-    """
+    """The token in `path`. Raises ValueError if the file holds no token, or others can read it.
+    Raises OSError if it cannot be read."""
     with path.open() as file:
         # Of the open file: the path could name another one by the time it is read.
         _require_private(path, os.fstat(file.fileno()).st_mode)
@@ -29,10 +25,9 @@ def read_token(path: Path) -> str:
 
 
 def require_private(path: Path) -> None:
-    """Raise ValueError if users outside the file's group can read it, or others than its owner can change it.
-
-    The group may read: Kubernetes mounts the secrets of a pod that has an fsGroup with mode 0440.
-    """
+    """Raise ValueError if users outside the file's group can read it, or others than its owner can
+    change it. The group may read: Kubernetes mounts the secrets of a pod that has an fsGroup with
+    mode 0440."""
     _require_private(path, path.stat().st_mode)
 
 
@@ -46,10 +41,7 @@ def _require_private(path: Path, mode: int) -> None:
 
 def write_token(path: Path) -> None:
     """Write a new token of 256 bits to `path`, readable by this user only.
-
-    Raises:
-        FileExistsError: if the file exists.
-    """
+    Raises FileExistsError if the file exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -33,11 +33,8 @@ EVAL_EVERY = 50
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
     """The recipe for the draft that the first argument names, and the other arguments.
-
-    Raises:
-        FileNotFoundError, ValueError: it names no draft that is trained.
-        SystemExit: after the help without a draft.
-    """
+    Raises FileNotFoundError or ValueError: it names no draft that is trained. Raises SystemExit
+    after the help without a draft."""
     if not args or args[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {prog} OLD --target TARGET [--data DATA] [flags]\n\n{__doc__}")
         print(f"{prog} OLD --help prints the usual flags for the family of OLD, --help-all all of them.")
@@ -60,7 +57,6 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
 
 
 def _spell(word: str) -> str:
-    """`--data` as the flag of a training."""
     return word.replace("--data", "--data.source", 1) if word.partition("=")[0] == "--data" else word
 
 

@@ -48,11 +48,7 @@ COMMON = frozenset(
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
     """The recipe of the family that the first argument names, and the other arguments.
-
-    Raises:
-        ValueError: it names none.
-        SystemExit: after the help without a family.
-    """
+    Raises ValueError: it names none. Raises SystemExit after the help without a family."""
     names = list_trained()
     if not args or args[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {prog} FAMILY [flags]\n\n{__doc__}\nFAMILY is one of {', '.join(names)}.")

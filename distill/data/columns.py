@@ -47,8 +47,6 @@ class Columns:
 
 
 class RowReader:
-    """Reads one row, and keeps the names of what it read and did not."""
-
     def __init__(self, row: Mapping[str, Any]) -> None:
         self.row = {column: value for column, value in row.items() if value is not None}
         self.used: set[str] = set()
@@ -62,17 +60,13 @@ class RowReader:
         return name, self.row[name]
 
     def count(self, columns: Columns) -> None:
-        """Count what was read, and what was not."""
         columns.read.update(self.used - {*OURS})
         columns.unread.update(self.row.keys() - self.used - {*OURS})
         columns.unread.update(self.unread_keys)
 
     def read(self) -> tuple[list[Message], list[Tool]]:
         """(messages, tools) of the row.
-
-        Raises:
-            UnusableRowError: there is no conversation in it, or one that must not be learned.
-        """
+        Raises UnusableRowError: there is no conversation in it, or one that must not be learned."""
         self._refuse()
         messages = self._messages()
         # Tools in a message, as ChatGLM's data has them, or in a column.
@@ -91,7 +85,6 @@ class RowReader:
         refuse_media(column for column, value in self.row.items() if value)
 
     def _messages(self) -> list[Message]:
-        """Messages from the first shape of which the row has the columns."""
         # The whole conversation first: ultrachat_200k has `prompt` beside `messages`.
         if found := self.take(CONVERSATIONS):
             name, value = found

@@ -51,10 +51,8 @@ def broken_condition(
     turn: Turn, content: Content, rendered: str, form: ReasoningForm | None, ends: Collection[str] | None
 ) -> str | None:
     """The reason why a turn cannot be learned; None if it satisfies all conditions.
-
     `rendered` is the conversation up to the answer by the served template, `form` the way in which
-    the target writes its reasoning, and `ends` the texts of the stop tokens (None: not known).
-    """
+    the target writes its reasoning, and `ends` the texts of the stop tokens (None: not known)."""
     end = next((text for text in ends or () if turn.answer.endswith(text)), "")
     written = turn.answer.removesuffix(end)
     if missing := missing_question(turn.prompt, content):
@@ -133,5 +131,4 @@ def _is_rendered(turn: Turn, written: str, content: Content, rendered: str, form
 
 
 def _bare(text: str, form: ReasoningForm | None) -> str:
-    """`text` without whitespace and tags of reasoning."""
     return dense(form.pattern.sub("", text) if form else text)

@@ -36,7 +36,6 @@ class Conversation(TypedDict):
     cut: NotRequired[bool]
     """The last message stopped at a length limit, so no end of turn follows it."""
     tools: NotRequired[list[Tool]]
-    """Functions that the assistant could call."""
     split_key: NotRequired[str]
     """Hash (hex) that decides whether it is held out, in place of its first user message's."""
 
@@ -44,11 +43,9 @@ class Conversation(TypedDict):
 def split_held_out(
     conversations: Iterable[Conversation], fraction: float
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """(train, held out): `fraction` of all first questions, with every conversation that begins with one of them.
-
-    Several answers to one question stay on the same side. Only the question's hash decides, so every process, now and
-    later, holds out the same ones.
-    """
+    """(train, held out): `fraction` of all first questions, with every conversation that begins
+    with one of them. Several answers to one question stay on the same side. Only the question's
+    hash decides, so every process, now and later, holds out the same ones."""
     train: list[Conversation] = []
     held_out: list[Conversation] = []
     for conversation in conversations:
@@ -60,9 +57,8 @@ def split_held_out(
 
 def split_key(conversation: Conversation) -> str:
     """The hash (hex) that `split_held_out` compares: by default that of the first user message.
-
-    Without a user message, the first message counts: a plain document, or an answer without a question.
-    """
+    Without a user message, the first message counts: a plain document, or an answer without a
+    question."""
     if "split_key" in conversation:
         return conversation["split_key"]
     messages = conversation["messages"]
@@ -90,10 +86,8 @@ class Overlap:
 def remove_overlap(
     train: Sequence[Conversation], held_out: Sequence[Conversation]
 ) -> tuple[list[Conversation], Overlap]:
-    """The training conversations without repetitions and without the held-out answers, and their counts.
-
-    Short answers ("Yes.") are shared by chance and stay.
-    """
+    """The training conversations without repetitions and without the held-out answers, and their
+    counts. Short answers ("Yes.") are shared by chance and stay."""
     held_out_texts = {text for conversation in held_out for text in _answers(conversation)}
     overlap = Overlap(held_out_answers=len(held_out_texts))
     shared: set[str] = set()
@@ -124,10 +118,7 @@ def _answers(conversation: Conversation) -> Iterator[str]:
 def load_conversations(
     source: str, *, split: str = "train", domain_column: str | None = None, strict: bool = False
 ) -> list[Conversation]:
-    """The conversations of `load_source`, whose counts are printed.
-
-    Raises: as `load_source`.
-    """
+    """The conversations of `load_source`, whose counts are printed. Raises as `load_source`."""
     loaded = load_source(source, split=split, domain_column=domain_column, strict=strict)
     for line in loaded.lines():
         print(f"{source}: {line}")
@@ -170,17 +161,14 @@ def load_source(source: str, *, split: str = "train", domain_column: str | None 
 
 def identify_conversations(source: str, split: str) -> list[Any]:
     """The identity of the data of `source`, without reading it, as values for JSON.
-
-    Raises: as `load_conversations`.
-    """
+    Raises as `load_conversations`."""
     return ["stdlib", sys.version] if source == "stdlib" else identify_source(source, split)
 
 
 def _stdlib_conversation(row: dict[str, Any]) -> Conversation:
-    """The small target of the demos was trained on one side of a split by whole conversations, so it stays.
-
-    By first question, it would have learned most of what is held out. The questions of this corpus hardly repeat.
-    """
+    """The small target of the demos was trained on one side of a split by whole conversations, so
+    it stays. By first question, it would have learned most of what is held out. The questions of
+    this corpus hardly repeat."""
     conversation = cast(Conversation, row)
     return {**conversation, "split_key": conversation_hash(conversation["messages"])}
 
@@ -203,10 +191,7 @@ def _text_rows(folder: Path) -> Iterator[Row]:
 
 @dataclass
 class Skipped:
-    """Rows that could not be used."""
-
     counts: Counter[str] = field(default_factory=Counter)
-    """Number of rows by reason."""
     first: dict[str, str] = field(default_factory=dict)
     """Place and detail of the first row with each reason."""
 
@@ -271,11 +256,8 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
 def read_conversation(
     row: Mapping[str, Any], domain: str = "all", domain_column: str | None = None, columns: Columns | None = None
 ) -> Conversation:
-    """The conversation in a row of any of the known shapes. What is read and what is not is counted in `columns`.
-
-    Raises:
-        UnusableRowError: if there is none.
-    """
+    """The conversation in a row of any of the known shapes. What is read and what is not is counted
+    in `columns`. Raises UnusableRowError if there is none."""
     if domain_column is not None and row.get(domain_column) is None:
         names = ", ".join(sorted(row))
         raise UnusableRowError(

@@ -49,10 +49,9 @@ def stdlib_conversations(root: Path | None = None) -> Iterator[Conversation]:
 
 
 def function_questions(root: Path | None = None) -> Iterator[Conversation]:
-    """Conversations of one question: the standard library's functions with a docstring, for a model to complete.
-
-    They are in the order of their hashes, so the first of them are a draw from all modules.
-    """
+    """Conversations of one question: the standard library's functions with a docstring, for a model
+    to complete.
+    They are in the order of their hashes, so the first of them are a draw from all modules."""
     found = set()
     for module, tree, _ in _modules(root or Path(sysconfig.get_path("stdlib"))):
         for _, node in _definitions(tree, module):
@@ -63,7 +62,6 @@ def function_questions(root: Path | None = None) -> Iterator[Conversation]:
 
 
 def completion_question(signature: str, docstring: str) -> str:
-    """The question to complete a function."""
     quoted = textwrap.indent(
         f'"""{_cut(docstring, MAX_DOCSTRING_CHARS)[0]}\n"""', "    ", lambda line: bool(line.strip())
     )
@@ -71,7 +69,6 @@ def completion_question(signature: str, docstring: str) -> str:
 
 
 def ask_to_complete(code: str) -> str:
-    """The question to complete the beginning of a Python function."""
     return f"Complete this Python function:\n\n```python\n{code}\n```"
 
 
@@ -131,7 +128,6 @@ def _source_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, line
 
 
 def _topics(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """Questions about the topics of the language reference, one per section of a few paragraphs."""
     assignment = next(node for node in tree.body if isinstance(node, ast.Assign))
     for topic, text in ast.literal_eval(assignment.value).items():
         paragraphs = re.split(r"\n\s*\n", inspect.cleandoc(text))

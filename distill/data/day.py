@@ -9,11 +9,8 @@ from redraft.heads.files.artifact import write_whole
 
 
 def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
-    """The date given with a flag, as YYYY-MM-DD; without one, today. Read it once in a run: midnight may pass.
-
-    Raises:
-        ValueError: if it is no date.
-    """
+    """The date given with a flag, as YYYY-MM-DD; without one, today. Read it once in a run:
+    midnight may pass. Raises ValueError if it is no date."""
     if date is None:
         return datetime.date.today()
     try:

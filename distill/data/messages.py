@@ -40,16 +40,12 @@ ROLES = {
 """Roles and speakers with another name, in lower case."""
 
 CALL_ROLES = ("function_call", "tool_call")
-"""ShareGPT's speakers of a tool call, written as JSON."""
 
 CALL_KEYS = ("tool_calls", "function_call")
-"""Keys of an assistant's message with the calls of tools."""
 
 ROLE_KEYS = ("role", "from")
-"""Keys of a message with its role."""
 
 TEXT_KEYS = ("content", "value", "text")
-"""Keys of a message with its text."""
 
 NAMES = ("name", "tool_call_id")
 """Keys of a tool's result about its call."""
@@ -87,11 +83,7 @@ def _identity(message: Message) -> list[Any]:
 
 
 def parse_list(value: Any, name: str) -> Any:
-    """A list from its JSON, or as it is.
-
-    Raises:
-        UnusableRowError: for other text.
-    """
+    """A list from its JSON, or as it is. Raises UnusableRowError for other text."""
     return _parse_json(value, f"a column {name}")
 
 
@@ -103,7 +95,6 @@ def begins_with_question(value: Any) -> bool:
 
 
 def _parse_messages(value: Any) -> Any:
-    """Messages from a text that is their JSON; any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith("[{"):
         return value
     try:
@@ -132,12 +123,8 @@ def _unknown(raw: Mapping[str, Any], *known: Iterable[str]) -> set[str]:
 
 def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list[Message]:
     """Messages from a list in any dialect or its JSON, or one message of `role` from bare text.
-
-    The names of keys that are not read are added to `unread`.
-
-    Raises:
-        UnusableRowError: if they are not messages of text.
-    """
+    The names of keys that are not read are added to `unread`. Raises UnusableRowError if they are
+    not messages of text."""
     value = value if role == TEXT_ROLE else _parse_messages(value)
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -148,12 +135,8 @@ def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list
 
 def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     """A message in the words of the chat API (role, content), of ShareGPT (from, value), or both.
-
-    The names of keys that are not read are added to `unread`.
-
-    Raises:
-        UnusableRowError: if it is not a message of text, or its tool calls are not JSON.
-    """
+    The names of keys that are not read are added to `unread`. Raises UnusableRowError if it is not
+    a message of text, or its tool calls are not JSON."""
     role = _speaker(raw) if isinstance(raw, dict) else ""
     unread = set() if unread is None else unread
     if not role:
@@ -212,10 +195,7 @@ def _add_reasoning_and_calls(message: Message, raw: Mapping[str, Any], content: 
 
 def read_text(content: Any) -> str:
     """A message's content as one text. Thinking parts are left out.
-
-    Raises:
-        UnusableRowError: if the content is not text.
-    """
+    Raises UnusableRowError if the content is not text."""
     if content is None:
         return ""
     if isinstance(content, list):
@@ -258,12 +238,8 @@ def _thinking_parts(content: Any) -> list[Any]:
 
 def read_calls(value: Any, unread: set[str]) -> list[dict[str, Any]]:
     """Tool calls as a chat template reads them, from a call or a list of calls, as JSON or parsed.
-
-    The names of keys that are not read are added to `unread`.
-
-    Raises:
-        UnusableRowError: if a call has no name, or its arguments are no JSON object.
-    """
+    The names of keys that are not read are added to `unread`. Raises UnusableRowError if a call has
+    no name, or its arguments are no JSON object."""
     calls = _parse_json(value, "a tool call")
     if not isinstance(calls, list):
         calls = [calls]
@@ -287,13 +263,9 @@ def _read_call(call: Any, unread: set[str]) -> dict[str, Any]:
 
 
 def read_tools(value: Any, unread: set[str]) -> list[Tool]:
-    """Definitions of functions as vLLM gives them to a chat template, from a list or its JSON, bare or wrapped.
-
-    The names of keys that are not read are added to `unread`.
-
-    Raises:
-        UnusableRowError: if they are not definitions of functions.
-    """
+    """Definitions of functions as vLLM gives them to a chat template, from a list or its JSON, bare
+    or wrapped. The names of keys that are not read are added to `unread`. Raises UnusableRowError
+    if they are not definitions of functions."""
     tools = _parse_json(value or [], "a tool's definition") or []
     if not isinstance(tools, list):
         raise UnusableRowError("with tools that are not a list", f"they are {type(tools).__name__}")

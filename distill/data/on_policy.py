@@ -31,11 +31,10 @@ def draft_written(
     temperature: float = 1.0,
     max_tokens: int | None = None,
 ) -> Batch:
-    """The batch's prompts, one per row, each followed by text sampled from the draft in place of the labelled text.
-
-    The draft writes as many tokens as the longest labelled text has, at most `max_tokens`.
-    The random generator is forked and seeded, so the result is a function of (weights, batch, seed).
-    """
+    """The batch's prompts, one per row, each followed by text sampled from the draft in place of
+    the labelled text.
+    The draft writes as many tokens as the longest labelled text has, at most `max_tokens`. The
+    random generator is forked and seeded, so the result is a function of (weights, batch, seed)."""
     prompts, longest = _prompts(batch)
     width = max(len(prompt) for prompt in prompts)
     device = batch.input_ids_BT.device
@@ -83,6 +82,5 @@ def _prompts(batch: Batch) -> tuple[list[Tensor], int]:
 
 
 def _until_end(answer_T: Tensor, end_ids: Sequence[int]) -> Tensor:
-    """The answer up to and including the first end token."""
     ends = torch.isin(answer_T, torch.tensor(list(end_ids), device=answer_T.device)).nonzero()
     return answer_T[: int(ends[0]) + 1] if len(ends) else answer_T

@@ -16,12 +16,8 @@ from redraft.heads.draft import Batch
 
 def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
     """The indices of the samples in each row.
-
     Best fit: in an order drawn from `seed`, each sample goes into the fullest row with enough room.
-
-    Raises:
-        ValueError: if a sample is longer than `capacity` tokens.
-    """
+    Raises ValueError if a sample is longer than `capacity` tokens."""
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (free tokens, row) of all rows with free tokens, ascending
     for index in np.random.default_rng(seed).permutation(len(lengths)).tolist():
@@ -58,10 +54,7 @@ class PackedDataset:
 
     def num_batches(self, batch_size: int, num_ranks: int = 1) -> int:
         """Batches per rank in one epoch. Rows left over may come first in another epoch's order.
-
-        Raises:
-            ValueError: if the rows do not fill one batch.
-        """
+        Raises ValueError if the rows do not fill one batch."""
         batches = len(self.rows) // (batch_size * num_ranks)
         if batches == 0:
             raise ValueError(

@@ -31,7 +31,6 @@ class PieceEncoder:
             self._borders = frozenset()
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text."""
         pieces = Pieces(self)
         places = [pieces.add(text) for text in texts]
         pieces.encode()
@@ -60,10 +59,9 @@ class PieceEncoder:
 
 
 class Pieces:
-    """Texts to encode in one call, each kept as the places of its pieces: a fast tokenizer works in parallel.
-
-    A conversation of n turns has n prompts, each with all earlier turns. They take the memory of their pieces.
-    """
+    """Texts to encode in one call, each kept as the places of its pieces: a fast tokenizer works in
+    parallel. A conversation of n turns has n prompts, each with all earlier turns. They take the
+    memory of their pieces."""
 
     def __init__(self, encoder: PieceEncoder) -> None:
         self._encoder = encoder
@@ -79,15 +77,13 @@ class Pieces:
         self._ids = [np.array(ids, np.int32) for ids in self._encoder.encode(list(self._places))]
 
     def ids(self, places: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The ids of a text."""
         return np.concatenate([self._ids[place] for place in places]) if len(places) else np.array([], np.int32)
 
 
 def _find_borders(tokenizer: Any) -> tuple[re.Pattern[str], frozenset[str]]:
-    """(a pattern of the tokens that a tokenizer finds before anything else, those of them at which it may be cut).
-
-    There are none for a tokenizer with a token that is found or not by the words beside it.
-    """
+    """(a pattern of the tokens that a tokenizer finds before anything else, those of them at which
+    it may be cut).
+    There are none for a tokenizer with a token that is found or not by the words beside it."""
     added = list(tokenizer.added_tokens_decoder.values())
     # Found in the text as it stands: by a tokenizer in Python all of them.
     first = [token for token in added if not token.normalized or not tokenizer.is_fast]

@@ -24,7 +24,6 @@ class ReasoningForm:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Finds each tag."""
         return re.compile("|".join(map(re.escape, self.tags)))
 
     @cached_property
@@ -39,7 +38,6 @@ class ReasoningForm:
         return re.compile(rf"(?:{opening}\s*)?(?:{closing}\s*)?\Z")
 
     def trailing_tags(self, prompt: str) -> str:
-        """The tags, with their whitespace, in which a prompt ends."""
         found = self._at_end.search(prompt, max(0, len(prompt) - 64))
         return found.group() if found else ""
 
@@ -74,9 +72,7 @@ REASONING_FORMS = (
 
 def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] | None:
     """(reasoning, answer, form in which they stand in the content) of an assistant's message.
-
-    None without reasoning. The form is None if the reasoning stands in a field.
-    """
+    None without reasoning. The form is None if the reasoning stands in a field."""
     if message["role"] != "assistant":
         return None
     if message.get("reasoning"):
@@ -88,5 +84,4 @@ def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] |
 
 
 def without_reasoning(message: Message, content: str) -> Message:
-    """The message with another content, and without its field of reasoning and its parts."""
     return {key: value for key, value in message.items() if key not in ("reasoning", "parts")} | {"content": content}

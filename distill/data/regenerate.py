@@ -36,10 +36,7 @@ class Sampling:
 
 @dataclass(kw_only=True)
 class RegenerationStats:
-    """Numbers of conversations, by outcome."""
-
     done: int = 0
-    """Answered in this run."""
     already_there: int = 0
     """Answered by an earlier run with the same output."""
     cut: int = 0
@@ -47,7 +44,6 @@ class RegenerationStats:
     without_question: int = 0
     refused: int = 0
     refusal: str = ""
-    """The reason for the first refusal."""
 
     def __str__(self) -> str:
         parts = [f"{self.done:,} conversations regenerated ({self.cut:,} cut at the length limit)"]
@@ -62,9 +58,7 @@ class RegenerationStats:
 
 def prompt_key(conversation: Conversation) -> str:
     """`conversation_hash` of all but the assistant's messages, and of the tools if there are any.
-
-    The same questions with the same tools are answered once.
-    """
+    The same questions with the same tools are answered once."""
     tools = conversation.get("tools")
     # As one more message, of a role that no conversation has. Without tools the key is that of the questions alone.
     asked = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
@@ -74,14 +68,11 @@ def prompt_key(conversation: Conversation) -> str:
 def regenerate(
     conversations: Sequence[Conversation], endpoint: Endpoint, output: Path, sampling: Sampling
 ) -> RegenerationStats:
-    """Answer every assistant turn again, in order, each on the regenerated history, and append to `output` (JSONL).
-
-    Conversations already in `output` are skipped, so an interrupted run continues where it stopped.
-
-    Raises:
-        ConnectionError: if the server does not answer; it names the URL and how many conversations were finished.
-        ValueError: if `output` was written with other settings or is damaged, or if the server refuses everything.
-    """
+    """Answer every assistant turn again, in order, each on the regenerated history, and append to
+    `output` (JSONL). Conversations already in `output` are skipped, so an interrupted run continues
+    where it stopped. Raises ConnectionError if the server does not answer; it names the URL and how
+    many conversations were finished. Raises ValueError if `output` was written with other settings
+    or is damaged, or if the server refuses everything."""
     return asyncio.run(_Regeneration(endpoint, output, sampling).run(conversations))
 
 
@@ -158,10 +149,8 @@ class _Regeneration:
             bar.update()
 
     async def _answer(self, conversation: Conversation) -> tuple[list[Message], bool]:
-        """(the conversation with the target's answers, whether the last answer was cut).
-
-        It ends before the first result of a tool, which belongs to another call than the target's.
-        """
+        """(the conversation with the target's answers, whether the last answer was cut). It ends
+        before the first result of a tool, which belongs to another call than the target's."""
         history: list[Message] = []
         # A last question without an answer gets one too.
         for message in [*conversation["messages"], {"role": "assistant", "content": ""}]:
@@ -193,7 +182,6 @@ class _Regeneration:
         return read_message({"role": "assistant", **choice["message"]}), choice["finish_reason"] == "length"
 
     def _append(self, row: dict[str, Any], file: TextIO) -> None:
-        """Append one finished conversation and sync it to disk."""
         file.write(json.dumps(row, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())  # an answer costs seconds of a server, a sync milliseconds
@@ -213,7 +201,6 @@ async def _show_time(bar: Progress) -> None:
 
 
 def _as_sent(message: Message) -> Message:
-    """The message with the arguments of its tool calls as JSON, as a server expects them."""
     message = with_parts(message)
     if "tool_calls" not in message:
         return message
@@ -224,11 +211,9 @@ def _as_sent(message: Message) -> Message:
 
 
 def finished_keys(output: Path, settings: dict[str, Any]) -> set[str]:
-    """Keys of the conversations in `output`. A torn last line, left by a killed run, is cut off the file.
-
-    Raises:
-        ValueError: if a line is damaged or was answered with other settings; the file stays as it was.
-    """
+    """Keys of the conversations in `output`. A torn last line, left by a killed run, is cut off the
+    file. Raises ValueError if a line is damaged or was answered with other settings; the file stays
+    as it was."""
     if not output.exists():
         return set()
     whole, newline, torn = output.read_bytes().rpartition(b"\n")

@@ -41,9 +41,8 @@ class Renderer:
         ends: Collection[int] | None = None,
     ) -> None:
         """`day` is the date written by a template that writes today's. No other template needs one.
-
-        `ends` are the stop ids; without them, the first special token after an answer is its end.
-        """
+        `ends` are the stop ids; without them, the first special token after an answer is its
+        end."""
         self.tokenizer, self.template_options = tokenizer, template_options
         if writes_date(tokenizer):
             if day is None:
@@ -54,7 +53,6 @@ class Renderer:
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.special = _any_of(special | set(tokenizer.all_special_tokens))
         self.ends = None if ends is None else tuple(tokenizer.convert_ids_to_tokens(sorted(ends)))
-        """Texts of the stop tokens."""
         self._end = _any_of(self.ends or ())
         self._encode = PieceEncoder(tokenizer)
 
@@ -93,7 +91,6 @@ class Renderer:
         return self._encode(texts)
 
     def batch(self) -> TurnBatch:
-        """An empty batch of turns to tokenise."""
         return TurnBatch(self._encode)
 
     def turns(self, conversation: Conversation, keep: Callable[[Turn], T]) -> tuple[list[T], Counter[str]]:
@@ -120,11 +117,10 @@ class Renderer:
 
     @staticmethod
     def retry_without_opening(messages: Sequence[Message], work: Callable[[Sequence[Message]], T]) -> T:
-        """`work(messages)`. If the template refuses them, try without the assistant's messages before the first other.
-
-        A third of ShareGPT begins with the assistant, because long chats were cut into parts. Some templates render
-        that as context; others demand that the user begins.
-        """
+        """`work(messages)`. If the template refuses them, try without the assistant's messages
+        before the first other.
+        A third of ShareGPT begins with the assistant, because long chats were cut into parts. Some
+        templates render that as context; others demand that the user begins."""
         try:
             return work(messages)
         except jinja2.TemplateError:
@@ -163,7 +159,6 @@ class Renderer:
 
     @cached_property
     def reads_parts(self) -> bool:
-        """Whether the template reads contents as lists of parts."""
         return reads_parts(self.tokenizer)
 
     @cached_property
@@ -246,21 +241,17 @@ class TurnBatch:
         self._encode, self._pieces = encoder, Pieces(encoder)
 
     def add(self, turn: Turn) -> PackedTurn:
-        """The turn's place in the batch."""
         pieces = self._pieces
         return PackedTurn(pieces.add(turn.prompt), pieces.add(turn.prompt + turn.answer), turn.answer)
 
     def encode(self) -> None:
-        """Tokenise all turns added."""
         self._pieces.encode()
 
     def ids(self, turn: PackedTurn) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """(prompt ids, answer ids), the prompt tokenised by itself, as a server does.
-
-        The answer's ids follow the prompt's when both are tokenised as one text. If a token merges across the border
-        (an answer that begins with a newline), the answer is tokenised by itself: a generated token cannot merge with
-        the prompt.
-        """
+        The answer's ids follow the prompt's when both are tokenised as one text. If a token merges
+        across the border (an answer that begins with a newline), the answer is tokenised by itself:
+        a generated token cannot merge with the prompt."""
         prompt, whole = self._pieces.ids(turn.prompt), self._pieces.ids(turn.whole)
         # A prompt that ends in "\n" and the answer "\nHi" may share a token "\n\n".
         keeps_prompt = np.array_equal(whole[: len(prompt)], prompt)
@@ -276,7 +267,6 @@ def as_parts(message: Message) -> Message:
 
 
 def _hint(error: Exception, messages: Sequence[Message]) -> str:
-    """A cure for a template failing on an object in place of text."""
     has_calls = any("tool_calls" in message for message in messages)
     if not isinstance(error, TypeError) or "dict" not in str(error) or not has_calls:
         return ""

@@ -29,10 +29,8 @@ TEXTS = (".txt", ".md")
 
 
 class UnusableRowError(ValueError):
-    """A row that is not a conversation to learn from.
-
-    `reason` is short and equal for all rows with the same fault, so they can be counted; `detail` is about one row.
-    """
+    """A row that is not a conversation to learn from. `reason` is short and equal for all rows with
+    the same fault, so they can be counted; `detail` is about one row."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason} ({detail})" if detail else reason)
@@ -49,12 +47,9 @@ class Row:
 
 
 def read_rows(source: str, split: str) -> Iterator[Row]:
-    """All rows of a file, of the data files of a folder, or of one `split` of a data set on the hub.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a file is corrupt, or there is no such data set.
-    """
+    """All rows of a file, of the data files of a folder, or of one `split` of a data set on the
+    hub. Raises FileNotFoundError if a file is missing. Raises ValueError if a file is corrupt, or
+    there is no such data set."""
     path = Path(source)
     if is_saved(path):
         yield from _numbered(map(_without_missing, _load_saved(path, split)))
@@ -72,10 +67,8 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
 
 
 def identify_source(source: str, split: str) -> list[Any]:
-    """The identity of a source: names, sizes and times of files, or the fingerprint of a data set of the hub.
-
-    Raises: as `read_rows`.
-    """
+    """The identity of a source: names, sizes and times of files, or the fingerprint of a data set
+    of the hub. Raises as `read_rows`."""
     path = Path(source)
     if is_saved(path):
         return [split, _load_saved(path, split)._fingerprint]

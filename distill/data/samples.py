@@ -49,8 +49,6 @@ class Sample:
 
 @dataclass(kw_only=True)
 class SampleStats:
-    """Counts kept by `build_samples`."""
-
     conversations: int = 0
     samples: int = 0
     tokens: int = 0
@@ -83,7 +81,6 @@ class SampleStats:
     """Conversations refused by the chat template, by the first line of its error."""
 
     def add(self, other: SampleStats) -> None:
-        """Count what `other` counted too."""
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.refused_answers += other.refused_answers
@@ -149,17 +146,13 @@ def build_samples(
     ends: Collection[int] | None = None,
     progress: bool = True,
 ) -> tuple[list[Sample], SampleStats]:
-    """Samples of at most `max_length` tokens, in the order of the conversations' hashes, with statistics.
-
-    A longer conversation is cut after the last answer that fits, and the rest dropped. If not even the first answer
-    fits, it is cut in the middle. A longer plain document is cut into several samples.
-    `template_options` reach the chat template as they would in a request, e.g. `enable_thinking`. A template that
-    writes today's date writes `day`, and needs one. `ends` are the stop ids: with them, an answer whose
-    end of turn is another is refused.
-
-    Raises:
-        ValueError: if nothing is left to train on, or if a chat template is needed and the tokenizer has none.
-    """
+    """Samples of at most `max_length` tokens, in the order of the conversations' hashes, with
+    statistics. A longer conversation is cut after the last answer that fits, and the rest dropped.
+    If not even the first answer fits, it is cut in the middle. A longer plain document is cut into
+    several samples. `template_options` reach the chat template as they would in a request, e.g.
+    `enable_thinking`. A template that writes today's date writes `day`, and needs one. `ends` are
+    the stop ids: with them, an answer whose end of turn is another is refused. Raises ValueError if
+    nothing is left to train on, or if a chat template is needed and the tokenizer has none."""
     stats = SampleStats()
     stream = stream_samples(
         conversations,
@@ -187,10 +180,7 @@ def stream_samples(
     progress: bool = True,
 ) -> Iterator[Sample]:
     """`build_samples`, one sample after the other. Everything is counted in `stats`.
-
-    Raises:
-        ValueError: as `build_samples`, at the end.
-    """
+    Raises ValueError as `build_samples`, at the end."""
     # By hash, so that the samples do not depend on the order of the rows in a file.
     ordered = sorted((conversation_hash(c["messages"]), i) for i, c in enumerate(conversations))
     chunks = list(_chunks((key, conversations[i]) for key, i in ordered))
@@ -230,15 +220,12 @@ def held_out_prompts(
     template_options: dict[str, Any] | None = None,
     day: datetime.date | None = None,
 ) -> list[Prompt]:
-    """The prompts of the last assistant turn of up to `num_prompts` conversations, taken from each domain in turn.
-
-    The conversations' hashes decide which. Prompts longer than `max_length` tokens are skipped; plain documents have
-    no prompt. What is left out is printed in one line, with the number for each reason. `template_options` and `day`
-    are those of `build_samples`; by default the options are the arguments with which most answers begin.
-
-    Raises:
-        ValueError: if no prompt is left.
-    """
+    """The prompts of the last assistant turn of up to `num_prompts` conversations, taken from each
+    domain in turn.
+    The conversations' hashes decide which. Prompts longer than `max_length` tokens are skipped;
+    plain documents have no prompt. What is left out is printed in one line, with the number for
+    each reason. `template_options` and `day` are those of `build_samples`; by default the options
+    are the arguments with which most answers begin. Raises ValueError if no prompt is left."""
     if template_options is None:
         template_options = choose_arguments(conversations, tokenizer, day)
     render = Renderer(tokenizer, template_options, day)
@@ -280,10 +267,8 @@ def choose_arguments(conversations: Sequence[Conversation], tokenizer: Any, day:
 def _prompt(
     conversation: Conversation, render: Renderer, max_length: int, stats: SampleStats, left_out: Counter[str]
 ) -> Prompt | None:
-    """The prompt of the last assistant turn as a server renders it.
-
-    None if the conversation has no other turn, if the prompt is too long, or if the template refuses it: all counted.
-    """
+    """The prompt of the last assistant turn as a server renders it. None if the conversation has no
+    other turn, if the prompt is too long, or if the template refuses it: all counted."""
     messages = conversation["messages"]
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -305,7 +290,6 @@ def _prompt(
 def _chunk_samples(
     render: Renderer, chunk: list[tuple[str, Conversation]], max_length: int
 ) -> tuple[list[Sample], SampleStats]:
-    """The samples of some conversations, and the counts that are not about samples."""
     samples, stats, batch = [], SampleStats(), render.batch()
     # All turns in one call: conversations share pieces, and a fast tokenizer works in parallel.
     turns = [_turns(conversation, render, batch, stats) for _, conversation in chunk]
@@ -321,7 +305,6 @@ def _chunk_samples(
 
 
 def _turns(conversation: Conversation, render: Renderer, batch: TurnBatch, stats: SampleStats) -> list[PackedTurn]:
-    """The turns of a conversation, added to the batch."""
     if is_plain_text(conversation):
         return []
 

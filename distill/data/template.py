@@ -86,7 +86,6 @@ def _loop_targets(tree: nodes.Template, sources: set[str]) -> set[str]:
 
 
 def _parameters_with(tree: nodes.Template, macro: nodes.Macro, fits: Any) -> set[str]:
-    """The parameters of a macro given, in some call, an argument that `fits`."""
     names, found = [parameter.name for parameter in macro.args], set()
     for call in tree.find_all(nodes.Call):
         if _name(call.node) == macro.name:
@@ -96,7 +95,6 @@ def _parameters_with(tree: nodes.Template, macro: nodes.Macro, fits: Any) -> set
 
 
 def _inside(node: nodes.Node | None) -> nodes.Node | None:
-    """The value below filters, tests and slices."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

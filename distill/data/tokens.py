@@ -54,7 +54,6 @@ class MappedSamples(Sequence[Sample]):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample."""
         lengths: list[int] = np.diff(self._ends, prepend=0).tolist()
         return lengths
 
@@ -92,15 +91,11 @@ def _map(path: Path, dtype: Any) -> NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The data of a run, as written."""
-
     train: Sequence[Sample]
     held_out: Sequence[Sample]
     prompts: list[Prompt]
     stats: SampleStats
-    """Counts of the training part."""
     said: list[str]
-    """Lines about both parts."""
     hash: str
     """`data_hash` of the training samples."""
 
@@ -115,14 +110,12 @@ class Content:
     """Called after both parts are written."""
     stats: SampleStats
     say: Callable[[], list[str]]
-    """Called at the end."""
 
 
 def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shared: bool) -> Path:
-    """The folder below `root` with the tokens of `origin`, which are made if they are not there or not complete.
-
-    A `root` that is not `shared` belongs to one run. Then tokens of another origin are removed, and a line tells why.
-    """
+    """The folder below `root` with the tokens of `origin`, which are made if they are not there or
+    not complete. A `root` that is not `shared` belongs to one run. Then tokens of another origin
+    are removed, and a line tells why."""
     folder = root / hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
     if _is_whole(folder):
         return folder
@@ -177,7 +170,6 @@ def _write_part(folder: Path, part: str, samples: Iterable[Sample], domains: dic
 
 
 def read_tokens(folder: Path) -> Tokens:
-    """The data in a folder of `keep_tokens`."""
     about = json.loads((folder / ABOUT).read_text())
     train, held_out = (MappedSamples(folder, part, about["domains"]) for part in PARTS)
     counters = ("refused_answers", "refusals", "arguments", "ends")

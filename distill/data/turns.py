@@ -43,8 +43,6 @@ class RefusedAnswerError(ValueError):
 
 
 class Choice(NamedTuple):
-    """How to write a kind of turn."""
-
     way: Way
     arguments: Arguments
 
@@ -80,10 +78,7 @@ class TurnWriter:
         self, before: list[Message], tools: list[Tool] | None, message: Message, *, is_ended: bool = True
     ) -> Turn:
         """The turn of an assistant's message after those `before`, as a client sends them.
-
-        Raises:
-            RefusedAnswerError: no way to write it satisfies the conditions.
-        """
+        Raises RefusedAnswerError: no way to write it satisfies the conditions."""
         kind = Kind(bool(self.split(message)[0]), "tool_calls" in message)
         if kind.thinks and "reasoning" in message and self._has_no_place_for_reasoning:
             raise RefusedAnswerError("with reasoning, for which the chat template has no tags")
@@ -92,9 +87,7 @@ class TurnWriter:
 
     def split(self, message: Message) -> tuple[str, str]:
         """(reasoning, text said) of an assistant's message.
-
-        A server that opens the thought in its prompt returns no opening tag.
-        """
+        A server that opens the thought in its prompt returns no opening tag."""
         if parts := split_reasoning(message):
             return parts[0], parts[1]
         form, content = self.render.reasoning_form, message["content"]
@@ -134,11 +127,9 @@ class TurnWriter:
         raise RefusedAnswerError(reason)
 
     def find_end(self, tail: str, arguments: Arguments, *, calls: bool) -> str:
-        """The end of turn after an answer: the template's text up to a stop token.
-
-        `tail` is what the template writes after the last answer of all. If there is no stop token in
-        it, it is the next turn's first token: GLM-4.5 stops where the user's turn would begin.
-        """
+        """The end of turn after an answer: the template's text up to a stop token. `tail` is what
+        the template writes after the last answer of all. If there is no stop token in it, it is the
+        next turn's first token: GLM-4.5 stops where the user's turn would begin."""
         if self.render.ends is None:
             return self.render.through_special(tail)
         if end := self.render.through_end(tail):
@@ -266,7 +257,6 @@ class _Answer:
         return missing_question(prompt, self._content) or turn
 
     def _find(self, prompt: str, whole: str, way: Way, arguments: Arguments) -> Turn | None:
-        """The answer as the text of a rendering after its prompt."""
         tail = "" if self._calls else self._tail(whole, arguments)
         text = whole[: len(whole) - len(tail)]
         start = self._end_of_empty_thought(prompt, text)
@@ -294,7 +284,6 @@ class _Answer:
         return found.end() if place < 0 else min(found.end(), place)
 
     def _by_hand(self, prompt: str, arguments: Arguments) -> Turn | None:
-        """The answer as the data has it."""
         thought, said = self._parts
         if self._calls or (thought and self.render.reads_reasoning_from == "fields"):
             return None
@@ -321,7 +310,6 @@ class _Answer:
         return written.removeprefix(blank) if written.startswith(blank) else written.lstrip()
 
     def _tail(self, whole: str, arguments: Arguments) -> str:
-        """The template's text after the answer."""
         usual, ending = self.writer.find_tail(arguments), self._answer["content"].rstrip()[-64:]
         if whole.endswith(usual) and whole[: len(whole) - len(usual)].rstrip().endswith(ending):
             return usual

@@ -27,11 +27,8 @@ def require_smaller(size: int, vocab_size: int) -> None:
 
 
 def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tensor | None:
-    """The `size` most frequent labels, ascending, int64 [W]; None if `size` means the whole vocabulary.
-
-    Raises:
-        ValueError: if the target's vocabulary is smaller.
-    """
+    """The `size` most frequent labels, ascending, int64 [W]; None if `size` means the whole
+    vocabulary. Raises ValueError if the target's vocabulary is smaller."""
     require_smaller(size, vocab_size)
     if size in (0, vocab_size):
         return None

@@ -28,17 +28,13 @@ DEFAULT_NUM_TOKENS = 3
 
 @dataclass(kw_only=True)
 class Checked:
-    """The result of all checks."""
-
     findings: list[Finding] = field(default_factory=list)
-    """Problems and doubts."""
     notes: list[str] = field(default_factory=list)
     """Checks that were not possible, with the reason."""
     facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[Finding]:
-        """The findings that are no doubts."""
         return [finding for finding in self.findings if not finding.is_doubt]
 
 

@@ -72,8 +72,6 @@ FALLBACK = (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCheck:
-    """The run of the draft in the real engine."""
-
     folder: Path
     """Folder for the engine's log and the dumps."""
     dtype: TargetDtype | None = None
@@ -97,10 +95,7 @@ class Plan:
 
 def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine | None = None) -> Plan:
     """The run of a draft with `num_tokens` tokens a step; by default on this machine.
-
-    Raises:
-        ValueError: the target, which judges the run afterwards in this process, does not fit.
-    """
+    Raises ValueError: the target, which judges the run afterwards in this process, does not fit."""
     stored, machine = read_forecast(pair), machine or this_machine()
     dtype = engine.dtype or _choose_dtype(pair, stored, machine)
     if pair.family.is_head:
@@ -245,10 +240,8 @@ def _prompts(
 
 
 def ask_fallback(tokenizer: Any, num_prompts: int, day: datetime.date | None = None) -> list[list[int]]:
-    """The first questions of FALLBACK as token ids, in the words of the chat template if there is one.
-
-    A template that writes today's date writes `day`, and needs one.
-    """
+    """The first questions of FALLBACK as token ids, in the words of the chat template if there is
+    one. A template that writes today's date writes `day`, and needs one."""
     questions: Sequence[str] = FALLBACK[:num_prompts]
     if tokenizer.chat_template is None:
         return [tokenizer(text)["input_ids"] for text in questions]

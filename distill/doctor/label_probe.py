@@ -27,10 +27,8 @@ MAX_TOKENS = 4096
 
 
 def label_probe(tokenizer: Any, day: datetime.date | None = None) -> dict[str, list[int]] | None:
-    """`input_ids` of the probe, and `labels`, the positions of training labels. None without a chat template.
-
-    A template that writes today's date writes `day`, and needs one.
-    """
+    """`input_ids` of the probe, and `labels`, the positions of training labels. None without a chat
+    template. A template that writes today's date writes `day`, and needs one."""
     if tokenizer.chat_template is None:
         return None
     (sample,), _ = build_samples([PROBE], tokenizer, max_length=MAX_TOKENS, day=day, progress=False)

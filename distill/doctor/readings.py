@@ -126,8 +126,6 @@ def find_better_readings(
 
 
 class _Remembered:
-    """The target's signal on each text, computed once for all readings."""
-
     def __init__(self, target: InProcessTarget) -> None:
         self._target, self._signals = target, {}  # type: ignore[var-annotated]
 
@@ -147,7 +145,6 @@ class _Remembered:
 
 
 def _copy_head(head: Any, num_tokens: int) -> Any:
-    """A copy that shares the target's matrices and drafts `num_tokens`."""
     shared = [value for value in vars(head).values() if torch.is_tensor(value)]
     copied = copy.deepcopy(head, {id(tensor): tensor for tensor in shared})
     for name in ("config", "options"):  # P-EAGLE has its steps in `options`
@@ -207,7 +204,6 @@ READ_BOTH = ("q_proj", "k_proj", "v_proj", "fc", "combine")
 
 
 def _swapped_halves(head: nn.Module) -> Iterator[Reading]:
-    """The embedding's and the feature's columns of a matrix that reads both."""
     if (embed_VD := vars(head).get("_embed_VD")) is None:
         return
     hidden = embed_VD.shape[1]
@@ -233,7 +229,6 @@ def _change(head: nn.Module, names: Sequence[str], change: Callable[[Tensor], Te
 
 
 def _orders_of_layers(head: Eagle3 | DFlash) -> Iterator[Reading]:
-    """The blocks of columns in fc, one for each aux layer, in every other order, and transposed."""
     ids, hidden = head.aux_layer_ids, head.shape.hidden_size
     if len(ids) <= MAX_PERMUTED:
         for order in itertools.permutations(range(len(ids))):
@@ -252,13 +247,11 @@ def _orders_of_layers(head: Eagle3 | DFlash) -> Iterator[Reading]:
 
 
 def _reorder(matrix_ND: Tensor, order: Sequence[int], width: int) -> Tensor:
-    """The blocks of `width` columns in another order."""
     blocks = matrix_ND.view(len(matrix_ND), -1, width).unbind(1)
     return torch.cat([blocks[i] for i in order], dim=1)
 
 
 def _transpose(matrix_ND: Tensor, width: int) -> Tensor:
-    """Each block of `width` columns transposed."""
     return torch.cat([block.T for block in matrix_ND.view(len(matrix_ND), -1, width).unbind(1)], dim=1)
 
 
@@ -282,7 +275,6 @@ def _other_layers(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
 
 
 def _write_layers(pair: Pair, layers: Sequence[int]) -> str:
-    """The cure that names these layers as the head's config.json counts them."""
     family = pair.family
     if pair.is_speculators and family.speculators_layers_key:
         key, offset = family.speculators_layers_key, 0
@@ -292,7 +284,6 @@ def _write_layers(pair: Pair, layers: Sequence[int]) -> str:
 
 
 def _place(pair: Pair, key: str) -> str:
-    """The part of config.json in which the head of this family has the key."""
     # Engines look for the keys of a DSpark head in DFlash's section first, too.
     is_inside = key in (pair.config.get(SECTION) or {})
     return f"into {SECTION} of config.json" if is_inside else "at the top level of config.json"
@@ -371,7 +362,6 @@ def _list_mask_tokens(pair: Pair, num_embeddings: int) -> list[int]:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> Iterator[Any]:
-    """The values of all keys that name a token, in all sections."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _named_tokens(value)
@@ -415,7 +405,6 @@ def _head_of_target(head: Eagle3, head_VD: Tensor) -> Iterator[Reading]:
 
 
 def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
-    """The head's arithmetic as the target's layers have it."""
     mine: LlamaShape = head.shape
     its = LlamaShape.from_config(pair.target_config)
     sizes = {name: getattr(its, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}

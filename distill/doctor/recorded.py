@@ -16,10 +16,8 @@ def read_section(pair: Pair, section: str) -> dict[str, Any]:
 
 
 def day_of_training(pair: Pair) -> datetime.date:
-    """The date that the template wrote in training, so a template with today's date is no difference on another day.
-
-    Today, if the provenance does not hold it.
-    """
+    """The date that the template wrote in training, so a template with today's date is no
+    difference on another day. Today, if the provenance does not hold it."""
     return choose_day((pair.provenance or {}).get("date"), "the date in the draft's provenance")
 
 
@@ -29,5 +27,4 @@ def arguments_of_training(pair: Pair) -> dict[str, Any]:
 
 
 def read_forecast(pair: Pair) -> StoredForecast | None:
-    """The forecast published with the draft; None if there is none."""
     return StoredForecast.from_json((pair.provenance or {}).get("forecast"))

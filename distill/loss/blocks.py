@@ -27,10 +27,8 @@ FAR_BELOW = -1e30
 
 class Scratch:
     """Memory reused by all chunks and blocks, by name.
-
-    Tensors this large go back to the kernel when freed, and on a CPU the page faults of the next allocation take longer
-    than computing the values.
-    """
+    Tensors this large go back to the kernel when freed, and on a CPU the page faults of the next
+    allocation take longer than computing the values."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -47,14 +45,12 @@ class Scratch:
 
 
 def block_rows(columns: int, device: torch.device) -> int:
-    """Rows of a block whose rows have this many columns."""
     elements = BLOCK_ELEMENTS_CPU if device.type == "cpu" else BLOCK_ELEMENTS_GPU
     # Llama 3's 128,256 columns: 4 rows (2 MiB in float32) on a CPU, 523 rows on a GPU.
     return max(1, elements // columns)
 
 
 def blocks(matrix: Tensor) -> Iterator[slice]:
-    """The rows of a matrix, block by block."""
     rows = block_rows(matrix.shape[1], matrix.device)
     return (slice(first, first + rows) for first in range(0, len(matrix), rows))
 
@@ -103,11 +99,10 @@ AtLogits = Callable[[Tensor], Tensor]
 
 
 class ExactBlock:
-    """The target's logits on a chunk, or on a block of it: over its whole vocabulary, or on the draft's ids (`on`).
-
-    p and log p are computed at the first `compare`: once per block for all steps, and never for a whole chunk.
-    They live in scratch memory: the next block overwrites them.
-    """
+    """The target's logits on a chunk, or on a block of it: over its whole vocabulary, or on the
+    draft's ids (`on`).
+    p and log p are computed at the first `compare`: once per block for all steps, and never for a
+    whole chunk. They live in scratch memory: the next block overwrites them."""
 
     def __init__(
         self, scratch: Scratch, temperature: float, logits_RW: Tensor, log_sum_exp_R1: Tensor | None = None
@@ -142,10 +137,8 @@ class ExactBlock:
     def compare(
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
-        """(both distributions over the draft's vocabulary, alpha_greedy [M], X = W to W) of the rows at `place_M`.
-
-        `place_M` is None if draft row m is compared with row m.
-        """
+        """(both distributions over the draft's vocabulary, alpha_greedy [M], X = W to W) of the
+        rows at `place_M`. `place_M` is None if draft row m is compared with row m."""
         p_RW, log_p_RW = self._probabilities = self._probabilities or self._compute()
         # Without a gather, all draft steps share these tensors: a gradient may overwrite q, but not p.
         p_MW, log_p_MW = (p_RW, log_p_RW) if place_M is None else (p_RW[place_M], log_p_RW[place_M])
@@ -181,10 +174,8 @@ class TopKBlock:
     def compare(
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
-        """(both distributions over the kept ids and a tail, alpha_greedy [M], X = K + 1 to W) of the rows at `place_M`.
-
-        `place_M` is None if draft row m is compared with row m.
-        """
+        """(both distributions over the kept ids and a tail, alpha_greedy [M], X = K + 1 to W) of
+        the rows at `place_M`. `place_M` is None if draft row m is compared with row m."""
         ids_MK, log_p_MK = self._ids_RK, self._log_probs_RK
         if place_M is not None:
             ids_MK, log_p_MK = ids_MK[place_M], log_p_MK[place_M]

@@ -52,8 +52,6 @@ Fewer rows make the matmuls slower (on a CPU, 16 rows by 2-3x), and a chunk read
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRows:
-    """The labelled rows of one draft step."""
-
     hidden_MD: Tensor
     head_WD: Tensor
     """The same tensor object in every step with the same head, so the head's gradient is accumulated once."""
@@ -107,7 +105,6 @@ class FusedResult:
     alpha_greedy_S: Tensor
     """Sum of p(argmax q). With a top-k target a lower bound: 0 for a row whose argmax q was not recorded."""
     count_S: Tensor
-    """Rows of each step."""
     alpha_SM: Sequence[Tensor]
     """alpha of every row, [M] for each step."""
 
@@ -186,8 +183,6 @@ def _check(
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of one call, and the scratch memory shared by all chunks."""
-
     drafts: Sequence[DraftRows]
     target: ExactRows | TopKRows
     divergence: Divergence
@@ -217,11 +212,9 @@ class _Request:
 
 
 class _FusedLinearDivergence(torch.autograd.Function):
-    """(loss, values [3, M] of every step) of the request. `leaves` are the left factors of all steps, then the distinct
-    heads.
-
-    Autograd only tracks tensors among the arguments themselves, so the leaves are passed again beside the request.
-    """
+    """(loss, values [3, M] of every step) of the request. `leaves` are the left factors of all
+    steps, then the distinct heads. Autograd only tracks tensors among the arguments themselves, so
+    the leaves are passed again beside the request."""
 
     @staticmethod
     def forward(ctx: Any, request: _Request, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -364,10 +357,8 @@ class _Part:
 
 def _split_into_parts(steps: Sequence[_Step], num_rows: int, chunk_tokens: int) -> list[list[list[_Part]]]:
     """The parts of every step in each chunk of the target's `num_rows` rows.
-
-    Step 1 of the example above has target rows [4, 1, 2]. Sorted, they are [1, 2, 4] and the draft rows [1, 2, 0].
-    Chunks start at rows 0 and 3 (and end at 6), so the bounds are [0, 2, 3].
-    """
+    Step 1 of the example above has target rows [4, 1, 2]. Sorted, they are [1, 2, 4] and the draft
+    rows [1, 2, 0]. Chunks start at rows 0 and 3 (and end at 6), so the bounds are [0, 2, 3]."""
     if all(step.bounds is not None for step in steps):
         return [_cut_at_bounds(step, chunk_tokens) for step in steps]
     ordered = [step.target_row_M.sort(stable=True) for step in steps]
@@ -404,7 +395,6 @@ def _cut_at_bounds(step: _Step, chunk_tokens: int) -> list[list[_Part]]:
 
 
 def _run_parts(request: _Request, chunk: ExactBlock | TopKBlock | _KernelChunk, parts: Sequence[_Part]) -> None:
-    """Values and gradients of parts of different steps in one chunk."""
     by_head = _by_head(parts)
     # PyTorch's operations compute p of a block once for all heads, so the logits of all are in memory. A kernel, or a
     # compiled graph, computes p as it goes, so the heads take turns.
@@ -422,7 +412,6 @@ def _run_parts(request: _Request, chunk: ExactBlock | TopKBlock | _KernelChunk, 
 
 
 def _by_head(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """The parts of each head."""
     found: dict[tuple[int, ...], list[_Part]] = {}
     for part in parts:
         # By identity: steps with equal but separate heads need separate gradients.
@@ -471,7 +460,6 @@ def _make_group(request: _Request, index: int, parts: Sequence[_Part]) -> _Group
 
 
 def _run_blocks(request: _Request, chunk: ExactBlock | TopKBlock, groups: Sequence[_Group]) -> None:
-    """Compare all rows of the groups, those with the same draft ids together."""
     by_ids: dict[int, list[_Group]] = {}
     for group in groups:
         by_ids.setdefault(id(group.draft_ids_W), []).append(group)
@@ -500,9 +488,7 @@ def _run_block(
     request: _Request, block: ExactBlock | TopKBlock, part: _Part, here: slice, first: int, logits_MW: Tensor
 ) -> None:
     """Values of a part's rows `here`, compared with the block starting at row `first` of the chunk.
-
-    The gradient at the logits takes the place of the logits.
-    """
+    The gradient at the logits takes the place of the logits."""
     step, rows_M = part.step, part.rows_M[here]
     # Distinct, ascending and as many as the block has: row for row, so p need not be gathered.
     is_row_for_row = part.is_distinct and len(rows_M) == block.num_rows

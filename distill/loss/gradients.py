@@ -34,11 +34,9 @@ Gradient = tuple[Tensor, Tensor]
 
 
 def forward_kl(c: Compared) -> Gradient:
-    """KL(p || q) = sum_v p (log p - log q), in nats. Mass-covering. dz = P q - p.
-
-    If p sums to P < 1, KL itself is infinite for every draft. Then this is the part a draft can change, minus the
-    smallest value of this part: P KL(p / P || q) = sum_v p (log p - log q) - P log P.
-    """
+    """KL(p || q) = sum_v p (log p - log q), in nats. Mass-covering. dz = P q - p. If p sums to P <
+    1, KL itself is infinite for every draft. Then this is the part a draft can change, minus the
+    smallest value of this part: P KL(p / P || q) = sum_v p (log p - log q) - P log P."""
     # g = -p / q, so q g = -p and sum q g = -P.
     mass_M = c.p_MX.sum(-1)
     # log q ends here: its memory now holds p (log q - log p)
@@ -55,11 +53,10 @@ def reverse_kl(c: Compared) -> Gradient:
 
 
 def jensen_shannon(c: Compared, beta: float) -> Gradient:
-    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q (GKD, arXiv 2306.13649).
-
-    dz = (1 - beta) q (log q - log m - KL(q || m)); the derivatives of m in both KLs cancel. Outside the draft
-    vocabulary m = beta p, so p's mass there contributes -log beta per unit.
-    """
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q (GKD, arXiv
+    2306.13649).
+    dz = (1 - beta) q (log q - log m - KL(q || m)); the derivatives of m in both KLs cancel. Outside
+    the draft vocabulary m = beta p, so p's mass there contributes -log beta per unit."""
     # g = (1 - beta) (log q - log m + 1) - (1 - beta) (beta p + (1 - beta) q) / m. The fraction is 1, because
     # its numerator is m.
     log_m_MX = mixture(c.p_MX, c.q_MX, beta).log_()
@@ -88,10 +85,9 @@ def neg_log_alpha(c: Compared) -> Gradient:
 
 
 def lk_hybrid(c: Compared, eta: float) -> Gradient:
-    """w KL(p || q) + (1 - w) TV(p, q), where w = exp(-eta alpha) is held constant (arXiv 2602.23881).
-
-    KL leads while the draft is poor, TV once it is good. dz = w dKL - (1 - w) d alpha.
-    """
+    """w KL(p || q) + (1 - w) TV(p, q), where w = exp(-eta alpha) is held constant (arXiv
+    2602.23881).
+    KL leads while the draft is poor, TV once it is good. dz = w dKL - (1 - w) d alpha."""
     weight_M = torch.exp(-eta * c.alpha_M)
     d_tv_MX = alpha_gradient(c).mul_(weight_M[:, None] - 1)  # before `forward_kl`, which overwrites q
     kl_M, d_kl_MX = forward_kl(c)
@@ -99,10 +95,9 @@ def lk_hybrid(c: Compared, eta: float) -> Gradient:
 
 
 def alpha_gradient(c: Compared) -> Tensor:
-    """d alpha / dz = q (below - sum_v q below), [M, X]. `below` is 1 if q < p, 0 if q > p, 1/2 if they are equal.
-
-    All terms are of the size of alpha, so neg_log_alpha can divide by alpha, however small it is.
-    """
+    """d alpha / dz = q (below - sum_v q below), [M, X]. `below` is 1 if q < p, 0 if q > p, 1/2 if
+    they are equal. All terms are of the size of alpha, so neg_log_alpha can divide by alpha,
+    however small it is."""
     # The sign is 1, 0 or -1, so `below` is 1, 1/2 or 0. Autograd halves the gradient of `minimum` at a tie
     # too, so the oracle of the tests agrees.
     below_q_MX = torch.sub(c.p_MX, c.q_MX).sign_().add_(1).mul_(0.5).mul_(c.q_MX)

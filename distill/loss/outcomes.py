@@ -21,9 +21,7 @@ is NaN."""
 
 def top_k_buckets(log_p_MK: Tensor, reachable_MK: Tensor, draft_vocabulary: int) -> Tensor:
     """log p over the kept ids within the draft vocabulary and the tail, [M, K + 1].
-
-    The tail is empty (LOG_ZERO) if the kept ids are the whole draft vocabulary.
-    """
+    The tail is empty (LOG_ZERO) if the kept ids are the whole draft vocabulary."""
     # The log-probabilities are rounded by this much, so a smaller tail cannot be told from none.
     rounding = torch.finfo(log_p_MK.dtype).eps
     log_p_tail_M1 = (1 - log_p_MK.exp().sum(-1, keepdim=True)).clamp_min(rounding).log()

@@ -50,25 +50,20 @@ class Sharing:
 
     @staticmethod
     def of(kind: ShardingKind, ranks: int) -> Sharing:
-        """The shares of a draft over `ranks` devices."""
         if kind == "none":
             return Sharing()
         weights = 1 / ranks if kind == "fsdp2" else 1.0
         return Sharing(weights=weights, gradients=1 / ranks, state=1 / ranks)
 
     def share_out(self, memory: Mapping[str, float]) -> dict[str, float]:
-        """Bytes by holder on one of the devices.
-
-        The copy of sharded weights that a step gathers is among the activations: it is autocast's.
-        """
+        """Bytes by holder on one of the devices. The copy of sharded weights that a step gathers is
+        among the activations: it is autocast's."""
         kept = {DRAFT_WEIGHTS: self.weights, GRADIENTS: self.gradients, STATE: self.state}
         return {holder: num_bytes * kept.get(holder, 1.0) for holder, num_bytes in memory.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSize:
-    """Weights of a draft."""
-
     weights: int
     matrices: int
     """Those in matrices that Muon moves (`distill.train.muon.split`)."""
@@ -90,7 +85,6 @@ class DraftSize:
 
 
 def count_head(family: str, options: Any, draft_vocab_size: int, target_config: Any) -> DraftSize:
-    """The size of an untrained head of a family."""
     with torch.device("meta"):
         weight_VD = torch.empty(target_config.vocab_size, target_config.hidden_size)
         target = Target(config=target_config, embed_VD=weight_VD, head_VD=weight_VD)
@@ -100,13 +94,11 @@ def count_head(family: str, options: Any, draft_vocab_size: int, target_config: 
 
 
 def count_standalone(init: Init, target_config: Any) -> DraftSize:
-    """The size of a standalone draft."""
     with torch.device("meta"):
         return DraftSize.of(new_model(standalone_config(init, target_config), torch.float32))
 
 
 def standalone_config(init: Init, target_config: Any) -> Any:
-    """The text config of a standalone draft."""
     if init.num_layers:
         with torch.device("meta"):
             made = from_config(target_config, num_layers=init.num_layers, hidden_size=init.hidden_size)

@@ -74,7 +74,6 @@ class Work:
     num_bytes: int = 0
     calls: int = 0
     seconds: dict[str, float]
-    """By device."""
 
 
 def add_up(operations: Counter[Operation], chosen: Iterable[Operation]) -> Work:

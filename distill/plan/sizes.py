@@ -48,10 +48,7 @@ KNOWN = {
 
 def find_sizes(name: str) -> Any:
     """The text config of a known name, a folder, a config.json, or a name on the hub.
-
-    Raises:
-        ValueError: there is none.
-    """
+    Raises ValueError: there is none."""
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]()
     path = Path(name)

@@ -146,7 +146,6 @@ def count_target(plan: Plan, *, weightless: bool = True) -> Counted:
 
 
 def count_flops(counted: Counted) -> int:
-    """FLOPs of a step."""
     return sum(work.flops * times for work, times in counted.operations.items())
 
 
@@ -371,7 +370,6 @@ def _receive(plan: Plan, model: Any, draft: Any, batch: Batch) -> TargetSignal:
 
 
 def _tensors(signal: TargetSignal | None) -> list[Tensor]:
-    """The tensors that are sent."""
     if signal is None:
         return []
     sent = signal.distribution

@@ -70,11 +70,8 @@ class Weightless(Tensor):
 
 
 def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation as weightless tensors. A tensor changed in place is returned as it was given.
-
-    Raises:
-        ValueError: the result depends on values.
-    """
+    """The result of an operation as weightless tensors. A tensor changed in place is returned as it
+    was given. Raises ValueError: the result depends on values."""
     # By id: the arguments live until the results are made, so no id is taken twice.
     given: dict[int, Tensor] = {}
 
@@ -182,10 +179,9 @@ def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, backward: bool) -> int:
-    """Two products forward, scores and output. Backward five: the scores again, and the gradients of v, p, q and k.
-
-    Under a mask all scores are computed; a causal kernel computes those up to the diagonal.
-    """
+    """Two products forward, scores and output. Backward five: the scores again, and the gradients
+    of v, p, q and k.
+    Under a mask all scores are computed; a causal kernel computes those up to the diagonal."""
     (batch, heads, queries, size), keys = q.shape, k.shape[2]
     # Causal: row i of T sees i + 1 keys, T (T + 1) / 2 pairs in all. If there are more keys than queries,
     # every row sees the earlier ones too.

@@ -47,7 +47,6 @@ class Adaptation:
     old: str
     """Folder of the draft for the earlier version of the target."""
     start: Start
-    """The start that was trained."""
     tau_old: float
     """Forecast of the old draft, untrained."""
     tau_new_start: float | None
@@ -68,11 +67,9 @@ class Adaptation:
 
 
 def adapt(family: Family, cfg: Config, old: Path, machine: Machine | None = None) -> Adaptation | None:
-    """Train `old`, or a new start, for the target of `cfg`, and publish it if it gains; returns the result on the main
-    process. `cfg` continues `old`: `start_from` of a head, `checkpoint` of a standalone draft.
-
-    Raises: as `run`.
-    """
+    """Train `old`, or a new start, for the target of `cfg`, and publish it if it gains; returns the
+    result on the main process. `cfg` continues `old`: `start_from` of a head, `checkpoint` of a
+    standalone draft. Raises as `run`."""
     started_s = time.perf_counter()
     training = Run(family, cfg, machine)
     training.target = replace(training.target, has_moved=True)

@@ -277,11 +277,7 @@ class StandaloneConfig(TrainConfig):
 
 
 def make_config(family: Family) -> HeadConfig[Any] | StandaloneConfig:
-    """The defaults of a family.
-
-    Raises:
-        ValueError: there is no training for it.
-    """
+    """The defaults of a family. Raises ValueError: there is no training for it."""
     row = family.training
     if row is None:
         raise ValueError(f"{family.title} is not trained")

@@ -74,10 +74,8 @@ class RunFolder:
         cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, resume: bool, overwrite: bool
     ) -> RunFolder:
         """The run in `folder`, new or resumed.
-
-        Raises: ValueError if the folder holds another run and neither `resume` nor `overwrite` is set, if the config
-        differs from the resumed run's, or if not all ranks see the folder.
-        """
+        Raises ValueError if the folder holds another run and neither `resume` nor `overwrite` is
+        set, if the config differs from the resumed run's, or if not all ranks see the folder."""
         run = cls(folder, accelerator)
         # As it will be read back: tuples are lists and paths are text, so an equal config compares equal.
         run.config = json.loads(json.dumps(config, default=str))
@@ -97,9 +95,7 @@ class RunFolder:
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Call `work` on the main process while the others wait, and return the result on all.
-
-        Raises: on the main process, as `work`; on the others, a ValueError with the same message.
-        """
+        Raises on the main process, as `work`; on the others, a ValueError with the same message."""
         told: list[Any] = [None, None]  # error and result, in a list because broadcast_object_list fills it in place
         if self.accelerator.is_main_process:
             try:
@@ -140,7 +136,6 @@ class RunFolder:
             write_whole(started, json.dumps(about, indent=2) + "\n")
 
     def log(self, step: int, **values: float | int | bool | list[float]) -> None:
-        """Append one line of metrics for `step`."""
         entry = {"step": step, **values}
         self.metrics.append(entry)
         self.accelerator.log(values, step=step)
@@ -161,14 +156,11 @@ class RunFolder:
 
     def restore_best(self, read: Callable[[Path], None]) -> None:
         """Read the checkpoint of `save_best`. The metrics stay.
-
-        Raises: ValueError if it is missing, corrupt or truncated, naming the file.
-        """
+        Raises ValueError if it is missing, corrupt or truncated, naming the file."""
         self.on_main(lambda: _check(self.folder / "best"))
         read(self.folder / "best")
 
     def _publish(self, final: Path, step: int, write: Callable[[Path], None]) -> None:
-        """All ranks write into a temporary folder, then the main process renames it."""
         if self.accelerator.is_main_process:
             publish(final, lambda partial: self._write_together(partial, write), {"step": step}, overwrite=True)
         else:
@@ -189,10 +181,9 @@ class RunFolder:
         return sorted((path for path in named if path.name.removeprefix("step-").isdigit()), key=_step_of)
 
     def restore(self, read: Callable[[Path], None]) -> int:
-        """Read the newest checkpoint, drop later metrics, and return the checkpoint's step; 0 if there is none.
-
-        Raises: ValueError if a checkpoint is corrupt or truncated, naming the file.
-        """
+        """Read the newest checkpoint, drop later metrics, and return the checkpoint's step; 0 if
+        there is none.
+        Raises ValueError if a checkpoint is corrupt or truncated, naming the file."""
         checkpoints = self._checkpoints()
         step = 0
         if checkpoints:

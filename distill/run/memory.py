@@ -43,14 +43,11 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The memory of a machine."""
-
     device: str
     device_bytes: int | None
     """None if the processes compute on the CPU."""
     host_bytes: int
     processes: int
-    """Processes on this machine."""
 
 
 def require_room(
@@ -63,16 +60,12 @@ def require_room(
     optimizer: str = "adamw",
     command: str = "redraft plan",
 ) -> None:
-    """Refuse a training that cannot fit. One process of each machine tells, the others leave with it.
-
-    If it fits tightly, the main process says that activations come on top, and which `command` counts them.
-    `count_draft(config)` is the draft's size, by the target's text config, and `optimizer` the name of its optimizer.
-    `machine` is by default this one.
-
-    Raises:
-        ValueError: the target or the draft does not fit, with the bytes and the ways out; or a
-            config cannot be read.
-    """
+    """Refuse a training that cannot fit. One process of each machine tells, the others leave with
+    it. If it fits tightly, the main process says that activations come on top, and which `command`
+    counts them. `count_draft(config)` is the draft's size, by the target's text config, and
+    `optimizer` the name of its optimizer. `machine` is by default this one. Raises ValueError: the
+    target or the draft does not fit, with the bytes and the ways out; or a config cannot be
+    read."""
     if target.quantization:  # the loading that follows says what to do with it
         return
     sizes = _size(target)
@@ -110,11 +103,8 @@ def is_tight(need: Need, room: Room) -> bool:
 def require_target_room(
     target: TargetFolder, device: torch.device, *, way_out: str, machine: Machine | None = None
 ) -> None:
-    """Refuse a target that does not fit into this one process, before it is loaded.
-
-    Raises:
-        ValueError: device or host memory is too small. The message has the bytes and `way_out`.
-    """
+    """Refuse a target that does not fit into this one process, before it is loaded. Raises
+    ValueError: device or host memory is too small. The message has the bytes and `way_out`."""
     if target.quantization:
         return
     sizes, machine = _size(target), _on(device, machine)
@@ -127,11 +117,7 @@ def require_target_room(
 
 
 def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
-    """Compare need and room.
-
-    Raises:
-        ValueError: device or host memory is too small.
-    """
+    """Compare need and room. Raises ValueError: device or host memory is too small."""
     both = need.target + need.draft
     ways = _ways_out(need, has_servers=has_servers)
     if room.device_bytes is not None and both > room.device_bytes:
@@ -193,7 +179,6 @@ def sharing_of(accelerator: Accelerator) -> Sharing:
 
 
 def _on(device: torch.device, machine: Machine | None) -> Machine:
-    """The machine, by default this one as a process on `device` sees it."""
     if machine is not None:
         return machine
     return this_machine() if device.type == "cuda" else this_machine().without_gpu

@@ -121,9 +121,7 @@ class Forecaster:
 
 def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
     """Check the number of draft tokens against a head of `num_steps` draft steps and against vLLM.
-
-    Raises: ValueError if either allows fewer.
-    """
+    Raises ValueError if either allows fewer."""
     if num_steps > MAX_DRAFT_TOKENS:
         raise ValueError(f"a head of {num_steps} draft steps: vLLM verifies at most {MAX_DRAFT_TOKENS} draft tokens")
     if not 1 <= num_speculative_tokens <= num_steps:
@@ -206,16 +204,13 @@ def prove_in_engine(
     served: str | Path | None = None,
     dtype: TargetDtype | None = None,
 ) -> EngineProof:
-    """Send the same prompts at temperature 0 to a vLLM with the draft and to one without; logs go to `folder`.
-
-    With speed rounds, both run in the mode in which vLLM serves the target fastest.
-
-    `speculative` is vLLM's speculative config without the number of tokens. `served` is the folder to serve with the
-    draft if the draft's tensors are inside a copy of the target (MTP); by default, the target itself. `dtype` is the
-    engine's, by default that of training (`default_target_dtype`).
-
-    Raises: ChildProcessError with the engine's message; ConnectionError.
-    """
+    """Send the same prompts at temperature 0 to a vLLM with the draft and to one without; logs go
+    to `folder`.
+    With speed rounds, both run in the mode in which vLLM serves the target fastest. `speculative`
+    is vLLM's speculative config without the number of tokens. `served` is the folder to serve with
+    the draft if the draft's tensors are inside a copy of the target (MTP); by default, the target
+    itself. `dtype` is the engine's, by default that of training (`default_target_dtype`). Raises
+    ChildProcessError with the engine's message; ConnectionError."""
     dtype = dtype or default_target_dtype(target.folder, on_cpu=engine_is_cpu())
 
     options: dict[str, Any] = {
@@ -297,10 +292,8 @@ def prove_in_engine(
 
 
 def make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
-    """A function that returns the target's next-token logits, [V].
-
-    It loads the target at the first call: only if two outputs differ, and a tie has to be told from an error.
-    """
+    """A function that returns the target's next-token logits, [V]. It loads the target at the first
+    call: only if two outputs differ, and a tie has to be told from an error."""
     load = functools.cache(lambda: load_causal_lm(target, torch.float32))
 
     @torch.no_grad()

@@ -36,9 +36,7 @@ class OneAhead:
 
     def __call__(self, batch: Batch) -> TargetSignal:
         """The signal of a batch: the one started with this very object, or else got now.
-
-        Raises: as the source.
-        """
+        Raises as the source."""
         flight = self._flight
         if flight is not None:
             flight.thread.join()  # a source is for one thread at a time
@@ -80,8 +78,6 @@ class OneAhead:
 
 
 class _Flight:
-    """A batch and the thread that gets the signal."""
-
     def __init__(self, batch: Batch, get: Callable[[], TargetSignal]) -> None:
         self.batch, self._get = batch, get
         self._result: Future[TargetSignal] = Future()

@@ -36,9 +36,7 @@ def documents(document_BT: Tensor) -> list[Tensor]:
 
 def split_documents(document_BT: Tensor, most_pairs: float) -> list[Tensor]:
     """For each pass the indices [b, t] into the flattened batch; -1 on padding.
-
-    Passes are `PASSES` at most, or more where b * t * t would exceed `most_pairs`.
-    """
+    Passes are `PASSES` at most, or more where b * t * t would exceed `most_pairs`."""
     found = sorted(documents(document_BT), key=len, reverse=True)
     passes, start = [], 0
     for end in split_by_length([len(each) for each in found]):

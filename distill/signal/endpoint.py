@@ -84,11 +84,8 @@ class Endpoint:
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
         """The server's answer to a request about the model.
-
-        Raises:
-            RequestRefusedError: if the server refuses it.
-            ConnectionError: after `attempts` tries without an answer; it names the URL.
-        """
+        Raises RequestRefusedError if the server refuses it. Raises ConnectionError after `attempts`
+        tries without an answer; it names the URL."""
         return await self._request("POST", path, {"model": await self.model(), **body})
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -114,7 +111,6 @@ class Endpoint:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The first line of the server's error message."""
     try:
         said = response.json()
         text = str(said.get("error", said).get("message") or said)

@@ -24,11 +24,8 @@ PROBE_TIMEOUT_S = 10.0
 
 @dataclass(eq=False)
 class Member:
-    """One server and the load on it."""
-
     endpoint: Endpoint
     requests: int = 0
-    """Requests in flight."""
     tokens: int = 0
     """Prompt tokens in flight."""
     is_dead: bool = False
@@ -50,10 +47,8 @@ class Member:
 
 
 class Endpoints:
-    """Requests to whichever server has the least to do, from one event loop.
-
-    A request waits here, not at a server, until a server has a free slot. So a fast server gets more requests.
-    """
+    """Requests to whichever server has the least to do, from one event loop. A request waits here,
+    not at a server, until a server has a free slot. So a fast server gets more requests."""
 
     def __init__(
         self,
@@ -87,11 +82,8 @@ class Endpoints:
 
     async def require(self, check: Callable[[Endpoint], Awaitable[None]]) -> None:
         """Run `check` on every server. A dead server is checked when it is back.
-
-        Raises:
-            ConnectionError: if no server answers.
-            Exception: whatever `check` raises about a live server.
-        """
+        Raises ConnectionError if no server answers. Raises Exception: whatever `check` raises about
+        a live server."""
         self._check = check
         failure: ConnectionError | None = None
         for member in self.members:
@@ -105,11 +97,8 @@ class Endpoints:
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
         """One server's answer to a request about the model.
-
-        Raises:
-            RequestRefusedError: if the server refuses it.
-            ConnectionError: after `attempts` tries, or if all servers stay dead.
-        """
+        Raises RequestRefusedError if the server refuses it. Raises ConnectionError after `attempts`
+        tries, or if all servers stay dead."""
         # Prompts are lists of ids here; of a text this would count characters.
         tokens, failure = len(body.get("prompt", "")), ""
         for _ in range(self.attempts):
@@ -157,7 +146,6 @@ class Endpoints:
         probe.add_done_callback(self._probes.discard)
 
     async def _probe(self, member: Member) -> None:
-        """Probe a dead server until it is back, and wake the waiting requests after every probe."""
         while member.is_dead:
             await asyncio.sleep(min(self.pause_s * 2 ** min(member.failures, MAX_DOUBLINGS), self.longest_pause_s))
             member.failures += 1
@@ -168,7 +156,6 @@ class Endpoints:
                 self._changed.notify_all()
 
     async def _passes(self, endpoint: Endpoint) -> bool:
-        """Whether the server answers and passes the check of `require`."""
         try:
             if not await endpoint.is_back(PROBE_TIMEOUT_S):
                 return False

@@ -45,7 +45,6 @@ class TargetSizes:
     outside: int
     """Embeddings, final norm and head."""
     layers: tuple[int, ...]
-    """Each layer."""
 
     @property
     def whole(self) -> int:
@@ -79,7 +78,6 @@ def _size_model(model: Any) -> TargetSizes:
 
 
 def processes_here(processes: int) -> int:
-    """The processes on this machine, of all `processes` of the launch."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", processes))
 
 
@@ -93,10 +91,7 @@ def device_bytes(device: torch.device) -> int | None:
 
 def load_sharded(target: TargetFolder, device: torch.device) -> Any:
     """The target, frozen, with the layers shared out over the ranks. All must call this.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_causal_lm`, on the first rank.
-    """
+    Raises FileNotFoundError or ValueError as `load_causal_lm`, on the first rank."""
     # 1. Rank 0 reads the files. The dtype may be that of the files, which only this rank knows.
     whole = load_causal_lm(target.name, target.torch_dtype) if dist.get_rank() == 0 else None
     chosen = [None if whole is None else whole.dtype]
@@ -125,7 +120,6 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
 
 
 def _make_mesh(model: Any, device: torch.device) -> DeviceMesh:
-    """The ranks that share out the layers with this one."""
     processes = dist.get_world_size()
     ranks = [_size_model(model).choose_ranks(processes, processes_here(processes), device_bytes(device))]
     # All must choose the same, whatever memory they have.
@@ -177,10 +171,9 @@ _led: set[int] = set()
 
 @contextmanager
 def leading(model: Any) -> Iterator[bool]:
-    """Work of the first rank on a target, with True; the others get False, after they have made the same passes.
-
-    All ranks must enter; the first may enter again inside. For a model that is not sharded, nothing is waited for.
-    """
+    """Work of the first rank on a target, with True; the others get False, after they have made the
+    same passes. All ranks must enter; the first may enter again inside. For a model that is not
+    sharded, nothing is waited for."""
     if not is_sharded(model):
         yield not dist.is_initialized() or dist.get_rank() == 0
     elif id(model) in _led:

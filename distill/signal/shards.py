@@ -100,15 +100,11 @@ def write_cache(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> CacheHeader:
-    """Write `content` of the signal from `source` for all samples, after printing how large it will be.
-
-    Existing shards are kept, so an interrupted run continues where it stopped. Of several ranks each writes every
-    `num_ranks`-th shard, and the cache is complete when all have returned.
-
-    Raises:
-        OSError: if the disk has too little space.
-        ValueError: if `folder` holds a different cache.
-    """
+    """Write `content` of the signal from `source` for all samples, after printing how large it will
+    be. Existing shards are kept, so an interrupted run continues where it stopped. Of several ranks
+    each writes every `num_ranks`-th shard, and the cache is complete when all have returned. Raises
+    OSError if the disk has too little space. Raises ValueError if `folder` holds a different
+    cache."""
     data = PackedDataset(samples, sequence_length=sequence_length)
     num_batches = -(-len(data.rows) // batch_size)
     batches_per_shard = max(1, SHARD_BYTES // (content.bytes_per_row * batch_size * sequence_length))
@@ -145,11 +141,7 @@ def _count_on(bar: Progress, batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _claim(folder: Path, header: CacheHeader) -> None:
-    """Write the header into `folder`.
-
-    Raises:
-        ValueError: if `folder` already has a different one.
-    """
+    """Write the header into `folder`. Raises ValueError if `folder` already has a different one."""
     if (folder / HEADER).exists():
         there, wanted = asdict(read_header(folder)), asdict(header)
         differing = next((name for name in wanted if there[name] != wanted[name]), None)
@@ -161,11 +153,7 @@ def _claim(folder: Path, header: CacheHeader) -> None:
 
 
 def _announce(samples: Sequence[Sample], folder: Path, content: Content) -> None:
-    """Print how much will be written.
-
-    Raises:
-        OSError: if the disk has too little space for it.
-    """
+    """Print how much will be written. Raises OSError if the disk has too little space for it."""
     rows = sum(map(content.num_rows, samples))
     num_bytes = rows * content.bytes_per_row
     written = sum(path.stat().st_size for path in folder.glob("shard-*.safetensors"))
@@ -264,10 +252,7 @@ class Shards:
 
     def document(self, key: bytes) -> dict[str, Tensor]:
         """The cached tensors of a document, by name: views into the file.
-
-        Raises:
-            ValueError: if the document was not cached or is corrupt.
-        """
+        Raises ValueError if the document was not cached or is corrupt."""
         if key not in self._places:
             raise ValueError(f"{self.folder} does not hold this text: train on the data that the cache was written for")
         shard, index, rows = self._places[key]
@@ -289,11 +274,7 @@ def is_complete(folder: Path) -> bool:
 
 def read_header(folder: Path) -> CacheHeader:
     """The header of the cache in `folder`.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it cannot be read.
-    """
+    Raises FileNotFoundError if there is none. Raises ValueError if it cannot be read."""
     path = folder / HEADER
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no cache of target signals (no {HEADER})")

@@ -48,10 +48,8 @@ UNRECORDED = -1e4
 
 
 class InProcessTarget:
-    """The exact signal of a causal LM of `transformers`.
-
-    A target whose packed documents would see each other gets one document a row (`distill.signal.apart`).
-    """
+    """The exact signal of a causal LM of `transformers`. A target whose packed documents would see
+    each other gets one document a row (`distill.signal.apart`)."""
 
     def __init__(self, model: Any, aux_layers: Sequence[int] = (), *, has_weights: bool = True) -> None:
         """Check the model.
@@ -123,10 +121,9 @@ class InProcessTarget:
         return getattr(self._config, "_attn_implementation", None) == "eager"
 
     def compile_layers(self) -> None:
-        """Compile the model's layers for the calls of this source. For others the model stays as it is.
-
-        Layers in shards stay as they are: what gathers them is a hook, and would be cut out of every graph.
-        """
+        """Compile the model's layers for the calls of this source. For others the model stays as it
+        is. Layers in shards stay as they are: what gathers them is a hook, and would be cut out of
+        every graph."""
         if not is_sharded(self.model):
             self._compiled = list(self._decoder.layers)
 
@@ -147,9 +144,8 @@ class InProcessTarget:
     @contextmanager
     def _streams(self) -> Iterator[dict[int, Tensor]]:
         """A dict, filled while the model runs, with the residual stream after each of `aux_layers`.
-
-        `output_hidden_states` would keep the streams of all layers, and give the last one after the final norm.
-        """
+        `output_hidden_states` would keep the streams of all layers, and give the last one after the
+        final norm."""
         streams: dict[int, Tensor] = {}
 
         def keep(k: int, hidden: Any) -> None:
@@ -178,14 +174,10 @@ class InProcessTarget:
 
     @torch.no_grad()
     def _keeps_apart(self) -> bool:
-        """Whether documents in one row leave each other as they are.
-
-        Layers with a state do not. Eager attention would compute all pairs of a row. All others are tried: the same
-        document, packed behind two different ones, must get exactly the same states.
-
-        Raises:
-            ValueError: if a row sees what follows, so that not even padding is without effect.
-        """
+        """Whether documents in one row leave each other as they are. Layers with a state do not.
+        Eager attention would compute all pairs of a row. All others are tried: the same document,
+        packed behind two different ones, must get exactly the same states. Raises ValueError if a
+        row sees what follows, so that not even padding is without effect."""
         half, device = 8, self._head().device
         ids_T = torch.arange(3 * half, device=device) * 7 % self._head().shape[0]
         first, other, last = torch.split(ids_T, half)
@@ -201,11 +193,8 @@ class InProcessTarget:
 
 @torch.no_grad()
 def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(ids, float32 log-probabilities) of the given rows of the flattened batch, [N, K] each, descending.
-
-    Raises:
-        ValueError: if k exceeds the vocabulary.
-    """
+    """(ids, float32 log-probabilities) of the given rows of the flattened batch, [N, K] each,
+    descending. Raises ValueError if k exceeds the vocabulary."""
     if k > len(exact.head_VD):
         raise ValueError(f"the top {k} of a vocabulary of {len(exact.head_VD)}: choose a smaller k")
     ids, log_probs = [], []
@@ -230,9 +219,7 @@ def recorded(batch: Batch, rows_N: Tensor, ids_NK: Tensor, log_probs_NK: Tensor)
 
 class EndpointTarget:
     """The top-k signal of one or several vLLM servers. One request per document.
-
-    The servers must be started with `--max-logprobs` of at least k.
-    """
+    The servers must be started with `--max-logprobs` of at least k."""
 
     def __init__(self, endpoint: Endpoint | Endpoints, k: int = 20) -> None:
         """The endpoint must not be shared: the connections belong to this source's event loop."""
@@ -241,19 +228,13 @@ class EndpointTarget:
         self._runner = asyncio.Runner()
 
     def __call__(self, batch: Batch) -> TargetSignal:
-        """The signal of a batch.
-
-        Raises:
-            ValueError: if the server refuses k or a document.
-            ConnectionError: if it does not answer; the message names the URL.
-        """
+        """The signal of a batch. Raises ValueError if the server refuses k or a document. Raises
+        ConnectionError if it does not answer; the message names the URL."""
         return self._runner.run(self._signal(batch))
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """`num_tokens` greedy tokens of the server after each prompt; end tokens do not stop it.
-
-        Raises: as `__call__`.
-        """
+        Raises as `__call__`."""
 
         async def one(prompt: Sequence[int]) -> list[int]:
             answer = await self._complete(

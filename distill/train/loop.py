@@ -67,8 +67,6 @@ class LoadedData:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """Speed and memory of a training, for the report."""
-
     tokens_per_s: float
     peak_rss_mib: float
     skipped_steps: int
@@ -162,13 +160,10 @@ def train(
     num_speculative_tokens: int,
     writer: StandaloneDraft | None = None,
 ) -> TrainingCost:
-    """Train from the newest checkpoint of `run` until `loop.steps`, or until acceptance falls (`loop.stop_by`); losses
-    and held-out acceptance go to the metrics.
-
-    `writer` writes the on-policy text; by default the draft itself.
-
-    Raises: ValueError if the draft is to write text and no rank holds it whole; see also `RunFolder.restore`.
-    """
+    """Train from the newest checkpoint of `run` until `loop.steps`, or until acceptance falls
+    (`loop.stop_by`); losses and held-out acceptance go to the metrics.
+    `writer` writes the on-policy text; by default the draft itself. Raises ValueError if the draft
+    is to write text and no rank holds it whole; see also `RunFolder.restore`."""
     accelerator = distillation.accelerator
     if loop.on_policy and writer is None and shards_parameters(accelerator):
         raise ValueError(
@@ -204,7 +199,6 @@ def train(
 
 
 def describe_length(loop: Loop, rows: int, num_rows: int) -> str:
-    """The length of a training of steps of `rows` rows, on data of `num_rows` rows."""
     tokens, passes = loop.steps * rows * loop.sequence_length, loop.steps * rows / num_rows
     return (
         f"{loop.steps:,} steps of {rows:,} rows of {loop.sequence_length:,} tokens: up to {tokens:,} tokens, "
@@ -228,10 +222,9 @@ class _Trainer:
         self.meter = _Meter()
 
     def plan_steps(self, loop: Loop) -> int:
-        """Train the first steps, and return how many it takes in all to fill `loop.minutes`; logged for a resumed run.
-
-        The learning rate of these steps is that of a run of `loop.steps`. All ranks get the main process's number.
-        """
+        """Train the first steps, and return how many it takes in all to fill `loop.minutes`; logged
+        for a resumed run. The learning rate of these steps is that of a run of `loop.steps`. All
+        ranks get the main process's number."""
         planned = [entry["planned_steps"] for entry in self.run.metrics if "planned_steps" in entry]
         if planned:
             return int(planned[-1])
@@ -308,16 +301,14 @@ def _evaluate(distillation: Distillation, held_out: list[Batch], run: RunFolder,
 
 
 def _find_best(metrics: Sequence[Mapping[str, Any]]) -> int:
-    """Step of the evaluation with the highest held-out tau, the first of equals; 0 if there is none.
-
-    From the metrics, which a resumed run cuts to its checkpoint: so it decides as the unbroken run did.
-    """
+    """Step of the evaluation with the highest held-out tau, the first of equals; 0 if there is
+    none. From the metrics, which a resumed run cuts to its checkpoint: so it decides as the
+    unbroken run did."""
     taus = [(entry["held_out_tau"], -entry["step"]) for entry in metrics if "held_out_tau" in entry]
     return -max(taus)[1] if taus else 0
 
 
 def _is_past_its_best(metrics: Sequence[Mapping[str, Any]], loop: Loop) -> bool:
-    """Whether `loop.patience` evaluations came after the best one."""
     if loop.stop_by != "acceptance":
         return False
     best = _find_best(metrics)
@@ -328,10 +319,8 @@ def _is_past_its_best(metrics: Sequence[Mapping[str, Any]], loop: Loop) -> bool:
 def _batches(
     distillation: Distillation, data: LoadedData, loop: Loop, step: int, writer: StandaloneDraft | None
 ) -> list[Batch]:
-    """This rank's micro-batches of `step`.
-
-    They depend only on the step (and the writer), so a resumed run sees the batches of an unbroken one.
-    """
+    """This rank's micro-batches of `step`. They depend only on the step (and the writer), so a
+    resumed run sees the batches of an unbroken one."""
     accelerator, accumulation = distillation.accelerator, distillation.optim.accumulation
     batches = [
         data.train.batch(
@@ -359,7 +348,6 @@ def _batches(
 
 
 def _take_held_out(held_out: PackedDataset, loop: Loop, accelerator: Accelerator) -> list[Batch]:
-    """This rank's batches of held-out text."""
     batches = held_out.in_order(loop.batch_size, rank=accelerator.process_index, num_ranks=accelerator.num_processes)
     return [to_device(batch, accelerator.device) for batch in islice(batches, loop.eval_batches)]
 

@@ -55,10 +55,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix_RC: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """U V^T of the matrix U S V^T, with singular values between 0.7 and 1.2 instead of 1; [R, C], in its type.
-
-    The iteration computes in `dtype`. None is bfloat16 on a GPU and on a CPU with instructions for it, else float32.
-    """
+    """U V^T of the matrix U S V^T, with singular values between 0.7 and 1.2 instead of 1; [R, C],
+    in its type. The iteration computes in `dtype`. None is bfloat16 on a GPU and on a CPU with
+    instructions for it, else float32."""
     a, b, c = COEFFICIENTS
     wide = matrix_RC.shape[0] <= matrix_RC.shape[1]
     if dtype is None:
@@ -86,5 +85,4 @@ def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def is_output_head(name: str) -> bool:
-    """Whether the module of this name has an output for each token."""
     return any(part in OUTPUT_HEADS for part in name.split("."))

@@ -41,9 +41,8 @@ def distill_loss(
     scale: float | Tensor,
 ) -> StepResult:
     """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the draft step).
-
-    Never holds [rows, V] of both target and draft: `fused_linear_divergence` computes it in blocks.
-    """
+    Never holds [rows, V] of both target and draft: `fused_linear_divergence` computes it in
+    blocks."""
     chunk_tokens = default_chunk_tokens(steps[0].head_WD.device)
     rows = find_rows(steps, chunk_tokens)
     # The target's row n is about token n + 1.
@@ -103,8 +102,6 @@ class StepRows:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a loss."""
-
     kept_N: Tensor
     """Flat rows of the target that some step is compared with."""
     of_steps: Sequence[StepRows]
@@ -112,9 +109,7 @@ class Rows:
 
 def find_rows(steps: Sequence[DraftStep], chunk_tokens: int) -> Rows:
     """The labelled rows of every step, and the target's rows that they need.
-
-    All sizes are read at once: a GPU waits once, for any number of steps.
-    """
+    All sizes are read at once: a GPU waits once, for any number of steps."""
     # Row t of a step is compared with the target's row t + shift. Both are rows of one document.
     masks = [step.mask_BT.flatten() for step in steps]
     compared = [_moved(mask, step.shift) for mask, step in zip(masks, steps, strict=True)]
@@ -136,7 +131,6 @@ def find_rows(steps: Sequence[DraftStep], chunk_tokens: int) -> Rows:
 
 
 def _moved(mask_N: Tensor, shift: int) -> Tensor:
-    """The mask at places further on."""
     return torch.cat([mask_N.new_zeros(shift), mask_N[: len(mask_N) - shift]])
 
 

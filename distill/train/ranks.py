@@ -35,19 +35,16 @@ LET_GO_S = 0.5
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this rank when the launcher dies. A killed torchrun would leave its ranks training.
-
-    If the launcher died before this call, so did the store, and the rank fails when it joins the others.
-    """
+    """Have the kernel kill this rank when the launcher dies. A killed torchrun would leave its
+    ranks training. If the launcher died before this call, so did the store, and the rank fails when
+    it joins the others."""
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def join_on_cpu() -> None:
-    """Join the ranks of a launch on a machine without a GPU, with the launcher's settings for FSDP or DeepSpeed.
-
-    Without this, accelerate reads these settings only for GPUs.
-    """
+    """Join the ranks of a launch on a machine without a GPU, with the launcher's settings for FSDP
+    or DeepSpeed. Without this, accelerate reads these settings only for GPUs."""
     if uses_deepspeed():
         # Before the first import of deepspeed, which reads it.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -61,10 +58,8 @@ def join_on_cpu() -> None:
 
 
 def refuse_abandoned_build() -> None:
-    """Look for the lock that a killed build of DeepSpeed's extension leaves. PyTorch would wait for it forever.
-
-    Raises: TimeoutError if a lock is older than any build.
-    """
+    """Look for the lock that a killed build of DeepSpeed's extension leaves. PyTorch would wait for
+    it forever. Raises TimeoutError if a lock is older than any build."""
     from torch.utils.cpp_extension import get_default_build_root  # slow to import, and only DeepSpeed needs it
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -75,11 +70,9 @@ def refuse_abandoned_build() -> None:
 
 
 def leave(accelerator: Accelerator) -> None:
-    """End this rank's part of a successful launch.
-
-    gloo's threads may still hold tensors of the last collectives, and need the interpreter to release them. If the
-    interpreter ends meanwhile, the process aborts, and the launchers of other machines wait minutes for this one.
-    """
+    """End this rank's part of a successful launch. gloo's threads may still hold tensors of the
+    last collectives, and need the interpreter to release them. If the interpreter ends meanwhile,
+    the process aborts, and the launchers of other machines wait minutes for this one."""
     if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         time.sleep(LET_GO_S)
     accelerator.end_training()

@@ -55,7 +55,6 @@ class StepOutcome:
     grad_norm: float
     """Norm of the gradient before it is clipped; 0 for a skipped step."""
     lr: float
-    """Learning rate of the step."""
     skipped: bool
     """The loss or the gradient was not finite, so the weights stayed as they were."""
 
@@ -82,10 +81,9 @@ class StepStats(StepOutcome):
 
 
 class DistillStep(nn.Module):
-    """All reads of the draft's parameters, in one `forward`: outside it, FSDP2 and ZeRO-3 hold only shards.
-
-    It returns plain tensors, because those wrappers follow the gradient through nothing else.
-    """
+    """All reads of the draft's parameters, in one `forward`: outside it, FSDP2 and ZeRO-3 hold only
+    shards.
+    It returns plain tensors, because those wrappers follow the gradient through nothing else."""
 
     def __init__(self, draft: nn.Module, divergence: Divergence) -> None:
         super().__init__()
@@ -213,13 +211,10 @@ class Distillation:
         return self.read(self.take_step(batches, upcoming))
 
     def take_step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> UnreadStats:
-        """Take one optimizer step over this rank's micro-batches; the results stay on the device. A non-finite loss or
-        gradient skips the step, and is counted.
-
-        `upcoming` is the first batch of the next step. A target that can work ahead gets the signal meanwhile.
-
-        Raises: RuntimeError after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one.
-        """
+        """Take one optimizer step over this rank's micro-batches; the results stay on the device. A
+        non-finite loss or gradient skips the step, and is counted. `upcoming` is the first batch of
+        the next step. A target that can work ahead gets the signal meanwhile. Raises RuntimeError
+        after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one."""
         assert len(batches) == self.optim.accumulation, "a step takes all of its micro-batches"
         # Set here, without a scheduler: accelerate would step a prepared one once per process, and DeepSpeed would step
         # it too late.
@@ -285,10 +280,9 @@ class Distillation:
         return self._sum_over_ranks(torch.stack(counts).sum(0))
 
     def _backward(self, loss: Tensor) -> bool:
-        """Add the gradient of a micro-batch. Returns False if there is none: DeepSpeed gets no loss that is not finite.
-
-        Raises: RuntimeError if DeepSpeed also holds the gradients of earlier micro-batches.
-        """
+        """Add the gradient of a micro-batch. Returns False if there is none: DeepSpeed gets no loss
+        that is not finite.
+        Raises RuntimeError if DeepSpeed also holds the gradients of earlier micro-batches."""
         # DeepSpeed makes the step within `backward`, so the loss is read first. Without it, `_update` reads the loss
         # together with the norm, and clears a gradient that is not finite.
         if uses_deepspeed() and int(self._count_not_finite([loss.detach()])):
@@ -303,11 +297,9 @@ class Distillation:
         return True
 
     def _update(self, losses: Sequence[Tensor], counts_2: Tensor) -> tuple[float | None, int, int, int]:
-        """Make the optimizer's step unless a loss or the gradient is not finite.
-
-        Returns: the norm of the gradient, or None for no step; the number of losses before the first that is not
-        finite on some rank; and the two counts, which are read together with the norm.
-        """
+        """Make the optimizer's step unless a loss or the gradient is not finite. Returns: the norm
+        of the gradient, or None for no step; the number of losses before the first that is not
+        finite on some rank; and the two counts, which are read together with the norm."""
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
         if uses_deepspeed():  # `backward` has made the step already
             grad_norm, num_finite = float(norm or 0.0), len(losses)  # it may have no norm to give
@@ -391,11 +383,9 @@ class Distillation:
             (folder / PROGRESS).write_text(json.dumps(progress))
 
     def resume(self, folder: Path) -> None:
-        """Continue from a folder written by `save`.
-
-        Raises: ValueError if ranks of another layout wrote it: they saw other batches and hold other shards. Also if
-        it was written with another optimizer, or holds anything but tensors and numbers, which would be code to run.
-        """
+        """Continue from a folder written by `save`. Raises ValueError if ranks of another layout
+        wrote it: they saw other batches and hold other shards. Also if it was written with another
+        optimizer, or holds anything but tensors and numbers, which would be code to run."""
         progress = json.loads((folder / PROGRESS).read_text())
         if not fits(folder, self.accelerator, self.optim.name):
             ranks, optimizer = _written_by(progress)

@@ -40,11 +40,8 @@ METADATA = {
 
 @contextmanager
 def without_code(checkpoint: Path, *, deepspeed: bool = False) -> Iterator[None]:
-    """Have `checkpoint` read without running code from it. `deepspeed` allows DeepSpeed's classes too.
-
-    Raises:
-        ValueError: if it holds anything else; nothing of it ran. The message names it.
-    """
+    """Have `checkpoint` read without running code from it. `deepspeed` allows DeepSpeed's classes
+    too. Raises ValueError if it holds anything else; nothing of it ran. The message names it."""
     # Both, because torch refuses to load with both set: the user may have set the second one.
     switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}  # for every torch.load
     before = {name: os.environ.get(name) for name in switches}

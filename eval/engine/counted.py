@@ -26,12 +26,8 @@ def counted_env(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | None:
-    """The inverse of `counted_env`; None if no answers are named.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: it holds another draft, or a number is out of bounds.
-    """
+    """The inverse of `counted_env`; None if no answers are named. Raises FileNotFoundError: there
+    is no such folder. Raises ValueError: it holds another draft, or a number is out of bounds."""
     found = {key: environment[name] for key, name in VARIABLES.items() if environment.get(name)}
     folder = found.pop(FOLDER, None)
     changes = {key: float(value) for key, value in found.items()}
@@ -45,10 +41,8 @@ class Counted:
         self.runner, self.draft = runner, draft
 
     def propose(self, scheduled: Any, sampled: Sequence[Sequence[int]], *_: Any) -> list[list[int]]:
-        """At most the scheduled number of draft tokens for each request, [B] lists.
-
-        `sampled` has the step's new tokens of each request, none of one whose prompt is not read whole.
-        """
+        """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
+        the step's new tokens of each request, none of one whose prompt is not read whole."""
         batch, most = self.runner.input_batch, scheduled.num_spec_tokens_to_schedule
         return [
             self._propose(batch.token_ids_cpu[row], int(batch.num_tokens_no_spec[row]), most, len(sampled))

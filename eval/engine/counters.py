@@ -34,10 +34,8 @@ class DecodeTime:
 
 
 def parse_counts(metrics: str) -> AcceptanceCounts:
-    """The speculation counters of a server since it started, summed over engines.
-
-    Raises: ValueError if there are none, because the server does not speculate or this is not a /metrics page.
-    """
+    """The speculation counters of a server since it started, summed over engines. Raises ValueError
+    if there are none, because the server does not speculate or this is not a /metrics page."""
     counts = find_counts(metrics)
     if counts is None:
         raise ValueError(f"no {SPEC_DECODE}* counters: {NO_COUNTERS}")

@@ -76,9 +76,7 @@ class DraftSource:
     @staticmethod
     def parse(text: str, lookups: Collection[str] = ()) -> DraftSource:
         """The inverse of `str`, also of `NAME=DRAFT`. `lookups` are further names of lookups.
-
-        Nothing is opened but a folder of counted answers before a plus.
-        """
+        Nothing is opened but a folder of counted answers before a plus."""
         name = None if Path(text).exists() else NAMED.fullmatch(text)
         if name:
             return replace(DraftSource.parse(name[2], lookups), given_name=name[1])
@@ -117,11 +115,8 @@ class DraftSource:
     @cached_property
     def folder(self) -> Path | None:
         """The folder of the draft, or of the head; a hub name is downloaded. None if there is none.
-
-        Raises:
-            FileNotFoundError: there is no such folder, here or on the hub.
-            ValueError: the name is a GGUF file.
-        """
+        Raises FileNotFoundError: there is no such folder, here or on the hub. Raises ValueError:
+        the name is a GGUF file."""
         if self.is_without_folder:
             return None
         refuse_gguf(self.source)
@@ -149,12 +144,8 @@ class DraftSource:
 
     @cached_property
     def family(self) -> Family:
-        """The family of the draft, or of the head.
-
-        Raises:
-            FileNotFoundError: there is no such draft.
-            ValueError: redraft has no module for it; the message names its layout.
-        """
+        """The family of the draft, or of the head. Raises FileNotFoundError: there is no such
+        draft. Raises ValueError: redraft has no module for it; the message names its layout."""
         if self.folder is None:
             return next(family for family in FAMILIES if family.name == self.source)
         return detect_family(self.folder)
@@ -162,15 +153,10 @@ class DraftSource:
     def speculative(
         self, sampling: SampleMethod = "greedy", lookups: Lookups | None = None, *, method: str | None = None
     ) -> dict[str, Any]:
-        """vLLM's --speculative-config without the number of tokens.
-
-        A draft that cannot be sampled is greedy whatever `sampling` says. `method` replaces the one that follows
-        from the draft's tensors. A draft without a module here may be served too.
-
-        Raises:
-            FileNotFoundError: there is no such draft.
-            ValueError: vLLM cannot serve it next to a target.
-        """
+        """vLLM's --speculative-config without the number of tokens. A draft that cannot be sampled
+        is greedy whatever `sampling` says. `method` replaces the one that follows from the draft's
+        tensors. A draft without a module here may be served too. Raises FileNotFoundError: there is
+        no such draft. Raises ValueError: vLLM cannot serve it next to a target."""
         lookups = lookups or Lookups()
         if self.lookup is not None:
             least = BEFORE_HEAD if lookups.least_first is None else lookups.least_first
@@ -205,7 +191,6 @@ def list_without_folder() -> list[str]:
 
 
 def shorten_name(draft: str) -> str:
-    """A draft's name in tables."""
     return DraftSource.parse(draft).name
 
 
@@ -222,12 +207,9 @@ def _look_up(lookup: str, lookups: Lookups, least_first: float | None = None) ->
 
 
 def choose_proposer(folder: Path) -> dict[str, Any]:
-    """vLLM's method for a draft's folder, and the flags beside it: by the tensors, else by config.json.
-
-    Raises:
-        FileNotFoundError: it holds no weights.
-        ValueError: vLLM has no proposer for it, or not beside its target.
-    """
+    """vLLM's method for a draft's folder, and the flags beside it: by the tensors, else by
+    config.json. Raises FileNotFoundError: it holds no weights. Raises ValueError: vLLM has no
+    proposer for it, or not beside its target."""
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
     names = _tensor_names(folder)
     if (foreign := match_foreign(config, names)) is not None:
@@ -256,7 +238,6 @@ def _tensor_names(folder: Path) -> Collection[str]:
 
 
 def _match_architecture(config: Mapping[str, Any]) -> Family | None:
-    """The family with an architecture that no other family has."""
     named = set(config.get("architectures") or ())
     return next((family for family in FAMILIES if named.intersection(family.architectures)), None)
 

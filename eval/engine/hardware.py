@@ -24,7 +24,6 @@ class Machine:
     gpu_shared_bytes: int = 0
     """Shared memory that one program of the GPU may have."""
     gpu_bytes: int | None = None
-    """Memory of the GPU."""
     host_bytes: int = sys.maxsize
     """Memory of the machine, or of the container."""
     cpu_has_bfloat16: bool = False

@@ -54,11 +54,8 @@ class HeadLimits:
 
 
 def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) -> dict[str, Any]:
-    """The speculative config of a head with a lookup before it; `lookup` and `head` are those of either alone.
-
-    Raises:
-        ValueError: no lookup goes before this draft.
-    """
+    """The speculative config of a head with a lookup before it; `lookup` and `head` are those of
+    either alone. Raises ValueError: no lookup goes before this draft."""
     family = find_speculative(head)
     if family is None or not family.takes_lookup:
         titles = ", ".join(family.title for family in FAMILIES if family.takes_lookup)
@@ -89,10 +86,7 @@ def mix_env(config: Mapping[str, Any]) -> dict[str, str]:
 
 def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
     """The inverse of `mix_env`; empty if no lookup goes first.
-
-    Raises:
-        ValueError: a variable is not a number.
-    """
+    Raises ValueError: a variable is not a number."""
     found = {key: environment[name] for key, name in VARIABLES.items() if name in environment}
     for key, value in found.items():
         if not value.isdecimal():
@@ -104,19 +98,14 @@ class Proposer(Protocol):
     """Proposes tokens as vLLM's runner does."""
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
-        """At most the scheduled number of draft tokens for each request, [B] lists.
-
-        `sampled` has the step's new tokens of each request, none of one whose prompt is not read whole.
-        """
+        """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
+        the step's new tokens of each request, none of one whose prompt is not read whole."""
         ...
 
 
 def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Proposer | None) -> LookupFirst:
-    """The proposer of a runner, with the settings of `read_mix`; without `answers`, n-grams are looked up.
-
-    Raises:
-        ValueError: no lookup goes before this draft.
-    """
+    """The proposer of a runner, with the settings of `read_mix`; without `answers`, n-grams are
+    looked up. Raises ValueError: no lookup goes before this draft."""
     speculative = runner.vllm_config.speculative_config
     # For the checks only: the result is dropped.
     mix(mixed, vars(speculative), HeadLimits())

@@ -18,11 +18,9 @@ def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
-    """Environment variables with which vLLM looks tokens up as the forecast does, alone or before a head.
-
-    vLLM's second model runner takes the last occurrence of an n-gram instead of the first, and drafts even if there is
-    none.
-    """
+    """Environment variables with which vLLM looks tokens up as the forecast does, alone or before a
+    head. vLLM's second model runner takes the last occurrence of an n-gram instead of the first,
+    and drafts even if there is none."""
     config = config or {}
     # Any other draft runs on the model runner of vLLM's choice.
     if config.get("method") != "ngram" and not needs_plugin(config):
@@ -52,13 +50,9 @@ def patch_lookups() -> None:
 
 
 def install(runner: Any) -> None:
-    """Look tokens up from now on, if the environment says so.
-
-    Raises:
-        FileNotFoundError: there is no folder of the name given for counted answers.
-        ValueError: a setting is wrong, no lookup goes before this draft, or this is not the V1 model runner. vLLM does
-            not start then.
-    """
+    """Look tokens up from now on, if the environment says so. Raises FileNotFoundError: there is no
+    folder of the name given for counted answers. Raises ValueError: a setting is wrong, no lookup
+    goes before this draft, or this is not the V1 model runner. vLLM does not start then."""
     if hasattr(runner, "redraft_lookup"):
         return
     answers, mixed = counted.read_counted(), lookup_first.read_mix()

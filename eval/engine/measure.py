@@ -100,13 +100,10 @@ def measure(
     concurrency: int = 4,
 ) -> Measurement:
     """Send every prompt after a warm-up; return outputs, duration and the engine's counts.
-
-    Without `sampling`, requests name no parameter: the server takes all from the target's generation_config.json.
-
-    Raises:
-        ValueError: there are no prompts; the engine refused one; another client used the server meanwhile.
-        ConnectionError: the server went away; the message says how far it got.
-    """
+    Without `sampling`, requests name no parameter: the server takes all from the target's
+    generation_config.json. Raises ValueError: there are no prompts; the engine refused one; another
+    client used the server meanwhile. Raises ConnectionError: the server went away; the message says
+    how far it got."""
     if not prompts:
         raise ValueError("there is no prompt to measure: every one was filtered out, or the data set is empty")
     # As many requests at once as below, so no batch size is new to the engine when the clock runs.
@@ -145,10 +142,9 @@ def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
 
 
 def time_steps(requests: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """`step_s` and `half_step_s` of a `Measurement`, without steps that also compute a prefill; {} if there are few.
-
-    A request is the time when it was sent, and the times when each step's tokens arrived.
-    """
+    """`step_s` and `half_step_s` of a `Measurement`, without steps that also compute a prefill; {}
+    if there are few.
+    A request is the time when it was sent, and the times when each step's tokens arrived."""
     prefills = [(times_s[0], times_s[1]) for times_s in requests if len(times_s) > 1]
     steps: list[tuple[float, float]] = []
     for times_s in requests:
@@ -172,10 +168,8 @@ async def complete_all(
     concurrency: int,
     label: str,
 ) -> list[Output]:
-    """The output of every prompt, in order, `concurrency` requests at a time; `label` is for the progress bar.
-
-    Raises: ValueError, ConnectionError as `measure`.
-    """
+    """The output of every prompt, in order, `concurrency` requests at a time; `label` is for the
+    progress bar. Raises ValueError, ConnectionError as `measure`."""
     slots = asyncio.Semaphore(concurrency)
     # No timeout: the prefill of a long prompt takes minutes on a CPU.
     async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=concurrency)) as client:
@@ -281,9 +275,7 @@ def _read_metrics(server: VllmServer) -> str:
 
 def _require_equal_counters(server: VllmServer, before: AcceptanceCounts, requests: AcceptanceCounts) -> None:
     """Raise ValueError unless the engine's counters moved by exactly the requests' counts.
-
-    If they moved further, they include the requests of another client.
-    """
+    If they moved further, they include the requests of another client."""
     deadline = time.monotonic() + STATISTICS_TIMEOUT_S
     while (now := read_counters(server)) != before + requests:
         if time.monotonic() > deadline:

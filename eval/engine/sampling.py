@@ -66,11 +66,8 @@ ALL_TOKENS = Sampling()
 
 
 def read_sampling(target: str | Path) -> Sampling:
-    """The sampling of a request that names no parameter: the target's generation_config.json, as vLLM reads it.
-
-    Raises:
-        ValueError: if the file holds a value that no engine samples with.
-    """
+    """The sampling of a request that names no parameter: the target's generation_config.json, as
+    vLLM reads it. Raises ValueError if the file holds a value that no engine samples with."""
     config = read_generation_config(open_folder(target))
     given = {field.name: config[field.name] for field in fields(Sampling) if config.get(field.name) is not None}
     if "top_k" in given:

@@ -41,12 +41,9 @@ def serve_and_count(
     options: EngineOptions,
     folder: Path,
 ) -> CountsByTemperature:
-    """The engine's counts of every prompt. They are cached in `folder`, so a killed run does not serve it again.
-
-    Raises:
-        ChildProcessError: the engine died; the message is the engine's, with the cure if the draft's folder shows one.
-        ConnectionError: the server went away.
-    """
+    """The engine's counts of every prompt. They are cached in `folder`, so a killed run does not
+    serve it again. Raises ChildProcessError: the engine died; the message is the engine's, with the
+    cure if the draft's folder shows one. Raises ConnectionError: the server went away."""
     assert draft.speculative is not None, "vLLM can serve it"
     config = {**forget_requests(draft.speculative), "num_speculative_tokens": num_speculative_tokens}
 

@@ -70,17 +70,13 @@ def vllm_server(
     given_up: threading.Event | None = None,
 ) -> Iterator[VllmServer]:
     """A vLLM server of `model` on a free loopback port: healthy on entry, always stopped on exit.
-
-    The default dtype is that of training (`default_target_dtype`). The default mode is vLLM's on a GPU, and eager on a
-    CPU, where compilation takes a minute: whoever measures speed chooses one (`serving.baseline`). `cpu_cores` ("0-3")
-    keeps two servers of one machine off each other's cores: by default, vLLM starts both at core 0. `given_up` ends the
-    wait for a healthy server.
-
-    Raises:
-        ChildProcessError: the engine died; the message is the engine's. Or it was given up.
-        TimeoutError: the server did not become healthy.
-        ValueError: vLLM would not serve this draft so (`require_servable`).
-    """
+    The default dtype is that of training (`default_target_dtype`). The default mode is vLLM's on a
+    GPU, and eager on a CPU, where compilation takes a minute: whoever measures speed chooses one
+    (`serving.baseline`). `cpu_cores` ("0-3") keeps two servers of one machine off each other's
+    cores: by default, vLLM starts both at core 0. `given_up` ends the wait for a healthy server.
+    Raises ChildProcessError: the engine died; the message is the engine's. Or it was given up.
+    Raises TimeoutError: the server did not become healthy. Raises ValueError: vLLM would not serve
+    this draft so (`require_servable`)."""
     require_servable(speculative_config, {**os.environ, **(extra_env or {})})
     port = free_port()
     on_cpu = engine_is_cpu()
@@ -119,11 +115,10 @@ def engine_dtype(model: str | Path) -> str:
 
 
 def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The --speculative-config for vLLM: without the keys that it does not know, and with a faster choice of tokens.
-
-    A greedy head with a smaller vocabulary chooses there. By default vLLM copies the logits into a row of the
-    target's vocabulary first: the same token, 0.24 ms later instead of 0.04 ms with 8,192 of 49,152 tokens on a CPU.
-    """
+    """The --speculative-config for vLLM: without the keys that it does not know, and with a faster
+    choice of tokens. A greedy head with a smaller vocabulary chooses there. By default vLLM copies
+    the logits into a row of the target's vocabulary first: the same token, 0.24 ms later instead of
+    0.04 ms with 8,192 of 49,152 tokens on a CPU."""
     config = vllm_part(speculative_config)
     family = find_speculative(config)
     is_greedy = config.get("draft_sample_method", "greedy") == "greedy"
@@ -134,19 +129,16 @@ def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     """The same configuration, with a draft without memory of other requests.
-
-    A suffix draft caches answers, and a measurement may repeat a prompt.
-    """
+    A suffix draft caches answers, and a measurement may repeat a prompt."""
     if speculative_config.get("method") != "suffix":
         return dict(speculative_config)
     return {**speculative_config, "suffix_decoding_max_cached_requests": 0}
 
 
 def require_servable(speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if vLLM would refuse this draft, or would be asked for more tokens than it proposes.
-
-    The check before a server starts: of the model runner, and of the number of tokens in the draft's config.json.
-    """
+    """Raise ValueError if vLLM would refuse this draft, or would be asked for more tokens than it
+    proposes. The check before a server starts: of the model runner, and of the number of tokens in
+    the draft's config.json."""
     require_runner(speculative_config, environment)
     _require_tokens(speculative_config or {})
 
@@ -180,9 +172,7 @@ def require_runner(
 
 def _require_tokens(speculative_config: Mapping[str, Any]) -> None:
     """Raise ValueError if more tokens are asked for than the draft in the folder `model` proposes.
-
-    vLLM would make up the others. A draft that vLLM has yet to download is not checked.
-    """
+    vLLM would make up the others. A draft that vLLM has yet to download is not checked."""
     family, model = find_speculative(speculative_config), speculative_config.get("model")
     asked = speculative_config.get("num_speculative_tokens")
     if family is None or family.fixed_tokens is None or model is None or asked is None:
@@ -216,9 +206,7 @@ def read_threads(log: Path) -> int | None:
 
 def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
     """A warning if vLLM's CPU build would run at two speeds with these variables; else "".
-
-    The loop of the engine core needs a core of its own (`engine.wait`).
-    """
+    The loop of the engine core needs a core of its own (`engine.wait`)."""
     threads = int(environment.get("OMP_NUM_THREADS") or num_cores)
     if environment.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind" or threads < num_cores or num_cores == 1:
         return ""
@@ -253,11 +241,8 @@ def wait_until_healthy(
     given_up: threading.Event | None = None,
 ) -> None:
     """Return when `GET {url}/health` succeeds.
-
-    Raises:
-        ChildProcessError: the process ended; the message is from the log. Or it was given up.
-        TimeoutError: the server did not become healthy.
-    """
+    Raises ChildProcessError: the process ended; the message is from the log. Or it was given up.
+    Raises TimeoutError: the server did not become healthy."""
     started = time.monotonic()
     with Progress(desc=f"{name} starts", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
         while time.monotonic() - started < START_TIMEOUT_S:

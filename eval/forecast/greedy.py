@@ -58,8 +58,6 @@ class PromptForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastSummary:
-    """The forecast over several answers."""
-
     num_prompts: int
     num_output_tokens: int
     alpha: float
@@ -74,8 +72,6 @@ class ForecastSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One draft on all prompts."""
-
     per_prompt: list[PromptForecast]
 
     @property
@@ -114,13 +110,9 @@ def greedy_continuations(
     batch_size: int = 16,
     keep: Keep | None = None,
 ) -> list[Continuation]:
-    """The greedy answer of a `transformers` causal LM to every prompt, and the K - 1 tokens after it.
-
-    With `keep`, an interrupted run goes on after the last whole batch.
-
-    Raises:
-        ValueError: a prompt with its answer exceeds the target's window.
-    """
+    """The greedy answer of a `transformers` causal LM to every prompt, and the K - 1 tokens after
+    it. With `keep`, an interrupted run goes on after the last whole batch. Raises ValueError: a
+    prompt with its answer exceeds the target's window."""
     require_window(target, prompts, max_tokens + num_speculative_tokens - 1)
     # Prompts of similar length share a batch, so there is little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
@@ -158,9 +150,8 @@ def generate_answers(
     on_step: Callable[[], object] = lambda: None,
 ) -> list[Continuation]:
     """The answers to one batch of prompts. `on_step` is called after each token of all answers.
-
-    The random numbers of an answer depend on `seed`, temperature and prompt only, so batching does not change it.
-    """
+    The random numbers of an answer depend on `seed`, temperature and prompt only, so batching does
+    not change it."""
     beyond = num_speculative_tokens - 1
     uniforms = [_uniform(prompt, max_tokens + beyond, sampling.temperature, seed) for prompt in prompts]
     uniform_BT = torch.stack(uniforms)
@@ -195,7 +186,6 @@ def _uniform(prompt: Prompt, num_tokens: int, temperature: float, seed: int) -> 
 def cut_continuation(
     prompt: Prompt, text: Sequence[int], max_tokens: int, num_beyond: int, end_ids: Collection[int]
 ) -> Continuation:
-    """Split generated tokens into the answer and the `num_beyond` tokens after it."""
     end = _output_length(text, max_tokens, end_ids)
     return Continuation(prompt=prompt, output_ids=list(text[:end]), beyond_ids=list(text[end : end + num_beyond]))
 
@@ -262,11 +252,9 @@ def forecast(
     num_speculative_tokens: int,
     device: torch.device | str = "cpu",
 ) -> Forecast:
-    """Acceptance of `draft` at temperature 0 on the target's greedy text, in one teacher-forced pass per prompt.
-
-    Raises:
-        ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
-    """
+    """Acceptance of `draft` at temperature 0 on the target's greedy text, in one teacher-forced
+    pass per prompt.
+    Raises ValueError: the draft has fewer draft steps than `num_speculative_tokens`."""
     return Forecast(
         per_prompt=[
             forecast_prompt(draft, target_signal, continuation, num_speculative_tokens, device)
@@ -283,7 +271,6 @@ def forecast_prompt(
     num_speculative_tokens: int,
     device: torch.device | str,
 ) -> PromptForecast:
-    """`forecast` on one answer."""
     num_output = len(continuation.output_ids)
     prompt_ids = continuation.prompt.token_ids
     text = [*prompt_ids, *continuation.output_ids, *continuation.beyond_ids]
@@ -322,10 +309,7 @@ class QuickMetrics:
 
 def quick_metrics(sums: Tensor) -> QuickMetrics:
     """Rates from the `metric_sums` of any number of batches, added up.
-
-    Raises:
-        ValueError: no row of the batches has a label.
-    """
+    Raises ValueError: no row of the batches has a label."""
     if sums[0] == 0:
         raise ValueError("the held-out batches have no row with a label: check the loss mask and the held-out split")
     num_rows, alpha_sum, alpha_greedy_sum, num_blocks, *accepted = sums.tolist()
@@ -342,10 +326,7 @@ def quick_metrics(sums: Tensor) -> QuickMetrics:
 @torch.no_grad()
 def metric_sums(draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int) -> Tensor:
     """Rows, alpha, alpha_greedy, blocks, accepted per position; float64 on the CPU, [4 + K].
-
-    Raises:
-        ValueError: the draft has too few draft steps.
-    """
+    Raises ValueError: the draft has too few draft steps."""
     steps = take_draft_steps(draft, batch, signal, num_speculative_tokens)
     # the draft may run in bf16, but its metrics may not
     with torch.autocast(batch.input_ids_BT.device.type, enabled=False):

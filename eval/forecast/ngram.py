@@ -27,7 +27,6 @@ class Ngram:
     def blocks(
         self, ids: Sequence[int], first: int, num_prefixes: int, num_speculative_tokens: int
     ) -> Iterator[list[int]]:
-        """As `propose_ngrams`."""
         return propose_ngrams(ids, first, num_prefixes, self, num_speculative_tokens)
 
     @property

@@ -62,10 +62,9 @@ def target_rows(distribution: ExactTarget | TopKTarget, rows_N: Tensor, sampling
 @dataclass(frozen=True, kw_only=True)
 class StepRates:
     """A draft step beside the target in N rows. Each rate is computed when asked for.
-
-    A reduced draft vocabulary is mapped here: other tokens have q = 0 and are never drafted. If the target
-    is known in its top-k ids only, alpha and alpha_greedy are lower bounds, because p of the tail is taken as 0.
-    """
+    A reduced draft vocabulary is mapped here: other tokens have q = 0 and are never drafted. If the
+    target is known in its top-k ids only, alpha and alpha_greedy are lower bounds, because p of the
+    tail is taken as 0."""
 
     target: TargetRows
     q_NW: Tensor
@@ -100,9 +99,7 @@ class StepRates:
 
     def accept(self, label_N: Tensor, *, is_sampled: bool) -> Tensor:
         """P(the label was drafted and accepted), given the text, [N].
-
-        `eval.forecast.verification` derives it.
-        """
+        `eval.forecast.verification` derives it."""
         if not is_sampled:
             return (self.token == label_N).float()
         q_N = self._look_up_q(label_N[:, None]).squeeze(-1)
@@ -120,10 +117,9 @@ class StepRates:
 
 
 def step_rates(step: DraftStep, rows_N: Tensor, target: TargetRows, temperature: float) -> StepRates:
-    """The rates of a draft step in `rows_N` of the flattened batch. `target` holds the rows predicted by these.
-
-    Only the temperature changes q: engines do not filter what a draft proposes.
-    """
+    """The rates of a draft step in `rows_N` of the flattened batch. `target` holds the rows
+    predicted by these.
+    Only the temperature changes q: engines do not filter what a draft proposes."""
     q_NW = probabilities(step.logits(rows_N), temperature)
     return StepRates(target=target, q_NW=q_NW, draft_ids_W=step.draft_ids_W)
 
@@ -155,11 +151,8 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
 
 
 def take_draft_steps(draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int) -> list[DraftStep]:
-    """The draft steps needed for `num_speculative_tokens`: one if the draft is autoregressive, otherwise K.
-
-    Raises:
-        ValueError: the draft has fewer.
-    """
+    """The draft steps needed for `num_speculative_tokens`: one if the draft is autoregressive,
+    otherwise K. Raises ValueError: the draft has fewer."""
     steps = draft.draft_steps(batch, signal, num_speculative_tokens if draft.is_block else None)
     needed = 1 if draft.is_autoregressive else num_speculative_tokens
     if len(steps) < needed:
@@ -173,10 +166,9 @@ def take_draft_steps(draft: Draft, batch: Batch, signal: TargetSignal, num_specu
 def block_matches(
     compared: Sequence[ComparedRows], num_speculative_tokens: int, is_autoregressive: bool
 ) -> tuple[Tensor, Tensor]:
-    """(the j-th token drafted in a row is the target's greedy one, it has a label), each bool [B, T, K].
-
-    The rows are teacher-forced, so entry j is conditional on a match of the earlier tokens.
-    """
+    """(the j-th token drafted in a row is the target's greedy one, it has a label), each bool [B,
+    T, K].
+    The rows are teacher-forced, so entry j is conditional on a match of the earlier tokens."""
     if not is_autoregressive:
         return (
             torch.stack([rows.agree_BT for rows in compared], dim=-1),

@@ -26,7 +26,6 @@ class StoredForecast:
     max_tokens: int
     """Longest answer, in tokens."""
     end_ids: tuple[int, ...]
-    """Token ids that end an answer."""
     by_prompt: Mapping[str, tuple[int, int]]
     """Drafts and accepted tokens, by the digest of the prompt."""
     dtype: str | None = None

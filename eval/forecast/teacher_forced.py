@@ -104,11 +104,8 @@ def forecast_drafts(
     folder: Path,
 ) -> Rows:
     """Every draft on the target's answer to every prompt; finished batches are cached in `folder`.
-
-    `signal` must give the last hidden state and the ascending union of the layers read by the drafts.
-
-    Raises: ValueError if a prompt plus answer exceeds the target's window.
-    """
+    `signal` must give the last hidden state and the ascending union of the layers read by the
+    drafts. Raises ValueError if a prompt plus answer exceeds the target's window."""
     require_window(target, prompts, protocol.max_tokens + protocol.most_tokens - 1)
     # Prompts of similar length share a batch, so there is little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
@@ -127,8 +124,6 @@ def forecast_drafts(
 
 @dataclass(frozen=True)
 class _Batch:
-    """Prompts answered and evaluated together."""
-
     prompts: list[Prompt]
     temperature: float
     protocol: Protocol
@@ -222,7 +217,6 @@ def evaluate_batch(
 
 
 def _list_passes(draft: Forecastable, protocol: Protocol) -> list[int]:
-    """The numbers of draft tokens that take a pass of their draft each."""
     limit = draft.max_tokens or protocol.most_tokens
     if draft.is_block:
         # If all numbers are above the limit, one pass at the limit still gives alpha.
@@ -231,19 +225,16 @@ def _list_passes(draft: Forecastable, protocol: Protocol) -> list[int]:
 
 
 def _limit_to_pass(draft: Forecastable, protocol: Protocol, most: int) -> Protocol:
-    """The protocol with the numbers of draft tokens whose counts the pass of `most` tokens gives."""
     return replace(protocol, num_speculative_tokens=(most,)) if draft.is_block else protocol
 
 
 def _add_counts(earlier: PromptRows | None, row: PromptRows) -> PromptRows:
-    """The row of a pass, with the counts of the passes of fewer tokens."""
     if earlier is None:
         return row
     return replace(row, counts=earlier.counts | row.counts, other_counts=earlier.other_counts | row.other_counts)
 
 
 def _labels(texts: Sequence[Continuation], batch: Batch) -> Labels:
-    """The tokens of the answers and beyond, text after text."""
     width = batch.input_ids_BT.shape[1]
     # The row of the prompt's last token predicts the first label. Prompt x[0..3] in row 1 of a batch of width
     # 10: flat row 10 + 3 predicts x[4].
@@ -267,10 +258,9 @@ def _select_layers(signal: TargetSignal, union: Sequence[int], draft: Forecastab
 def _propose(
     draft: Forecastable, batch: Batch, signal: TargetSignal, texts: Sequence[Continuation], most_tokens: int
 ) -> list[Proposals]:
-    """The proposals for `most_tokens`: one step of an autoregressive draft, K steps of others, K looked-up tokens.
-
-    With a lookup first: the K looked-up tokens, and then the steps that the head may take.
-    """
+    """The proposals for `most_tokens`: one step of an autoregressive draft, K steps of others, K
+    looked-up tokens.
+    With a lookup first: the K looked-up tokens, and then the steps that the head may take."""
     if isinstance(draft.steps, Lookup):
         return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))
     if draft.first is not None:
@@ -284,10 +274,9 @@ def _propose(
 
 
 def _mix(looked_up: Sequence[Proposals], verified: Sequence[VerifiedLabels]) -> list[VerifiedLabels]:
-    """Rates of the K tokens of a block, which is looked up if any token is found for the beginning, and drafted if not.
-
-    `verified` has the rates of the K tokens looked up, and then those of at most K steps.
-    """
+    """Rates of the K tokens of a block, which is looked up if any token is found for the beginning,
+    and drafted if not.
+    `verified` has the rates of the K tokens looked up, and then those of at most K steps."""
     by_lookup, by_head = verified[: len(looked_up)], verified[len(looked_up) :]
     matched_N = _is_found(looked_up[0])
     mixed = []

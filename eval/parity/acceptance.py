@@ -38,11 +38,10 @@ TOO_GOOD = 0.97
 def find_missed_forecast(
     served: Sequence[AcceptanceCounts], expected: Sequence[AcceptanceCounts], *, is_exact: bool
 ) -> Iterator[Finding]:
-    """A finding if serving does not count as the forecast of publication does, over the same prompts.
-
-    `is_exact` if both computed in float32: they count the same on nearly every prompt, so that a small fault shows too.
-    If one was in bfloat16, ties are broken otherwise here and there, and only a difference in the mean counts.
-    """
+    """A finding if serving does not count as the forecast of publication does, over the same
+    prompts. `is_exact` if both computed in float32: they count the same on nearly every prompt, so
+    that a small fault shows too. If one was in bfloat16, ties are broken otherwise here and there,
+    and only a difference in the mean counts."""
     # Columns: served, expected.
     accepted_N2, drafts_N2 = (
         np.array([[getattr(s, name), getattr(e, name)] for s, e in zip(served, expected, strict=True)], np.float64)
@@ -66,11 +65,9 @@ def find_missed_forecast(
 
 
 def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterator[Finding]:
-    """A finding if serving accepts clearly less than training measured on held-out text of the same data.
-
-    For a draft without a published forecast. Usually the served tau is above the trained one, because greedy answers
-    are more predictable than a data set.
-    """
+    """A finding if serving accepts clearly less than training measured on held-out text of the same
+    data. For a draft without a published forecast. Usually the served tau is above the trained one,
+    because greedy answers are more predictable than a data set."""
     served, expected = counts.tau - 1, trained_tau - 1
     if served + NUM_SIGMAS * _standard_error(counts) < MIN_SHARE * expected:
         yield Finding(
@@ -101,7 +98,6 @@ def find_too_good(counts: AcceptanceCounts) -> Iterator[Finding]:
 
 
 def _standard_error(counts: AcceptanceCounts) -> float:
-    """Standard error of the mean number of accepted tokens per draft."""
     c = counts.acceptance_per_position
     mean = sum(c)
     # E[n^2] = sum_j (2j + 1) c_j for n the accepted tokens of a block: n = 2 has c = (1, 1), and 1 + 3 = 4

@@ -151,7 +151,6 @@ def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[t
 
 
 def _confidence_differences(trained: Trained, block: Block, tolerance: float) -> Iterator[tuple[str, str]]:
-    """Estimates of acceptance other than training's."""
     if len(trained.confidence) != len(block.confidence):
         yield (
             "confidence",
@@ -172,7 +171,6 @@ def _trained(
     drafted: Sequence[int],
     device: str,
 ) -> Trained:
-    """Training's computation on the engine's text."""
     batch = Batch.padded([[*prefix, *drafted]], device=device)
     target = None if signal is None else signal(batch)
     steps = draft.draft_steps(batch, target, len(drafted))
@@ -232,10 +230,8 @@ def _parallel(_: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor 
 
 
 def _block(draft: Any, steps: list[DraftStep], batch: Batch, _: Tensor | None, num_drafted: int) -> Expected:
-    """DFlash, DSpark: the anchor and the masks in one pass; the slots from the first one that proposes.
-
-    The features went into the cache before, and are not seen here.
-    """
+    """DFlash, DSpark: the anchor and the masks in one pass; the slots from the first one that
+    proposes. The features went into the cache before, and are not seen here."""
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
     # Slot 0 stands on the prefix's last token, at position row + 1.
@@ -283,7 +279,6 @@ the number of draft tokens."""
 
 
 def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -> list[Pass]:
-    """The engine's passes of a block."""
     if parity == "parallel":  # one row, whose position the engine does not give
         (only,) = block.passes
         at, feature_ND = trained[0].positions_N, only["args"][0]

@@ -21,8 +21,6 @@ from redraft.heads.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRun:
-    """One engine and the requests to it."""
-
     target: str
     speculative_config: Mapping[str, Any]
     prompts: Sequence[Sequence[int]]
@@ -33,7 +31,6 @@ class EngineRun:
     blocks_a_prompt: int = 4
     """Number of blocks per prompt to record with passes; later blocks keep only the drafted tokens."""
     recorded_prompts: int = 4
-    """Number of prompts to record, from the first."""
     kv_cache_bytes: int = 64 << 20
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `LLM`."""
@@ -47,8 +44,6 @@ class EngineRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One block of draft tokens."""
-
     request: int
     """Index of the prompt."""
     num_output: int
@@ -62,14 +57,11 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """The outputs and drafted blocks of one engine."""
-
     run: EngineRun
     outputs: list[list[int]]
     blocks: list[Block]
 
     def prefix(self, block: Block) -> list[int]:
-        """The tokens before the block."""
         return [*self.run.prompts[block.request], *self.outputs[block.request][: block.num_output]]
 
     def recorded(self) -> list[Block]:
@@ -79,9 +71,7 @@ class Dump:
 
     def counts_by_prompt(self) -> list[AcceptanceCounts]:
         """The engine's acceptance on each prompt.
-
-        The last block of a request is drafted in the step that ends it, and never verified.
-        """
+        The last block of a request is drafted in the step that ends it, and never verified."""
         accepted: list[list[int]] = [[] for _ in self.run.prompts]
         for block, after in zip(self.blocks, self.blocks[1:], strict=False):
             if block.request == after.request:
@@ -90,17 +80,13 @@ class Dump:
         return [AcceptanceCounts.from_blocks(each, self.run.num_speculative_tokens) for each in accepted]
 
     def counts(self) -> AcceptanceCounts:
-        """The engine's acceptance over all prompts."""
         return sum(self.counts_by_prompt(), AcceptanceCounts.zero(self.run.num_speculative_tokens))
 
 
 def run_engine(runs: Sequence[EngineRun], folder: Path, environment: Mapping[str, str] | None = None) -> list[Dump]:
     """Run the engines one after the other in one process; files and log go to `folder`.
-
-    vLLM chooses the model runner, as in a server. `environment` is added to the process's variables.
-
-    Raises: ChildProcessError with the engine's message.
-    """
+    vLLM chooses the model runner, as in a server. `environment` is added to the process's
+    variables. Raises ChildProcessError with the engine's message."""
     folder.mkdir(parents=True, exist_ok=True)
     outs = [folder / f"dump-{i}.pt" for i in range(len(runs))]
     jobs = [{**asdict(run), "out": str(out)} for run, out in zip(runs, outs, strict=True)]

@@ -36,10 +36,8 @@ def build_acceptance_report(
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The content of report.json.
-
     `target` has `name` and `fingerprint`. `settings` are the settings of the measurement. The
-    section `baseline` is None; `eval.report.regression.compare_reports` makes one.
-    """
+    section `baseline` is None; `eval.report.regression.compare_reports` makes one."""
     rows = build_results(measured)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -72,9 +70,7 @@ def hash_prompt(prompt: Prompt) -> str:
 
 def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write report.json, report.html and report.md into `folder`.
-
-    Returns the path of report.html, or of report.json if the page could not be drawn.
-    """
+    Returns the path of report.html, or of report.json if the page could not be drawn."""
     page = write_page(folder, report, TEMPLATES / "acceptance.html.j2", _draw_charts)
     write_whole(folder / "report.md", render_markdown(report))
     return page
@@ -87,7 +83,6 @@ def _draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """The report as Markdown, for a pull request."""
     return render_text(TEMPLATES / "acceptance.md.j2", **report)
 
 
@@ -121,7 +116,6 @@ def _list_notes(measured: Measured, drafts: Sequence[NamedDraft]) -> list[str]:
 
 
 def _list_left_out(settings: Mapping[str, Any]) -> list[str]:
-    """A note on the penalties that users of the target get, and this report does not have."""
     penalties = [f"{name} {value:g}" for name, value in settings.get("penalties_left_out", {}).items()]
     if not penalties:
         return []

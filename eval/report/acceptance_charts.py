@@ -36,7 +36,6 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 
 
 def _taus(rows: Rows, names: Sequence[str], k: int) -> alt.LayerChart:
-    """A dot with an interval for every draft and domain."""
     points = []
     for row in rows:
         if entry := find_entry(row, k):
@@ -78,7 +77,6 @@ def _by_k(rows: Rows, names: Sequence[str]) -> alt.LayerChart | None:
 
 
 def _accepted(rows: Rows, names: Sequence[str]) -> alt.LayerChart | None:
-    """Acceptance by position, at every draft's largest number of draft tokens."""
     points = []
     for row in rows:
         for position, rate in enumerate(_read_rates(row), 1):
@@ -106,7 +104,6 @@ def _by_temperature(report: Mapping[str, Any], names: Sequence[str]) -> alt.Laye
 
 
 def _engine(rows: Rows) -> alt.LayerChart | None:
-    """A bar for every tau counted by the engine, with a diamond for the forecast."""
     points = []
     for row in rows:
         for entry in row["by_num_speculative_tokens"]:
@@ -121,7 +118,6 @@ def _engine(rows: Rows) -> alt.LayerChart | None:
 
 
 def _lines(points: Rows, names: Sequence[str], x_title: str, y_title: str) -> alt.LayerChart:
-    """A line for every draft, with the interval of every value."""
     base = alt.Chart(alt.Data(values=list(points)), width="container", height=PANEL_HEIGHT).encode(
         x=alt.X("x:O", title=x_title, axis=alt.Axis(labelAngle=0)),
         color=_color("series", names, legend=len(names) > 1),

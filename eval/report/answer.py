@@ -19,10 +19,8 @@ Report = Mapping[str, Any]
 
 
 def compose_answer(measured: Measured, report: Report) -> list[str]:
-    """The report's `answer`, one sentence per item; the first is the page's title.
-
-    All of them are about the draft with the highest tau over all domains at the first temperature.
-    """
+    """The report's `answer`, one sentence per item; the first is the page's title. All of them are
+    about the draft with the highest tau over all domains at the first temperature."""
     first, k = measured.temperatures[0], choose_common_k(report["results"])
     taus = {}
     for row in report["results"]:

@@ -71,7 +71,6 @@ def _curve(entries: Rows, names: Mapping[str, str], title: str) -> alt.Chart | N
 
 
 def _color(field: str, domain: Sequence[str], *, legend: bool) -> alt.Color:
-    """The page's colours for the values in `domain`, in this order."""
     return alt.Color(
         f"{field}:N",
         scale=alt.Scale(domain=list(domain)),
@@ -80,10 +79,9 @@ def _color(field: str, domain: Sequence[str], *, legend: bool) -> alt.Color:
 
 
 def bars_with_forecast(rows: Rows, x: alt.X, title: str, *, highest: float | None = None) -> alt.LayerChart:
-    """A bar for every value with series `engine`, and a diamond for every value with series `forecast`.
-
-    Rows have `label`, `value` and `series`. The y axis ends above `highest`, by default the highest value.
-    """
+    """A bar for every value with series `engine`, and a diamond for every value with series
+    `forecast`. Rows have `label`, `value` and `series`. The y axis ends above `highest`, by default
+    the highest value."""
     top = HEADROOM * (max(row["value"] for row in rows) if highest is None else highest)
     series = [name for name in ("engine", "forecast") if any(row["series"] == name for row in rows)]
     base = alt.Chart(alt.Data(values=list(rows)), width="container", height=PANEL_HEIGHT).encode(

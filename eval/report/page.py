@@ -55,10 +55,9 @@ Charts = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def offline_section(*, before: Forecast, after: Forecast, ce_baseline: Forecast | None = None) -> dict[str, Any]:
-    """The forecasts on held-out prompts: before training, distilled, and trained with cross-entropy on the text.
-
-    The gain of distillation over cross-entropy has a 95% interval over prompts in pairs.
-    """
+    """The forecasts on held-out prompts: before training, distilled, and trained with cross-entropy
+    on the text.
+    The gain of distillation over cross-entropy has a 95% interval over prompts in pairs."""
     section: dict[str, Any] = {}
     for name, forecast in (("before", before), ("after", after), ("ce_baseline", ce_baseline)):
         if forecast is not None:
@@ -95,10 +94,9 @@ class Speed:
         return f"{advice}; {ratio:.2f}x as fast [{low:.2f}, {high:.2f}] as the fastest server without one"
 
     def to_json(self, tau: float, num_speculative_tokens: int) -> dict[str, Any]:
-        """Medians, the speed-up with its 95% interval over rounds, and the cost of a draft token in target steps.
-
-        A speed-up s at tau means that a step with k draft tokens takes tau / s times as long as one without.
-        """
+        """Medians, the speed-up with its 95% interval over rounds, and the cost of a draft token in
+        target steps. A speed-up s at tau means that a step with k draft tokens takes tau / s times
+        as long as one without."""
         speedup, interval = self.speedup()
         return {
             "rounds": len(self.with_draft),
@@ -114,9 +112,8 @@ def engine_section(
     with_draft: Measurement, lossless: Lossless, tau_forecast: float, speed: Speed | None = None
 ) -> dict[str, Any]:
     """The measurements of a real engine, and the error of the forecast: |tau_forecast - tau| / tau.
-
-    A speed-up is reported only from rounds in turns: two runs one after the other differ by the machine's load as well.
-    """
+    A speed-up is reported only from rounds in turns: two runs one after the other differ by the
+    machine's load as well."""
     counts = with_draft.counts
     assert counts is not None, "measured with a draft"
     return {
@@ -155,9 +152,7 @@ def domain_section(forecast: Forecast, with_draft: Measurement | None = None) ->
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write a draft's report.json and report.html into `folder` and return the path of the page.
-
-    Raises: ValueError if a key is missing, or a number is not finite.
-    """
+    Raises ValueError if a key is missing, or a number is not finite."""
     _require_keys(report)
     return write_page(folder, report, TEMPLATES / "report.html.j2", _draw_charts)
 
@@ -177,15 +172,10 @@ def write_page(
     stem: str = "report",
     extras: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `report` as <stem>.json, and as the page <stem>.html from `template` with the charts of `charts`.
-
-    `extras` are further values for the template. Equal reports give equal bytes.
-
-    Returns the path of the page. Without the `report` extra (altair, vl-convert) no page is written, and the path is
-    <stem>.json.
-
-    Raises: ValueError if a number is not finite.
-    """
+    """Write `report` as <stem>.json, and as the page <stem>.html from `template` with the charts of
+    `charts`. `extras` are further values for the template. Equal reports give equal bytes. Returns
+    the path of the page. Without the `report` extra (altair, vl-convert) no page is written, and
+    the path is <stem>.json. Raises ValueError if a number is not finite."""
     # Sorted keys, for equal bytes. NaN and infinity are not JSON.
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
     write_whole(folder / f"{stem}.json", text + "\n")
@@ -207,7 +197,6 @@ def _require_keys(report: Mapping[str, Any]) -> None:
 
 
 def render_text(template: Path, **values: Any) -> str:
-    """Render a text template, without HTML escaping."""
     templates = _templates(template, autoescape=False, keep_trailing_newline=True)
     return templates.get_template(template.name).render(**values)
 

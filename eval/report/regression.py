@@ -50,10 +50,8 @@ class Change:
 
 
 def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> dict[str, Any]:
-    """Read an earlier report of the same target.
-
-    Raises: FileNotFoundError; ValueError if it is not such a report, has another schema, or another target.
-    """
+    """Read an earlier report of the same target. Raises FileNotFoundError; ValueError if it is not
+    such a report, has another schema, or another target."""
     if not path.is_file():
         raise FileNotFoundError(f"the baseline {path} does not exist: give an earlier report.json of `redraft eval`")
     try:
@@ -88,12 +86,9 @@ def match_drafts(
     drafts: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], baseline: Mapping[str, Any]
 ) -> dict[str, str]:
     """Name of each draft -> name of the draft in the baseline to compare it with.
-
-    Drafts of the same name are compared. If one draft on each side is left over, these two are compared as well.
-    `drafts` are mappings with `name` and `family`.
-
-    Raises: ValueError if a draft has no counterpart, or the baseline was measured with other settings.
-    """
+    Drafts of the same name are compared. If one draft on each side is left over, these two are
+    compared as well. `drafts` are mappings with `name` and `family`. Raises ValueError if a draft
+    has no counterpart, or the baseline was measured with other settings."""
     for name, default in SAME_SETTINGS.items():
         now, was = settings.get(name, default), baseline["settings"].get(name, default)
         if now != was:
@@ -120,9 +115,7 @@ def match_drafts(
 
 def compare_reports(report: Mapping[str, Any], baseline: Mapping[str, Any], max_loss: float) -> dict[str, Any]:
     """The `baseline` section of a report: every change, the falls first, and the number of falls.
-
-    Raises: ValueError if a draft has no measurement in common with its counterpart.
-    """
+    Raises ValueError if a draft has no measurement in common with its counterpart."""
     changes = list(_list_changes(report, baseline))
     forecast = {row["draft"] for row in report["per_prompt"]}
     if missing := sorted(forecast - {change.draft for change, _ in changes}):
@@ -145,7 +138,6 @@ def compare_reports(report: Mapping[str, Any], baseline: Mapping[str, Any], max_
 
 
 def describe_change(change: Mapping[str, Any]) -> str:
-    """One change on one line."""
     domain = f" on {change['domain']}" if change["domain"] else ""
     return (
         f"{change['draft']}{domain}, k = {change['num_speculative_tokens']}, temperature {change['temperature']:g}: "
@@ -155,7 +147,6 @@ def describe_change(change: Mapping[str, Any]) -> str:
 
 
 def _list_changes(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> Iterator[tuple[Change, Estimate]]:
-    """Every comparison, and its loss of tau in tokens per target step."""
     before, after = _read_sums(baseline), _read_sums(report)
     baseline_names = match_drafts(report["drafts"], report["settings"], baseline)
     domains = [None, *report["domains"]] if len(report["domains"]) > 1 else [None]

@@ -49,10 +49,8 @@ class Measured:
 
 
 def build_results(measured: Measured) -> list[dict[str, Any]]:
-    """The report's `results`: a row for every draft, temperature and domain.
-
-    The row of all prompts together (domain None) comes first, and is the only one if there is a single domain.
-    """
+    """The report's `results`: a row for every draft, temperature and domain. The row of all prompts
+    together (domain None) comes first, and is the only one if there is a single domain."""
     names = domains(measured.prompts)
     shown = [None, *names] if len(names) > 1 else [None]
     results = []
@@ -70,7 +68,6 @@ def build_results(measured: Measured) -> list[dict[str, Any]]:
 
 
 def _summarise_rates(rows: Sequence[PromptRows] | None) -> dict[str, Any]:
-    """The numbers independent of the number of draft tokens."""
     if rows is None:
         return {"num_output_tokens": None, "alpha": None, "alpha_greedy": None}
     over_N2 = np.array([(row.alpha_sum, row.alpha_greedy_sum) for row in rows])
@@ -83,7 +80,6 @@ def _summarise_rates(rows: Sequence[PromptRows] | None) -> dict[str, Any]:
 def _build_entries(
     measured: Measured, draft: str, temperature: float, rows: Sequence[PromptRows] | None, chosen: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Forecast and engine for every number of draft tokens that at least one of them covers."""
     entries = []
     for k in measured.num_speculative_tokens:
         forecast = rows if rows and k in rows[0].counts else None
@@ -140,9 +136,7 @@ def _stack_counts(rows: Sequence[PromptRows], k: int) -> tuple[Array, Array, Arr
 
 def _with_intervals(over_NM: Array, under_NM: Array, most: Sequence[float]) -> list[dict[str, float]]:
     """sum_N over / sum_N under for each of the M quantities, with the 95% interval over prompts.
-
-    `most` is the largest possible value of each; the smallest is 0.
-    """
+    `most` is the largest possible value of each; the smallest is 0."""
     summaries = []
     for over_N, under_N, highest in zip(over_NM.T, under_NM.T, most, strict=True):
         estimate = estimate_ratio(over_N, under_N)
@@ -172,11 +166,9 @@ def _summarise_engine(
 def _compare_with_engine(
     counts: Sequence[AcceptanceCounts], rows: Sequence[PromptRows], k: int, temperature: float
 ) -> dict[str, Any]:
-    """Forecast minus engine, in tau per draft.
-
-    Above temperature 0 the engine samples other answers than the forecast did, so the two diverge only if the
-    interval of the difference excludes 0. At temperature 0 the answers are the same and the error alone decides.
-    """
+    """Forecast minus engine, in tau per draft. Above temperature 0 the engine samples other answers
+    than the forecast did, so the two diverge only if the interval of the difference excludes 0. At
+    temperature 0 the answers are the same and the error alone decides."""
     accepted_NK, _, forecast_drafts_N = _stack_counts(rows, k)
     # Columns: forecast, engine. Per draft and not per step: vLLM's counters know no step without a draft.
     over_N2 = np.column_stack([accepted_NK.sum(1), [c.num_accepted for c in counts]]).astype(float)

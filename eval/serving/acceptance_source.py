@@ -67,9 +67,7 @@ def read_acceptance(path: Path, draft: str | None, served: Sampling) -> Acceptan
 
 def read_sample_method_advice(path: Path, draft: str | None, temperature: float) -> list[str]:
     """Sentences on vLLM's draft_sample_method at a temperature from a report of `redraft eval`.
-
-    Empty for any other report, and for a draft that is greedy in any case.
-    """
+    Empty for any other report, and for a draft that is greedy in any case."""
     report = json.loads(path.read_text())
     sampled = {about["name"]: about["is_sampled"] for about in report.get("drafts", ()) if "is_sampled" in about}
     sentences = []
@@ -101,7 +99,6 @@ def _list_acceptances(report: Mapping[str, Any]) -> Iterator[Acceptance]:
 
 
 def _list_evaluated(report: Mapping[str, Any]) -> Iterator[Acceptance]:
-    """Acceptance over all domains with the most draft tokens, of every draft and temperature."""
     # A report without filters in its settings sampled from the whole vocabulary.
     filters = {name: value for name, value in report.get("settings", {}).items() if name in FILTERS}
     sampled = {about["name"]: about["is_sampled"] for about in report.get("drafts", ())}

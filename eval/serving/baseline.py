@@ -38,7 +38,6 @@ BANDWIDTH_READS = 5
 
 
 MODE_ROUNDS = 3
-"""Rounds to choose a mode in."""
 
 
 class Timed(Protocol):
@@ -83,11 +82,10 @@ def choose_mode(
     key: object,
     **options: Any,
 ) -> tuple[Mode, dict[Mode, float]]:
-    """(mode in which vLLM serves the target fastest, median tokens/s by mode), from interleaved rounds.
-
-    `speed` loads a server and returns tokens/s. `options` are those of `vllm_server`. If they ask for eager servers,
-    nothing is measured. The result is kept in the folder `kept` for a run with an equal `key`.
-    """
+    """(mode in which vLLM serves the target fastest, median tokens/s by mode), from interleaved
+    rounds. `speed` loads a server and returns tokens/s. `options` are those of `vllm_server`. If
+    they ask for eager servers, nothing is measured. The result is kept in the folder `kept` for a
+    run with an equal `key`."""
     if EAGER in options.get("extra_args", ()):
         return "eager", {}
 
@@ -131,9 +129,7 @@ def describe_baseline(
     bandwidth: float,
 ) -> Baseline:
     """The baseline of a comparison, from all runs of the target alone by requests in flight.
-
-    `log` is the plain server's. The machine reads `bandwidth` bytes/s.
-    """
+    `log` is the plain server's. The machine reads `bandwidth` bytes/s."""
     smallest = loads[min(loads)]
     step_s = statistics.median(run.step_s or 1 / run.tokens_per_s for run in smallest)
     return Baseline(
@@ -177,7 +173,6 @@ def measure_bandwidth() -> float:
 
 
 def _time_reads(buffer: Tensor) -> list[float]:
-    """Seconds of each read of the whole buffer."""
     times_s = []
     for _ in range(1 + BANDWIDTH_READS):
         began_s = time.perf_counter()

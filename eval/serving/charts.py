@@ -60,7 +60,6 @@ def _speedups(entries: Rows) -> alt.LayerChart | None:
 
 
 def _break_even() -> alt.Chart:
-    """A dashed line at speed-up 1."""
     return (
         alt.Chart(alt.Data(values=[{"value": 1.0}]))
         .mark_rule(strokeDash=[4, 4], color="var(--faint)")
@@ -69,7 +68,6 @@ def _break_even() -> alt.Chart:
 
 
 def _by_concurrency(entries: Rows) -> alt.LayerChart | None:
-    """Speed-up over concurrency, with a line for each k."""
     rows = []
     for row in entries:
         if row["draft"] and row["speedup"] is not None:

@@ -35,10 +35,9 @@ def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Measured duration of an engine's steps, in seconds, interpolated linearly between the measured points.
-
-    Raises: ValueError if a batch size has no step without a draft or no draft step, or a time is not positive.
-    """
+    """Measured duration of an engine's steps, in seconds, interpolated linearly between the
+    measured points. Raises ValueError if a batch size has no step without a draft or no draft step,
+    or a time is not positive."""
 
     target_s: Mapping[int, Mapping[int, float]]
     """target_s[b][k]: a target step verifying k + 1 rows for each of b requests; k = 0 is a step without a draft."""
@@ -59,12 +58,11 @@ class StepCosts:
 
     @staticmethod
     def from_steps(step_s: Mapping[int, Mapping[int, float]]) -> StepCosts:
-        """Split the durations of whole steps, step_s[b][k], into verification and drafting. A server shows only both.
-
-        A target step that verifies k + 1 rows for each of b requests computes as much as a step without a draft for
-        b * (k + 1) requests, whose duration is known from the steps with k = 0. The rest of the step is its k draft
-        steps. However the split falls, the two parts add up to the measured step.
-        """
+        """Split the durations of whole steps, step_s[b][k], into verification and drafting. A
+        server shows only both. A target step that verifies k + 1 rows for each of b requests
+        computes as much as a step without a draft for b * (k + 1) requests, whose duration is known
+        from the steps with k = 0. The rest of the step is its k draft steps. However the split
+        falls, the two parts add up to the measured step."""
         plain_s = {b: by_k[0] for b, by_k in step_s.items() if 0 in by_k}
         draft_s = {b: _draft_step_s(b, by_k, plain_s) for b, by_k in step_s.items()}
         return StepCosts(
@@ -74,7 +72,6 @@ class StepCosts:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """The measured batch sizes, ascending."""
         return sorted(self.target_s)
 
     def step_s(self, batch_size: float, num_speculative_tokens: int) -> float:
@@ -93,9 +90,7 @@ class StepCosts:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> StepCosts:
         """The inverse of `to_json`.
-
-        Raises: ValueError if the value has another version or is malformed.
-        """
+        Raises ValueError if the value has another version or is malformed."""
         if value.get("version") != STEP_COSTS_VERSION:
             raise ValueError(f"step costs of version {value.get('version')}, this redraft reads {STEP_COSTS_VERSION}")
         try:
@@ -193,9 +188,7 @@ class Advice:
 
     def at(self, batch_size: int, num_speculative_tokens: int) -> Prediction:
         """The prediction for a measured batch size.
-
-        Raises: KeyError if the table has no such row.
-        """
+        Raises KeyError if the table has no such row."""
         for row in self.table:
             if (row.batch_size, row.num_speculative_tokens) == (batch_size, num_speculative_tokens):
                 return row
@@ -222,12 +215,10 @@ class Advice:
         return sentence if best[0] == "off" else f"best {sentence}"
 
     def speculative_config(self, draft: Mapping[str, Any]) -> dict[str, Any] | None:
-        """vLLM's --speculative-config for a draft ({"method": ..., "model": ...}); None if it should not be served.
-
-        `num_speculative_tokens_per_batch_size` holds [first, last, k], both ends included. For batch sizes above the
-        last range, vLLM uses the k of that range. A draft that `has_fixed_tokens` gets one number for all batch sizes:
-        the best on average.
-        """
+        """vLLM's --speculative-config for a draft ({"method": ..., "model": ...}); None if it
+        should not be served. `num_speculative_tokens_per_batch_size` holds [first, last, k], both
+        ends included. For batch sizes above the last range, vLLM uses the k of that range. A draft
+        that `has_fixed_tokens` gets one number for all batch sizes: the best on average."""
         most = max(r.num_speculative_tokens for r in self.schedule)
         if most == 0:
             return None
@@ -262,12 +253,10 @@ def advise(
     acceptance_per_position: Sequence[float], costs: StepCosts, *, choices: Iterable[int] | None = None
 ) -> Advice:
     """The best k for every batch size, from the acceptance by position and measured step costs.
-
-    `choices` are the values of k to choose from besides 0, by default all with a measured acceptance. If several
-    are equally fast, the smallest is chosen: it leaves more of the engine to other requests.
-
-    Raises: ValueError if acceptance is empty or malformed, or was not measured for all of `choices`.
-    """
+    `choices` are the values of k to choose from besides 0, by default all with a measured
+    acceptance. If several are equally fast, the smallest is chosen: it leaves more of the engine to
+    other requests. Raises ValueError if acceptance is empty or malformed, or was not measured for
+    all of `choices`."""
     rates = tuple(acceptance_per_position)
     # 1e-9: rates are rounded sums, and equal ones may differ in the last bit
     if not rates or not all(0 <= now <= before + 1e-9 for before, now in itertools.pairwise((1.0, *rates))):

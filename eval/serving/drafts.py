@@ -87,13 +87,12 @@ class Choice:
 
 def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Choice:
     """The speed of a candidate with every number of draft tokens, at `loads` requests in flight.
-
-    `results` are its rounds with the most draft tokens, and those of the target alone at these and other loads. A
-    position is accepted as often whatever comes after it, so one number of tokens gives the acceptance of all smaller.
-    The steps of the target alone say how long verification takes (`StepCosts.from_steps`). Prefills are taken out of
-    the steps and added to the expected time of an answer: the more requests, the larger their share, and it would
-    pass for verification.
-    """
+    `results` are its rounds with the most draft tokens, and those of the target alone at these and
+    other loads. A position is accepted as often whatever comes after it, so one number of tokens
+    gives the acceptance of all smaller. The steps of the target alone say how long verification
+    takes (`StepCosts.from_steps`). Prefills are taken out of the steps and added to the expected
+    time of an answer: the more requests, the larger their share, and it would pass for
+    verification."""
     k, name = candidate.num_speculative_tokens, candidate.name
     # 1. The time of a step without prefills, by load: k = 0 is the target alone.
     prefill_s = {server: measure_prefill(results, server) for server in (PLAIN, name)}
@@ -138,10 +137,8 @@ def _decode_step_s(measured: Mapping[str, Any], load: int, prefill_s: float) -> 
 
 
 def _add_prefills(rows: Sequence[Prediction], tokens: float, plain_s: float, drafting_s: float) -> list[Prediction]:
-    """The speeds with the prefill of every answer of so many tokens: `plain_s` without a draft, else `drafting_s`.
-
-    All requests wait for a prefill. `rows` begin with no draft.
-    """
+    """The speeds with the prefill of every answer of so many tokens: `plain_s` without a draft,
+    else `drafting_s`. All requests wait for a prefill. `rows` begin with no draft."""
     # 1 / rate is the time of a token, over all requests. An answer adds one prefill to all of its tokens.
     rates = [
         1 / (1 / row.tokens_per_s + (drafting_s if row.num_speculative_tokens else plain_s) / tokens) for row in rows

@@ -38,8 +38,6 @@ SONNET_REQUEST = "Go on with these lines:\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The requests of one cell."""
-
     data: str
     """`random`, `sonnet` (lines of the Python manual) or `sonnet:TEXT`, `sharegpt:JSON`, `jsonl:FILE` with `prompt`."""
     input_tokens: int | None
@@ -98,8 +96,6 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """The measurements of one cell."""
-
     num_requests: int
     duration_s: float
     mean_input_tokens: float
@@ -142,13 +138,9 @@ class LoadResult:
 
 def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
     """Run a load on a server. Generated prompts and the generator's output are kept in `folder`.
-
-    A run in which the server changes its speed by more than a third is repeated (`changed_speed`), at most
-    `MOST_REPEATS` times.
-
-    Raises: ValueError if the data has no prompt or the engine refuses one; ConnectionError if the server is not
-    reachable.
-    """
+    A run in which the server changes its speed by more than a third is repeated (`changed_speed`),
+    at most `MOST_REPEATS` times. Raises ValueError if the data has no prompt or the engine refuses
+    one; ConnectionError if the server is not reachable."""
     _require_healthy(server)
     folder.mkdir(parents=True, exist_ok=True)
     arguments = ["--base-url", server.url, "--model", server.model, "--backend", "openai"]
@@ -178,11 +170,9 @@ def sampling_fields(load: Load, target: str) -> dict[str, float]:
 
 
 def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:
-    """Convert the generator's detailed result.
-
-    `decode_s` is the total time of the requests after their first tokens, by the engine's clock. Divided by their
-    steps, it is the time of a step. The clients' clocks would not do: a busy server sends several steps at once.
-    """
+    """Convert the generator's detailed result. `decode_s` is the total time of the requests after
+    their first tokens, by the engine's clock. Divided by their steps, it is the time of a step. The
+    clients' clocks would not do: a busy server sends several steps at once."""
     requests = list(zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True))
     decode_tokens = sum(tokens - 1 for *_, tokens in requests)
     # The generator leaves these out if nothing was proposed during the load.
@@ -214,7 +204,6 @@ def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:
 
 
 def _arrivals(result: Mapping[str, Any]) -> list[list[float]]:
-    """When each request was sent, and when the tokens of each step arrived, by the generator's clock."""
     requests = zip(result["start_times"], result["ttfts"], result["itls"], strict=True)
     return [list(itertools.accumulate([start, ttft, *gaps])) for start, ttft, gaps in requests]
 
@@ -239,7 +228,6 @@ def _require_success(server: VllmServer, load: Load, result: dict[str, Any]) -> 
 
 
 def _generate(arguments: Sequence[str], log: Path) -> dict[str, Any]:
-    """The result of `vllm bench serve ARGUMENTS`."""
     generator, parser = _generator()
     with log.open("a") as output, contextlib.redirect_stdout(output), _quiet_logging():
         try:
@@ -250,7 +238,6 @@ def _generate(arguments: Sequence[str], log: Path) -> dict[str, Any]:
 
 @functools.cache
 def _generator() -> tuple[Any, Any]:
-    """vLLM's load generator and its command line parser."""
     with _quiet_logging():
         from vllm.benchmarks import serve
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -327,12 +314,10 @@ def _tokenizer(name: str) -> Any:
 
 def write_sonnet(output: Path, text: Path | None, tokenizer: str, load: Load) -> None:
     """Write prompts of `load.input_tokens` tokens each, including the chat template, as JSON lines.
-
-    Each prompt is made of random lines of a text, as vLLM's former sonnet data set did with Shakespeare's sonnets. This
-    gives natural text of any length, and prompts that share no prefix.
-
-    Raises: ValueError if the text has too few lines, or the chat template leaves no room for them.
-    """
+    Each prompt is made of random lines of a text, as vLLM's former sonnet data set did with
+    Shakespeare's sonnets. This gives natural text of any length, and prompts that share no prefix.
+    Raises ValueError if the text has too few lines, or the chat template leaves no room for
+    them."""
     if text is None:
         # In every Python's standard library: prose without a download.
         from pydoc_data.topics import topics
@@ -369,7 +354,6 @@ def _sonnet(lines: Sequence[str], tokenizer: str, input_tokens: int, room: int, 
 
 
 def _num_tokens(tokenizer: str, prompt: str) -> int:
-    """Number of tokens of a prompt as the server will see it, with the chat template."""
     known = _tokenizer(tokenizer)
     if known.chat_template:
         messages = [{"role": "user", "content": prompt}]
@@ -378,9 +362,7 @@ def _num_tokens(tokenizer: str, prompt: str) -> int:
 
 
 def median_run(runs: Sequence[LoadResult]) -> LoadResult:
-    """The run with the median speed, or the slower of the two in the middle.
-
-    A whole run, because medians of each number separately would not be consistent with each other.
-    """
+    """The run with the median speed, or the slower of the two in the middle. A whole run, because
+    medians of each number separately would not be consistent with each other."""
     assert runs
     return sorted(runs, key=lambda run: run.tokens_per_s)[math.ceil(len(runs) / 2) - 1]

@@ -38,11 +38,9 @@ Row = Mapping[str, Any]
 def build_serving_report(
     tables: Mapping[str, Sequence[Row]], draft_configs: Mapping[str, Mapping[str, Any]], **facts: Any
 ) -> dict[str, Any]:
-    """The content of serving.json.
-
-    `draft_configs` has vLLM's --speculative-config of every draft, without a number of tokens. `facts` are the keys
-    that are not computed here: target, command, settings, baseline, refused, ideal_source, environment, duration_s.
-    """
+    """The content of serving.json. `draft_configs` has vLLM's --speculative-config of every draft,
+    without a number of tokens. `facts` are the keys that are not computed here: target, command,
+    settings, baseline, refused, ideal_source, environment, duration_s."""
     drafts = {name: _summarise_draft(name, config, tables) for name, config in draft_configs.items()}
     return {**facts, "version": VERSION, "drafts": drafts, "tables": dict(tables)}
 
@@ -64,9 +62,7 @@ def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, 
 
 def read_serving(path: Path) -> dict[str, Any]:
     """Read a serving.json.
-
-    Raises: FileNotFoundError; ValueError if it is not a serving.json of this version.
-    """
+    Raises FileNotFoundError; ValueError if it is not a serving.json of this version."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: `redraft bench` measures one")
     try:
@@ -99,10 +95,8 @@ def find_best_row(report: Mapping[str, Any]) -> Row | None:
 
 
 def find_fastest(report: Mapping[str, Any]) -> dict[int, Row | None]:
-    """The row with the highest speed-up at every measured concurrency; None where no draft is shown to be faster.
-
-    Empty without the table by concurrency.
-    """
+    """The row with the highest speed-up at every measured concurrency; None where no draft is shown
+    to be faster. Empty without the table by concurrency."""
     rows = report["tables"].get(GRID, ())
     # All concurrencies get an entry first, so one without a faster draft stays None.
     found: dict[int, Row | None] = dict.fromkeys(sorted({row["concurrency"] for row in rows}))
@@ -122,15 +116,12 @@ def _is_faster(row: Row) -> bool:
 
 
 def _first_draft_rows(report: Mapping[str, Any]) -> list[Row]:
-    """The rows by draft tokens and concurrency of the first draft, and those without one."""
     return [row for row in report["tables"][GRID] if row["draft"] in (None, report["settings"]["draft"])]
 
 
 def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write serving.json, serving.md and serving.html into `folder`.
-
-    Returns the path of serving.html, or of serving.json if the page could not be drawn.
-    """
+    Returns the path of serving.html, or of serving.json if the page could not be drawn."""
     extras = {
         "questions": QUESTIONS,
         "header": HEADER,
@@ -234,7 +225,6 @@ def _format_speed(row: Row | None) -> str:
 
 
 def _format_speedup(row: Row | None) -> str:
-    """Speed-up, and tokens/s in brackets."""
     return "–" if row is None else f"{_format_ratio(row['speedup'])} ({_format_speed(row)})"
 
 

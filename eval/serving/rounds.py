@@ -52,14 +52,11 @@ class Plan:
 def start_servers(
     target: str, drafts: Mapping[str, Mapping[str, Any] | None], logs: Path, **options: Any
 ) -> Iterator[dict[str, VllmServer]]:
-    """A server for each draft's --speculative-config, by name. `options` are those of `vllm_server`.
-
-    The servers compute in turns, so they share the cores, and the memory of a GPU in equal parts. On a CPU all start
-    at the same time. On a GPU they start one after the other: until a server is ready, vLLM counts all new use of the
-    GPU's memory as this server's.
-
-    Raises: as `vllm_server`, as soon as one server does not start.
-    """
+    """A server for each draft's --speculative-config, by name. `options` are those of
+    `vllm_server`. The servers compute in turns, so they share the cores, and the memory of a GPU in
+    equal parts. On a CPU all start at the same time. On a GPU they start one after the other: until
+    a server is ready, vLLM counts all new use of the GPU's memory as this server's. Raises as
+    `vllm_server`, as soon as one server does not start."""
     given_up = threading.Event()
     on_cpu = engine_is_cpu()
     if not on_cpu:
@@ -94,10 +91,8 @@ def start_servers(
 
 
 def share_memory(engine_args: Sequence[str], num_servers: int) -> tuple[str, ...]:
-    """vLLM's arguments, with the share of the GPU's memory that leaves room for all servers unless they name one.
-
-    By default each server would take nearly the whole GPU.
-    """
+    """vLLM's arguments, with the share of the GPU's memory that leaves room for all servers unless
+    they name one. By default each server would take nearly the whole GPU."""
     # vLLM takes both spellings, and the value after an equals sign or as the next argument.
     if any(argument.replace("_", "-").startswith(MEMORY_SHARE) for argument in engine_args):
         return tuple(engine_args)
@@ -111,9 +106,8 @@ Results = Mapping[tuple[str, int], Sequence[Measurement]]
 
 def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Results:
     """The results of `run()`, or those that an earlier run with an equal `key` left in `folder`.
-
-    They are kept as a whole: speeds of servers which took turns on different days are not compared.
-    """
+    They are kept as a whole: speeds of servers which took turns on different days are not
+    compared."""
 
     def listed() -> list[tuple[str, int, list[Measurement]]]:
         return [(name, concurrency, list(runs)) for (name, concurrency), runs in run().items()]
@@ -123,14 +117,10 @@ def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Result
 
 
 def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], plan: Plan) -> Results:
-    """Measure every server in every round; a round starts at the prompt after the last one of the round before.
-
-    A load in which a server changes its speed by more than a third is measured again on all servers
-    (`changed_speed`), at most `MOST_REPEATS` times.
-
-    Raises:
-        ValueError: the servers run in different modes, so a ratio of speeds would measure the compiler.
-    """
+    """Measure every server in every round; a round starts at the prompt after the last one of the
+    round before. A load in which a server changes its speed by more than a third is measured again
+    on all servers (`changed_speed`), at most `MOST_REPEATS` times. Raises ValueError: the servers
+    run in different modes, so a ratio of speeds would measure the compiler."""
     if len(modes := {server.mode for server in servers.values()}) > 1:
         found = ", ".join(f"{name} is {server.mode}" for name, server in servers.items())
         raise ValueError(f"servers of {len(modes)} modes are not compared: {found}")
@@ -162,9 +152,8 @@ def _take_turn(server: VllmServer, prompts: Sequence[Prompt], plan: Plan, concur
 
 def merge(runs: Sequence[Measurement]) -> Measurement:
     """The rounds of one server as one measurement, in the order of the prompts' tokens.
-
-    A prompt of several rounds counts once, as first measured. Such a part of the rounds has no duration, and no speed.
-    """
+    A prompt of several rounds counts once, as first measured. Such a part of the rounds has no
+    duration, and no speed."""
     outputs: dict[tuple[int, ...], tuple[Prompt, Output]] = {}
     for run in runs:
         for prompt, output in zip(run.prompts, run.outputs, strict=True):
@@ -198,11 +187,9 @@ def count(results: Results, name: str, concurrency: int) -> AcceptanceCounts:
 
 
 def compare(results: Results, name: str, concurrency: int) -> dict[str, Any]:
-    """A server's speed-up over the one without a draft, with its 95% interval over rounds, and where it comes from.
-
-    tokens/s = requests in flight * tau / step, so the ratio is tau over the ratio of the steps. A step so counted has
-    a share of the prefills in it.
-    """
+    """A server's speed-up over the one without a draft, with its 95% interval over rounds, and
+    where it comes from. tokens/s = requests in flight * tau / step, so the ratio is tau over the
+    ratio of the steps. A step so counted has a share of the prefills in it."""
     ours, plain = results[name, concurrency], results[PLAIN, concurrency]
     ratios = [run.tokens_per_s / alone.tokens_per_s for run, alone in zip(ours, plain, strict=True)]
     ratio, interval = median_interval(ratios)
@@ -223,10 +210,8 @@ def compare(results: Results, name: str, concurrency: int) -> dict[str, Any]:
 
 
 def measure_prefill(results: Results, name: str) -> float:
-    """Seconds of an answer before it decodes, with one request in flight: the median over the rounds.
-
-    0 if the engine's clock is not known, or if no round had one request in flight.
-    """
+    """Seconds of an answer before it decodes, with one request in flight: the median over the
+    rounds. 0 if the engine's clock is not known, or if no round had one request in flight."""
     # With one request in flight, decode times do not overlap: the rest is the time before decoding.
     before_s = [
         (run.duration_s - run.decode_s) / len(run.outputs)

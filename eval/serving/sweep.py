@@ -51,7 +51,6 @@ class Cell:
     load: Load
 
     def alone(self) -> Cell:
-        """The same load without a draft."""
         return replace(self, variant=ALONE)
 
 
@@ -126,11 +125,9 @@ def group_by_variant(cells: Iterable[Cell]) -> dict[Variant, list[Cell]]:
 
 
 def order_pass(missing: Mapping[Variant, Sequence[Cell]]) -> dict[Variant, list[Cell]]:
-    """The cells to measure in a pass by variant, in order, given those that the pass does not have yet.
-
-    The target alone is among them at every load of a missing cell. It comes first; or last if the engine may refuse all
-    the others, so nothing is measured in vain.
-    """
+    """The cells to measure in a pass by variant, in order, given those that the pass does not have
+    yet. The target alone is among them at every load of a missing cell. It comes first; or last if
+    the engine may refuse all the others, so nothing is measured in vain."""
     drafts = {variant: list(cells) for variant, cells in missing.items() if variant != ALONE}
     alone = {ALONE: list(dict.fromkeys(cell.alone() for cells in missing.values() for cell in cells))}
     if ALONE in missing or not all(variant.is_ideal for variant in drafts):
@@ -192,14 +189,12 @@ class Results:
 
     def add(self, cell: Cell, repeat: int, result: LoadResult, alone: LoadResult) -> None:
         """Write a finished cell atomically: a killed process leaves no broken file.
-
-        `alone` is the run of the target alone at this load in the same pass; `result` itself if nothing is drafted.
-        """
+        `alone` is the run of the target alone at this load in the same pass; `result` itself if
+        nothing is drafted."""
         content = {"cell": asdict(cell), "repeat": repeat, "served": result.to_json(), "alone": alone.to_json()}
         write_whole(self.path(cell, repeat), json.dumps(content, indent=1))
 
     def runs(self, cell: Cell, num_repeats: int) -> list[LoadResult]:
-        """The finished runs of a cell."""
         return self._read(cell, num_repeats, "served")
 
     def median(self, cell: Cell, num_repeats: int) -> LoadResult | None:
@@ -220,10 +215,8 @@ class Results:
 def build_tables(
     questions: Mapping[str, Sequence[Cell]], measured: Mapping[Cell, LoadResult], ratios: Mapping[Cell, Ratios]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The rows of both questions, one for each measured cell.
-
-    `ratios` are those of the cells with a draft; the report states no speed-up in words without an interval.
-    """
+    """The rows of both questions, one for each measured cell. `ratios` are those of the cells with
+    a draft; the report states no speed-up in words without an interval."""
     return {question: list(_build_rows(cells, measured, ratios)) for question, cells in questions.items()}
 
 
@@ -269,10 +262,8 @@ def build_row(cell: Cell, result: LoadResult, ratios: Ratios | None, ideal: Rati
 
 def fit_step_costs(rows: Iterable[Mapping[str, Any]], draft: str) -> StepCosts | None:
     """The costs of a draft's steps, from rows by number of draft tokens and concurrency.
-
-    The batch size is the concurrency: each client sends its next request at once, so every step has that many requests.
-    None unless some concurrency was measured with and without the draft.
-    """
+    The batch size is the concurrency: each client sends its next request at once, so every step has
+    that many requests. None unless some concurrency was measured with and without the draft."""
     steps: dict[int, dict[int, float]] = {}
     rows = [row for row in rows if row["measured"]["step_s"] > 0]
     for row in rows:
@@ -288,11 +279,10 @@ def fit_step_costs(rows: Iterable[Mapping[str, Any]], draft: str) -> StepCosts |
 
 
 def pool_acceptance(rows: Iterable[Mapping[str, Any]], draft: str) -> list[float]:
-    """Acceptance by position over all rows of a draft, as a share of the steps with enough draft tokens.
-
-    Later positions come from fewer rows, so by chance one may have a larger share than the position before it, which
-    is impossible in one sample. Such shares are cut to the smaller one. Empty if no row has a share.
-    """
+    """Acceptance by position over all rows of a draft, as a share of the steps with enough draft
+    tokens. Later positions come from fewer rows, so by chance one may have a larger share than the
+    position before it, which is impossible in one sample. Such shares are cut to the smaller one.
+    Empty if no row has a share."""
     accepted: list[float] = []
     steps: list[int] = []
     chosen = [entry for entry in rows if entry["draft"] == draft]

@@ -40,9 +40,7 @@ def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: i
 
 def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: int) -> str:
     """The first problem of a refused draft, with the cure, to append to the engine's error message.
-
-    Empty if nothing is found.
-    """
+    Empty if nothing is found."""
     try:
         pair = Pair.read(TargetFolder.open(target), model_folder(draft))
         found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)

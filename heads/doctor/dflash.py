@@ -136,7 +136,6 @@ def rotation(pair: Pair) -> Iterator[Finding]:
 
 
 def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The part of `config` with the keys of the family, and the name of the part."""
     # "dflash_config" for DFlash; empty for DSpark and the layout of speculators, with all keys at the top.
     name = "" if pair.is_speculators else pair.family.layers_key.rpartition(".")[0]
     return (config.get(name) or {}, name) if name else (config, "config.json")
@@ -163,6 +162,5 @@ OF_BLOCKS: tuple[Check, ...] = (
     rotation,
     vocabulary_map,
 )
-"""For every drafter of blocks."""
 
 CHECKS: tuple[Check, ...] = (*OF_BLOCKS, causality)

@@ -51,10 +51,9 @@ def activation(pair: Pair) -> Iterator[Finding]:
 
 
 def arithmetic(pair: Pair) -> Iterator[Finding]:
-    """Norm and heads are those of training; for a head of another trainer they are compared with the target's layers.
-
-    Such a head may differ from its target on purpose, so the difference is a doubt.
-    """
+    """Norm and heads are those of training; for a head of another trainer they are compared with
+    the target's layers.
+    Such a head may differ from its target on purpose, so the difference is a doubt."""
     trained, sizes = pair.trained_with or {}, _sizes(pair)
     for key in AS_TRAINED:
         mine = sizes[key]
@@ -73,7 +72,6 @@ def arithmetic(pair: Pair) -> Iterator[Finding]:
 
 
 def _sizes(pair: Pair) -> Mapping[str, Any]:
-    """The keys AS_TRAINED as an engine reads them, defaults included."""
     known = (*AS_TRAINED, "hidden_size", "model_type")
     config = read_layer_config({key: value for key, value in pair.layer_config.items() if key in known})
     return {key: getattr(config, key) for key in AS_TRAINED}

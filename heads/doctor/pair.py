@@ -34,12 +34,9 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The folders of a draft and a target."""
-
     target: TargetFolder
     draft: Path
     config: Mapping[str, Any]
-    """The draft's config.json."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the draft's tensors, by name."""
     dtypes: Mapping[str, str]
@@ -50,12 +47,8 @@ class Pair:
 
     @staticmethod
     def read(target: TargetFolder, draft: Path) -> Pair:
-        """Read both folders.
-
-        Raises:
-            FileNotFoundError: a folder is missing.
-            ValueError: a folder is corrupt, or the second holds no draft.
-        """
+        """Read both folders. Raises FileNotFoundError: a folder is missing. Raises ValueError: a
+        folder is corrupt, or the second holds no draft."""
         config = read_config(draft)
         headers = {path: safetensors_header(path) for path in set(tensor_files(draft).values())}
         tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}

@@ -47,10 +47,9 @@ def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Ite
 
 def require_own_head(draft: Path, target: Path) -> None:
     """Raise ValueError if the draft has an lm_head equal to the target's bit by bit.
-
-    vLLM shares the target's head with such a draft. It decides this when it starts, so a later version with a trained
-    head could not be swapped in. A draft without an lm_head passes, because later versions have none either.
-    """
+    vLLM shares the target's head with such a draft. It decides this when it starts, so a later
+    version with a trained head could not be swapped in. A draft without an lm_head passes, because
+    later versions have none either."""
     if HEAD not in tensor_files(draft):
         return
     mine, its = read_tensors(draft, [HEAD])[HEAD], Target.from_folder(target).head_VD
@@ -90,7 +89,6 @@ def compare_rope(mine: Mapping[str, Any], its: Mapping[str, Any], *, is_doubt: b
 
 
 def _known(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Without unset keys, and without `type`, the old name of `rope_type`."""
     return {key: value for key, value in parameters.items() if value is not None and key != "type"}
 
 

@@ -158,20 +158,15 @@ class DFlash(nn.Module):
 
     def feature(self, signal: TargetSignal) -> Tensor:
         """c, the context of every row, [B, T, D].
-
-        Raises:
-            ValueError: the signal has another number of aux layers, or none.
-        """
+        Raises ValueError: the signal has another number of aux layers, or none."""
         # [B, T, L, D] with ascending layers, flattened to the L * D columns of `fc`.
         aux_BTLD = aux_streams(signal, self.aux_layer_ids).to(product_dtype(self.fc.weight))
         out: Tensor = self.hidden_norm(self.fc(aux_BTLD.flatten(2)))
         return out
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
-        """One step for each slot that proposes, of shifts 1, 2, ...
-
-        While gradients are recorded, a row of the batch has at most `num_anchors` anchors. Otherwise it has all.
-        """
+        """One step for each slot that proposes, of shifts 1, 2, ... While gradients are recorded, a
+        row of the batch has at most `num_anchors` anchors. Otherwise it has all."""
         # 1. The blocks, as long as the tokens asked for: fewer tokens are a shorter block, in an engine too.
         num_tokens = min(num_steps or self.max_tokens, self.max_tokens)
         # a sample of the anchors is enough for a gradient; a metric or a forecast needs every row
@@ -231,12 +226,8 @@ class DFlash(nn.Module):
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
         """Start as layers of the target, usually its last, on the stream of the highest aux layer.
-
-        Tensors of equal shape are copied; the others stay random.
-
-        Raises:
-            ValueError: there is another number of layers.
-        """
+        Tensors of equal shape are copied; the others stay random. Raises ValueError: there is
+        another number of layers."""
         if len(layers) != len(self.layers):
             raise ValueError(f"{len(layers)} layers were given to a draft of {len(self.layers)}")
         theirs = {f"layers.{i}.{name}": v for i, layer in enumerate(layers) for name, v in layer_weights(layer).items()}
@@ -260,12 +251,11 @@ class DFlash(nn.Module):
         num_speculative_tokens: int | None = None,
     ) -> None:
         """Write a folder for vLLM's method of this name; `like` decides the layout if it is given.
-
-        The embeddings are the target's and are left out. So is the output head, unless the vocabulary is reduced: then
-        the folder has its rows and `d2t`. The layout "speculators", of the package with this name, also names the
-        target, from which the package takes the rest, and `num_speculative_tokens`, by default those of a block. If
-        `like` has this layout, both are taken from there.
-        """
+        The embeddings are the target's and are left out. So is the output head, unless the
+        vocabulary is reduced: then the folder has its rows and `d2t`. The layout "speculators", of
+        the package with this name, also names the target, from which the package takes the rest,
+        and `num_speculative_tokens`, by default those of a block. If `like` has this layout, both
+        are taken from there."""
         earlier = read_config(like) if like else {}
         is_speculators = layout == "speculators" or speculators.MARK in earlier
         tensors = dict(weights or self.state_dict())
@@ -301,20 +291,17 @@ class DFlash(nn.Module):
         write_head(folder, tensors, config, dtype or self.fc.weight.dtype, self.float32)
 
     def _training(self, served: Mapping[str, Any]) -> dict[str, Any]:
-        """The section of redraft in config.json."""
         rotation = {"head_dim": self.shape.head_dim, "rope_parameters": dict(self.shape.rope_parameters)}
         kept = {name: getattr(self.config, name) for name in TRAINING_OPTIONS}
         return {"family": self.family, **kept, TRAINED_WITH: {**served, **rotation}}
 
     def _served(self) -> dict[str, Any]:
-        """The keys of config.json for engines that a head of this kind alone has."""
         # vLLM counts from the layer that ends, so its k is our k + 1. `causal` is always written: readers differ in the
         # default.
         ids = [layer - 1 for layer in self.aux_layer_ids]
         return {SECTION: {"mask_token_id": self._mask_token_id, "target_layer_ids": ids, "causal": False}}
 
     def _served_by_speculators(self) -> dict[str, Any]:
-        """The keys of `_served` in the layout of `speculators`, whose k is our k."""
         return {
             "mask_token_id": self._mask_token_id,
             "aux_hidden_state_layer_ids": list(self.aux_layer_ids),
@@ -326,21 +313,16 @@ class DFlash(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Self:
-        """A head from an exported folder of either layout, or from a checkpoint of another trainer with one of them.
-
-        Raises:
-            ValueError: a tensor is missing, unknown or of another shape, the embeddings or the head are not the
-                target's, or the head attends in a way that is not supported here.
-        """
+        """A head from an exported folder of either layout, or from a checkpoint of another trainer
+        with one of them.
+        Raises ValueError: a tensor is missing, unknown or of another shape, the embeddings or the
+        head are not the target's, or the head attends in a way that is not supported here."""
         return load_head(cls, cls._read, folder, target)
 
     @staticmethod
     def _read(config: Mapping[str, Any], folder: Path) -> Config:
-        """The options of a checkpoint.
-
-        Raises:
-            ValueError: its attention is causal, of a window, or rotates in another way, or the anchor proposes.
-        """
+        """The options of a checkpoint. Raises ValueError: its attention is causal, of a window, or
+        rotates in another way, or the anchor proposes."""
         section = config.get(SECTION) or {}
         if config.get("sample_from_anchor") or section.get("sample_from_anchor"):
             raise ValueError(
@@ -356,10 +338,8 @@ def has_ranks() -> bool:
 
 def choose_anchors(batch: Batch, limit: int | None) -> tuple[Tensor, Tensor]:
     """(rows before an anchor, ascending, int64 [B, A]; whether a row is one of them, bool [B, T]).
-
-    Rows are chosen among those with a label one row after the anchor. If a row of the batch has fewer than `limit` of
-    them, others fill the rest up and count as none. See `choose_rows`.
-    """
+    Rows are chosen among those with a label one row after the anchor. If a row of the batch has
+    fewer than `limit` of them, others fill the rest up and count as none. See `choose_rows`."""
     has_label_BT = label_rows(batch, 1)
     if limit is None:
         # Training passes a limit and never comes here. Ranks take as many blocks as each other, because ZeRO-3 gathers

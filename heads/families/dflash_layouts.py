@@ -35,8 +35,7 @@ def load_head(
     target: Target,
 ) -> Head:
     """The head that `make` builds with the options that `read` finds in config.json. Raises: as
-    `DFlash.load`.
-    """
+    `DFlash.load`."""
     config = translate(read_config(folder), folder)
     tensors = read_tensors(folder, tensor_files(folder))
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
@@ -57,10 +56,7 @@ def load_head(
 
 def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """config.json in the keys of vLLM: as it is, or from the layout of the package `speculators`.
-
-    Raises:
-        ValueError: it names no mask token or no target layers.
-    """
+    Raises ValueError: it names no mask token or no target layers."""
     if speculators.MARK not in config:
         return config
     layers = config.get("aux_hidden_state_layer_ids")
@@ -82,10 +78,7 @@ def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
 
 def read_options(config: Mapping[str, Any], section: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The fields of a `Config` in config.json; layers and mask token are in `section`.
-
-    Raises:
-        ValueError: the attention is causal, of a window, or rotates in another way.
-    """
+    Raises ValueError: the attention is causal, of a window, or rotates in another way."""
     of_dflash = config.get(SECTION) or {}
     windows = "sliding_attention" in (config.get("layer_types") or ()) or of_dflash.get("use_swa")
     if of_dflash.get("causal") or config.get("is_causal") or windows or config.get("is_neox_style") is False:

@@ -110,7 +110,6 @@ class DSpark(DFlash):
         return {**super()._served_by_speculators(), **self._heads()}
 
     def _heads(self) -> dict[str, Any]:
-        """The keys of the Markov head and the confidence head, the same in both layouts."""
         return {
             "markov_rank": self.config.markov_rank,
             "markov_head_type": "vanilla",
@@ -120,12 +119,8 @@ class DSpark(DFlash):
 
     @staticmethod
     def _read(config: Mapping[str, Any], folder: Path) -> Config:
-        """The options of a checkpoint.
-
-        Raises:
-            ValueError: the attention, the Markov head or the confidence head is of another kind, or
-                the kind of block is not written down.
-        """
+        """The options of a checkpoint. Raises ValueError: the attention, the Markov head or the
+        confidence head is of another kind, or the kind of block is not written down."""
         if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
             raise ValueError(f"{folder}: a Markov head of type {kind} is not supported here, only vanilla")
         has_confidence = bool(config.get("enable_confidence_head"))

@@ -51,7 +51,6 @@ class Eagle1(nn.Module):
     engine_output = 0
 
     def __init__(self, config: Config, target: Target, shape: LlamaShape | None = None) -> None:
-        """`shape` is by default the target's."""
         super().__init__()
         self.config = config
         self.shape = shape or LlamaShape.of_head(config, target.config)
@@ -106,9 +105,7 @@ class Eagle1(nn.Module):
         like: Path | None = None,
     ) -> None:
         """Write a folder for vLLM's `method: eagle`.
-
-        Embeddings and head are left out, so that vLLM shares the target's.
-        """
+        Embeddings and head are left out, so that vLLM shares the target's."""
         # `recompute` says how to train, not what was trained; the sizes stand in config.json.
         left_out = {"recompute", *(field.name for field in fields(options.LayerSizes))}
         kept = {name: value for name, value in asdict(self.config).items() if name not in left_out}
@@ -120,12 +117,8 @@ class Eagle1(nn.Module):
     @staticmethod
     def load(folder: Path, target: Target) -> Eagle1:
         """A head from an exported folder, or from a checkpoint of another trainer.
-
-        Copies of the target's embeddings and head are accepted and dropped.
-
-        Raises:
-            ValueError: a tensor is missing or of another shape, or such a copy is not the target's.
-        """
+        Copies of the target's embeddings and head are accepted and dropped. Raises ValueError: a
+        tensor is missing or of another shape, or such a copy is not the target's."""
         config = read_config(folder)
         known = {field.name for field in fields(Config)}
         training = {name: value for name, value in config.get("redraft", {}).items() if name in known}

@@ -129,10 +129,7 @@ class Eagle3(nn.Module):
 
     def feature(self, signal: TargetSignal) -> Tensor:
         """The feature of step 0, fc(concat aux), [B, T, D].
-
-        Raises:
-            ValueError: the signal has another number of aux layers, or none.
-        """
+        Raises ValueError: the signal has another number of aux layers, or none."""
         is_normed = self.config.norm_before_fc or self.config.fc_norm
         # Without a norm `fc` reads the streams, and under autocast it would narrow a wide copy again.
         dtype = self.fc.weight.dtype if is_normed else product_dtype(self.fc.weight)
@@ -168,10 +165,9 @@ class Eagle3(nn.Module):
 
     def init_from_layer(self, layer: nn.Module, final_norm: nn.Module) -> None:
         """Start as a layer of the target, usually the last, on the stream of the highest aux layer.
-
-        Tensors of equal shape are copied. Attention's projections are twice as wide as the layer's: the half for the
-        feature is copied, the half for the embedding stays random. Tensors of any other shape stay random too.
-        """
+        Tensors of equal shape are copied. Attention's projections are twice as wide as the layer's:
+        the half for the feature is copied, the half for the embedding stays random. Tensors of any
+        other shape stay random too."""
         theirs = {f"midlayer.{name}": value for name, value in layer_weights(layer).items()}
         # The target's layer norms a hidden state, as `hidden_norm` does here; `input_layernorm` norms embeddings.
         # OLMo 2 has no such norm.
@@ -191,7 +187,6 @@ class Eagle3(nn.Module):
             self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1.0)
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """As `init_from_layer`, from a list of one."""
         (layer,) = layers
         self.init_from_layer(layer, final_norm)
 
@@ -207,11 +202,9 @@ class Eagle3(nn.Module):
         num_speculative_tokens: int = 3,
     ) -> None:
         """Write a folder for vLLM's `method: eagle3`; `like` decides the layout if it is given.
-
-        The layout "vllm" leaves out the embeddings, and the head unless it was trained: vLLM shares the target's. The
-        layout "speculators", of the package with this name, holds both. It also names the target and
-        `num_speculative_tokens`.
-        """
+        The layout "vllm" leaves out the embeddings, and the head unless it was trained: vLLM shares
+        the target's. The layout "speculators", of the package with this name, holds both. It also
+        names the target and `num_speculative_tokens`."""
         tensors = self._tensors(weights or self.state_dict())
         if layout == "speculators" or (like and speculators.MARK in read_config(like)):
             config = self._speculators_config(target_name, num_speculative_tokens)
@@ -267,11 +260,8 @@ class Eagle3(nn.Module):
     @classmethod
     def load(cls, folder: Path, target: Target) -> Self:
         """A head from an exported folder of either layout, or from a checkpoint of another trainer.
-
-        Raises:
-            ValueError: a tensor is missing, unknown or of another shape, d2t and t2d disagree, or the embeddings are
-                not the target's.
-        """
+        Raises ValueError: a tensor is missing, unknown or of another shape, d2t and t2d disagree,
+        or the embeddings are not the target's."""
         checkpoint = read_checkpoint(folder, target)
         options = cls._read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
         head = cls(options, target, checkpoint.draft_ids_W, checkpoint.shape)

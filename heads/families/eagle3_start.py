@@ -161,11 +161,9 @@ class Roles:
 
 
 def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
-    """Set queries and keys for their tasks, and clear the values.
-
-    A key holds the token of its row's embedding in the fast half of the rotary pairs, which tell near from far, and the
-    token of its row's feature in the slow half, which hardly turn within some hundreds of tokens.
-    """
+    """Set queries and keys for their tasks, and clear the values. A key holds the token of its
+    row's embedding in the fast half of the rotary pairs, which tell near from far, and the token of
+    its row's feature in the slow half, which hardly turn within some hundreds of tokens."""
     attention, size, width = head.midlayer.self_attn, head.shape.hidden_size, roles.head_size
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     for parameter in chain.from_iterable(projection.parameters() for projection in projections):
@@ -233,10 +231,8 @@ def solve_ridge(squares: Tensor, products: Tensor) -> Tensor:
 
 
 def factor(matrix_DD: Tensor, squares_DD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """(left [D, R], right [R, D]), whose product is nearest to the matrix on inputs with these mean squares.
-
-    Zeros follow if the matrix has a lower rank.
-    """
+    """(left [D, R], right [R, D]), whose product is nearest to the matrix on inputs with these mean
+    squares. Zeros follow if the matrix has a lower rank."""
     values, vectors = torch.linalg.eigh(squares_DD)
     root = values.clamp_min(values.max() * 1e-9).sqrt()
     u, s, vt = torch.linalg.svd(matrix_DD @ (vectors * root))

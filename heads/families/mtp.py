@@ -52,10 +52,7 @@ class Mtp(nn.Module):
 
     def __init__(self, config: Config, target: Target) -> None:
         """A layer with random weights; `load` reads the one of a target.
-
-        Raises:
-            ValueError: the target's architecture has no MTP layout here.
-        """
+        Raises ValueError: the target's architecture has no MTP layout here."""
         super().__init__()
         self.config = config
         self.layout = detect_layout(target.config)
@@ -130,7 +127,6 @@ class Mtp(nn.Module):
             self.combine.weight[:, start : start + hidden].copy_(torch.eye(hidden))
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """As `init_from_layer`, from a list of one."""
         (layer,) = layers
         self.init_from_layer(layer, final_norm)
 
@@ -158,11 +154,9 @@ class Mtp(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Mtp:
-        """The layer in an exported folder, or in the folder of a target. The layout is the folder's.
-
-        Raises:
-            ValueError: the folder has no MTP layer, or a tensor is missing or of another shape.
-        """
+        """The layer in an exported folder, or in the folder of a target. The layout is the
+        folder's. Raises ValueError: the folder has no MTP layer, or a tensor is missing or of
+        another shape."""
         training = read_config(folder).get("redraft", {})
         # a target may have been converted to make room for the layer; the converted config is here
         target = replace(target, config=load_text_config(folder))

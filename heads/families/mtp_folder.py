@@ -24,11 +24,7 @@ from redraft.heads.files.tensors import list_tensors, read_tensors
 
 
 def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tensor]:
-    """The tensors of a folder's MTP layer under our names.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The tensors of a folder's MTP layer under our names. Raises ValueError: it has none."""
     names = [name for name in list_tensors(folder) if layout.holds(name, num_layers)]
     if not names:
         raise ValueError(f"{folder} holds no MTP layer ({layout.prefix.format(n=num_layers)}*): train one from scratch")
@@ -36,11 +32,8 @@ def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tenso
 
 
 def stitch(target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config: Mapping[str, Any]) -> None:
-    """Make `out` a copy of the target's folder with these tensors, by checkpoint name, and these config keys.
-
-    Raises:
-        FileExistsError: `out` is not empty.
-    """
+    """Make `out` a copy of the target's folder with these tensors, by checkpoint name, and these
+    config keys. Raises FileExistsError: `out` is not empty."""
     require_free(out)
     out.mkdir(parents=True, exist_ok=True)
     # 1. Tokenizer, templates and so on. The target's manifest and provenance do not describe the new folder.
@@ -86,12 +79,8 @@ def link(source: Path, copy: Path) -> None:
 
 def as_mimo(llama_folder: Path, out: Path) -> None:
     """Make `out` the same target in the MiMo layout, which has room for an MTP layer.
-
-    MiMo is a Llama with biases on q, k and v, which are set to zero.
-
-    Raises:
-        ValueError: the target is not a Llama, or MiMo cannot express it.
-    """
+    MiMo is a Llama with biases on q, k and v, which are set to zero. Raises ValueError: the target
+    is not a Llama, or MiMo cannot express it."""
     config = read_config(llama_folder)
     if config["architectures"] != ["LlamaForCausalLM"] or config.get("attention_bias") or config.get("mlp_bias"):
         raise ValueError(f"{llama_folder} is not a LlamaForCausalLM without biases: only that can be converted to MiMo")

@@ -81,10 +81,8 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
-        """Steps of shifts 1, 2, ...
-
-        While gradients are recorded, later steps have a part of the rows (`keep_ratio`). Otherwise they have all.
-        """
+        """Steps of shifts 1, 2, ... While gradients are recorded, later steps have a part of the
+        rows (`keep_ratio`). Otherwise they have all."""
         num_tokens = min(num_steps or self.options.num_steps, self.options.num_steps)
         # a sample is enough for a gradient; a metric or a forecast needs every row
         rows_BN = self._sample_rows(batch) if torch.is_grad_enabled() else None
@@ -120,11 +118,9 @@ class PEagle(Eagle3):
         return choose_rows(batch, has_label_BT, max(int(has_label_BT.sum(1).max()), 1))
 
     def _keep(self, batch: Batch, rows_BN: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The first ones of `_sample_rows` for step k [B, n], and whether each is trained, bool [B, n].
-
-        Every row of the batch keeps a share of its labels, whatever the other rows have: two processes with a half of
-        the batch each train what one with all of it would.
-        """
+        """The first ones of `_sample_rows` for step k [B, n], and whether each is trained, bool [B,
+        n]. Every row of the batch keeps a share of its labels, whatever the other rows have: two
+        processes with a half of the batch each train what one with all of it would."""
         # The defaults, 0.7 and 0.2: steps 1, 2, ... train 70, 49, 34, 24, 20, 20, 20% of the labels.
         share = max(self.options.keep_ratio**k, self.options.min_share)
         # In float64, which rounds as Python's product does two lines below.
@@ -167,12 +163,8 @@ class PEagle(Eagle3):
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
         """Start as layers of the target, usually its last, on the stream of the highest aux layer.
-
         Tensors of equal shape are copied, as in `Eagle3.init_from_layer`; the others stay random.
-
-        Raises:
-            ValueError: there is another number of layers.
-        """
+        Raises ValueError: there is another number of layers."""
         if len(layers) != 1 + len(self.layers):
             raise ValueError(f"{len(layers)} layers were given to a draft of {1 + len(self.layers)}")
         self.init_from_layer(layers[0], final_norm)

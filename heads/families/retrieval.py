@@ -149,12 +149,8 @@ class Retrieval:
         folder: Path, *, verify_cost: float | None = None, least_first: float | None = None
     ) -> dict[str, Any]:
         """vLLM's speculative config, without num_speculative_tokens.
-
         Its last keys reach the plugin past vLLM: `retrieval`, and the options that are given.
-
-        Raises:
-            ValueError: an option is out of bounds.
-        """
+        Raises ValueError: an option is out of bounds."""
         if verify_cost is not None:
             Config(verify_cost=verify_cost)
         if least_first is not None:
@@ -182,11 +178,8 @@ class Retrieval:
     @staticmethod
     def read(folder: Path, *, least_first: float = 0.0, **changes: float) -> Retrieval:
         """The draft of a folder, with `changes` to its config.
-
-        Raises:
-            FileNotFoundError: there is no such folder.
-            ValueError: it holds another kind of draft, or an option is out of bounds.
-        """
+        Raises FileNotFoundError: there is no such folder. Raises ValueError: it holds another kind
+        of draft, or an option is out of bounds."""
         written = dict(read_config(folder).get("redraft", {}))
         if written.pop("family", "") != "retrieval":
             raise ValueError(f"{folder} holds no counted answers: `redraft retrieval` writes such a folder")
@@ -214,11 +207,9 @@ def _probability(prediction: tuple[int, float]) -> float:
 
 
 def find_run(data: bytes, max_run: int) -> tuple[int, int]:
-    """The longest run of last tokens, up to `max_run`, that stands earlier too: (length, offset in bytes of the token
-    after its first place). (0, 0) if not even the last token does.
-
-    `data` has 4 bytes per token.
-    """
+    """The longest run of last tokens, up to `max_run`, that stands earlier too: (length, offset in
+    bytes of the token after its first place). (0, 0) if not even the last token does.
+    `data` has 4 bytes per token."""
     found, start = (0, 0), 0
     for length in range(1, min(max_run, len(data) // TOKEN_BYTES) + 1):
         run = data[-TOKEN_BYTES * length :]
@@ -240,13 +231,9 @@ def _find_aligned(data: bytes, run: bytes, start: int) -> int:
 
 def count_answers(texts: Sequence[Text], config: Config) -> Retrieval:
     """Count the labels of these texts by the runs before them.
-
-    Probabilities are measured on every tenth text with the counts of the others: how often the predicted token came, by
-    the run's length, how often it was seen, and how often that token followed.
-
-    Raises:
-        ValueError: there is no label to count.
-    """
+    Probabilities are measured on every tenth text with the counts of the others: how often the
+    predicted token came, by the run's length, how often it was seen, and how often that token
+    followed. Raises ValueError: there is no label to count."""
     if not any(text.is_label.any() for text in texts):
         raise ValueError("no answer to count: the data has no label")
     # 1. Learn from held-out texts how often predictions come true. With ten texts or fewer the
@@ -273,7 +260,6 @@ class Row:
     followed: int
     """Times that it was followed by `token`."""
     num_texts: int
-    """Texts in which it was."""
 
     @property
     def kind(self) -> tuple[int, int, int]:
@@ -325,7 +311,6 @@ def _add(counts: dict[Any, list[int]], key: Any, is_hit: bool) -> None:
 
 
 def _count(texts: Sequence[Text], config: Config) -> Iterator[Row]:
-    """A row for each run of each length."""
     for length in range(1, config.max_run + 1):
         windows = [_windows(text, length, number) for number, text in enumerate(texts) if len(text.ids) > length]
         if windows:
@@ -340,7 +325,6 @@ def _windows(text: Text, length: int, number: int) -> Ids:
 
 
 def _reduce(windows: Ids) -> Iterator[Row]:
-    """A row for each run of these windows."""
     if not len(windows):
         return
     # sorted by run, then by token, then by text
@@ -361,7 +345,6 @@ def _reduce(windows: Ids) -> Iterator[Row]:
 
 
 def _begins(rows: Ids) -> NDArray[np.intp]:
-    """Indices at which a sorted row differs from the one before."""
     begins: NDArray[np.intp] = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)])
     return begins
 

@@ -62,10 +62,9 @@ class StandaloneDraft(nn.Module):
     def load(
         cls, folder: str | Path, target: Target | None = None, dtype: torch.dtype | None = None
     ) -> StandaloneDraft:
-        """The draft of a model folder or hub name, in `dtype` (None: as stored). It borrows nothing of a target.
-
-        Raises the errors of `heads.files.checkpoint.load_causal_lm`, and as `make_draft` for the model.
-        """
+        """The draft of a model folder or hub name, in `dtype` (None: as stored). It borrows nothing
+        of a target. Raises the errors of `heads.files.checkpoint.load_causal_lm`, and as
+        `make_draft` for the model."""
         model = load_causal_lm(folder, dtype)
         _require_exact(model)
         return cls(model)
@@ -79,11 +78,9 @@ class StandaloneDraft(nn.Module):
         like: Path | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Write a folder for vLLM and transformers, with `tokenizer` or else the tokenizer of `like`.
-
-        Raises:
-            ValueError: neither is given. Without a tokenizer, nobody can compare draft and target.
-        """
+        """Write a folder for vLLM and transformers, with `tokenizer` or else the tokenizer of
+        `like`. Raises ValueError: neither is given. Without a tokenizer, nobody can compare draft
+        and target."""
         if tokenizer is None:
             if like is None:
                 raise ValueError("a standalone draft is exported with its tokenizer: give tokenizer or like")
@@ -139,9 +136,7 @@ class StandaloneDraft(nn.Module):
 
     def _mask(self, batch: Batch, window: int | None) -> Tensor | dict[str, Tensor]:
         """The mask of each document, narrowed to the window for sliding layers.
-
-        The window must be in it, because a complete mask replaces the model's.
-        """
+        The window must be in it, because a complete mask replaces the model's."""
         mask_B1TT = attention_mask(batch)
         if window is None:
             return self._for_scores(mask_B1TT)
@@ -217,10 +212,7 @@ def from_checkpoint(
     name_or_path: str | Path, target_tokenizer: Any, vocab_size: int, *, transplant: bool = False
 ) -> StandaloneDraft:
     """The draft of a model folder or hub name, with as many vocabulary rows as the target.
-
-    Raises:
-        ValueError: it has another tokenizer and `transplant` is false.
-    """
+    Raises ValueError: it has another tokenizer and `transplant` is false."""
     model, tokenizer = load_causal_lm(name_or_path), load_tokenizer(name_or_path)
     # Equal tokenizers need no transplant, even if asked for: only the padding of the table may differ.
     if transplant and first_difference(target_tokenizer, tokenizer) is not None:
@@ -232,11 +224,8 @@ def from_checkpoint(
 
 
 def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
-    """A draft of the target's `layers` (0 is the first), embeddings, final norm and head; all copied.
-
-    Raises:
-        ValueError: `layers` is empty, out of range or not ascending.
-    """
+    """A draft of the target's `layers` (0 is the first), embeddings, final norm and head; all
+    copied. Raises ValueError: `layers` is empty, out of range or not ascending."""
     if target.config.get_text_config() is not target.config:
         raise ValueError(
             f"{type(target).__name__} reads images too, and a draft of the target's layers would: begin with "
@@ -269,11 +258,8 @@ def from_config(
     num_key_value_heads: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> StandaloneDraft:
-    """A new draft of Llama's architecture, randomly initialised, with the target's vocabulary, window and special ids.
-
-    Raises:
-        ValueError: `hidden_size` is not a multiple of `head_dim`.
-    """
+    """A new draft of Llama's architecture, randomly initialised, with the target's vocabulary,
+    window and special ids. Raises ValueError: `hidden_size` is not a multiple of `head_dim`."""
     if hidden_size % head_dim:
         raise ValueError(f"hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
     config = LlamaConfig(

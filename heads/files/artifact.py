@@ -62,14 +62,10 @@ class NewFolder:
 def publishing(
     folder: Path, provenance: Mapping[str, Any] | None = None, *, overwrite: bool = False
 ) -> Iterator[NewFolder]:
-    """Create `folder` atomically: the block writes files and adds to the provenance, then come manifest and rename.
-
-    After an exception in the block `folder` is as before.
-
-    Raises:
-        FileExistsError: `folder` is not empty. With `overwrite`, only if it was not published by redraft.
-        OSError: the disk is full (ENOSPC).
-    """
+    """Create `folder` atomically: the block writes files and adds to the provenance, then come
+    manifest and rename. After an exception in the block `folder` is as before. Raises
+    FileExistsError: `folder` is not empty. With `overwrite`, only if it was not published by
+    redraft. Raises OSError: the disk is full (ENOSPC)."""
     require_free(folder, overwrite=overwrite)
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
         # a mistyped --output must not delete somebody's home folder
@@ -94,9 +90,7 @@ def publish(
 
 def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) -> None:
     """Write `content` to `path` completely or not at all, even if the process or the machine dies.
-
-    `mode` is the file's, whatever the umask.
-    """
+    `mode` is the file's, whatever the umask."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Beside the file, because a rename is atomic within one file system only.
     # The process id keeps two processes apart, not two threads.
@@ -130,9 +124,7 @@ def sync(path: Path) -> None:
 
 def require_free(folder: Path, *, overwrite: bool = False) -> None:
     """Raise FileExistsError unless `folder` is absent or empty, or `overwrite` is set.
-
-    Call it before hours of work, not after.
-    """
+    Call it before hours of work, not after."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() and not folder.is_dir():
@@ -143,9 +135,7 @@ def require_free(folder: Path, *, overwrite: bool = False) -> None:
 
 def require_space(path: Path, num_bytes: int) -> None:
     """Raise OSError (ENOSPC) with both figures unless the disk of `path` has `num_bytes` free.
-
-    `path` need not exist yet.
-    """
+    `path` need not exist yet."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
@@ -156,19 +146,13 @@ def require_space(path: Path, num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a manifest."""
-
     bytes: int
     sha256: str
 
 
 def manifest(folder: Path) -> dict[str, FileEntry]:
     """The manifest of a published folder: the files, by relative name.
-
-    Raises:
-        FileNotFoundError: there is no manifest.
-        ValueError: it cannot be read.
-    """
+    Raises FileNotFoundError: there is no manifest. Raises ValueError: it cannot be read."""
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {MANIFEST}: it was not published by redraft, or not completely")
@@ -186,13 +170,9 @@ def manifest(folder: Path) -> dict[str, FileEntry]:
 
 def verify(folder: Path) -> dict[str, FileEntry]:
     """Compare every file of a published folder with the manifest, and return the manifest.
-
-    All sizes are compared first, so a truncated file is found at once.
-
-    Raises:
-        FileNotFoundError: there is no manifest.
-        ValueError: a file is missing, truncated or altered; the message names the first.
-    """
+    All sizes are compared first, so a truncated file is found at once. Raises FileNotFoundError:
+    there is no manifest. Raises ValueError: a file is missing, truncated or altered; the message
+    names the first."""
     entries = manifest(folder)
     require_sizes(folder, entries)
     for name, entry in entries.items():
@@ -213,17 +193,14 @@ def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: `{"dtype", "shape", "data_offsets"}` of each tensor, by name.
-
-    Raises:
-        ValueError: the file is truncated, or is not a safetensors file. Its contents are not checked.
-    """
+    """The header of a safetensors file: `{"dtype", "shape", "data_offsets"}` of each tensor, by
+    name. Raises ValueError: the file is truncated, or is not a safetensors file. Its contents are
+    not checked."""
     size = path.stat().st_size
     with path.open("rb") as file:
         # A file of fewer than 8 bytes is filled up with 0xff, which makes the length larger than any file.
@@ -283,7 +260,6 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
 
 
 def _make_locked(folder: Path) -> tuple[Path, int]:
-    """A new temporary folder next to `folder`, and the descriptor that locks it."""
     while True:
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
         # Until it is locked, another publisher may take it for abandoned and remove it. Then make another.
@@ -313,10 +289,9 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
-    """Write the manifest of `partial`, flush it to disk and rename it to `folder`, after moving an old one aside.
-
-    Everybody may read the result, but hard links as before: a server often runs as another user than the trainer.
-    """
+    """Write the manifest of `partial`, flush it to disk and rename it to `folder`, after moving an
+    old one aside. Everybody may read the result, but hard links as before: a server often runs as
+    another user than the trainer."""
     files = {name: _entry(partial / name) for name in _file_names(partial)}
     _write_json(partial / MANIFEST, {"layout": LAYOUT, "files": files})
     for path in partial.rglob("*"):
@@ -358,6 +333,5 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Flush `folder` and everything below it to disk."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)

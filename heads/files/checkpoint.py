@@ -55,10 +55,7 @@ def register_models() -> None:
 
 def model_class(config: Any) -> Any:
     """The auto class of a config's causal LM: a model of text, or of text and images.
-
-    Raises:
-        ValueError: transformers has none.
-    """
+    Raises ValueError: transformers has none."""
     register_models()
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in kind._model_mapping:
@@ -73,14 +70,10 @@ def new_model(config: Any, dtype: torch.dtype | None) -> Any:
 
 
 def load_causal_lm(name_or_path: str | Path, dtype: torch.dtype | None = None, *, cure: str = "") -> Any:
-    """The causal LM of a folder or hub name, in `dtype` (None: as stored), with all weights from the files.
-
-    Attention is that of `attention_of`. A `cure` ends the error of a model that transformers cannot load.
-
-    Raises:
-        FileNotFoundError: the folder is missing, or is not a model folder.
-        ValueError: a file is corrupt, or a weight is missing; the message names it.
-    """
+    """The causal LM of a folder or hub name, in `dtype` (None: as stored), with all weights from
+    the files. Attention is that of `attention_of`. A `cure` ends the error of a model that
+    transformers cannot load. Raises FileNotFoundError: the folder is missing, or is not a model
+    folder. Raises ValueError: a file is corrupt, or a weight is missing; the message names it."""
     folder = fetch_model(name_or_path)
     check_model_folder(folder)
     config = load_config(folder)
@@ -111,11 +104,8 @@ type or dtype, a missing key, zero heads, a value of the wrong type; OSError if 
 
 def load_config(name_or_path: str | Path) -> Any:
     """The `transformers` config of a model, by folder or hub name.
-
-    Raises:
-        FileNotFoundError: the folder or its config is missing.
-        ValueError: the name is a GGUF file, or the config cannot be read.
-    """
+    Raises FileNotFoundError: the folder or its config is missing. Raises ValueError: the name is a
+    GGUF file, or the config cannot be read."""
     folder = open_folder(name_or_path)
     read_config(folder)
     try:
@@ -140,10 +130,9 @@ def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
 
 
 def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ids of the tokens at which an engine ends an answer, from the tokenizer and generation_config.json.
-
-    Without that file they are those of config.json, or of its language model's section, as vLLM reads them.
-    """
+    """Ids of the tokens at which an engine ends an answer, from the tokenizer and
+    generation_config.json. Without that file they are those of config.json, or of its language
+    model's section, as vLLM reads them."""
     folder = open_folder(name_or_path)
     path = next((path for name in (GENERATION_CONFIG, CONFIG) if (path := folder / name).is_file()), None)
     sections = text_sections(read_json(path)) if path else ()
@@ -155,11 +144,8 @@ def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
 def load_tokenizer(name_or_path: str | Path) -> Any:
     """The tokenizer of a folder or a hub name.
-
-    Raises:
-        FileNotFoundError: the folder is missing, or has no tokenizer.
-        ValueError: the tokenizer cannot be read, or two files hold different chat templates.
-    """
+    Raises FileNotFoundError: the folder is missing, or has no tokenizer. Raises ValueError: the
+    tokenizer cannot be read, or two files hold different chat templates."""
     folder = open_folder(name_or_path)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
@@ -176,11 +162,8 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
 
 
 def _read_processor_template(folder: Path, tokenizer: Any) -> None:
-    """Give a tokenizer without a chat template the processor's.
-
-    Raises:
-        ValueError: it has another one: vLLM serves a model of text and images with the processor's.
-    """
+    """Give a tokenizer without a chat template the processor's. Raises ValueError: it has another
+    one: vLLM serves a model of text and images with the processor's."""
     path, found = folder / PROCESSOR_TEMPLATE, tokenizer.chat_template
     if not path.is_file() or not (template := read_json(path).get("chat_template")):
         return
@@ -195,11 +178,9 @@ def _read_processor_template(folder: Path, tokenizer: Any) -> None:
 
 
 def _load_tekken(path: Path) -> Any:
-    """The tokenizer in Mistral's own format, with the chat template that transformers writes for it.
-
-    Raises:
-        ValueError: the file cannot be read, or the package mistral-common, which reads it, is not installed.
-    """
+    """The tokenizer in Mistral's own format, with the chat template that transformers writes for
+    it. Raises ValueError: the file cannot be read, or the package mistral-common, which reads it,
+    is not installed."""
     from transformers.integrations.mistral import convert_tekken_tokenizer
 
     try:

@@ -50,12 +50,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a folder.
-
-    Raises:
-        FileNotFoundError: the folder is missing, or is not a model folder.
-        ValueError: it is not JSON.
-    """
+    """The `config.json` of a folder. Raises FileNotFoundError: the folder is missing, or is not a
+    model folder. Raises ValueError: it is not JSON."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no model folder {folder}, and it is not a hub name (owner/name) either")
     if not (folder / CONFIG).is_file() and (folder / ADAPTER).is_file():
@@ -122,11 +118,8 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of each tensor of a safetensors folder, by the tensor's name.
-
-    Raises:
-        FileNotFoundError: the folder has no weights.
-        ValueError: a file is truncated; the message names it.
-    """
+    Raises FileNotFoundError: the folder has no weights. Raises ValueError: a file is truncated; the
+    message names it."""
     first = weight_files(folder)[0]
     if (folder / INDEX).is_file():
         return {name: folder / file for name, file in _read_index(folder / INDEX).items()}
@@ -136,7 +129,6 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file name of each tensor in an index of shards."""
     files: dict[str, str] | None = read_json(path).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{path} is corrupt (it has no weight_map): fetch it again")
@@ -179,11 +171,8 @@ def refuse_gguf(name_or_path: str | Path) -> None:
 
 def model_folder(name_or_path: str | Path) -> Path:
     """The folder of a model: the given one, or for a hub name the folder in the hub's cache.
-
-    Raises:
-        FileNotFoundError: the hub's cache does not hold the model.
-        ValueError: the name is a GGUF file.
-    """
+    Raises FileNotFoundError: the hub's cache does not hold the model. Raises ValueError: the name
+    is a GGUF file."""
     refuse_gguf(name_or_path)
     if not is_hub_name(name_or_path):
         return Path(name_or_path)
@@ -198,13 +187,9 @@ def model_folder(name_or_path: str | Path) -> Path:
 
 
 def open_folder(name_or_path: str | Path) -> Path:
-    """The folder of a model with all files but the weights: the given one, or for a hub name the one in
-    the hub's cache, made complete.
-
-    Raises:
-        FileNotFoundError: there is no such folder, or neither the hub nor its cache gives the model.
-        ValueError: the name is a GGUF file.
-    """
+    """The folder of a model with all files but the weights: the given one, or for a hub name the
+    one in the hub's cache, made complete. Raises FileNotFoundError: there is no such folder, or
+    neither the hub nor its cache gives the model. Raises ValueError: the name is a GGUF file."""
     if not is_hub_name(name_or_path):
         return model_folder(name_or_path)
     reason = _download(str(name_or_path), *SMALL_FILES)
@@ -217,15 +202,10 @@ def open_folder(name_or_path: str | Path) -> Path:
 
 
 def fetch_model(name_or_path: str | Path) -> Path:
-    """The folder of a model: the given one, or for a hub name the folder in the hub's cache, made complete.
-
-    Only files are downloaded which transformers or vLLM read. If the hub cannot be asked, a complete model in the cache
-    will do.
-
-    Raises:
-        FileNotFoundError: the hub does not give the model, and the cache does not hold all of it.
-        ValueError: the name is a GGUF file.
-    """
+    """The folder of a model: the given one, or for a hub name the folder in the hub's cache, made
+    complete. Only files are downloaded which transformers or vLLM read. If the hub cannot be asked,
+    a complete model in the cache will do. Raises FileNotFoundError: the hub does not give the
+    model, and the cache does not hold all of it. Raises ValueError: the name is a GGUF file."""
     if not is_hub_name(name_or_path):
         return model_folder(name_or_path)
     reason = _download(str(name_or_path), *MODEL_FILES)
@@ -259,14 +239,10 @@ def _has_weights(folder: Path) -> bool:
 
 
 def check_model_folder(name_or_path: str | Path) -> None:
-    """Check that a local model folder is complete: a config, every shard of the index, and no file cut short.
-
-    A folder with a manifest is compared with it byte for byte. A hub name is left to the hub's checks.
-
-    Raises:
-        FileNotFoundError: the folder is missing, or is not a model folder.
-        ValueError: a file is corrupt or missing, or the name is a GGUF file; the message names it.
-    """
+    """Check that a local model folder is complete: a config, every shard of the index, and no file
+    cut short. A folder with a manifest is compared with it byte for byte. A hub name is left to the
+    hub's checks. Raises FileNotFoundError: the folder is missing, or is not a model folder. Raises
+    ValueError: a file is corrupt or missing, or the name is a GGUF file; the message names it."""
     refuse_gguf(name_or_path)
     if is_hub_name(name_or_path):
         return
@@ -291,11 +267,8 @@ def _check_weights(folder: Path) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files of a model's weights, sorted: those of the index, the whole file, or the old ones.
-
-    Raises:
-        FileNotFoundError: the folder has no weights.
-        ValueError: it has two sets of them.
-    """
+    Raises FileNotFoundError: the folder has no weights. Raises ValueError: it has two sets of
+    them."""
     if (folder / INDEX).is_file():
         _refuse_two(folder)
         return sorted({folder / name for name in _read_index(folder / INDEX).values()})
@@ -312,17 +285,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path) -> str:
-    """SHA-256, in hex, over a model's config, tokenizer, and the headers and samples of the weights.
-
-    From a safetensors file it reads the header (names, types, shapes) and SAMPLE_BYTES at the start, middle and end of
-    every tensor. So tens of GB take about a second, and a fine-tuned copy still differs. Other weight files are read in
-    full. The same weights in other shards count as another model. A fingerprint does not show corrupt bytes; `verify`
-    does.
-
-    Raises:
-        FileNotFoundError: there is no config.json, or no weights.
-        ValueError: a file is truncated or corrupt.
-    """
+    """SHA-256, in hex, over a model's config, tokenizer, and the headers and samples of the
+    weights. From a safetensors file it reads the header (names, types, shapes) and SAMPLE_BYTES at
+    the start, middle and end of every tensor. So tens of GB take about a second, and a fine-tuned
+    copy still differs. Other weight files are read in full. The same weights in other shards count
+    as another model. A fingerprint does not show corrupt bytes; `verify` does. Raises
+    FileNotFoundError: there is no config.json, or no weights. Raises ValueError: a file is
+    truncated or corrupt."""
     config, digest = read_config(folder), hashlib.sha256()
     # Keys are sorted below, because saving a model again may reorder them.
     kept = {key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS}
@@ -340,16 +309,12 @@ def fingerprint(folder: Path) -> str:
 
 def lineage(folder: Path) -> str:
     """SHA-256, in hex, over the part of a target that the layout of a draft depends on.
-
-    This is the model's type, the vocabulary, and the names and shapes of the tensors. A fine-tune or a later checkpoint
-    has the lineage of the model it began as, with another `fingerprint`. Settings that a later release of transformers
-    spells differently do not count, nor do the types of the tensors, their order in shards, and an output head that is
-    a copy of tied embeddings.
-
-    Raises:
-        FileNotFoundError: there is no config.json, or no weights in safetensors.
-        ValueError: a file is truncated or corrupt.
-    """
+    This is the model's type, the vocabulary, and the names and shapes of the tensors. A fine-tune
+    or a later checkpoint has the lineage of the model it began as, with another `fingerprint`.
+    Settings that a later release of transformers spells differently do not count, nor do the types
+    of the tensors, their order in shards, and an output head that is a copy of tied embeddings.
+    Raises FileNotFoundError: there is no config.json, or no weights in safetensors. Raises
+    ValueError: a file is truncated or corrupt."""
     config = read_config(folder)
     headers = [safetensors_header(path) for path in sorted(set(tensor_files(folder).values()))]
     shapes = {

@@ -54,11 +54,8 @@ class GgufModel:
 
 def check_gguf(path: Path) -> None:
     """Check that `path` starts as a GGUF file does, and that the package to read it is installed.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a GGUF file, or the `gguf` package is not installed.
-    """
+    Raises FileNotFoundError: there is no such file. Raises ValueError: it is not a GGUF file, or
+    the `gguf` package is not installed."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: give the path of a .gguf file")
     with path.open("rb") as file:
@@ -69,11 +66,7 @@ def check_gguf(path: Path) -> None:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The metadata of a GGUF file.
-
-    Raises:
-        ValueError: the file is truncated or corrupt.
-    """
+    """The metadata of a GGUF file. Raises ValueError: the file is truncated or corrupt."""
     from gguf import GGUFReader, GGUFValueType  # an optional dependency
 
     class Reader(GGUFReader):  # type: ignore[misc]  # gguf has no types
@@ -107,11 +100,8 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def read_config(path: Path, architecture: str) -> Any:
-    """The `transformers` config of a GGUF file.
-
-    Raises:
-        ValueError: transformers does not read the architecture, or not as a causal language model.
-    """
+    """The `transformers` config of a GGUF file. Raises ValueError: transformers does not read the
+    architecture, or not as a causal language model."""
     try:
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
         with torch.device("meta"):  # also refuses encoders
@@ -134,11 +124,8 @@ def require_space_for(config: Any, output: Path) -> None:
 
 
 def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
-    """Convert the weights to bfloat16, with a progress bar, and read the tokenizer.
-
-    Raises:
-        ValueError: the file is truncated, a weight is missing, or the tokenizer cannot be read.
-    """
+    """Convert the weights to bfloat16, with a progress bar, and read the tokenizer. Raises
+    ValueError: the file is truncated, a weight is missing, or the tokenizer cannot be read."""
     folder, name = str(path.parent), path.name
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # since 5.19 quantised weights may stay packed, which cannot be saved
@@ -161,11 +148,8 @@ def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
 
 
 def save(read: GgufModel, folder: Path) -> None:
-    """Write the model and the tokenizer, and check both as written.
-
-    Raises:
-        ValueError: the tokenizer of the folder does not return a probe text, or its chat template fails.
-    """
+    """Write the model and the tokenizer, and check both as written. Raises ValueError: the
+    tokenizer of the folder does not return a probe text, or its chat template fails."""
     read.model.save_pretrained(folder)
     read.tokenizer.save_pretrained(folder)
     _drop_added_tokens(folder, read.model.config.vocab_size)
@@ -173,11 +157,8 @@ def save(read: GgufModel, folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Check the tokenizer of a folder: a probe text returns unchanged, ids fit the model, the template renders.
-
-    Raises:
-        ValueError: one of these fails; the message says which.
-    """
+    """Check the tokenizer of a folder: a probe text returns unchanged, ids fit the model, the
+    template renders. Raises ValueError: one of these fails; the message says which."""
     tokenizer = load_tokenizer(folder)
     ids = tokenizer(PROBE, add_special_tokens=False).input_ids
     if (text := tokenizer.decode(ids, clean_up_tokenization_spaces=False)) != PROBE:
@@ -197,9 +178,8 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def _drop_added_tokens(folder: Path, vocab_size: int) -> None:
     """Drop the tokens that transformers adds to a tokenizer but the model has no embedding for.
-
-    It adds GPT-2's `<|endoftext|>` to every byte-level tokenizer. In a prompt, its id would be out of range.
-    """
+    It adds GPT-2's `<|endoftext|>` to every byte-level tokenizer. In a prompt, its id would be out
+    of range."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < vocab_size]

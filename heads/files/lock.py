@@ -16,12 +16,8 @@ class AlreadyOwnedError(OSError):
 
 def acquire(path: Path, purpose: str) -> int:
     """Take the lock `path`; closing the returned descriptor, or ending the process, releases it.
-
-    The file stays in place afterwards and means nothing without a lock.
-
-    Raises:
-        AlreadyOwnedError: another process holds it.
-    """
+    The file stays in place afterwards and means nothing without a lock. Raises AlreadyOwnedError:
+    another process holds it."""
     # Never unlinked: two processes could then lock two files of one name. A program started by the
     # owner does not inherit the descriptor (PEP 446), so it cannot keep the lock alive.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -40,10 +36,7 @@ def acquire(path: Path, purpose: str) -> int:
 @contextmanager
 def own(path: Path, purpose: str) -> Iterator[None]:
     """Hold the lock `path` while the block runs.
-
-    Raises:
-        AlreadyOwnedError: another process holds it.
-    """
+    Raises AlreadyOwnedError: another process holds it."""
     descriptor = acquire(path, purpose)
     try:
         yield

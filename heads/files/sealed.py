@@ -31,13 +31,9 @@ def write_sealed(path: Path, fields: Mapping[str, Any], layout: int = 1, *, mode
 
 
 def read_sealed(path: Path, layout: int = 1) -> Any:
-    """The fields that `write_sealed` wrote. Of a file with neither layout nor checksum, the JSON value as it is.
-
-    Raises:
-        DamagedError: if the file is not what was written.
-        ValueError: if a later release wrote it.
-        OSError: if it cannot be read.
-    """
+    """The fields that `write_sealed` wrote. Of a file with neither layout nor checksum, the JSON
+    value as it is. Raises DamagedError if the file is not what was written. Raises ValueError if a
+    later release wrote it. Raises OSError if it cannot be read."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -57,11 +53,8 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
 
 def read_sealed_as(path: Path, make: Callable[[Any], T], otherwise: T) -> T:
     """The value that `make` builds from the fields; `otherwise` if there is no file yet.
-
-    Raises:
-        DamagedError: if the file does not hold such a thing.
-        ValueError: if a later release wrote it.
-    """
+    Raises DamagedError if the file does not hold such a thing. Raises ValueError if a later release
+    wrote it."""
     if not path.exists():
         return otherwise
     content = read_sealed(path)

@@ -52,10 +52,7 @@ def require_aux(target: TargetFolder, family: str) -> None:
 
 def require_served_alike(target: TargetFolder) -> None:
     """Check that the target in training is the one that vLLM will serve.
-
-    Raises:
-        ValueError: its positions, ids or head would differ.
-    """
+    Raises ValueError: its positions, ids or head would differ."""
     _require_one_rope(target.text_config, target.name)
     require_rows(target)
     # Of text and images, a model is tied by its wrapper's word, and the text's is often a default.
@@ -80,9 +77,7 @@ def _require_one_rope(config: Any, name: str) -> None:
 
 def require_rows(target: TargetFolder) -> None:
     """Raise ValueError if the tokenizer has ids without a row in the target's embeddings.
-
-    A special token missing from the chat template needs no row, because no text has it: padding.
-    """
+    A special token missing from the chat template needs no row, because no text has it: padding."""
     tokenizer, rows = target.tokenizer, target.text_config.vocab_size
     late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
     special, template = set(tokenizer.all_special_tokens), str(tokenizer.chat_template)

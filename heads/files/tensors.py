@@ -24,7 +24,6 @@ def list_tensors(folder: Path) -> dict[str, Path]:
 
 
 def _map_bin(path: Path) -> dict[str, Tensor]:
-    """The tensors of an older file of weights, mapped into memory."""
     try:
         tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # of torch, zipfile and pickle
@@ -56,10 +55,8 @@ def write_head(
     dtype: torch.dtype,
     float32: tuple[str, ...] = (),
 ) -> None:
-    """Write `config.json` and `model.safetensors` of a head, with floating-point tensors in `dtype`.
-
-    Those whose names begin with one of `float32` are written in float32.
-    """
+    """Write `config.json` and `model.safetensors` of a head, with floating-point tensors in
+    `dtype`. Those whose names begin with one of `float32` are written in float32."""
     folder.mkdir(parents=True, exist_ok=True)
     types = {name: torch.float32 if name.startswith(float32) else dtype for name in tensors}
     cast = {n: t.to(types[n]) if t.is_floating_point() else t for n, t in tensors.items()}
@@ -71,19 +68,14 @@ def write_head(
 
 
 def _is_packed(tensor: Tensor, mine: Tensor) -> bool:
-    """Whether a tensor holds codes in the place of numbers."""
     # FP8 counts as floating-point in torch, but its numbers mean nothing without scales.
     return mine.is_floating_point() and (tensor.element_size() == 1 or not tensor.is_floating_point())
 
 
 def load_into(module: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
     """Copy `tensors` into the parameters of the same names.
-
-    Engines silently load a head with a missing tensor; here it is an error.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, quantised or of another shape; the message names the first.
-    """
+    Engines silently load a head with a missing tensor; here it is an error. Raises ValueError: a
+    tensor is missing, unknown, quantised or of another shape; the message names the first."""
     mine = module.state_dict()
     if packed := sorted(name for name, tensor in tensors.items() if name in mine and _is_packed(tensor, mine[name])):
         raise ValueError(

@@ -19,11 +19,9 @@ ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 
 def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Raise ValueError unless every id is the same token in both; the message names the first difference.
-
-    The target reads the draft's ids as they are. Merges may differ, because an engine never tokenizes with the draft's
-    tokenizer.
-    """
+    """Raise ValueError unless every id is the same token in both; the message names the first
+    difference. The target reads the draft's ids as they are. Merges may differ, because an engine
+    never tokenizes with the draft's tokenizer."""
     if difference := first_difference(target_tokenizer, draft_tokenizer):
         token_id, target, draft = difference
         raise ValueError(
@@ -61,13 +59,8 @@ class Transplant:
 
 def transplant_vocabulary(draft: Any, draft_tokenizer: Any, target_tokenizer: Any, vocab_size: int) -> Transplant:
     """Give the causal LM `draft`, in place, the target's vocabulary of `vocab_size` rows.
-
-    Input and output rows of a known token are copied. Those of an unknown token are the mean of the rows of the pieces
-    (Qwama).
-
-    Raises:
-        ValueError: the target has token ids beyond `vocab_size`.
-    """
+    Input and output rows of a known token are copied. Those of an unknown token are the mean of the
+    rows of the pieces (Qwama). Raises ValueError: the target has token ids beyond `vocab_size`."""
     matched, by_role, averaged = token_sources(target_tokenizer, draft_tokenizer)
     sources = {**averaged, **{token: [source] for token, source in (matched | by_role).items()}}
     if max(_read_tokens(target_tokenizer)) >= vocab_size:
@@ -127,13 +120,12 @@ def mean_rows(weight_VD: Tensor, pieces: list[list[int]]) -> Tensor:
 
 
 def fit_vocabulary(draft: Any, vocab_size: int) -> None:
-    """Pad or cut the causal LM `draft`, in place, to the target's `vocab_size` (such as 151936 to 152064).
-
-    Engines require equal sizes. A row added to the head is the mean of all rows. The logit is then the mean logit,
-    which is never the largest, and by Jensen's inequality the probability is at most 1/V. No other vector has a lower
-    worst case over hidden states (sup_h r.h - logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros would
-    win whenever all logits are negative. Before cutting, call `check_same_tokenizer`: the last rows must be unused.
-    """
+    """Pad or cut the causal LM `draft`, in place, to the target's `vocab_size` (such as 151936 to
+    152064). Engines require equal sizes. A row added to the head is the mean of all rows. The logit
+    is then the mean logit, which is never the largest, and by Jensen's inequality the probability
+    is at most 1/V. No other vector has a lower worst case over hidden states (sup_h r.h -
+    logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros would win whenever all logits are
+    negative. Before cutting, call `check_same_tokenizer`: the last rows must be unused."""
     size = draft.get_input_embeddings().weight.shape[0]
     if size != vocab_size:
         pieces = [[token_id] if token_id < size else [] for token_id in range(vocab_size)]
@@ -151,11 +143,9 @@ def _set_rows(draft: Any, make_rows: Any) -> None:
 
 
 def _pieces(text: bytes, tokenizer: Any, texts: dict[int, bytes], plain_ids: dict[bytes, int]) -> list[int]:
-    """Ids of the pieces of `text`; [] if some of the bytes are no token.
-
-    The tokenizer cuts it if the pieces spell the same bytes. Otherwise, e.g. for half a character or because
-    sentencepiece puts a space in front, it is cut into the longest matches from the left.
-    """
+    """Ids of the pieces of `text`; [] if some of the bytes are no token. The tokenizer cuts it if
+    the pieces spell the same bytes. Otherwise, e.g. for half a character or because sentencepiece
+    puts a space in front, it is cut into the longest matches from the left."""
     try:
         ids: list[int] = tokenizer.encode(text.decode(), add_special_tokens=False)
         if b"".join(texts[token_id] for token_id in ids) == text:
@@ -182,7 +172,6 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 
 def _token_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """The bytes of every token, decoded from the spelling of this kind of tokenizer."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # byte-level BPE spells each byte as a printable character, so the tokens alone do not show which kind it is
     is_byte_level = '"ByteLevel"' in json.dumps([backend["decoder"], backend["pre_tokenizer"]])

@@ -32,10 +32,9 @@ class Memory(Protocol):
 
 class StepMemory:
     """For training: the j-th call, from 0, is draft step j of every row of the batch.
-
-    With `rows_BN`, distinct rows of the batch, the calls after the first may have fewer rows: a call with n of them
-    continues the first n of `rows_BN`. No call may have more rows than the one before.
-    """
+    With `rows_BN`, distinct rows of the batch, the calls after the first may have fewer rows: a
+    call with n of them continues the first n of `rows_BN`. No call may have more rows than the one
+    before."""
 
     def __init__(self, batch: Batch, rows_BN: Tensor | None = None) -> None:
         self._prefixes, self._rows_BN = Prefixes.of(batch.document_BT), rows_BN
@@ -68,10 +67,8 @@ class StepMemory:
 
 def compute_again(run: Callable[..., tuple[Tensor, ...]], memory: StepMemory, *inputs: Tensor) -> tuple[Tensor, ...]:
     """run(*inputs, memory=memory), whose backward pass computes it again.
-
-    Only the inputs, the outputs, and the keys and values of the one call to `memory` are kept. Tensors that `run` does
-    not get as inputs are kept, too.
-    """
+    Only the inputs, the outputs, and the keys and values of the one call to `memory` are kept.
+    Tensors that `run` does not get as inputs are kept, too."""
 
     def once(*flat: Tensor) -> tuple[Tensor, ...]:
         # a second run must not add its keys to the memory of later steps

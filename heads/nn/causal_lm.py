@@ -65,12 +65,9 @@ def attention_of(config: Any) -> str | None:
 
 @torch.no_grad()
 def find_rule(model: Any) -> LogitRule:
-    """The rule of a causal LM's logits, compared with those of its class at large hidden states: small random weights
-    cannot hide a cap then, nor 16 bits a scale.
-
-    Raises:
-        ValueError: the class changes its logits in some other way.
-    """
+    """The rule of a causal LM's logits, compared with those of its class at large hidden states:
+    small random weights cannot hide a cap then, nor 16 bits a scale.
+    Raises ValueError: the class changes its logits in some other way."""
     rule, head_VD = LogitRule.of(model.config), model.get_output_embeddings().weight
     hidden_1TD = torch.sin(torch.arange(8 * head_VD.shape[1], device=head_VD.device).float()).view(1, 8, -1)
     # Up to 100, where a cap of 30 or 50 leaves nothing as it is.
@@ -95,10 +92,8 @@ def find_rule(model: Any) -> LogitRule:
 
 
 def take_prefixes(model: Any) -> bool:
-    """Let a causal LM take `prefix_arguments` from now on, and return whether it can.
-
-    It can if it runs SDPA attention and has a type in `PLAIN_ATTENTION`. With prefixes no dropout is applied.
-    """
+    """Let a causal LM take `prefix_arguments` from now on, and return whether it can. It can if it
+    runs SDPA attention and has a type in `PLAIN_ATTENTION`. With prefixes no dropout is applied."""
     config = model.config.get_text_config()
     if config.model_type in PLAIN_ATTENTION and config._attn_implementation == "sdpa":
         config._attn_implementation = PREFIX_ATTENTION

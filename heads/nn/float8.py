@@ -20,9 +20,8 @@ PIECE_ROWS = 4096
 @torch.no_grad()
 def encode_float8(states_HLD: Tensor) -> Tensor:
     """States [..., D] of at least two dimensions in 8 bits, uint8 [..., D + SCALE_BYTES].
-
-    A scale maps each one's largest number to the largest of e4m3fn. It is not finite if one of the numbers is not.
-    """
+    A scale maps each one's largest number to the largest of e4m3fn. It is not finite if one of the
+    numbers is not."""
     values_HLD = states_HLD.float()
     scale_HL1 = values_HLD.abs().amax(-1, keepdim=True) / FLOAT8_MAX
     scale_HL1 = torch.where(scale_HL1 == 0, 1, scale_HL1)

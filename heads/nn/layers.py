@@ -49,17 +49,13 @@ class LlamaShape:
 
     @property
     def rule(self) -> LogitRule:
-        """The rule of the logits."""
         return LogitRule(scale=self.logit_scale)
 
     @staticmethod
     def from_config(config: Any) -> LlamaShape:
-        """The shape of a Llama layer for a model, from the `transformers` text config: that of the model's layers if
-        they are of this kind, and else with the usual sizes.
-
-        Raises:
-            ValueError: the config lacks a size that a head shares with the target.
-        """
+        """The shape of a Llama layer for a model, from the `transformers` text config: that of the
+        model's layers if they are of this kind, and else with the usual sizes.
+        Raises ValueError: the config lacks a size that a head shares with the target."""
 
         def read(name: str) -> Any:
             try:
@@ -108,11 +104,9 @@ class LlamaShape:
 
     @staticmethod
     def of_head(sizes: LayerSizes, target_config: Any) -> LlamaShape:
-        """The shape of an untrained head's layers: the options' sizes, or else those of `from_config`.
-
-        Raises:
-            ValueError: the query heads do not share the hidden size or the key heads evenly, or as `from_config`.
-        """
+        """The shape of an untrained head's layers: the options' sizes, or else those of
+        `from_config`. Raises ValueError: the query heads do not share the hidden size or the key
+        heads evenly, or as `from_config`."""
         chosen = {field.name: getattr(sizes, field.name) for field in fields(LayerSizes)}
         shape = LlamaShape.from_config(target_config)
         shape = replace(shape, **{name: size for name, size in chosen.items() if size is not None})
@@ -130,10 +124,8 @@ class LlamaShape:
 
     @staticmethod
     def from_head_config(layer_config: Mapping[str, Any], target_config: Any) -> LlamaShape:
-        """The shape of a trained head, by the head's config, as an engine reads it.
-
-        Hidden size, vocabulary and positions are the target's in any case, because embeddings are shared.
-        """
+        """The shape of a trained head, by the head's config, as an engine reads it. Hidden size,
+        vocabulary and positions are the target's in any case, because embeddings are shared."""
         config = read_layer_config(layer_config)
         target = LlamaShape.from_config(target_config)
         shared = {name: getattr(target, name) for name in ("hidden_size", "vocab_size", "max_position_embeddings")}
@@ -175,11 +167,9 @@ PARTIAL = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interlea
 
 
 def llama_rope(rope_parameters: Mapping[str, Any], theta: float | None = None) -> dict[str, Any]:
-    """RoPE parameters for a head's Llama layer, derived from the target's.
-
-    If the target has several sets, the one for full attention is used. The keys in PARTIAL are dropped: with them an
-    engine would rotate part of each head, but transformers' Llama, which trains, all of it.
-    """
+    """RoPE parameters for a head's Llama layer, derived from the target's. If the target has
+    several sets, the one for full attention is used. The keys in PARTIAL are dropped: with them an
+    engine would rotate part of each head, but transformers' Llama, which trains, all of it."""
     chosen = rope_parameters.get("full_attention", rope_parameters)
     kind, theta = chosen.get("rope_type", "default"), chosen.get("rope_theta") or theta or 10000.0
     # Phi-4-mini's lists of longrope have a factor for each rotated pair, fewer than the head has.
@@ -191,10 +181,8 @@ def llama_rope(rope_parameters: Mapping[str, Any], theta: float | None = None) -
 
 class Rotary:
     """Cosines and sines at given positions, for any frequency rule of `transformers`.
-
-    Deliberately not a module: casting the head to bfloat16 would round the frequencies too, which is wrong at
-    distant positions.
-    """
+    Deliberately not a module: casting the head to bfloat16 would round the frequencies too, which
+    is wrong at distant positions."""
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding
@@ -267,10 +255,8 @@ class GatedMLP(nn.Module):
 
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight, in the type of x, as in the server and as on a CPU.
-
-    On a GPU autocast makes input and output float32, and with them the residual stream: twice the bytes. And a weight
-    of another type than x keeps PyTorch from its one kernel for norms.
-    """
+    On a GPU autocast makes input and output float32, and with them the residual stream: twice the
+    bytes. And a weight of another type than x keeps PyTorch from its one kernel for norms."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(autocast_kind(x.device), enabled=False):
@@ -278,5 +264,4 @@ class RMSNorm(nn.RMSNorm):
 
 
 def norm(shape: LlamaShape) -> RMSNorm:
-    """The norm of a layer's hidden states."""
     return RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)

@@ -24,7 +24,6 @@ class LogitRule:
 
     @staticmethod
     def of(config: Any) -> LogitRule:
-        """The rule of a model, from its `transformers` config."""
         text = config.get_text_config()
         scale = math.prod(getattr(text, key, None) or 1.0 for key in FACTORS)
         scale /= math.prod(getattr(text, key, None) or 1.0 for key in DIVISORS)
@@ -42,7 +41,6 @@ class LogitRule:
         return states if self.scale == 1 else states * self.scale
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """As `apply`, in place."""
         if self.scale != 1:
             logits.mul_(self.scale)
         return logits.div_(self.cap).tanh_().mul_(self.cap) if self.cap else logits

@@ -50,11 +50,10 @@ TURN = 1327217885
 
 def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:
     """`count` distinct rows in random order, those with a label first, int64 [B, N].
-
-    The choice depends on the batch alone, so a resumed run, and a run on more processes, make the same. Each
-    `batch.salt` makes another: five epochs that choose a quarter of the rows each have chosen almost every row. It does
-    not wait for the device, unlike a caller that counts the labels there to find `count`.
-    """
+    The choice depends on the batch alone, so a resumed run, and a run on more processes, make the
+    same. Each `batch.salt` makes another: five epochs that choose a quarter of the rows each have
+    chosen almost every row. It does not wait for the device, unlike a caller that counts the labels
+    there to find `count`."""
     # The keys lie on a circle. A choice takes the rows from one point downwards, and each salt turns the circle.
     turn = batch.salt * TURN % (1 << 31)
     # a hash of all tokens up to the row; the multiplier of Knuth's multiplicative hashing

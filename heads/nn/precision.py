@@ -14,6 +14,5 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocast_kind(device: torch.device) -> str:
-    """The kind of device whose autocast holds for tensors on `device`."""
     # torch has no autocast for tensors without memory and raises an error; they follow the CPU's
     return "cpu" if device.type == "meta" else device.type

@@ -104,11 +104,9 @@ def attend(
 
 class _Attention(torch.autograd.Function):
     """One softmax over the range and the row's own keys, with O(N) memory per head and step.
-
-    Backward: with p = exp(score - total) and delta = sum(grad * out) of the *joint* softmax, the gradient of each score
-    is p * (grad v - delta). So a flash kernel's backward is exact for the range if it is given the joint `out` and
-    `total`.
-    """
+    Backward: with p = exp(score - total) and delta = sum(grad * out) of the *joint* softmax, the
+    gradient of each score is p * (grad v - delta). So a flash kernel's backward is exact for the
+    range if it is given the joint `out` and `total`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, prefixes: Prefixes, scale: float, num_slots: int, *keys_values: Tensor) -> Tensor:
@@ -202,7 +200,6 @@ def _sorted(x: Tensor, order_BN: Tensor | None) -> Tensor:
 
 
 def _put_back(x: Tensor, order_BN: Tensor | None) -> Tensor:
-    """The inverse of `_sorted`."""
     return x if order_BN is None else torch.empty_like(x).scatter_(2, _places(x, order_BN), x)
 
 
@@ -333,8 +330,6 @@ def _gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Te
 
 @dataclass(frozen=True)
 class _Piece:
-    """A call of the flash kernel."""
-
     at: tuple[Any, ...]
     """The rows, as an index of [B, H, N]; the batch dimension stays."""
     seen: tuple[slice, ...]
@@ -343,7 +338,6 @@ class _Piece:
 
 
 def _repeated(q: Tensor, x_BGTE: Tensor) -> Tensor:
-    """Key heads repeated to match query heads."""
     groups = q.shape[1] // x_BGTE.shape[1]
     return x_BGTE.repeat_interleave(groups, dim=1) if groups > 1 else x_BGTE
 
@@ -414,9 +408,8 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float) -
 
 @functools.cache
 def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """The function as it stands on a CPU, and compiled on a GPU: FlexAttention is a kernel only then, and what follows
-    it would be a dozen passes over memory.
-    """
+    """The function as it stands on a CPU, and compiled on a GPU: FlexAttention is a kernel only
+    then, and what follows it would be a dozen passes over memory."""
     if device != "cuda":
         return function
     # Without `fullgraph` PyTorch runs it as it stands as soon as it cannot compile it, or not once more.

@@ -48,9 +48,7 @@ def unroll(
     recompute: bool = False,
 ) -> list[DraftStep]:
     """Teacher-forced draft steps with shifts 1..num_steps; the k-th from 0 has weight step_decay^k.
-
-    With `recompute` the backward pass computes each step's activations again.
-    """
+    With `recompute` the backward pass computes each step's activations again."""
     memory = StepMemory(batch)
     run = partial(_run_again if recompute and torch.is_grad_enabled() else _run, step)
     steps = []

@@ -54,7 +54,6 @@ class Account:
         self.journal.write(FaultEntry(what=what, detail=detail, reason=reason))
 
     def disk_fault(self, error: OSError) -> None:
-        """A disk that is full or cannot be written."""
         self.fault("disk_full" if is_full(error) else "disk_unwritable", str(error), f"errno-{error.errno}")
 
     def begin_fault(self, what: str, detail: str, reason: str = "") -> None:
@@ -65,8 +64,7 @@ class Account:
 
     def end_faults(self, *names: str, detail: str | None = None) -> None:
         """Forget these faults, so that they are written when they begin again; only those of
-        `detail` if given.
-        """
+        `detail` if given."""
 
         def has_ended(what: str, its_detail: str) -> bool:
             return what in names and detail in (None, its_detail)
@@ -75,8 +73,7 @@ class Account:
 
     def load_or_set_aside(self, load: Callable[[Path], T], path: Path, otherwise: T, consequence: str) -> T:
         """The value in the file; `otherwise`, and a fault with the consequence, if the file is
-        damaged.
-        """
+        damaged."""
         try:
             return load(path)
         except DamagedError as error:
@@ -100,7 +97,6 @@ class Account:
         )
 
     def verdict(self, verdict: Verdict, candidate: str, incumbent: str) -> None:
-        """The gate's verdict."""
         gain = verdict.overall
         domains = {
             name[:MAX_LABEL_CHARS]: DomainGain(gain=one.value, low=one.lower, high=one.upper, requests=one.num_requests)

@@ -72,7 +72,6 @@ class Alarm:
             self._fault("nothing_to_go_back_to", version)
 
     def _tell(self, sentence: str) -> None:
-        """Write down the answer, once."""
         if sentence != self._told:
             self._told = sentence
             self.account.state(self.cycle.state, sentence)

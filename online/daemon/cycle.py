@@ -128,10 +128,9 @@ class Cycle:
     # ----------------------------------------------------------------------------------------------- from outside
 
     def report_problem(self, problem: str) -> None:
-        """The watch's latest finding: a reason to halt, or an empty string if there is none (any more).
-
-        Only the latest finding counts: a problem that goes away before the present phase ends halts nothing.
-        """
+        """The watch's latest finding: a reason to halt, or an empty string if there is none (any
+        more). Only the latest finding counts: a problem that goes away before the present phase
+        ends halts nothing."""
         is_halted = self.state.phase is Phase.HALTED
         self.inbox.settle(Event.HALT)
         self.inbox.settle(Event.RESUME)
@@ -162,10 +161,8 @@ class Cycle:
         return None
 
     async def _look_around(self, newest: int, num_waiting: int) -> Move | None:
-        """Asleep, with a candidate's worth of new records: wake, or pass over the records up to `newest`.
-
-        Those that arrive during the look wait for the next one.
-        """
+        """Asleep, with a candidate's worth of new records: wake, or pass over the records up to
+        `newest`. Those that arrive during the look wait for the next one."""
         sleeper, current = self.sleeper, self.current
         staleness = await self.in_thread(sleeper.measure, current)
         if reason := sleeper.find_reason_to_wake(staleness, num_waiting):
@@ -284,11 +281,8 @@ class Cycle:
             self.account.disk_fault(error)
 
     async def _until_written(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, which is repeated while a disk cannot be written.
-
-        Raises:
-            FileNotFoundError, ValueError, NotFiniteError: as `work` does: waiting would not help.
-        """
+        """The result of `work`, which is repeated while a disk cannot be written. Raises
+        FileNotFoundError or ValueError or NotFiniteError as `work` does: waiting would not help."""
         is_told = False
         while True:
             try:

@@ -57,7 +57,6 @@ class Inbox:
             settled.set_result(result)
 
     async def wait_for(self, event: Event) -> None:
-        """Return as soon as `event` waits."""
         while event not in self._moves:  # a change may be another event
             # Nothing awaits between the look and `clear`, so no event gets lost in between.
             self._changed.clear()

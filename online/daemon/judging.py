@@ -52,10 +52,9 @@ class Judge:
         return judge(*pair_scores(self._score(draft, seqs), theirs, self.buffer.refresh_names()), self.cfg.gate, look)
 
     def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
-        """(newest record, a row per request) of a version on the held-out records after sequence number `after`.
-
-        No rows if there are fewer than `gate.min_requests`, or if the version cannot be read.
-        """
+        """(newest record, a row per request) of a version on the held-out records after sequence
+        number `after`.
+        No rows if there are fewer than `gate.min_requests`, or if the version cannot be read."""
         seqs = [seq for seq in self._select_requests() if seq > after]
         if len(seqs) < self.cfg.gate.min_requests:
             return after, []
@@ -67,14 +66,10 @@ class Judge:
         return max(seqs), list_rows(self._score(folder, seqs).values(), self.buffer.refresh_names())
 
     def find_loss(self, current: str, previous: str, look: int) -> tuple[bool, str]:
-        """Whether the current version is proven worse than the previous one on today's traffic, and why.
-
-        Counters of servers take no part: they count whatever anybody sends. `look` is 1 for the first time after a
-        promotion, 2 for the next one, and so on.
-
-        Raises:
-            OSError, ValueError: if a version is gone or damaged.
-        """
+        """Whether the current version is proven worse than the previous one on today's traffic, and
+        why. Counters of servers take no part: they count whatever anybody sends. `look` is 1 for
+        the first time after a promotion, 2 for the next one, and so on. Raises OSError or
+        ValueError if a version is gone or damaged."""
         folders = [self.registry.path(version) for version in (current, previous)]
         for folder in folders:
             verify(folder)  # loading a damaged draft could raise anything
@@ -92,10 +87,9 @@ class Judge:
     def _find_refused(
         self, current: str, theirs: dict[Request, RequestScore], seqs: Sequence[int], look: int
     ) -> tuple[bool, str]:
-        """Whether the engine refuses a draft that is good by its weights, e.g. because it runs it wrongly.
-
-        A score cannot see that, but the records tell which draft tokens the engine accepted.
-        """
+        """Whether the engine refuses a draft that is good by its weights, e.g. because it runs it
+        wrongly.
+        A score cannot see that, but the records tell which draft tokens the engine accepted."""
         served = count_served(self.buffer.read(seqs), current)
         # Measured counts beside expected ones, over the requests served by this version.
         paired = pair_scores({key: RequestScore("", counts) for key, counts in served.items()}, theirs)
@@ -137,7 +131,6 @@ class Judge:
         return (draft.float() if self.candidate.accelerator.device.type == "cpu" else draft).eval()
 
     def _settings(self, draft: Draft) -> dict[str, Any]:
-        """How the servers draft, and what the draft reads, for `scoring`."""
         return {
             "num_speculative_tokens": self.judging.num_speculative_tokens,
             "method": self.judging.draft_sample_method,
@@ -148,10 +141,8 @@ class Judge:
 
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:
     """The settings to judge with, and where they come from, in words.
-
-    Most servers decide. If none answers, the latest settings stay: those that servers named before, or else the
-    configured ones.
-    """
+    Most servers decide. If none answers, the latest settings stay: those that servers named before,
+    or else the configured ones."""
     if not servers:
         stays = Drafting(latest.num_speculative_tokens, latest.draft_sample_method)
         return latest, f"{stays}, as before: no server says how it drafts"

@@ -60,19 +60,14 @@ if TYPE_CHECKING:
 
 INGEST_POLL_S = 0.2
 SERVER_FAULTS = ("server_unreachable", "server_nonsense")
-"""Faults that a look at a server finds."""
 
 REST_S = 60.0
 """Seconds between two orders to the other ranks, whose wait for one must not time out."""
 
 
 def run(cfg: LearnerConfig) -> None:
-    """Learn until SIGTERM or SIGINT.
-
-    Raises:
-        ValueError, OSError: for mistakes that the user can fix.
-        AlreadyOwnedError: if another learner owns this draft or this folder.
-    """
+    """Learn until SIGTERM or SIGINT. Raises ValueError or OSError for mistakes that the user can
+    fix. Raises AlreadyOwnedError if another learner owns this draft or this folder."""
     token = cfg.fleet.token()  # a mistake in the fleet is reported now, not after minutes of loading
     if cfg.fleet.file is not None:
         read_fleet(cfg.fleet.file, cfg.domain, token)
@@ -155,9 +150,8 @@ class Learner:
         self._spool = Spool(cfg.spool, buffer, self.vocab_size) if cfg.spool else None
 
     async def run(self) -> None:
-        """Run until cancelled. The tasks beside the cycle survive their defects. One in the cycle ends the
-        learner, which a supervisor restarts from the saved state: nothing is lost.
-        """
+        """Run until cancelled. The tasks beside the cycle survive their defects. One in the cycle
+        ends the learner, which a supervisor restarts from the saved state: nothing is lost."""
         first_s = time.monotonic()
         await self._look()  # before anything is trained, because the servers may serve another target
         async with aclosing(self.watch), control.serve(self.cfg.folder, self.answer), asyncio.TaskGroup() as tasks:
@@ -200,7 +194,6 @@ class Learner:
     # ----------------------------------------------------------------------------------------------- watch
 
     async def _watch(self, next_s: float) -> None:
-        """Look at the servers every `poll_s` seconds, the last time at `next_s`."""
         while True:
             # From start to start: the time spent on a server that hangs is not added to the pause.
             next_s = max(next_s + self.cfg.fleet.poll_s, time.monotonic())
@@ -346,10 +339,7 @@ class Learner:
 
     async def answer(self, request: Mapping[str, Any]) -> object:
         """Answer a person's request: status, swap, rollback, judge or forget.
-
-        Raises:
-            ValueError, OSError, KeyError: if it is refused; the message is for the person.
-        """
+        Raises ValueError or OSError or KeyError if it is refused; the message is for the person."""
         match request.get("do"):
             case "status":
                 return control.Standing(
@@ -393,10 +383,7 @@ class Learner:
 
 def list_domains(cfg: LearnerConfig) -> set[str]:
     """The domains that an operator named, in the settings or in fleet.toml.
-
-    Raises:
-        ValueError, OSError: if fleet.toml cannot be read.
-    """
+    Raises ValueError or OSError if fleet.toml cannot be read."""
     listed = [server.domain for server in list_servers(cfg.fleet.file)] if cfg.fleet.file else []
     return {cfg.domain, *cfg.judging.domains, *listed} - {""}
 

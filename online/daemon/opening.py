@@ -37,11 +37,7 @@ FULL_DISK_RETRY_S = 1.0
 @contextmanager
 def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
     """The target's fingerprint, the registry and the buffer, owned while the block runs. Waits
-    while a disk is full.
-
-    Raises:
-        ValueError, OSError, AlreadyOwnedError: as `run` does.
-    """
+    while a disk is full. Raises ValueError or OSError or AlreadyOwnedError as `run` does."""
     is_told = False
     with ExitStack() as stack:
         while True:
@@ -79,11 +75,8 @@ def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
 
 def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> Buffer:
     """The learner's buffer, for records the current version can learn from.
-
-    Raises:
-        ValueError: if this family of drafts cannot learn online.
-        AlreadyOwnedError, BufferFullError: as `Buffer` does.
-    """
+    Raises ValueError if this family of drafts cannot learn online. Raises AlreadyOwnedError or
+    BufferFullError as `Buffer` does."""
     current = registry.current()
     assert current is not None, "the learner begins with a version"
     states = read_hidden_shape(cfg.draft.family, registry.path(current))
@@ -92,12 +85,8 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
 
 def provide_first_version(cfg: LearnerConfig, registry: Registry, target: TargetFolder) -> None:
     """Make sure the registry has a current version. In an empty registry, the initial draft becomes
-    the first.
-
-    Raises:
-        ValueError: if there is no initial draft either, no version that was current is intact, or a draft is for
-            another target or tokenizer.
-    """
+    the first. Raises ValueError if there is no initial draft either, no version that was current is
+    intact, or a draft is for another target or tokenizer."""
     if not registry.versions():
         if cfg.draft.initial is None:
             raise ValueError(f"{registry.folder} has no version yet: set draft.initial to the draft that is served now")
@@ -120,7 +109,6 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
 
 
 def _is_in_target(draft: Path, cfg: LearnerConfig) -> bool:
-    """Whether the draft is the part of the target's weights that the family trains."""
     return find_family(cfg.draft.family).is_in_target and draft.resolve() == cfg.target.resolve()
 
 

@@ -35,8 +35,7 @@ class Sleeper:
 
     def measure(self, version: str) -> Staleness | None:
         """The served version on held-out requests since its reference. Without a reference, this
-        measures one.
-        """
+        measures one."""
         has_reference = self.sleep.version == version
         newest, rows = self.judge.score_since(version, self.sleep.through if has_reference else 0)
         if len(rows) < self.cfg.gate.min_requests:
@@ -51,8 +50,7 @@ class Sleeper:
 
     def find_reason_to_wake(self, staleness: Staleness | None, num_waiting: int) -> str:
         """The reason to train again, with `num_waiting` records not trained yet; empty if there is
-        none.
-        """
+        none."""
         return self.sleep.find_reason_to_wake(
             staleness, num_waiting, self.cfg.sleep, self.cfg.training.records_per_candidate
         )
@@ -87,8 +85,7 @@ def save_sleep(sleep: Sleep, path: Path) -> None:
 
 def load_sleep(path: Path) -> Sleep:
     """The sleep saved last; awake without a reference if there is none yet. Raises: as
-    `read_sealed_as`.
-    """
+    `read_sealed_as`."""
     return read_sealed_as(path, _make_sleep, Sleep())
 
 

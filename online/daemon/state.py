@@ -117,11 +117,8 @@ NEEDS_CANDIDATE = (Phase.JUDGING, Phase.PUBLISHING, Phase.CANARY, Phase.ROLLING)
 
 
 def advance(state: State, event: Event, *, candidate: str | None = None, reason: str = "") -> State:
-    """The state after `event`. `candidate` replaces the present one, which is kept until the next idle or training.
-
-    Raises:
-        IllegalEventError: if the table has no such transition.
-    """
+    """The state after `event`. `candidate` replaces the present one, which is kept until the next
+    idle or training. Raises IllegalEventError if the table has no such transition."""
     phase = TRANSITIONS.get((state.phase, event))
     if phase is None:
         raise IllegalEventError(f"{event.value!r} cannot happen while {state.phase.value}")
@@ -143,14 +140,11 @@ def save(state: State, path: Path) -> None:
 
 @dataclass(kw_only=True)
 class SavedState:
-    """The present state, and the file that it is saved in."""
-
     path: Path
     state: State
 
     @property
     def candidate(self) -> str:
-        """The candidate, in a phase that has one."""
         assert self.state.candidate is not None
         return self.state.candidate
 

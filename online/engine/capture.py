@@ -167,7 +167,6 @@ class Capture:
             first_draft += 0 if step.draft_ids_S is None else len(step.draft_ids_S)
 
     def _apply_one(self, step: EngineStep, kept: ReducedSteps | None, first_row: int, first_draft: int) -> None:
-        """Apply one step, whose rows and drafts begin at `first_row` and `first_draft` in `kept`."""
         if step.sampled_BK is None:
             return
         sampled_by_row = step.read_sampled()
@@ -260,7 +259,6 @@ class Capture:
             self._emit(log)
 
     def _close_all(self, steps: list[EngineStep]) -> None:
-        """Emit the records of requests that ended before these steps."""
         for request_id in itertools.chain.from_iterable(step.finished for step in steps):
             log = self._logs.pop(request_id, None)
             if log is not None and not log.is_closed:

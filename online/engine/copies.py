@@ -107,7 +107,6 @@ def _find_block(draft: Any) -> Any:
 def _list_projections(
     block: Any, tensors: Mapping[str, Tensor], kind: str, rank: int, num_ranks: int
 ) -> Iterator[Tensor]:
-    """This rank's share of every layer's projection of keys, and of values."""
     for i, layer in enumerate(block.layers):
         for name in ("k_proj", "v_proj"):
             whole = tensors[f"layers.{i}.self_attn.{name}.{kind}"]

@@ -97,7 +97,6 @@ def add_draft(counts: Counts, extra_args: dict[str, Any] | None, num_tokens: int
 
 
 def sum_counts(replicas: list[Counts]) -> Counts:
-    """The counts of all replicas together."""
     domains = dict.fromkeys(chain.from_iterable(replicas))
     return {domain: add_up(replica[domain] for replica in replicas if domain in replica) for domain in domains}
 

@@ -46,14 +46,9 @@ class EngineCalls:
         return ranks
 
     async def while_alive(self, call: Awaitable[T]) -> T:
-        """The result of a call to the engine.
-
-        vLLM never answers a call that was running when its engine died. A server ends only after its
-        last request, so one such call would keep a dead server from being started again.
-
-        Raises:
-            RefusedError: 503, if the engine dies meanwhile.
-        """
+        """The result of a call to the engine. vLLM never answers a call that was running when its
+        engine died. A server ends only after its last request, so one such call would keep a dead
+        server from being started again. Raises RefusedError: 503, if the engine dies meanwhile."""
         running = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait({running}, timeout=DEATH_POLL_S))[0]:
@@ -65,10 +60,7 @@ class EngineCalls:
 
     async def request(self, call: Awaitable[T], problem: str, then: str = "") -> T:
         """The result of a call that the engine may refuse.
-
-        Raises:
-            RefusedError: 503 with the problem, what the engine said about it, and `then`.
-        """
+        Raises RefusedError: 503 with the problem, what the engine said about it, and `then`."""
         try:
             return await self.while_alive(call)
         except RefusedError:

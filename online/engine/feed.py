@@ -52,10 +52,8 @@ class Feed:
     """The requests of one runner, and its newest step until that is complete."""
 
     def __init__(self, capture: Capture, max_model_len: int, *, reduces: bool = False) -> None:
-        """`reduces`: keep the largest logits of a row instead of all, as always on a GPU, where memory is dear.
-
-        Elsewhere a reference costs nothing, and the background thread has time.
-        """
+        """`reduces`: keep the largest logits of a row instead of all, as always on a GPU, where
+        memory is dear. Elsewhere a reference costs nothing, and the background thread has time."""
         self.capture = capture
         self.max_model_len = max_model_len
         self.reduces = reduces
@@ -280,7 +278,6 @@ def _find_runs(parts: list[StepPart]) -> list[tuple[int, int]]:
 
 
 def _copy_rows(parts: list[StepPart], logits_RV: Tensor) -> tuple[list[StepPart], Tensor]:
-    """Copy the rows of `parts`, and return the parts with offsets into the copy."""
     moved: list[StepPart] = []
     kept: list[Tensor] = []
     num_rows = 0

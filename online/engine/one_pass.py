@@ -28,10 +28,9 @@ ROWS_AT_ONCE = 64
 
 
 def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
-    """The `k` largest logits of every row in float32, descending, with ids and the row's log-sum-exp.
-
-    Queues work and waits for nothing. Without Triton, or for a small vocabulary, PyTorch does it in more passes.
-    """
+    """The `k` largest logits of every row in float32, descending, with ids and the row's
+    log-sum-exp. Queues work and waits for nothing. Without Triton, or for a small vocabulary,
+    PyTorch does it in more passes."""
     num_rows, vocab_size = logits_RV.shape
     k = min(k, vocab_size)
     kernels = find_kernels()
@@ -80,7 +79,6 @@ def _scan(kernels: Any, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scan_drafts(kernels: Any, logits_BJV: Tensor, slots_N: Tensor, steps_N: Tensor, temperatures_N: Tensor) -> Tensor:
-    """The log-sum-exp of the logits over the temperature, for each draft token."""
     num_drafts, vocab_size = len(slots_N), logits_BJV.shape[2]
     num_chunks = -(-vocab_size // CHUNK)
     peaks_NC, sums_NC = temperatures_N.new_empty(2, num_drafts, num_chunks, dtype=torch.float32)

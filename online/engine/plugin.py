@@ -10,10 +10,9 @@ logger = logging.getLogger("vllm.redraft")
 
 
 def register() -> None:
-    """Patch vLLM, count drafts by domain, and let workers capture and swap, if VLLM_PLUGINS names redraft.
-
-    Raises nothing: vLLM would not start. A step that fails, e.g. with a version of vLLM that lacks a name, is logged.
-    """
+    """Patch vLLM, count drafts by domain, and let workers capture and swap, if VLLM_PLUGINS names
+    redraft. Raises nothing: vLLM would not start. A step that fails, e.g. with a version of vLLM
+    that lacks a name, is logged."""
     if not is_enabled():
         return
     # imported late: vLLM calls this in every process of every server, also of those that do not use redraft

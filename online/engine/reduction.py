@@ -29,10 +29,8 @@ class ReducedSteps:
 
 
 class ScratchMemory:
-    """CPU memory for large temporaries, reused from call to call.
-
-    Fresh memory comes from the kernel page by page, which would take longer than the whole reduction.
-    """
+    """CPU memory for large temporaries, reused from call to call. Fresh memory comes from the
+    kernel page by page, which would take longer than the whole reduction."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
@@ -66,10 +64,8 @@ def reduce_steps(steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory
 
 
 def copy_through(x: Tensor, pinned_N: Tensor) -> Tensor:
-    """A copy of a GPU's tensor in host memory, made piece by piece through a buffer of pinned bytes.
-
-    Several times as fast as `cpu`, which copies to pageable memory.
-    """
+    """A copy of a GPU's tensor in host memory, made piece by piece through a buffer of pinned
+    bytes. Several times as fast as `cpu`, which copies to pageable memory."""
     made = torch.empty(x.shape, dtype=x.dtype)
     pieces = (torch.split(each.contiguous().view(-1).view(torch.uint8), len(pinned_N)) for each in (x, made))
     for source, piece in zip(*pieces, strict=True):
@@ -116,10 +112,9 @@ def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) 
 
 def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest values of every row in descending order, and their ids; float32.
-
-    On a CPU this takes a quarter of the time of `topk`. The logits are divided into groups: the k groups with the
-    largest maxima contain the k largest logits (or equal ones), so only members of these groups are sorted.
-    """
+    On a CPU this takes a quarter of the time of `topk`. The logits are divided into groups: the k
+    groups with the largest maxima contain the k largest logits (or equal ones), so only members of
+    these groups are sorted."""
     vocab_size = logits_RV.shape[1]
     # Balances the two selections: V / group_size maxima first, then k * group_size candidates.
     # E.g. V = 128,256 and k = 32: groups of 44, so 2,914 maxima, then 1,408 candidates and a rest of 40.
@@ -140,10 +135,9 @@ def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _find_largest_ids(values_RC: Tensor, ids_RC: Tensor, k: int) -> Tensor:
-    """Ids of the `k` largest values of every row, by descending value and ascending id among equal ones.
-
-    Value and id are packed into one integer, because numpy sorts integers with vector instructions.
-    """
+    """Ids of the `k` largest values of every row, by descending value and ascending id among equal
+    ones. Value and id are packed into one integer, because numpy sorts integers with vector
+    instructions."""
     bits_RC = values_RC.numpy().view(np.int32)
     # The bits of negative floats fall as the value rises: flipping them gives one order for all, and ~ reverses it.
     falling_RC = ~(bits_RC ^ ((bits_RC >> 31) & 0x7FFFFFFF))

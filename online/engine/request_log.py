@@ -54,7 +54,6 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     log_sum_exp_R: NDArray[np.float32]
 
     def select(self, first: int, count: int) -> Rows:
-        """`count` rows, starting at `first`."""
         kept = slice(first, first + count)
         return Rows(
             topk_ids_RK=self.topk_ids_RK[kept],
@@ -293,7 +292,6 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
 
 
 def _encode_arrays(columns: dict[str, NDArray[Any]], states: States | None) -> dict[str, Any]:
-    """The record's array fields, as bytes."""
     fields: dict[str, Any] = {name: np.ascontiguousarray(column).tobytes() for name, column in columns.items()}
     if not columns["row_proposers"].any():
         del fields["row_proposers"]

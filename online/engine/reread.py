@@ -130,10 +130,7 @@ class Rereader:
         agree: Agree | None = None,
     ) -> None:
         """`proposer` is vLLM's for a standalone draft, `groups` are its layers' attention groups.
-
-        Raises:
-            ValueError: the draft's keys are laid out in a way that is not known here.
-        """
+        Raises ValueError: the draft's keys are laid out in a way that is not known here."""
         self.runner, self.proposer, self.groups, self.read_text = runner, proposer, groups, read_text
         self._agree, self._is_among_ranks = agree or agree_on_ranks, False
         self._num_ranks: int = proposer.vllm_config.parallel_config.tensor_parallel_size
@@ -141,7 +138,6 @@ class Rereader:
         self.num_tokens = 0
         """Tokens read again since the start."""
         self.error = ""
-        """The error that ended it."""
         _require_plain_keys(proposer, groups)
         self.ledger = Ledger(groups[0].kv_cache_group_id, groups[0].kv_cache_spec.block_size)
         self._execute = runner.execute_model
@@ -171,11 +167,8 @@ class Rereader:
 
     @torch.inference_mode()
     def read(self, spans: Sequence[Span]) -> None:
-        """One pass of the draft over the spans, for its keys only. Tokens that the host does not know are left out.
-
-        Raises:
-            RuntimeError: another rank has not enough memory for it.
-        """
+        """One pass of the draft over the spans, for its keys only. Tokens that the host does not
+        know are left out. Raises RuntimeError: another rank has not enough memory for it."""
         try:
             inputs = self._prepare(spans)
         except Exception:
@@ -219,7 +212,6 @@ class Rereader:
         return torch.cat([ids.to(output.device), output])
 
     def _place(self, spans: Sequence[Span], positions_T: Tensor) -> tuple[Any, Tensor]:
-        """vLLM's description of the pass, and the slot of every token."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         size = self.ledger.block_size

@@ -52,10 +52,9 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
 
 class Proposers:
     """Who proposed the waiting draft tokens of each request, if it was not the served version.
-
-    `sample_tokens` verifies them within `_sample`, and then proposes the next ones. If a request nearly fills the
-    context, vLLM proposes none for the whole batch, and puts zeros there, as for requests that join (`find_padded`).
-    """
+    `sample_tokens` verifies them within `_sample`, and then proposes the next ones. If a request
+    nearly fills the context, vLLM proposes none for the whole batch, and puts zeros there, as for
+    requests that join (`find_padded`)."""
 
     def __init__(self, runner: Any) -> None:
         """From now on. The output of a step names the requests whose drafts do not count, for the scheduler."""
@@ -148,7 +147,6 @@ class _Hooks:
             self.capture.report(error, "hook")
 
     def _make_step(self, logits_RV: Tensor | None, metadata: Any, sampled_BK: Tensor) -> EngineStep | None:
-        """The step of the runner's batch, with references to the logits."""
         runner = self.runner
         count = runner.input_batch.num_reqs
         first_reads = runner.query_start_loc.np[: count + 1].tolist()

@@ -35,9 +35,7 @@ WARMUP_IDS = ("_warmup", "_v2_")
 
 def install_capture(runner: Any, capture: Capture) -> None:
     """Let `capture` see every step of `runner` from now on.
-
-    Raises: ValueError if the runner arranges its batches in a way that the hooks do not know.
-    """
+    Raises ValueError if the runner arranges its batches in a way that the hooks do not know."""
     _require_plain_batches(runner)
     hooks = _Hooks(runner, capture)
     _watch(runner.sampler, hooks.sampled)
@@ -62,10 +60,8 @@ def _require_plain_batches(runner: Any) -> None:
 
 def _watch(instance: Any, after: Callable[..., None]) -> None:
     """Call `after(result, *args)` after every call of this instance.
-
-    Its class is replaced, and the instance stays: the runner asks for its class, and the rejection sampler keeps a
-    reference to the sampler.
-    """
+    Its class is replaced, and the instance stays: the runner asks for its class, and the rejection
+    sampler keeps a reference to the sampler."""
     # Python looks up `__call__` on the class: an attribute of the instance would be passed over.
     cls = type(instance)
 

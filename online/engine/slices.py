@@ -34,7 +34,6 @@ class Slice:
     size: int
 
     def shape(self, whole: Sequence[int]) -> list[int]:
-        """The shape of this part of a tensor of shape `whole`."""
         return [self.size if dim == self.dim else size for dim, size in enumerate(whole)]
 
     def join(self, other: Slice) -> Slice | None:
@@ -51,9 +50,7 @@ Slices = Mapping[str, Slice]
 
 def trace_slices(draft: nn.Module, target: nn.Module, tensors: Mapping[str, Tensor]) -> Slices:
     """The slice of each of these tensors that this rank's loaders take. The tensors need no memory.
-
-    Empty if the loaders do not run on a draft without memory. The draft itself stays as it is.
-    """
+    Empty if the loaders do not run on a draft without memory. The draft itself stays as it is."""
     if has_copies(draft):  # vLLM reads the tensors for them in its own way
         return {}
     taken: dict[str, list[Slice | None]] = {name: [] for name in tensors}

@@ -150,11 +150,9 @@ class EngineStep:
 
 
 class StepQueue:
-    """Queue of steps from the engine thread to the background thread.
-
-    With too many bytes or steps the oldest steps lose their rows, and the text of their requests goes on. Only if too
-    many wait without rows as well, the oldest ones go, and with them the rest of their requests.
-    """
+    """Queue of steps from the engine thread to the background thread. With too many bytes or steps
+    the oldest steps lose their rows, and the text of their requests goes on. Only if too many wait
+    without rows as well, the oldest ones go, and with them the rest of their requests."""
 
     def __init__(
         self,
@@ -215,7 +213,6 @@ class StepQueue:
         return len(self._steps) > self.max_light_steps or self._num_light_bytes > self.max_light_bytes
 
     def _give_up_rows(self) -> None:
-        """Make the oldest step that has its rows a light one."""
         step = self._steps[self._num_light]
         if step.num_bytes:
             # Out and in again, because the light bytes shrink too: draft ids and probabilities are given up.

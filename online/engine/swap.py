@@ -27,9 +27,8 @@ HASH_CHUNK_BYTES = 16 << 20
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The parts of a draft that must stay as they are when another one is loaded in its place.
-
-    A worker remembers those of its draft, because the folder may leave the registry while the draft is served.
-    """
+    A worker remembers those of its draft, because the folder may leave the registry while the draft
+    is served."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -52,12 +51,9 @@ class Layout:
 
     def with_shared(self, shared: set[str], files: Sequence[Path] = ()) -> Layout:
         """The layout with the hashes of the tensors for the modules named `shared`.
-
-        Reads the weights in `files`, or those in the folder, and none if no name is among the tensors. Reads without
-        safetensors, whose page faults would hold the engine's thread while a storage hangs.
-
-        Raises: ValueError if the folder has gone, and with it the tensors.
-        """
+        Reads the weights in `files`, or those in the folder, and none if no name is among the
+        tensors. Reads without safetensors, whose page faults would hold the engine's thread while a
+        storage hangs. Raises ValueError if the folder has gone, and with it the tensors."""
         if self.shared is not None:
             return self
         # `shared` holds attribute names, e.g. `embed_tokens`, one part of `model.embed_tokens.weight`.
@@ -77,12 +73,9 @@ def _describe(entry: Mapping[str, Any]) -> str:
 
 
 def require_same_layout(current: Layout, candidate: Layout) -> None:
-    """Raise ValueError unless `candidate` has the settings and exactly the tensors of `current`, the loaded draft.
-
-    vLLM's loaders accept a missing tensor or a changed setting without a word; only acceptance would fall.
-
-    Raises: ValueError with the difference and the cure.
-    """
+    """Raise ValueError unless `candidate` has the settings and exactly the tensors of `current`,
+    the loaded draft. vLLM's loaders accept a missing tensor or a changed setting without a word;
+    only acceptance would fall. Raises ValueError with the difference and the cure."""
     name = candidate.folder.name
     cure = f"restart the server with {name}, or publish a draft of the loaded one's layout"
     require_same_quantization(name, candidate.settings, current.settings)
@@ -100,11 +93,8 @@ def require_same_layout(current: Layout, candidate: Layout) -> None:
 
 def require_same_quantization(version: str, settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise ValueError unless the config.json of a version quantises as that of the loaded draft.
-
     vLLM makes the layers of a quantised draft when it starts, and these cannot take other weights.
-
-    Raises: ValueError with the cure.
-    """
+    Raises ValueError with the cure."""
     found, served = find_quantization(settings), find_quantization(wanted)
     if found != served:
         raise ValueError(
@@ -115,13 +105,10 @@ def require_same_quantization(version: str, settings: Mapping[str, Any], wanted:
 
 
 def require_same_shared(current: Layout, candidate: Layout) -> None:
-    """Raise ValueError unless both drafts bring the same tensors for the modules shared with the target, or none.
-
-    At start vLLM shares embedding and head if the draft brings none, or a bit-identical copy of the target's. It
-    decides this once. A draft that brings different ones later could be loaded only by overwriting the target's.
-
-    Raises: ValueError naming the tensor.
-    """
+    """Raise ValueError unless both drafts bring the same tensors for the modules shared with the
+    target, or none. At start vLLM shares embedding and head if the draft brings none, or a
+    bit-identical copy of the target's. It decides this once. A draft that brings different ones
+    later could be loaded only by overwriting the target's. Raises ValueError naming the tensor."""
     name = candidate.folder.name
     assert candidate.shared is not None
     assert current.shared is not None
@@ -135,10 +122,8 @@ def require_same_shared(current: Layout, candidate: Layout) -> None:
 
 def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
     """Load a checkpoint's tensors into the draft of a worker, between two engine steps.
-
-    Whatever happens, the target stays as it was, and the draft can still run and be loaded again. After an exception
-    the draft's values are undefined until a load succeeds.
-    """
+    Whatever happens, the target stays as it was, and the draft can still run and be loaded again.
+    After an exception the draft's values are undefined until a load succeeds."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -167,18 +152,14 @@ def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:
-    """Attribute names, in the draft, of the modules of the target."""
     return {name for _, name, _ in _find_shared(draft, {id(module) for module in target.modules()})}
 
 
 @contextmanager
 def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[str]]:
     """Detach the modules shared with the target (embedding, head), and yield the names.
-
-    Loading a draft's embedding or head into a shared module would overwrite the target.
-
-    Raises: ValueError if the draft still shares a tensor with the target.
-    """
+    Loading a draft's embedding or head into a shared module would overwrite the target. Raises
+    ValueError if the draft still shares a tensor with the target."""
     shared = list(_find_shared(draft, {id(module) for module in target.modules()}))
     for parent, name, _ in shared:
         # None and not `del`: whoever asks for the attribute gets None, and the order of the modules stays.
@@ -196,10 +177,8 @@ def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[
 
 @torch.no_grad()
 def checksum(model: nn.Module) -> str:
-    """64 hex digits that change if any weight changes, repacked ones included. Reads every weight once.
-
-    Not cryptographic: it shows whether anything was overwritten, not who made the weights.
-    """
+    """64 hex digits that change if any weight changes, repacked ones included. Reads every weight
+    once. Not cryptographic: it shows whether anything was overwritten, not who made the weights."""
     tensors = {**dict(model.named_buffers()), **{name: read() for name, read in find_weights(model).items()}}
     digest = hashlib.sha256()
     sums = [compute_sums(tensor) for tensor in tensors.values()]
@@ -226,10 +205,9 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def compute_sums(tensor: Tensor) -> Tensor:
-    """Sum and position-weighted sum of the tensor's bits as 64-bit words, modulo 2**64; [2] on its device.
-
-    Words at a distance of a multiple of COLUMNS have the same weight: rows of a weight hardly ever do.
-    """
+    """Sum and position-weighted sum of the tensor's bits as 64-bit words, modulo 2**64; [2] on its
+    device. Words at a distance of a multiple of COLUMNS have the same weight: rows of a weight
+    hardly ever do."""
     # In the order of memory: a copy of a transposed weight would not fit on a full GPU.
     tensor = tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if not tensor.is_contiguous():

@@ -54,12 +54,8 @@ class FleetConfig:
             raise ValueError(f"fleet.name is {self.name!r}: it must be like http://vllm.default.svc:8000")
 
     def token(self) -> str:
-        """The bearer token of the servers.
-
-        Raises:
-            ValueError: if there is no token, or no server is named in any way.
-            FileNotFoundError: if the token's file is missing.
-        """
+        """The bearer token of the servers. Raises ValueError if there is no token, or no server is
+        named in any way. Raises FileNotFoundError if the token's file is missing."""
         if not (self.servers or self.file or self.name):
             raise ValueError("there is no server: set fleet.servers, fleet.file or fleet.name")
         token = read_token(self.token_file) if self.token_file else os.environ.get("REDRAFT_TOKEN")
@@ -93,12 +89,9 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def discover(cfg: FleetConfig, domain: str = "") -> dict[str, str]:
-    """The bearer token of every server, by address, as of now. `domain` selects servers of the file; empty: all.
-
-    Raises:
-        ValueError: if there is no token, no server is named in any way, or the file is not a fleet.toml.
-        OSError: if the file or the name cannot be read.
-    """
+    """The bearer token of every server, by address, as of now. `domain` selects servers of the
+    file; empty: all. Raises ValueError if there is no token, no server is named in any way, or the
+    file is not a fleet.toml. Raises OSError if the file or the name cannot be read."""
     token = cfg.token()
     # The order is kept: the first server to answer becomes the canary.
     found = dict.fromkeys((server.rstrip("/") for server in cfg.servers), token)
@@ -111,11 +104,8 @@ async def discover(cfg: FleetConfig, domain: str = "") -> dict[str, str]:
 
 def read_fleet(path: Path, domain: str, token: str) -> dict[str, str]:
     """The token of every server of one domain, by address; an empty domain selects all servers.
-
-    Raises:
-        ValueError: if the file is not a fleet.toml.
-        OSError: if the file, or a token's file, cannot be read.
-    """
+    Raises ValueError if the file is not a fleet.toml. Raises OSError if the file, or a token's
+    file, cannot be read."""
     return {
         server.url.rstrip("/"): read_token(path.parent / server.token_file) if server.token_file else token
         for server in list_servers(path)
@@ -125,11 +115,7 @@ def read_fleet(path: Path, domain: str, token: str) -> dict[str, str]:
 
 def list_servers(path: Path) -> list[ListedServer]:
     """The servers of fleet.toml.
-
-    Raises:
-        ValueError: if the file is not a fleet.toml.
-        OSError: if it cannot be read.
-    """
+    Raises ValueError if the file is not a fleet.toml. Raises OSError if it cannot be read."""
     try:
         return msgspec.convert(tomllib.loads(path.read_text()), FleetFile).servers
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
@@ -138,10 +124,7 @@ def list_servers(path: Path) -> list[ListedServer]:
 
 async def resolve_addresses(url: str) -> list[str]:
     """One URL per address of the host name in `url`, sorted.
-
-    Raises:
-        OSError: if the name cannot be resolved.
-    """
+    Raises OSError if the name cannot be resolved."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)

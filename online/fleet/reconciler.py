@@ -57,11 +57,10 @@ class Reconciler:
         return server in self._pushes and self._pushes[server].is_failing
 
     async def bring_all(self, servers: Sequence[FleetServer], version: str, timeout_s: float) -> Convergence:
-        """Bring all servers to `version`; waits for most of them, and goes on with the others in the background.
-
-        Returns when every server has answered, at the latest after `timeout_s`. After PATIENCE_S it returns as soon as
-        at least half of them are done: one hung server must not keep a person waiting.
-        """
+        """Bring all servers to `version`; waits for most of them, and goes on with the others in
+        the background. Returns when every server has answered, at the latest after `timeout_s`.
+        After PATIENCE_S it returns as soon as at least half of them are done: one hung server must
+        not keep a person waiting."""
         servers = list(servers)
         self.push(servers, version, timeout_s)
         # held here, because `forget` may drop a server's push while this waits

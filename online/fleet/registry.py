@@ -54,11 +54,8 @@ class Identity:
 
 
 def read_id(folder: Path) -> str:
-    """The id of the registry in `folder`; empty if it has none, because no learner has owned it so far.
-
-    Raises:
-        OSError: if the file exists and cannot be read.
-    """
+    """The id of the registry in `folder`; empty if it has none, because no learner has owned it so
+    far. Raises OSError if the file exists and cannot be read."""
     return _read_registry(folder)[0] or _read_id_beside_promoted(folder)
 
 
@@ -73,10 +70,7 @@ def _read_id_beside_promoted(folder: Path) -> str:
 
 def hash_manifest(version: Path) -> str:
     """SHA-256 of a version's manifest, in hex. It names every byte of the version.
-
-    Raises:
-        OSError: if there is no manifest, or it cannot be read.
-    """
+    Raises OSError if there is no manifest, or it cannot be read."""
     return hashlib.sha256((version / artifact.MANIFEST).read_bytes()).hexdigest()
 
 
@@ -94,11 +88,8 @@ class Registry:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Own the draft while the block runs.
-
-        Raises:
-            AlreadyOwnedError: if another learner owns it; the message names process and machine.
-        """
+        """Own the draft while the block runs. Raises AlreadyOwnedError if another learner owns it;
+        the message names process and machine."""
         with own(self.folder / "lock", "a learner"):
             self._note_numbers()
             yield
@@ -122,10 +113,8 @@ class Registry:
 
     def current(self) -> str | None:
         """The current version; None before the first promotion.
-
-        Without the link, because the registry was copied by a tool that drops links, this is the last promoted version.
-        The newest one may be a version that its canary refused.
-        """
+        Without the link, because the registry was copied by a tool that drops links, this is the
+        last promoted version. The newest one may be a version that its canary refused."""
         link = self.folder / "current"
         if link.is_symlink():
             return os.readlink(link)
@@ -133,11 +122,9 @@ class Registry:
         return next((version for version in reversed(self._read_promoted()) if version in known), None)
 
     def repair(self) -> None:
-        """Make sure that `current` is a link to an intact version. For the owner of a registry with a version.
-
-        Raises:
-            ValueError: if nothing shows which of several versions was current, or none that ever was is intact.
-        """
+        """Make sure that `current` is a link to an intact version. For the owner of a registry with
+        a version. Raises ValueError if nothing shows which of several versions was current, or none
+        that ever was is intact."""
         # The list first: the link is restored from it, and so is the way back from a damaged version.
         if (is_damaged := self._is_damaged(PROMOTED)) or self._has_lost(PROMOTED):
             promoted = self.promoted()
@@ -178,10 +165,7 @@ class Registry:
 
     def path(self, version: str) -> Path:
         """The folder of a version.
-
-        Raises:
-            FileNotFoundError: if there is no such version; the message lists the newest ones.
-        """
+        Raises FileNotFoundError if there is no such version; the message lists the newest ones."""
         if version not in self.versions():
             newest = ", ".join(self.versions()[-5:]) or "none"
             raise FileNotFoundError(f"{self.folder} has no version {version}: the newest are {newest}")
@@ -219,12 +203,8 @@ class Registry:
         return version
 
     def promote(self, version: str) -> None:
-        """Make a version current, after verifying every byte of it.
-
-        Raises:
-            FileNotFoundError: if there is no such version.
-            ValueError: if it is damaged; the message names the file.
-        """
+        """Make a version current, after verifying every byte of it. Raises FileNotFoundError if
+        there is no such version. Raises ValueError if it is damaged; the message names the file."""
         artifact.verify(self.path(version))
         self._write_promoted([*(name for name in self.promoted() if name != version), version])
         # The list comes first: it is read only up to the version named by the link, so a kill here changes nothing.
@@ -236,12 +216,9 @@ class Registry:
         return next((name for name in self.promoted()[-2::-1] if name in self.versions()), None)
 
     def rollback(self, to: str = "") -> str:
-        """Make the previously current version current again, or an earlier one, `to`; returns the name.
-
-        Raises:
-            FileNotFoundError: if there is none, or `to` was never current.
-            ValueError: if it is damaged; the message names the file.
-        """
+        """Make the previously current version current again, or an earlier one, `to`; returns the
+        name. Raises FileNotFoundError if there is none, or `to` was never current. Raises
+        ValueError if it is damaged; the message names the file."""
         if to and to not in self.promoted():
             raise FileNotFoundError(
                 f"{to} was not current before {self.current()}: choose from {', '.join(self.promoted())}"
@@ -260,13 +237,9 @@ class Registry:
 
     def prune(self, keep: int, in_use: Collection[str] = ()) -> list[str]:
         """Remove old versions; returns the names.
-
-        The newest `keep` versions stay, and so do the current one, the one before it and those in `in_use`. A server
-        needs the files of the version it has, to restore the draft if a swap fails half-way.
-
-        Raises:
-            ValueError: if `keep` is below 1.
-        """
+        The newest `keep` versions stay, and so do the current one, the one before it and those in
+        `in_use`. A server needs the files of the version it has, to restore the draft if a swap
+        fails half-way. Raises ValueError if `keep` is below 1."""
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least the newest version has to stay")
         needed = {*self.versions()[-keep:], self.current(), self.previous(), *in_use}
@@ -285,11 +258,10 @@ class Registry:
         return promoted[: promoted.index(current) + 1] if current in promoted else []
 
     def list_training_ends(self) -> dict[str, float]:
-        """Number of the last record in the learner's buffer that may have been trained into a version, by version.
-
-        A copy of a draft from elsewhere learned from no record: 0. Infinite if the version does not say. Numbers, not
-        times: a clock may be set back between a record's arrival and its training.
-        """
+        """Number of the last record in the learner's buffer that may have been trained into a
+        version, by version. A copy of a draft from elsewhere learned from no record: 0. Infinite if
+        the version does not say. Numbers, not times: a clock may be set back between a record's
+        arrival and its training."""
         ends = {}
         for version in self.versions():
             try:
@@ -309,9 +281,8 @@ class Registry:
 
     def _guess_promoted(self) -> list[str]:
         """The versions that were current, in order, as far as the rest of the folder shows.
-
-        Every version was trained from the then current one. If the versions do not say so, all before the link count.
-        """
+        Every version was trained from the then current one. If the versions do not say so, all
+        before the link count."""
         link, known = self.folder / "current", self.versions()
         current = os.readlink(link) if link.is_symlink() else None
         if current not in known:
@@ -384,12 +355,8 @@ class Registry:
 
 def _read(path: Path) -> Any:
     """The fields of one of the registry's files.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        DamagedError: if it holds something else.
-        ValueError: if a later release wrote it.
-    """
+    Raises FileNotFoundError if there is no such file. Raises DamagedError if it holds something
+    else. Raises ValueError if a later release wrote it."""
     content = read_sealed(path)
     names = content if isinstance(content, list) else content.get("versions", []) if isinstance(content, dict) else None
     if names is None or not all(isinstance(name, str) and _VERSION.fullmatch(name) for name in names):

@@ -36,7 +36,6 @@ class Observation:
     fault: str = ""
     """`server_unreachable` or `server_nonsense`; empty if it answered as it should."""
     reason: str = ""
-    """The reason for `fault`."""
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
     lost: Counter[str] = field(default_factory=Counter)
     """Records lost by capture since the previous look, by reason."""
@@ -45,11 +44,9 @@ class Observation:
 
 
 class Watch:
-    """Looks at all servers at once, again and again.
-
-    A look returns after `patience_s`, without the servers that have not answered until then. Their requests go on, and
-    the next look takes the answers. So one hung server delays the others by `patience_s` at most.
-    """
+    """Looks at all servers at once, again and again. A look returns after `patience_s`, without the
+    servers that have not answered until then. Their requests go on, and the next look takes the
+    answers. So one hung server delays the others by `patience_s` at most."""
 
     def __init__(self, servers: Sequence[FleetServer], patience_s: float = STATUS_TIMEOUT_S) -> None:
         self.servers = servers

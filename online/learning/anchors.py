@@ -24,12 +24,8 @@ from redraft.online.records.record import CorruptRecordError, Record, Sampling, 
 
 def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, int] | None = None) -> list[Record]:
     """The records in the file.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if there is no record, or one is damaged, of another target, or without the hidden states the draft
-            reads.
-    """
+    Raises FileNotFoundError if there is no such file. Raises ValueError if there is no record, or
+    one is damaged, of another target, or without the hidden states the draft reads."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no anchors file {path}: make it (redraft data anchors), or remove `anchors`")
     records = []

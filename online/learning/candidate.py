@@ -51,11 +51,8 @@ class NotFiniteError(Exception):
 
 
 def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
-    """(number per token, size) of the hidden states the exported draft reads; None if it reads none.
-
-    Raises:
-        ValueError: if drafts of this family cannot learn online.
-    """
+    """(number per token, size) of the hidden states the exported draft reads; None if it reads
+    none. Raises ValueError if drafts of this family cannot learn online."""
     family = _find_learning(name)
     if family.reads == "nothing":
         return None
@@ -77,9 +74,7 @@ def _find_learning(name: str) -> Family:
 
 class Candidate:
     """One draft and one optimizer. Every method runs on all ranks at the same time.
-
-    A step whose loss is not finite changes nothing.
-    """
+    A step whose loss is not finite changes nothing."""
 
     def __init__(self, cfg: Training, name: str, target: Path, machine: Machine | None = None) -> None:
         """`name` is the family's; `target` is the folder of the target, whose embeddings a head borrows. By default on
@@ -102,10 +97,7 @@ class Candidate:
 
     def load(self, folder: Path) -> Any:
         """The draft in a folder, on this rank's device, in the type it was saved in.
-
-        Raises:
-            ValueError, OSError: if it cannot be read, or is of another family.
-        """
+        Raises ValueError or OSError if it cannot be read, or is of another family."""
         return self.family.load(folder, lambda: self._borrowed).to(self.accelerator.device)
 
     @cached_property
@@ -116,9 +108,7 @@ class Candidate:
 
     def begin(self, version: Path) -> None:
         """Start from the weights of a version, with a fresh optimizer.
-
-        Raises: ValueError if its attention would not launch on the GPU.
-        """
+        Raises ValueError if its attention would not launch on the GPU."""
         self._require_attention(version)
         if self._distillation is not None:
             self._distillation.close()  # frees its memory before the next draft is loaded
@@ -147,10 +137,8 @@ class Candidate:
 
     def resume(self, version: Path, checkpoint: Path) -> None:
         """Continue from `checkpoint`; `version` gives the shape.
-
-        The optimizer's state fits only the same optimizer and number of ranks. Otherwise the draft is taken, and the
-        optimizer starts fresh.
-        """
+        The optimizer's state fits only the same optimizer and number of ranks. Otherwise the draft
+        is taken, and the optimizer starts fresh."""
         if fits(checkpoint / STATE, self.accelerator, self.cfg.optimizer):
             self.begin(version)
             self.distillation.resume(checkpoint / STATE)
@@ -182,10 +170,7 @@ class Candidate:
 
     def write(self, folder: Path) -> None:
         """Write STATE and DRAFT into the folder of a checkpoint.
-
-        Raises:
-            NotFiniteError: on every rank, if the weights are not finite.
-        """
+        Raises NotFiniteError on every rank, if the weights are not finite."""
         weights = self.distillation.weights()
         are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
         broadcast_object_list(are_finite)  # only the first rank may hold the weights

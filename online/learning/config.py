@@ -125,11 +125,9 @@ class BufferConfig:
 @dataclass(frozen=True, kw_only=True)
 class Replay:
     """The weight of a record in `Buffer.replay`: 2^(-age / half_life) * (1 + surprise * r).
-
     r = (wrong + 1) / (drafted + 2) is the share of verified draft tokens the target refused,
     smoothed: a record without any gets 1/2. Surprise is a weight rather than a filter, because
-    training only on refused positions adapts more slowly.
-    """
+    training only on refused positions adapts more slowly."""
 
     half_life_s: float = 3600
     """A record is drawn half as often once it is this many seconds older."""

@@ -47,11 +47,9 @@ class EvidenceLimits:
 
 
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
-    """Sequence numbers of the records that judge a draft, ascending: whole requests, the newest ones of every domain.
-
-    `held_out` is the index of all held-out records, and `names` comes from `name_domains`. A prompt counts once,
-    with the newest request.
-    """
+    """Sequence numbers of the records that judge a draft, ascending: whole requests, the newest
+    ones of every domain. `held_out` is the index of all held-out records, and `names` comes from
+    `name_domains`. A prompt counts once, with the newest request."""
     held_out = held_out[held_out["time_s"] >= limits.since_s]
     newest = _take_newest_requests(held_out)
     by_domain = defaultdict(list)
@@ -72,7 +70,6 @@ def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceL
 
 
 def _take_newest_requests(held_out: Index) -> list[int]:
-    """A row of the newest request of every prompt, newest first."""
     found: dict[int, int] = {}
     # The index ascends by number, so backwards the first row of a prompt is the newest. A dict keeps this order.
     for row, prompt in reversed(list(enumerate(held_out["prompt"].tolist()))):
@@ -81,11 +78,9 @@ def _take_newest_requests(held_out: Index) -> list[int]:
 
 
 def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
-    """The name under which each domain of the index is judged and shown: its own, or OTHER.
-
-    Known domains keep their names. So do the MAX_DOMAINS largest of the others, by tenants, then records. In a fleet of
-    several tenants a domain needs two of them: anybody can send X-Redraft-Domain.
-    """
+    """The name under which each domain of the index is judged and shown: its own, or OTHER. Known
+    domains keep their names. So do the MAX_DOMAINS largest of the others, by tenants, then records.
+    In a fleet of several tenants a domain needs two of them: anybody can send X-Redraft-Domain."""
     pairs = Counter(zip(index["domain"].tolist(), index["tenant"].tolist(), strict=True))
     tenants, records = Counter[str](), Counter[str]()
     for (domain, _), count in pairs.items():
@@ -105,11 +100,9 @@ def count_tenants(tenants: Sequence[str]) -> int:
 
 
 def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int) -> list[int]:
-    """Positions of at most `count` requests with these tenants, the first ones, and at most `share` of them of each.
-
-    Fewer than 1 / `share` tenants may each have an equal part. If all this would leave fewer than `at_least` requests,
-    the tenants with most fill up to it, in equal parts.
-    """
+    """Positions of at most `count` requests with these tenants, the first ones, and at most `share`
+    of them of each. Fewer than 1 / `share` tenants may each have an equal part. If all this would
+    leave fewer than `at_least` requests, the tenants with most fill up to it, in equal parts."""
     counts = np.array(list(Counter(tenants).values()))
     share = max(share, 1 / count_tenants(tenants))
     size = min(count, len(tenants))
@@ -148,10 +141,8 @@ def choose_replayed(
     rng: np.random.Generator,
     tenant_share: float,
 ) -> NDArray[np.int64]:
-    """Sequence numbers of `count` distinct records of the index, in the order of a draw by `policy`.
-
-    No tenant has more than `tenant_share` of them while others have records left.
-    """
+    """Sequence numbers of `count` distinct records of the index, in the order of a draw by
+    `policy`. No tenant has more than `tenant_share` of them while others have records left."""
     order = _draw(_log_weights(index, now_s, policy), rng)
     # `at_least` is `count`: the share of a tenant yields before a step gets fewer records.
     order = order[take_fairly(index["tenant"][order].tolist(), count, tenant_share, count)]
@@ -170,8 +161,6 @@ def _log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float
 
 
 def _draw(log_weight: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.int64]:
-    """All positions in the order of a draw by weight, without replacement.
-
-    This is Gumbel top-k (arXiv 1903.06059): sorting by log-weight plus Gumbel noise gives the same distribution.
-    """
+    """All positions in the order of a draw by weight, without replacement. This is Gumbel top-k
+    (arXiv 1903.06059): sorting by log-weight plus Gumbel noise gives the same distribution."""
     return np.argsort(-(log_weight + rng.gumbel(size=len(log_weight))))

@@ -70,11 +70,8 @@ class Reach:
 
     async def forget(self, tenant: str) -> Forgotten:
         """Delete the tenant's records. The caller reads neither spool nor log meanwhile.
-
-        Raises:
-            BufferFullError: if the buffer's disk is full.
-            BrokerError: if the log does not answer.
-        """
+        Raises BufferFullError if the buffer's disk is full. Raises BrokerError if the log does not
+        answer."""
         name = stored_name(tenant)
         # Before the deletion: afterwards nobody knows when the first record arrived.
         found = self.buffer.find_tenant(tenant)

@@ -68,10 +68,8 @@ class Policy:
 @dataclass(frozen=True, kw_only=True)
 class Gain:
     """tau(candidate) - tau(incumbent) over some requests, with one-sided confidence bounds.
-
-    Overall, the confidence of `lower` rises with the looks. `upper` decides a rejection, and has the policy's
-    confidence: a wrong one costs some training, and no user notices.
-    """
+    Overall, the confidence of `lower` rises with the looks. `upper` decides a rejection, and has
+    the policy's confidence: a wrong one costs some training, and no user notices."""
 
     num_requests: int
     tau_candidate: float
@@ -105,15 +103,10 @@ def judge(
     policy: Policy,
     look: int = 1,
 ) -> Verdict:
-    """The verdict on a candidate; row i of the three sequences is the same held-out request.
-
-    `look` is 1 for the first verdict after a promotion, 2 for the next one, and so on. A verdict without enough
-    requests (`overall` is None) does not count as a look.
-
-    Raises:
-        ValueError: if the sequences differ in length, a count of the incumbent is negative or not finite, or `look`
-            is below 1.
-    """
+    """The verdict on a candidate; row i of the three sequences is the same held-out request. `look`
+    is 1 for the first verdict after a promotion, 2 for the next one, and so on. A verdict without
+    enough requests (`overall` is None) does not count as a look. Raises ValueError if the sequences
+    differ in length, a count of the incumbent is negative or not finite, or `look` is below 1."""
     if look < 1:
         raise ValueError(f"looks are counted from 1, got {look}")
     if not len(candidate) == len(incumbent) == len(domains):
@@ -149,14 +142,11 @@ def judge(
 def find_loss(
     current: Sequence[AcceptanceCounts], previous: Sequence[AcceptanceCounts], policy: Policy, look: int = 1
 ) -> tuple[bool, str]:
-    """Whether the current version is proven to be accepted less than the previous one, and the numbers for people.
-
-    Row i of both sequences is the same held-out request. As with `judge`, `look` counts the comparisons since the
-    current version was promoted, and the error of all of them is bounded by 1 - `policy.confidence`.
-
-    Raises:
-        ValueError: if the sequences differ in length or `look` is below 1.
-    """
+    """Whether the current version is proven to be accepted less than the previous one, and the
+    numbers for people. Row i of both sequences is the same held-out request. As with `judge`,
+    `look` counts the comparisons since the current version was promoted, and the error of all of
+    them is bounded by 1 - `policy.confidence`. Raises ValueError if the sequences differ in length
+    or `look` is below 1."""
     if look < 1:
         raise ValueError(f"looks are counted from 1, got {look}")
     counts_N4, usable_N = _pair_counts(current, previous)
@@ -197,9 +187,8 @@ def _decide(overall: Gain, domains: dict[str, Gain], policy: Policy) -> tuple[De
 
 def spent_confidence(confidence: float, look: int) -> float:
     """Confidence of the bound at one look; the errors of all looks sum to 1 - `confidence`.
-
-    1/3 + 1/6 + 1/10 + ... + 2/((look + 1) (look + 2)) + ... = 1, so no number of looks has to be agreed on beforehand.
-    """
+    1/3 + 1/6 + 1/10 + ... + 2/((look + 1) (look + 2)) + ... = 1, so no number of looks has to be
+    agreed on beforehand."""
     # Of 95%: 98.3% at the first look, 99.2% at the second, 99.5% at the third and 99.9% at the tenth.
     return 1 - 2 * (1 - confidence) / ((look + 1) * (look + 2))
 

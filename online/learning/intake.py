@@ -70,12 +70,9 @@ class Spool:
 
     def take(self, now_s: float, max_files: int = 64) -> Taken:
         """Move the oldest `max_files` files of the spool into the buffer.
-
-        Raises:
-            BufferFullError: if the buffer's disk is full. The remaining files stay in the spool.
-            FileNotFoundError: if there is no spool yet.
-            OSError: if the spool cannot be read, or a file not removed.
-        """
+        Raises BufferFullError if the buffer's disk is full. The remaining files stay in the spool.
+        Raises FileNotFoundError if there is no spool yet. Raises OSError if the spool cannot be
+        read, or a file not removed."""
         if not self.folder.is_dir():
             raise FileNotFoundError(f"there is no spool {self.folder}: servers make it (--capture.spool)")
         taken, paths = Taken(), spool_files(self.folder)
@@ -115,10 +112,8 @@ class Spool:
         return taken + Taken(num_files=1, counts=stays)
 
     def erase_unattributed(self) -> int:
-        """Overwrite and delete the files of a later layout, and those that killed servers left; returns the number.
-
-        Nobody can tell whose text they hold. Call it after `take`.
-        """
+        """Overwrite and delete the files of a later layout, and those that killed servers left;
+        returns the number. Nobody can tell whose text they hold. Call it after `take`."""
         paths = [self.folder / name for name in self._passed_over] + list_abandoned(self.folder, ABANDONED_S)
         num_erased = 0
         for path in paths:
@@ -161,20 +156,15 @@ def _readable(file: BinaryIO, stays: Counter[str]) -> Frames:
 
 
 def add_acceptance(sums: Sums, key: tuple[str, str], acceptance: AcceptanceCounts) -> None:
-    """Add to the sum of (domain, draft version), or to that of the others if there are MAX_SUMS already.
-
-    Senders choose both names, and each sum becomes a line of the journal.
-    """
+    """Add to the sum of (domain, draft version), or to that of the others if there are MAX_SUMS
+    already. Senders choose both names, and each sum becomes a line of the journal."""
     key = key if key in sums or len(sums) < MAX_SUMS else (OTHER, OTHER)
     sums[key] = sums.get(key, AcceptanceCounts.zero()) + acceptance
 
 
 def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Taken:
-    """Commit `frames` to the buffer, in transactions of bounded size.
-
-    Raises:
-        BufferFullError: if the buffer's disk is full. Then the last records were not stored, and all can be sent again.
-    """
+    """Commit `frames` to the buffer, in transactions of bounded size. Raises BufferFullError if the
+    buffer's disk is full. Then the last records were not stored, and all can be sent again."""
     taken = Taken()
     for batch in _batches(mark_unfit(frames, vocab_size)):
         taken += Taken(counts=buffer.append(batch, now_s))
@@ -203,10 +193,8 @@ def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecor
 
 def mark_unfit(frames: Frames, vocab_size: int) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
     """The same frames, with an error in place of every record unfit for training.
-
-    A CRC protects against a broken transport, not against a broken sender: a single token id beyond the vocabulary
-    would crash every training step with this record, forever.
-    """
+    A CRC protects against a broken transport, not against a broken sender: a single token id beyond
+    the vocabulary would crash every training step with this record, forever."""
     for frame, record in frames:
         fault = _find_unfit(record, vocab_size) if isinstance(record, Record) else None
         yield frame, CorruptRecordError(fault.sentence, fault.reason) if fault else record

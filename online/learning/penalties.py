@@ -20,20 +20,17 @@ Array = NDArray[np.float64]
 
 def is_undecided(record: Record) -> bool:
     """Whether the penalties of a request cannot be applied to its record.
-
-    A repetition penalty multiplies logits, and a record from a tap holds log-probabilities only.
-    """
+    A repetition penalty multiplies logits, and a record from a tap holds log-probabilities only."""
     if record.sampling.repetition_penalty == 1:
         return False
     return bool(np.isnan(record.log_sum_exp[record.branches == 0]).any())
 
 
 def penalise(record: Record) -> Record:
-    """The record with the distributions of its text after the penalties; rows on rejected branches stay as they are.
-
-    Exact for a record with the whole vocabulary. Otherwise the tokens that were not kept keep their mass together,
-    because it is not known which of them were seen: a repetition penalty would have left them less.
-    """
+    """The record with the distributions of its text after the penalties; rows on rejected branches
+    stay as they are. Exact for a record with the whole vocabulary. Otherwise the tokens that were
+    not kept keep their mass together, because it is not known which of them were seen: a repetition
+    penalty would have left them less."""
     sampling = record.sampling
     if not sampling.has_penalty:
         return record
@@ -69,7 +66,6 @@ def count_before(tokens_T: NDArray[np.int32], position_R: NDArray[np.int32], ids
 
 
 def _normalise(logits_RK: Array, log_probs_RK: Array, total_R: Array) -> Array:
-    """Log-probabilities of the kept ids, with the mass of the others as it was."""
     # Rounding can make the sum more than 1, and the logarithm of a negative rest is NaN.
     rest_R = np.clip(1 - np.exp(log_probs_RK).sum(1), np.finfo(np.float64).tiny, 1)
     others_R = np.log(rest_R) + total_R
@@ -78,7 +74,6 @@ def _normalise(logits_RK: Array, log_probs_RK: Array, total_R: Array) -> Array:
 
 
 def _with_rows(record: Record, rows: NDArray[np.int64], ids_RK: NDArray[np.int32], log_probs_RK: Array) -> Record:
-    """The record with these distributions in some rows, in descending order as always."""
     order_RK = np.argsort(-log_probs_RK, axis=1, kind="stable")
     all_ids_RK, all_log_probs_RK = record.topk_ids.copy(), record.topk_log_probs.copy()
     all_ids_RK[rows] = np.take_along_axis(ids_RK, order_RK, 1)

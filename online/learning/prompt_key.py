@@ -69,8 +69,6 @@ class OpenedKey:
 
 @dataclass(frozen=True, kw_only=True)
 class _Note:
-    """The content of held-out.json."""
-
     key_sha256: str
     """Empty while a lost key is being replaced: then no key fits."""
     rehash_through: int

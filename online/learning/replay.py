@@ -44,7 +44,6 @@ def read_signal(batch: Batch) -> TargetSignal:
 def select_texts(
     records: Sequence[Record], *, branches_per_record: int, rng: np.random.Generator
 ) -> list[TrainingSequence]:
-    """The text of every record, and up to `branches_per_record` rejected branches of each, drawn at random."""
     texts = []
     for record in records:
         whole, *branches = training_sequences(record, branches=branches_per_record > 0)
@@ -62,11 +61,10 @@ def make_batches(
     salt: int = 0,
     reads: Reads = "nothing",
 ) -> list[RecordedBatch]:
-    """All texts in `num_batches` batches of one shape. If there are too few rows, some batches are all padding.
-
-    If the draft reads hidden states, a text starts at the first token with hidden states, and rows after the last
-    such token are dropped. The packing depends on `seed`; `salt` goes into every batch.
-    """
+    """All texts in `num_batches` batches of one shape. If there are too few rows, some batches are
+    all padding. If the draft reads hidden states, a text starts at the first token with hidden
+    states, and rows after the last such token are dropped. The packing depends on `seed`; `salt`
+    goes into every batch."""
     top_k = min(text.topk_ids_RK.shape[1] for text in texts)  # records from a tap have fewer than a plugin's
     if reads != "nothing":
         texts = [_from_first_state(text) for text in texts]
@@ -90,10 +88,8 @@ def make_batches(
 
 
 def _from_first_state(text: TrainingSequence) -> TrainingSequence:
-    """The text from the first token with hidden states, and the rows of such tokens; the last token has none.
-
-    A row without hidden states can neither be predicted from nor be compared with.
-    """
+    """The text from the first token with hidden states, and the rows of such tokens; the last token
+    has none. A row without hidden states can neither be predicted from nor be compared with."""
     begin = text.hidden_begin
     end = begin + len(text.hidden_HLD)
     kept = (text.rows_R >= begin) & (text.rows_R < end)
@@ -180,7 +176,6 @@ def _shift_positions(position_ids_BT: Tensor, rows: Sequence[Sequence[TrainingSe
 
 
 def _document(text: TrainingSequence) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Token ids and loss mask of a text."""
     loss_mask = np.zeros(len(text.input_ids_T), bool)
     loss_mask[text.rows_R + 1] = True  # the mask is of labels, and row t learns from the label t + 1
     return text.input_ids_T, loss_mask

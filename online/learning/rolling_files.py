@@ -50,9 +50,7 @@ REHASHED_DTYPE = np.dtype([("seq", "i8"), ("prompt", "i8"), ("request", "i8")])
 
 class RollingFiles:
     """The files of a folder, or one in memory. Not thread-safe.
-
-    A file that proves damaged is deleted whole, because the rest of it cannot be trusted.
-    """
+    A file that proves damaged is deleted whole, because the rest of it cannot be trusted."""
 
     def __init__(
         self,
@@ -63,8 +61,7 @@ class RollingFiles:
         damage: list[str],
     ) -> None:
         """Open the files of `folder`; `counts` gets the dropped records by reason, `damage` a
-        sentence each.
-        """
+        sentence each."""
         self.folder, self.max_bytes, self.max_age_s = folder, max_bytes, max_age_s
         self.counts, self.damage = counts, damage
         self.files: list[BufferFile] = []
@@ -107,8 +104,7 @@ class RollingFiles:
 
     def last_number(self) -> int:
         """The highest sequence number in a file, or that one of a later release may have; 0 without
-        any.
-        """
+        any."""
         later = [int(path.stem.removeprefix("records-")) + MAX_LATER_RECORDS for path in self.later]
         return max([int(self.index()["seq"].max(initial=0)), *later])
 
@@ -135,8 +131,7 @@ class RollingFiles:
 
     def unless_damaged(self, file: BufferFile, operation: Callable[[BufferFile], T], otherwise: T) -> T:
         """The result of `operation` on `file`. If the file proves damaged, it is dropped and
-        `otherwise` returned.
-        """
+        `otherwise` returned."""
         try:
             return operation(file)
         except sqlite3.DatabaseError as error:
@@ -155,8 +150,7 @@ class RollingFiles:
 
     def _newest(self, next_seq: int, now_s: float) -> BufferFile:
         """The file to write to: the last one, until it has its share of the bytes or covers its
-        share of the age.
-        """
+        share of the age."""
         if self.files:
             newest = self.files[-1]
             is_old = now_s - newest.oldest_s() >= self.max_age_s / NUM_FILES
@@ -187,10 +181,7 @@ class RollingFiles:
 
     def open_key(self, newest: int) -> PromptKey:
         """The folder's key. Records that a lost one has hashed get hashes by the new one, and stay
-        on the same side.
-
-        `newest` is the highest sequence number given so far.
-        """
+        on the same side. `newest` is the highest sequence number given so far."""
         if self.folder is None:
             return PromptKey.make()
         # A key has hashed the records of later releases too, although this release cannot read them.
@@ -206,7 +197,6 @@ class RollingFiles:
         return opened.key
 
     def _hash_held_out(self, file: BufferFile, key: PromptKey, through: int) -> dict[int, Hashes]:
-        """The hashes of the file's held-out records up to `through`, by ascending number."""
         index = self.unless_damaged(file, BufferFile.index, np.empty(0, INDEX_DTYPE))
         seqs = index["seq"][index["held_out"] & (index["seq"] <= through)].tolist()
         return {seq: key.hash(record) for seq in seqs if (record := self.read(seq)) is not None}

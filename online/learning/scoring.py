@@ -43,10 +43,8 @@ def score(
     sequence_length: int,
     reads: Reads = "nothing",
 ) -> list[AcceptanceCounts]:
-    """Expected drafts and accepted draft tokens of every record, had `draft` drafted for its request.
-
-    Raises: ValueError if the draft has fewer draft steps than `num_speculative_tokens`.
-    """
+    """Expected drafts and accepted draft tokens of every record, had `draft` drafted for its
+    request. Raises ValueError if the draft has fewer draft steps than `num_speculative_tokens`."""
     scored = []
     for record in records:
         batch = _make_batch(record, sequence_length, reads)
@@ -81,9 +79,7 @@ class RequestScore:
 
 def score_requests(draft: Draft, records: Iterable[Record], **settings: Any) -> dict[Request, RequestScore]:
     """The score of every request, in order of the first segments; `settings` are those of `score`.
-
-    Holds one record at a time, because the held-out records may be larger than the memory.
-    """
+    Holds one record at a time, because the held-out records may be larger than the memory."""
     found: dict[Request, RequestScore] = {}
     for record in records:
         key = (record.server_id, record.request_id)
@@ -99,12 +95,11 @@ def pair_scores(
     incumbent: Mapping[Request, RequestScore],
     names: Mapping[str, str] | None = None,
 ) -> tuple[list[AcceptanceCounts], list[AcceptanceCounts], list[str]]:
-    """(candidate's counts, incumbent's counts, domains by `names`) of the requests that can be compared.
-
-    A request is left out if its records expired between the two scorings, or if the incumbent's score is not finite:
-    the served draft is known to be finite, so the record is to blame. A request whose score is not finite for the
-    candidate only stays, as evidence against the candidate.
-    """
+    """(candidate's counts, incumbent's counts, domains by `names`) of the requests that can be
+    compared. A request is left out if its records expired between the two scorings, or if the
+    incumbent's score is not finite: the served draft is known to be finite, so the record is to
+    blame. A request whose score is not finite for the candidate only stays, as evidence against the
+    candidate."""
     compared = [key for key, score in incumbent.items() if key in candidate and _is_finite(score.counts)]
     return (
         [candidate[key].counts for key in compared],
@@ -127,11 +122,9 @@ def _is_finite(counts: AcceptanceCounts) -> bool:
 def score_rows(
     draft: Draft, batch: RecordedBatch, sampling: Sampling, method: Method, num_speculative_tokens: int
 ) -> tuple[NDArray[np.int64], Array]:
-    """(rows at which a block can begin [R], probabilities of acceptance [J, R]) for the one text in `batch`.
-
-    Entry [j, r] is the acceptance probability of row r's token as the j-th of a block, if all before it were
-    accepted. An autoregressive draft has the same probability for every j.
-    """
+    """(rows at which a block can begin [R], probabilities of acceptance [J, R]) for the one text in
+    `batch`. Entry [j, r] is the acceptance probability of row r's token as the j-th of a block, if
+    all before it were accepted. An autoregressive draft has the same probability for every j."""
     steps = take_draft_steps(draft, batch, batch.signal, num_speculative_tokens)
     by_step = [_alpha_by_row(step, batch.signal, sampling, method) for step in steps]
     rows_R = np.array(sorted(by_step[0]), np.int64)
@@ -141,7 +134,6 @@ def score_rows(
 
 
 def _alpha_by_row(step: DraftStep, signal: TargetSignal, sampling: Sampling, method: Method) -> dict[int, float]:
-    """Acceptance of one draft step by row of the target."""
     target = signal.distribution
     served = sampling.served()
     # sum_v min(p, q) of a one-hot q is p(argmax q): the acceptance of a greedy draft
@@ -158,10 +150,9 @@ def _alpha_by_row(step: DraftStep, signal: TargetSignal, sampling: Sampling, met
 
 
 def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceCounts:
-    """Expected drafts and accepted tokens over all stretches of consecutive rows, each beginning with a block.
-
-    A block that would reach beyond a stretch is left out, because the target was not recorded there.
-    """
+    """Expected drafts and accepted tokens over all stretches of consecutive rows, each beginning
+    with a block. A block that would reach beyond a stretch is left out, because the target was not
+    recorded there."""
     # one more token, because `expected_blocks` counts the prefill's, after which the first block begins
     walked = [expected_blocks(accept_TK, len(accept_TK) + 1) for accept_TK in _list_blocks(rows_R, accepted_JR)]
     return AcceptanceCounts(

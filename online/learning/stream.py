@@ -95,10 +95,9 @@ class StreamSource:
         now_s: Callable[[], float] = time.time,
         registry_id: str = "",
     ) -> None:
-        """`now_s` gives the time of arrival in seconds since the epoch. It is called by the event loop's thread.
-
-        `registry_id` keeps learners of two registries from taking each other's records.
-        """
+        """`now_s` gives the time of arrival in seconds since the epoch. It is called by the event
+        loop's thread.
+        `registry_id` keeps learners of two registries from taking each other's records."""
         self.ingest, self.config, self.limits, self.registry_id = ingest, config, limits, registry_id
         self.buffer, self.vocab_size, self._now_s = buffer, vocab_size, now_s
         self._client: Any = None
@@ -110,13 +109,9 @@ class StreamSource:
 
     async def take(self, *, keep_later: bool = True) -> Taken:
         """Move the arrived records into the buffer. Empty if none arrived for a moment.
-
         Records of a later layout go back to the log, or are overwritten too without `keep_later`.
-
-        Raises:
-            BufferFullError: if the buffer's disk is full.
-            BrokerError: if NATS does not answer. In neither case is a record lost.
-        """
+        Raises BufferFullError if the buffer's disk is full. Raises BrokerError if NATS does not
+        answer. In neither case is a record lost."""
         try:
             with wrap_broker_errors(self.ingest):
                 self._pull = self._pull or await self._open()
@@ -152,13 +147,9 @@ class StreamSource:
         await self.close()
 
     async def erase_unread(self, name: str) -> int:
-        """Overwrite a tenant's records among those of domains without a learner; returns the number.
-
-        Messages that cannot be read go too: nobody can tell whose text they hold.
-
-        Raises:
-            BrokerError: if NATS does not answer.
-        """
+        """Overwrite a tenant's records among those of domains without a learner; returns the
+        number. Messages that cannot be read go too: nobody can tell whose text they hold. Raises
+        BrokerError if NATS does not answer."""
         num_erased = 0
         with wrap_broker_errors(self.ingest):
             client = await connect(self.ingest, self.config, "learner")
@@ -225,10 +216,8 @@ class StreamSource:
 
 class Pull:
     """Sends requests to a consumer, one at a time, and collects the arriving messages.
-
-    nats-py's `fetch` returns only when a request is complete or has expired, which would delay every record of light
-    traffic.
-    """
+    nats-py's `fetch` returns only when a request is complete or has expired, which would delay
+    every record of light traffic."""
 
     def __init__(self, client: Any, stream: str, consumer: str) -> None:
         self.client = client
@@ -307,12 +296,8 @@ async def provide_stream(
     stream: Any, config: Nats, limits: StreamLimits, domain: str = "", registry_id: str = ""
 ) -> None:
     """Create the stream and our consumer, or update them to these settings.
-
     A record has exactly one consumer: the one for the record's domain, or the one for all domains.
-
-    Raises:
-        BrokerError: if a running learner takes these records already.
-    """
+    Raises BrokerError if a running learner takes these records already."""
     wanted = {
         "subjects": [config.subjects],
         "max_bytes": limits.max_bytes,
@@ -358,10 +343,7 @@ async def provide_stream(
 
 async def _make_way(stream: Any, config: Nats, wanted: ConsumerConfig) -> None:
     """Delete the consumers of former learners, if they take the same records as `wanted`.
-
-    Raises:
-        BrokerError: if such a learner is running.
-    """
+    Raises BrokerError if such a learner is running."""
     for found in await stream.consumers_info(config.stream):
         subjects = (found.config.filter_subject, wanted.filter_subject)
         # Two filters overlap only if they are equal. A consumer without one overlaps with every other.
@@ -384,14 +366,12 @@ async def _answer(messages: list[Any], reply: Literal["ack", "nak"]) -> None:
 
 
 async def _put_off(messages: list[Any]) -> None:
-    """Have the messages delivered again, each later than the time before."""
     with suppress(NatsError, OSError):
         for message in messages:
             await message.nak(min(MAX_LATER_LAYOUT_S, LATER_LAYOUT_S * 2 ** min(16, _count_deliveries(message) - 1)))
 
 
 async def _read_subject(stream: Any, name: str, subject: str) -> AsyncIterator[Any]:
-    """The messages of a subject, in order."""
     seq = 1
     with suppress(NotFoundError):
         while True:

@@ -112,7 +112,6 @@ class Trainer:
         return next((stored.record for stored in self.buffer.fresh(self.progress.through, 1)), None)
 
     def forget(self, name: str) -> None:
-        """Drop the anchors of a tenant."""
         # A new list, because a step on the trainer's thread may be reading the present one.
         self.anchors = [record for record in self.anchors if record.tenant != name]
 
@@ -150,11 +149,8 @@ class Trainer:
 
     def checkpoint(self) -> str:
         """Write and commit a checkpoint; returns the name.
-
-        Raises:
-            NotFiniteError: if the weights hold a NaN or an infinity.
-            OSError: if a disk is full. In both cases the last checkpoint still counts.
-        """
+        Raises NotFiniteError if the weights hold a NaN or an infinity. Raises OSError if a disk is
+        full. In both cases the last checkpoint still counts."""
         name = f"checkpoint-{self._next_number():06d}"
         # First the files, then the commit: a kill in between leaves a checkpoint that does not count.
         began = {"progress": vars(self.progress), "began_from": self.candidate.version.name}

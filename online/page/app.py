@@ -110,9 +110,7 @@ def build_app(
 @asynccontextmanager
 async def serve_in_background(app: Starlette, host: str, port: int) -> AsyncIterator[str]:
     """Serve `app` as long as the context lasts, and yield the address. Port 0 picks a free port.
-
-    Raises: OSError if the port is taken, or the host is not an address of this machine.
-    """
+    Raises OSError if the port is taken, or the host is not an address of this machine."""
     listening = _listen(host, port)
     config = uvicorn.Config(
         app,

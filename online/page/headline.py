@@ -103,10 +103,8 @@ def find_served_draft(history: History) -> ServedDraft | None:
 
 
 def _select_entries_before(history: History, version: str) -> list[AcceptanceEntry]:
-    """Acceptance of the fleet's previous version, over the RECENT_S before the first swap to this one.
-
-    Rollbacks are skipped: the version had been served before, and it replaced a canary.
-    """
+    """Acceptance of the fleet's previous version, over the RECENT_S before the first swap to this
+    one. Rollbacks are skipped: the version had been served before, and it replaced a canary."""
     first: SwapEntry | None = None
     # From the newest swap back to the first of the last run of swaps to this version.
     for swap in reversed([swap for swap in history.select(SwapEntry) if swap.outcome == "swapped"]):

@@ -26,7 +26,6 @@ class History:
             self._kinds.setdefault(kind, deque(maxlen=KEPT.get(kind, 200))).append(entry)
 
     def select(self, kind: type[E], since_s: float = float("-inf")) -> list[E]:
-        """Entries of one kind from `since_s` on, oldest first."""
         kept = []
         # From the newest back: entries are in the order of time, so the first that is too old ends the search.
         for entry in reversed(self._kinds.get(kind, ())):
@@ -36,7 +35,6 @@ class History:
         return kept[::-1]
 
     def last(self, kind: type[E], accept: Callable[[E], bool] = lambda entry: True) -> E | None:
-        """The newest entry of a kind accepted by `accept`."""
         return next((entry for entry in reversed(self._kinds.get(kind, ())) if accept(entry)), None)
 
     def begin_s(self) -> float | None:

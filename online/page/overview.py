@@ -71,7 +71,6 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     begin_s: float
     """Start of the curves."""
     width_s: float
-    """Width of a bucket."""
     gap_s: float
     """Points further apart than this are not joined."""
     headline: Headline
@@ -218,7 +217,6 @@ def _compute_recent_tau(points: Sequence[Point]) -> float:
 
 
 def _merge_points(points: Sequence[Point]) -> tuple[float, float]:
-    """tau and drafts of several points together."""
     drafts = sum(point.drafts for point in points)
     return sum(point.tau * point.drafts for point in points) / drafts, drafts
 

@@ -259,11 +259,9 @@ class Telemetry:
 
 
 def to_wandb(project: str, folder: Path) -> Observer:
-    """Create an observer sending every number to Weights & Biases, by kind, server and domain. If nobody is logged in,
-    runs are kept below `folder`.
-
-    Raises: ModuleNotFoundError if wandb is not installed.
-    """
+    """Create an observer sending every number to Weights & Biases, by kind, server and domain. If
+    nobody is logged in, runs are kept below `folder`.
+    Raises ModuleNotFoundError if wandb is not installed."""
     import wandb  # slow to import, and an extra
 
     from redraft.distill.train.loop import write_offline_unless_logged_in  # imports torch

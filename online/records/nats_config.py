@@ -56,7 +56,6 @@ class Nats:
         return f"redraft.{self.fleet}.>"
 
     def subject(self, domain: str) -> str:
-        """Subject for the records of one domain."""
         return f"redraft.{self.fleet}.{to_subject_token(domain) or NO_DOMAIN}"
 
 
@@ -78,9 +77,7 @@ class StreamLimits:
 
 def to_subject_token(domain: str) -> str:
     """The subject token of a domain, unique to it.
-
-    A name that had to be sanitised, or equals the reserved `all`, gets a hash suffix.
-    """
+    A name that had to be sanitised, or equals the reserved `all`, gets a hash suffix."""
     part = _UNFIT.sub("_", domain)
     is_itself = part == domain and domain != NO_DOMAIN
     return part if is_itself else f"{part}-{hashlib.sha256(domain.encode()).hexdigest()[:8]}"
@@ -88,9 +85,7 @@ def to_subject_token(domain: str) -> str:
 
 def parse_addresses(ingest: str) -> list[str]:
     """Split an address such as nats://one:4222,nats://two:4222 into single servers.
-
-    Raises: ValueError if one of them is not a nats:// or tls:// address.
-    """
+    Raises ValueError if one of them is not a nats:// or tls:// address."""
     found = [address.strip() for address in ingest.split(",")]
     for address in found:
         parts = urlsplit(address)

@@ -40,10 +40,9 @@ class BrokerError(ConnectionError):
 
 
 class _Client(Client):  # type: ignore[misc]
-    """nats-py's client, which otherwise stops reading, in silence, at a message with a malformed header or subject.
-
-    The broker takes such messages from any publisher and delivers them again after every reconnection.
-    """
+    """nats-py's client, which otherwise stops reading, in silence, at a message with a malformed
+    header or subject. The broker takes such messages from any publisher and delivers them again
+    after every reconnection."""
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
@@ -58,9 +57,7 @@ class _Client(Client):  # type: ignore[misc]
 
 async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
     """Connect a nats-py client, with the inbox of `user`. Once it `is_closed`, it stays closed.
-
-    Raises: BrokerError.
-    """
+    Raises BrokerError."""
     reasons: deque[Exception] = deque(maxlen=1)
 
     async def keep(error: Exception) -> None:
@@ -95,13 +92,11 @@ async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
 
 
 async def probe(ingest: str, config: Nats, timeout_s: float = PROBE_TIMEOUT_S) -> None:
-    """Check that the fleet's stream acknowledges an empty message. Passes if there is no stream yet.
-
-    Only a real publish shows whether it stores: on a full disk NATS can stay silent while the health page says ok. It
-    does not recover when space is freed and must be restarted. The learner takes the message and finds no record in it.
-
-    Raises: BrokerError if the message is not acknowledged within `timeout_s` seconds.
-    """
+    """Check that the fleet's stream acknowledges an empty message. Passes if there is no stream
+    yet. Only a real publish shows whether it stores: on a full disk NATS can stay silent while the
+    health page says ok. It does not recover when space is freed and must be restarted. The learner
+    takes the message and finds no record in it. Raises BrokerError if the message is not
+    acknowledged within `timeout_s` seconds."""
     with wrap_broker_errors(ingest):
         async with asyncio.timeout(timeout_s):
             client = await connect(ingest, config)

@@ -49,10 +49,7 @@ def to_label(name: str) -> str:
 
 def stored_name(tenant: str) -> str:
     """The name under which records of the tenant to delete are stored.
-
-    Raises:
-        ValueError: the name is empty. Records without a tenant have the empty name.
-    """
+    Raises ValueError: the name is empty. Records without a tenant have the empty name."""
     if not tenant.strip():
         raise ValueError("the tenant's name is empty: name the tenant whose records to delete")
     return to_label(tenant)
@@ -78,10 +75,8 @@ def require_label(domain: str) -> None:
 
 
 def read_origin_arguments(extra_args: Mapping[str, Any] | None) -> Origin | None:
-    """The origin in the sampling parameters' extra arguments, as the API process wrote it.
-
-    None if it wrote none: then nobody has read the request's headers, and an opt-out would not be known.
-    """
+    """The origin in the sampling parameters' extra arguments, as the API process wrote it. None if
+    it wrote none: then nobody has read the request's headers, and an opt-out would not be known."""
     written = (extra_args or {}).get(EXTRA_ARGS_KEY)
     if not isinstance(written, dict) or written.keys() != set(Origin._fields):
         return None

@@ -60,10 +60,7 @@ class Recording:
 
 class Outlet(Protocol):
     def write(self, frames: Sequence[Frame]) -> None:
-        """Write the frames, or queue them.
-
-        Raises: OSError if they are lost.
-        """
+        """Write the frames, or queue them. Raises OSError if they are lost."""
 
     def status(self) -> dict[str, Any]:
         """Counters and the last error. Contains no text of any request."""
@@ -74,9 +71,7 @@ class Outlet(Protocol):
 
 def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
     """Open the configured outlet, whose thread, if it has one, runs under the guard.
-
-    Raises: ValueError if they name neither a spool nor a log.
-    """
+    Raises ValueError if they name neither a spool nor a log."""
     if config.ingest:
         from redraft.online.records.publisher import Publisher  # nats-py is an extra
 

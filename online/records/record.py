@@ -178,7 +178,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def previous_id(self) -> str:
-        """`record_id` of the segment before."""
         return _make_id(self.server_id, self.request_id, self.sequence - 1)
 
     @property
@@ -253,10 +252,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 def join_text(record: Record, text: bytes) -> Record:
     """The self-contained record of a later segment, given the text of the segment before, int32.
-
-    Raises:
-        CorruptRecordError: if that text ends too early, or the record would be too large.
-    """
+    Raises CorruptRecordError if that text ends too early, or the record would be too large."""
     if len(text) < 4 * record.context_begin:
         raise CorruptRecordError(
             f"a segment continues a text of {record.context_begin} tokens, not of {len(text) // 4}"
@@ -296,20 +292,14 @@ def encode_frame(record: Record) -> Frame:
 
 def decode_record(frame: bytes) -> Record:
     """The record in one frame.
-
-    Raises:
-        LaterLayoutError: if a later release wrote it.
-        CorruptRecordError: if the frame is torn, bit-flipped, or inconsistent; `reason` names the kind.
-    """
+    Raises LaterLayoutError if a later release wrote it. Raises CorruptRecordError if the frame is
+    torn, bit-flipped, or inconsistent; `reason` names the kind."""
     return _decode_payload(frame[:4], _unframe(frame))
 
 
 def _unframe(frame: bytes) -> bytes:
     """The payload, whose length and CRC fit the header.
-
-    Raises:
-        LaterLayoutError, CorruptRecordError: as `decode_record` does.
-    """
+    Raises LaterLayoutError or CorruptRecordError as `decode_record` does."""
     if len(frame) < _HEADER.size or not _HEADER_START.match(frame):
         raise _name_defect(frame, f"not a record of version 1 to 3: it starts with {frame[:4]!r}")
     _, length, crc = _HEADER.unpack_from(frame)
@@ -331,7 +321,6 @@ def _later(magic: bytes) -> LaterLayoutError:
 
 
 def is_later_layout(frame: bytes) -> bool:
-    """Whether a later release wrote the frame."""
     return _LATER_MAGIC.match(frame) is not None
 
 
@@ -376,11 +365,10 @@ def _decompress(payload: bytes) -> bytes:
 
 
 def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-    """Split concatenated frames, each with the record or the error. After an error, resume at the next magic.
-
-    Reads a file in pieces: the memory is bounded by one frame and one record. The time is linear in the bytes,
-    whatever they are. Of a stretch that cannot be read, the first KEPT_BYTES are yielded.
-    """
+    """Split concatenated frames, each with the record or the error. After an error, resume at the
+    next magic. Reads a file in pieces: the memory is bounded by one frame and one record. The time
+    is linear in the bytes, whatever they are. Of a stretch that cannot be read, the first
+    KEPT_BYTES are yielded."""
     source = _Source(io.BytesIO(data) if isinstance(data, bytes) else data)
     begin = num_bad = num_wasted = 0
     while begin < source.size and num_wasted <= MAX_WASTE * source.size:
@@ -440,9 +428,7 @@ class _Source:
 
     def find_frame(self, begin: int, *, only_whole: bool) -> int:
         """The first place from `begin` on where a frame may begin; the size if there is none.
-
-        With `only_whole`, places whose header promises more bytes than there are do not count.
-        """
+        With `only_whole`, places whose header promises more bytes than there are do not count."""
         while begin < self.size:
             self.read(begin, min(self.size, begin + self.START_BYTES))
             pattern = self._whole_start if only_whole else _FRAME_START

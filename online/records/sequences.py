@@ -19,10 +19,8 @@ from redraft.online.records.record import NO_HIDDEN, Record
 @dataclass(frozen=True, kw_only=True)
 class RefusedDraft:
     """A draft with a refused token, and the record's rows after this token.
-
-    E.g. a step at 11 with drafts a, b, c, of which a is accepted: one token is accepted, and the rows predict 13 and
-    14, with branches 1 and 2.
-    """
+    E.g. a step at 11 with drafts a, b, c, of which a is accepted: one token is accepted, and the
+    rows predict 13 and 14, with branches 1 and 2."""
 
     begin: int
     """Index into the text: the place of the refused token."""
@@ -52,10 +50,8 @@ class TrainingSequence:
 
 
 def training_sequences(record: Record, *, branches: bool = True) -> list[TrainingSequence]:
-    """The segment's text with all its rows, then a branch for each refused draft: the text before it, and the draft.
-
-    The rows of a branch are those after the refused token.
-    """
+    """The segment's text with all its rows, then a branch for each refused draft: the text before
+    it, and the draft. The rows of a branch are those after the refused token."""
     assert not record.context_begin, "first comes join_text"
     text_T = np.concatenate([record.context_ids, record.output_ids])
     whole = _sequence(record, text_T, np.flatnonzero(record.branches == 0), is_branch=False)

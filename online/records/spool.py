@@ -37,10 +37,8 @@ class SpoolWriter:
         self.num_evicted_files = 0
 
     def write(self, frames: Sequence[bytes]) -> None:
-        """Write `frames` as one new file.
-
-        Raises: OSError if the disk is full or the folder is not writable; no partial file remains.
-        """
+        """Write `frames` as one new file. Raises OSError if the disk is full or the folder is not
+        writable; no partial file remains."""
         # Token ids are users' text, so only the owner may read it. To allow others, create the folder beforehand.
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The time comes first: the files of many servers then sort by age.
@@ -79,12 +77,9 @@ class SpoolWriter:
 
 
 def spool_files(folder: Path) -> list[Path]:
-    """The complete files of the folder, oldest first; none if there is no folder. To take one: `read_frames` of
-    `open_file`, then unlink.
-
-    Raises:
-        OSError: if the folder cannot be read. `Path.glob` would find nothing, without a word.
-    """
+    """The complete files of the folder, oldest first; none if there is no folder. To take one:
+    `read_frames` of `open_file`, then unlink.
+    Raises OSError if the folder cannot be read. `Path.glob` would find nothing, without a word."""
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.name.endswith(SUFFIX) and not entry.name.startswith(".")]
@@ -95,11 +90,8 @@ def spool_files(folder: Path) -> list[Path]:
 
 def open_file(path: Path) -> BinaryIO:
     """Open a file of the spool for reading.
-
-    Raises:
-        FileNotFoundError: if it was removed meanwhile.
-        OSError: if it cannot be read, or is a link, a folder, a pipe or a device: reading one might never return.
-    """
+    Raises FileNotFoundError if it was removed meanwhile. Raises OSError if it cannot be read, or is
+    a link, a folder, a pipe or a device: reading one might never return."""
     # Without O_NONBLOCK, opening a pipe without a writer waits forever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     # Before `fdopen`, which refuses a folder and leaves its descriptor open.

@@ -23,7 +23,6 @@ NAN = 0x7FC0
 
 
 def state_bytes(hidden_format: HiddenFormat, size: int) -> int:
-    """Bytes of one state of `size` numbers."""
     return size + SCALE_BYTES if hidden_format == "float8" else 2 * size
 
 

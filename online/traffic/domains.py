@@ -105,9 +105,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 def load_token_decoder(target: Path) -> TokenDecoder:
     """A function from this model's token ids to text without special tokens.
-
-    Raises: FileNotFoundError if there is no tokenizer.json; ValueError if it cannot be read.
-    """
+    Raises FileNotFoundError if there is no tokenizer.json; ValueError if it cannot be read."""
     from tokenizers import Tokenizer  # transformers would import torch
 
     path = target / "tokenizer.json"
@@ -129,10 +127,8 @@ class Clusters:
 
     @classmethod
     def fit(cls, texts: Sequence[str], num_clusters: int, *, seed: int = 0) -> Clusters:
-        """Cluster these prompts; the largest cluster comes first, and they are named domain-0, domain-1, ...
-
-        Raises: ValueError if there are fewer distinct prompts than clusters.
-        """
+        """Cluster these prompts; the largest cluster comes first, and they are named domain-0,
+        domain-1, ... Raises ValueError if there are fewer distinct prompts than clusters."""
         from scipy.cluster.vq import kmeans2  # an extra, needed for fitting only
 
         if not 2 <= num_clusters <= len(set(texts)):
@@ -174,16 +170,13 @@ class Clusters:
         return squares_C
 
     def write(self, folder: Path) -> None:
-        """Write the clusters into a folder being published."""
         save_file({"centroids": np.ascontiguousarray(self.centroids_CF)}, folder / CENTROIDS)
         (folder / SETTINGS).write_text(json.dumps({"names": self.names, "features": FEATURES}, indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Clusters:
-        """Read published clusters.
-
-        Raises: FileNotFoundError if there are none; ValueError if a file is damaged or from another release.
-        """
+        """Read published clusters. Raises FileNotFoundError if there are none; ValueError if a file
+        is damaged or from another release."""
         artifact.verify(folder)
         try:
             settings = json.loads((folder / SETTINGS).read_text())

@@ -132,10 +132,8 @@ class FrontConfig:
 
 
 class AdminServer(uvicorn.Server):
-    """The server of the admin port, which runs beside the clients'. The port is open once it exists.
-
-    Raises: OSError if the port cannot be opened.
-    """
+    """The server of the admin port, which runs beside the clients'. The port is open once it
+    exists. Raises OSError if the port cannot be opened."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         super().__init__(_configure(app, lifespan="off", timeout_graceful_shutdown=1))

@@ -49,10 +49,9 @@ class Pools:
         poll_s: float = 2.0,
         guard: Guard | None = None,
     ) -> None:
-        """Call `find` for the address and domain of every server, now and then every `poll_s` seconds.
-
-        Raises: any error of `find`. Later errors are logged, and the known servers are kept.
-        """
+        """Call `find` for the address and domain of every server, now and then every `poll_s`
+        seconds.
+        Raises any error of `find`. Later errors are logged, and the known servers are kept."""
         self.find, self.poll_s, self.guard = find, poll_s, guard or Guard()
         self.upstreams: list[Upstream] = []
         self.requests: Counter[tuple[str, str]] = Counter()
@@ -81,10 +80,8 @@ class Pools:
         self.upstreams = [known.get(key) or Upstream(*key, self._certificates) for key in wanted]
 
     async def send(self, forwarded: ForwardedRequest, domain: str) -> Reply:
-        """The answer of the first server to take the request.
-
-        Raises: NoServerError if none takes it; BrokenError if a server took it and then failed; UnsendableError.
-        """
+        """The answer of the first server to take the request. Raises NoServerError if none takes
+        it; BrokenError if a server took it and then failed; UnsendableError."""
         untried = list(self.upstreams)
         while untried:
             # Chosen again for each attempt: the loads change while a connection fails.
@@ -154,7 +151,6 @@ class Pools:
                 await self._maintain()
 
     async def _maintain(self) -> None:
-        """Check the health of unreachable and silent servers, and close connections no longer needed."""
         suspects = [upstream for upstream in self.upstreams if upstream.is_down or upstream.is_silent]
         found = await asyncio.gather(*(upstream.is_healthy() for upstream in suspects))
         for upstream, is_healthy in zip(suspects, found, strict=True):

@@ -271,9 +271,7 @@ class Proxy:
 
     async def _forward(self, request: Request, body: Body) -> Relayed:
         """A server's reply, and the chunks to send to the client.
-
-        Raises: NoServerError, BrokenError, UnsendableError, BodyTooLargeError.
-        """
+        Raises NoServerError, BrokenError, UnsendableError, BodyTooLargeError."""
         origin = read_origin_headers(request.headers)
         path = request.url.path
         is_text = request.method == "POST" and path.rstrip("/") in TEXT_PATHS
@@ -343,7 +341,6 @@ async def _yield_once(chunk: bytes) -> AsyncGenerator[bytes, None]:
 
 
 def _build_response_headers(relayed: Relayed) -> list[Header]:
-    """Headers for the client."""
     reply = relayed.reply
     headers = _drop_hop_by_hop(reply.headers)
     is_chunked = any(name == b"transfer-encoding" for name, _ in reply.headers)  # a length beside it means nothing
@@ -402,7 +399,6 @@ def _respond_not_found(request: Request) -> Response:
 
 
 def _respond_to(error: Exception, max_body_bytes: int) -> Response:
-    """The answer to a request without an answer from a server."""
     match error:
         case NoServerError():
             return _respond_with_error(503, str(error))

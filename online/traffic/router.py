@@ -71,10 +71,8 @@ class RouterConfig(FrontConfig):
 
 
 def build_router(cfg: RouterConfig, guard: Guard | None = None) -> tuple[Router, Router]:
-    """Build the application for clients, which forwards requests, and the one for operators, with the router's state.
-
-    Raises: ValueError or OSError for a mistake in the settings or files.
-    """
+    """Build the application for clients, which forwards requests, and the one for operators, with
+    the router's state. Raises ValueError or OSError for a mistake in the settings or files."""
     guard = guard or Guard()
     pools = Pools(lambda: read_servers(cfg.fleet), cfg.poll_s, guard)
     domains = Domains(

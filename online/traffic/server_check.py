@@ -156,7 +156,6 @@ class ServerChecks:
         )
 
     async def _sample(self, upstream: Upstream, model: str, sampling: Mapping[str, float]) -> list[Any]:
-        """`SAMPLES` first tokens for each of PROMPTS."""
         asked = {"model": model, "prompt": PROMPTS, "n": SAMPLES, "max_tokens": 1, "seed": SEED, "ignore_eos": True}
         asked |= {"return_token_ids": True, **sampling}
         answer = await self._ask(upstream, "POST", b"/v1/completions", asked)
@@ -164,7 +163,6 @@ class ServerChecks:
         return [choice["token_ids"] for choice in choices]
 
     async def _read_log_probs(self, upstream: Upstream, model: str, top_p: float) -> dict[str, float]:
-        """The log-probabilities of the likeliest first tokens, by token."""
         asked = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 1.0, "top_p": top_p}
         asked |= {"logprobs": self.top_k}
         asked |= {"return_token_ids": True, "return_tokens_as_token_ids": True}

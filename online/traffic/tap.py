@@ -76,11 +76,9 @@ class Tap:
         }
 
     def should_record(self, payload: Any, origin: Origin, *, is_read: bool = True, is_known: bool = True) -> bool:
-        """Whether to record the answer to this request, whose JSON body is `payload`. Counts a refusal.
-
-        `is_read` is False if the body is too large to be parsed, `is_known` if the tap cannot read the
-        answers of this API.
-        """
+        """Whether to record the answer to this request, whose JSON body is `payload`. Counts a
+        refusal. `is_read` is False if the body is too large to be parsed, `is_known` if the tap
+        cannot read the answers of this API."""
         if origin.opt_out:
             reason = "opt_out"
         elif not is_read:
@@ -128,7 +126,6 @@ class Tap:
         return Answer(failure=AnswerError("unfit_server", f"{reply.upstream.url} is unchecked or unfit"))
 
     async def _clean_events(self, chunks: AsyncIterator[bytes], answer: Answer) -> AsyncIterator[bytes]:
-        """Server-sent events without the tap's fields, each as soon as it is complete."""
         waiting = b""
         async for chunk in chunks:
             # A chunk may end anywhere; the last piece waits for the rest of its event.
@@ -177,9 +174,7 @@ class Tap:
 
     def _count_failure(self, error: Exception) -> None:
         """Count an unrecorded answer by reason, and log the first of each reason.
-
-        The message of a foreign error is not logged: it may quote the user's words.
-        """
+        The message of a foreign error is not logged: it may quote the user's words."""
         reason = error.reason if isinstance(error, AnswerError) else type(error).__name__
         self.counts["errors"] += 1
         self.counts[f"errors_{reason}"] += 1

@@ -78,9 +78,7 @@ class Answer:
         self, payload: dict[str, Any], origin: Origin, server_id: str, target_fingerprint: str, top_k: int
     ) -> Record | None:
         """The record of the answer, or None if it has no token.
-
-        Raises: AnswerError or any other error if the answer or the request cannot be recorded.
-        """
+        Raises AnswerError or any other error if the answer or the request cannot be recorded."""
         if self.failure is not None:
             raise self.failure
         count = min(len(self.output_ids), len(self.top))
@@ -118,10 +116,8 @@ class Answer:
 
 
 def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:
-    """The tokens certain to be the likeliest, by descending log-probability.
-
-    vLLM always includes the sampled token. If it comes last, it may not belong to the top-k: drop it.
-    """
+    """The tokens certain to be the likeliest, by descending log-probability. vLLM always includes
+    the sampled token. If it comes last, it may not belong to the top-k: drop it."""
     ranked = sorted(top.items(), key=lambda item: -item[1])
     return ranked[:-1] if len(ranked) > 1 and ranked[-1][0] == sampled else ranked
 
@@ -245,10 +241,8 @@ def _token_id(name: str) -> int:
 
 
 def read_sampling(payload: dict[str, Any]) -> Sampling:
-    """Sampling parameters of an answered request, as vLLM takes them.
-
-    Raises: AnswerError if vLLM would have refused them: the server has read them in some other way.
-    """
+    """Sampling parameters of an answered request, as vLLM takes them. Raises AnswerError if vLLM
+    would have refused them: the server has read them in some other way."""
     given = {name: payload[name] for name in Sampling.__struct_fields__ if payload.get(name) is not None}
     try:
         top_k = int(given.pop("top_k", 0))

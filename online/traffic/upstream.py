@@ -120,11 +120,9 @@ class _InFlight:
 
 
 class Upstream:
-    """One server and the load on it.
-
-    It needs no pool of httpx, which goes through all connections for every idle one whenever a request
-    ends: at 600 streams no stream moves for seconds. Here a request takes the connection used last, in constant time.
-    """
+    """One server and the load on it. It needs no pool of httpx, which goes through all connections
+    for every idle one whenever a request ends: at 600 streams no stream moves for seconds. Here a
+    request takes the connection used last, in constant time."""
 
     def __init__(self, url: str, domain: str, certificates: ssl.SSLContext) -> None:
         self.url, self.domain = url, domain
@@ -147,15 +145,13 @@ class Upstream:
 
     @property
     def requests(self) -> int:
-        """Requests in flight."""
         return len(self._in_flight)
 
     @property
     def is_silent(self) -> bool:
-        """Whether some request has had no byte for `SILENT_S`. The server may hang, or be busy with a long answer.
-
-        Requests given up by impatient clients count too, until the server sends something.
-        """
+        """Whether some request has had no byte for `SILENT_S`. The server may hang, or be busy with
+        a long answer.
+        Requests given up by impatient clients count too, until the server sends something."""
         limit_s = time.monotonic() - SILENT_S
         return self._unanswered_s < limit_s or any(request.heard_s < limit_s for request in self._in_flight)
 
@@ -165,9 +161,7 @@ class Upstream:
 
     async def send(self, forwarded: ForwardedRequest) -> Reply:
         """Send the request and return the head of the answer.
-
-        Raises: RefusedError, OutOfFilesError, BrokenError or UnsendableError.
-        """
+        Raises RefusedError, OutOfFilesError, BrokenError or UnsendableError."""
         request = _InFlight(await self._take_connection(), time.monotonic())
         # The oldest of the requests without an answer, until `hear` forgets it.
         self._unanswered_s = min(self._unanswered_s, request.heard_s)

@@ -24,9 +24,7 @@ TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
 
 def choose_environment(*, has_terminal: bool) -> dict[str, str]:
     """Variables of a process and its children, for libraries that read them when they are imported.
-
-    A variable that the user has set stays as it is.
-    """
+    A variable that the user has set stays as it is."""
     # An OpenMP thread that waits for the others spins, and takes the core that a preempted one needs: on two cores with
     # other work, a training step took ten times as long as with threads that sleep. Only libgomp, which torch uses,
     # reads this variable. OMP_WAIT_POLICY would reach vLLM's workers (libiomp5) too, which have measured speeds.
@@ -87,9 +85,7 @@ def run_recipe(
     default: Any = None,
 ) -> None:
     """Run the `main` of a recipe started as a file, with the config of the command line.
-
-    An error that the user can fix ends the process with one line and exit status 2.
-    """
+    An error that the user can fix ends the process with one line and exit status 2."""
     recipe = Recipe(
         main=main,
         config_type=config_type,
@@ -123,14 +119,10 @@ def parse(
 
 def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     """The config of a recipe from command-line arguments.
-
-    Lowest first: the defaults, `--preset NAME`, the TOML file of `--config FILE`, the flags. `--print-config` prints
-    the result as such a file, and ends.
-
-    Raises:
-        ValueError: for an unknown preset, a bad file or a value that the config refuses.
-        SystemExit: 2 from tyro for anything unreadable; 0 after `--help` and `--print-config`.
-    """
+    Lowest first: the defaults, `--preset NAME`, the TOML file of `--config FILE`, the flags.
+    `--print-config` prints the result as such a file, and ends. Raises ValueError for an unknown
+    preset, a bad file or a value that the config refuses. Raises SystemExit: 2 from tyro for
+    anything unreadable; 0 after `--help` and `--print-config`."""
     import tyro  # a tenth of a second, too long for `redraft --help`
 
     from redraft.recipes.cli.config_file import read_config, render_config
@@ -179,10 +171,8 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
 
 def run_guarded(run: Callable[[], object]) -> int:
     """Call `run` and return 0; or print an error of the user's in one line, and return 2.
-
     With REDRAFT_TRACEBACK=1, raise the error instead, to show the traceback. A defect of ours, for
-    which `describe_error` has no line, is always raised.
-    """
+    which `describe_error` has no line, is always raised."""
     try:
         run()
     except BrokenPipeError:
@@ -245,11 +235,8 @@ def _run_command(name: str, args: Sequence[str]) -> None:
 
 def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
     """A command's recipe, and the arguments that it has not taken itself.
-
-    Raises:
-        ValueError: the first argument names no part of the command.
-        SystemExit: after the help of a command of several parts.
-    """
+    Raises ValueError: the first argument names no part of the command. Raises SystemExit after the
+    help of a command of several parts."""
     command, path = COMMANDS[name], COMMANDS[name].module
     if command.parts:
         name, path, args = _choose_part(name, command, args)
@@ -298,7 +285,6 @@ def format_parts(name: str, command: Command) -> str:
 
 
 def _asks_for_help(args: Sequence[str]) -> bool:
-    """Whether --help is among the arguments of ours, which end at a `--`."""
     ours = args[: args.index("--")] if "--" in args else args
     return bool({"--help", "-h", "--help-all"} & {*ours})
 

@@ -28,15 +28,10 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Convert and publish.
-
-    Raises:
-        FileExistsError: the output is not empty.
-        FileNotFoundError: there is no such file.
-        OSError: the disk has no room.
-        ValueError: the file is not GGUF, is corrupt, or has an architecture that transformers does not read; or the
-            `gguf` package is not installed.
-    """
+    """Convert and publish. Raises FileExistsError: the output is not empty. Raises
+    FileNotFoundError: there is no such file. Raises OSError: the disk has no room. Raises
+    ValueError: the file is not GGUF, is corrupt, or has an architecture that transformers does not
+    read; or the `gguf` package is not installed."""
     # Here, because they import torch.
     from redraft.heads.files.artifact import publish, require_free, sha256
     from redraft.heads.files.gguf import check_gguf, load_gguf, read_config, read_header, require_space_for, save

@@ -51,11 +51,8 @@ MIN_RUN = 40
 
 
 def main(cfg: Config) -> None:
-    """Print the summary and the samples.
-
-    Raises:
-        ValueError: if the data or the tokenizer cannot be read, or if there is nothing to train on.
-    """
+    """Print the summary and the samples. Raises ValueError if the data or the tokenizer cannot be
+    read, or if there is nothing to train on."""
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
     tokenizer = target.tokenizer
     if (target.folder / CONFIG).is_file():
@@ -132,7 +129,6 @@ def held_out_part(
 
 
 def describe_contents(conversations: Sequence[Conversation]) -> str:
-    """The numbers of conversations with each kind of content."""
     messages = [conversation["messages"] for conversation in conversations]
     counts = {
         "with several turns": sum(sum(m["role"] == "user" for m in some) > 1 for some in messages),
@@ -211,7 +207,6 @@ def describe_vocabulary(train: Sequence[Sample], held_out: Sequence[Sample], voc
 
 
 def possible_kinds(conversation: Conversation) -> set[str]:
-    """The kinds of turn in a conversation."""
     if is_plain_text(conversation):
         return {"text"}
     messages = conversation["messages"]
@@ -249,10 +244,8 @@ def choose_samples(
     count: int,
 ) -> list[Sample]:
     """One sample with each kind of turn, and others from every domain in turn up to `count`.
-
-    `possible` are the kinds of turn in each conversation, by hash, and `kinds_of` finds those of a sample.
-    They are in the order of their hashes, so this is a draw.
-    """
+    `possible` are the kinds of turn in each conversation, by hash, and `kinds_of` finds those of a
+    sample. They are in the order of their hashes, so this is a draw."""
     chosen: list[Sample] = []
     seen: set[str] = set()
     for kind in KINDS if count else ():
@@ -290,7 +283,6 @@ def paint(sample: Sample, tokenizer: Any, max_tokens: int, in_color: bool) -> st
 
 
 def _show_ends(ids: list[int], size: int, tokenizer: Any) -> str:
-    """The text of the first and last tokens, together at most `size`."""
     if len(ids) <= size:
         return str(tokenizer.decode(ids))
     last = size // 2

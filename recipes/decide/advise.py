@@ -68,10 +68,7 @@ def format_fastest(fastest: Mapping[int, Mapping[str, Any] | None]) -> Iterator[
 
 def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> tuple[str, StepCosts]:
     """(draft, step costs).
-
-    Raises:
-        ValueError: if the benchmark has no such draft or no step costs of it.
-    """
+    Raises ValueError if the benchmark has no such draft or no step costs of it."""
     drafts = report["drafts"]
     if draft is not None and draft not in drafts:
         raise ValueError(f"{path} has no draft {draft!r}: choose one of {', '.join(drafts)}")
@@ -82,11 +79,8 @@ def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> 
 
 
 def choose_acceptance(cfg: Config, report: Mapping[str, Any], name: str) -> Acceptance:
-    """The acceptance of requests sampled as the benchmark's, or at --temperature.
-
-    Raises:
-        ValueError: if the benchmark counted none and no other report is given, or none is of such requests.
-    """
+    """The acceptance of requests sampled as the benchmark's, or at --temperature. Raises ValueError
+    if the benchmark counted none and no other report is given, or none is of such requests."""
     served = read_served_sampling(report)
     if cfg.temperature is not None:
         served = served.at(cfg.temperature)
@@ -101,9 +95,7 @@ def format_advice(
     cfg: Config, draft: str, advice: Advice, acceptance: Acceptance, report: Mapping[str, Any]
 ) -> Iterator[str]:
     """The table over batch size and k, the best k, and the vLLM flag to paste.
-
-    With the acceptance of another draft, the flag names no draft: the user fills it in.
-    """
+    With the acceptance of another draft, the flag names no draft: the user fills it in."""
     rates, source = ", ".join(f"{rate:.2f}" for rate in advice.acceptance_per_position), cfg.acceptance or cfg.serving
     yield f"{shorten_name(draft)} for {report['target']}: accepted up to each position {rates} ({source})"
     method = "sampled" if acceptance.is_sampled else "greedy"

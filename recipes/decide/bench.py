@@ -98,10 +98,7 @@ def main(cfg: Config) -> None:
 
 def sweep(cfg: Config) -> Sweep:
     """The benchmark's questions.
-
-    Raises:
-        ValueError: if the prompts do not fit the servers, or a setting makes no sense.
-    """
+    Raises ValueError if the prompts do not fit the servers, or a setting makes no sense."""
     if cfg.repeats < 1:
         raise ValueError(f"--repeats {cfg.repeats} measures nothing: give 1 or more")
     longest = cfg.input_tokens + cfg.output_tokens
@@ -121,11 +118,7 @@ def sweep(cfg: Config) -> Sweep:
 
 
 def sampling(cfg: Config) -> Sampling:
-    """How every request is sampled.
-
-    Raises:
-        ValueError: if vLLM refuses it beside a draft.
-    """
+    """How every request is sampled. Raises ValueError if vLLM refuses it beside a draft."""
     chosen = choose_sampling(cfg.target, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
     require_served(chosen)
     return chosen
@@ -172,13 +165,10 @@ def measure_missing(
     results: Results,
     mode: Mode,
 ) -> list[dict[str, str]]:
-    """Measure every cell not finished by an earlier run, and return the refused variants with the reason.
-
-    The target alone is measured again in a pass with missing cells, because they are compared with it.
-
-    Raises:
-        ValueError: if the engine refuses a draft; with the cure if one is known.
-    """
+    """Measure every cell not finished by an earlier run, and return the refused variants with the
+    reason.
+    The target alone is measured again in a pass with missing cells, because they are compared with
+    it. Raises ValueError if the engine refuses a draft; with the cure if one is known."""
     refused: dict[str, str] = {}
     in_pass = sum(map(len, cells.values()))
     with Progress(total=cfg.repeats * in_pass, desc="cells", unit="cell") as bar:
@@ -221,7 +211,6 @@ def keep_compared(results: Results, repeat: int, runs: Mapping[Cell, LoadResult]
 
 
 def server_options(cfg: Config) -> dict[str, Any]:
-    """Options of every server."""
     return {
         "max_model_len": cfg.max_model_len,
         "max_num_seqs": max_num_seqs(cfg),
@@ -243,11 +232,8 @@ def log(cfg: Config, variant: Variant) -> Path:
 
 def excuse_refusal(cfg: Config, variant: Variant, error: ChildProcessError) -> str:
     """The engine's reason to refuse the ideal, which the benchmark can do without.
-
-    Raises:
-        ChildProcessError: the error, if the target was refused.
-        ValueError: if a draft was refused; with the cure if one is known.
-    """
+    Raises ChildProcessError: the error, if the target was refused. Raises ValueError if a draft was
+    refused; with the cure if one is known."""
     if variant.draft is None:
         raise error
     if not variant.is_ideal:

@@ -188,10 +188,7 @@ def make_groups(cfg: Config, ready: Sequence[Candidate], making: Making) -> Iter
 
 def load_questions(cfg: Config) -> list[Conversation]:
     """The conversations whose last questions are the prompts.
-
-    Raises:
-        ValueError: there are too few.
-    """
+    Raises ValueError: there are too few."""
     conversations: list[Conversation] = (
         [
             {"messages": [{"role": "user", "content": question(problem)}], "domain": "code"}
@@ -208,11 +205,7 @@ def load_questions(cfg: Config) -> list[Conversation]:
 def render_prompts(
     cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """(prompts of the first rounds, prompts of the last ones).
-
-    Raises:
-        ValueError: none is left.
-    """
+    """(prompts of the first rounds, prompts of the last ones). Raises ValueError: none is left."""
     day = choose_day(None)
 
     def render(some: Sequence[Conversation], number: int) -> list[Prompt]:
@@ -258,9 +251,8 @@ class Rounds:
 
     def measure_first(self, candidates: Sequence[Candidate], prompts: Sequence[Prompt]) -> Results:
         """Rounds of a group of drafts with the most draft tokens, beside the target alone.
-
-        The target alone is also measured with as many requests as there are rows when eight requests verify.
-        """
+        The target alone is also measured with as many requests as there are rows when eight
+        requests verify."""
         drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
         # 1 request with 3 draft tokens verifies 4 rows, and 8 such requests 32. So the target is timed with 4 and with
         # 32 requests of 1 row.

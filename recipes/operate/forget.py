@@ -80,12 +80,8 @@ def _describe_learned(forgotten: Forgotten, cfg: Config) -> list[str]:
 
 async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = False) -> Forgotten:
     """Delete a tenant's records, through the running learner if there is one, and return the reach.
-
-    Raises:
-        BufferFullError: if the buffer's disk is full.
-        BrokerError: if the log does not answer.
-        AlreadyOwnedError: if a learner that does not answer owns the buffer.
-    """
+    Raises BufferFullError if the buffer's disk is full. Raises BrokerError if the log does not
+    answer. Raises AlreadyOwnedError if a learner that does not answer owns the buffer."""
     from redraft.online.learning.forget import Forgotten, Reach
 
     try:

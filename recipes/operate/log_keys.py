@@ -27,10 +27,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Write the keys.
-
-    Raises: FileExistsError if the folder already holds one of the files.
-    """
+    """Write the keys. Raises FileExistsError if the folder already holds one of the files."""
     import nkeys  # an extra, as nats-py is
 
     cfg.folder.mkdir(parents=True, exist_ok=True)

@@ -77,7 +77,6 @@ async def _server_line(server: FleetServer) -> str:
 
 
 def _origin(folder: Path) -> str:
-    """Origin of a version and the gate's verdict, in a few words."""
     provenance = json.loads((folder / PROVENANCE).read_text())
     evaluation = json.loads((folder / EVALUATION).read_text()) if (folder / EVALUATION).is_file() else {}
     if "copied_from" in provenance:

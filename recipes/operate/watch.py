@@ -72,13 +72,9 @@ class Poll:
 
 
 def main(cfg: Config) -> None:
-    """Print lines until interrupted.
-
-    Raises:
-        SystemExit: with status 1 if tau is below `min_tau`.
-        ConnectionError: if a server cannot be reached at first.
-        ValueError: if a server serves no draft, or no address of one is given.
-    """
+    """Print lines until interrupted. Raises SystemExit with status 1 if tau is below `min_tau`.
+    Raises ConnectionError if a server cannot be reached at first. Raises ValueError if a server
+    serves no draft, or no address of one is given."""
     if not cfg.urls:
         raise ValueError("no server to watch: give http://HOST:PORT")
     for url in cfg.urls:
@@ -96,12 +92,8 @@ def main(cfg: Config) -> None:
 
 
 def poll_servers(cfg: Config) -> Iterator[Poll]:
-    """Rounds of readings, `interval_s` apart.
-
-    Raises:
-        ConnectionError: if a server cannot be reached in the first round.
-        ValueError: if a server serves no draft.
-    """
+    """Rounds of readings, `interval_s` apart. Raises ConnectionError if a server cannot be reached
+    in the first round. Raises ValueError if a server serves no draft."""
     # Strict on purpose: a wrong address would otherwise be polled forever.
     last = {url: read_server(url) for url in cfg.urls}
     read_at = dict.fromkeys(last, time.monotonic())
@@ -141,11 +133,7 @@ def read_all(urls: Sequence[str]) -> tuple[dict[str, Reading], dict[str, str]]:
 
 def read_server(url: str) -> Reading:
     """The counts and the pace of a server.
-
-    Raises:
-        ConnectionError: if it cannot be reached.
-        ValueError: if it serves no draft.
-    """
+    Raises ConnectionError if it cannot be reached. Raises ValueError if it serves no draft."""
     try:
         # Past any proxy of the environment, as the learner and the router ask.
         certificates = trusted_certificates()

@@ -55,10 +55,7 @@ SERVED_SHARE = 0.8
 
 def make_plan(cfg: Config) -> Plan:
     """The sizes of the step: those of the family's command, changed by the flags.
-
-    Raises:
-        ValueError: there is no such model, or a flag does not fit the family.
-    """
+    Raises ValueError: there is no such model, or a flag does not fit the family."""
     recipe = make_config(find_family(cfg.family))
     target = find_sizes(cfg.target_name)
     vocabulary = getattr(recipe, "draft_vocab_size", 0) if cfg.draft_vocab_size is None else cfg.draft_vocab_size
@@ -99,7 +96,6 @@ def _choose_head(cfg: Config, usual: Any) -> Any:
 
 
 def _find_draft(cfg: Config, target: Any) -> Any:
-    """The text config of a standalone draft."""
     if cfg.num_steps is not None:
         raise ValueError("--num-steps does not fit a standalone draft: it learns one step, for any number of tokens")
     draft = find_sizes(cfg.draft)
@@ -207,10 +203,8 @@ def _can_recompute(cfg: Config) -> bool:
 
 
 def plan_run(cfg: Config, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:
-    """The fastest use of the devices, of which each trains `rate` tokens/s; None if they are too few.
-
-    A target is served by 1, 2, 4, ... devices, or by several such groups.
-    """
+    """The fastest use of the devices, of which each trains `rate` tokens/s; None if they are too
+    few. A target is served by 1, 2, 4, ... devices, or by several such groups."""
     if served is None:
         return Run(tokens_per_s=cfg.devices * rate, targets=0, trainers=cfg.devices)
     # E.g. 141 GB of weights on devices of 80 GB: 141 / 64 = 2.2, so 4 devices.

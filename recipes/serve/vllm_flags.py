@@ -29,11 +29,8 @@ WARNINGS = {"disable_log_stats": LOG_STATS_OFF, "uds": UNIX_SOCKET, "ssl_cert_re
 
 
 def read_flags(arguments: Sequence[str]) -> dict[str, str]:
-    """vLLM's arguments as values by name, with underscores; those of a `--config` file too, which the others override.
-
-    Raises:
-        ValueError, OSError: if the file cannot be read.
-    """
+    """vLLM's arguments as values by name, with underscores; those of a `--config` file too, which
+    the others override. Raises ValueError or OSError if the file cannot be read."""
     flags: dict[str, str] = {}
     name = ""
     for argument in arguments:
@@ -64,9 +61,7 @@ def _read_file(path: Path) -> dict[str, str]:
 
 def require_agreement(flags: Mapping[str, str], *, has_model: bool, records: bool) -> None:
     """Raise ValueError for a flag of vLLM beside which draft or records would be wrong.
-
-    `has_model`: the draft is a model, not a lookup. `records`: the server captures traffic.
-    """
+    `has_model`: the draft is a model, not a lookup. `records`: the server captures traffic."""
     for name in OWN.keys() & flags.keys():
         raise ValueError(f"{_spell(name)} belongs to redraft: {OWN[name]}, and leave it out")
     if has_model and "enable_prompt_embeds" in flags:
