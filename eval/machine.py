@@ -43,14 +43,10 @@ class Facts:
     """The input of `diagnose`."""
 
     python: str
-    versions: dict[str, str]
-    """Installed distributions, by normalised name."""
-    requirements: tuple[str, ...]
-    """Requirements in redraft's metadata, including those of extras."""
-    torch_cuda: str | None
-    """CUDA version of the torch build; None for a CPU build."""
-    gpus: tuple[str, ...]
-    """Names of the CUDA devices visible to torch."""
+    versions: dict[str, str]  # Installed distributions, by normalised name.
+    requirements: tuple[str, ...]  # Requirements in redraft's metadata, including those of extras.
+    torch_cuda: str | None  # CUDA version of the torch build; None for a CPU build.
+    gpus: tuple[str, ...]  # Names of the CUDA devices visible to torch.
     cpu: str
     num_cores: int
     memory_bytes: int

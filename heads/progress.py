@@ -8,8 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-LOG_INTERVAL_S = 10.0
-"""Shortest time between two lines of one bar in a log."""
+LOG_INTERVAL_S = 10.0  # Shortest time between two lines of one bar in a log.
 
 
 class Progress(tqdm):  # type: ignore[misc]

@@ -37,11 +37,9 @@ import msgspec
 
 logger = logging.getLogger("redraft.journal")
 
-NUM_FILES = 8
-"""Number of files of a full journal. Unlinking the oldest forgets an eighth of it."""
+NUM_FILES = 8  # Number of files of a full journal. Unlinking the oldest forgets an eighth of it.
 
-MAX_REASON_CHARS = 500
-"""Longer reasons are cut: they may quote a server's answer."""
+MAX_REASON_CHARS = 500  # Longer reasons are cut: they may quote a server's answer.
 
 Identifier = Annotated[str, msgspec.Meta(pattern=r"^\S+$", max_length=200)]
 """An address, a version, a code: no spaces."""
@@ -65,52 +63,39 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
     Without a domain, these are the engine's counters of all traffic. With a domain, they are
     counted on captured records."""
 
-    server: Identifier | None = None
-    """None if the records of several servers are counted together."""
+    server: Identifier | None = None  # None if the records of several servers are counted together.
     draft_version: Identifier
     target_version: Identifier | None = None
     """Weights of the server's target at this time; None for those of its folder."""
-    pace: str = ""
-    """Draft tokens by batch size, of a server that chooses them live."""
+    pace: str = ""  # Draft tokens by batch size, of a server that chooses them live.
     domain: Label | None = None
-    drafts: float
-    """Target steps that verified a draft."""
-    accepted: float
-    """Draft tokens accepted."""
-    accepted_at: tuple[float, ...] = ()
-    """Accepted tokens by draft position."""
-    tau: float | None
-    """1 + accepted / drafts, bonus token included; None without drafts."""
+    drafts: float  # Target steps that verified a draft.
+    accepted: float  # Draft tokens accepted.
+    accepted_at: tuple[float, ...] = ()  # Accepted tokens by draft position.
+    tau: float | None  # 1 + accepted / drafts, bonus token included; None without drafts.
 
 
 class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     records: int
     bytes: int
-    max_bytes: int | None = None
-    """Size at which the oldest records are dropped."""
-    held_out: int
-    """Records to judge by."""
+    max_bytes: int | None = None  # Size at which the oldest records are dropped.
+    held_out: int  # Records to judge by.
     dropped: dict[Identifier, int] = {}
     """Records since the learner started, by reason: duplicate, foreign, corrupt, expired, evicted, queue_full, ..."""
-    oldest_s: float | None = None
-    """Age of the oldest record, in seconds."""
+    oldest_s: float | None = None  # Age of the oldest record, in seconds.
     lag_s: float | None = None
     """Age of the oldest untrained record, in seconds; None if there is none."""
-    lag_records: int = 0
-    """Records not trained yet."""
+    lag_records: int = 0  # Records not trained yet.
 
 
 class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
-    step: int
-    """Optimizer steps of this draft."""
-    loss: float | None
-    """Nats per position; None if it was not finite."""
+    step: int  # Optimizer steps of this draft.
+    loss: float | None  # Nats per position; None if it was not finite.
     alpha: float | None = None
     alpha_greedy: float | None = None
     grad_norm: float | None = None
     """Norm of the gradient before it was clipped; None if the step was skipped, because it was not finite."""
-    lr: float | None = None
-    """Learning rate of the step."""
+    lr: float | None = None  # Learning rate of the step.
     tokens_per_s: float | None = None
     records_seen: int
     """Fresh records trained, also those of drafts given up since. A start without a checkpoint begins at 0."""
@@ -144,11 +129,9 @@ class SwapEntry(_Entry, frozen=True, kw_only=True, tag="swap"):
     """One server was asked to serve another version."""
 
     server: Identifier
-    version: Identifier
-    """The version it was asked to serve."""
+    version: Identifier  # The version it was asked to serve.
     from_version: Identifier | None = None
-    outcome: SwapOutcome
-    """`rolled_back` means a swap from a newer version back to `version`."""
+    outcome: SwapOutcome  # `rolled_back` means a swap from a newer version back to `version`.
     duration_ms: float | None = None
     reason: Reason = ""
 
@@ -168,22 +151,18 @@ class StalenessEntry(_Entry, frozen=True, kw_only=True, tag="staleness"):
     tau_then: float | None = None
     """tau at the promotion, in today's mix of domains. None, like the other numbers, if there is nothing to compare."""
     tau_now: float | None = None
-    loss: float | None = None
-    """tau_then - tau_now."""
+    loss: float | None = None  # tau_then - tau_now.
     low: float | None = None
     high: float | None = None
-    requests: int = 0
-    """New held-out requests."""
-    is_asleep: bool
-    """Training is not worth it: the learner waits until acceptance falls."""
+    requests: int = 0  # New held-out requests.
+    is_asleep: bool  # Training is not worth it: the learner waits until acceptance falls.
     steps_saved: int = 0
     """Optimizer steps not taken because the learner slept, since its folder began."""
     reason: Reason = ""
 
 
 class FaultEntry(_Entry, frozen=True, kw_only=True, tag="fault"):
-    what: Identifier
-    """`disk_full`, `loss_not_finite`, `server_unreachable`, `target_changed`, ..."""
+    what: Identifier  # `disk_full`, `loss_not_finite`, `server_unreachable`, `target_changed`, ...
     detail: Identifier | None = None
     """Code or name of the cause, e.g. an errno, a server or a version."""
     reason: Reason = ""
@@ -213,8 +192,7 @@ Observer = Callable[[Entry], None]
 
 class Entries(NamedTuple):
     entries: list[Entry]
-    offset: int
-    """Offset after the last entry, to read from next time."""
+    offset: int  # Offset after the last entry, to read from next time.
 
 
 class Journal:
@@ -231,8 +209,7 @@ class Journal:
         self.folder = folder
         self.observers = tuple(observers)
         self.max_bytes = max_bytes
-        self.num_lost = 0
-        """Entries lost because the disk was full."""
+        self.num_lost = 0  # Entries lost because the disk was full.
         self._clock = clock
         self._lock = threading.Lock()
 

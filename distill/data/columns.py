@@ -30,8 +30,7 @@ SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORY = "history"
 TOOLS = ("tools", "functions", "available_tools")
 
-OURS = ("key", "settings")
-"""Columns of `redraft regenerate` about its own run."""
+OURS = ("key", "settings")  # Columns of `redraft regenerate` about its own run.
 
 
 @dataclass(kw_only=True)

@@ -26,8 +26,7 @@ from redraft.distill.data.rows import (
     read_rows,
 )
 
-MIN_SHARED_CHARS = 80
-"""An answer longer than this in two conversations is a copy, not chance."""
+MIN_SHARED_CHARS = 80  # An answer longer than this in two conversations is a copy, not chance.
 
 
 class Conversation(TypedDict):
@@ -71,12 +70,9 @@ class Overlap:
 
     held_out_answers: int = 0
     """Different held-out answers of more than MIN_SHARED_CHARS characters."""
-    shared_answers: int = 0
-    """Number of held-out answers found in training word for word."""
-    repeated: int = 0
-    """Training conversations equal to an earlier one, taken out."""
-    sharing: int = 0
-    """Training conversations with a held-out answer, taken out."""
+    shared_answers: int = 0  # Number of held-out answers found in training word for word.
+    repeated: int = 0  # Training conversations equal to an earlier one, taken out.
+    sharing: int = 0  # Training conversations with a held-out answer, taken out.
 
     def __str__(self) -> str:
         found = f"{self.shared_answers:,} of {self.held_out_answers:,} held-out answers stood in training word for word"

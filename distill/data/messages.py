@@ -47,8 +47,7 @@ ROLE_KEYS = ("role", "from")
 
 TEXT_KEYS = ("content", "value", "text")
 
-NAMES = ("name", "tool_call_id")
-"""Keys of a tool's result about its call."""
+NAMES = ("name", "tool_call_id")  # Keys of a tool's result about its call.
 
 TOOL_KEYS = ("tools", "functions")
 """Keys of a system prompt with definitions of tools, in ChatGLM's data."""

@@ -17,8 +17,7 @@ Tool = TypeVar("Tool")
 Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
 
-MIN_CHUNKS = 32
-"""Fewer chunks are done here: a process takes some seconds to import what it needs."""
+MIN_CHUNKS = 32  # Fewer chunks are done here: a process takes some seconds to import what it needs.
 
 MAX_PROCESSES = 32
 

@@ -229,8 +229,7 @@ class PackedTurn(NamedTuple):
     """A turn in a batch, its texts as the places of their pieces."""
 
     prompt: NDArray[np.int32]
-    whole: NDArray[np.int32]
-    """Prompt and answer as one text."""
+    whole: NDArray[np.int32]  # Prompt and answer as one text.
     answer: str
 
 

@@ -20,8 +20,7 @@ import zstandard
 if TYPE_CHECKING:
     import datasets
 
-SPLITS = "dataset_dict.json"
-"""File of `save_to_disk` with the names of splits."""
+SPLITS = "dataset_dict.json"  # File of `save_to_disk` with the names of splits.
 
 COMPRESSIONS = (".gz", ".zst")
 TABLES = (".jsonl", ".json", ".parquet")

@@ -42,8 +42,7 @@ class Sample:
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     """Token t is a label: written by the assistant, or the end-of-turn token."""
-    conversation: str
-    """`conversation_hash` of the source."""
+    conversation: str  # `conversation_hash` of the source.
     domain: str
 
 
@@ -53,16 +52,12 @@ class SampleStats:
     samples: int = 0
     tokens: int = 0
     labels: int = 0
-    cut: int = 0
-    """Conversations cut at a turn, because the next answer ends beyond the window."""
-    truncated: int = 0
-    """Answers cut at the window, because there is no earlier turn to cut at."""
-    left_out: int = 0
-    """Answers that end beyond the window, after others of the same conversation."""
+    cut: int = 0  # Conversations cut at a turn, because the next answer ends beyond the window.
+    truncated: int = 0  # Answers cut at the window, because there is no earlier turn to cut at.
+    left_out: int = 0  # Answers that end beyond the window, after others of the same conversation.
     beyond_window: int = 0
     """Conversations left out because the first answer begins beyond the window."""
-    without_answer: int = 0
-    """Conversations without a non-empty assistant turn."""
+    without_answer: int = 0  # Conversations without a non-empty assistant turn.
     unprompted: int = 0
     """Answers at the beginning of a conversation, with nothing before them to answer."""
     lone_tokens: int = 0
@@ -328,8 +323,7 @@ def _turns(conversation: Conversation, render: Renderer, batch: TurnBatch, stats
     return [packed for packed, _ in kept]
 
 
-Document = tuple[NDArray[np.int32], NDArray[np.bool_]]
-"""The ids and the loss mask of a sample."""
+Document = tuple[NDArray[np.int32], NDArray[np.bool_]]  # The ids and the loss mask of a sample.
 
 
 def _documents(

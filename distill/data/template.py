@@ -14,8 +14,7 @@ from transformers.utils import chat_template_utils
 SWITCHES = ("enable_thinking", "thinking")
 """Template arguments by which a request switches the reasoning on or off."""
 
-Arguments = dict[str, Any]
-"""`chat_template_kwargs` of a request."""
+Arguments = dict[str, Any]  # `chat_template_kwargs` of a request.
 
 
 def find_arguments(tokenizer: Any) -> list[Arguments]:

@@ -34,11 +34,9 @@ from redraft.heads.files.target_folder import writes_date
 ABOUT = "about.json"
 PARTS = ("train", "held-out")
 
-BLOCK = 1 << 22
-"""Tokens counted at once."""
+BLOCK = 1 << 22  # Tokens counted at once.
 
-Origin = dict[str, Any]
-"""Everything on which tokens depend, by the word for it in a message."""
+Origin = dict[str, Any]  # Everything on which tokens depend, by the word for it in a message.
 
 
 class MappedSamples(Sequence[Sample]):
@@ -96,8 +94,7 @@ class Tokens:
     prompts: list[Prompt]
     stats: SampleStats
     said: list[str]
-    hash: str
-    """`data_hash` of the training samples."""
+    hash: str  # `data_hash` of the training samples.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +103,7 @@ class Content:
 
     train: Iterable[Sample]
     held_out: Iterable[Sample]
-    prompts: Callable[[], list[Prompt]]
-    """Called after both parts are written."""
+    prompts: Callable[[], list[Prompt]]  # Called after both parts are written.
     stats: SampleStats
     say: Callable[[], list[str]]
 

@@ -43,11 +43,9 @@ from redraft.heads.target import Target
 
 DEFAULT_MAX_TOKENS = 64
 
-COMPARED_PROMPTS = 4
-"""Prompts whose passes are compared; the others only count towards acceptance."""
+COMPARED_PROMPTS = 4  # Prompts whose passes are compared; the others only count towards acceptance.
 
-MIN_PROMPTS = 4
-"""Prompts of the published forecast that must be here before serving is held to it."""
+MIN_PROMPTS = 4  # Prompts of the published forecast that must be here before serving is held to it.
 
 FALLBACK = (
     "What is the capital of France?",
@@ -72,8 +70,7 @@ FALLBACK = (
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCheck:
-    folder: Path
-    """Folder for the engine's log and the dumps."""
+    folder: Path  # Folder for the engine's log and the dumps.
     dtype: TargetDtype | None = None
     """None takes the type of the published forecast, if this machine computes in it, or that of training here."""
     prompts: str | None = None
@@ -88,8 +85,7 @@ class Plan:
 
     run: EngineRun
     stored: StoredForecast | None
-    are_held_out: bool
-    """The prompts come from the data of the draft's training, or from --prompts."""
+    are_held_out: bool  # The prompts come from the data of the draft's training, or from --prompts.
     notes: list[str] = field(default_factory=list)
 
 

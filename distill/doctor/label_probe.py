@@ -22,8 +22,7 @@ PROBE: Conversation = {
     "domain": "all",
 }
 
-MAX_TOKENS = 4096
-"""More than the probe has with any template and tokenizer."""
+MAX_TOKENS = 4096  # More than the probe has with any template and tokenizer.
 
 
 def label_probe(tokenizer: Any, day: datetime.date | None = None) -> dict[str, list[int]] | None:

@@ -38,17 +38,14 @@ from redraft.heads.progress import Progress
 MIN_GAIN = 0.05
 """Gain in accepted tokens that counts, as a share of them. Every other reading of a sound head loses some."""
 
-MIN_GAIN_TOKENS = 0.02
-"""And in tokens per target step: a dead head gains any share by chance."""
+MIN_GAIN_TOKENS = 0.02  # And in tokens per target step: a dead head gains any share by chance.
 
 MIN_GAIN_OF_ANCHOR = 0.25
 """The share for a reading with a feature that tells the next token: a sound head may gain a few per cent by it."""
 
-MAX_PERMUTED = 4
-"""Aux layers up to which every order is tried: 23 for 4 of them."""
+MAX_PERMUTED = 4  # Aux layers up to which every order is tried: 23 for 4 of them.
 
-MAX_MASKS = 12
-"""Mask tokens that are tried."""
+MAX_MASKS = 12  # Mask tokens that are tried.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +54,10 @@ class Reading:
 
     problem: str
     cure: str
-    change: Callable[[Any], None]
-    """Changes a copy of the head."""
+    change: Callable[[Any], None]  # Changes a copy of the head.
     aux_layer_ids: tuple[int, ...] | None = None
     """Target layers to feed instead of the head's; None for the head's."""
-    min_gain: float = MIN_GAIN
-    """Smallest gain that counts, as a share of the accepted tokens."""
+    min_gain: float = MIN_GAIN  # Smallest gain that counts, as a share of the accepted tokens.
 
 
 def find_better_readings(

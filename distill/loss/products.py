@@ -20,8 +20,7 @@ from torch import Tensor
 from redraft.distill.loss.blocks import Scratch, blocks
 from redraft.heads.nn.precision import product_dtype
 
-TILE_ELEMENTS = 1 << 21
-"""Weights of a tile: 8 MiB in float32."""
+TILE_ELEMENTS = 1 << 21  # Weights of a tile: 8 MiB in float32.
 
 MUCH_FASTER = 1.2
 """Float32 replaces a narrower dtype if its products take less than 1 / 1.2 of the time. Close to 1, noise would

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TILE_PER_WARP = 512
-"""Columns: 16 for each thread."""
+TILE_PER_WARP = 512  # Columns: 16 for each thread.
 
 SHORT_ROW_BYTES = 1 << 16
 """A multiprocessor runs several programs at once if their rows are no longer than this. A program reads its row two or

@@ -36,8 +36,7 @@ TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (
 WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
 """By weight of the draft: trained in float32 with AdamW, which keeps two means."""
 
-MOMENTUM_BYTES = 4
-"""Muon's state, by weight in a matrix."""
+MOMENTUM_BYTES = 4  # Muon's state, by weight in a matrix.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +64,7 @@ class Sharing:
 @dataclass(frozen=True, kw_only=True)
 class DraftSize:
     weights: int
-    matrices: int
-    """Those in matrices that Muon moves (`distill.train.muon.split`)."""
+    matrices: int  # Those in matrices that Muon moves (`distill.train.muon.split`).
 
     @staticmethod
     def of(module: torch.nn.Module) -> DraftSize:

@@ -23,12 +23,10 @@ LAUNCH_S = 5e-6
 class Operation:
     """One kernel's work."""
 
-    part: str
-    """The part of the code that ran it, by `Count.begin`."""
+    part: str  # The part of the code that ran it, by `Count.begin`.
     kind: Kind
     flops: int
-    num_bytes: int
-    """Read and written, if nothing is found in a cache."""
+    num_bytes: int  # Read and written, if nothing is found in a cache.
 
     def seconds(self, device: Device) -> float:
         """The longest of computing, moving and launching."""
@@ -47,13 +45,11 @@ class Device:
     """A GPU, by the data sheet. Sparsity is not used."""
 
     name: str
-    flops_per_s: float
-    """Matrix products in bfloat16."""
+    flops_per_s: float  # Matrix products in bfloat16.
     bytes_per_s: float
     memory_bytes: float
     """The advertised gigabytes as 10^9. The chips have 2^30: the rest is left to CUDA, NCCL and fragmentation."""
-    link_bytes_per_s: float
-    """NVLink, one direction."""
+    link_bytes_per_s: float  # NVLink, one direction.
 
 
 DEVICES = (

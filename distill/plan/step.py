@@ -38,12 +38,9 @@ class Plan:
     """The sizes of a step on one device."""
 
     family: str
-    target: Any
-    """The text config of the target."""
-    head: Any
-    """The family's options; for a standalone draft, the text config of the draft."""
-    draft_vocab_size: int = 0
-    """0 for the target's whole vocabulary."""
+    target: Any  # The text config of the target.
+    head: Any  # The family's options; for a standalone draft, the text config of the draft.
+    draft_vocab_size: int = 0  # 0 for the target's whole vocabulary.
     divergence: Divergence
     optimizer: Literal["adamw", "muon"] = "adamw"
     max_grad_norm: float = 1.0
@@ -52,12 +49,9 @@ class Plan:
     top_k: int = 32
     batch_size: int
     sequence_length: int
-    documents: int = 1
-    """Conversations in each row."""
-    dtype: torch.dtype = torch.bfloat16
-    """Type of the target's weights. The draft's are in float32."""
-    autocast: bool = True
-    """Train in bfloat16."""
+    documents: int = 1  # Conversations in each row.
+    dtype: torch.dtype = torch.bfloat16  # Type of the target's weights. The draft's are in float32.
+    autocast: bool = True  # Train in bfloat16.
     keeps_gradients: bool = False
     """Gradients stay allocated between steps, as with several devices."""
     gradient_checkpointing: bool = False
@@ -80,11 +74,9 @@ class Counted:
     """The work of one step, and the memory at the worst moment."""
 
     operations: Counter[Operation]
-    memory: Counter[str]
-    """Bytes by holder."""
+    memory: Counter[str]  # Bytes by holder.
     gradient_bytes: int = 0
-    signal_bytes: int = 0
-    """Bytes that reach the device from the target's servers or a cache."""
+    signal_bytes: int = 0  # Bytes that reach the device from the target's servers or a cache.
 
 
 def count_step(

@@ -30,8 +30,7 @@ MAY_CHANGE = {"resume", "overwrite", "output", "wandb", "prove"}
 """Config keys that may differ when a run is resumed: they do not change the training."""
 
 
-TOKENS = "tokens"
-"""Folder of the tokenised data in a run."""
+TOKENS = "tokens"  # Folder of the tokenised data in a run.
 
 T = TypeVar("T")
 

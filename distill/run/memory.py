@@ -26,8 +26,7 @@ from redraft.distill.signal.sharded import TargetSizes, processes_here, size_wei
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.heads.files.target_folder import TargetFolder
 
-TIGHT = 0.7
-"""Share of the memory from which on a run says that activations come on top."""
+TIGHT = 0.7  # Share of the memory from which on a run says that activations come on top.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,7 @@ class Need:
 @dataclass(frozen=True, kw_only=True)
 class Room:
     device: str
-    device_bytes: int | None
-    """None if the processes compute on the CPU."""
+    device_bytes: int | None  # None if the processes compute on the CPU.
     host_bytes: int
     processes: int
 

@@ -178,10 +178,8 @@ class EngineProof:
     without_draft: Measurement
     lossless: Lossless
     speed: Speed | None = None
-    baseline: Baseline | None = None
-    """The plain server of the speed rounds."""
-    runner: Decoder
-    """vLLM's model runner that served the draft."""
+    baseline: Baseline | None = None  # The plain server of the speed rounds.
+    runner: Decoder  # vLLM's model runner that served the draft.
 
 
 def leave_gpu(model: nn.Module, *views: Tensor) -> None:

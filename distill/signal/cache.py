@@ -70,8 +70,7 @@ class TopK:
 class HiddenStates:
     """Content of a cache: every token's last hidden state and residual stream after each of `layers`."""
 
-    layers: tuple[int, ...]
-    """Ascending."""
+    layers: tuple[int, ...]  # Ascending.
     hidden_size: int
     dtype: HiddenDtype = "bfloat16"
 

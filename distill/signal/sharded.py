@@ -42,8 +42,7 @@ activations."""
 class TargetSizes:
     """Bytes of a target's weights."""
 
-    outside: int
-    """Embeddings, final norm and head."""
+    outside: int  # Embeddings, final norm and head.
     layers: tuple[int, ...]
 
     @property
@@ -165,8 +164,7 @@ def most_of_ranks(model: Any, number: int) -> int:
     return int(largest)
 
 
-_led: set[int] = set()
-"""Models that the first rank leads now."""
+_led: set[int] = set()  # Models that the first rank leads now.
 
 
 @contextmanager

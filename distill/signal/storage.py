@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-HiddenDtype = Literal["bfloat16", "float32", "float8"]
-"""Types of cached hidden states."""
+HiddenDtype = Literal["bfloat16", "float32", "float8"]  # Types of cached hidden states.
 
-StatesFormat = Literal["exact", "float8"]
-"""States as the server computes them, or in 8 bits."""
+StatesFormat = Literal["exact", "float8"]  # States as the server computes them, or in 8 bits.
 
-DEFAULT_STORAGE = "/dev/shm/redraft-features"
-"""Storage of server and trainer on one machine."""
+DEFAULT_STORAGE = "/dev/shm/redraft-features"  # Storage of server and trainer on one machine.

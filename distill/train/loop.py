@@ -46,8 +46,7 @@ from redraft.heads.progress import Progress
 
 PRECISIONS = {"no": "float32", "bf16": "bfloat16, weights in float32,", "fp16": "float16, weights in float32,"}
 
-TIMED_STEPS = 3
-"""Steps to measure the speed of training by, after a first one that also warms up."""
+TIMED_STEPS = 3  # Steps to measure the speed of training by, after a first one that also warms up.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +58,7 @@ class LoadedData:
     prompts: list[Prompt]
     stats: SampleStats
     hash: str
-    end_ids: tuple[int, ...]
-    """Token ids that end an answer."""
+    end_ids: tuple[int, ...]  # Token ids that end an answer.
     date: datetime.date = field(default_factory=datetime.date.today)
     """Date written by a chat template that writes today's."""
 

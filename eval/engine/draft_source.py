@@ -67,8 +67,7 @@ class DraftSource:
 
     source: str
     """Folder, hub name, or the name of a draft without a folder; with `lookup`, the head's."""
-    lookup: str | None = None
-    """`ngram`, or the folder of counted answers."""
+    lookup: str | None = None  # `ngram`, or the folder of counted answers.
     head_tokens: int | None = None
     """Most tokens of the head in a step; None for as many as the lookup may have."""
     given_name: str | None = None

@@ -36,8 +36,7 @@ class HeadLimits:
     """Limits on what the head drafts. Verifying a token costs the same whoever drafts it; the head must also compute it
     and may be right less often."""
 
-    tokens: int | None = None
-    """Most tokens a step; None for as many as a lookup may have."""
+    tokens: int | None = None  # Most tokens a step; None for as many as a lookup may have.
     requests: int | None = None
     """Most requests in a step. In a larger step only the lookup drafts. None for any number."""
 

@@ -31,11 +31,9 @@ STATISTICS_TIMEOUT_S = 5
 CHANGED = 1.5
 """Two step times of one server that differ by this factor are two speeds: the slower is a third below the faster."""
 
-MOST_REPEATS = 2
-"""Times a load is measured again because a server changed its speed."""
+MOST_REPEATS = 2  # Times a load is measured again because a server changed its speed.
 
-LEAST_STEPS = 8
-"""Steps in half of a measurement that are enough to know its speed."""
+LEAST_STEPS = 8  # Steps in half of a measurement that are enough to know its speed.
 
 FAST_STEPS = 0.1
 """Share of the fastest steps that tell a half's speed: a step with more draft tokens takes longer at any speed."""
@@ -46,8 +44,7 @@ class Output:
     """The server's answer to one prompt."""
 
     token_ids: list[int]
-    counts: AcceptanceCounts | None
-    """Counts of this request; None if nothing is drafted."""
+    counts: AcceptanceCounts | None  # Counts of this request; None if nothing is drafted.
     times_s: tuple[float, ...] = ()
     """When the request was sent, and when each step's tokens arrived, by this process's clock."""
 

@@ -22,12 +22,10 @@ PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_pena
 class Sampling:
     """How a request is sampled. The defaults are vLLM's for a target that names none."""
 
-    temperature: float = 1.0
-    """0 takes the most probable token, whatever the filters say."""
+    temperature: float = 1.0  # 0 takes the most probable token, whatever the filters say.
     top_p: float = 1.0
     """Sample from the fewest tokens whose probabilities add up to this. 1 keeps all."""
-    top_k: int = 0
-    """Sample from this many tokens. 0 keeps all."""
+    top_k: int = 0  # Sample from this many tokens. 0 keeps all.
     min_p: float = 0.0
     """Sample from tokens with at least this share of the highest probability. 0 keeps all."""
 

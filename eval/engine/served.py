@@ -24,12 +24,9 @@ CountsByTemperature = list[list[AcceptanceCounts]]
 class EngineOptions:
     """How the engine is run."""
 
-    concurrency: int = 4
-    """Requests sent at a time."""
-    dtype: str | None = None
-    """Type of the weights; by default that of `vllm_server`."""
-    args: tuple[str, ...] = ()
-    """Further arguments of vLLM, e.g. --tensor-parallel-size 8."""
+    concurrency: int = 4  # Requests sent at a time.
+    dtype: str | None = None  # Type of the weights; by default that of `vllm_server`.
+    args: tuple[str, ...] = ()  # Further arguments of vLLM, e.g. --tensor-parallel-size 8.
 
 
 def serve_and_count(

@@ -34,8 +34,7 @@ START_TIMEOUT_S = 600
 Mode = Literal["compiled", "eager"]
 """How vLLM runs the target: `compiled` is its default; `eager` starts in a third of the time."""
 
-EAGER = "--enforce-eager"
-"""vLLM's argument for eager mode."""
+EAGER = "--enforce-eager"  # vLLM's argument for eager mode.
 
 IDLE_S = 1.2
 """A worker of vLLM spins for a second after the last step. Wait this long before measuring on that core."""
@@ -48,8 +47,7 @@ class VllmServer:
     url: str
     model: str
     dtype: str
-    num_speculative_tokens: int
-    """0 if nothing is drafted."""
+    num_speculative_tokens: int  # 0 if nothing is drafted.
     mode: Mode = "compiled"
 
 

@@ -33,8 +33,7 @@ from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.files.tokenizers import check_same_tokenizer
 from redraft.heads.target import Target
 
-SUFFIX_PACKAGE = "arctic_inference"
-"""Package for vLLM's suffix decoding."""
+SUFFIX_PACKAGE = "arctic_inference"  # Package for vLLM's suffix decoding.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +41,13 @@ class NamedDraft:
     """A draft with a name for the report."""
 
     name: str
-    source: str
-    """Folder, hub name, `ngram`, `suffix` or a mix such as `ngram+FOLDER`."""
+    source: str  # Folder, hub name, `ngram`, `suffix` or a mix such as `ngram+FOLDER`.
     family: str
     fingerprint: str
-    forecast: Forecastable | None
-    """None if it can only be measured in the engine."""
+    forecast: Forecastable | None  # None if it can only be measured in the engine.
     speculative: Mapping[str, Any] | None
     """vLLM's speculative config without the number of tokens; None if vLLM has no proposer for it."""
-    folder: Path | None = None
-    """The folder with the weights; None for a lookup."""
+    folder: Path | None = None  # The folder with the weights; None for a lookup.
     served: Path | None = None
     """The folder to serve as the target, if the draft lies in one and it is not the given target's."""
     notes: tuple[str, ...] = ()

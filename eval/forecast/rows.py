@@ -131,8 +131,7 @@ class ComparedRows:
     mask_BT: Tensor
     alpha_BT: Tensor
     alpha_greedy_BT: Tensor
-    agree_BT: Tensor
-    """bool, argmax q = argmax p."""
+    agree_BT: Tensor  # bool, argmax q = argmax p.
 
 
 def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> ComparedRows:

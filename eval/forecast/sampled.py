@@ -20,8 +20,7 @@ from redraft.eval.engine.sampling import Sampling
 PREFIX = 1024
 """Most probable tokens to look at first. Sorting a whole vocabulary takes longer than a pass of a small target."""
 
-LOG_ZERO = -1e30
-"""Logarithm of a probability that counts as 0."""
+LOG_ZERO = -1e30  # Logarithm of a probability that counts as 0.
 
 
 def sampled_probabilities(logits_NV: Tensor, sampling: Sampling) -> Tensor:

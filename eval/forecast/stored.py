@@ -23,8 +23,7 @@ class StoredForecast:
     """The forecast of a draft on the prompts held out in its training, at temperature 0."""
 
     num_speculative_tokens: int
-    max_tokens: int
-    """Longest answer, in tokens."""
+    max_tokens: int  # Longest answer, in tokens.
     end_ids: tuple[int, ...]
     by_prompt: Mapping[str, tuple[int, int]]
     """Drafts and accepted tokens, by the digest of the prompt."""

@@ -35,8 +35,7 @@ from redraft.heads.progress import Progress
 class Forecastable:
     """A draft with a forecast: a module with draft steps, or n-grams."""
 
-    fingerprint: str
-    """Identifies the draft in cached results, e.g. the fingerprint of a folder."""
+    fingerprint: str  # Identifies the draft in cached results, e.g. the fingerprint of a folder.
     steps: Callable[[Batch, TargetSignal, int], list[DraftStep]] | Lookup
     """The draft steps for a number of draft tokens."""
     first: Lookup | None = None
@@ -51,8 +50,7 @@ class Forecastable:
     """Above temperature 0, serving draws tokens from q instead of taking the most probable one."""
     can_sample: bool = False
     """Serving could draw tokens from q (vLLM's `draft_sample_method: probabilistic`)."""
-    max_tokens: int | None = None
-    """Largest number of draft tokens; None if there is no limit."""
+    max_tokens: int | None = None  # Largest number of draft tokens; None if there is no limit.
     module: Any = None
     """The module that computes `steps`, for a caller that moves it to another device."""
 
@@ -66,8 +64,7 @@ class PromptRows:
     alpha_sum: float
     """alpha of the first token of a block, summed over the answer's rows, with p and q as the answer was sampled."""
     alpha_greedy_sum: float
-    counts: dict[int, ExpectedCounts]
-    """Counts by number of draft tokens."""
+    counts: dict[int, ExpectedCounts]  # Counts by number of draft tokens.
     other_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
     """The counts with vLLM's other `draft_sample_method`; empty if that changes nothing."""
 

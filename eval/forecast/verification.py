@@ -31,8 +31,7 @@ from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.rows import ROWS_A_CHUNK, TargetRows, step_rates, target_rows
 from redraft.heads.draft import DraftStep, ExactTarget
 
-NOTHING = -1
-"""Stands for a proposed token if there is none."""
+NOTHING = -1  # Stands for a proposed token if there is none.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +40,7 @@ class Labels:
 
     target_rows_N: Tensor
     ids_N: Tensor
-    length: int
-    """T, the number of rows of one sequence of the batch."""
+    length: int  # T, the number of rows of one sequence of the batch.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +51,8 @@ class VerifiedLabels:
     """P(the label was drafted and accepted), given the text, with the draft's most probable token."""
     accept_sampled_N: Tensor
     """The same with a token sampled from q. Equal at temperature 0 and for a looked-up token."""
-    alpha_N: Tensor
-    """sum_v min(p, q), with p and q as the text was sampled."""
-    alpha_greedy_N: Tensor
-    """p(argmax q), with p and q as the text was sampled."""
+    alpha_N: Tensor  # sum_v min(p, q), with p and q as the text was sampled.
+    alpha_greedy_N: Tensor  # p(argmax q), with p and q as the text was sampled.
 
 
 Proposals = DraftStep | Tensor

@@ -22,14 +22,12 @@ MIN_SHARE = 0.75
 """Smallest acceptable share of the acceptance on training's held-out text. Text of another kind costs some, a wrong
 input far more."""
 
-NUM_SIGMAS = 3.0
-"""Number of standard errors allowed for chance."""
+NUM_SIGMAS = 3.0  # Number of standard errors allowed for chance.
 
 MIN_TAU = 1.1
 """A draft below it is dead: it costs a pass for every target step and saves less than one step in ten."""
 
-MIN_DRAFTS = 100
-"""Drafts needed to call a draft dead, or too good."""
+MIN_DRAFTS = 100  # Drafts needed to call a draft dead, or too good.
 
 TOO_GOOD = 0.97
 """Share of accepted draft tokens that no trained draft reaches on text it has not seen."""

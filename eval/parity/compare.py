@@ -36,13 +36,11 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 class Pass:
     """One forward pass of a drafter over the rows at `positions_N`."""
 
-    ids_N: Tensor | None
-    """None if the head reads no tokens."""
+    ids_N: Tensor | None  # None if the head reads no tokens.
     positions_N: Tensor
     feature_ND: Tensor | None
     """The target's hidden state, as fed in; None in a pass on the draft's hidden state."""
-    hidden_ND: Tensor
-    """The input of the draft's head."""
+    hidden_ND: Tensor  # The input of the draft's head.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +48,7 @@ class Trained:
     """One block as training computes it."""
 
     passes: list[Pass]
-    logits: list[Tensor]
-    """Logits of every drafted token, [W] each."""
+    logits: list[Tensor]  # Logits of every drafted token, [W] each.
     draft_ids_W: Tensor | None
     confidence: list[float]
     """The estimated acceptance of every drafted token; empty for a draft that makes no estimate."""

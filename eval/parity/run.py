@@ -32,10 +32,8 @@ class EngineRun:
     """Number of blocks per prompt to record with passes; later blocks keep only the drafted tokens."""
     recorded_prompts: int = 4
     kv_cache_bytes: int = 64 << 20
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `LLM`."""
-    native_rotary: bool = False
-    """Rotate in PyTorch instead of in vLLM's CPU kernel."""
+    engine: Mapping[str, Any] = field(default_factory=dict)  # Further arguments of `LLM`.
+    native_rotary: bool = False  # Rotate in PyTorch instead of in vLLM's CPU kernel.
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -44,10 +42,8 @@ class EngineRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    request: int
-    """Index of the prompt."""
-    num_output: int
-    """Tokens emitted before it."""
+    request: int  # Index of the prompt.
+    num_output: int  # Tokens emitted before it.
     drafted: list[int]
     passes: list[dict[str, Any]]
     """The drafter's forward passes: `args` and keyword arguments by name, `out` as a list; empty if not recorded."""

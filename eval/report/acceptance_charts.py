@@ -10,8 +10,7 @@ import altair as alt
 from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forecast, to_spec
 from redraft.eval.report.results import choose_common_k, find_entry, read_tau
 
-ROW_HEIGHT = 22
-"""Height of one domain of one draft in the first chart, in pixels."""
+ROW_HEIGHT = 22  # Height of one domain of one draft in the first chart, in pixels.
 
 COLORS = 5
 """Number of colours of the page. Drafts beyond them reuse the colours with another shape."""

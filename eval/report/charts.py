@@ -10,11 +10,9 @@ import altair as alt
 Spec = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
-BAR_HEIGHT = 34
-"""Height of one horizontal bar and the gap below, in pixels."""
+BAR_HEIGHT = 34  # Height of one horizontal bar and the gap below, in pixels.
 
-PANEL_HEIGHT = 220
-"""Height of the plot of every other chart, in pixels."""
+PANEL_HEIGHT = 220  # Height of the plot of every other chart, in pixels.
 
 HEADROOM = 1.15
 """Ratio of a bar chart's scale to the highest bar: leaves room for the number above the bar."""

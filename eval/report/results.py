@@ -39,8 +39,7 @@ class Measured:
     num_speculative_tokens: Sequence[int]
     forecast: Rows
     engine: EngineCounts = field(default_factory=dict)
-    seed: int = 0
-    """Seed of the sampled answers."""
+    seed: int = 0  # Seed of the sampled answers.
 
     def rows(self, draft: str, temperature: float) -> list[PromptRows] | None:
         """The forecast of a draft, one entry per prompt; None if nothing forecasts this draft."""

@@ -59,16 +59,13 @@ class Baseline:
 
     mode: Mode
     tokens_s: float
-    threads: int | None
-    """OpenMP threads that compute; None if vLLM binds none."""
-    step_ms: float
-    """Median time of a step without a prefill."""
+    threads: int | None  # OpenMP threads that compute; None if vLLM binds none.
+    step_ms: float  # Median time of a step without a prefill.
     limit_share: float
     """Time to read the weights once at the measured bandwidth, as a share of the step."""
     speeds: int
     """Number of speeds over all rounds; two speeds differ by the factor `CHANGED`. 1 is sound."""
-    repeated: int
-    """Loads that were measured again because a server changed its speed."""
+    repeated: int  # Loads that were measured again because a server changed its speed.
     modes: Mapping[Mode, float]
     """Tokens/s of the rounds that chose the mode; empty if the user chose it."""
 

@@ -23,8 +23,7 @@ from redraft.heads.catalog import find_speculative
 
 V = TypeVar("V")
 
-STEP_COSTS_VERSION = 1
-"""Version of the format of `StepCosts.to_json`."""
+STEP_COSTS_VERSION = 1  # Version of the format of `StepCosts.to_json`.
 
 
 def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
@@ -41,8 +40,7 @@ class StepCosts:
 
     target_s: Mapping[int, Mapping[int, float]]
     """target_s[b][k]: a target step verifying k + 1 rows for each of b requests; k = 0 is a step without a draft."""
-    draft_s: Mapping[int, float]
-    """draft_s[b]: proposing one more token for each of b requests."""
+    draft_s: Mapping[int, float]  # draft_s[b]: proposing one more token for each of b requests.
 
     def __post_init__(self) -> None:
         if not self.target_s or self.target_s.keys() != self.draft_s.keys() or min(self.target_s) < 1:
@@ -137,15 +135,11 @@ class Prediction:
     """Expected speed with one number of draft tokens at one batch size."""
 
     batch_size: int
-    num_speculative_tokens: int
-    """0 for no speculation."""
-    tau: float
-    """Tokens per request in a step."""
+    num_speculative_tokens: int  # 0 for no speculation.
+    tau: float  # Tokens per request in a step.
     step_s: float
-    tokens_per_s: float
-    """Output tokens per second of all requests together."""
-    speedup: float
-    """Ratio of tokens_per_s to no speculation at the same batch size."""
+    tokens_per_s: float  # Output tokens per second of all requests together.
+    speedup: float  # Ratio of tokens_per_s to no speculation at the same batch size.
 
 
 def predict_speed(

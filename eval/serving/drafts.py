@@ -19,14 +19,10 @@ class Candidate:
 
     name: str
     title: str
-    config: Mapping[str, Any]
-    """vLLM's --speculative-config without the number of tokens."""
-    num_speculative_tokens: int
-    """Draft tokens of a step in the first rounds: the most to consider."""
-    parameters: int | None = None
-    """In the draft's files; None if it has none."""
-    training: Mapping[str, Any] | None = None
-    """The section `train` of the recipe's report."""
+    config: Mapping[str, Any]  # vLLM's --speculative-config without the number of tokens.
+    num_speculative_tokens: int  # Draft tokens of a step in the first rounds: the most to consider.
+    parameters: int | None = None  # In the draft's files; None if it has none.
+    training: Mapping[str, Any] | None = None  # The section `train` of the recipe's report.
 
     @property
     def speculative_config(self) -> dict[str, Any]:
@@ -49,8 +45,7 @@ class Choice:
     """A candidate with the measurement and the expected speed."""
 
     candidate: Candidate
-    measured: Mapping[str, Mapping[str, Any]]
-    """As of `compare`, by requests in flight."""
+    measured: Mapping[str, Mapping[str, Any]]  # As of `compare`, by requests in flight.
     costs: StepCosts
     by_tokens: Mapping[str, Sequence[Prediction]]
     """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if the draft chooses them."""

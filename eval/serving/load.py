@@ -42,13 +42,11 @@ class Load:
     """`random`, `sonnet` (lines of the Python manual) or `sonnet:TEXT`, `sharegpt:JSON`, `jsonl:FILE` with `prompt`."""
     input_tokens: int | None
     """Length of every prompt; None if the data has prompts of fixed length (sharegpt, jsonl)."""
-    output_tokens: int
-    """Maximum length of every answer."""
+    output_tokens: int  # Maximum length of every answer.
     num_prompts: int
     sampling: Sampling
     """Parameters sent with every request, beside the penalties of the target's folder."""
-    concurrency: int
-    """Number of requests in flight: one is sent as soon as another one has ended."""
+    concurrency: int  # Number of requests in flight: one is sent as soon as another one has ended.
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -103,22 +101,17 @@ class LoadResult:
     tokens_per_s: float
     """Output tokens of all requests over the time from the first request to the last answer."""
     requests_per_s: float
-    ttft_ms: Latency
-    """Time to the first token."""
-    tpot_ms: Latency
-    """Time per further token."""
-    e2e_ms: Latency
-    """Time of a whole request."""
-    num_steps: int
-    """Target steps of all requests, without prefills."""
+    ttft_ms: Latency  # Time to the first token.
+    tpot_ms: Latency  # Time per further token.
+    e2e_ms: Latency  # Time of a whole request.
+    num_steps: int  # Target steps of all requests, without prefills.
     step_s: float
     """Mean duration of a step of one request, including prefills of other requests in between."""
     tau: float
     """Tokens per target step, counting steps in which an n-gram draft found nothing; 1 without a draft."""
     acceptance_per_position: tuple[float, ...]
     """Share of the target steps accepting all draft tokens up to each position."""
-    half_step_s: tuple[float, float] | None = None
-    """As of `Measurement`, by the client's clock."""
+    half_step_s: tuple[float, float] | None = None  # As of `Measurement`, by the client's clock.
     repeats: int = 0
     """Earlier runs of the load that were discarded because the server changed its speed."""
 

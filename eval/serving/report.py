@@ -29,8 +29,7 @@ from redraft.heads.files.artifact import write_whole
 
 VERSION = 1
 
-GRID = "tokens"
-"""The question that varies two settings, so its table is two-dimensional."""
+GRID = "tokens"  # The question that varies two settings, so its table is two-dimensional.
 
 Row = Mapping[str, Any]
 

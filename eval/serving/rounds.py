@@ -30,8 +30,7 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.files.kept import compute_once
 from redraft.heads.progress import Progress
 
-PLAIN = "none"
-"""Name of the server without a draft."""
+PLAIN = "none"  # Name of the server without a draft.
 
 MEMORY_SHARE = "--gpu-memory-utilization"
 USED_MEMORY = 0.9
@@ -43,8 +42,7 @@ class Plan:
     """The loads of each round."""
 
     rounds: int
-    prompts: Mapping[int, int]
-    """Number of prompts in a round, by requests in flight."""
+    prompts: Mapping[int, int]  # Number of prompts in a round, by requests in flight.
     max_tokens: int
 
 

@@ -65,10 +65,8 @@ class Sweep:
     data: str
     output_tokens: int
     prompts_per_client: int
-    sampling: Sampling
-    """How every request is sampled."""
-    engine_has_ideal: bool
-    """The engine can be told to accept every draft token."""
+    sampling: Sampling  # How every request is sampled.
+    engine_has_ideal: bool  # The engine can be told to accept every draft token.
 
     def __post_init__(self) -> None:
         for name in ("drafts", "num_speculative_tokens", "concurrency"):
@@ -139,14 +137,10 @@ def order_pass(missing: Mapping[Variant, Sequence[Cell]]) -> dict[Variant, list[
 class Ratios:
     """A cell relative to the target alone at the same load: medians over passes of the ratios within a pass."""
 
-    speed: float
-    """Ratio of output tokens/s."""
-    e2e: float
-    """Ratio of mean end-to-end latencies, of the target alone to the cell's."""
-    step: float | None
-    """Ratio of the durations of a step; None if a step was not timed."""
-    interval: tuple[float, float] | None
-    """95% interval of `speed`; None with a single pass."""
+    speed: float  # Ratio of output tokens/s.
+    e2e: float  # Ratio of mean end-to-end latencies, of the target alone to the cell's.
+    step: float | None  # Ratio of the durations of a step; None if a step was not timed.
+    interval: tuple[float, float] | None  # 95% interval of `speed`; None with a single pass.
 
     @staticmethod
     def from_passes(runs: Sequence[LoadResult], alone: Sequence[LoadResult]) -> Ratios:
@@ -160,8 +154,7 @@ class Ratios:
         )
 
 
-ITSELF = Ratios(speed=1.0, e2e=1.0, step=1.0, interval=None)
-"""The ratios of the target alone."""
+ITSELF = Ratios(speed=1.0, e2e=1.0, step=1.0, interval=None)  # The ratios of the target alone.
 
 FORMAT = 2
 """Version of the files of cells. The first had no run of the target alone beside the cell's."""

@@ -37,13 +37,11 @@ class Pair:
     target: TargetFolder
     draft: Path
     config: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the draft's tensors, by name."""
+    shapes: Mapping[str, tuple[int, ...]]  # Shapes of the draft's tensors, by name.
     dtypes: Mapping[str, str]
     """Types of the draft's tensors, by name, as safetensors spells them (F32, BF16, I64)."""
     family: Family
-    provenance: Mapping[str, Any] | None
-    """None if the folder has no provenance.json."""
+    provenance: Mapping[str, Any] | None  # None if the folder has no provenance.json.
 
     @staticmethod
     def read(target: TargetFolder, draft: Path) -> Pair:

@@ -19,8 +19,7 @@ from redraft.heads.nn.layers import LlamaShape, read_layer_config
 from redraft.heads.nn.vocabulary import read_ids
 from redraft.heads.target import Target
 
-SECTION = "dflash_config"
-"""The part of config.json with the keys of this family only."""
+SECTION = "dflash_config"  # The part of config.json with the keys of this family only.
 
 TRAINING_OPTIONS = ("num_anchors", "gamma")
 """Options that no engine reads. An export keeps them, to train on with."""

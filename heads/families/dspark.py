@@ -35,8 +35,7 @@ from redraft.heads.target import Target
 CONFIDENCE_HEAD = "confidence_head."
 """Engines keep these tensors in float32, and so does an export."""
 
-INIT_STD = 0.01
-"""Small, so the head begins as DFlash."""
+INIT_STD = 0.01  # Small, so the head begins as DFlash.
 
 
 Config = options.DSpark

@@ -27,8 +27,7 @@ from torch.nn.functional import pad
 from redraft.heads.draft import Batch, TargetSignal, aux_streams, final_hidden
 from redraft.heads.families.eagle3 import Eagle3
 
-RIDGE = 1e-3
-"""Penalty of squared weights, as a share of the inputs' mean square."""
+RIDGE = 1e-3  # Penalty of squared weights, as a share of the inputs' mean square.
 
 OWN_ROW = 32.0
 """Attention score of a row with itself. Among thousands of other tokens the softmax then takes this one."""
@@ -106,12 +105,9 @@ class Rows:
 
     kept_BT: Tensor
     streams_SF: Tensor
-    own_SD: Tensor
-    """Embedding of x[t], normed."""
-    next_SD: Tensor
-    """Embedding of x[t+1], normed."""
-    hidden_SD: Tensor
-    """State on row t+1, before the weights of the final norm."""
+    own_SD: Tensor  # Embedding of x[t], normed.
+    next_SD: Tensor  # Embedding of x[t+1], normed.
+    hidden_SD: Tensor  # State on row t+1, before the weights of the final norm.
 
     @property
     def inputs(self) -> Tensor:

@@ -25,28 +25,22 @@ from safetensors.numpy import load_file, save_file
 from redraft.heads.files.folder import CONFIG, WEIGHTS, read_config
 
 Ids = NDArray[np.int32]
-Run = tuple[int, ...]
-"""Consecutive tokens, the last ones of some text."""
+Run = tuple[int, ...]  # Consecutive tokens, the last ones of some text.
 
-FOLDER = "retrieval"
-"""Key of a speculative config for the folder of a draft."""
+FOLDER = "retrieval"  # Key of a speculative config for the folder of a draft.
 
-VERIFY_COST = "verify_cost"
-"""Key of a speculative config for `Config.verify_cost`."""
+VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_cost`.
 
-LEAST_FIRST = "least_first"
-"""Key of a speculative config for `Retrieval.least_first`."""
+LEAST_FIRST = "least_first"  # Key of a speculative config for `Retrieval.least_first`.
 
-BEFORE_HEAD = 0.5
-"""`Retrieval.least_first` before a head."""
+BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
 
 TOKEN_BYTES = 4
 
 HELD_OUT = 10
 """Every tenth text is not counted at first, to learn how probable the predictions of the others are on it."""
 
-NOTHING = (-1, 0.0)
-"""No token, and its probability."""
+NOTHING = (-1, 0.0)  # No token, and its probability.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +70,7 @@ class Text:
     """A prompt and its answer, as one sequence."""
 
     ids: Ids
-    is_label: NDArray[np.bool_]
-    """Tokens written by the target."""
+    is_label: NDArray[np.bool_]  # Tokens written by the target.
 
 
 class Retrieval:
@@ -255,10 +248,8 @@ class Row:
 
     run: Run
     token: int
-    seen: int
-    """Times that the run was followed by a label."""
-    followed: int
-    """Times that it was followed by `token`."""
+    seen: int  # Times that the run was followed by a label.
+    followed: int  # Times that it was followed by `token`.
     num_texts: int
 
     @property

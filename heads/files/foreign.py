@@ -19,8 +19,7 @@ class Foreign:
     """A kind of draft that redraft has no module for."""
 
     name: str
-    method: str | None
-    """vLLM's method to serve it with; None if vLLM has none."""
+    method: str | None  # vLLM's method to serve it with; None if vLLM has none.
     architecture: str = ""
     """Pattern in `architectures` of config.json, or in `speculators_model_type`."""
     matches: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False

@@ -35,8 +35,7 @@ WITH_AUX = frozenset({
 # fmt: on
 """Architectures of transformers whose inner layers vLLM 0.32 passes to a head (`supports_eagle3`)."""
 
-NUM_ROWS = 64
-"""Rows compared of two tables that should be equal."""
+NUM_ROWS = 64  # Rows compared of two tables that should be equal.
 
 
 def require_aux(target: TargetFolder, family: str) -> None:

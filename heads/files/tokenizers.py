@@ -44,12 +44,10 @@ def first_difference(target_tokenizer: Any, draft_tokenizer: Any) -> tuple[int, 
 class Transplant:
     """Numbers of rows of a transplanted vocabulary, by source."""
 
-    matched: int
-    """Copied from the draft's token with the same bytes."""
+    matched: int  # Copied from the draft's token with the same bytes.
     by_role: int
     """Copied from the draft's token of the same role (beginning, end, padding, unknown) with another spelling."""
-    averaged: int
-    """Mean of the tokens into which the draft's tokenizer splits the text."""
+    averaged: int  # Mean of the tokens into which the draft's tokenizer splits the text.
     left: int
     """Mean of all rows, for special tokens without a counterpart and for padding of the vocabulary."""
 

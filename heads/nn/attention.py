@@ -40,8 +40,7 @@ class StepMemory:
         self._prefixes, self._rows_BN = Prefixes.of(batch.document_BT), rows_BN
         self._of_first: dict[int, Prefixes] = {}
         """The prefixes of the first n of `rows_BN`, sorted once for all memories that `after` made of this one."""
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        """Keys and values of each call, [B, G, T, E]."""
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # Keys and values of each call, [B, G, T, E].
 
     def after(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StepMemory:
         """The memory of the same rows after other calls."""

@@ -44,8 +44,7 @@ class LlamaShape:
     """Biases of attention's projections. Only heads of other trainers have them."""
     qk_norm: bool = False
     """Norms of queries and keys, as in a Qwen3 layer. Only heads of other trainers have them."""
-    logit_scale: float = 1.0
-    """Factor of the head's logits, as in the target's; vLLM reads it."""
+    logit_scale: float = 1.0  # Factor of the head's logits, as in the target's; vLLM reads it.
 
     @property
     def rule(self) -> LogitRule:

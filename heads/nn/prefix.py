@@ -40,10 +40,8 @@ graphs of their own: some twenty in a training of one draft."""
 class Prefixes:
     """The keys that each row sees."""
 
-    start_BN: Tensor
-    """int64, the first one."""
-    end_BN: Tensor
-    """int64, behind the last one. No row sees none."""
+    start_BN: Tensor  # int64, the first one.
+    end_BN: Tensor  # int64, behind the last one. No row sees none.
     is_whole: bool
     """Row n is key n's, and sees its document up to itself: a causal kernel may run on each document."""
     order_BN: Tensor | None = None
@@ -330,10 +328,8 @@ def _gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Te
 
 @dataclass(frozen=True)
 class _Piece:
-    at: tuple[Any, ...]
-    """The rows, as an index of [B, H, N]; the batch dimension stays."""
-    seen: tuple[slice, ...]
-    """The keys, as an index of [B, H, T]."""
+    at: tuple[Any, ...]  # The rows, as an index of [B, H, N]; the batch dimension stays.
+    seen: tuple[slice, ...]  # The keys, as an index of [B, H, T].
     mask: Tensor | None
 
 

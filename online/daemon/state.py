@@ -44,10 +44,8 @@ class Event(Enum):
     PASSED = "passed"
     ROLLED_OUT = "rolled out"
     ROLLED_BACK = "rolled back"
-    RECALLED = "recalled"
-    """A person or an alarm ended the rollout before it had a result."""
-    HALT = "halt"
-    """The servers serve another target: nothing may be trained or swapped."""
+    RECALLED = "recalled"  # A person or an alarm ended the rollout before it had a result.
+    HALT = "halt"  # The servers serve another target: nothing may be trained or swapped.
     RESUME = "resume"
 
 
@@ -89,10 +87,8 @@ class Move(NamedTuple):
     """An event, the candidate it brings and the reason."""
 
     event: Event
-    candidate: str | None = None
-    """The new candidate, if the event brings one."""
-    reason: str = ""
-    """Why it happened, for people."""
+    candidate: str | None = None  # The new candidate, if the event brings one.
+    reason: str = ""  # Why it happened, for people.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +96,7 @@ class State:
     phase: Phase = Phase.IDLE
     candidate: str | None = None
     """A checkpoint until it is published, then a version. None while idle or training."""
-    reason: str = ""
-    """Reason of the last event, for people."""
+    reason: str = ""  # Reason of the last event, for people.
     num_looks: int = 0
     """Verdicts of the gate on held-out requests since a version was last rolled out. The gate needs more evidence at
     every look, so a kill must not begin the count again."""

@@ -41,11 +41,9 @@ SHIP_BYTES = 4 << 20
 SHIP_INTERVAL_S = 1.0
 """Records are shipped when this many bytes are waiting, or when the oldest has waited this long."""
 
-GREEDY_TEMPERATURE = 1e-5
-"""Below this vLLM takes the most probable token."""
+GREEDY_TEMPERATURE = 1e-5  # Below this vLLM takes the most probable token.
 
-PINNED_BYTES = 8 << 20
-"""The buffer through which hidden states leave a GPU."""
+PINNED_BYTES = 8 << 20  # The buffer through which hidden states leave a GPU.
 
 POLL_INTERVAL_S = 0.2
 """Longest time a step waits. Kept long because this thread takes the GIL from the engine's each time it wakes."""

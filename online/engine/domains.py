@@ -18,11 +18,9 @@ from redraft.online.records.origin import read_origin_arguments
 MAX_DOMAINS = 32
 """Domains with separate counts. Clients choose the names, so all beyond these are counted together."""
 
-OTHER = "(other)"
-"""Name of those."""
+OTHER = "(other)"  # Name of those.
 
-LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")
-"""vLLM's methods without a draft model."""
+LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods without a draft model.
 
 Counts = dict[str, list[int]]
 """[drafts, draft tokens, drafts whose first token was accepted, whose second was, ...] by domain, since the server

@@ -9,13 +9,11 @@ from typing import Any, TypeVar
 
 from redraft.online.engine import domains, pace
 
-DEATH_POLL_S = 1.0
-"""Seconds between two looks whether the engine that is asked still lives."""
+DEATH_POLL_S = 1.0  # Seconds between two looks whether the engine that is asked still lives.
 
 DEAD = "the engine has died: start this server again"
 
-MAX_SAID = 400
-"""Most characters of an error of the engine in an answer."""
+MAX_SAID = 400  # Most characters of an error of the engine in an answer.
 
 T = TypeVar("T")
 
@@ -30,8 +28,7 @@ class RefusedError(Exception):
 
 class EngineCalls:
     def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        """vLLM's engine client."""
+        self.engine = engine  # vLLM's engine client.
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
         """The answers of all ranks of all replicas, to a method of the worker."""

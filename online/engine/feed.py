@@ -31,19 +31,14 @@ from redraft.online.records.record import Sampling
 class Batch:
     """The requests of a step in the runner's order, as far as the host knows them."""
 
-    infos: Sequence[RequestInfo | None]
-    """None for a request that is not recorded."""
+    infos: Sequence[RequestInfo | None]  # None for a request that is not recorded.
     first_reads: Sequence[int]
     """Index of each request's first token among those read by the target; one more entry at the end."""
     num_drafts: Sequence[int]
-    proposers: Sequence[int]
-    """By request: 0 if the served version drafted, or LOOKUP or PADDING."""
-    first_rows: Sequence[int]
-    """Index of each request's first row of logits."""
-    first_drafts: Sequence[int]
-    """Index of each request's first draft in the step's draft ids."""
-    starts: Sequence[int]
-    """Index in prompt + output of the first token that each request samples."""
+    proposers: Sequence[int]  # By request: 0 if the served version drafted, or LOOKUP or PADDING.
+    first_rows: Sequence[int]  # Index of each request's first row of logits.
+    first_drafts: Sequence[int]  # Index of each request's first draft in the step's draft ids.
+    starts: Sequence[int]  # Index in prompt + output of the first token that each request samples.
     is_partial: Sequence[bool]
     """Whether the step reads a part of a prompt, but not its end, and samples nothing."""
 
@@ -60,8 +55,7 @@ class Feed:
         self.requests: dict[str, RequestInfo | None] = {}
         """Record header of every running request; None if a request is not recorded."""
         self.finished: list[str] = []
-        self.num_new_tokens = 0
-        """Prompt tokens of the requests recorded since the newest step."""
+        self.num_new_tokens = 0  # Prompt tokens of the requests recorded since the newest step.
         self.unread: EngineStep | None = None
         """The newest step, held back until the draft reads the hidden states of this step."""
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from redraft.online.engine.steps import Largest
 
-GROUP, CHUNK = 64, 4096
-"""Logits of a group, and of one program of the kernel."""
+GROUP, CHUNK = 64, 4096  # Logits of a group, and of one program of the kernel.
 
 ROWS_AT_ONCE = 64
 """Rows of logits in float32 that `gather_probs` holds without Triton: 33 MB with a vocabulary of 128k."""

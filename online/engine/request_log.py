@@ -21,8 +21,7 @@ SEGMENT_ROWS = 512
 """A long answer is shipped in segments of about this many rows: the learner need not wait for the end."""
 
 # Position, branch, draft, probability and log-sum-exp take 4 bytes each, and `accepted` one.
-ROW_BYTES = 21
-"""Bytes of a row in a record without its top-k."""
+ROW_BYTES = 21  # Bytes of a row in a record without its top-k.
 
 KEPT_STATES = 64
 """A segment begins with this many hidden states of the previous one, for the first rows to attend to; with fewer if
@@ -66,8 +65,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class States:
     """Hidden states of consecutive tokens."""
 
-    begin: int
-    """Index of the first token in prompt + output."""
+    begin: int  # Index of the first token in prompt + output.
     words_HLD: NDArray[np.uint16] | NDArray[np.uint8]
     """Bits of the bfloat16 values, because numpy has no bfloat16; or bytes, if the states are in float8."""
 
@@ -117,8 +115,7 @@ class VerifiedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft_ids: NDArray[np.int32]
     draft_probs: NDArray[np.float32]
     num_accepted: int
-    proposer: int = 0
-    """LOOKUP or PADDING if the draft tokens are not the served version's."""
+    proposer: int = 0  # LOOKUP or PADDING if the draft tokens are not the served version's.
     rows: Rows
 
     @property
@@ -137,26 +134,18 @@ class RequestLog:
     output: list[int] = field(default_factory=list)
     verified: list[VerifiedStep] = field(default_factory=list)
     states: list[States] = field(default_factory=list)
-    draft_version: str = ""
-    """The version that proposed the draft tokens of the next record."""
-    target_version: str = ""
-    """Version of the weights that verified them."""
+    draft_version: str = ""  # The version that proposed the draft tokens of the next record.
+    target_version: str = ""  # Version of the weights that verified them.
     next_version: str = ""
     """The version loaded in the newest step, which proposed the draft tokens of the step to come."""
     sequence: int = 0
-    num_shipped: int = 0
-    """Output tokens before the next segment."""
-    num_sent: int = 0
-    """Tokens of prompt and output that earlier records brought."""
-    is_complete: bool = False
-    """The request has ended."""
-    is_closed: bool = False
-    """Nothing more of it can be recorded: it ended, or a step was lost."""
-    num_rows: int = 0
-    """Rows in `verified`, including any forgotten after a preemption."""
+    num_shipped: int = 0  # Output tokens before the next segment.
+    num_sent: int = 0  # Tokens of prompt and output that earlier records brought.
+    is_complete: bool = False  # The request has ended.
+    is_closed: bool = False  # Nothing more of it can be recorded: it ended, or a step was lost.
+    num_rows: int = 0  # Rows in `verified`, including any forgotten after a preemption.
     _num_state_bytes: int = 0
-    _num_new_bytes: int = 0
-    """Bytes of the states since the segment's first row."""
+    _num_new_bytes: int = 0  # Bytes of the states since the segment's first row.
 
     def append(self, start: int, sampled: list[int], verified: VerifiedStep | None) -> bool:
         """Take one step. Returns False if earlier steps are missing, because the text is then unknown."""

@@ -33,8 +33,7 @@ ReadText = Callable[[str, int, int], Sequence[int] | Tensor]
 class _Request:
     blocks: list[int]
     prompt_ids: Sequence[int] | None
-    num_fresh: int = 0
-    """Blocks at the beginning whose keys are those of the served draft."""
+    num_fresh: int = 0  # Blocks at the beginning whose keys are those of the served draft.
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ class Ledger:
         """`group` is the index of the draft's layers among vLLM's groups of layers with one block table."""
         self.group, self.block_size = group, block_size
         self.requests: dict[str, _Request] = {}
-        self.fresh: set[int] | None = None
-        """None until the first swap: all are."""
+        self.fresh: set[int] | None = None  # None until the first swap: all are.
 
     def forget(self) -> None:
         """Take all blocks for those of another draft."""
@@ -135,8 +133,7 @@ class Rereader:
         self._agree, self._is_among_ranks = agree or agree_on_ranks, False
         self._num_ranks: int = proposer.vllm_config.parallel_config.tensor_parallel_size
         self.max_tokens: int = proposer.vllm_config.scheduler_config.max_num_batched_tokens
-        self.num_tokens = 0
-        """Tokens read again since the start."""
+        self.num_tokens = 0  # Tokens read again since the start.
         self.error = ""
         _require_plain_keys(proposer, groups)
         self.ledger = Ledger(groups[0].kv_cache_group_id, groups[0].kv_cache_spec.block_size)

@@ -29,8 +29,7 @@ from redraft.online.records.record import LOOKUP, PADDING
 
 RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 
-WARMUP_IDS = ("_warmup", "_v2_")
-"""Beginnings of the ids of vLLM's own requests while it starts."""
+WARMUP_IDS = ("_warmup", "_v2_")  # Beginnings of the ids of vLLM's own requests while it starts.
 
 
 def install_capture(runner: Any, capture: Capture) -> None:

@@ -21,8 +21,7 @@ from redraft.online.engine.request_log import RequestInfo
 MAX_QUEUED_BYTES = 256 << 20
 """Bound on tensors waiting for the background thread; on a GPU, device memory the engine has to do without."""
 
-MAX_QUEUED_STEPS = 512
-"""Bound on steps that wait with their rows."""
+MAX_QUEUED_STEPS = 512  # Bound on steps that wait with their rows.
 
 MAX_LIGHT_STEPS = 8192
 """Bound on all steps that wait, most of them light: with tokens, and without rows and hidden states."""
@@ -42,19 +41,14 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step."""
 
     request: RequestInfo
-    start: int
-    """Index in prompt + output of the first token the step sampled."""
+    start: int  # Index in prompt + output of the first token the step sampled.
     sampled_row: int | None
     """Row of `EngineStep.sampled_BK`. None: the step read a part of the prompt and sampled nothing."""
     num_drafts: int
-    proposer: int = 0
-    """LOOKUP or PADDING if the draft tokens are not the served version's."""
-    first_row: int
-    """First row in `EngineStep.logits_RV`; `num_drafts` more rows follow it."""
-    first_draft: int
-    """First entry in `EngineStep.draft_ids_S`."""
-    num_read: int = 0
-    """Tokens the target read: context tokens, then the `num_drafts` draft tokens."""
+    proposer: int = 0  # LOOKUP or PADDING if the draft tokens are not the served version's.
+    first_row: int  # First row in `EngineStep.logits_RV`; `num_drafts` more rows follow it.
+    first_draft: int  # First entry in `EngineStep.draft_ids_S`.
+    num_read: int = 0  # Tokens the target read: context tokens, then the `num_drafts` draft tokens.
     first_read: int = 0
     """Index of the first of them among all tokens read in the step, captured or not."""
 
@@ -81,23 +75,19 @@ class EngineStep:
     target_version: str | None = ""
     """Version of the weights that verified; None if it is unclear which did."""
     parts: list[StepPart]
-    finished: list[str]
-    """Ids of the requests that ended before this step."""
+    finished: list[str]  # Ids of the requests that ended before this step.
     sampled_BK: Tensor | None = None
     """Sampled tokens of each request, padded with -1; with anything if there is `num_sampled_B`."""
-    num_sampled_B: Tensor | None = None
-    """How many of them are valid."""
+    num_sampled_B: Tensor | None = None  # How many of them are valid.
     starts_B: Tensor | None = None
     """`StepPart.start` of the requests that sampled, if only the device knows it; None if the parts have it."""
     logits_RV: Tensor | None = None
     """Logits before temperature, penalties and every other sampling parameter. None if no request sampled, and with
     `largest`."""
-    largest: Largest | None = None
-    """The recorded part of the logits, if the hook has taken it."""
+    largest: Largest | None = None  # The recorded part of the logits, if the hook has taken it.
     draft_ids_S: Tensor | None = None
     """Draft tokens of all requests. There may be other tokens between those of two requests."""
-    draft_probs_S: Tensor | None = None
-    """None if drafting is greedy."""
+    draft_probs_S: Tensor | None = None  # None if drafting is greedy.
     states_NLD: Tensor | None = None
     """bfloat16 states of the tokens read by `parts`, in that order. A copy, because the engine reuses the buffers."""
     num_new_tokens: int = 0
@@ -167,13 +157,11 @@ class StepQueue:
         self.max_light_bytes = max_light_bytes
         self.num_dropped_steps = 0
         self.num_steps_without_rows = 0
-        self.is_due = threading.Event()
-        """Set when enough steps wait for one batch."""
+        self.is_due = threading.Event()  # Set when enough steps wait for one batch.
         self._steps: deque[EngineStep] = deque()
         self._num_bytes = 0
         self._num_light_bytes = 0
-        self._num_light = 0
-        """Steps at the beginning that have lost their rows, or had none."""
+        self._num_light = 0  # Steps at the beginning that have lost their rows, or had none.
         self._lock = threading.Lock()  # held for a few instructions only: the engine thread takes it too
 
     def put(self, step: EngineStep) -> None:

@@ -31,10 +31,8 @@ class Observation:
     """One server at one look."""
 
     server: FleetServer
-    status: Status | None
-    """None if it did not answer in time, or not with a status."""
-    fault: str = ""
-    """`server_unreachable` or `server_nonsense`; empty if it answered as it should."""
+    status: Status | None  # None if it did not answer in time, or not with a status.
+    fault: str = ""  # `server_unreachable` or `server_nonsense`; empty if it answered as it should.
     reason: str = ""
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
     lost: Counter[str] = field(default_factory=Counter)

@@ -22,8 +22,7 @@ from redraft.online.learning.config import Replay
 OTHER = "other"
 """Name that stands for all domains that are not told apart. It has no verdict by itself."""
 
-MAX_DOMAINS = 32
-"""Domains told apart, apart from the known ones."""
+MAX_DOMAINS = 32  # Domains told apart, apart from the known ones.
 
 FULL_TENANT = 20
 """A tenant with this many requests counts in full, and smaller ones count together: a single stray request must not
@@ -34,16 +33,11 @@ make two tenants of one, and halve the share of the first."""
 class EvidenceLimits:
     """Bounds of the requests that judge a draft."""
 
-    per_domain: int
-    """Largest number of requests of one domain."""
-    tenant_share: float = 1.0
-    """Largest share of one tenant, see `take_fairly`."""
-    at_least: int = 0
-    """The share yields if it would leave fewer requests than this."""
-    at_least_of_domain: int = 0
-    """The same within a domain."""
-    since_s: float = -math.inf
-    """Only records that arrived since then, in seconds since the epoch."""
+    per_domain: int  # Largest number of requests of one domain.
+    tenant_share: float = 1.0  # Largest share of one tenant, see `take_fairly`.
+    at_least: int = 0  # The share yields if it would leave fewer requests than this.
+    at_least_of_domain: int = 0  # The same within a domain.
+    since_s: float = -math.inf  # Only records that arrived since then, in seconds since the epoch.
 
 
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:

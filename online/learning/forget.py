@@ -35,17 +35,13 @@ class Forgotten:
     """The reach of one deletion. Numbers are records if nothing else is said."""
 
     buffer: int
-    arriving: int
-    """In the spool or the log, dropped on arrival."""
-    unread: int
-    """Messages of the log for domains without a learner."""
+    arriving: int  # In the spool or the log, dropped on arrival.
+    unread: int  # Messages of the log for domains without a learner.
     anchors: int
     unattributed: int
     """Files and messages of anybody, deleted because they cannot be read: quarantine, later layouts, torn files."""
-    learned: tuple[str, ...]
-    """Versions that may have learned from the records in the buffer."""
-    is_in_training: bool
-    """Whether the draft in training may have learned from them too."""
+    learned: tuple[str, ...]  # Versions that may have learned from the records in the buffer.
+    is_in_training: bool  # Whether the draft in training may have learned from them too.
     clean: str | None
     """The newest version that was current and ended its training before the first of these records arrived."""
 
@@ -63,10 +59,8 @@ class Reach:
     anchors: Path | None = None
     spool: Spool | None = None
     stream: StreamSource | None = None
-    through: int = 0
-    """Position of the draft in training."""
-    now_s: Callable[[], float] = time.time
-    """Clock of the arrivals and ages in the buffer."""
+    through: int = 0  # Position of the draft in training.
+    now_s: Callable[[], float] = time.time  # Clock of the arrivals and ages in the buffer.
 
     async def forget(self, tenant: str) -> Forgotten:
         """Delete the tenant's records. The caller reads neither spool nor log meanwhile.

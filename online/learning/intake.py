@@ -49,8 +49,7 @@ class Taken:
     num_files: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     """Number of records by fate, as `Buffer.append` returns it: stored, duplicate, foreign, ..."""
-    accepted: Sums = field(default_factory=dict)
-    """Over all records of our target."""
+    accepted: Sums = field(default_factory=dict)  # Over all records of our target.
 
     def __add__(self, other: Taken) -> Taken:
         accepted = dict(self.accepted)
@@ -84,8 +83,7 @@ class Spool:
         return taken
 
     def _take_file(self, path: Path, now_s: float) -> Taken:
-        stays = Counter[str]()
-        """Why the file must stay, by reason; empty if it can go."""
+        stays = Counter[str]()  # Why the file must stay, by reason; empty if it can go.
         try:
             file = open_file(path)
         except FileNotFoundError:  # the server has removed it meanwhile, to stay within the spool's budget

@@ -63,14 +63,12 @@ class OpenedKey:
     key: PromptKey
     rehash_through: int
     """Records up to this number were hashed with another key, and need new hashes at every start."""
-    damage: tuple[str, ...]
-    """A sentence for every file that was damaged or missing."""
+    damage: tuple[str, ...]  # A sentence for every file that was damaged or missing.
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Note:
-    key_sha256: str
-    """Empty while a lost key is being replaced: then no key fits."""
+    key_sha256: str  # Empty while a lost key is being replaced: then no key fits.
     rehash_through: int
 
 

@@ -64,8 +64,7 @@ class RollingFiles:
         sentence each."""
         self.folder, self.max_bytes, self.max_age_s = folder, max_bytes, max_age_s
         self.counts, self.damage = counts, damage
-        self.files: list[BufferFile] = []
-        """Oldest first."""
+        self.files: list[BufferFile] = []  # Oldest first.
         self.later: list[Path] = []
         """Files of a later release: they wait for it, until they are `max_age_s` old."""
         self._rehashed: NDArray[np.void] = np.empty(0, REHASHED_DTYPE)

@@ -64,17 +64,14 @@ def _make_batch(record: Record, sequence_length: int, reads: Reads) -> RecordedB
     return batch
 
 
-Request = tuple[str, str]
-"""Server and request id."""
+Request = tuple[str, str]  # Server and request id.
 
 
 @dataclass(frozen=True)
 class RequestScore:
     domain: str
-    counts: AcceptanceCounts
-    """Sum over the request's segments."""
-    target: str = ""
-    """Weights that verified its last segment, as `Record.target`."""
+    counts: AcceptanceCounts  # Sum over the request's segments.
+    target: str = ""  # Weights that verified its last segment, as `Record.target`.
 
 
 def score_requests(draft: Draft, records: Iterable[Record], **settings: Any) -> dict[Request, RequestScore]:

@@ -39,19 +39,16 @@ from redraft.online.records.record import Record, is_later_layout, read_frames
 CONSUMER = "learner"
 """Name of the consumer for all domains. A consumer for one domain has the domain's name appended."""
 
-REGISTRY_ID = "redraft_registry"
-"""Key in the consumer's metadata."""
+REGISTRY_ID = "redraft_registry"  # Key in the consumer's metadata.
 
 REQUEST_RECORDS = 256
 REQUEST_BYTES = 16 << 20
 """Limits of one request. Twice this may be in memory: the batch being stored, and the next one arriving."""
 
 REQUEST_EXPIRES_S = 20.0
-SILENCE_S = 5.0
-"""Seconds after a request has expired before the log counts as gone."""
+SILENCE_S = 5.0  # Seconds after a request has expired before the log counts as gone.
 
-WAIT_S = 1.0
-"""Seconds to wait for the first record before `take` returns with nothing."""
+WAIT_S = 1.0  # Seconds to wait for the first record before `take` returns with nothing.
 
 ACK_WAIT_S = 60.0
 """Seconds before the log delivers an unacknowledged record again: longer than a slow disk takes for a batch."""
@@ -67,8 +64,7 @@ ERASE_TIMEOUT_S = 10.0
 ERASE_PAUSE_S = 10.0
 """Seconds without overwriting after a failure, so that a broker too slow for it costs half of the time, not all."""
 
-NO_MESSAGE = 10037
-"""NATS's error code for a message that is not in the stream (any more)."""
+NO_MESSAGE = 10037  # NATS's error code for a message that is not in the stream (any more).
 
 OVERLAPPING = (10099, 10100)
 """NATS's error codes for a work queue in which another consumer takes the same subjects."""

@@ -58,8 +58,7 @@ class Trainer:
         self.cfg, self.replay, self.buffer, self.registry, self.anchors = cfg, replay, buffer, registry, anchors
         self.candidate, self.ranks, self.folder = candidate, Ranks(candidate), folder
         self.progress = Progress()
-        self.num_steps = self.num_not_finite = 0
-        """Steps since the last checkpoint or discard."""
+        self.num_steps = self.num_not_finite = 0  # Steps since the last checkpoint or discard.
         self.damage: list[str] = []
         """A sentence for every checkpoint that `start` could not resume."""
 

@@ -12,8 +12,7 @@ from redraft.online.fleet.server import ALARM_TAU
 from redraft.online.journal import AcceptanceEntry, StateEntry, SwapEntry
 from redraft.online.page.history import History
 
-RECENT_S = 300.0
-"""Period over which the headline's numbers are taken, in seconds."""
+RECENT_S = 300.0  # Period over which the headline's numbers are taken, in seconds.
 
 SILENT_S = 60.0
 """Age in seconds above which a number is no longer "now", and a gap in a curve is left open."""
@@ -38,12 +37,10 @@ class ServedDraft:
     """The version on most servers, and the engines' counts for it."""
 
     version: str
-    entries: list[AcceptanceEntry]
-    """Entries of this version in the last RECENT_S with traffic."""
+    entries: list[AcceptanceEntry]  # Entries of this version in the last RECENT_S with traffic.
     before: list[AcceptanceEntry]
     """Entries of the previous version in the RECENT_S before the first swap to this one; empty if unknown."""
-    servers: dict[str | None, str]
-    """The last known version of every server."""
+    servers: dict[str | None, str]  # The last known version of every server.
     last_s: float
 
 

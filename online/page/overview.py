@@ -24,14 +24,12 @@ from redraft.online.journal import (
 from redraft.online.page.headline import RECENT_S, SILENT_S, Headline, ServedDraft, compose_headline, find_served_draft
 from redraft.online.page.history import E, History
 
-MAX_POINTS = 180
-"""Maximum number of points of a server's curve."""
+MAX_POINTS = 180  # Maximum number of points of a server's curve.
 
 MAX_DOMAIN_POINTS = 90
 """Maximum number of points of a domain's curve. Captured requests are few: wider buckets keep the noise equal."""
 
-MAX_CURVES = 8
-"""Maximum number of curves in one chart; the rest are summed into one."""
+MAX_CURVES = 8  # Maximum number of curves in one chart; the rest are summed into one.
 
 BUCKETS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 
@@ -45,11 +43,9 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    tau: float
-    """tau over the last RECENT_S of the curve, for the newest version."""
+    tau: float  # tau over the last RECENT_S of the curve, for the newest version.
     points: list[Point]
-    target_version: str
-    """Newest weights of a server's target; empty for those of its folder."""
+    target_version: str  # Newest weights of a server's target; empty for those of its folder.
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,22 +58,18 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 class Positions(msgspec.Struct, frozen=True, kw_only=True):
     version: str
-    shares: list[float]
-    """Share of the drafts accepted up to each position."""
+    shares: list[float]  # Share of the drafts accepted up to each position.
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
-    begin_s: float
-    """Start of the curves."""
+    begin_s: float  # Start of the curves.
     width_s: float
-    gap_s: float
-    """Points further apart than this are not joined."""
+    gap_s: float  # Points further apart than this are not joined.
     headline: Headline
     state: StateEntry | None
     servers: list[Curve]
-    paces: dict[str, str]
-    """Draft tokens by batch size, of each server that chooses them live."""
+    paces: dict[str, str]  # Draft tokens by batch size, of each server that chooses them live.
     domains: list[Curve]
     marks: list[Mark]
     positions: list[Positions]

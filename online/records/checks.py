@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 MAX_NAME_CHARS = 200
 """Longest version, server or fingerprint. The journal refuses longer identifiers."""
 
-MAX_REQUEST_ID_CHARS = 1024
-"""Longest request id. Clients choose a part of it, with X-Request-Id."""
+MAX_REQUEST_ID_CHARS = 1024  # Longest request id. Clients choose a part of it, with X-Request-Id.
 
 MAX_TOP_K = 1 << 20
 MAX_STATE_SIZE = 1 << 20
@@ -45,13 +44,11 @@ IDENTIFIERS = (
 )
 """Name, greatest length and forbidden characters. Regular expressions, because every record is checked."""
 
-EXPONENT = 0x7F80
-"""Exponent bits of a bfloat16. All of them set means NaN or an infinity."""
+EXPONENT = 0x7F80  # Exponent bits of a bfloat16. All of them set means NaN or an infinity.
 
 
 class Fault(NamedTuple):
-    reason: str
-    """The reason that the record is counted under: a label of the metrics."""
+    reason: str  # The reason that the record is counted under: a label of the metrics.
     sentence: str
 
 

@@ -26,8 +26,7 @@ logger = logging.getLogger("redraft.guard")
 class Guard:
     def __init__(self, report: Callable[[str, str], None] | None = None) -> None:
         """Give `report` the task and the reason of its first failure, beside the log."""
-        self.failures: Counter[str] = Counter()
-        """Failed rounds, by task."""
+        self.failures: Counter[str] = Counter()  # Failed rounds, by task.
         self._report = report
         self._logged: set[tuple[str, str]] = set()
 

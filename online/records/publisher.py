@@ -32,8 +32,7 @@ MAX_WAITING_BYTES = 256 << 20
 """Bound on unacknowledged records: about a minute of a busy server's traffic."""
 
 WINDOW_BYTES = 8 << 20
-WINDOW_RECORDS = 1024
-"""Largest batch sent before waiting for acknowledgements."""
+WINDOW_RECORDS = 1024  # Largest batch sent before waiting for acknowledgements.
 
 ACK_TIMEOUT_S = 5.0
 RETRY_S = 1.0

@@ -22,12 +22,9 @@ class RefusedDraft:
     E.g. a step at 11 with drafts a, b, c, of which a is accepted: one token is accepted, and the
     rows predict 13 and 14, with branches 1 and 2."""
 
-    begin: int
-    """Index into the text: the place of the refused token."""
-    tokens_Q: NDArray[np.int32]
-    """The refused token and the draft tokens after it."""
-    rows_Q: NDArray[np.int64]
-    """Indices of the rows in the record."""
+    begin: int  # Index into the text: the place of the refused token.
+    tokens_Q: NDArray[np.int32]  # The refused token and the draft tokens after it.
+    rows_Q: NDArray[np.int64]  # Indices of the rows in the record.
 
 
 @dataclass(frozen=True, kw_only=True)

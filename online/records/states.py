@@ -18,8 +18,7 @@ HiddenFormat = Literal["bfloat16", "float8"]
 
 SCALE_BYTES = 4
 
-NAN = 0x7FC0
-"""Bits of a NaN in bfloat16."""
+NAN = 0x7FC0  # Bits of a NaN in bfloat16.
 
 
 def state_bytes(hidden_format: HiddenFormat, size: int) -> int:

@@ -45,19 +45,15 @@ HASH_SHIFT = 32 - (NUM_FEATURES - 1).bit_length()
 
 BLANK = ord(" ")
 
-MAX_PROMPTS = 4096
-"""Sample of prompts for k-means: more would not move the centroids."""
+MAX_PROMPTS = 4096  # Sample of prompts for k-means: more would not move the centroids.
 
-CHUNK_PROMPTS = 1024
-"""Prompts per chunk of features in memory."""
+CHUNK_PROMPTS = 1024  # Prompts per chunk of features in memory.
 
-RESTARTS = 5
-"""Runs of k-means, of which the best is kept."""
+RESTARTS = 5  # Runs of k-means, of which the best is kept.
 
 CENTROIDS, SETTINGS = "centroids.safetensors", "domains.json"
 
-TOKENS = range(1 << 32)
-"""Valid token ids for a tokenizer; ids without a token decode to nothing."""
+TOKENS = range(1 << 32)  # Valid token ids for a tokenizer; ids without a token decode to nothing.
 
 TokenDecoder = Callable[[list[int]], str]
 
@@ -69,8 +65,7 @@ class Domains:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Domain by model name, as clients write it."""
     clusters: Clusters | None = None
-    decode: TokenDecoder | None = None
-    """Turns token ids into text, for prompts sent as token ids."""
+    decode: TokenDecoder | None = None  # Turns token ids into text, for prompts sent as token ids.
 
     def detect(self, origin: Origin, payload: Any) -> str:
         """The domain of a request with the JSON body `payload`; empty if nothing identifies it."""

@@ -26,27 +26,23 @@ from redraft.online.records.guard import Guard
 
 logger = logging.getLogger("redraft.proxy")
 
-MAX_HEAD_BYTES = 64 << 10
-"""Largest head of a request: the first line and the headers."""
+MAX_HEAD_BYTES = 64 << 10  # Largest head of a request: the first line and the headers.
 
 HEAD_TIMEOUT_S = 10.0
 """Time for the head of a request to arrive, from the connection or from the answer before."""
 
-BODY_PAUSE_S = 30.0
-"""Longest pause within the body of a request."""
+BODY_PAUSE_S = 30.0  # Longest pause within the body of a request.
 
 MAX_UNFINISHED_SHARE = 0.25
 """Share of the descriptors for connections without a complete request. Above it the oldest are closed: an honest
 client's request arrives within milliseconds, so the oldest belong to a client waiting on purpose."""
 
-MOST_FILES = 1 << 20
-"""Limit to ask for if the system names none."""
+MOST_FILES = 1 << 20  # Limit to ask for if the system names none.
 
 MIN_WAIT_S = 1.0
 """Connections are not closed sooner than this: in a burst even honest ones wait until they are read."""
 
-LAST_LOOK_S = 0.05
-"""Time between the end of an idle connection's patience and its close."""
+LAST_LOOK_S = 0.05  # Time between the end of an idle connection's patience and its close.
 
 TICK_S = 0.1
 """Time between two ticks of uvicorn's server. A longer time counts as this one: the process stood still, and could not
@@ -226,8 +222,7 @@ class _Wait(NamedTuple):
     """The missing part of a request. It stays equal until the client makes progress."""
 
     is_for_head: bool
-    cycle: Any
-    """uvicorn's state of the newest request of the connection, or None before the first."""
+    cycle: Any  # uvicorn's state of the newest request of the connection, or None before the first.
     body_bytes: int = 0
 
 

@@ -26,8 +26,7 @@ from redraft.online.traffic.upstream import ForwardedRequest, OutOfFilesError, R
 logger = logging.getLogger("redraft.pools")
 
 OUT_OF_FILES_TIMEOUT_S = 10.0
-RETRY_S = 0.05
-"""Without a free descriptor a request waits this long for one, and looks this often."""
+RETRY_S = 0.05  # Without a free descriptor a request waits this long for one, and looks this often.
 
 OTHER = "other"
 """Metrics label for a domain without a pool: clients can invent names, and labels must stay bounded."""
@@ -58,10 +57,8 @@ class Pools:
         """Requests taken, by domain and by the pool they went to."""
         self.fallbacks: Counter[str] = Counter()
         """Requests of a domain with a pool that a server outside it took."""
-        self.refused_connections: Counter[str] = Counter()
-        """Failed connections, by server."""
-        self.waits_for_files = 0
-        """Failures to open a connection for want of a file descriptor."""
+        self.refused_connections: Counter[str] = Counter()  # Failed connections, by server.
+        self.waits_for_files = 0  # Failures to open a connection for want of a file descriptor.
         self._turn = 0
         self._leaving: list[Upstream] = []
         self._certificates = ssl.create_default_context()  # takes 20 ms, so all servers share it

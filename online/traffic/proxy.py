@@ -49,8 +49,7 @@ OWN_PREFIX = b"x-redraft-"
 REFUSALS = (400, 422)
 """Statuses with which a server refuses a request as invalid, before the engine sees it."""
 
-NO_CONTENT = (204, 304)
-"""Statuses without a body, whatever their Content-Length says."""
+NO_CONTENT = (204, 304)  # Statuses without a body, whatever their Content-Length says.
 
 CLIENT_PATHS = (
     *("v1", "v2", "health", "ping", "version", "metrics", "tokenize", "detokenize", "inference", "cohere"),
@@ -61,8 +60,7 @@ CLIENT_PATHS = (
 ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Paths among them that change the server."""
 
-POOL_HEADER = b"x-redraft-pool"
-"""Response header: the domain of the answering server."""
+POOL_HEADER = b"x-redraft-pool"  # Response header: the domain of the answering server.
 
 MAX_READ_BYTES = 1 << 20
 """Largest body to be read whole. Parsing JSON holds the interpreter (10 ms for 1 MiB), so no stream moves."""
@@ -162,8 +160,7 @@ class Relayed:
     chunks: AsyncGenerator[bytes, None]
     is_changed: bool = False
     """Whether the chunks differ from the server's, whose Content-Length is then wrong."""
-    length: int | None = None
-    """Length of changed chunks in bytes, if it is known."""
+    length: int | None = None  # Length of changed chunks in bytes, if it is known.
 
 
 class Proxy:

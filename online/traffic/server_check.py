@@ -27,12 +27,10 @@ from redraft.online.traffic.upstream import ForwardedRequest, Upstream
 
 logger = logging.getLogger("redraft.tap")
 
-CHECK_S = 0.5
-"""Seconds between two looks for servers that are unchecked."""
+CHECK_S = 0.5  # Seconds between two looks for servers that are unchecked.
 
 TIMEOUT_S = 60.0
-MAX_TOTAL = 1.01
-"""Most probability of the likeliest tokens in sum; log-probabilities are rounded."""
+MAX_TOTAL = 1.01  # Most probability of the likeliest tokens in sum; log-probabilities are rounded.
 
 MAX_CHANGE = 0.5
 """Most change of a log-probability by another top_p. Behind the filter it changes to 0 or below -1000."""
@@ -61,10 +59,8 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    problem: str = ""
-    """Why no answer of the server is recorded; empty if they are."""
-    models: frozenset[str] = frozenset()
-    """Names of the target, without those of adapters."""
+    problem: str = ""  # Why no answer of the server is recorded; empty if they are.
+    models: frozenset[str] = frozenset()  # Names of the target, without those of adapters.
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Parameters by which the server samples a bare request."""
 
@@ -76,10 +72,8 @@ class ServerChecks:
         """`defaults` are the sampling parameters of the target's generation_config.json."""
         self.top_k, self.guard, self.defaults = top_k, guard, defaults
         self.verdicts: dict[str, Verdict] = {}
-        self.problems: dict[str, str] = {}
-        """Why a server is not checked yet."""
-        self.authorization = b""
-        """The newest key of a client, for servers that want one."""
+        self.problems: dict[str, str] = {}  # Why a server is not checked yet.
+        self.authorization = b""  # The newest key of a client, for servers that want one.
 
     def find_skip_reason(self, model: Any) -> str:
         """Why no server's answer for this model is recorded; empty if one's is."""

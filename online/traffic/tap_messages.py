@@ -47,8 +47,7 @@ class AnswerError(Exception):
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
-        self.reason = reason
-        """Name of the counter."""
+        self.reason = reason  # Name of the counter.
 
 
 @dataclass(kw_only=True)

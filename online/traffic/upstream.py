@@ -35,8 +35,7 @@ CONNECT_TIMEOUT_S = 2.0
 KEEP_ALIVE_S = 2.0
 """Kept below uvicorn's 5 s: a request on a connection closed by the server at this moment would fail."""
 
-MAX_IDLE_CONNECTIONS = 128
-"""Idle connections kept per server. Each holds a descriptor."""
+MAX_IDLE_CONNECTIONS = 128  # Idle connections kept per server. Each holds a descriptor.
 
 HEALTH_TIMEOUT_S = 5.0
 
@@ -70,13 +69,10 @@ class ForwardedRequest:
     """A request in the form it is sent to a server."""
 
     method: str
-    path: bytes
-    """Includes the query."""
-    headers: list[Header]
-    """Without Host, Content-Length and Transfer-Encoding."""
+    path: bytes  # Includes the query.
+    headers: list[Header]  # Without Host, Content-Length and Transfer-Encoding.
     body: bytes | AsyncIterable[bytes]
-    length: str | None = None
-    """Content-Length of a body in pieces; None to send it in chunks."""
+    length: str | None = None  # Content-Length of a body in pieces; None to send it in chunks.
 
     def frame(self) -> list[Header]:
         """The header for the end of the body: a length, or chunks."""
@@ -115,8 +111,7 @@ class Reply:
 @dataclass(eq=False)
 class _InFlight:
     connection: httpcore.AsyncHTTPConnection
-    heard_s: float
-    """When the last byte of the answer arrived, or else when the request began."""
+    heard_s: float  # When the last byte of the answer arrived, or else when the request began.
 
 
 class Upstream:

@@ -29,13 +29,11 @@ class Command:
     """One subcommand, with its lines in `redraft --help`: a recipe, or several parts of one name each."""
 
     group: Group
-    module: str
-    """The recipe; empty for a command of parts."""
+    module: str  # The recipe; empty for a command of parts.
     summary: str
     example: str
     parts: Mapping[str, Part] = field(default_factory=dict)
-    default: str = ""
-    """The part to run if the first argument names none; empty if it has to."""
+    default: str = ""  # The part to run if the first argument names none; empty if it has to.
 
 
 COMMANDS = {

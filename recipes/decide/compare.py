@@ -54,14 +54,11 @@ from redraft.recipes.decide.made_drafts import (
 )
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
 
-FILES = ("model", FOLDER)
-"""Keys of a --speculative-config for the draft's folder."""
+FILES = ("model", FOLDER)  # Keys of a --speculative-config for the draft's folder.
 
-ROUNDS = "rounds"
-"""Folder in --output of the finished rounds."""
+ROUNDS = "rounds"  # Folder in --output of the finished rounds.
 
-FIRST_PROBLEMS = 4
-"""Every fourth prompt is for the first rounds. The others confirm."""
+FIRST_PROBLEMS = 4  # Every fourth prompt is for the first rounds. The others confirm.
 
 ROWS_PROMPTS = 32
 """Requests in flight without a draft that compute as many rows as eight requests with three draft tokens."""
@@ -246,8 +243,7 @@ class Rounds:
 
     def __init__(self, cfg: Config, target: TargetFolder, mode: Mode, modes: Mapping[Mode, float]) -> None:
         self.cfg, self.target, self.mode, self.modes = cfg, target, mode, modes
-        self.groups: list[Results] = []
-        """The rounds of every group, once."""
+        self.groups: list[Results] = []  # The rounds of every group, once.
 
     def measure_first(self, candidates: Sequence[Candidate], prompts: Sequence[Prompt]) -> Results:
         """Rounds of a group of drafts with the most draft tokens, beside the target alone.

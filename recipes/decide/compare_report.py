@@ -17,8 +17,7 @@ from redraft.eval.serving.drafts import Choice
 from redraft.eval.serving.rounds import PLAIN, Results, compare, merge
 from redraft.recipes.decide.compare_config import parse_trained
 
-LOADS = (1, 8)
-"""Requests in flight."""
+LOADS = (1, 8)  # Requests in flight.
 
 ONE, MANY = LOADS
 

@@ -47,8 +47,7 @@ LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
 
 MAX_PROMPT_TOKENS = 360
 
-CHECKPOINTS = "checkpoints"
-"""Folder of a training's checkpoints in its run."""
+CHECKPOINTS = "checkpoints"  # Folder of a training's checkpoints in its run.
 
 HEAD_REQUESTS = 4
 """A head behind counted answers drafts in steps of at most so many requests. In larger ones a token costs more to
@@ -61,16 +60,13 @@ class Making:
 
     target: TargetFolder
     output: Path
-    answers: str | None
-    """Answers of the target; None if nothing is trained or counted."""
-    prompts: Path
-    """Conversations that the trainings forecast on: those of the first rounds."""
+    answers: str | None  # Answers of the target; None if nothing is trained or counted.
+    prompts: Path  # Conversations that the trainings forecast on: those of the first rounds.
     num_prompts: int
     num_speculative_tokens: int
     max_tokens: int
     minutes: float
-    flags: tuple[str, ...] = ()
-    """Further flags of every training."""
+    flags: tuple[str, ...] = ()  # Further flags of every training.
     resume: bool = False
     overwrite: bool = False
     made: set[Path] = field(default_factory=set)

@@ -32,10 +32,8 @@ class Part:
     """A file inside a wheel."""
 
     requirement: str
-    sha256: str
-    """Checksum of the wheel, in hex."""
-    suffix: str
-    """End of the file's name."""
+    sha256: str  # Checksum of the wheel, in hex.
+    suffix: str  # End of the file's name.
 
 
 ANSWERS = Path(__file__).parent / "assets" / "smollm2-answers.jsonl.zst"

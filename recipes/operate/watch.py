@@ -45,10 +45,8 @@ class Config:
 
 
 class Reading(NamedTuple):
-    counts: AcceptanceCounts
-    """Since the server started, summed over its engines."""
-    pace: str
-    """Draft tokens by batch size, if the server chooses them live."""
+    counts: AcceptanceCounts  # Since the server started, summed over its engines.
+    pace: str  # Draft tokens by batch size, if the server chooses them live.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +55,8 @@ class Poll:
 
     counts: dict[str, AcceptanceCounts]
     """Counts by server since it was last read; in the first round, since the server's start."""
-    away: dict[str, str]
-    """Unreadable servers, with the reason."""
-    paces: dict[str, str]
-    """`Reading.pace` of servers that have one."""
+    away: dict[str, str]  # Unreadable servers, with the reason.
+    paces: dict[str, str]  # `Reading.pace` of servers that have one.
     durations_s: dict[str, float]
     """Time by server since it was last read; empty in the first round."""
 

@@ -111,8 +111,7 @@ class Run:
     """All devices at work."""
 
     tokens_per_s: float
-    targets: int
-    """Devices that serve the target; in a cached run they serve first, and train then."""
+    targets: int  # Devices that serve the target; in a cached run they serve first, and train then.
     trainers: int
 
 
@@ -121,13 +120,11 @@ class OnDevice:
     """The time and memory of a step on one kind of device."""
 
     step_s: float
-    tokens_per_s: float
-    """Speed of one device that trains."""
+    tokens_per_s: float  # Speed of one device that trains.
     mfu: float
     """Counted FLOPs over the time and the device's best, the target's pass included if it is in the step, and nothing
     that is computed a second time."""
-    memory_bytes: float
-    """Peak of one device that trains, after sharding."""
+    memory_bytes: float  # Peak of one device that trains, after sharding.
     fits: bool
     run: Run | None
     """The whole training; None if the step does not fit, or the devices are too few."""
@@ -139,8 +136,7 @@ class Result:
 
     plan: Plan
     step: Counted
-    served: Counted | None
-    """The target's pass elsewhere."""
+    served: Counted | None  # The target's pass elsewhere.
     on: dict[str, OnDevice]
 
 
