@@ -5,8 +5,7 @@ prompts may carry most of a sum, so the degrees of freedom count prompts by thei
 N - 1, as with the percentile bootstrap, intervals over 16 prompts of unequal length hold the truth in 88% to 92% of
 cases instead of 95%. `python -m benchmarks.decisions` measures the coverage.
 
-N = prompts.
-"""
+N = prompts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The hardware and software of this machine, and the mismatches among them.
 
-Importing this loads neither torch nor the engine, because either may be broken.
-"""
+Importing this loads neither torch nor the engine, because either may be broken."""
 
 from __future__ import annotations
 
@@ -40,8 +39,6 @@ SHOWN = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safet
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The input of `diagnose`."""
-
     python: str
     versions: dict[str, str]  # Installed distributions, by normalised name.
     requirements: tuple[str, ...]  # Requirements in redraft's metadata, including those of extras.
@@ -135,7 +132,6 @@ def describe(facts: Facts) -> str:
 
 
 def gather(output: Path, *, import_engine: bool) -> Facts:
-    """Collect the facts of this machine; `output` is the folder for runs."""
     distributions = importlib.metadata.distributions()
     versions = {_normalised(d.metadata["Name"]): d.version for d in distributions if d.metadata["Name"]}
     torch_cuda, gpus = _torch_devices()
@@ -219,7 +215,6 @@ def _engines(facts: Facts) -> list[str]:
 
 
 def _is_installed(facts: Facts, extra: str) -> bool:
-    """True if any package of one of redraft's optional extras is installed."""
     asked = [r for r in map(Requirement, facts.requirements) if r.marker and r.marker.evaluate({"extra": extra})]
     return any(_normalised(requirement.name) in facts.versions for requirement in asked)
 

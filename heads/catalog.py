@@ -3,8 +3,7 @@
 To add a family, write a module with a `Config` and an implementation of `heads.draft.Draft`, and add a row here.
 Training, export, forecast, doctor, serving and the learner need nothing else.
 
-Standard library only. The fields of a row are in `heads.family`.
-"""
+Standard library only. The fields of a row are in `heads.family`."""
 
 from __future__ import annotations
 
@@ -276,12 +275,10 @@ def find_method(method: str | None, *, parallel_drafting: bool = False) -> Famil
 
 
 def find_speculative(config: Mapping[str, Any]) -> Family | None:
-    """The row of a --speculative-config; None if there is none."""
     return find_method(config.get("method"), parallel_drafting=bool(config.get("parallel_drafting")))
 
 
 def list_lookups() -> list[str]:
-    """Names of the families without a folder, which look tokens up in the text."""
     return [family.name for family in FAMILIES if family.is_lookup and not family.tensors]
 
 

@@ -1,8 +1,7 @@
 """The type of a row in the table of draft families (`heads.catalog`).
 
 Standard library only: the module of a draft, and with it torch, is imported when a row is asked for
-the class.
-"""
+the class."""
 
 from __future__ import annotations
 
@@ -75,8 +74,6 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One row of the table."""
-
     name: str  # In flags, TOML files and the `redraft` section of an exported config.json.
     title: str  # In reports.
     draft: str = ""

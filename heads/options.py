@@ -1,7 +1,6 @@
 """The options of every family of drafts: the flags `--head.*`, and `--draft.*` of a standalone draft.
 
-Standard library only, because help texts and control planes read them without torch.
-"""
+Standard library only, because help texts and control planes read them without torch."""
 
 from __future__ import annotations
 
@@ -38,7 +37,6 @@ class Eagle1(LayerSizes):
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
         return self.num_steps
 
 
@@ -67,7 +65,6 @@ class Eagle3(LayerSizes):
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
         return self.num_steps
 
 
@@ -105,7 +102,6 @@ class DFlash(LayerSizes):
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens of a block."""
         return self.block_size - self.first_slot
 
 
@@ -130,7 +126,6 @@ class DSpark(DFlash):
 
     @property
     def first_slot(self) -> int:
-        """The slot of a block that proposes the first token."""
         return 0 if self.sample_from_anchor else 1
 
 
@@ -180,7 +175,6 @@ class PEagle(LayerSizes):
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
         return self.num_steps
 
 
@@ -197,7 +191,6 @@ class Medusa:
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
         return self.num_heads
 
 
@@ -215,7 +208,6 @@ class Mtp:
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
         return self.num_steps
 
 
@@ -234,7 +226,6 @@ class MLPSpeculator:
 
     @property
     def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
         return self.num_stages
 
 

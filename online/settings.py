@@ -8,8 +8,7 @@
 The string under a field documents it. A field's metadata may hold `example`, a value to print in place of the
 default, and `listed: False`, which keeps the field out of the printed example.
 
-This module knows no settings: each dataclass lives with the code it configures.
-"""
+This module knows no settings: each dataclass lives with the code it configures."""
 
 from __future__ import annotations
 
@@ -71,7 +70,6 @@ def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = 
 
 
 def render_example(config_type: type) -> str:
-    """A complete TOML file: every key with documentation and default."""
     return "\n".join(_render_section(config_type, ""))
 
 

@@ -1,7 +1,6 @@
 """Five conditions on a turn before it is learned.
 
-A wrong loss mask lowers acceptance, and shows nowhere else.
-"""
+A wrong loss mask lowers acceptance, and shows nowhere else."""
 
 from __future__ import annotations
 
@@ -85,7 +84,6 @@ def dense(text: str) -> str:
 
 
 def is_in(part: str, text: str) -> bool:
-    """Whether `text` shows `part`, however reflowed."""
     return part.strip() in text or dense(part) in dense(text)
 
 

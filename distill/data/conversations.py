@@ -215,7 +215,6 @@ class Loaded:
     """Files of a folder that are not read, by suffix."""
 
     def lines(self) -> Iterator[str]:
-        """A line for each kind of thing not read, and one with the columns."""
         if self.other_files:
             yield f"files not read: {_join(self.other_files)}"
         if self.columns.read:

@@ -7,8 +7,7 @@ Long answers are cut at the end of a line and continue in further turns, so mult
 order and the text depend only on the installed Python version.
 
 A third kind has questions only, for a target to answer (`function_questions`): complete a function, given its signature
-and docstring.
-"""
+and docstring."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ class PieceEncoder:
         return [pieces.ids(some).tolist() for some in places]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, by the tokenizer alone."""
         options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
         encoded: list[list[int]] = self.tokenizer(texts, verbose=False, **options)["input_ids"] if texts else []
         return encoded

@@ -246,7 +246,6 @@ def _begins_row(torn: bytes) -> bool:
 
 
 def _questions(conversation: Conversation) -> list[Message]:
-    """All messages but the assistant's; none for a plain document."""
     if is_plain_text(conversation):
         return []
     return [message for message in conversation["messages"] if message["role"] != "assistant"]

@@ -2,8 +2,7 @@
 
 Most chat templates do not mark the assistant's text, so it is found by comparing renderings. The prompt of turn i is
 `render(messages[:i], add_generation_prompt=True)`, and the answer is the rest of `render(messages[:i + 1])`, up to and
-including the end of the turn.
-"""
+including the end of the turn."""
 
 from __future__ import annotations
 
@@ -210,7 +209,6 @@ class Renderer:
         return tail[: found.end()] if found and is_next else ""
 
     def find_end(self, tail: str) -> str:
-        """The first stop token in `tail`; empty if there is none."""
         found = self._end.search(tail)
         return found.group() if found else ""
 
@@ -220,7 +218,6 @@ class Renderer:
         return next((token for token in tokens if answer.endswith(token)), "")
 
     def through_special(self, tail: str) -> str:
-        """`tail` up to and including the first special token; empty if there is none."""
         found = self.special.search(tail)
         return tail[: found.end()] if found else ""
 
@@ -284,7 +281,6 @@ def count_unprompted(messages: Sequence[Message]) -> int:
 
 
 def _is_answer(message: Message) -> bool:
-    """Whether the assistant said or called something."""
     return message["role"] == "assistant" and bool(message["content"].strip() or message.get("tool_calls"))
 
 

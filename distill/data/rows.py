@@ -92,7 +92,6 @@ def _is_on_hub(path: Path) -> bool:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a folder was written by `save_to_disk` of the library datasets."""
     return (folder / SPLITS).is_file() or (
         (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     )
@@ -138,7 +137,6 @@ def table_format(path: Path, suffixes: tuple[str, ...] = TABLES) -> str | None:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A file's bytes, decompressed if its name ends in .gz or .zst."""
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     if path.suffix == ".zst":

@@ -37,8 +37,6 @@ parallel, with some hundred bytes of memory for each token."""
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One document to train on."""
-
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     """Token t is a label: written by the assistant, or the end-of-turn token."""
@@ -99,16 +97,13 @@ class SampleStats:
         self.examples.setdefault(reason, question[:80])
 
     def chosen_arguments(self) -> Arguments:
-        """The template arguments of most answers, to serve with."""
         return dict(json.loads(self.arguments.most_common(1)[0][0])) if self.arguments else {}
 
     def describe_arguments(self) -> str:
-        """The template arguments by number of answers; empty if all are the default."""
         named = [f"{key} for {count:,} answers" for key, count in self.arguments.most_common()]
         return f"template arguments: {', '.join(named)}" if set(self.arguments) - {"{}"} else ""
 
     def losses(self) -> Iterator[str]:
-        """A phrase for everything that is cut or left out, with its number."""
         counts = {
             "conversations without an assistant turn": self.without_answer,
             "opening answers with no question before them": self.unprompted,
@@ -248,7 +243,6 @@ def held_out_prompts(
 
 
 def choose_arguments(conversations: Sequence[Conversation], tokenizer: Any, day: datetime.date | None) -> Arguments:
-    """The template arguments with which most answers of some conversations begin."""
     render, counts = Renderer(tokenizer, {}, day), SampleStats()
     if tokenizer.chat_template is None or len(render.arguments) == 1:
         return {}

@@ -1,7 +1,6 @@
 """Inputs of a chat template, found in its syntax tree.
 
-They are the arguments that switch the reasoning, and contents as lists of parts.
-"""
+They are the arguments that switch the reasoning, and contents as lists of parts."""
 
 from __future__ import annotations
 

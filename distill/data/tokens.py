@@ -7,8 +7,7 @@ tokens/3f2a.../                 the name is a hash of everything on which the to
   train.keys     32 bytes       each sample's conversation, by hash
   train.domains  int16          the domain, as a place in `about.json`
   held-out.*                    the same
-  about.json                    origin, counts, held-out prompts
-"""
+  about.json                    origin, counts, held-out prompts"""
 
 from __future__ import annotations
 

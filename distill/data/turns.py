@@ -166,8 +166,6 @@ class TurnWriter:
 
 
 class _Answer:
-    """One answer to write, with its renderings so far."""
-
     def __init__(
         self, writer: TurnWriter, before: list[Message], tools: list[Tool] | None, message: Message, *, is_ended: bool
     ) -> None:
@@ -181,7 +179,6 @@ class _Answer:
 
     @cached_property
     def _parts(self) -> tuple[str, str]:
-        """(reasoning, text said)."""
         return self.writer.split(self.message)
 
     @cached_property
@@ -214,7 +211,6 @@ class _Answer:
         return _Answer(self.writer, QUESTION, None, self.message, is_ended=self.is_ended)
 
     def write(self, choice: Choice) -> Turn | str:
-        """The turn, or the reason why this choice does not fit."""
         way, arguments = choice
         prompt, whole = self._render(arguments)
         if way == "alone":
@@ -324,7 +320,7 @@ class _Answer:
         return text if said.strip() else text[: text.rfind(thought) + len(thought)]
 
     def _end_calls(self, text: str, arguments: Arguments) -> str:
-        """An answer with calls, up to the special token after them, or that of the next turn."""
+        """An answer with calls, up to the special token after them, or before the next turn."""
         last = None
         if self.writer.ends_calls(arguments):
             *_, last = self.render.special.finditer(text)

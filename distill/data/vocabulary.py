@@ -1,7 +1,6 @@
 """The reduced vocabulary of a draft head: the most frequent labels of the data.
 
-V = target vocabulary, W = draft vocabulary.
-"""
+V = target vocabulary, W = draft vocabulary."""
 
 from __future__ import annotations
 

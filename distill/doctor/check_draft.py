@@ -6,8 +6,7 @@ numeric     vLLM's drafter beside the draft's training steps       eval.parity.c
 acceptance  in vLLM, beside the forecast of publication            eval.parity.acceptance
 readings    would the same weights accept more, read otherwise?    distill.doctor.readings
 
-The last three are in `distill.doctor.in_engine`.
-"""
+The last three are in `distill.doctor.in_engine`."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def check_draft(
     num_speculative_tokens: int | None,
     engine: EngineCheck | None,
 ) -> Checked:
-    """All checks of a draft; without `engine`, only those of its folder.
+    """All checks of a draft; without `engine`, its folder alone.
 
     Args:
         target: Folder or hub name.
@@ -77,7 +76,6 @@ def check_draft(
 
 
 def check_folder(pair: Pair, method: str | None, num_speculative_tokens: int | None) -> tuple[Checked, int]:
-    """The checks that need no engine, and the number of tokens to draft."""
     recorded = read_section(pair, "prove").get("num_speculative_tokens")
     # As many as it was published with, so the forecast can be compared; else 3, or fewer for a short head.
     most = pair.family.max_tokens(pair.config) or DEFAULT_NUM_TOKENS
@@ -103,7 +101,6 @@ def _check_labels(pair: Pair, checked: Checked) -> None:
 
 
 def _may_run(pair: Pair, checked: Checked) -> bool:
-    """Whether the engine can say more. If not, a note gives the reason."""
     if pair.family.method is None:
         return False
     try:

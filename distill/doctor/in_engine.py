@@ -1,7 +1,6 @@
 """A draft in the real engine: compared with training number by number, and its acceptance with the forecast's.
 
-plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, acceptance, other readings of the weights
-"""
+plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, acceptance, other readings of the weights"""
 
 from __future__ import annotations
 
@@ -81,8 +80,6 @@ class EngineCheck:
 
 @dataclass(kw_only=True)
 class Plan:
-    """An engine's run for one draft, and what it can be compared with."""
-
     run: EngineRun
     stored: StoredForecast | None
     are_held_out: bool  # The prompts come from the data of the draft's training, or from --prompts.

@@ -1,8 +1,7 @@
 """The training labels of one fixed conversation, recorded for a comparison with serving later.
 
 After an edited chat template, another tokenizer, or a loss mask shifted by one token, the draft has learned other rows
-than it drafts. The weights do not show it.
-"""
+than it drafts. The weights do not show it."""
 
 from __future__ import annotations
 
@@ -35,7 +34,6 @@ def label_probe(tokenizer: Any, day: datetime.date | None = None) -> dict[str, l
 
 
 def compare_probes(trained: Mapping[str, Sequence[int]], served: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    """The differences between the recorded probe and one made with the served template and tokenizer."""
     ids, served_ids = list(trained["input_ids"]), list(served["input_ids"])
     labels, served_labels = list(trained["labels"]), list(served["labels"])
     if ids != served_ids:

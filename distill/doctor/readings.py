@@ -4,8 +4,7 @@ A converter that swaps two tensors, or a config that names the wrong layers, lea
 with vLLM number by number, and is just poor. Its tensors cannot show this, but acceptance can: every other reading is
 tried on the target's answers, and one that accepts clearly more is the right one.
 
-V = target vocabulary, W = draft vocabulary, D = hidden, N = rows of a matrix or prompts.
-"""
+V = target vocabulary, W = draft vocabulary, D = hidden, N = rows of a matrix or prompts."""
 
 from __future__ import annotations
 
@@ -337,7 +336,7 @@ def _list_mask_tokens(pair: Pair, num_embeddings: int) -> list[int]:
     special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
     reserved = sorted(index for text, index in special.items() if "reserved" in text or "unused" in text)
     found = [
-        # The first row without a token is redraft's choice, and that of DFlash's authors for Qwen3.
+        # The first row without a token is redraft's choice, and DFlash's authors take it for Qwen3.
         len(tokenizer),
         # A config of another tool may hold the right one under another name.
         *_named_tokens(pair.config),

@@ -11,7 +11,6 @@ from redraft.heads.doctor.pair import Pair
 
 
 def read_section(pair: Pair, section: str) -> dict[str, Any]:
-    """A section of the training config; empty if it is not known."""
     return dict((pair.provenance or {}).get("config", {}).get(section) or {})
 
 

@@ -86,7 +86,6 @@ def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
 
 
 def _wide(scratch: Scratch, temperature: float, name: str, logits_MV: Tensor) -> Tensor:
-    """A copy of logits / temperature in float32 or wider."""
     dtype = torch.promote_types(logits_MV.dtype, torch.float32)
     z_MV = scratch(f"log {name}", logits_MV.shape, dtype, logits_MV.device).copy_(logits_MV)
     return z_MV if temperature == 1 else z_MV.div_(temperature)

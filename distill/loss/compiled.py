@@ -3,8 +3,7 @@
 R = target rows of a block, M = draft rows compared with it, W = draft vocabulary.
 
 The operations of `distill.loss.blocks` make a dozen passes over [M, W], and each is too short to use all cores well.
-Compiled they make four.
-"""
+Compiled they make four."""
 
 from __future__ import annotations
 
@@ -85,7 +84,6 @@ def _compiled_rows(divergence: Divergence, cap: float | None) -> Callable[..., T
 
 
 def _wide(logits_MW: Tensor, temperature: float) -> Tensor:
-    """logits / temperature in float32 or wider."""
     z_MW = logits_MW.to(torch.promote_types(logits_MW.dtype, torch.float32))
     return z_MW if temperature == 1 else z_MW / temperature
 

@@ -17,8 +17,7 @@ a block is a few PyTorch operations (`distill.loss.blocks`).
 A draft with a low-rank bias has a second product in the logits, and the same two matmuls for the gradients of that one.
 The gradient is computed on the way, so backward only scales it. Matmuls run in the dtype of the hidden states (or of
 autocast), or in float32 if a CPU is faster in it (`distill.loss.products`); the softmax and all sums in float32, or in
-float64 if the inputs are float64.
-"""
+float64 if the inputs are float64."""
 
 from __future__ import annotations
 
@@ -252,8 +251,6 @@ class _Factors:
 
 @dataclass(frozen=True)
 class _Step:
-    """The operands of one draft step, and the results so far."""
-
     factors: Sequence[_Factors]
     draft_ids_W: Tensor | None
     cap: float | None
@@ -424,7 +421,6 @@ class _Group:
 
     @property
     def slices(self) -> list[slice]:
-        """The rows of each part."""
         ends = [0, *accumulate(len(part.rows_M) for part in self.parts)]
         return [slice(*bounds) for bounds in pairwise(ends)]
 
@@ -605,5 +601,4 @@ class _KernelChunk:
 
 
 def _or_minus_one(columns: Tensor, reachable: Tensor) -> Tensor:
-    """int32: the kernels' columns."""
     return torch.where(reachable, columns, -1).int()

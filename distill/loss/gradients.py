@@ -4,8 +4,7 @@ M = rows, X = outcomes compared (see `distill.loss.outcomes`). The draft's logit
 
 A divergence D(q) has dD/dz = q (g - sum_v q g) with g = dD/dq. Each function below computes it in a form in which no
 large terms cancel. Autograd would make a dozen more passes over [M, X]. The functions may overwrite q and log q, to
-save memory, but not p and log p, which other draft steps share.
-"""
+save memory, but not p and log p, which other draft steps share."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 p may sum to less than one over them. The rest of p is on ids outside the draft vocabulary, where q = 0: alpha counts it
 as certain rejection, and p is never renormalised.
 
-M = rows, W = draft vocabulary, K = kept top-k ids.
-"""
+M = rows, W = draft vocabulary, K = kept top-k ids."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ M = draft rows, D = hidden, W = vocabulary.
 
 On many CPUs a product in bfloat16 takes longer than one in float32, because only some have units for it. There the
 products run in float32. A head in bfloat16 is then widened tile by tile, on the way into each product: a copy of the
-whole head would take twice the head's memory.
-"""
+whole head would take twice the head's memory."""
 
 from __future__ import annotations
 
@@ -143,5 +142,4 @@ class Gradient:
         self.is_begun = True
 
     def finish(self) -> Tensor:
-        """The sum; zero if nothing was added."""
         return self.total if self.is_begun else self.total.zero_()

@@ -4,8 +4,7 @@ C = target rows of a chunk, M = draft rows compared with them, V = target vocabu
 K = kept top-k ids.
 
 As operations they run under `torch.compile`, and `redraft plan` counts them without a GPU. On a CPU
-they run in Triton's interpreter only, for tests.
-"""
+they run in Triton's interpreter only, for tests."""
 
 from __future__ import annotations
 

@@ -64,8 +64,6 @@ DEVICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A sum of operations."""
-
     flops: int = 0
     num_bytes: int = 0
     calls: int = 0
@@ -73,7 +71,6 @@ class Work:
 
 
 def add_up(operations: Counter[Operation], chosen: Iterable[Operation]) -> Work:
-    """The sum of the `chosen` operations, as often as each ran."""
     kept = [(work, operations[work]) for work in chosen]
     return Work(
         flops=sum(work.flops * times for work, times in kept),
@@ -84,7 +81,6 @@ def add_up(operations: Counter[Operation], chosen: Iterable[Operation]) -> Work:
 
 
 def parts_of(operations: Counter[Operation]) -> list[str]:
-    """The parts of the code, in the order in which they ran."""
     return list(dict.fromkeys(work.part for work in operations))
 
 

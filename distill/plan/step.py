@@ -35,8 +35,6 @@ TARGET, DRAFT, LOSS, BACKWARD, OPTIMIZER = "target", "draft", "divergence", "bac
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The sizes of a step on one device."""
-
     family: str
     target: Any  # The text config of the target.
     head: Any  # The family's options; for a standalone draft, the text config of the draft.
@@ -71,8 +69,6 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """The work of one step, and the memory at the worst moment."""
-
     operations: Counter[Operation]
     memory: Counter[str]  # Bytes by holder.
     gradient_bytes: int = 0
@@ -126,7 +122,6 @@ def count_step(
 
 
 def count_target(plan: Plan, *, weightless: bool = True) -> Counted:
-    """The target's pass over one batch, as servers do it."""
     with Count(weightless=weightless) as count:
         with _making(weightless):
             model = _make_model(plan.target, plan.dtype)

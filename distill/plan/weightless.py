@@ -7,8 +7,7 @@
     count.memory                                 live bytes at the worst moment, by holder
 
 The mode sees the operations below autograd and autocast, as kernels. Floating-point tensors are weightless. Small
-tensors of integers keep values, so code may branch on the ids, masks and documents of a batch.
-"""
+tensors of integers keep values, so code may branch on the ids, masks and documents of a batch."""
 
 from __future__ import annotations
 
@@ -163,7 +162,6 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Operation:
-    """The work of an operation with these arguments and results."""
     packet, num_bytes = func._overloadpacket, count_bytes(func, args, kwargs, made)
     if packet in ATTENTION:
         return Operation(part, "attention", ATTENTION[packet](*args, **kwargs), num_bytes)
@@ -316,7 +314,6 @@ class Memory:
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def see(self, tensors: Iterable[Tensor]) -> None:
-        """Take new storages into the account, as activations."""
         for x in tensors:
             storage = _storage(x)
             if storage._cdata not in self._holders:
@@ -326,7 +323,6 @@ class Memory:
             self.peak = self.live.copy()
 
     def hold(self, holder: str, tensors: Iterable[Tensor]) -> None:
-        """Book these tensors under another name than activations."""
         for x in tensors:
             storage = _storage(x)
             if storage._cdata not in self._holders:
@@ -337,7 +333,6 @@ class Memory:
             self.live[holder] += num_bytes
 
     def restart(self) -> None:
-        """Forget the worst moment so far."""
         self.peak = self.live.copy()
 
     def _watch(self, storage: Any) -> None:

@@ -5,8 +5,7 @@
     a new start ──────► forecast ─┘                                                       no ─► keep OLD
 
 After a fine-tune, the head of the base model is the better start; a standalone draft of target layers is better begun
-with those of the fine-tune. So both starts are forecast, on answers of the new target.
-"""
+with those of the fine-tune. So both starts are forecast, on answers of the new target."""
 
 from __future__ import annotations
 
@@ -117,7 +116,7 @@ def _choose(folder: RunFolder, forecasts: Mapping[Start, Forecast | None]) -> St
 
 
 def _options(head: Any) -> Any:
-    """The options of a head. The `config` of a P-EAGLE head is that of an EAGLE-3 head, its first layer."""
+    """The options of a head. The `config` of a P-EAGLE head describes its first layer, an EAGLE-3 head."""
     return getattr(head, "options", head.config)
 
 

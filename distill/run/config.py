@@ -4,8 +4,7 @@
       ├─ HeadConfig[Options]     of heads: `head` holds the family's options (`heads.options`)
       └─ StandaloneConfig        of standalone drafts
 
-`make_config` gives the defaults of a family, from its row in `heads.catalog`.
-"""
+`make_config` gives the defaults of a family, from its row in `heads.catalog`."""
 
 from __future__ import annotations
 

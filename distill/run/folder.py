@@ -6,8 +6,7 @@ outputs/NAME/
   metrics.jsonl             one line per logged step
   checkpoints/step-000100/  published with a manifest; the newest two are kept
   best/                     with --loop.stop-by acceptance: the checkpoint of the best evaluation
-  draft/                    the exported draft
-"""
+  draft/                    the exported draft"""
 
 from __future__ import annotations
 
@@ -150,7 +149,6 @@ class RunFolder:
                 shutil.rmtree(old)
 
     def save_best(self, step: int, write: Callable[[Path], None]) -> None:
-        """Publish a checkpoint of `step` in place of the best one before."""
         self._publish(self.folder / "best", step, write)
 
     def restore_best(self, read: Callable[[Path], None]) -> None:

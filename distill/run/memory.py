@@ -161,7 +161,6 @@ def _size(target: TargetFolder) -> TargetSizes:
 
 
 def sharing_of(accelerator: Accelerator) -> Sharing:
-    """How the launch shares a draft out."""
     ranks: int = accelerator.num_processes
     if accelerator.distributed_type == DistributedType.FSDP:
         if isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):

@@ -132,7 +132,6 @@ def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
 
 
 def describe_origin(run: Run) -> dict[str, Any]:
-    """The provenance of a draft that is exported now."""
     folder, data, target = run.folder, run.data, run.opened
     return {
         "command": sys.argv,

@@ -9,8 +9,7 @@ A head needs the streams of every token anyway. The last hidden state makes the 
 the target's head, and takes 8 KB per token at D = 4096; a row of logits takes 256 KB at a vocabulary of 128k.
 
 B = batch, T = tokens, N = rows, D = hidden, K = kept top-k ids, L = auxiliary layers, V = vocabulary,
-S = numbers stored of one state: D, or D + 4 bytes in float8.
-"""
+S = numbers stored of one state: D, or D + 4 bytes in float8."""
 
 from __future__ import annotations
 
@@ -122,8 +121,6 @@ class HiddenStates:
 
 
 class CachedTarget:
-    """The signal read from a cache of `TopK`."""
-
     def __init__(self, folder: Path, *, target: str, data: str) -> None:
         """Raises ValueError if the cache is incomplete or was written for another target or other data."""
         self._shards = Shards(folder, target=target, data=data)

@@ -68,7 +68,6 @@ class Endpoint:
         await self._client.aclose()
 
     async def model(self) -> str:
-        """The model's name in requests."""
         if self._model is None:
             self._model = str((await self._request("GET", "/v1/models"))["data"][0]["id"])
         return self._model

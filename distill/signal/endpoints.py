@@ -36,7 +36,6 @@ class Member:
 
     @contextmanager
     def busy(self, tokens: int) -> Iterator[None]:
-        """Count one request of `tokens` prompt tokens as in flight."""
         self.requests, self.tokens = self.requests + 1, self.tokens + tokens
         try:
             yield

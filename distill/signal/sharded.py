@@ -7,8 +7,7 @@ On several machines each machine holds all layers, if they leave enough memory: 
 and not over the network.
 
 All ranks make a pass together. In training all of them make the same number. A forecast, and all else that rank 0 does
-by itself, is done in `leading`: the others then make a pass whenever it makes one.
-"""
+by itself, is done in `leading`: the others then make a pass whenever it makes one."""
 
 from __future__ import annotations
 
@@ -40,8 +39,6 @@ activations."""
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSizes:
-    """Bytes of a target's weights."""
-
     outside: int  # Embeddings, final norm and head.
     layers: tuple[int, ...]
 
@@ -150,7 +147,6 @@ def _fill(model: Any, whole: dict[str, Tensor] | None, device: torch.device) -> 
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether a pass of the model is a work of all ranks."""
     return hasattr(model, "get_decoder") and isinstance(language_model(model), FSDPModule)
 
 

@@ -8,8 +8,7 @@ The key of a document is a hash of tokens and mask, so training may pack and shu
 A shard is renamed into place when it is complete, so an interrupted writer continues after the last one. Each document
 has a CRC-32, checked when it is first read: training can start without reading terabytes first.
 
-B = batch, T = tokens, N = rows.
-"""
+B = batch, T = tokens, N = rows."""
 
 from __future__ import annotations
 
@@ -266,7 +265,6 @@ class Shards:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `folder` holds a cache with all shards."""
     return (folder / HEADER).exists() and not _count_missing(folder, read_header(folder))
 
 

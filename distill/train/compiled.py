@@ -3,8 +3,7 @@
 target       each transformer layer, in the calls of its signal only (`running_compiled`)
 draft        each layer, in place: forward and backward
 divergence   on a CPU, the operations on a block of logits (`distill.loss.compiled`); a GPU has kernels for them
-as it was    attention over ranges of keys, embeddings, the optimizer
-"""
+as it was    attention over ranges of keys, embeddings, the optimizer"""
 
 from __future__ import annotations
 

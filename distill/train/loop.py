@@ -51,8 +51,6 @@ TIMED_STEPS = 3  # Steps to measure the speed of training by, after a first one 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedData:
-    """Text to train on, and held-out text and prompts to evaluate on."""
-
     train: PackedDataset
     held_out: PackedDataset
     prompts: list[Prompt]
@@ -69,7 +67,7 @@ class TrainingCost:
     peak_rss_mib: float
     skipped_steps: int
     exported_step: int
-    """The step whose draft is exported: the last one, or that of the best evaluation."""
+    """The step whose draft is exported: the last one, or the best evaluation's."""
 
 
 def write_offline_unless_logged_in() -> None:

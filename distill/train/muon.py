@@ -4,8 +4,7 @@ Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon/), whose coeffici
 singular values. AdamW follows them; Muon moves the directions in which few tokens pull as far as the others, so a draft
 learns more from each label. Vectors, embeddings and output heads, with a row for each token, stay with AdamW.
 
-R = rows, C = columns of a matrix.
-"""
+R = rows, C = columns of a matrix."""
 
 from __future__ import annotations
 

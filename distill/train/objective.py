@@ -1,8 +1,7 @@
 """The loss of a training step: draft steps -> labelled rows -> the target's rows -> divergence.
 
 B = batch, T = tokens, D = hidden, V = target vocabulary, K = kept top-k ids, S = draft steps,
-M = labelled rows of a draft step, N = rows of the target.
-"""
+M = labelled rows of a draft step, N = rows of the target."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The processes of one run. None outlives the launcher, and accelerate shards over CPU ranks as over GPUs.
 
 accelerate launch, torchrun ──► rank 0, 1, ...     `make_accelerator` of `distill.train.loop` joins them
-        killed? the kernel kills these ──┘
-"""
+        killed? the kernel kills these ──┘"""
 
 from __future__ import annotations
 
@@ -79,7 +78,6 @@ def leave(accelerator: Accelerator) -> None:
 
 
 def uses_deepspeed() -> bool:
-    """Whether the launcher asked for DeepSpeed."""
     return _is_requested("DEEPSPEED")
 
 

@@ -1,7 +1,6 @@
 """The training step of every draft: target signal -> draft steps -> divergence -> optimizer.
 
-S = draft steps, N = micro-batches.
-"""
+S = draft steps, N = micro-batches."""
 
 from __future__ import annotations
 
@@ -186,7 +185,6 @@ class Distillation:
         self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
 
     def compile_layers(self) -> None:
-        """`compile_layers` of the draft and the target of this training, and on a CPU the divergence."""
         compile_layers(self.draft, self.target)
         self.accelerator.unwrap_model(self.module).compile_loss()
         is_left = isinstance(self.target, InProcessTarget) and is_sharded(self.target.model)

@@ -1,7 +1,6 @@
 """Counted answers as a proposer of vLLM's V1 model runner.
 
-B = requests of a step, T = tokens of the longest request.
-"""
+B = requests of a step, T = tokens of the longest request."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ VARIABLES = {
 
 
 def counted_env(config: Mapping[str, Any]) -> dict[str, str]:
-    """The part of a config that is about counted answers, as environment variables."""
     return {name: str(config[key]) for key, name in VARIABLES.items() if key in config}
 
 
@@ -35,8 +33,6 @@ def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | Non
 
 
 class Counted:
-    """The proposer of one runner."""
-
     def __init__(self, runner: Any, draft: Retrieval) -> None:
         self.runner, self.draft = runner, draft
 

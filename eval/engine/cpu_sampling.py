@@ -5,8 +5,7 @@ without Triton hands the C++ kernel an int64 *copy* of any other output tensor a
 outputs stay uninitialised memory, so a copy of the target as draft is accepted at random, and the text is wrong too.
 
 `apply_top_k_only` takes the largest top-k of no rows in a step that verifies nothing, and the exception ends the
-engine: one request with `top_k` and without `top_p` is enough.
-"""
+engine: one request with `top_k` and without `top_p` is enough."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 
 def fix_cpu_sampling() -> None:
-    """Replace the kernel before the CPU platform registers it."""
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._expand_kernel_impl = expand_kernel

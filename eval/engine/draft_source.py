@@ -101,7 +101,6 @@ class DraftSource:
 
     @cached_property
     def parts(self) -> tuple[DraftSource, DraftSource]:
-        """The lookup and the head of a mix, each alone."""
         assert self.lookup is not None
         return DraftSource(source=self.lookup), DraftSource(source=self.source)
 
@@ -128,7 +127,6 @@ class DraftSource:
 
     @cached_property
     def is_answers(self) -> bool:
-        """Counted answers, alone."""
         return self.folder is not None and is_retrieval(self.folder)
 
     @property
@@ -138,7 +136,6 @@ class DraftSource:
 
     @property
     def has_answers(self) -> bool:
-        """Counted answers, alone or before a head."""
         return self.is_answers or self.lookup not in (None, NGRAM)
 
     @cached_property
@@ -185,7 +182,6 @@ class DraftSource:
 
 
 def list_without_folder() -> list[str]:
-    """Names of the drafts without a folder: lookups in the text, and layers of the target."""
     return [family.name for family in FAMILIES if (family.is_lookup and not family.tensors) or family.is_in_target]
 
 
@@ -242,7 +238,7 @@ def _match_architecture(config: Mapping[str, Any]) -> Family | None:
 
 
 def _guess_method(config: Mapping[str, Any]) -> str | None:
-    """A method whose name is inside the architecture or model type; that of a draft model for any causal LM."""
+    """A method whose name is inside the architecture or model type; a draft model for any causal LM."""
     architectures = config.get("architectures") or []
     names = " ".join([*architectures, config.get("model_type") or ""]).lower()
     # longest first: eagle is a part of eagle3

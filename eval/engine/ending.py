@@ -1,7 +1,6 @@
 """A patch of vLLM's API server, which otherwise never ends while a client sends half a request or reads nothing.
 
-After SIGTERM and the engine's end, vLLM waits for all connections to close, without a limit.
-"""
+After SIGTERM and the engine's end, vLLM waits for all connections to close, without a limit."""
 
 from __future__ import annotations
 

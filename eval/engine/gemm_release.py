@@ -2,8 +2,7 @@
 
 A draft that takes the target's embedding or output head drops its own, with a handle of oneDNN. Python may collect the
 handle while torch traces the draft. Its finaliser reads a tensor, torch formats that tensor for an error message, and
-the formatting reads it again, until the stack overflows and the engine dies.
-"""
+the formatting reads it again, until the stack overflows and the engine dies."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def patch_gemm_release() -> None:
-    """Release handles outside of any trace."""
     from vllm._custom_ops import CPUDNNLGEMMHandler
 
     CPUDNNLGEMMHandler.__del__ = release_outside_traces(CPUDNNLGEMMHandler.__del__)

@@ -15,7 +15,6 @@ RmsNorm = Callable[[Tensor, Tensor, Tensor | None, float], None]
 
 
 def patch_grouped_norm() -> None:
-    """Norm each layer with its weights."""
     from vllm import _custom_ops
 
     # vLLM's DFlash model calls `ops.rms_norm` through the module, so it sees this even if imported earlier.

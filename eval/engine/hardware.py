@@ -39,7 +39,6 @@ class Machine:
 
     @property
     def without_gpu(self) -> Machine:
-        """The same machine in a process that computes on the CPU."""
         return Machine(cpu_has_bfloat16=self.cpu_has_bfloat16, host_bytes=self.host_bytes)
 
 

@@ -8,8 +8,7 @@ The lookup is of n-grams in the request, or of counted answers. vLLM has no meth
 
 The head reads every accepted token either way, so no keys are missing.
 
-B = requests of a step.
-"""
+B = requests of a step."""
 
 from __future__ import annotations
 
@@ -69,7 +68,6 @@ def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) 
 
 
 def is_mixed(config: Mapping[str, Any]) -> bool:
-    """Whether a speculative config has a head and a lookup before it."""
     return bool(config.get(LOOKUP[1])) and config.get("method") not in ("ngram", "ngram_gpu")
 
 
@@ -94,8 +92,6 @@ def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
 
 
 class Proposer(Protocol):
-    """Proposes tokens as vLLM's runner does."""
-
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
         """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
         the step's new tokens of each request, none of one whose prompt is not read whole."""
@@ -116,8 +112,6 @@ def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Proposer | Non
 
 
 class Ngrams:
-    """vLLM's lookup of n-grams."""
-
     def __init__(self, runner: Any, mixed: Mapping[str, int]) -> None:
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
@@ -128,7 +122,6 @@ class Ngrams:
         self.runner, self.ngrams = runner, NgramProposer(runner.vllm_config)
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
-        """As `Proposer`."""
         batch = self.runner.input_batch
         found: list[list[int]] = self.ngrams.propose(
             scheduled.num_spec_tokens_to_schedule, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu
@@ -146,7 +139,6 @@ class LookupFirst:
         self.propose_by_head = runner.propose_draft_token_ids
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
-        """As `Proposer`."""
         found = self.lookup.propose(scheduled, sampled)
         named = zip(self.runner.input_batch.req_ids, found, strict=False)
         self.looked_up = frozenset(request_id for request_id, match in named if match)

@@ -13,7 +13,6 @@ from redraft.heads.families.retrieval import FOLDER
 
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A speculative config without the settings that reach the engine past vLLM."""
     return {key: value for key, value in lookup_first.vllm_part(config).items() if key not in counted.VARIABLES}
 
 

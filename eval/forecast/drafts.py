@@ -6,8 +6,7 @@ folder, hub name   the draft's steps                            the family's (`h
 counted answers    the same lookup (`redraft retrieval`)        ngram, with `eval.engine.lookups`
 `ngram+FOLDER`     the lookup, and the draft if it finds none   the draft's (`eval.engine.lookup_first`)
 `ANSWERS+FOLDER`   the same with counted answers                the same
-`suffix`           none                                         suffix
-"""
+`suffix`           none                                         suffix"""
 
 from __future__ import annotations
 
@@ -38,8 +37,6 @@ SUFFIX_PACKAGE = "arctic_inference"  # Package for vLLM's suffix decoding.
 
 @dataclass(frozen=True, kw_only=True)
 class NamedDraft:
-    """A draft with a name for the report."""
-
     name: str
     source: str  # Folder, hub name, `ngram`, `suffix` or a mix such as `ngram+FOLDER`.
     family: str
@@ -53,7 +50,6 @@ class NamedDraft:
     notes: tuple[str, ...] = ()
 
     def serves(self, num_speculative_tokens: int) -> bool:
-        """True if the draft can propose so many tokens."""
         most = self.forecast.max_tokens if self.forecast else None
         return most is None or num_speculative_tokens <= most
 

@@ -4,8 +4,7 @@ B = batch, T = tokens, N = rows, K = num_speculative_tokens.
 
 Under greedy decoding every emitted token is the target's greedy token. So one pass of target and draft over the
 target's continuation shows which draft tokens would match after every prefix. Walking the blocks over this table gives
-the engine's counts without the engine.
-"""
+the engine's counts without the engine."""
 
 from __future__ import annotations
 

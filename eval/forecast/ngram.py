@@ -1,8 +1,7 @@
 """Prompt lookup (Saxena, prompt-lookup-decoding): the text's last tokens occurred before; propose what followed them.
 
 Like vLLM's `ngram` method, this takes the longest n-gram of `min` to `max` tokens with an earlier occurrence, and
-its earliest occurrence. K = num_speculative_tokens.
-"""
+its earliest occurrence. K = num_speculative_tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +30,6 @@ class Ngram:
 
     @property
     def speculative_config(self) -> dict[str, Any]:
-        """vLLM's speculative config, without num_speculative_tokens."""
         return {"method": "ngram", "prompt_lookup_min": self.min, "prompt_lookup_max": self.max}
 
 

@@ -5,8 +5,7 @@ K = num_speculative_tokens. p = target, q = draft.
 
     draft step ── logits ──► q [N, W] ─┐
                                        ├─► StepRates: alpha, alpha_greedy, accept, agree
-    target ────────────────► p [N, M] ─┘   (M = V, or the top-k ids kept)
-"""
+    target ────────────────► p [N, M] ─┘   (M = V, or the top-k ids kept)"""
 
 from __future__ import annotations
 

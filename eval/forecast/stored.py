@@ -1,8 +1,7 @@
 """The forecast that is published with a draft: the counts expected on each held-out prompt, without the prompts' text.
 
 A prompt is known by the SHA-256 of its token ids, so a draft may leave the house and its users' text stays.
-At temperature 0 an engine counts the same, so serving is held to it prompt by prompt.
-"""
+At temperature 0 an engine counts the same, so serving is held to it prompt by prompt."""
 
 from __future__ import annotations
 
@@ -47,7 +46,6 @@ class StoredForecast:
 
     @staticmethod
     def from_json(stored: Mapping[str, Any] | None) -> StoredForecast | None:
-        """The forecast of a provenance; None if it has none."""
         if not stored:
             return None
         return StoredForecast(

@@ -5,8 +5,7 @@
 
 A killed run continues with the unfinished batch.
 
-B = batch, T = tokens, N = labels, K = num_speculative_tokens.
-"""
+B = batch, T = tokens, N = labels, K = num_speculative_tokens."""
 
 from __future__ import annotations
 
@@ -245,7 +244,6 @@ def _num_labels(text: Continuation) -> int:
 
 
 def _select_layers(signal: TargetSignal, union: Sequence[int], draft: Forecastable) -> TargetSignal:
-    """The signal with only the layers read by this draft."""
     # [B, T, L, D]: the signal has the layers of all drafts, in ascending order.
     if not draft.aux_layer_ids or signal.aux_BTLD is None:
         return replace(signal, aux_BTLD=None)

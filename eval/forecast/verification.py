@@ -16,8 +16,7 @@ r is the distribution of the engine's draws:
 
 p is the target's distribution after the request's temperature and filters (`eval.forecast.sampled`).
 
-The expected counts of whole answers follow from these rows: `eval.counts.expected_blocks`.
-"""
+The expected counts of whole answers follow from these rows: `eval.counts.expected_blocks`."""
 
 from __future__ import annotations
 

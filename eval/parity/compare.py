@@ -6,8 +6,7 @@
     compare    the first difference of each kind: ids, positions, feature, first step, later steps, tokens, confidence
 
 Both are forced to the engine's draft tokens, so a difference does not cause others after it.
-B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary.
-"""
+B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary."""
 
 from __future__ import annotations
 

@@ -112,7 +112,6 @@ def copied(value: Any) -> Any:
 
 
 def dump(run: dict[str, Any]) -> dict[str, Any]:
-    """Run one engine; return outputs and drafted blocks."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 

@@ -1,8 +1,7 @@
 """The acceptance report: report.json by a schema, report.html for people, report.md for a pull request.
 
 The same measurements and seed give the same bytes, so a report says neither when nor how fast it was made.
-`acceptance.schema.json` beside this file describes report.json.
-"""
+`acceptance.schema.json` beside this file describes report.json."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@
 | `train` | `tokens_per_s`, `peak_rss_mib` (MiB), and other counts of the training run |
 | `curves` | one entry per logged step: `step` and any of `loss`, `held_out_alpha`, `held_out_alpha_greedy` |
 | `environment` | `environment()`: hardware, versions, date |
-| `duration_s` | duration of the whole run, in seconds |
-"""
+| `duration_s` | duration of the whole run, in seconds |"""
 
 from __future__ import annotations
 

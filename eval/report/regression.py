@@ -1,7 +1,6 @@
 """Compare a report with an earlier one: losses of tau by draft, temperature, domain and number of draft tokens.
 
-Prompts in both reports are compared in pairs, which cancels out how hard a prompt is.
-"""
+Prompts in both reports are compared in pairs, which cancels out how hard a prompt is."""
 
 from __future__ import annotations
 
@@ -168,7 +167,6 @@ def _read_sums(report: Mapping[str, Any]) -> dict[tuple[str, float, int], Sums]:
 
 
 def _select(sums: Sums, domain: str | None) -> Sums:
-    """The sums of a domain's prompts; of all prompts if `domain` is None."""
     return {prompt: counts for prompt, counts in sums.items() if domain in (None, prompt[0])}
 
 

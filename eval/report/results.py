@@ -1,7 +1,6 @@
 """The numbers of an acceptance report by draft, temperature, domain and number of draft tokens, with 95% intervals.
 
-N = prompts, M = quantities, K = num_speculative_tokens.
-"""
+N = prompts, M = quantities, K = num_speculative_tokens."""
 
 from __future__ import annotations
 
@@ -31,8 +30,6 @@ EngineCounts = Mapping[tuple[str, float, int], Sequence[AcceptanceCounts]]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """All measurements of a report, prompt by prompt."""
-
     prompts: Sequence[Prompt]
     drafts: Sequence[str]
     temperatures: Sequence[float]

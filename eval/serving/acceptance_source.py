@@ -17,8 +17,6 @@ FILTERS = ("top_p", "top_k", "min_p")
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """A draft's acceptance, and how it was measured."""
-
     draft: str
     per_position: list[float]
     """Share of the target steps that accept the draft's tokens up to each position."""

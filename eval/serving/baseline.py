@@ -5,8 +5,7 @@
               eager ────────────────────┘
 
 A step cannot be faster than reading the weights once. The report says which share of that limit the baseline reaches:
-a gain over a server far below it may be a gain over a fault.
-"""
+a gain over a server far below it may be a gain over a fault."""
 
 from __future__ import annotations
 
@@ -111,7 +110,6 @@ def choose_mode(
 
 
 def describe_modes(mode: Mode, speeds: Mapping[Mode, float]) -> str:
-    """The choice of a mode for the terminal."""
     found = ", ".join(f"{name} {speed:.1f} tokens/s" for name, speed in speeds.items())
     return f"the target alone: {found or 'not measured'}; every server runs {mode}"
 
@@ -142,7 +140,6 @@ def describe_baseline(
 
 
 def weight_bytes(target: str | Path) -> int:
-    """Bytes of the target's weights."""
     folder = model_folder(target)
     try:
         files = weight_files(folder)

@@ -7,8 +7,7 @@ b = batch size, k = num_speculative_tokens, c_j = acceptance per position.
 This is theorem 3.8 of Leviathan et al. (arXiv 2211.17192) with two changes. Each position has a measured acceptance, so
 positions need not be independent. Step times grow with the batch, as in the goodput that Liu et al. (SmartSpec and
 TurboSpec, arXiv 2406.14066) maximise at every step: in a small batch, a target step takes as long for k + 1 rows as for
-one; in a large batch it takes k + 1 times as long, and drafting no longer pays.
-"""
+one; in a large batch it takes k + 1 times as long, and drafting no longer pays."""
 
 from __future__ import annotations
 
@@ -132,8 +131,6 @@ def _sorted(points: Mapping[int, V]) -> list[tuple[int, V]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Expected speed with one number of draft tokens at one batch size."""
-
     batch_size: int
     num_speculative_tokens: int  # 0 for no speculation.
     tau: float  # Tokens per request in a step.

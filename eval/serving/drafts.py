@@ -15,8 +15,6 @@ from redraft.heads.catalog import find_speculative
 
 @dataclass(frozen=True)
 class Candidate:
-    """A draft to compare."""
-
     name: str
     title: str
     config: Mapping[str, Any]  # vLLM's --speculative-config without the number of tokens.
@@ -42,8 +40,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate with the measurement and the expected speed."""
-
     candidate: Candidate
     measured: Mapping[str, Mapping[str, Any]]  # As of `compare`, by requests in flight.
     costs: StepCosts
@@ -63,7 +59,6 @@ class Choice:
 
     @property
     def speedups(self) -> dict[str, float]:
-        """Expected speed-up with the best number of tokens, by requests in flight."""
         return {load: row.speedup for load, row in self.best.items()}
 
     def to_json(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ TALL = 1.6 * PANEL_HEIGHT
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
-    """Specifications by element id on the page."""
     # The best trained draft's, if anything was trained.
     training = build_training_charts(report) if "curves" in report else {}
     charts = {name: spec for name, spec in training.items() if name in ("loss", "positions")}

@@ -3,8 +3,7 @@
 Load ──► prompts (vLLM's data sets, or lines of a text cut to a length) ──► vllm.benchmarks.serve ──► LoadResult
 
 The generator runs in this process, with arguments as on the command line, because importing it takes ten seconds and a
-cell only a few.
-"""
+cell only a few."""
 
 from __future__ import annotations
 
@@ -65,12 +64,10 @@ class Load:
 
     @property
     def file(self) -> str:
-        """The user's file with the prompts; empty if there is none."""
         return self.data.partition(":")[2]
 
     @property
     def has_fixed_lengths(self) -> bool:
-        """Whether prompts keep the length that they have in the user's file."""
         return self.kind in ("sharegpt", "jsonl")
 
 

@@ -81,7 +81,6 @@ def read_served_sampling(report: Mapping[str, Any]) -> Sampling:
 
 
 def describe_sampling(report: Mapping[str, Any]) -> str:
-    """The sampling of requests and drafts in words."""
     settings, words = report["settings"], read_served_sampling(report).words
     penalties = "".join(f", {name} {value:g}" for name, value in settings.get("penalties", {}).items())
     return f"{words}{penalties}, drafts {settings.get('draft_sample_method', 'greedy')}"
@@ -144,7 +143,6 @@ def _draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """The answer, a table for every question, and the expected speed-ups of every draft."""
     lines = [f"# Serving {report['target']}", "", *compose_answer(report), ""]
     for question, rows in report["tables"].items():
         is_grid = question == GRID
@@ -160,7 +158,6 @@ def render_markdown(report: Mapping[str, Any]) -> str:
 
 
 def compose_answer(report: Mapping[str, Any]) -> Iterator[str]:
-    """The conclusions of the benchmark, a sentence each."""
     if row := find_best_row(report):
         k, concurrency = row["num_speculative_tokens"], row["concurrency"]
         yield (
@@ -175,7 +172,6 @@ def compose_answer(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def describe_speedup(row: Row) -> str:
-    """The speed-up in words, as far as the repeats show it."""
     if not row.get("speedup_interval"):
         return "not compared with that of no draft (--repeats 2 or more give an interval)"
     low, high = row["speedup_interval"]
@@ -191,7 +187,6 @@ HEADER = (
 
 
 def format_row(row: Row) -> list[str]:
-    """A row as text, in the order of `HEADER`."""
     measured = row["measured"]
     return [
         shorten_name(row["draft"]) if row["draft"] else "none",

@@ -3,8 +3,7 @@
     round ─► requests in flight ─► every server in turn, on the same prompts     each round starts with the next server
 
 Other tenants' memory traffic changes a step more than a draft does, so a speed is only reported as a ratio within a
-round.
-"""
+round."""
 
 from __future__ import annotations
 
@@ -39,8 +38,6 @@ USED_MEMORY = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The loads of each round."""
-
     rounds: int
     prompts: Mapping[int, int]  # Number of prompts in a round, by requests in flight.
     max_tokens: int
@@ -169,7 +166,6 @@ def merge(runs: Sequence[Measurement]) -> Measurement:
 
 
 def plain_runs(groups: Iterable[Results]) -> dict[int, list[Measurement]]:
-    """All runs of the target alone, by requests in flight."""
     loads: dict[int, list[Measurement]] = {}
     for group in groups:
         for (name, load), runs in group.items():

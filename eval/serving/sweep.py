@@ -5,8 +5,7 @@ Sweep ──► plan: question -> cells ──► (a server for every variant, a
 The first question compares the drafts at the first values of the sweep. The second varies the number of draft tokens
 and the concurrency. One cell often answers both. Each finished cell is written to a separate file, so an interrupted
 run continues with the missing cells. A cell is only compared with the target alone in the same pass, whose run is
-written beside it.
-"""
+written beside it."""
 
 from __future__ import annotations
 
@@ -33,8 +32,6 @@ QUESTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to serve the target: alone, or with a draft."""
-
     draft: str | None = None
     num_speculative_tokens: int = 0
     is_ideal: bool = False
@@ -79,7 +76,6 @@ class Sweep:
             raise ValueError("inputs must be at least 1 token, outputs at least 2")
 
     def load(self, concurrency: int | None = None) -> Load:
-        """The load of so many requests in flight; by default of the first number."""
         concurrency = concurrency or self.concurrency[0]
         load = Load(
             data=self.data,
@@ -191,12 +187,10 @@ class Results:
         return self._read(cell, num_repeats, "served")
 
     def median(self, cell: Cell, num_repeats: int) -> LoadResult | None:
-        """The run of a cell with the median speed; None if no run is finished."""
         runs = self.runs(cell, num_repeats)
         return median_run(runs) if runs else None
 
     def ratios(self, cell: Cell, num_repeats: int) -> Ratios | None:
-        """The cell relative to the target alone; None if no run is finished."""
         runs = self.runs(cell, num_repeats)
         return Ratios.from_passes(runs, self._read(cell, num_repeats, "alone")) if runs else None
 

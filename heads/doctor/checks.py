@@ -51,7 +51,6 @@ def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: in
 
 
 def notes(pair: Pair) -> Iterator[str]:
-    """One line for each impossible check, with the reason."""
     if pair.family.method is None:
         yield f"vLLM has no proposer for {pair.family.title}: nothing but a forecast is known of it"
     if not (pair.draft / MANIFEST).is_file():

@@ -70,7 +70,7 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
 
 
 def as_trained(pair: Pair) -> Iterator[Finding]:
-    """The keys with an influence on the arithmetic are those of training."""
+    """The keys with an influence on the arithmetic are as in training."""
     section, place = _section(pair, pair.config)
     trained, _ = _section(pair, pair.trained_with or {})
     for key in SECTION_KEYS:

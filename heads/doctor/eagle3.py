@@ -1,7 +1,6 @@
 """Checks of an EAGLE-3 head: auxiliary layers, norms and draft vocabulary.
 
-W = draft vocabulary, V = target vocabulary, D = hidden.
-"""
+W = draft vocabulary, V = target vocabulary, D = hidden."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ def _write_ids(trained: Sequence[int]) -> str:
 
 
 def options(pair: Pair) -> Iterator[Finding]:
-    """Options with an influence on the arithmetic are those of training."""
+    """Options with an influence on the arithmetic are as in training."""
     for key in ARCHITECTURE:
         trained = (pair.trained_with or {}).get(key)
         # vLLM's `update_eagle3` takes true, `update_peagle` false.

@@ -14,7 +14,7 @@ AS_TRAINED = ("rms_norm_eps", "hidden_act", "num_attention_heads", "num_key_valu
 
 
 def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
-    """Layers, heads and biases in config.json are those of the checkpoint. Engines fill a gap with random memory."""
+    """Layers, heads and biases in config.json match the checkpoint. Engines fill a gap with random memory."""
     config = pair.layer_config
     names = {re.sub(r"(midlayer|layers\.\d+)\.", "", name): shape for name, shape in pair.shapes.items()}
     layers = len({match[1] for name in pair.shapes if (match := re.match(r"(midlayer|layers\.\d+)\.", name))})

@@ -1,4 +1,4 @@
-"""Checks of an MTP layer: the inputs in serving are those of training."""
+"""Checks of an MTP layer: the inputs in serving are as in training."""
 
 from __future__ import annotations
 

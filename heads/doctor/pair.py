@@ -5,8 +5,7 @@
 The checks read configs, headers and a few small tensors; nothing is computed. An engine loads a wrong head silently:
 verification keeps the output right, so only acceptance shows it. V = vocabulary, W = draft vocabulary, D = hidden.
 
-Standard library only until `Pair.read`, because `Finding` also reports a broken torch.
-"""
+Standard library only until `Pair.read`, because `Finding` also reports a broken torch."""
 
 from __future__ import annotations
 
@@ -66,7 +65,6 @@ class Pair:
 
     @property
     def target_config(self) -> Any:
-        """The `transformers` config of the target's text model."""
         return self.target.text_config
 
     @property
@@ -76,7 +74,6 @@ class Pair:
 
     @property
     def is_speculators(self) -> bool:
-        """The draft has the layout of the `speculators` package."""
         return "speculators_model_type" in self.config
 
     @property

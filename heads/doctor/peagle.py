@@ -12,7 +12,7 @@ KEYS = ("mask_token_id", "pard_token")
 
 
 def mask_token(pair: Pair) -> Iterator[Finding]:
-    """The token in the slots to fill is a row of the target's embeddings, and that of training."""
+    """The token in the slots to fill is a row of the target's embeddings, and as in training."""
     # vLLM looks in this order as well, so `mask_token_id` wins.
     key = next((key for key in KEYS if pair.config.get(key) is not None), None)
     trained = (pair.trained_with or {}).get("mask_token_id")

@@ -1,7 +1,6 @@
 """Checks for several families: embeddings, rotary frequencies, positions and sizes against the target's.
 
-V = vocabulary, D = hidden.
-"""
+V = vocabulary, D = hidden."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Checks of the numbers in a checkpoint: every one finite, no matrix of zeros, no copy of the target.
 
-Every tensor is read once.
-"""
+Every tensor is read once."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def _cure_overflow(dtype: str) -> str:
 
 
 def draft_tensors(pair: Pair) -> list[str]:
-    """The tensors of the draft; in a folder that also holds its target, only those of the draft."""
+    """The tensors of the draft; in a folder that also holds its target, only its own."""
     if not (pair.is_own_target and pair.family.is_in_target):
         return list(pair.shapes)
     prefix = detect_layout(pair.target_config).prefix.format(n=pair.target_config.num_hidden_layers)

@@ -330,7 +330,6 @@ class DFlash(nn.Module):
 
 
 def has_ranks() -> bool:
-    """Whether this process is one of several that train together."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -1,7 +1,6 @@
 """Folders of DFlash and DSpark heads, in the layouts of vLLM and of the package `speculators`.
 
-V = target vocabulary, W = draft vocabulary, D = hidden.
-"""
+V = target vocabulary, W = draft vocabulary, D = hidden."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class DSpark(DFlash):
     def __init__(
         self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
     ) -> None:
-        """An untrained head. Arguments and errors are those of `DFlash`."""
+        """An untrained head. Arguments and errors are as of `DFlash`."""
         super().__init__(config, target, draft_ids_W, shape)
         rank = config.markov_rank
         self.markov_head = MarkovHead(self.shape.vocab_size, len(self._head_WD), rank)

@@ -3,8 +3,7 @@
     fc([embed(x[t+1]), f[t]]) -> layer without input norm -> f'[t+1], read by the target's head
 
 f is the target's hidden state after the final norm. The layer's output is fed back unchanged.
-B = batch, T = tokens, D = hidden, V = vocabulary.
-"""
+B = batch, T = tokens, D = hidden, V = vocabulary."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     layer([input_layernorm(embed(x[t+1])), hidden_norm(g[t])]) + g[t] -> g'[t+1], read by the head after `norm`
 
 g' is fed back before `norm`, or after it with `norm_output`. EAGLE-3.1 added the options `fc_norm` and `norm_output`.
-B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = draft vocabulary.
-"""
+B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = draft vocabulary."""
 
 from __future__ import annotations
 

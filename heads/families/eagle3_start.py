@@ -152,7 +152,6 @@ class Roles:
         return Roles(own_row=own, same_token=same, head_size=head.shape.head_dim)
 
     def slot(self, number: int) -> slice:
-        """Rows or columns of the head with this number."""
         return slice(number * self.head_size, (number + 1) * self.head_size)
 
 

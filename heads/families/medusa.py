@@ -2,8 +2,7 @@
 
     head i = 0, 1, ...:   h <- h + silu(W h + b), num_layers times;   logits = lm_heads[i] h,   predicts x[t+2+i]
 
-B = batch, T = tokens, D = hidden, V = vocabulary.
-"""
+B = batch, T = tokens, D = hidden, V = vocabulary."""
 
 from __future__ import annotations
 
@@ -101,7 +100,6 @@ class Medusa(nn.Module):
         weights: Mapping[str, Tensor] | None = None,
         like: Path | None = None,
     ) -> None:
-        """Write a folder for vLLM's `method: medusa`."""
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",

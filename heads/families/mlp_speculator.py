@@ -5,8 +5,7 @@
     state_w = 0.5^(0.5 / n),   emb_w = sqrt((1 - state_w^2) * inner / 2)
 
 With these weights half of the first state's weight is left after all n stages. vLLM has no
-proposer for it. B = batch, T = tokens, D = hidden, I = inner, V = vocabulary.
-"""
+proposer for it. B = batch, T = tokens, D = hidden, I = inner, V = vocabulary."""
 
 from __future__ import annotations
 

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One row of the table above."""
-
     model: str
     """The module in `transformers.models` and the prefix of class names in it, as "module:Prefix"."""
     prefix: str
@@ -53,7 +51,6 @@ class Layout:
         return block
 
     def rotary(self, config: Any) -> nn.Module:
-        """The target's module for cosines and sines."""
         module, prefix = self._module()
         name = next(n for n in (f"{prefix}RotaryEmbedding", f"{prefix}TextRotaryEmbedding") if hasattr(module, n))
         rotary: nn.Module = getattr(module, name)(config)
@@ -64,7 +61,6 @@ class Layout:
         return import_module(f"transformers.models.{name}.modeling_{name}"), prefix
 
     def to_checkpoint(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-        """Our tensors under the checkpoint's names."""
         prefix = self.prefix.format(n=num_layers)
         return {prefix + self._outer(name): tensor for name, tensor in split_experts(tensors).items()}
 

@@ -7,8 +7,7 @@
 Then the same again behind that token, as long as the probability that all tokens so far are accepted pays for one more
 row to verify. The answers are counted once. Nothing is trained, and drafting takes no pass of a model.
 
-R = entries of the table, N = longest run.
-"""
+R = entries of the table, N = longest run."""
 
 from __future__ import annotations
 
@@ -190,7 +189,6 @@ def require_probability(least_first: float) -> None:
 
 
 def is_retrieval(folder: str | Path) -> bool:
-    """Whether a folder holds counted answers."""
     config = Path(folder) / CONFIG
     return config.is_file() and read_config(Path(folder)).get("redraft", {}).get("family") == "retrieval"
 

@@ -9,8 +9,7 @@
     verify(folder)                              names the first missing, truncated or altered file
     write_whole(path, content)                  one file, one rename
 
-Standard library only, because a control plane without torch publishes and verifies too.
-"""
+Standard library only, because a control plane without torch publishes and verifies too."""
 
 from __future__ import annotations
 
@@ -49,8 +48,6 @@ VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "use_
 
 @dataclass(frozen=True, kw_only=True)
 class NewFolder:
-    """A folder that is being published."""
-
     path: Path  # Folder for the files, which becomes the published folder at the end.
     provenance: dict[str, Any]  # Written to provenance.json at the end.
 
@@ -231,7 +228,6 @@ def safetensors_samples(path: Path) -> Iterator[bytes]:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the error says that a disk, a quota or a file's limit is full."""
     return getattr(error, "errno", None) in FULL_ERRNOS
 
 

@@ -1,8 +1,7 @@
 """Drafts of other trainers that look like ours by some tensors and are something else, each with a name.
 
 Read from the loaders and configs of vLLM 0.32, speculators 0.9, SpecForge, ModelOpt and z-lab's DFlash.
-Standard library only.
-"""
+Standard library only."""
 
 from __future__ import annotations
 

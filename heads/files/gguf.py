@@ -1,8 +1,7 @@
 """Read a GGUF file with `transformers`, and write the model as a folder in bfloat16.
 
 Engines and trainers read folders of safetensors. A GGUF file keeps its weights in blocks of a few bits; they are
-converted to bfloat16 once, so every later run loads the same numbers.
-"""
+converted to bfloat16 once, so every later run loads the same numbers."""
 
 from __future__ import annotations
 
@@ -44,8 +43,6 @@ class GgufHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufModel:
-    """A model read from a GGUF file, in bfloat16, and its tokenizer."""
-
     model: Any
     tokenizer: Any
 

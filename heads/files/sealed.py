@@ -2,8 +2,7 @@
 
     {"layout": 1, "crc32": "5d41a0c2", "phase": "idle", ...}
 
-Files of releases before this had neither, and are read as they are. Standard library only.
-"""
+Files of releases before this had neither, and are read as they are. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Compare two tokenizers, and give a draft the vocabulary of another tokenizer.
 
 Tokens are compared by the bytes they stand for. So `Ġthe` of a byte-level BPE equals `▁the` of sentencepiece,
-and `<0x0A>` equals `Ċ`. N = target tokens, V = rows of the embedding, D = hidden.
-"""
+and `<0x0A>` equals `Ċ`. N = target tokens, V = rows of the embedding, D = hidden."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Step 0 is a pass over the target's features, causal within each document. At ste
 continuation that starts at row t. It sees the step-0 rows up to t, and the keys of row t at steps 1..k: the diagonal of
 each step. Serving does the same with a KV cache: first the prefix, then one token after another.
 
-B = batch, H = query heads, G = key heads, T = tokens, E = head size, J = steps after step 0.
-"""
+B = batch, H = query heads, G = key heads, T = tokens, E = head size, J = steps after step 0."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Attention of a block drafter: every block reads the context before its anchor, and itself in both directions.
 
 B = batch, H = query heads, G = key heads, T = tokens of the context, A = blocks, S = slots of a block, N = A * S,
-E = head size.
-"""
+E = head size."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 SDPA would get a mask [B, 1, T, T], compute the scores of all pairs, and repeat the key heads.
 
-B = batch, T = tokens, H = query heads, E = head size.
-"""
+B = batch, T = tokens, H = query heads, E = head size."""
 
 from __future__ import annotations
 

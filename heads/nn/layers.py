@@ -1,7 +1,6 @@
 """The blocks of a Llama layer, for heads made of one, and the sizes to take from the target.
 
-B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size.
-"""
+B = batch, T = tokens, D = hidden, H = query heads, G = key heads, E = head size."""
 
 from __future__ import annotations
 
@@ -138,7 +137,6 @@ class LlamaShape:
         return {"hidden_act": "silu", **{name: getattr(self, name) for name in kept}}
 
     def hf_config(self) -> dict[str, Any]:
-        """The keys of a `config.json` for one such layer."""
         # rope_theta as well as rope_parameters: readers older than transformers 5 look only there, and default to 10000
         return {
             "model_type": "qwen3" if self.qk_norm else "llama",

@@ -32,7 +32,6 @@ class LogitRule:
         return LogitRule(scale=scale, cap=next((cap for key in CAPS if (cap := getattr(text, key, None))), None))
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The rule on head @ hidden, [..., V]."""
         logits = self.scaled(logits)
         return (logits / self.cap).tanh() * self.cap if self.cap else logits
 

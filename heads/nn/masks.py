@@ -1,7 +1,6 @@
 """Parallel drafters: the token that stands in the slots to fill, and the rows of a batch to train on.
 
-B = batch, T = tokens, N = chosen rows.
-"""
+B = batch, T = tokens, N = chosen rows."""
 
 from __future__ import annotations
 

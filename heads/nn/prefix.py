@@ -7,8 +7,7 @@
 The range has a form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows) and one for GPUs
 (FlexAttention). The first is an operation, which `redraft plan` counts by its sizes.
 
-B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size.
-"""
+B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size."""
 
 from __future__ import annotations
 

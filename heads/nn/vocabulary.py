@@ -1,7 +1,6 @@
 """A reduced draft vocabulary: which of the target's ids a head proposes, and how a checkpoint stores them.
 
-V = target vocabulary, W = draft vocabulary.
-"""
+V = target vocabulary, W = draft vocabulary."""
 
 from __future__ import annotations
 

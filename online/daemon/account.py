@@ -40,7 +40,6 @@ class Account:
         self.journal.write(entry)
 
     def state(self, state: State, reason: str, resident_bytes: int | None = None) -> None:
-        """The phase, and a sentence for people."""
         self.journal.write(
             StateEntry(
                 phase=state.phase.value,

@@ -5,8 +5,7 @@
 A server's counters count whatever anybody sends, and a few clients at temperature 2 can bring them down for any draft.
 So they only ask the question. There is at most one automatic rollback after a promotion: one version can be bad, but
 when the version before it looks bad as well, the traffic has changed. After a rollout no server is left on the version
-before, so there is no control group: the held-out requests stand in for it.
-"""
+before, so there is no control group: the held-out requests stand in for it."""
 
 from __future__ import annotations
 
@@ -41,7 +40,6 @@ class Alarm:
             self._reported.set()
 
     async def run(self) -> None:
-        """Answer reports, one after the other, forever."""
         while True:
             await self._reported.wait()
             with self.guard.round("alarm"):

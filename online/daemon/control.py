@@ -1,7 +1,6 @@
 """Requests of a person to a running learner: a line of JSON there and one back, over a socket in the learner's folder.
 
-The right to enter the folder is the right to ask. Only the learner's user has it.
-"""
+The right to enter the folder is the right to ask. Only the learner's user has it."""
 
 from __future__ import annotations
 

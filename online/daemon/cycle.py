@@ -12,8 +12,7 @@
 
 The work of every phase can be repeated from the start, and is after a kill. While a disk cannot be written, the phase
 waits. A finding of the watch or the request of a person waits in the `inbox` until a phase can take it:
-`report_problem`, and `rollouts.request_swap` and `rollouts.go_back`.
-"""
+`report_problem`, and `rollouts.request_swap` and `rollouts.go_back`."""
 
 from __future__ import annotations
 
@@ -91,11 +90,9 @@ class Cycle:
 
     @property
     def current(self) -> str:
-        """The version the fleet should serve."""
         return self.rollouts.current
 
     async def run(self) -> None:
-        """Go round forever."""
         began_from = await self.in_thread(self.trainer.start)
         for problem in self.trainer.damage:
             self.account.fault("checkpoint_damaged", problem)

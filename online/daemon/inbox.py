@@ -44,7 +44,6 @@ class Inbox:
         return next((self._moves[event] for event in events if event in self._moves), None)
 
     def take(self, event: Event) -> Move | None:
-        """The waiting move of `event`, which then waits no longer."""
         move = self._moves.get(event)
         self.settle(event)
         return move

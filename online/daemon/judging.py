@@ -1,7 +1,6 @@
 """Verdicts on drafts, by held-out requests: a candidate against the current version, or that against the one before.
 
-Blocking; for use from the thread that owns the draft in training.
-"""
+Blocking; for use from the thread that owns the draft in training."""
 
 from __future__ import annotations
 

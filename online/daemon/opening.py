@@ -1,8 +1,7 @@
 """The learner's start: folders, registry, buffer and the first version, owned while it runs, and
 the checks before.
 
-Nothing is trained or served for a target that a draft does not fit.
-"""
+Nothing is trained or served for a target that a draft does not fit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """When the learner sleeps: the served draft against itself at its promotion, measured here and
 saved over kills.
 
-A kill must not wake the learner, nor forget what the served draft was worth when promoted.
-"""
+A kill must not wake the learner, nor forget what the served draft was worth when promoted."""
 
 from __future__ import annotations
 
@@ -79,7 +78,6 @@ class Sleeper:
 
 
 def save_sleep(sleep: Sleep, path: Path) -> None:
-    """Write the sleep atomically."""
     write_sealed(path, asdict(sleep))
 
 

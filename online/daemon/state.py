@@ -5,8 +5,7 @@
      └─────────────────┴─────────────────────┴ inconclusive ──┴────────────────────┴ inconclusive, ──────┴ rolled back,
                                                                                      recalled              recalled
 The state is saved at every event, and a killed learner continues where it was. The work of every phase can be
-repeated from the start: after a restart, load the state and enter its phase.
-"""
+repeated from the start: after a restart, load the state and enter its phase."""
 
 from __future__ import annotations
 
@@ -144,7 +143,6 @@ class SavedState:
         return self.state.candidate
 
     def write(self, state: State) -> None:
-        """Save the state, which then is the present one."""
         save(state, self.path)
         self.state = state
 

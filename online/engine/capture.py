@@ -7,8 +7,7 @@
              of logits                                                  segments
 
 B = requests of the step, K = sampled tokens of each, H = tokens of a request, L = hidden states of one token, D = their
-size.
-"""
+size."""
 
 from __future__ import annotations
 

@@ -100,7 +100,6 @@ def has_copies(draft: Any) -> bool:
 
 
 def _find_block(draft: Any) -> Any:
-    """The part of the draft with copies of keys and values; None if it has none."""
     return next((module for module in draft.modules() if hasattr(module, BUILD)), None)
 
 

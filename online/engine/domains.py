@@ -75,13 +75,11 @@ def are_counted() -> bool:
 
 
 def get_counts(scheduler: Any) -> Counts:
-    """The scheduler's counts, which begin empty."""
     counts: Counts = scheduler.__dict__.setdefault("redraft_domains", {})
     return counts
 
 
 def add_draft(counts: Counts, extra_args: dict[str, Any] | None, num_tokens: int, num_accepted: int) -> None:
-    """Count one verified draft of a request with these extra arguments."""
     origin = read_origin_arguments(extra_args)
     domain = "" if origin is None else origin.domain
     if domain not in counts and len(counts) >= MAX_DOMAINS:

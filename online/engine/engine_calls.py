@@ -122,7 +122,6 @@ class EngineCalls:
 
 
 def say(error: Exception) -> str:
-    """The engine's words about an error, in one line."""
     return " ".join(str(error).split())[:MAX_SAID].rstrip(".") or type(error).__name__
 
 

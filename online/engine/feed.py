@@ -6,8 +6,7 @@ The hooks know the runner's names; everything else about a step is here, once fo
 thread: it keeps references, copies little, and never waits for a device.
 
 R = logit rows of a step, S = its draft tokens, V = vocabulary, N = tokens of the step's captured requests, L = hidden
-states of one token, D = size of each.
-"""
+states of one token, D = size of each."""
 
 from __future__ import annotations
 
@@ -102,7 +101,7 @@ class Feed:
         draft_ids_S: Tensor | None,
         draft_probs_S: Tensor | None,
     ) -> EngineStep | None:
-        """The step of a batch; None if it has nothing to tell. The tensors are those of `EngineStep`."""
+        """The step of a batch; None if it has nothing to tell. The tensors are as in `EngineStep`."""
         if not any(batch.infos):
             return self._make_finished_step() if self.finished else None
         parts = self._list_parts(batch)

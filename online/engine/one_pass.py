@@ -6,8 +6,7 @@ These groups hold the k largest logits, or equal ones. Only they are read a seco
 float32 softmax of the whole row is never stored. Few kernels: with one request a step takes 5 ms and a launch 5 µs.
 
 R = rows, V = vocabulary, K = kept ids, G = groups, C = chunks, M = members of the chosen groups, B = requests,
-J = draft tokens of one request, N = draft tokens.
-"""
+J = draft tokens of one request, N = draft tokens."""
 
 from __future__ import annotations
 
@@ -104,7 +103,6 @@ def _next_power_of_two(count: int) -> int:
 
 @functools.cache
 def find_kernels() -> Any:
-    """The module of the kernels; None where there is no Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
     from redraft.online.engine import scan_kernel

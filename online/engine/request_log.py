@@ -1,7 +1,6 @@
 """The log of one running request: verification steps go in, records come out.
 
-R = rows, K = kept top-k ids, H = tokens, L = hidden states of one token, D = size of each.
-"""
+R = rows, K = kept top-k ids, H = tokens, L = hidden states of one token, D = size of each."""
 
 from __future__ import annotations
 
@@ -30,8 +29,6 @@ they would be more than a quarter of it."""
 
 @dataclass(frozen=True, kw_only=True)
 class RequestInfo:
-    """The fields shared by all records of a request."""
-
     request_id: str
     prompt_ids: list[int]
     sampling: Sampling
@@ -63,8 +60,6 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True)
 class States:
-    """Hidden states of consecutive tokens."""
-
     begin: int  # Index of the first token in prompt + output.
     words_HLD: NDArray[np.uint16] | NDArray[np.uint8]
     """Bits of the bfloat16 values, because numpy has no bfloat16; or bytes, if the states are in float8."""

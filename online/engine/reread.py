@@ -6,8 +6,7 @@ step's requests from the first such block on, at most as many tokens as a step m
 
 A head cannot do this: it would need the target's hidden states of that text, and nobody keeps them.
 
-T = tokens read, B = requests, N = blocks of a request.
-"""
+T = tokens read, B = requests, N = blocks of a request."""
 
 from __future__ import annotations
 
@@ -141,7 +140,6 @@ class Rereader:
         runner.execute_model = self.execute
 
     def execute(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
-        """Hook on a step."""
         if not self.error:
             try:
                 self._follow(scheduler_output)

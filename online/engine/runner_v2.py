@@ -7,8 +7,7 @@ What a hook must respect: the host's copies of positions are too high if steps a
 read on the device; ids sampled beyond `num_sampled` are leftovers; `input_ids`, `positions` and `draft_logits` are
 buffers that the next step overwrites; `_remove_request` is called for preempted requests too.
 
-B = requests of the step, R = logit rows, V = vocabulary, J = draft tokens of one request.
-"""
+B = requests of the step, R = logit rows, V = vocabulary, J = draft tokens of one request."""
 
 from __future__ import annotations
 
@@ -77,8 +76,6 @@ def install_proposers(runner: Any) -> None:
 
 
 def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
-    """The draft's proposer, the attention groups, and how to read a request's text."""
-
     def read_text(request_id: str, begin: int, end: int) -> Tensor:
         states = runner.req_states
         text: Tensor = states.all_token_ids.gpu[states.req_id_to_index[request_id], begin:end]
@@ -124,7 +121,7 @@ class _Hooks:
     def sampled(
         self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Any = None, invalid: Any = None
     ) -> None:
-        """Hook after a sampler: `draft_logits` [requests, J, V] are those of probabilistic drafts."""
+        """Hook after a sampler: `draft_logits` [requests, J, V] belong to probabilistic drafts."""
         try:
             self.feed.put(self._make_step(output, logits_RV, batch, draft_logits))
         except Exception as error:  # capture may fail, serving must not

@@ -1,7 +1,6 @@
 """The Triton kernels of capture's hook. Imported only where Triton is installed.
 
-R = rows, V = vocabulary, C = chunks of a row, K = kept ids, N = draft tokens.
-"""
+R = rows, V = vocabulary, C = chunks of a row, K = kept ids, N = draft tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The result of an engine step, and the queue between the engine thread and capture's thread.
 
 B = requests of the step, R = logit rows, S = draft tokens of all requests, V = vocabulary, K = kept top-k ids,
-N = tokens of the step's captured requests, L = hidden states of one token, D = size of each.
-"""
+N = tokens of the step's captured requests, L = hidden states of one token, D = size of each."""
 
 from __future__ import annotations
 
@@ -38,8 +37,6 @@ REDUCED_BYTES = 4 << 20
 
 # Not a dataclass: the engine thread makes one per request and step, and a struct takes a tenth of the time.
 class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One request's share of a step."""
-
     request: RequestInfo
     start: int  # Index in prompt + output of the first token the step sampled.
     sampled_row: int | None

@@ -255,7 +255,6 @@ def _find_weights(folder: Path) -> list[Path]:
 
 
 def read_tensors(files: Sequence[Path], shared: Set[str] = frozenset()) -> dict[str, Tensor]:
-    """The checkpoint's tensors outside the modules named `shared`."""
     tensors = {}
     for path in files:
         with safe_open(path, "pt") as file:

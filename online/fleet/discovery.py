@@ -5,8 +5,7 @@
                     domain = "code"
 
 Servers come and go. A new one is brought to the current draft as if it had restarted, and a former one is forgotten.
-If the file or the name cannot be read, the known servers stay.
-"""
+If the file or the name cannot be read, the known servers stay."""
 
 from __future__ import annotations
 
@@ -72,8 +71,6 @@ def _has_port(url: str) -> bool:
 
 
 class ListedServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One server of fleet.toml."""
-
     url: str
     domain: str = ""
     token_file: str = ""

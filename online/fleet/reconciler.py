@@ -1,8 +1,7 @@
 """Pushes the current version to servers with another, in the background: a slow server delays nobody.
 
 push ─► one task per server: status, swap, status ─► forgotten when the server has the version, else remembered
-stop ─► ends all of them, before a rollout or a rollback swaps the servers itself
-"""
+stop ─► ends all of them, before a rollout or a rollback swaps the servers itself"""
 
 from __future__ import annotations
 
@@ -83,7 +82,6 @@ class Reconciler:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def forget(self, server: FleetServer) -> None:
-        """End the push to a server that has left."""
         push = self._pushes.pop(server, None)
         if push is not None:
             push.task.cancel()

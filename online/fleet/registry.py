@@ -12,8 +12,7 @@ version. Publication is not promotion: a version that failed its canary was publ
 without links, as object storage makes it, is on the last version of promoted.json.
 
 `repair` restores a registry from its intact files: the versions name their parents, both JSON files hold the id, and
-a damaged current version gives way to the one before.
-"""
+a damaged current version gives way to the one before."""
 
 from __future__ import annotations
 

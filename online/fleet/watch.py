@@ -1,8 +1,7 @@
 """The watch over a running fleet: the acceptance, the target and the draft of every server, and alarms.
 
 For the journal, counters are compared with those of the previous look; for the alarm, with the start of a longer
-window. Both start afresh when a server restarts or gets another draft.
-"""
+window. Both start afresh when a server restarts or gets another draft."""
 
 from __future__ import annotations
 
@@ -28,8 +27,6 @@ from redraft.online.journal import Journal, SwapEntry, SwapOutcome
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One server at one look."""
-
     server: FleetServer
     status: Status | None  # None if it did not answer in time, or not with a status.
     fault: str = ""  # `server_unreachable` or `server_nonsense`; empty if it answered as it should.
@@ -64,7 +61,6 @@ class Watch:
         return [self._take(server) for server in self.servers if server in self._looks]
 
     async def aclose(self) -> None:
-        """End the requests under way."""
         looks = list(self._looks.values())
         self._looks.clear()
         for look in looks:

@@ -1,7 +1,6 @@
 """Anchors: offline data as records, mixed into every step to keep the draft from forgetting. A file of frames.
 
-R = rows, K = kept top-k ids.
-"""
+R = rows, K = kept top-k ids."""
 
 from __future__ import annotations
 
@@ -49,7 +48,6 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
 
 
 def count_in_anchors(path: Path, name: str) -> int:
-    """The number of a tenant's records in the file."""
     return sum(isinstance(record, Record) and record.tenant == name for _, record in read_frames(path.read_bytes()))
 
 

@@ -3,8 +3,7 @@
     rank 0   Ranks.do(Candidate.step, records, seed) ──broadcast──► rank 1..n   Ranks.follow
                      └──────────────── Candidate.step ─────────────────┘
 
-A single process has no other ranks to tell, and pays nothing for them.
-"""
+A single process has no other ranks to tell, and pays nothing for them."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ and the shares of all looks since the last promotion sum to 5%, however many the
 Domains are a second check, on a candidate that gains overall, and each look has the whole 5% for it. The evidence of a
 rare domain hardly grows. A bound that widened with the looks would soon block every candidate, whatever it gains.
 
-N = requests
-"""
+N = requests"""
 
 from __future__ import annotations
 

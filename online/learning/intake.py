@@ -10,8 +10,7 @@ A kill between commit and unlink delivers the file twice; the buffer recognises 
 Nothing that lies in the spool may end or stall the learner, or fill its memory: records are read one by one and stored
 in batches of bounded size, a bad record is counted and set aside, and a file that cannot be read is passed over.
 
-R = rows of a record
-"""
+R = rows of a record"""
 
 from __future__ import annotations
 
@@ -44,8 +43,6 @@ MAX_SUMS = 256
 
 @dataclass(kw_only=True)
 class Taken:
-    """The result of one look into the spool or the log."""
-
     num_files: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     """Number of records by fate, as `Buffer.append` returns it: stored, duplicate, foreign, ..."""
@@ -122,7 +119,6 @@ class Spool:
         return num_erased
 
     def count_tenant(self, name: str) -> int:
-        """The number of a tenant's records that wait in the spool."""
         num_records = 0
         for path in spool_files(self.folder):
             with suppress(OSError), open_file(path) as file:

@@ -4,8 +4,7 @@ Records hold the target's distributions before all sampling parameters. Repetiti
 depend on the text before a row, so each row is changed by its own text. They change the target only: drafts are
 proposed without them.
 
-R = rows, K = kept top-k ids, T = tokens.
-"""
+R = rows, K = kept top-k ids, T = tokens."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 The folder is a sample, not an archive: it is bounded in files, bytes and age, each reason has a share of the files, and
 a flood of one reason replaces nothing that is younger than a minute. Nobody can tell whose text such bytes hold, so the
-whole folder goes when any tenant is forgotten.
-"""
+whole folder goes when any tenant is forgotten."""
 
 from __future__ import annotations
 
@@ -71,11 +70,9 @@ class Quarantine:
             self._files.append((time_ns, error.reason, len(content)))
 
     def _is_full(self, num_bytes: int) -> bool:
-        """Whether an example of this size would exceed a bound."""
         return len(self._files) >= MAX_FILES or sum(size for _, _, size in self._files) + num_bytes > MAX_BYTES
 
     def expire(self, now_s: float) -> None:
-        """Delete the examples past the maximal age."""
         for file in [file for file in self._files if now_s - file[0] / 1e9 >= self.max_age_s]:
             self._remove(file)
 
@@ -83,7 +80,6 @@ class Quarantine:
         return len(self._files)
 
     def clear(self) -> None:
-        """Overwrite and delete everything."""
         for file in list(self._files):
             self._remove(file)
 

@@ -1,8 +1,7 @@
 """From records to training batches: texts with the rows labelled by the target, packed to one width.
 
 B = batch, T = tokens, R = labelled rows of one text, N = labelled rows of a batch, K = kept top-k ids,
-H = tokens with hidden states, L = hidden states per token, D = size of one.
-"""
+H = tokens with hidden states, L = hidden states per token, D = size of one."""
 
 from __future__ import annotations
 
@@ -114,7 +113,6 @@ def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSe
 
 
 def _with_rows(text: TrainingSequence, kept_R: NDArray[np.bool_], begin: int) -> TrainingSequence:
-    """The text from token `begin`, with only the rows in `kept_R`."""
     return replace(
         text,
         input_ids_T=text.input_ids_T[begin:],

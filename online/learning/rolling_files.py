@@ -2,8 +2,7 @@
 continues.
 
 A file is dropped as a whole. The newest one takes records until it has one share of the bytes, or
-covers one share of the age.
-"""
+covers one share of the age."""
 
 from __future__ import annotations
 
@@ -201,7 +200,6 @@ class RollingFiles:
         return {seq: key.hash(record) for seq in seqs if (record := self.read(seq)) is not None}
 
     def expire(self, now_s: float) -> None:
-        """Delete the files past the maximal age."""
         # A file goes as a whole when the oldest record is too old; it covers at most 1 / NUM_FILES
         # of the age.
         for file, oldest_s in self.each(lambda file: (file, file.oldest_s())):
@@ -213,7 +211,6 @@ class RollingFiles:
                     self._remove_later(path)
 
     def remove_later(self) -> None:
-        """Overwrite and delete the files of later releases."""
         for path in list(self.later):
             self._remove_later(path)
 

@@ -6,8 +6,7 @@ block.
 The records hold the target's distribution of every output token, to which the request's penalties are applied. One
 pass of a draft over the text gives the acceptance probability a_r of the token for row r. Walking blocks over a_r as
 the engine does gives the expected numbers of drafts and accepted tokens. At temperature 0 all a_r are 0 or 1, and the
-result is the engine's counts.
-"""
+result is the engine's counts."""
 
 from __future__ import annotations
 

@@ -107,7 +107,6 @@ class Trainer:
         return self.find_waiting()[1]
 
     def oldest_untrained(self) -> Record | None:
-        """The next record to train as new."""
         return next((stored.record for stored in self.buffer.fresh(self.progress.through, 1)), None)
 
     def forget(self, name: str) -> None:

@@ -9,8 +9,7 @@
 `serve_in_background` runs it on the daemon's event loop; each request is handled in a thread.
 
 There is no login, and the page shows addresses and numbers: serve it on a loopback address, or behind a proxy that
-authenticates users.
-"""
+authenticates users."""
 
 from __future__ import annotations
 

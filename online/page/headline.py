@@ -127,7 +127,6 @@ def _select_engine_entries(history: History, ending_s: float | None) -> list[Acc
 
 
 def _compute_tau(entries: Sequence[AcceptanceEntry]) -> float:
-    """1 + accepted / drafts over all entries."""
     return 1 + sum(entry.accepted for entry in entries) / sum(entry.drafts for entry in entries)
 
 

@@ -1,7 +1,6 @@
 """The data of the page, computed from the journal's entries. Pure: entries and the time in, numbers and words out.
 
-A point of a curve sums the counts of a bucket of time, so a curve is never a mean of means.
-"""
+A point of a curve sums the counts of a bucket of time, so a curve is never a mean of means."""
 
 from __future__ import annotations
 

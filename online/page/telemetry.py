@@ -6,8 +6,7 @@
 
 Every label is bounded: servers by the fleet, the rest by tables here or by MAX_VALUES. Tokens per target step are two
 counters and not a gauge, so any window and any sum over servers is right:
-`1 + rate(redraft_accepted_tokens_total[5m]) / rate(redraft_drafts_total[5m])`.
-"""
+`1 + rate(redraft_accepted_tokens_total[5m]) / rate(redraft_drafts_total[5m])`."""
 
 from __future__ import annotations
 
@@ -149,7 +148,6 @@ class Telemetry:
             self._dropped.labels(self._bounded("reason", reason))
 
     def observe(self, entry: Entry) -> None:
-        """Take up one entry of the journal."""
         self._last_s.set(entry.time_s)
         self._take(entry)
 

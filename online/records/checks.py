@@ -3,8 +3,7 @@
 Every later use relies on them: arrays of agreeing lengths, rows within the text, finite numbers, parameters that an
 engine can have served, and names that the journal, the database and the metrics take as they are.
 
-R = rows of a record
-"""
+R = rows of a record"""
 
 from __future__ import annotations
 
@@ -53,7 +52,6 @@ class Fault(NamedTuple):
 
 
 def find_fault(record: Record) -> Fault | None:
-    """The first reason why the record cannot be used; None if it can."""
     for reason, find in (
         ("corrupt", _find_disagreement),
         ("bad_identifier", _find_bad_identifier),

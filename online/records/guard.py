@@ -5,8 +5,7 @@
         with guard.round("server-checks"):
             check_servers()
 
-Router, tap, learner and plugin each have one. `failures` goes into their status and metrics.
-"""
+Router, tap, learner and plugin each have one. `failures` goes into their status and metrics."""
 
 from __future__ import annotations
 

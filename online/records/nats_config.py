@@ -51,7 +51,6 @@ class Nats:
 
     @property
     def subjects(self) -> str:
-        """Wildcard for all subjects of this fleet."""
         return f"redraft.{self.fleet}.>"
 
     def subject(self, domain: str) -> str:

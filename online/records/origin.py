@@ -64,7 +64,6 @@ def _decode(header: str) -> str:
 
 
 def is_label(domain: str) -> bool:
-    """Whether a domain of this name can travel in a header."""
     return domain.isascii() and domain.isprintable() and domain == domain.strip() and len(domain) <= MAX_LABEL_CHARS
 
 

@@ -7,8 +7,7 @@ A row is one distribution of the target: the prediction of the token at `positio
 A step of k draft tokens, or none, gives k + 1 rows: one per draft token, and one for the bonus token (draft -1).
 Rows after a rejection follow discarded draft tokens. They are just as true, but for another text.
 The text travels once: a later segment of a long answer brings the new part, and the receiver puts it behind the text of
-the segment before. Then the record is self-contained.
-"""
+the segment before. Then the record is self-contained."""
 
 from __future__ import annotations
 

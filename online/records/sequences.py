@@ -1,8 +1,7 @@
 """A record as training data: the text with the rows labelled by the target, and the drafts that it refused.
 
 T = tokens, R = rows, K = kept top-k ids, H = tokens with hidden states, L = states per token, D = size of one,
-Q = tokens of a draft from the refused one on.
-"""
+Q = tokens of a draft from the refused one on."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def training_sequences(record: Record, *, branches: bool = True) -> list[Trainin
 
 
 def refused_drafts(record: Record) -> Iterator[RefusedDraft]:
-    """The refused drafts of a self-contained record, in the order of the text; only those of the version."""
+    """The refused drafts of a self-contained record, in the order of the text; only if the version drafted them."""
     hanging_R, is_own_R = record.branches, record.is_own
     # If a step refuses draft token a of 0..k-1, the rows a+1..k follow refused tokens: branches 1, 2, ..., k - a.
     for begin in np.flatnonzero((hanging_R == 1) & is_own_R):

@@ -4,8 +4,7 @@
 
 A file appears complete or not at all, and outlives both sides. A learner killed between commit and unlink reads the
 file again, so every record arrives at least once. The folder is bounded: above its budget the oldest files are
-deleted, whoever wrote them.
-"""
+deleted, whoever wrote them."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     float8     D codes of a byte (e4m3fn, arXiv 2209.05433), then a scale as float32, the factor of all D
 
 numpy has neither type: bfloat16 is handled as its bits, in uint16. H = tokens, L = states of one token, D = size of
-each. Written by `heads.nn.float8`, and decoded here without torch.
-"""
+each. Written by `heads.nn.float8`, and decoded here without torch."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ Clusters are k-means over hashed character trigrams. They need neither labels no
 0.05 ms per prompt. On disk they are a published folder of centroids.safetensors and domains.json. (scikit-learn has
 both pieces, but transformers imports all of it when it is installed: seconds in every process of a server.)
 
-N = prompts, C = clusters, F = hashed features
-"""
+N = prompts, C = clusters, F = hashed features"""
 
 from __future__ import annotations
 
@@ -68,7 +67,6 @@ class Domains:
     decode: TokenDecoder | None = None  # Turns token ids into text, for prompts sent as token ids.
 
     def detect(self, origin: Origin, payload: Any) -> str:
-        """The domain of a request with the JSON body `payload`; empty if nothing identifies it."""
         if origin.domain or not isinstance(payload, dict):
             return origin.domain
         if alias := self.aliases.get(str(payload.get("model"))):
@@ -150,7 +148,6 @@ class Clusters:
         return Clusters(tuple(commonest[name] if name in fit else name for name in self.names), self.centroids_CF)
 
     def assign(self, texts: Sequence[str]) -> list[str]:
-        """The name of the cluster nearest to each prompt."""
         return [self.names[cluster] for cluster in self.distances(texts).argmin(1)]
 
     def distances(self, texts: Sequence[str]) -> NDArray[np.float32]:

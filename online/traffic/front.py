@@ -235,7 +235,7 @@ def _find_wait(connection: Any) -> _Wait | None:
 
 
 def serve(app: ASGIApp, host: str, port: int, admin: AdminServer | None = None, guard: Guard | None = None) -> None:
-    """Serve until the process is told to end. Date and Server headers are those of the answering server."""
+    """Serve until the process is told to end. Date and Server headers come from the answering server."""
     raise_file_limit()
     FrontServer(app, host, port, admin, guard).run()
 

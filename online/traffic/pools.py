@@ -7,8 +7,7 @@ A hung server takes connections and never answers. So if a request has had no by
 /health, and gets no more requests until it replies.
 
 Only a failed connection is tried on another server. A request is never sent again after it has reached a server: it may
-have crashed that server, and would crash the others in turn.
-"""
+have crashed that server, and would crash the others in turn."""
 
 from __future__ import annotations
 

@@ -164,8 +164,6 @@ class Relayed:
 
 
 class Proxy:
-    """The ASGI application in front of `pools`."""
-
     def __init__(
         self,
         pools: Pools,
@@ -363,7 +361,6 @@ def _build_error_event(error: BrokenError) -> bytes:
 
 
 def _parse_json(body: bytes) -> Any:
-    """The parsed JSON, or None if the body is not JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

@@ -107,8 +107,6 @@ def read_servers(fleet: Path) -> list[tuple[str, str]]:
 
 
 class PoolCollector(Collector):
-    """Prometheus metrics of the pools."""
-
     def __init__(self, pools: Pools) -> None:
         self.pools = pools
 

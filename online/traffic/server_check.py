@@ -6,8 +6,7 @@
 
 A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation-config, --override-generation-config,
 --watermark-config.
-The check is repeated after a server was down, because it may have come back with other flags.
-"""
+The check is repeated after a server was down, because it may have come back with other flags."""
 
 from __future__ import annotations
 
@@ -60,14 +59,12 @@ class UnfitError(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     problem: str = ""  # Why no answer of the server is recorded; empty if they are.
-    models: frozenset[str] = frozenset()  # Names of the target, without those of adapters.
+    models: frozenset[str] = frozenset()  # Names of the target, without adapters.
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Parameters by which the server samples a bare request."""
 
 
 class ServerChecks:
-    """The verdict on each server, by address."""
-
     def __init__(self, top_k: int, guard: Guard, defaults: Mapping[str, float]) -> None:
         """`defaults` are the sampling parameters of the target's generation_config.json."""
         self.top_k, self.guard, self.defaults = top_k, guard, defaults
@@ -85,7 +82,6 @@ class ServerChecks:
         return "" if is_target else "adapter"
 
     def is_fit(self, url: str, model: Any) -> bool:
-        """Whether an answer of this server is one of the target."""
         verdict = self.verdicts.get(url, Verdict(problem="unchecked"))
         return not verdict.problem and (model in (None, "") or str(model) in verdict.models)
 

@@ -1,7 +1,6 @@
 """Messages between a client and vLLM: the tap adds fields to a request and removes them from the answer.
 
-N = output tokens, K = kept top-k ids.
-"""
+N = output tokens, K = kept top-k ids."""
 
 from __future__ import annotations
 
@@ -65,7 +64,6 @@ class Answer:
     """The reason why the rest of the answer is not read: with a part missing, it would be recorded wrongly."""
 
     def read(self, message: dict[str, Any]) -> None:
-        """Take in a whole answer, or one event of a streamed answer."""
         self.request_id = str(message.get("id") or self.request_id)
         self.prompt_ids += message.get("prompt_token_ids") or []
         for choice in message.get("choices") or []:
@@ -125,7 +123,7 @@ CLASHING = (
     *("logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids"),
     *("return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text", "return_mm_kwargs"),
 )
-"""Fields that overlap with those of the tap. `logprobs: 0` does so too."""
+"""Fields that overlap with the tap's. `logprobs: 0` does so too."""
 
 CHANGED = (
     # the logits, after their log-probabilities are taken
@@ -196,7 +194,6 @@ def _is_text(messages: Any) -> bool:
 
 
 def add_logprobs(payload: dict[str, Any], kind: str, top_k: int) -> dict[str, Any]:
-    """The request with the tap's fields added."""
     added: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     if kind == "chat":
         added |= {"logprobs": True, "top_logprobs": top_k}

@@ -3,8 +3,7 @@
 refused         no connection, so another server may take the request
 out of files    no connection either, but the limit is ours: the server stays up
 broken          the connection broke after the request had been sent
-unsendable      the client's headers are not valid HTTP
-"""
+unsendable      the client's headers are not valid HTTP"""
 
 from __future__ import annotations
 
@@ -66,8 +65,6 @@ class UnsendableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardedRequest:
-    """A request in the form it is sent to a server."""
-
     method: str
     path: bytes  # Includes the query.
     headers: list[Header]  # Without Host, Content-Length and Transfer-Encoding.
@@ -208,7 +205,6 @@ class Upstream:
                 await connection.aclose()
 
     async def aclose(self) -> None:
-        """Close all connections."""
         await self.close_idle()
         for request in list(self._in_flight):
             await request.connection.aclose()

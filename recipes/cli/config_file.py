@@ -82,7 +82,6 @@ def _takes_none(hint: Any) -> bool:
 
 
 def render_config(config: Any) -> str:
-    """The config as a TOML file, which `read_config` reads back."""
     return "\n".join(_render(config, "")) + "\n"
 
 

@@ -35,7 +35,6 @@ def choose_environment(*, has_terminal: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the console script."""
     for name, value in choose_environment(has_terminal=sys.stderr.isatty()).items():
         os.environ.setdefault(name, value)
     try:
@@ -63,8 +62,6 @@ def dispatch(args: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The parts of a command."""
-
     main: Callable[[Any], object]
     config_type: type
     description: str | None
@@ -202,7 +199,6 @@ def describe_error(error: BaseException) -> str | None:
 
 
 def format_help() -> str:
-    """The text of `redraft --help`."""
     lines = ["Train draft models for speculative decoding, prove them in vLLM,"]
     lines += ["and keep them trained from live traffic.", ""]
     lines += ["usage: redraft COMMAND [flags]"]
@@ -218,7 +214,6 @@ def format_help() -> str:
 
 
 def describe_unknown(name: str) -> str:
-    """The error for an unknown subcommand."""
     return f"redraft: there is no command {name!r}{_choices(name, COMMANDS)}"
 
 
@@ -272,7 +267,6 @@ def _choose_part(name: str, command: Command, args: Sequence[str]) -> tuple[str,
 
 
 def format_parts(name: str, command: Command) -> str:
-    """The text of `redraft NAME --help`, for a command of several parts."""
     lines = [f"{command.summary}.", "", f"usage: redraft {name} PART [flags]", ""]
     width = max(map(len, command.parts))
     for part, recipe in command.parts.items():

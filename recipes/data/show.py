@@ -99,7 +99,6 @@ def main(cfg: Config) -> None:
 
 
 def summarise(loaded: Loaded, stats: SampleStats, overlap: Overlap, held_out: SampleStats | str) -> dict[str, Any]:
-    """Everything counted, for a file."""
     return {
         "conversations": len(loaded.conversations),
         "files_not_read": loaded.other_files,
@@ -138,7 +137,6 @@ def describe_contents(conversations: Sequence[Conversation]) -> str:
 
 
 def describe_held_out(stats: SampleStats | str) -> Iterator[str]:
-    """Lines about the held-out part."""
     if isinstance(stats, str):
         yield f"held out: nothing to judge on ({stats})"
         return

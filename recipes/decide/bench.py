@@ -141,12 +141,10 @@ def choose_baseline(cfg: Config, load: Load) -> tuple[Mode, dict[Mode, float]]:
 
 
 def max_num_seqs(cfg: Config) -> int:
-    """Maximum number of requests per step."""
     return max(16, *cfg.concurrency)
 
 
 def settings(cfg: Config) -> dict[str, Any]:
-    """The settings common to all tables."""
     base = asdict(sweep(cfg).load())
     return {
         "draft": cfg.draft[0],
@@ -198,7 +196,6 @@ def measure_missing(
 def list_missing(
     cells: Mapping[Variant, Sequence[Cell]], results: Results, repeat: int, refused: Container[str]
 ) -> dict[Variant, list[Cell]]:
-    """The cells that a pass does not have yet."""
     missing = {variant: [cell for cell in some if not results.has(cell, repeat)] for variant, some in cells.items()}
     return {variant: some for variant, some in missing.items() if some and name(variant) not in refused}
 
@@ -243,7 +240,6 @@ def excuse_refusal(cfg: Config, variant: Variant, error: ChildProcessError) -> s
 
 
 def speculative_config(variant: Variant, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """vLLM's --speculative-config of a variant; None for the target alone."""
     if variant.draft is None:
         return None
     config = {**forget_requests(configs[variant.draft]), "num_speculative_tokens": variant.num_speculative_tokens}

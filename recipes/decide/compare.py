@@ -293,12 +293,10 @@ class Rounds:
 
 
 def known_answers(cfg: Config) -> str | None:
-    """Source of the target's answers; None if there is none."""
     return cfg.answers or (str(ANSWERS) if cfg.target is None else None)
 
 
 def num_together(cfg: Config) -> int:
-    """Servers of a round."""
     return max(2, cfg.together or (5 if engine_is_cpu() else 2))
 
 

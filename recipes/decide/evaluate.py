@@ -197,7 +197,6 @@ def measure_in_engine(
 
 
 def settings(cfg: Config, target: TargetFolder, sampling: Sampling) -> dict[str, Any]:
-    """The settings shown in the report."""
     shown = ("data", "split", "domain_column", "held_out", "max_prompt_tokens", "max_tokens", "draft_sample_method")
     filters = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
     left_out = {"penalties_left_out": penalties} if (penalties := list_penalties(target.folder)) else {}

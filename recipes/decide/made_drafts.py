@@ -56,8 +56,6 @@ verify than it gains."""
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
-    """How drafts are made for a target."""
-
     target: TargetFolder
     output: Path
     answers: str | None  # Answers of the target; None if nothing is trained or counted.
@@ -168,7 +166,6 @@ def spread(count: int, target: TargetFolder) -> list[int]:
 
 
 def title(name: str) -> str:
-    """The name of a draft on the page."""
     draft = parse_trained(name)
     if draft.lookup:
         limit = "" if draft.head_tokens is None else f", up to {draft.head_tokens} of its own"

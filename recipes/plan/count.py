@@ -108,8 +108,6 @@ def _find_draft(cfg: Config, target: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All devices at work."""
-
     tokens_per_s: float
     targets: int  # Devices that serve the target; in a cached run they serve first, and train then.
     trainers: int
@@ -117,8 +115,6 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevice:
-    """The time and memory of a step on one kind of device."""
-
     step_s: float
     tokens_per_s: float  # Speed of one device that trains.
     mfu: float
@@ -132,8 +128,6 @@ class OnDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Everything that is printed."""
-
     plan: Plan
     step: Counted
     served: Counted | None  # The target's pass elsewhere.
@@ -243,7 +237,6 @@ def count_forms(cfg: Config, result: Result) -> dict[str, Work]:
 
 
 def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, Any]:
-    """The numbers, per token of one device."""
     total = add_up(result.step.operations, result.step.operations)
     told = {
         "target": cfg.target_name,
@@ -270,7 +263,6 @@ def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, An
 
 
 def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str]:
-    """The tables for a terminal."""
     plan = result.plan
     yield (
         f"{find_family(cfg.family).title} for {cfg.target_name}, target {cfg.features}: a step of {plan.batch_size} x "

@@ -81,12 +81,10 @@ class Config:
 
     @property
     def target_name(self) -> str:
-        """--target, or the family's default."""
         return self.target or ("mimo-7b" if self.family == "mtp" else "llama-3.1-8b")
 
 
 def main(cfg: Config) -> None:
-    """Count, print, and write the numbers with --json."""
     from redraft.recipes.plan.count import report  # here, because it imports torch
 
     lines, numbers = report(cfg)
