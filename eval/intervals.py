@@ -23,7 +23,6 @@ from redraft.eval.counts import AcceptanceCounts
 Array = NDArray[np.float64]
 
 CONFIDENCE = 0.95
-
 UNBOUNDED = (-math.inf, math.inf)
 
 

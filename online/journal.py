@@ -38,7 +38,6 @@ import msgspec
 logger = logging.getLogger("redraft.journal")
 
 NUM_FILES = 8  # Number of files of a full journal. Unlinking the oldest forgets an eighth of it.
-
 MAX_REASON_CHARS = 500  # Longer reasons are cut: they may quote a server's answer.
 
 Identifier = Annotated[str, msgspec.Meta(pattern=r"^\S+$", max_length=200)]

@@ -29,7 +29,6 @@ ANSWERS = ("completion", "response", "output", "answer", "chosen")
 SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORY = "history"
 TOOLS = ("tools", "functions", "available_tools")
-
 OURS = ("key", "settings")  # Columns of `redraft regenerate` about its own run.
 
 

@@ -40,13 +40,9 @@ ROLES = {
 """Roles and speakers with another name, in lower case."""
 
 CALL_ROLES = ("function_call", "tool_call")
-
 CALL_KEYS = ("tool_calls", "function_call")
-
 ROLE_KEYS = ("role", "from")
-
 TEXT_KEYS = ("content", "value", "text")
-
 NAMES = ("name", "tool_call_id")  # Keys of a tool's result about its call.
 
 TOOL_KEYS = ("tools", "functions")

@@ -18,7 +18,6 @@ Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
 
 MIN_CHUNKS = 32  # Fewer chunks are done here: a process takes some seconds to import what it needs.
-
 MAX_PROCESSES = 32
 
 _tool: Any = None

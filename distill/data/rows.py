@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import datasets
 
 SPLITS = "dataset_dict.json"  # File of `save_to_disk` with the names of splits.
-
 COMPRESSIONS = (".gz", ".zst")
 TABLES = (".jsonl", ".json", ".parquet")
 TEXTS = (".txt", ".md")

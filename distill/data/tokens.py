@@ -32,7 +32,6 @@ from redraft.heads.files.target_folder import writes_date
 
 ABOUT = "about.json"
 PARTS = ("train", "held-out")
-
 BLOCK = 1 << 22  # Tokens counted at once.
 
 Origin = dict[str, Any]  # Everything on which tokens depend, by the word for it in a message.

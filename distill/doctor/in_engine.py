@@ -41,9 +41,7 @@ from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.target import Target
 
 DEFAULT_MAX_TOKENS = 64
-
 COMPARED_PROMPTS = 4  # Prompts whose passes are compared; the others only count towards acceptance.
-
 MIN_PROMPTS = 4  # Prompts of the published forecast that must be here before serving is held to it.
 
 FALLBACK = (

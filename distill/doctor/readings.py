@@ -43,7 +43,6 @@ MIN_GAIN_OF_ANCHOR = 0.25
 """The share for a reading with a feature that tells the next token: a sound head may gain a few per cent by it."""
 
 MAX_PERMUTED = 4  # Aux layers up to which every order is tried: 23 for 4 of them.
-
 MAX_MASKS = 12  # Mask tokens that are tried.
 
 

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 LOG_ZERO = tl.constexpr(-1e4)  # As in `distill.loss.outcomes`.
-
 FAR_BELOW = tl.constexpr(-1e30)  # The least logit: finite, because -inf - -inf is NaN.
 
 TINY = tl.constexpr(1.1754943508222875e-38)

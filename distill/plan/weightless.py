@@ -30,7 +30,6 @@ MAX_VALUES = 1 << 22
 """Elements of the largest tensor that keeps values. A mask [B, T, T] of a long batch has more, and nothing reads it."""
 
 META = torch.device("meta")
-
 VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 

@@ -30,7 +30,6 @@ MAY_CHANGE = {"resume", "overwrite", "output", "wandb", "prove"}
 
 
 TOKENS = "tokens"  # Folder of the tokenised data in a run.
-
 T = TypeVar("T")
 
 

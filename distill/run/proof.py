@@ -22,13 +22,7 @@ from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.eval.engine.lossless import Lossless, compare_lossless
 from redraft.eval.engine.measure import Measurement, measure
-from redraft.eval.engine.server import (
-    Mode,
-    VllmServer,
-    engine_is_cpu,
-    read_runner,
-    vllm_server,
-)
+from redraft.eval.engine.server import Mode, VllmServer, engine_is_cpu, read_runner, vllm_server
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.greedy import (
     Continuation,

@@ -39,7 +39,6 @@ SHARD_BYTES = 256 << 20
 """Size of a shard: how much is in memory while writing, and how much work a killed writer loses."""
 
 KEY_BYTES = 16
-
 HEADER = "cache.json"
 
 

@@ -45,7 +45,6 @@ from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.progress import Progress
 
 PRECISIONS = {"no": "float32", "bf16": "bfloat16, weights in float32,", "fp16": "float16, weights in float32,"}
-
 TIMED_STEPS = 3  # Steps to measure the speed of training by, after a first one that also warms up.
 
 

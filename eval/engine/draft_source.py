@@ -39,7 +39,6 @@ SampleMethod = Literal["greedy", "probabilistic"]
 """How draft tokens are chosen: the most probable one, or one drawn from q."""
 
 NGRAM = "ngram"
-
 NAMED = re.compile(r"([^=/+]+)=(.+)")
 
 WHOLE_MODEL = re.compile(r"(?!mtp\.)(\w+\.)*layers\.0\..*")

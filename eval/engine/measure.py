@@ -31,7 +31,6 @@ CHANGED = 1.5
 """Two step times of one server that differ by this factor are two speeds: the slower is a third below the faster."""
 
 MOST_REPEATS = 2  # Times a load is measured again because a server changed its speed.
-
 LEAST_STEPS = 8  # Steps in half of a measurement that are enough to know its speed.
 
 FAST_STEPS = 0.1

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 STOP_TIMEOUT_S = 10  # Time for a process to shut down by itself before it is killed.
-
 PR_SET_PDEATHSIG = 1  # Option of prctl(2): the signal for the kernel to send when the parent dies.
 
 # Loaded here and not in the child: a loader lock held by another thread at fork stays locked until exec.

@@ -23,7 +23,6 @@ ENABLED = "REDRAFT_ENGINE_WAIT"
 """Set to 1 for servers of measurements and of hidden states. `redraft serve` applies the patches by itself."""
 
 YIELDS_PER_SLEEP = 128  # One sleep per 128 calls, which is about every 0.3 ms of waiting.
-
 SLEEP_S = 20e-6
 
 

@@ -21,7 +21,6 @@ from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.kept import hash_key
 
 SCHEMA_VERSION = 2  # 2: the engine's `diverges`, which was called `parts`.
-
 FEW_PROMPTS = 20  # Below this number of prompts in a domain, intervals say little.
 
 

@@ -11,7 +11,6 @@ Spec = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
 BAR_HEIGHT = 34  # Height of one horizontal bar and the gap below, in pixels.
-
 PANEL_HEIGHT = 220  # Height of the plot of every other chart, in pixels.
 
 HEADROOM = 1.15

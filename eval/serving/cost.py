@@ -21,7 +21,6 @@ from redraft.eval.counts import tau
 from redraft.heads.catalog import find_speculative
 
 V = TypeVar("V")
-
 STEP_COSTS_VERSION = 1  # Version of the format of `StepCosts.to_json`.
 
 

@@ -28,7 +28,6 @@ from redraft.eval.serving.sweep import QUESTIONS, fit_step_costs, pool_acceptanc
 from redraft.heads.files.artifact import write_whole
 
 VERSION = 1
-
 GRID = "tokens"  # The question that varies two settings, so its table is two-dimensional.
 
 Row = Mapping[str, Any]

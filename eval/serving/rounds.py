@@ -30,7 +30,6 @@ from redraft.heads.files.kept import compute_once
 from redraft.heads.progress import Progress
 
 PLAIN = "none"  # Name of the server without a draft.
-
 MEMORY_SHARE = "--gpu-memory-utilization"
 USED_MEMORY = 0.9
 """Share of a GPU's memory for all servers together. The rest is for their CUDA contexts, which vLLM does not count."""

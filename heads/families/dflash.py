@@ -25,13 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from redraft.heads import options
-from redraft.heads.draft import (
-    Batch,
-    DraftStep,
-    TargetSignal,
-    aux_streams,
-    label_rows,
-)
+from redraft.heads.draft import Batch, DraftStep, TargetSignal, aux_streams, label_rows
 from redraft.heads.families.dflash_layouts import SECTION, TRAINING_OPTIONS, load_head, read_options
 from redraft.heads.files import speculators
 from redraft.heads.files.folder import TRAINED_WITH, read_config

@@ -16,13 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.heads import options
-from redraft.heads.draft import (
-    Batch,
-    DraftStep,
-    TargetSignal,
-    final_hidden,
-    label_rows,
-)
+from redraft.heads.draft import Batch, DraftStep, TargetSignal, final_hidden, label_rows
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.logits import LogitRule

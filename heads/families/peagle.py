@@ -20,12 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.heads import options
-from redraft.heads.draft import (
-    Batch,
-    DraftStep,
-    TargetSignal,
-    label_rows,
-)
+from redraft.heads.draft import Batch, DraftStep, TargetSignal, label_rows
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.files.folder import TRAINED_WITH
 from redraft.heads.nn.attention import Memory, StepMemory, compute_again

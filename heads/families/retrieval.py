@@ -27,13 +27,9 @@ Ids = NDArray[np.int32]
 Run = tuple[int, ...]  # Consecutive tokens, the last ones of some text.
 
 FOLDER = "retrieval"  # Key of a speculative config for the folder of a draft.
-
 VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_cost`.
-
 LEAST_FIRST = "least_first"  # Key of a speculative config for `Retrieval.least_first`.
-
 BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
-
 TOKEN_BYTES = 4
 
 HELD_OUT = 10

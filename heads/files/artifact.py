@@ -36,7 +36,6 @@ LAYOUT = 1
 """Layout of manifests. Every other file is checked by the manifest, and the manifest by its digests."""
 
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 ABANDONED_S = 3600  # Age of an unfinished file from a killed writer.
 
 SAMPLE_BYTES = 4096

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from redraft.heads.files.artifact import write_whole
 
 T = TypeVar("T")
-
 LAYOUT, CRC = "layout", "crc32"
 
 

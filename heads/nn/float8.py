@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 SCALE_BYTES = 4
-
 FLOAT8_MAX = 448.0  # The largest number of e4m3fn; the scale maps the largest of a state to it.
-
 PIECE_ROWS = 4096  # States decoded at a time, so the copy in float32 stays small.
 
 

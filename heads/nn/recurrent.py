@@ -16,11 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from redraft.heads.draft import (
-    Batch,
-    DraftStep,
-    label_rows,
-)
+from redraft.heads.draft import Batch, DraftStep, label_rows
 from redraft.heads.nn.attention import Memory, StepMemory, compute_again
 from redraft.heads.nn.logits import PLAIN, LogitRule
 

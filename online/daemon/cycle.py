@@ -45,11 +45,8 @@ from redraft.online.learning.gate import Decision, Verdict
 from redraft.online.learning.trainer import Trainer
 
 T = TypeVar("T")
-
 POLL_S = 0.1  # Seconds between two looks at whether there is anything to do.
-
 DISK_RETRY_S = 10.0
-
 GOES_ON = "training goes on from"  # First words of the journal about a life of the learner.
 
 

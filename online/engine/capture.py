@@ -41,7 +41,6 @@ SHIP_INTERVAL_S = 1.0
 """Records are shipped when this many bytes are waiting, or when the oldest has waited this long."""
 
 GREEDY_TEMPERATURE = 1e-5  # Below this vLLM takes the most probable token.
-
 PINNED_BYTES = 8 << 20  # The buffer through which hidden states leave a GPU.
 
 POLL_INTERVAL_S = 0.2

@@ -19,7 +19,6 @@ MAX_DOMAINS = 32
 """Domains with separate counts. Clients choose the names, so all beyond these are counted together."""
 
 OTHER = "(other)"  # Name of those.
-
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods without a draft model.
 
 Counts = dict[str, list[int]]

@@ -10,11 +10,8 @@ from typing import Any, TypeVar
 from redraft.online.engine import domains, pace
 
 DEATH_POLL_S = 1.0  # Seconds between two looks whether the engine that is asked still lives.
-
 DEAD = "the engine has died: start this server again"
-
 MAX_SAID = 400  # Most characters of an error of the engine in an answer.
-
 T = TypeVar("T")
 
 

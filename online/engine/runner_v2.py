@@ -27,7 +27,6 @@ from redraft.online.engine.steps import EngineStep
 from redraft.online.records.record import LOOKUP, PADDING
 
 RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
-
 WARMUP_IDS = ("_warmup", "_v2_")  # Beginnings of the ids of vLLM's own requests while it starts.
 
 

@@ -22,7 +22,6 @@ UNIX_SOCKET = "redraft asks servers over TCP, not at a Unix socket: start vLLM w
 FOREIGN = "a log-in answers in its place: give the address behind it, or let /redraft/, /metrics and /v1/ through"
 IS_PLAIN = "it speaks plain HTTP: begin its address with http://"
 IS_TLS = "it sends no HTTP: if it speaks TLS, begin its address with https://"
-
 NO_NETWORK = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
 BY_CODE = {10: EXPIRED, 62: OTHER_NAME, 64: OTHER_NAME}  # OpenSSL's verify codes.
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from redraft.online.fleet.server import Convergence, FleetServer, RefusedError, UnreachableError, bring
 
 SLOW_PUSH_S = 60.0  # A slower swap is reported (`server_behind`), and goes on until its deadline.
-
 PATIENCE_S = 3.0  # Time after which `bring_all` stops waiting for a minority of the servers.
 
 

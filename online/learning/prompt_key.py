@@ -21,7 +21,6 @@ from redraft.heads.files.sealed import DamagedError, read_sealed, set_aside, wri
 from redraft.online.records.record import Record
 
 KEY_BYTES = 32
-
 KEY, NOTE = "held-out.key", "held-out.json"
 
 

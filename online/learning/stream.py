@@ -39,14 +39,12 @@ CONSUMER = "learner"
 """Name of the consumer for all domains. A consumer for one domain has the domain's name appended."""
 
 REGISTRY_ID = "redraft_registry"  # Key in the consumer's metadata.
-
 REQUEST_RECORDS = 256
 REQUEST_BYTES = 16 << 20
 """Limits of one request. Twice this may be in memory: the batch being stored, and the next one arriving."""
 
 REQUEST_EXPIRES_S = 20.0
 SILENCE_S = 5.0  # Seconds after a request has expired before the log counts as gone.
-
 WAIT_S = 1.0  # Seconds to wait for the first record before `take` returns with nothing.
 
 ACK_WAIT_S = 60.0

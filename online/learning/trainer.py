@@ -28,7 +28,6 @@ from redraft.online.learning.cursor import SERVED, Commit
 from redraft.online.records.record import Record
 
 KEPT_CHECKPOINTS = 2
-
 _NAME = re.compile(r"checkpoint-\d+")
 
 

@@ -29,7 +29,6 @@ MAX_DOMAIN_POINTS = 90
 """Maximum number of points of a domain's curve. Captured requests are few: wider buckets keep the noise equal."""
 
 MAX_CURVES = 8  # Maximum number of curves in one chart; the rest are summed into one.
-
 BUCKETS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 
 

@@ -23,7 +23,6 @@ MAX_NAME_CHARS = 200
 """Longest version, server or fingerprint. The journal refuses longer identifiers."""
 
 MAX_REQUEST_ID_CHARS = 1024  # Longest request id. Clients choose a part of it, with X-Request-Id.
-
 MAX_TOP_K = 1 << 20
 MAX_STATE_SIZE = 1 << 20
 """Largest number of kept ids, of states per token, and of numbers per state. Far above any model: they only keep

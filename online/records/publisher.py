@@ -33,12 +33,10 @@ MAX_WAITING_BYTES = 256 << 20
 
 WINDOW_BYTES = 8 << 20
 WINDOW_RECORDS = 1024  # Largest batch sent before waiting for acknowledgements.
-
 ACK_TIMEOUT_S = 5.0
 RETRY_S = 1.0
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 5.0
-
 MESSAGE_ID = "Nats-Msg-Id"
 
 HEADER_BYTES = 256

@@ -56,9 +56,7 @@ LOOKUP, PADDING = 1, 2
 context."""
 
 NO_HIDDEN = np.empty((0, 0, 0), np.uint16)
-
 _HEADER = struct.Struct("<4sII")
-
 _LATER_MAGIC = re.compile(rb"RDR[4-9]")
 _HEADER_START = re.compile(rb"RDR[1-9]...[\x00-\x04]", re.DOTALL)
 """Magic and length. The last byte of the length is at most 4, because no frame is longer than about 64 MiB."""

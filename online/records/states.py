@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 HiddenFormat = Literal["bfloat16", "float8"]
 
 SCALE_BYTES = 4
-
 NAN = 0x7FC0  # Bits of a NaN in bfloat16.
 
 

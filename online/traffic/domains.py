@@ -41,17 +41,11 @@ FACTORS = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], np.uint32)
 """Multipliers of a trigram's three code points: large odd numbers, whose products differ in the highest bits."""
 
 HASH_SHIFT = 32 - (NUM_FEATURES - 1).bit_length()
-
 BLANK = ord(" ")
-
 MAX_PROMPTS = 4096  # Sample of prompts for k-means: more would not move the centroids.
-
 CHUNK_PROMPTS = 1024  # Prompts per chunk of features in memory.
-
 RESTARTS = 5  # Runs of k-means, of which the best is kept.
-
 CENTROIDS, SETTINGS = "centroids.safetensors", "domains.json"
-
 TOKENS = range(1 << 32)  # Valid token ids for a tokenizer; ids without a token decode to nothing.
 
 TokenDecoder = Callable[[list[int]], str]

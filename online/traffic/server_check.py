@@ -27,7 +27,6 @@ from redraft.online.traffic.upstream import ForwardedRequest, Upstream
 logger = logging.getLogger("redraft.tap")
 
 CHECK_S = 0.5  # Seconds between two looks for servers that are unchecked.
-
 TIMEOUT_S = 60.0
 MAX_TOTAL = 1.01  # Most probability of the likeliest tokens in sum; log-probabilities are rounded.
 
@@ -35,7 +34,6 @@ MAX_CHANGE = 0.5
 """Most change of a log-probability by another top_p. Behind the filter it changes to 0 or below -1000."""
 
 PROMPT = "The"
-
 PROMPTS = ("The", "A", "In", "My", "It", "He", "We", "1", "How", "To", "New", "For", "One", "This", "What", "And")
 SAMPLES, SEED = 16, 4711
 """Sampled first tokens for each of PROMPTS. Later tokens depend on the draft: verification takes no seed on a CPU."""

@@ -35,7 +35,6 @@ KEEP_ALIVE_S = 2.0
 """Kept below uvicorn's 5 s: a request on a connection closed by the server at this moment would fail."""
 
 MAX_IDLE_CONNECTIONS = 128  # Idle connections kept per server. Each holds a descriptor.
-
 HEALTH_TIMEOUT_S = 5.0
 
 SILENT_S = 5.0

@@ -37,13 +37,9 @@ from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.data.show_config import Config
 
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768, 65536)
-
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
-
 KINDS = ("cut", "tools", "reasoning", "plain", "text")  # Kinds of turns, about from rare to usual.
-
 MAX_TRIED = 100  # Samples in which a kind of turn is looked for: the template may refuse it in all.
-
 MIN_RUN = 40  # Tokens to show of a long text between two labels, or of a label.
 
 

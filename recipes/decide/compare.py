@@ -55,9 +55,7 @@ from redraft.recipes.decide.made_drafts import (
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
 
 FILES = ("model", FOLDER)  # Keys of a --speculative-config for the draft's folder.
-
 ROUNDS = "rounds"  # Folder in --output of the finished rounds.
-
 FIRST_PROBLEMS = 4  # Every fourth prompt is for the first rounds. The others confirm.
 
 ROWS_PROMPTS = 32

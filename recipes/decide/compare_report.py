@@ -18,7 +18,6 @@ from redraft.eval.serving.rounds import PLAIN, Results, compare, merge
 from redraft.recipes.decide.compare_config import parse_trained
 
 LOADS = (1, 8)  # Requests in flight.
-
 ONE, MANY = LOADS
 
 FREE_AT_MANY = 0.95

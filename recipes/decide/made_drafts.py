@@ -44,9 +44,7 @@ MUON_RATE, STARTED_RATE = "2e-3", "5e-4"
 """Muon's learning rate, and that of a head that starts by least squares: a higher one would undo the start."""
 
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
-
 MAX_PROMPT_TOKENS = 360
-
 CHECKPOINTS = "checkpoints"  # Folder of a training's checkpoints in its run.
 
 HEAD_REQUESTS = 4

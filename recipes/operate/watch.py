@@ -26,7 +26,6 @@ from redraft.online.fleet.reach import explain, explain_answer
 from redraft.online.fleet.server import require_address, trusted_certificates
 
 BARS = " ▁▂▃▄▅▆▇█"
-
 TIMEOUT_S = 10
 
 
