@@ -21,6 +21,9 @@ domains are compared by their totals.
 A trainer may move the target's weights meanwhile. A poll counts if all servers have the
 same weights at both ends, so a fleet that moves together is compared as any other.
 
+Servers with `--pace auto` may draft nothing. Then there is nothing to compare, and the candidate passes:
+a server drafts with it only while that is faster.
+
 With a control group, before and after are never compared: traffic changes by the minute, and harder traffic would be
 held against the candidate. Neither function raises for a server's failure; both can be repeated after a kill.
 """
@@ -298,6 +301,8 @@ class _Polls:
         """Counts by domain, a row for every poll."""
         self.has_domains = True
         """Whether all servers count by domain."""
+        self.is_paced = True
+        """Whether all servers draft only while that is faster."""
         self.targets: set[str | None] = set()
         """Weights of the target that were seen."""
         self._last: dict[FleetServer, WindowCounts] = {}
@@ -311,6 +316,7 @@ class _Polls:
             now, earlier = counted[server], self._last.get(server, NO_COUNTS)
             self._last[server] = now
             self.targets.add(now.target)
+            self.is_paced &= now.is_paced
             # Without any drafts, an empty `by_domain` is no miscount.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
             row[ALL] += _subtract(now.total, earlier.total)
@@ -339,6 +345,12 @@ class _Polls:
         )
 
     @property
+    def is_off(self) -> bool:
+        """Whether servers that draft only while that is faster hardly draft: nothing can be compared."""
+        is_seen = bool(self._last) and len(self.rows) >= MIN_POLLS
+        return is_seen and self.is_paced and self.total.num_drafts < MIN_DOMAIN_DRAFTS
+
+    @property
     def total(self) -> AcceptanceCounts:
         drafts, accepted = self.select(ALL).sum(0).tolist()
         return AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)
@@ -358,6 +370,8 @@ async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls |
         if server not in counted:
             return "it restarted, lost its draft or stopped answering"
         polls.add(counted)
+        if polls.is_off:
+            return polls
         has_enough = polls.total.num_drafts >= policy.min_drafts
         if has_enough and polls.can_be_compared and len(polls.rows) >= MIN_POLLS:
             low, high = estimate_accepted(polls.select(ALL)).interval(policy.confidence)
@@ -399,6 +413,9 @@ async def _compare(
         # On an alarm, waiting for more drafts would only slow down more requests.
         if is_worse_than_control(ours.total, theirs.total):
             return Comparison(ours.total, theirs.total, Finding.WORSE, f"its draft is hardly accepted: {taus}")
+        if theirs.is_off and ours.is_paced:
+            # the gate has proven the gain, and a server drafts only while that is faster
+            return Comparison(ours.total, theirs.total, Finding.PASSED, f"next to nothing is drafted: {taus}")
         is_late = time.monotonic() > deadline_s
         has_enough = min(ours.total.num_drafts, theirs.total.num_drafts) >= policy.min_drafts
         if has_enough and before is not None and len(ours.targets | before.targets) > 1:

@@ -179,6 +179,11 @@ class Status:
     """The same by domain."""
 
     @property
+    def is_paced(self) -> bool:
+        """Whether it drafts only while that is faster."""
+        return self.pace.startswith("pace auto")
+
+    @property
     def target(self) -> str | None:
         """Digest of the target's weights; as `target_version` without one."""
         return self.target_version and self.target_version.rpartition("@")[2]
@@ -463,6 +468,8 @@ class WindowCounts(NamedTuple):
     """Empty if the server does not count by domain, or miscounts."""
     target: str | None = ""
     """Digest of the target's weights at the end; empty for those of the start, None within an update."""
+    is_paced: bool = False
+    """`Status.is_paced`."""
 
 
 def _subtract_domains(
@@ -508,7 +515,7 @@ class Window:
             difference = now.since(first)
             if difference is not None:
                 domains = _subtract_domains(now.by_domain, first.by_domain)
-                counted[server] = WindowCounts(difference, domains, now.target)
+                counted[server] = WindowCounts(difference, domains, now.target, now.is_paced)
         return counted
 
 

@@ -90,6 +90,20 @@ async def test_a_lone_server_is_measured_until_a_domain_can_be_compared():
 
 
 @in_event_loop
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("line", ["pace auto: 0 tokens at 1; 0.1% explored", "pace 0"])
+async def test_where_a_pace_keeps_drafting_off_a_candidate_passes_without_a_comparison(count, line):
+    """16 polls have 192 drafts, too few to compare. A pace that nobody measures is compared once there are more."""
+    traffic, pace = Traffic(drafts_per_reading=12), {"pace": {"line": line}}
+    fakes = [FakeServer(traffic, easy_share=0.5, drafting=pace) for _ in range(count)]
+    async with running(*fakes) as servers:
+        outcome = await try_canary(servers, "worse", OLD, replace(QUICK, min_drafts=100))
+    is_auto = line.startswith("pace auto")
+    assert (outcome.passed, fakes[0].version) == ((True, "worse") if is_auto else (False, OLD)), outcome.reason
+    assert not outcome.is_inconclusive
+
+
+@in_event_loop
 async def test_traffic_that_gets_harder_at_the_swap_is_not_held_against_the_canary():
     """Compared before and after, the good candidate would look 0.5 worse; over the same window it is 0.5 better."""
     traffic = Traffic()
@@ -316,7 +330,8 @@ async def test_a_canary_that_restarts_in_its_warm_up_has_not_passed():
     fakes = [FakeServer(Traffic()) for _ in range(3)]
     async with running(*fakes) as servers:
         rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, replace(QUICK, warm_up_s=1)))
-        await until(lambda: fakes[0].version == NEW)
+        # asked for its status, it has answered the swap: one cut off would be tried again
+        await until(lambda: fakes[0].version == NEW and fakes[0].asked[-1] == "/redraft/status")
         await fakes[0].restart()
         outcome = await rollout
         assert not outcome.passed
@@ -591,6 +606,7 @@ def test_waves_must_reach_the_whole_fleet():
 async def test_the_counts_of_a_status_are_those_of_the_plugin():
     status = {"server_id": "boot", "draft_version": "v000001", "draft_intact": True, "target_intact": True}
     status |= {"target_fingerprint": "f", "domains": {"code": [10, 8]}, "drafts": [10, 30, 6, 2], "notes": ["a flag"]}
+    status["pace"] = {"pace": "auto", "line": "pace auto: 0 tokens at 8"}
 
     def answer(request):
         assert request.url.path == "/redraft/status"
@@ -601,3 +617,4 @@ async def test_the_counts_of_a_status_are_those_of_the_plugin():
         found = await server.status()
     wanted = {"num_drafts": 10, "num_accepted": 8, "num_draft_tokens": 30, "accepted_per_position": (6, 2)}
     assert (found.total, found.notes) == (AcceptanceCounts(**wanted), ("a flag",))
+    assert found.pace == "pace auto: 0 tokens at 8"
