@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from redraft.heads.families.eagle3 import Config, Eagle3
+from redraft.heads.target import Target
 from redraft.online.daemon.config import load_config
 from redraft.recipes.cli.commands import COMMANDS
+from redraft.recipes.cli.run import find_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[1]
 LISTED = subprocess.run(
@@ -56,6 +61,37 @@ def test_every_command_in_the_documents_exists():
     parts = set(re.findall(r"^redraft fleet ([a-z-]+)", text, re.MULTILINE))
     assert parts
     assert parts <= COMMANDS["fleet"].parts.keys()
+
+
+def list_commands() -> Iterator[tuple[str, ...]]:
+    """The words of each `redraft` command in fenced blocks and in the help, and of each launch of recipes/train.py."""
+    blocks = "\n".join(
+        code for document in DOCUMENTS for code in re.findall(r"^```bash\n(.*?)^```", document.read_text(), re.M | re.S)
+    )
+    examples = [each.example for command in COMMANDS.values() for each in (command, *command.parts.values())]
+    for line in [*blocks.replace("\\\n", " ").splitlines(), *examples]:
+        if found := re.match(r"\s*(?:[A-Z_]+=(?:\$\(\(.*?\)\)|\S+) )*(redraft|accelerate launch) (.*)", line):
+            words = shlex.split(re.split(r" (?:2?>|&|\|)", found[2])[0], comments=True)
+            if found[1] == "redraft":
+                yield tuple(words)
+            elif "recipes/train.py" in words:
+                yield ("train", *words[words.index("recipes/train.py") + 1 :])
+
+
+@pytest.mark.parametrize("words", sorted(set(list_commands())), ids=" ".join)
+def test_every_command_in_the_documents_is_read(words, tmp_path, monkeypatch, request):
+    monkeypatch.chdir(tmp_path)
+    if words[0] == "adapt":  # reads the draft first
+        target = Target.from_folder(request.getfixturevalue("random_target"))
+        Eagle3(Config(aux_layer_ids=(0, 1, 2)), target).export(tmp_path / words[1])
+    if words[0] == "train" and "--config" in words:
+        Path(words[words.index("--config") + 1]).touch()
+    code: object = 0
+    try:
+        parse_recipe(*find_recipe(words[0], words[1:]))
+    except SystemExit as ended:  # after --help and --print-config
+        code = ended.code
+    assert code == 0
 
 
 def test_every_make_target_in_the_documents_exists():
