@@ -70,6 +70,8 @@ class SwapConfig:
 class PluginConfig:
     registry: Path | None = None
     """REDRAFT_REGISTRY: folder of the draft's versions (v000001, ...). Without it no draft can be swapped."""
+    targets: tuple[Path, ...] = ()
+    """REDRAFT_TARGETS: folders, separated by colons. A trainer may load target weights from within them."""
     token: str | None = field(default=None, repr=False)
     """REDRAFT_TOKEN, or the content of the file REDRAFT_TOKEN_FILE. Without a token the routes refuse every request."""
     allow_remote: bool = False
@@ -92,7 +94,12 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
     registry = environment.get("REDRAFT_REGISTRY")
     if registry and not Path(registry).is_dir():
         raise FileNotFoundError(f"REDRAFT_REGISTRY={registry} is not a folder: create it, or unset the variable")
+    targets = tuple(map(Path, filter(None, environment.get("REDRAFT_TARGETS", "").split(os.pathsep))))
+    for folder in targets:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"REDRAFT_TARGETS names {folder}, which is no folder: create it, or leave it out")
     return PluginConfig(
+        targets=targets,
         registry=Path(registry) if registry else None,
         token=_read_token(environment),
         allow_remote=environment.get("REDRAFT_ALLOW_REMOTE") == "1",

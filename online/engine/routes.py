@@ -1,4 +1,4 @@
-"""Routes in vLLM's API process: `GET /redraft/status` and `POST /redraft/swap`."""
+"""Routes in vLLM's API process: `GET /redraft/status`, `POST /redraft/swap` and `POST /redraft/target`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import hmac
 import ipaddress
 import logging
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from starlette.datastructures import State
@@ -22,12 +22,16 @@ from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, read_config
 from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.pace import PaceMetrics, is_asked
-from redraft.online.engine.swap_transaction import Asked, Swaps, can_pause, require_version
+from redraft.online.engine.swap_transaction import Asked, Move, Swaps, can_pause
 
 logger = logging.getLogger("vllm.redraft")
 
+NO_REGISTRY = "no registry: start the server with REDRAFT_REGISTRY=FOLDER"
+
 PACE_TIMEOUT_S = 2.0
 """Longest time that /metrics waits for an engine."""
+
+T = TypeVar("T")
 
 
 class BeforeMetrics:
@@ -62,10 +66,11 @@ class Endpoint:
             app.add_middleware(BeforeMetrics, call=lambda: self._show_pace(metrics))
         app.add_api_route("/redraft/status", self.status, methods=["GET"], response_model=None)
         app.add_api_route("/redraft/swap", self.swap, methods=["POST"], response_model=None)
+        app.add_api_route("/redraft/target", self.move, methods=["POST"], response_model=None)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         can = can_pause(engine_client.vllm_config)
-        self.swaps = Swaps(self.config.registry, engine_client, can_pause=can)
+        self.swaps = Swaps(self.config.registry, engine_client, targets=self.config.targets, can_pause=can)
         forward_origin(engine_client)
         self.notes = list_notes(engine_client.vllm_config, args)
         for note in self.notes:
@@ -90,20 +95,40 @@ class Endpoint:
         The hash and the registry's id are optional; a version with another hash, or of another
         registry, is refused. 200: all ranks serve it and no running request was cut off.
         """
+        asked = await self._read(request, _parse, 'send a JSON body {"version": "v000012"}')
+        if self.config.registry is None:
+            raise HTTPException(503, NO_REGISTRY)
+        return await _run(self.swaps.swap, asked)
+
+    async def move(self, request: Request) -> dict[str, Any]:
+        """Name the target weights, or load them, as the body says: `{"version": "step-17", "path": "/checkpoints/17",
+        "draft": "v000012"}`.
+
+        Without a path the weights are those that a trainer has written. A draft is loaded in the same pause. A pause of
+        the trainer stays. 200: all ranks have the weights and the draft, and no running request was cut off.
+        """
+        told = 'send a JSON body {"version": "step-17"}, with "path", "draft" or both if they are to be loaded'
+        move = await self._read(request, _parse_move, told)
+        if move.draft and self.config.registry is None:
+            raise HTTPException(503, NO_REGISTRY)
+        return await _run(self.swaps.move, move)
+
+    async def _read(self, request: Request, parse: Callable[[Any], T], told: str) -> T:
+        """The parsed body of a request that may use the routes. Raises: HTTPException."""
         authorize(request, self.config)
         try:
-            asked = _parse(await request.json())
+            return parse(await request.json())
         # A client that left within its body is no error of the server, which would log a traceback.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ClientDisconnect):
-            raise HTTPException(400, 'send a JSON body {"version": "v000012"}') from None
-        if self.config.registry is None:
-            raise HTTPException(503, "no registry: start the server with REDRAFT_REGISTRY=FOLDER")
-        try:
-            require_version(asked.version)
-            # A disconnecting client must not leave the engine paused.
-            return await asyncio.shield(asyncio.ensure_future(self.swaps.swap(asked)))
-        except RefusedError as refusal:
-            raise HTTPException(refusal.code, refusal.why) from refusal
+            raise HTTPException(400, told) from None
+
+
+async def _run(act: Callable[[T], Coroutine[Any, Any, dict[str, Any]]], asked: T) -> dict[str, Any]:
+    try:
+        # A disconnecting client must not leave the engine paused.
+        return await asyncio.shield(asyncio.ensure_future(act(asked)))
+    except RefusedError as refusal:
+        raise HTTPException(refusal.code, refusal.why) from refusal
 
 
 def list_notes(vllm_config: Any, args: Namespace) -> list[str]:
@@ -121,6 +146,16 @@ def _parse(body: Any) -> Asked:
         raise TypeError("a hash and an id are strings")
     # A version that is not a string is one that the registry does not have.
     return Asked(version=str(body["version"]), manifest_sha256=manifest_sha256, registry=registry)
+
+
+def _parse_move(body: Any) -> Move:
+    """Raises ValueError, TypeError or AttributeError if the body is not a request."""
+    label, folder, draft = (body.get(name) or "" for name in ("version", "path", "draft"))
+    if not all(isinstance(each, str) for each in (label, folder, draft)):
+        raise TypeError("a name, a path and a draft are strings")
+    if not label and not folder:
+        raise ValueError("neither a name nor a path")
+    return Move(folder=folder, label=label, draft=draft)
 
 
 def authorize(request: Request, config: PluginConfig) -> None:

@@ -242,6 +242,10 @@ class Staging:
     def is_done(self) -> bool:
         return not self._thread.is_alive()
 
+    def join(self) -> None:
+        """Wait until it is done."""
+        self._thread.join()
+
     def discard(self) -> None:
         """Free the memory; if the thread still reads, it stops after the next chunk and frees it."""
         with self._lock:

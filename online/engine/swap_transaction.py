@@ -3,6 +3,8 @@
 find ─► stage: the ranks read it into memory, and serve ─► pause ─► load ─► commit ─► resume
          └─ a swap to another version, if found,         └─ a failure: restore the last good draft
             takes over here
+
+A move loads or names the target weights in the same pause, before the draft if one is asked for.
 """
 
 from __future__ import annotations
@@ -14,16 +16,20 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from redraft.heads.files.artifact import PROVENANCE
+from redraft.heads.files.folder import lineage
 from redraft.online.engine.engine_calls import EngineCalls, RefusedError, say
 from redraft.online.fleet.registry import hash_manifest, read_id
+
+T = TypeVar("T")
 
 VERSION = re.compile(r"v[0-9]{6,18}")
 
@@ -34,6 +40,9 @@ STAGE_POLL_S, BUSY_POLL_S = 0.05, 0.25
 
 PAUSE_TIMEOUT_S = 60.0
 """Deadline for the pause, in which the weights are copied from memory. Afterwards the engine is resumed in any case."""
+
+TARGET_TIMEOUT_S = 1200.0
+"""The same if the target weights are read from files within the pause."""
 
 RESUME_TIMEOUT_S = 30.0
 
@@ -54,19 +63,36 @@ class Asked:
     registry: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A trainer asks for target weights from a folder, a name for them, and a draft. Each may be empty."""
+
+    folder: str = ""
+    label: str = ""
+    draft: str = ""
+
+
+class HalfNewError(RefusedError):
+    """The target weights are new in part, and the engine must not go on with them."""
+
+
 class Swaps:
     """The swaps of one API process, one at a time. Where two want different versions, the later wins."""
 
-    def __init__(self, registry: Path | None, engine: Any, *, can_pause: bool = True) -> None:
+    def __init__(
+        self, registry: Path | None, engine: Any, *, targets: tuple[Path, ...] = (), can_pause: bool = True
+    ) -> None:
         self.registry, self.engine, self.calls = registry, engine, EngineCalls(engine)
+        self.targets = targets
+        """Folders that target weights may be loaded from."""
         self.registry_id = ""
         """Id of the served registry, from its folder or, if that has none, from the first swap."""
         self._id = uuid.uuid4().hex
         """For the workers, which let one API process swap at a time."""
         self._can_pause = can_pause
-        self._num_pauses = 0
-        """Pauses by others, who resume."""
-        self._pause_generation, engine.pause_generation = engine.pause_generation, self._count_and_pause
+        self._owes_resumption = False
+        """Whether the engine is in a pause of ours. If somebody else pauses too, it is theirs."""
+        self._pause_generation, engine.pause_generation = engine.pause_generation, self._pause_for_others
         self._swapping = asyncio.Lock()
         self._num_asked = self._latest_number = 0
         self._latest = ""
@@ -74,11 +100,32 @@ class Swaps:
         self._staged = ""
         """The version of `_staging`."""
         self._staging: asyncio.Future[None] | None = None
-        self._reads: dict[str, Future[_Found]] = {}
-        """Reads of versions' small files under way."""
+        self._reads: dict[str, Future[Any]] = {}
+        """Reads of folders' small files under way."""
 
-    async def swap(self, asked: Asked) -> dict[str, Any]:
-        """Swap to a version. Returns what the client is answered. Raises: RefusedError."""
+    async def move(self, move: Move) -> dict[str, Any]:
+        """Load or name the target weights, and load a draft. Returns what the client is answered.
+
+        Raises:
+            RefusedError: with the weights and the draft that are served then.
+        """
+        if move.folder:
+            move = replace(move, folder=await self._find_target(move.folder))
+        report: dict[str, Any] = {}
+        if move.draft:
+            report = await self.swap(Asked(version=move.draft), move)
+        elif move.folder:
+            async with self._swapping:
+                status = await self.calls.status()
+                report = await self._exchange(None, move, status["draft_version"], clears=True)
+        else:
+            await self.calls.ask("redraft_name_target", move.label)
+        status = await self.calls.status()
+        return report | {name: status[name] for name in ("target_version", "draft_version")}
+
+    async def swap(self, asked: Asked, move: Move | None = None) -> dict[str, Any]:
+        """Swap to a version, after `move`. Returns what the client is answered. Raises: RefusedError."""
+        _require_version(asked.version)
         number = self._num_asked = self._num_asked + 1
         status = await self.calls.status()
         if status.get("swap_off"):
@@ -94,11 +141,13 @@ class Swaps:
             await self._require_awake()
             # A copy of the registry may hold another v000012, so the name alone proves nothing.
             is_same = status.get("manifest_sha256") in ("", None, found.manifest_sha256)
+            clears = status["swap_cache"] == "clear" or bool(move and move.folder)
             if serving == found.name and status["draft_intact"] and is_same:
-                return {"version": serving, "previous": serving, "swapped": False}
+                report = await self._exchange(None, move, serving, clears=clears) if move else {}
+                return {"version": serving, "previous": serving, "swapped": False, **report}
             await self._read_into_memory(found, serving)
             try:
-                report = await self._exchange(found, serving, clears=status["swap_cache"] == "clear")
+                report = await self._exchange(found, move, serving, clears=clears)
             finally:
                 await self._discard()
             # After the swap: a refused one must not bind this server to a registry.
@@ -135,7 +184,8 @@ class Swaps:
     async def _find(self, asked: Asked, status: dict[str, Any]) -> _Found:
         """The version in the registry's folder. Raises RefusedError if it is not there, or not the one asked for."""
         async with asyncio.timeout(STAGE_TIMEOUT_S):
-            found = await self._read(asked.version)
+            assert self.registry is not None
+            found = await self._read(self.registry / asked.version, _read_version)
         known = found.registry or self.registry_id
         if asked.registry and known and asked.registry != known:
             raise RefusedError(
@@ -152,18 +202,37 @@ class Swaps:
         _require_target(found, status["target_fingerprint"], status.get("target_lineage", ""))
         return found
 
-    async def _read(self, version: str) -> _Found:
-        """The version's small files, read in a separate thread: a hung storage would fill the pool of vLLM
+    async def _find_target(self, name: str) -> str:
+        """The folder, with target weights of the served lineage. Raises: RefusedError if it may not be loaded."""
+        if not self.targets:
+            raise RefusedError(503, "no folder for target weights: start the server with REDRAFT_TARGETS=FOLDER")
+        status = await self.calls.status()
+        try:
+            async with asyncio.timeout(STAGE_TIMEOUT_S):
+                folder, found = await self._read(Path(name), partial(_read_lineage, self.targets))
+        except TimeoutError:
+            raise RefusedError(504, f"reading {name} took longer than {STAGE_TIMEOUT_S:.0f} s") from None
+        if found != status.get("target_lineage"):
+            raise RefusedError(
+                409,
+                f"{name} has not the tensors, type and tokenizer of the served target: save all of a checkpoint, or "
+                "restart the server with it",
+            )
+        return str(folder)
+
+    async def _read(self, folder: Path, read: Callable[[Path], T]) -> T:
+        """A folder's small files, read in a separate thread: a hung storage would fill the pool of vLLM
         too. A hung read is waited for again, not begun twice."""
-        assert self.registry is not None
-        folder, future = self.registry / version, self._reads.get(version)
+        key = str(folder)
+        future = self._reads.get(key)
         if future is None:
-            future = self._reads[version] = Future()
+            future = self._reads[key] = Future()
             # A swap that gives up cannot cancel it: `set_result` would then raise.
             future.set_running_or_notify_cancel()
-            future.add_done_callback(lambda _: self._reads.pop(version))
-            threading.Thread(target=_settle, args=(future, folder), name="redraft-registry", daemon=True).start()
-        return await asyncio.wrap_future(future)
+            future.add_done_callback(lambda _: self._reads.pop(key))
+            threading.Thread(target=_settle, args=(future, read, folder), name="redraft-registry", daemon=True).start()
+        found: T = await asyncio.wrap_future(future)
+        return found
 
     async def _stage(self, found: _Found, serving: str) -> None:
         """Have all ranks read the version into memory, while they serve."""
@@ -205,32 +274,72 @@ class Swaps:
             async with asyncio.timeout(RESUME_TIMEOUT_S):
                 await self.calls.ask("redraft_discard", self._id)
 
-    async def _exchange(self, found: _Found, serving: str, *, clears: bool) -> dict[str, Any]:
-        """Load the staged version on all ranks in a pause, which may be a trainer's, or else between two steps.
+    async def _exchange(self, found: _Found | None, move: Move | None, serving: str, *, clears: bool) -> dict[str, Any]:
+        """Move the target, then load the staged version on all ranks, each if given. It happens in a pause, which may
+        be a trainer's, or else between two steps.
 
-        `clears`: the target reads everything again. Keys of the old draft would be gone at once.
+        `clears`: the target reads everything again. Keys of the old weights would be gone at once.
         """
         await self._require_awake()
-        num_pauses = self._num_pauses
         is_paused = await self.calls.request(self.engine.is_paused(), "the engine does not say whether it is paused")
-        pauses = self._can_pause and not is_paused
-        began_s = time.perf_counter()
+        pauses = resumes = self._can_pause and (self._owes_resumption or not is_paused)
+        self._owes_resumption |= pauses
+        resets = clears and not pauses
+        deadline_s = TARGET_TIMEOUT_S if move and move.folder else PAUSE_TIMEOUT_S
+        began_s, has_moved = time.perf_counter(), False
         try:
-            async with asyncio.timeout(PAUSE_TIMEOUT_S):
+            async with asyncio.timeout(deadline_s):
                 if pauses:
                     await self._pause(serving, clears=clears)
-                loaded = await self._load(found, serving, resets=clears and not pauses)
+                if move:
+                    await self._move(move, resets=resets)
+                    has_moved = bool(move.folder)
+                loaded = await self._load(found, serving, resets=resets) if found else {}
         except TimeoutError:
-            detail = f"{found.name} was not loaded within {PAUSE_TIMEOUT_S:.0f} s, and generation goes on: swap again"
-            raise RefusedError(504, detail) from None
+            name = found.name if found else "the target"
+            raise RefusedError(
+                504, f"{name} was not loaded within {deadline_s:.0f} s, and generation goes on: swap again"
+            ) from None
+        except HalfNewError:
+            resumes = False
+            raise
+        except RefusedError as refusal:
+            if has_moved:
+                raise RefusedError(refusal.code, f"the target has the new weights, but {refusal.why}") from refusal
+            raise
         finally:
-            if pauses and num_pauses == self._num_pauses:  # else a trainer has paused too, and may be writing weights
+            # Else a trainer has paused too, and may be writing weights.
+            if resumes and self._owes_resumption:
                 await self._resume()
-        pause_ms = 1e3 * (time.perf_counter() - began_s)
-        return {"version": found.name, "previous": serving, "swapped": True, "pause_ms": pause_ms, **loaded}
+        report = {"pause_ms": 1e3 * (time.perf_counter() - began_s), **loaded}
+        return report | ({"version": found.name, "previous": serving, "swapped": True} if found else {})
 
-    async def _count_and_pause(self, **how: Any) -> None:
-        self._num_pauses += 1
+    async def _move(self, move: Move, *, resets: bool) -> None:
+        """Load the target weights on all ranks, or on none, and name them."""
+        if move.folder:
+            ranks = await self.calls.ask("redraft_load_target", move.folder)
+            error = next((rank["error"] for rank in ranks if not rank["ok"]), "")
+            refusal = RefusedError(500, error) if error else None
+            if resets and not error:
+                try:
+                    await self._reset_cache()
+                    # The workers' part went with the weights.
+                    await self.calls.request(self.engine.reset_encoder_cache(), "the engine could not forget images")
+                except RefusedError as refused:
+                    refusal = refused
+            if refusal is not None:
+                if any(rank["ok"] or rank["touched"] for rank in ranks):
+                    ranks = await self.calls.ask("redraft_load_target", None)
+                    if not all(rank["ok"] for rank in ranks):
+                        raise HalfNewError(
+                            500, f"{refusal.why}; the target is half new, and the engine stays paused: load again"
+                        )
+                raise RefusedError(refusal.code, f"{refusal.why}; the target has the weights of before")
+        if move.label:
+            await self.calls.ask("redraft_name_target", move.label)
+
+    async def _pause_for_others(self, **how: Any) -> None:
+        self._owes_resumption = False
         await self._pause_generation(**how)
 
     async def _pause(self, serving: str, *, clears: bool) -> None:
@@ -259,12 +368,14 @@ class Swaps:
                 while not await self._is_asleep():
                     try:
                         resume = self.engine.resume_generation()
-                        return await self.calls.request(resume, "generation was not resumed", ": restart this server")
+                        await self.calls.request(resume, "generation was not resumed", ": restart this server")
+                        break
                     except RefusedError as error:
                         if self.engine.errored:
                             raise
                         refusal = error
                     await asyncio.sleep(RESUME_POLL_S)
+                self._owes_resumption = False
         except TimeoutError:
             raise refusal or RefusedError(504, "the engine does not answer: restart this server") from None
 
@@ -300,7 +411,7 @@ class Swaps:
         # only now: if anything fails, the ranks need the last good draft to go back to
         await self.calls.ask("redraft_commit", found.name)
         if any(rank["checksum_before"] != rank["checksum_after"] for rank in ranks):
-            raise RefusedError(500, "the target's weights changed: restart this server")
+            raise RefusedError(500, "the target weights changed: restart this server")
         return {
             "load_ms": max(rank["load_ms"] for rank in ranks),
             "target_checksum_before": ranks[0]["checksum_before"],
@@ -365,7 +476,7 @@ def _deadline(version: str, serving: str) -> Iterator[None]:
         raise RefusedError(504, f"{why}; still serving {serving}") from None
 
 
-def require_version(name: str) -> None:
+def _require_version(name: str) -> None:
     """Accept an id only: a path could name any folder of this machine. Raises: RefusedError."""
     if not VERSION.fullmatch(name):
         raise _no_version(name[:40])
@@ -379,9 +490,9 @@ def _no_version(name: str) -> RefusedError:
     )
 
 
-def _settle(future: Future[_Found], folder: Path) -> None:
+def _settle(future: Future[Any], read: Callable[[Path], Any], folder: Path) -> None:
     try:
-        future.set_result(_read_version(folder))
+        future.set_result(read(folder))
     except BaseException as error:
         future.set_exception(error)
 
@@ -402,6 +513,20 @@ def _read_version(folder: Path) -> _Found:
         )
     except (ValueError, OSError, AttributeError, RecursionError) as error:
         raise RefusedError(422, f"{folder.name} is damaged: {error}") from error
+
+
+def _read_lineage(targets: tuple[Path, ...], folder: Path) -> tuple[Path, str]:
+    """The folder without links, and the lineage of the weights in it. Blocking; raises RefusedError if it is outside of
+    `targets`, or no model's."""
+    try:
+        found = folder.resolve()
+        if not any(found.is_relative_to(root.resolve()) for root in targets):
+            raise RefusedError(403, f"{folder} is outside of REDRAFT_TARGETS: restart the server to allow it")
+        return found, lineage(found)
+    except FileNotFoundError as error:
+        raise RefusedError(404, f"{folder} has no weights in safetensors: {error}") from error
+    except (ValueError, OSError, AttributeError, RecursionError) as error:
+        raise RefusedError(422, f"{folder} is damaged: {error}") from error
 
 
 def _require_target(found: _Found, fingerprint: str, lineage: str) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class TargetWatch:
         self.model = model
         self.has_moved = False
         """Whether weights may have been written since `settle`."""
+        self.is_torn = False
+        """Whether the last write failed, until one succeeds or the weights turn out to be the old ones."""
         self.digest = ""
         self.label = ""
         """The trainer's name for these weights."""
@@ -68,16 +71,20 @@ class TargetWatch:
         self._start = self.digest
 
     def settle(self) -> None:
-        """Take the weights as they are now."""
+        """Take the weights as they are now. Half-written ones get no digest: nobody serves them by intention."""
         self._sums = self._compute(range(len(self._pieces)))
         digest = hashlib.sha256(repr((self._pieces, self._sums)).encode()).hexdigest()[:12]
-        if digest != self.digest:
-            self.label = ""
-        self.digest, self.has_moved = digest, False
+        if digest == self.digest:
+            self.is_torn = False
+        elif not self.is_torn:
+            self.digest, self.label = digest, ""
+        self.has_moved = False
 
     @property
-    def version(self) -> str:
-        """The weights' name in records: empty for those of the start."""
+    def version(self) -> str | None:
+        """The weights' name in records: empty for those of the start, None for half-written ones."""
+        if self.is_torn:
+            return None
         return "" if self.digest == self._start else f"{self.label}@{self.digest}"
 
     def is_due(self) -> bool:
@@ -107,7 +114,7 @@ class TargetWatch:
 
 
 def watch_target(worker: Any) -> None:
-    """Keep the version of the target's weights: new after each of UPDATES, or before the step after another load."""
+    """Keep the version of the target weights: new after each of UPDATES, or before the step after another load."""
     if getattr(worker.vllm_config.parallel_config, "enable_eplb", False):
         return  # replicas of experts move between ranks
     model = worker.model_runner.get_model()
@@ -117,8 +124,8 @@ def watch_target(worker: Any) -> None:
     load, execute = model.load_weights, worker.execute_model
 
     def load_and_note(*args: Any, **kwargs: Any) -> Any:
-        note_move(worker)
-        return load(*args, **kwargs)
+        with _writing(worker):
+            return load(*args, **kwargs)
 
     def look_and_execute(*args: Any, **kwargs: Any) -> Any:
         watch = worker.redraft.target_watch
@@ -135,12 +142,57 @@ def _settle_after(worker: Any, name: str) -> None:
     update = getattr(worker, name)
 
     def update_and_settle(*args: Any, **kwargs: Any) -> Any:
-        note_move(worker)  # before: it may fail half-way
-        result = update(*args, **kwargs)
+        ends = name in ("reload_weights", "update_weights")
+        with _writing(worker, ends=ends):
+            try:
+                result = update(*args, **kwargs)
+            except BaseException:
+                if ends:
+                    _end_reload(worker)
+                raise
         settle(worker)
         return result
 
     setattr(worker, name, update_and_settle)
+
+
+@contextmanager
+def _writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
+    """The block writes weights, or fails half-way. `ends`: if it succeeds, an earlier failure is repaired."""
+    watch = worker.redraft.target_watch
+    watch.has_moved = True
+    try:
+        yield
+    except BaseException:
+        watch.is_torn = True
+        raise
+    watch.is_torn &= not ends
+
+
+def _end_reload(worker: Any) -> None:
+    """Give the layers that wait for weights the old ones back, after a load has failed. vLLM leaves them on `meta`,
+    where the next step ends the engine, and the next load would count what they have received."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    try:
+        with (
+            set_current_vllm_config(worker.vllm_config),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.device(worker.device),
+        ):
+            finalize_layerwise_reload(worker.model_runner.get_model(), worker.vllm_config.model_config)
+    except Exception:
+        logger.exception("redraft: a failed load of the target could not be ended")
+
+
+def is_clear(worker: Any) -> bool:
+    """Whether the target weights are whole: no update is open, and the last one has not failed."""
+    watch = worker.redraft.target_watch
+    if watch is not None and watch.has_moved:
+        settle(worker)
+    return worker.redraft.target_version is not None and not worker._weight_update_active
 
 
 def note_move(worker: Any) -> None:
@@ -168,11 +220,9 @@ def settle(worker: Any) -> None:
             version = watch.version
         except Exception:
             if state.target_version is not None:  # not at every step
-                logger.exception("redraft: the target's weights cannot be read, and nothing is recorded")
+                logger.exception("redraft: the target weights cannot be read, and nothing is recorded")
     if version != state.target_version:
-        logger.info(
-            "redraft: the target's weights are %s", version or ("unclear" if version is None else "the start's")
-        )
+        logger.info("redraft: the target weights are %s", version or ("unclear" if version is None else "the start's"))
     _set_version(state, version)
 
 
@@ -192,9 +242,37 @@ def look_at_target(worker: Any) -> None:
         settle(worker)
 
 
+def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
+    """Load the target weights from a folder; None brings back the ones before, after a rank has failed.
+
+    Returns `{"ok": True}`, or `{"ok": False, "error", "touched"}`: whether the weights may be half new.
+    """
+    state, config = worker.redraft, worker.vllm_config.model_config
+    if folder is not None:
+        if state.asleep or worker._weight_update_active:
+            error = "the engine sleeps, or an update of the target weights is open: end it, then load again"
+            return {"ok": False, "error": error, "touched": False}
+        state.target_source = (config.model, config.model_weights, config.revision)
+    before = state.target_source
+    try:
+        if folder is None:
+            config.model, config.model_weights, config.revision = before
+        worker.reload_weights(weights_path=folder)
+    except Exception as error:
+        logger.exception("redraft: the target weights could not be loaded from %s", folder or before[0])
+        # vLLM would reload from the folder next
+        config.model, config.model_weights, config.revision = before
+        is_touched = state.target_watch is None or not is_clear(worker)
+        return {"ok": False, "error": f"{type(error).__name__}: {error}", "touched": is_touched}
+    return {"ok": True}
+
+
 def name_target(worker: Any, label: str) -> None:
     """Take a trainer's name for the present weights."""
     state = worker.redraft
+    if state.target_watch is not None:
+        state.target_watch.next_look_s = 0.0  # it may have written them just now
+        look_at_target(worker)
     if state.target_watch is not None:
         # as in the names of drafts: it goes into the journal and the metrics
         label = "".join(char if "!" <= char <= "~" else "_" for char in label)

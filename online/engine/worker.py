@@ -32,7 +32,14 @@ from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.slices import trace_slices
 from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, list_weights, pin_on, plan_folder
 from redraft.online.engine.swap import Layout, checksum, load_draft, shared_modules
-from redraft.online.engine.target_watch import TargetWatch, look_at_target, name_target, watch_target
+from redraft.online.engine.target_watch import (
+    TargetWatch,
+    is_clear,
+    load_target,
+    look_at_target,
+    name_target,
+    watch_target,
+)
 from redraft.online.fleet.registry import hash_manifest
 
 logger = logging.getLogger("vllm.redraft")
@@ -40,7 +47,7 @@ logger = logging.getLogger("vllm.redraft")
 MAX_STUCK_READS = 4
 """Hung versions before further drafts are refused. The reader of each keeps memory until it ends."""
 
-UPDATING = "an update of the target's weights is open: finish it, then swap again"
+UPDATING = "an update of the target weights is open, or has failed: finish or repeat it, then swap again"
 
 SWAP_LEASE_S = 300.0
 """Seconds after which a swap is given up if nobody ends it, e.g. because its API process was killed. Longer than all
@@ -66,11 +73,13 @@ class WorkerState:
     target_lineage: str = ""
     target_checksum: str = ""
     target_version: str | None = ""
-    """Name of the target's weights: empty at the start, None if it is unclear which they are."""
+    """Name of the target weights: empty at the start, None if it is unclear which they are."""
     is_target_intact: bool = True
     """False once a swap has overwritten a part of it."""
+    target_source: tuple[str, str, str | None] = ("", "", None)
+    """Model, object storage and revision of the weights before the last load from a folder."""
     target_watch: TargetWatch | None = None
-    """None if the target's weights move by themselves."""
+    """None if the target weights move by themselves."""
     draft_version: str = ""
     draft: Layout | None = None
     """The last good draft; None if the server runs without a draft."""
@@ -103,6 +112,8 @@ def register_worker() -> None:
         return
     WorkerBase.redraft_status = redraft_status
     WorkerBase.redraft_name_target = name_target
+    WorkerBase.redraft_load_target = load_target
+    WorkerBase.redraft_move = redraft_move
     WorkerBase.redraft_stage = redraft_stage
     WorkerBase.redraft_staged = redraft_staged
     WorkerBase.redraft_discard = redraft_discard
@@ -142,7 +153,7 @@ def install(worker: Any) -> None:
         name = worker.vllm_config.model_config.model
         target = TargetFolder(name=name, folder=model_folder(name))
         state.target_fingerprint = target.fingerprint
-        if config.registry is not None:  # only swaps ask for it
+        if config.registry is not None or config.targets:  # only swaps and loads ask for it
             state.target_lineage = target.lineage
     with _switching_off(state, "swap"):
         state.target_checksum = checksum(worker.model_runner.get_model())
@@ -292,6 +303,39 @@ def redraft_status(worker: Any) -> dict[str, Any]:
     }
 
 
+def redraft_move(worker: Any, label: str = "", folder: str = "", draft: str = "") -> dict[str, Any]:
+    """Load the target weights from a folder, name them, and load a draft from another, each if given. For a trainer
+    that holds the engine: it pauses, and empties the cache. Returns `{"error", "target_version", "draft_version"}`.
+
+    After an error on some rank the ranks may differ: repeat the call.
+    """
+    state: WorkerState = worker.redraft
+    loaded = load_target(worker, folder) if folder else {}
+    error = str(loaded.get("error", ""))
+    if loaded.get("touched"):
+        load_target(worker, None)
+    if label and not error:
+        name_target(worker, label)
+    if draft and not error:
+        error = _swap_at_once(worker, draft)
+    return {"error": error, "target_version": state.target_version, "draft_version": state.draft_version}
+
+
+def _swap_at_once(worker: Any, folder: str) -> str:
+    """Read and load a draft. Returns the error; empty if there is none."""
+    state: WorkerState = worker.redraft
+    swapper = uuid.uuid4().hex
+    done = redraft_stage(worker, folder, swapper)
+    if done is not None and done["ok"]:
+        assert state.staging is not None
+        state.staging.join()
+        done = {"ok": False, "error": state.staging.error} if state.staging.error else redraft_load(worker, folder)
+    if done is None or done["ok"]:
+        redraft_commit(worker, Path(folder).name)
+    redraft_discard(worker, swapper)
+    return "" if done is None else str(done.get("error", ""))
+
+
 def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, Any] | None:
     """Begin to read a draft into memory; None is the last good one. Returns `{"ok"}` or `{"ok": False, "error"}`, with
     `"is_busy": True` if an abandoned read of the same draft has not ended: ask again.
@@ -368,7 +412,7 @@ def redraft_load(worker: Any, folder: str) -> dict[str, Any] | None:
     staging = state.staging
     if state.asleep:
         return {"ok": False, "touched": False, "error": "the engine fell asleep meanwhile: wake it up, then swap again"}
-    if worker._weight_update_active:
+    if not is_clear(worker):
         return {"ok": False, "touched": False, "error": UPDATING}
     if staging is None or staging.folder != Path(folder) or not staging.is_done or staging.error:
         return {"ok": False, "touched": False, "error": f"{folder} was not read into memory"}
@@ -418,7 +462,7 @@ def _load(worker: Any, staging: Staging) -> dict[str, Any]:
         return {"ok": False, "touched": True, "error": f"{type(error).__name__}: {error}"}
     load_ms = 1e3 * (time.perf_counter() - began_s)
     state.target_checksum = after
-    # Once False it stays False: only a restart brings the target's weights back.
+    # Once False it stays False: only a restart brings the target weights back.
     state.is_target_intact = state.is_target_intact and after == before
     return {"ok": True, "load_ms": load_ms, "checksum_before": before, "checksum_after": after}
 
@@ -434,7 +478,7 @@ def _is_stage_without_draft(worker: Any) -> bool:
 def _require_swappable(worker: Any) -> None:
     if worker.redraft.draft is None or worker.model_runner.get_draft_model() is None:
         raise ValueError("this server has no draft model to swap: restart it with one")
-    if worker._weight_update_active:
+    if not is_clear(worker):
         raise ValueError(UPDATING)
 
 

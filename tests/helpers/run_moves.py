@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "redraft", "OMP_NUM_THREADS": "1"}
@@ -64,6 +65,7 @@ def main(spec: dict[str, Any]) -> None:
         outputs = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, sampling, use_tqdm=False)]
         status = llm.collective_rpc("redraft_status")[0]
         reports.append({"move": move, "expected": expected, "outputs": outputs, "version": status["target_version"]})
+        reports[-1]["draft"] = status["draft_version"]
 
     report("start", 0)
     llm.collective_rpc("reload_weights", kwargs={"weights_path": spec["targets"][1]})
@@ -76,6 +78,18 @@ def main(spec: dict[str, Any]) -> None:
     for _ in range(64):  # one piece of the weights at each look
         llm.collective_rpc(look_now)
     report("copy", 1)
+    moved = llm.collective_rpc("redraft_move", args=("step 18", spec["targets"][0], spec["next_draft"]))
+    assert not moved[0]["error"], moved
+    report("together", 0)
+    for folder in (spec["spool"], spec["torn"]):  # one without weights, and one that fails half-way
+        assert llm.collective_rpc("redraft_move", args=("", folder))[0]["error"]
+        report(f"no {Path(folder).name}", 0)
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": spec["torn"]})  # a trainer that knows no redraft
+    except Exception:
+        report("torn", -1)
+    llm.collective_rpc("redraft_move", args=("step 19", spec["targets"][1]))
+    report("again", 1)
     engine.shutdown()  # ends the worker, which ships all records
     print("REPORT", json.dumps(reports))
 

@@ -14,13 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi import FastAPI
+from safetensors.numpy import save_file
 from starlette.testclient import TestClient
 from waiting import in_event_loop, until
 
 from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.heads.files.artifact import publish
+from redraft.heads.files.folder import lineage
 from redraft.online.engine import domains, swap_transaction
 from redraft.online.engine import routes as plugin_routes
 from redraft.online.engine.config import PluginConfig
@@ -44,6 +47,8 @@ class Engine:
     answers: Mapping[str, list[dict[str, Any]]]
     """Answers of every rank, by the worker's method."""
     calls: list[str] = field(default_factory=list)
+    told: list[str | None] = field(default_factory=list)
+    """Folders and labels of the target that the ranks were told."""
     load_s: float = 0.0
     """Duration of a load, in seconds."""
     dies_in: str = ""
@@ -62,6 +67,9 @@ class Engine:
     """The method in which somebody else puts the engine to sleep."""
     refuses: dict[str, int] = field(default_factory=dict)
     """How often the engine refuses a call, by its name in `calls`."""
+    moves: bool = False
+    """Whether a pause is for other weights of the target, so that it clears the cache."""
+    lineage: str = "lineage"
     keeps_external: bool = False
     """An external cache stays when the prefix cache is reset."""
 
@@ -74,13 +82,17 @@ class Engine:
         if method in ("redraft_stage", "redraft_discard"):
             self.swappers.add(args[-1])
         status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True}
-        status |= {"target_fingerprint": "target", "target_lineage": "lineage"}
+        status |= {"target_fingerprint": "target", "target_lineage": self.lineage, "target_version": "17@a"}
         status |= {"capture": None, "asleep": self.is_asleep, "swap_cache": self.cache}
+        if method in ("redraft_load_target", "redraft_name_target"):
+            self.told.append(args[0])
         answer = {
             "redraft_status": [status] * 2,
             "redraft_stage": [{"ok": True}] * 2,
             "redraft_discard": [None] * 2,
             "redraft_commit": [None] * 2,
+            "redraft_load_target": [{"ok": True}] * 2,
+            "redraft_name_target": [None] * 2,
             **self.answers,
         }[method]
         if method == self.dies_in:
@@ -96,7 +108,7 @@ class Engine:
         return answer
 
     async def pause_generation(self, **how: Any) -> None:
-        assert how == {"mode": "keep", "clear_cache": self.cache == "clear"}
+        assert how == {"mode": "keep", "clear_cache": self.cache == "clear" or self.moves}
         self._call("pause")
         self.num_pauses += 1
 
@@ -104,6 +116,9 @@ class Engine:
         assert how == {"reset_running_requests": True, "reset_connector": True}
         self._call("reset_prefix_cache")
         return not self.keeps_external
+
+    async def reset_encoder_cache(self) -> None:
+        self._call("reset_encoder_cache")
 
     async def resume_generation(self) -> None:
         self._call("resume")
@@ -128,10 +143,10 @@ def staged(registry, version="v000002", **changes):
     return read | changes
 
 
-def make_client(registry, engine, *, can_pause=True):
+def make_client(registry, engine, *, can_pause=True, targets=()):
     endpoint = Endpoint()
     endpoint.config = PluginConfig(registry=registry, token="right", allow_remote=True)
-    endpoint.swaps = Swaps(registry, engine, can_pause=can_pause)
+    endpoint.swaps = Swaps(registry, engine, can_pause=can_pause, targets=targets)
     app = FastAPI()
     endpoint.attach_router(app)
     return TestClient(app, raise_server_exceptions=False, headers={"Authorization": "Bearer right"})
@@ -274,7 +289,7 @@ def test_a_load_that_no_rank_answers_is_a_line_and_puts_the_last_good_draft_back
 
 def test_a_target_that_was_overwritten_is_told(registry):
     answer, _ = swap(registry, redraft_load=[LOADED, OVERWRITTEN])
-    assert (answer.status_code, "the target's weights changed" in answer.text) == (500, True)
+    assert (answer.status_code, "the target weights changed" in answer.text) == (500, True)
 
 
 def test_generation_is_resumed_whatever_happens(registry):
@@ -701,3 +716,135 @@ def test_flags_beside_which_something_does_not_work_are_noted(method, embeds, st
     model = SimpleNamespace(enable_prompt_embeds=embeds)
     config = SimpleNamespace(speculative_config=SimpleNamespace(method=method), model_config=model)
     assert plugin_routes.list_notes(config, SimpleNamespace(disable_log_stats=stats_off)) == notes
+
+
+# --- the target weights
+
+MOVE = "/redraft/target"
+TORN = {"ok": False, "touched": True, "error": "OSError: the disk went away"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder of checkpoints, and a checkpoint in it."""
+    folder = tmp_path / "checkpoints" / "step-17"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"w": np.zeros(2, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def move(registry, checkpoint):
+    """Asks an engine to load the checkpoint; returns the answer and the engine."""
+
+    def ask(engine=None, **body):
+        engine = engine or make_moving(registry, checkpoint)
+        client = make_client(registry, engine, targets=(checkpoint.parent,))
+        return client.post(MOVE, json={"version": "17", "path": str(checkpoint)} | body), engine
+
+    return ask
+
+
+def make_moving(registry, checkpoint, kind=Engine, **fields):
+    answers = {"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2} | fields.pop("answers", {})
+    return kind(answers, **{"moves": True, "lineage": lineage(checkpoint)} | fields)
+
+
+def test_target_and_draft_are_loaded_in_one_pause(move, checkpoint):
+    target = ["redraft_load_target", "redraft_name_target"]
+    for body, staging, draft in (({}, [], []), ({"draft": "v000002"}, READ, ["redraft_load", "redraft_commit"])):
+        answer, engine = move(**body)
+        assert answer.status_code == 200, answer.text
+        assert (answer.json()["target_version"], answer.json()["draft_version"]) == ("17@a", "v000001")
+        assert engine.calls == [*staging, "pause", *target, *draft, "resume", *(["redraft_discard"] if draft else [])]
+        assert engine.told == [str(checkpoint), "17"]
+
+
+def test_a_name_alone_touches_nothing(registry):
+    engine = Engine({})
+    assert make_client(registry, engine).post(MOVE, json={"version": "18"}).status_code == 200
+    assert (engine.calls, engine.told) == (["redraft_name_target"], ["18"])
+
+
+@pytest.mark.parametrize("draft", [{}, {"draft": "v000002"}])
+def test_a_trainers_pause_stays_and_no_key_of_the_old_weights_does(move, registry, checkpoint, draft):
+    answer, engine = move(make_moving(registry, checkpoint, num_pauses=1), **draft)
+    assert (answer.status_code, engine.num_pauses) == (200, 1)
+    calls = [call for call in engine.calls if call not in READ]
+    assert calls[:3] == ["redraft_load_target", "reset_prefix_cache", "reset_encoder_cache"]
+    assert "resume" not in calls
+
+
+class Failing(Engine):
+    """An engine that fails to load the target weights once."""
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        answer = await super().collective_rpc(method, args)
+        return [{"ok": True}, TORN] if method == "redraft_load_target" and args[0] else answer
+
+
+def test_where_a_rank_fails_all_get_the_weights_of_before(move, registry, checkpoint):
+    answer, engine = move(make_moving(registry, checkpoint, Failing))
+    assert (answer.status_code, "the target has the weights of before" in answer.text) == (500, True)
+    assert engine.told == [str(checkpoint), None]
+    assert engine.calls[-1] == "resume"
+
+
+def test_half_new_weights_serve_nobody_until_a_load_succeeds(registry, checkpoint):
+    engine = make_moving(registry, checkpoint, answers={"redraft_load_target": [{"ok": True}, TORN]})
+    client, body = make_client(registry, engine, targets=(checkpoint.parent,)), {"path": str(checkpoint)}
+    answer = client.post(MOVE, json=body)
+    assert (answer.status_code, "the engine stays paused: load again" in answer.text) == (500, True)
+    assert engine.num_pauses == 1
+    engine.answers = {}
+    assert client.post(MOVE, json=body).status_code == 200
+    assert engine.num_pauses == 0
+
+
+def test_a_draft_that_fails_after_the_target_is_told_with_the_new_weights(move, registry, checkpoint):
+    engine = make_moving(registry, checkpoint, answers={"redraft_load": [REFUSED] * 2})
+    answer, _ = move(engine, draft="v000002")
+    assert answer.status_code == 409
+    assert answer.json()["detail"].startswith("the target has the new weights, but v000002 differs")
+    assert engine.calls[-2:] == ["resume", "redraft_discard"]
+
+
+def test_weights_from_anywhere_else_are_not_opened(move, checkpoint, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (checkpoint.parent / "link").symlink_to(outside)
+    (checkpoint.parent / "empty").mkdir()
+    paths = {
+        str(outside): 403,
+        str(checkpoint.parent / "link"): 403,
+        f"{checkpoint.parent}/../outside": 403,
+        f"{checkpoint.parent}-beside": 403,
+        "checkpoints/step-17": 403,
+        "/": 403,
+        f"{checkpoint}\0": 422,
+        str(checkpoint.parent / "empty"): 404,
+        str(checkpoint.parent / "gone"): 404,
+    }
+    for path, code in paths.items():
+        answer, engine = move(path=path)
+        assert (answer.status_code, engine.calls) == (code, []), (path, answer.text)
+
+
+def test_another_model_is_not_loaded(move, registry, checkpoint):
+    answer, engine = move(make_moving(registry, checkpoint, lineage="another"))
+    assert (answer.status_code, engine.calls) == (409, [])
+
+
+@pytest.mark.parametrize("body", [{}, {"draft": "v000002"}, {"version": 17}, {"path": ["/"]}, []])
+def test_a_move_to_nothing_is_the_callers_mistake(registry, body):
+    engine = Engine({})
+    assert make_client(registry, engine).post(MOVE, json=body).status_code == 400
+    assert engine.calls == []
+
+
+def test_a_server_without_folders_loads_no_target(registry, checkpoint):
+    answer = make_client(registry, Engine({})).post(MOVE, json={"path": str(checkpoint)})
+    assert (answer.status_code, "REDRAFT_TARGETS=FOLDER" in answer.text) == (503, True)
+    answer = make_client(registry, Engine({})).post(MOVE, json={"version": "1"}, headers={"Authorization": "Bearer x"})
+    assert answer.status_code == 401

@@ -344,6 +344,23 @@ def test_an_open_update_of_the_target_takes_no_draft(worker, folders):
     plugin_worker.redraft_discard(worker, "me")
 
 
+def test_a_trainer_that_holds_the_engine_has_all_of_it_in_one_call(worker, folders, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, tensors: loaded.append(sorted(tensors)))
+    monkeypatch.setattr(plugin_worker, "load_target", lambda worker, folder: loaded.append(folder) or {"ok": True})
+    monkeypatch.setattr(plugin_worker, "name_target", lambda worker, label: loaded.append(label))
+    moved = plugin_worker.redraft_move(worker, "17", "/new", str(folders[1]))
+    assert moved == {"error": "", "target_version": "", "draft_version": folders[1].name}
+    assert loaded[:2] == ["/new", "17"]
+    assert len(loaded) == 3
+    assert (worker.redraft.staging, worker.redraft.swapper, worker.redraft.is_draft_intact) == (None, "", True)
+    monkeypatch.setattr(plugin_worker, "load_target", lambda worker, folder: {"ok": False, "error": "no disk"})
+    for asked, error in ((("18", "/new", str(folders[0])), "no disk"), (("", "", "/nowhere"), "/nowhere")):
+        moved = plugin_worker.redraft_move(worker, *asked)
+        assert (error in moved["error"], moved["draft_version"], len(loaded)) == (True, folders[1].name, 3)
+    assert worker.redraft.staging is None
+
+
 def test_a_draft_whose_folder_has_left_the_registry_can_still_be_replaced(worker, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, tensors: None)
     monkeypatch.setattr(plugin_worker, "shared_modules", lambda draft, target: {"embed"})

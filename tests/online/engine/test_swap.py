@@ -233,6 +233,14 @@ def test_the_token_comes_from_a_file_and_stays_out_of_logs(tmp_path):
         read_config({"REDRAFT_TOKEN_FILE": str(tmp_path / "token")})
 
 
+def test_target_weights_are_loaded_from_folders_that_are_there(tmp_path):
+    (tmp_path / "second").mkdir()
+    assert read_config({}).targets == ()
+    assert read_config({"REDRAFT_TARGETS": f"{tmp_path}:{tmp_path}/second"}).targets == (tmp_path, tmp_path / "second")
+    with pytest.raises(FileNotFoundError, match="third"):
+        read_config({"REDRAFT_TARGETS": f"{tmp_path}:{tmp_path}/third"})
+
+
 def test_nothing_is_captured_unless_asked_for(tmp_path):
     assert read_config({}).capture is None
     capture = read_config({"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_TENANTS": "a,b"}).capture

@@ -10,7 +10,14 @@ from torch import nn
 
 from redraft.online.engine import target_watch
 from redraft.online.engine.sleep import watch_sleep
-from redraft.online.engine.target_watch import TargetWatch, look_at_target, name_target, watch_target
+from redraft.online.engine.target_watch import (
+    TargetWatch,
+    is_clear,
+    load_target,
+    look_at_target,
+    name_target,
+    watch_target,
+)
 from redraft.online.engine.worker import WorkerState, redraft_status
 
 
@@ -65,6 +72,14 @@ class Worker:
         pass
 
 
+@pytest.fixture(autouse=True)
+def ended(monkeypatch):
+    """Failed loads, each ended by vLLM's part of it."""
+    ended = []
+    monkeypatch.setattr(target_watch, "_end_reload", ended.append)
+    return ended
+
+
 @pytest.fixture
 def worker():
     worker = Worker(make_model())
@@ -109,7 +124,7 @@ def test_a_trainers_label_is_the_name_of_these_weights_alone(worker):
     assert version_of(worker) == "", "the folder's fingerprint names them"
 
 
-def test_within_an_update_and_after_a_torn_one_no_step_has_a_wrong_name(worker, monkeypatch):
+def test_within_an_update_and_after_a_torn_one_no_step_has_a_name(worker, ended):
     worker.start_weight_update()
     assert version_of(worker) is None
     worker.update_weights(2.0)
@@ -120,13 +135,31 @@ def test_within_an_update_and_after_a_torn_one_no_step_has_a_wrong_name(worker, 
     worker.update_weights(2.0)
     with pytest.raises(RuntimeError, match="torn"):
         worker.update_weights(0)
-    torn = version_of(worker)
-    assert len({"", whole, torn}) == 3, "what has been written until then has a name of its own"
+    assert version_of(worker) is None, "half new"
+    assert ended == [worker], "no layer waits for the rest"
+    assert not is_clear(worker)
+    worker.start_weight_update()
+    worker.finish_weight_update()
+    assert version_of(worker) is None, "this update has brought nothing"
+    worker.reload_weights(0.5)
+    assert version_of(worker) == whole
+    assert is_clear(worker)
+
+
+def test_an_update_that_fails_before_it_writes_changes_nothing(worker):
+    worker.start_weight_update()
+    with pytest.raises(RuntimeError, match="torn"):
+        worker.update_weights(0)
+    assert version_of(worker) == ""
+    assert is_clear(worker)
+
+
+def test_weights_that_cannot_be_read_have_no_name_until_they_can(worker, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(target_watch, "find_weights", lambda model: 1 / 0)
         worker.model_runner.get_model().load_weights(2.0)
-        assert version_of(worker) is None, "they cannot be read, e.g. on `meta`"
-    assert version_of(worker) not in (None, "", whole, torn), "tried again at the next step"
+        assert version_of(worker) is None, "e.g. on `meta`"
+    assert version_of(worker).startswith("@"), "tried again at the next step"
 
 
 def test_a_load_past_the_worker_is_named_before_the_next_step(worker):
@@ -196,3 +229,56 @@ def test_a_worker_that_sleeps_or_moves_its_experts_is_left_alone():
     assert version_of(asleep).startswith("@")
     moving.execute_model()
     assert moving.steps == [""]
+
+
+class Loader(Worker):
+    """Loads folders as vLLM does, whose next reload is from the last one. A folder's name says how much
+    to add to the weights of the start."""
+
+    def __init__(self):
+        super().__init__(make_model())
+        self.start = [weight.detach().clone() for weight in self.model_runner.get_model().parameters()]
+        self.vllm_config.model_config = SimpleNamespace(model="0", model_weights="", revision="main")
+
+    @torch.no_grad()
+    def reload_weights(self, *, weights_path=None):
+        source = self.vllm_config.model_config
+        if weights_path is not None:
+            source.model, source.revision = weights_path, None
+        for weight, start in zip(self.model_runner.get_model().parameters(), self.start, strict=True):
+            weight.copy_(start + float(source.model.rstrip("!")))  # raises ValueError for a folder that is none
+            if source.model.endswith("!"):
+                raise OSError("the disk went away")
+
+
+def test_a_folder_is_loaded_and_those_of_before_return():
+    worker = Loader()
+    watch_target(worker)
+    assert load_target(worker, "17") == {"ok": True}
+    new = version_of(worker)
+    assert new.startswith("@")
+    assert load_target(worker, None) == {"ok": True}
+    assert version_of(worker) == ""
+    assert vars(worker.vllm_config.model_config) == {"model": "0", "model_weights": "", "revision": "main"}
+    for folder, is_touched in (("missing", False), ("17!", True)):
+        failed = load_target(worker, folder)
+        assert (failed["ok"], failed["touched"]) == (False, is_touched)
+        assert (version_of(worker) is None) is is_touched
+        assert worker.vllm_config.model_config.model == "0", "the next reload without a folder"
+        assert load_target(worker, None) == {"ok": True}
+        assert version_of(worker) == ""
+
+
+def test_no_folder_is_loaded_within_an_update():
+    worker = Loader()
+    watch_target(worker)
+    worker.start_weight_update()
+    failed = load_target(worker, "17")
+    assert (failed["ok"], failed["touched"], worker.vllm_config.model_config.model) == (False, False, "0")
+
+
+def test_a_name_is_that_of_weights_written_in_place_just_before(worker):
+    with torch.no_grad():
+        worker.model_runner.get_model()[1].weight += 1
+    name_target(worker, "17")
+    assert version_of(worker).startswith("17@")
