@@ -11,9 +11,9 @@ Every record gets a sequence number, which is never reused. The learner trains r
 number it has reached together with a checkpoint's name. After a crash it resumes the checkpoint of the newest commit
 and continues after this number. A checkpoint without a commit does not count: no record is trained twice by accident.
 
-A record is usable if it is of the learner's target, by fingerprint, and of none of the versions `past`. The others are
-stored in the same files but never returned. After an upgrade of the target the old records are foreign, and stay until
-they expire.
+A record is usable if it is of the learner's target, by fingerprint, and of no version that was left behind. The others
+are stored in the same files but never returned. After an upgrade of the target the old records are foreign, and stay
+until they expire.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
@@ -36,6 +36,8 @@ from numpy.typing import NDArray
 
 from redraft.heads.files.lock import acquire
 from redraft.online.learning.buffer_file import (
+    TARGETS,
+    BufferFullError,
     Index,
     Row,
     named_disk_full,
@@ -132,8 +134,6 @@ class Buffer:
         )
         self.known_domains: frozenset[str] = frozenset({domain} - {""})
         """Domains that an operator named. Clients can send any name: see `name_domains`."""
-        self.past: frozenset[str] = frozenset()
-        """Weights of the target whose records no longer count, as `Record.target`."""
         self.names: Mapping[str, str] = {}
         """The name under which each domain is judged and shown, as of the last `refresh_names`."""
         # Re-entrant, because public methods call one another: `append` expires, `delete_tenant` clears the quarantine.
@@ -213,6 +213,9 @@ class Buffer:
                 with named_disk_full():
                     self._files.insert(rows, now_s)
                 self._next_seq += len(rows)
+                past = self._cursor.past
+                if past.intersection(row.target for _, row, _ in rows) and self.served_target() in past:
+                    self._leave_behind(frozenset())
             self.counts += counts
             return counts
 
@@ -289,17 +292,23 @@ class Buffer:
     def served_target(self) -> str:
         """The weights that verify now, as `Record.target`."""
         with self._lock:
-            newest = self._files.index()["target"][-RECENT:].tolist()
+            numbers, names = self._files.index()["target"][-RECENT:].tolist(), list(TARGETS)
         # of many records: a late one, or a server without the newest weights, does not decide
-        counts = Counter(target for target in newest if self._is_ours(target))
+        counts = Counter(names[number] for number in numbers if self._is_ours(names[number]))
         return max(counts, key=counts.__getitem__, default=self.target_fingerprint)
 
     def leave_behind(self, targets: Collection[str]) -> None:
         """Let the records of these weights count no longer, until they are served again."""
         with self._lock:
-            new = set(targets) - self.past
-            self.past |= new
-            self.counts["past_target"] += sum(target in new for target in self._files.index()["target"].tolist())
+            stored, names = self._files.index()["target"], list(TARGETS)
+            counts = {names[number]: int(count) for number, count in enumerate(np.bincount(stored)) if count}
+            new = counts.keys() & set(targets) - self._cursor.past
+            self._leave_behind(frozenset(counts.keys() & self._cursor.past | new))
+            self.counts["past_target"] += sum(counts[target] for target in new)
+
+    def _leave_behind(self, past: frozenset[str]) -> None:
+        with suppress(BufferFullError), named_disk_full():  # the comparison comes to the same after a restart
+            self._cursor.leave_behind(past)
 
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
         """The records with these sequence numbers, in this order, one at a time: together they may not fit in memory.
@@ -445,11 +454,8 @@ class Buffer:
 
     def _usable(self) -> Index:
         index = self._files.index()
-        if self.past and self.served_target() in self.past:
-            self.past = frozenset()
-        targets = index["target"].tolist()
-        usable_targets = {target for target in set(targets) if self._is_ours(target)} - self.past
-        is_usable = np.array([target in usable_targets for target in targets], bool)
+        is_counted = [self._is_ours(target) and target not in self._cursor.past for target in TARGETS]
+        is_usable = np.array(is_counted, bool)[index["target"]]
         if self.domain:  # the files may be from a time when the learner had another domain
             is_usable &= index["domain"] == self.domain
         usable: Index = index[is_usable]

@@ -45,7 +45,7 @@ INDEX_DTYPE = np.dtype(
         ("time_s", "f8"),
         ("domain", "O"),
         ("tenant", "O"),
-        ("target", "O"),
+        ("target", "i4"),
         ("num_drafted", "i8"),
         ("num_wrong", "i8"),
         ("held_out", "?"),
@@ -54,6 +54,9 @@ INDEX_DTYPE = np.dtype(
     ]
 )
 
+
+TARGETS: dict[str, int] = {}
+"""`Row.target` by its number in indexes: of many records, numbers are compared at once."""
 
 _ROW_COLUMNS = (INDEX_DTYPE.names or ())[1:]
 
@@ -279,9 +282,10 @@ def _build_index(rows: Iterable[Any]) -> Index:
     """
     values = []
     try:
-        for seq, time_s, *names, num_drafted, num_wrong, held_out, prompt, request in rows:
+        for seq, time_s, domain, tenant, target, *rest in rows:
             # `intern` raises a TypeError for anything but a string, so it checks the type as well.
-            values.append((seq, time_s, *map(sys.intern, names), num_drafted, num_wrong, held_out, prompt, request))
+            number = TARGETS.setdefault(sys.intern(target), len(TARGETS))
+            values.append((seq, time_s, sys.intern(domain), sys.intern(tenant), number, *rest))
         return np.array(values, INDEX_DTYPE)
     except (TypeError, ValueError, OverflowError) as error:
         raise DamagedFileError(f"a column of another type: {error}") from error

@@ -1,6 +1,6 @@
-"""The buffer's memory of training and of forgotten tenants, in two small files with checksums.
+"""The buffer's memory of training, tenants and weights, in two small files with checksums.
 
-    cursor.json       commits of checkpoints, and the forgotten tenants
+    cursor.json       commits of checkpoints, the forgotten tenants, and weights of the target that no longer count
     forgotten.json    the forgotten tenants once more: a promise must outlive one damaged file
 
 A damaged file is set aside and reported. The commits are then read from the checkpoints, which know how far they came.
@@ -41,6 +41,8 @@ class Cursor:
         """Newest first."""
         self.forgotten: dict[str, float] = {}
         """Time of deletion by the tenant's SHA-256."""
+        self.past: frozenset[str] = frozenset()
+        """Weights of the target whose records no longer count."""
         self.damage: list[str] = []
         """A sentence for every file that was damaged or missing."""
         if folder is not None:
@@ -62,14 +64,20 @@ class Cursor:
         self._write(self.commits, forgotten)
         self.forgotten = forgotten
 
+    def leave_behind(self, past: frozenset[str]) -> None:
+        """Replace `past`. Raises: OSError if the disk cannot be written; then it is replaced until the end only."""
+        self.past = past
+        self._write(self.commits, self.forgotten)
+
     def _write(self, commits: tuple[Commit, ...], forgotten: Mapping[str, float]) -> None:
         if self.folder is not None:
             trained = [asdict(commit) for commit in commits]
-            write_sealed(self.folder / CURSOR, {"trained": trained, "forgotten": forgotten})
+            write_sealed(self.folder / CURSOR, {"trained": trained, "forgotten": forgotten, "past": sorted(self.past)})
 
     def _read(self, folder: Path) -> None:
         cursor, again = self._read_one(folder / CURSOR), self._read_one(folder / FORGOTTEN)
         self.commits = tuple(Commit(**fields) for fields in cursor.get("trained", ()))
+        self.past = frozenset(cursor.get("past", ()))
         # The union: a tenant is forgotten if either file says so, with the later time.
         for file in (cursor, again):
             for tenant_sha256, time_s in file.get("forgotten", {}).items():

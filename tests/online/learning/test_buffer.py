@@ -232,6 +232,12 @@ def test_records_of_weights_that_are_left_behind_count_no_longer_until_these_are
         buffer.leave_behind(["target"])
         assert seqs(buffer) == list(range(4, 24))
         assert (buffer.status().num_foreign, buffer.status().counts["past_target"]) == (4, 4)
+        buffer.leave_behind(["target"])
+        assert buffer.status().counts["past_target"] == 4, "counted once"
+    with open_buffer(folder) as buffer:
+        if folder is None:
+            return
+        assert seqs(buffer) == list(range(4, 24)), "over a restart"
         late = [make_record(number) for number in range(24, 30)]
         buffer.append(frames_of(*late), 0.0)
         assert seqs(buffer) == list(range(4, 24)), "a server that lags behind does not decide"
