@@ -478,6 +478,8 @@ def _is_stage_without_draft(worker: Any) -> bool:
 def _require_swappable(worker: Any) -> None:
     if worker.redraft.draft is None or worker.model_runner.get_draft_model() is None:
         raise ValueError("this server has no draft model to swap: restart it with one")
+    if worker.redraft.asleep:
+        raise ValueError("the engine sleeps: wake it up, then swap again")
     if not is_clear(worker):
         raise ValueError(UPDATING)
 

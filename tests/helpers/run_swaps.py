@@ -99,8 +99,10 @@ def forget_in_sleep(worker: Any, folder: str) -> None:
 
 def sleep(llm: Any, level: int, folder: str) -> dict[str, Any]:
     llm.collective_rpc(forget_in_sleep, args=(folder,))
+    llm.collective_rpc(stage, args=(folder,))
     llm.sleep(level)
-    (staged,), (load,) = llm.collective_rpc(stage, args=(folder,)), llm.collective_rpc("redraft_load", args=(folder,))
+    (load,) = llm.collective_rpc("redraft_load", args=(folder,))
+    (staged,) = llm.collective_rpc("redraft_stage", args=(folder, "test"))
     (asleep,) = llm.collective_rpc("redraft_status")
     llm.wake_up(["weights"])
     (half_awake,) = llm.collective_rpc("redraft_status")
