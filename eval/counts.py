@@ -35,9 +35,12 @@ def tau(acceptance_per_position: Sequence[float]) -> float:
 class AcceptanceCounts:
     """Drafts and accepted tokens over some requests; all rates follow from these."""
 
-    num_drafts: Count  # Target steps with a draft to verify.
-    num_accepted: Count  # Draft tokens accepted.
-    num_draft_tokens: Count = 0  # Draft tokens proposed; 0 if they were not counted.
+    num_drafts: Count
+    """Target steps with a draft to verify."""
+    num_accepted: Count
+    """Draft tokens accepted."""
+    num_draft_tokens: Count = 0
+    """Draft tokens proposed; 0 if they were not counted."""
     accepted_per_position: tuple[Count, ...] = ()
     """Drafts whose j-th token was accepted, for j = 0..K-1; empty if positions were not counted."""
 

@@ -31,8 +31,10 @@ class Estimate:
     """A ratio of sums over prompts, or a difference of two."""
 
     value: float
-    error: float  # Standard error; infinite if only one prompt counts, which shows no spread.
-    freedom: float  # Degrees of freedom of the error, at least 1.
+    error: float
+    """Standard error; infinite if only one prompt counts, which shows no spread."""
+    freedom: float
+    """Degrees of freedom of the error, at least 1."""
 
     def interval(self, confidence: float = CONFIDENCE, bounds: tuple[float, float] = UNBOUNDED) -> tuple[float, float]:
         """The two-sided interval, cut at `bounds`, the range of possible values."""

@@ -23,14 +23,16 @@ from redraft.heads.nn.logits import PLAIN, LogitRule
 if TYPE_CHECKING:
     from redraft.heads.target import Target
 
-Tokens = Sequence[int] | NDArray[Any] | Tensor  # One value per token of a document.
+Tokens = Sequence[int] | NDArray[Any] | Tensor
+"""One value per token of a document."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Packed conversations. Attention never crosses from one document to another."""
 
-    input_ids_BT: Tensor  # int64; padding holds any valid id.
+    input_ids_BT: Tensor
+    """int64; padding holds any valid id."""
     loss_mask_BT: Tensor
     """bool; True if token t is a label, i.e. text of the assistant. Row t - 1 learns from it."""
     document_BT: Tensor
@@ -95,7 +97,8 @@ class Batch:
 class ExactTarget:
     """The target's whole distribution at every row: p = softmax(rule(head @ hidden))."""
 
-    hidden_BTD: Tensor  # After the final norm, exactly the input of the target's head.
+    hidden_BTD: Tensor
+    """After the final norm, exactly the input of the target's head."""
     head_VD: Tensor
     rule: LogitRule = PLAIN
 
@@ -110,7 +113,8 @@ class TopKTarget:
 
     ids_BTK: Tensor
     """int64, distinct within a row. -1 in a row without a record, i.e. without a label."""
-    log_probs_BTK: Tensor  # float32, natural logarithms under the full softmax at temperature 1.
+    log_probs_BTK: Tensor
+    """float32, natural logarithms under the full softmax at temperature 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +142,8 @@ class DraftStep:
     predicts. A standalone draft has one step of shift 0. The first step of a head has shift 1, the
     second shift 2."""
 
-    hidden_BTD: Tensor  # Input of the draft's head, after the draft's final norm if it has one.
+    hidden_BTD: Tensor
+    """Input of the draft's head, after the draft's final norm if it has one."""
     head_WD: Tensor
     shift: int
     mask_BT: Tensor
@@ -148,8 +153,10 @@ class DraftStep:
     """int64, the target id of every draft id, ascending; None if the draft has the target's whole vocabulary."""
     extra_loss_BT: Tensor | None = None
     """A further unreduced loss per row (EAGLE-1's feature regression); masked and weighted like the divergence."""
-    bias: Bias | None = None  # Added to the logits (DSpark's Markov head).
-    rule: LogitRule = PLAIN  # The rule of the logits, the bias included.
+    bias: Bias | None = None
+    """Added to the logits (DSpark's Markov head)."""
+    rule: LogitRule = PLAIN
+    """The rule of the logits, the bias included."""
     confidence_BT: Tensor | None = None
     """Logit of the draft's estimate of alpha (DSpark's confidence head). Training compares it with alpha by binary
     cross-entropy, masked and weighted like the divergence."""

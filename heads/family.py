@@ -30,7 +30,8 @@ block            one pass over the last known token and masks for the tokens to 
 prefix_and_masks the prefix shifted by one token beside the target's features, and the masks, in one pass
 """
 
-Decoder = Literal["v1", "v2"]  # vLLM's model runners.
+Decoder = Literal["v1", "v2"]
+"""vLLM's model runners."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Training:
 
     starts: tuple[str, ...] = ("random",)
     """Initial weights to choose from (`distill.run.start`); the first is the default."""
-    layouts: tuple[str, ...] = ("vllm",)  # Formats of its export; the first is the default.
+    layouts: tuple[str, ...] = ("vllm",)
+    """Formats of its export; the first is the default."""
     draft_vocab_size: int | None = None
     """Default size of the draft's vocabulary; None for a family that has the target's."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -69,17 +71,22 @@ class Training:
     max_grad_norm: float = 0.5
     loop: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the loop's settings that differ from the defaults."""
-    text_steps: int = 0  # Steps of a first stage on text, by cross-entropy.
+    text_steps: int = 0
+    """Steps of a first stage on text, by cross-entropy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    name: str  # In flags, TOML files and the `redraft` section of an exported config.json.
-    title: str  # In reports.
+    name: str
+    """In flags, TOML files and the `redraft` section of an exported config.json."""
+    title: str
+    """In reports."""
     draft: str = ""
     """The class that implements `Draft`, as "module:Class". Empty for a lookup in the text, which has no weights."""
-    method: str | None  # vLLM's name for it in --speculative-config; None if vLLM has no proposer.
-    decoders: tuple[Decoder, ...]  # Those of vLLM's model runners that serve it.
+    method: str | None
+    """vLLM's name for it in --speculative-config; None if vLLM has no proposer."""
+    decoders: tuple[Decoder, ...]
+    """Those of vLLM's model runners that serve it."""
     last_vllm: str = ""
     """The last vLLM that serves it, e.g. "0.32"; empty for a family that the newest one serves."""
     tensors: str = ""
@@ -109,17 +116,20 @@ class Family:
     target's state of every token hardly depends on them. If false, they cost acceptance as long as they stay."""
     can_sample: bool = False
     """vLLM can draw draft tokens from q. If false, it always takes the most probable one."""
-    learns_online: bool = False  # `redraft learner` trains it from records.
+    learns_online: bool = False
+    """`redraft learner` trains it from records."""
     trains_lm_head: bool = False
     """Training changes `lm_head.weight`. While it still equals the target's, vLLM shares the target's."""
     is_in_target: bool = False
     """The weights lie in the target's folder, so vLLM gets a method and no model."""
     parity: Parity | None = None
     """None if the doctor cannot compare the engine's passes with training."""
-    checks: str = ""  # The doctor's static checks for this family only, as "module:TUPLE".
+    checks: str = ""
+    """The doctor's static checks for this family only, as "module:TUPLE"."""
     options: str = ""
     """The class of its options, as "module:Class"; empty for `Config` beside the draft's class."""
-    training: Training | None = None  # None for a lookup.
+    training: Training | None = None
+    """None for a lookup."""
 
     @property
     def is_lookup(self) -> bool:

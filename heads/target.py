@@ -32,7 +32,8 @@ class Target:
     nor saves them. A draft head keeps references to these tensors without registering them, so they
     follow the target's updates."""
 
-    config: Any  # The `transformers` config of the text model.
+    config: Any
+    """The `transformers` config of the text model."""
     embed_VD: Tensor
     head_VD: Tensor
     has_moved: bool = False

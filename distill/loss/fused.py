@@ -95,14 +95,17 @@ class TopKRows:
 class FusedResult:
     """The loss and sums over rows. Only `loss` carries a gradient."""
 
-    loss: Tensor  # Scalar: sum over steps and rows of weight * divergence / normaliser.
-    loss_S: Tensor  # Unweighted sum of the divergence over each step's rows.
+    loss: Tensor
+    """Scalar: sum over steps and rows of weight * divergence / normaliser."""
+    loss_S: Tensor
+    """Unweighted sum of the divergence over each step's rows."""
     alpha_S: Tensor
     """Sum of alpha at the divergence's temperature. With a top-k target an upper bound: the tail is one outcome."""
     alpha_greedy_S: Tensor
     """Sum of p(argmax q). With a top-k target a lower bound: 0 for a row whose argmax q was not recorded."""
     count_S: Tensor
-    alpha_SM: Sequence[Tensor]  # alpha of every row, [M] for each step.
+    alpha_SM: Sequence[Tensor]
+    """alpha of every row, [M] for each step."""
 
 
 def default_chunk_tokens(device: torch.device) -> int:
@@ -246,7 +249,8 @@ class _Factors:
     left_MD: Tensor
     head_WD: Tensor
     d_left: Gradient | None
-    d_head: Gradient | None  # Shared by all steps with the same head.
+    d_head: Gradient | None
+    """Shared by all steps with the same head."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,8 @@ class _Step:
     target_row_M: Tensor
     bounds: Sequence[int] | None
     scale_M: Tensor
-    values_3M: Tensor  # Divergence, alpha and alpha_greedy of every row.
+    values_3M: Tensor
+    """Divergence, alpha and alpha_greedy of every row."""
 
 
 def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence[Gradient | None]) -> list[_Step]:
@@ -334,8 +339,10 @@ class _Part:
 
     step: _Step
     rows_M: Tensor
-    place_M: Tensor  # The row of the chunk to compare each with, ascending.
-    is_distinct: bool  # No two rows of the step are compared with the same row of the target.
+    place_M: Tensor
+    """The row of the chunk to compare each with, ascending."""
+    is_distinct: bool
+    """No two rows of the step are compared with the same row of the target."""
 
     def bounds(self, block_rows: int, num_rows: int) -> list[int]:
         """For each block of the chunk's `num_rows` rows, the part's first row in it; then the number of rows."""
@@ -414,7 +421,8 @@ class _Group:
     """Parts of draft steps with the same head: one matmul for the logits of all, and one for each gradient."""
 
     parts: Sequence[_Part]
-    lefts: Sequence[Tensor]  # The left factors of all parts' rows, one after another.
+    lefts: Sequence[Tensor]
+    """The left factors of all parts' rows, one after another."""
     logits_MW: Tensor
     """In scratch memory, capped. The gradient before the cap takes the place of the logits."""
     draft_ids_W: Tensor | None

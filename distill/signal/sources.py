@@ -31,7 +31,8 @@ from redraft.heads.families.standalone import ATTENTION_TYPES
 from redraft.heads.nn.causal_lm import find_rule, language_model, prefix_arguments, reach, take_prefixes
 from redraft.heads.nn.logits import LogitRule
 
-CHUNK = 256  # Rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k.
+CHUNK = 256
+"""Rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k."""
 
 TOP_K_ONLY = "train a standalone draft on the top k of its vLLM servers (--signal.kind endpoint, no --signal.exact)"
 """The way out for a target that cannot be read exactly."""
@@ -39,7 +40,8 @@ TOP_K_ONLY = "train a standalone draft on the top k of its vLLM servers (--signa
 SCORE_BYTES = 2 << 30
 """Memory for the scores of one layer of eager attention, which are [b, H, t, t] in float32."""
 
-LAST = -1  # The last hidden states among the streams by layer.
+LAST = -1
+"""The last hidden states among the streams by layer."""
 
 UNRECORDED = -1e4
 """Log-probability beside the id -1. exp of it is 0, and it is finite: a masked row cannot turn a sum into NaN."""

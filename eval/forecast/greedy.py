@@ -59,9 +59,12 @@ class PromptForecast:
 class ForecastSummary:
     num_prompts: int
     num_output_tokens: int
-    alpha: float  # Mean over the answers' rows, at temperature 1.
-    alpha_greedy: float  # Mean over the answers' rows, at temperature 1.
-    tau: float  # Tokens per target step at temperature 0.
+    alpha: float
+    """Mean over the answers' rows, at temperature 1."""
+    alpha_greedy: float
+    """Mean over the answers' rows, at temperature 1."""
+    tau: float
+    """Tokens per target step at temperature 0."""
     acceptance_per_position: list[float]
     """Share of drafts whose first j + 1 tokens are accepted, at temperature 0."""
 

@@ -36,7 +36,8 @@ LAYOUT = 1
 """Layout of manifests. Every other file is checked by the manifest, and the manifest by its digests."""
 
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-ABANDONED_S = 3600  # Age of an unfinished file from a killed writer.
+ABANDONED_S = 3600
+"""Age of an unfinished file from a killed writer."""
 
 SAMPLE_BYTES = 4096
 """Bytes that `fingerprint` reads at the start, middle and end of every tensor: 9 MB for a 70B model of 723 tensors."""
@@ -47,8 +48,12 @@ VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "use_
 
 @dataclass(frozen=True, kw_only=True)
 class NewFolder:
-    path: Path  # Folder for the files, which becomes the published folder at the end.
-    provenance: dict[str, Any]  # Written to provenance.json at the end.
+    """A folder that is being published."""
+
+    path: Path
+    """Folder for the files, which becomes the published folder at the end."""
+    provenance: dict[str, Any]
+    """Written to provenance.json at the end."""
 
 
 @contextmanager
@@ -230,7 +235,8 @@ def is_full(error: BaseException) -> bool:
     return getattr(error, "errno", None) in FULL_ERRNOS
 
 
-FULL_BYTES = 16 << 20  # If a write fails and less than this is free, the full disk is the reason.
+FULL_BYTES = 16 << 20
+"""If a write fails and less than this is free, the full disk is the reason."""
 
 
 @contextmanager

@@ -32,9 +32,12 @@ GENERATION_CONFIG = "generation_config.json"
 MODELOPT = "hf_quant_config.json"
 """File beside config.json in which ModelOpt names the quantization."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-MODEL_FILES = (*SMALL_FILES, "*.safetensors")  # Files of a hub repository to download.
-OTHERS = ("*/*", "consolidated*")  # Files that hold the model in formats of others.
-OLD_WEIGHTS = "pytorch_model*.bin"  # Weights of repositories without safetensors.
+MODEL_FILES = (*SMALL_FILES, "*.safetensors")
+"""Files of a hub repository to download."""
+OTHERS = ("*/*", "consolidated*")
+"""Files that hold the model in formats of others."""
+OLD_WEIGHTS = "pytorch_model*.bin"
+"""Weights of repositories without safetensors."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 TO_SAFETENSORS = f"convert them to {WEIGHTS}, with torch.load and safetensors.torch.save_file"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt")

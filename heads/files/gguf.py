@@ -33,10 +33,12 @@ WRITE_MARGIN = 1.05
 class GgufHeader:
     """The metadata of a GGUF file, without the weights."""
 
-    architecture: str  # llama.cpp's name of the architecture, e.g. `llama` or `qwen2`.
+    architecture: str
+    """llama.cpp's name of the architecture, e.g. `llama` or `qwen2`."""
     name: str
     license: str
-    weight_types: tuple[str, ...]  # Types of the stored tensors, e.g. `Q4_1` and `F32`.
+    weight_types: tuple[str, ...]
+    """Types of the stored tensors, e.g. `Q4_1` and `F32`."""
     end_of_turn: int | None
     """Id of the token that ends a turn of a chat, if it differs from the tokenizer's end token."""
 

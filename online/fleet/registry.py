@@ -82,7 +82,8 @@ class Registry:
         folder.mkdir(parents=True, exist_ok=True)
         for path in missing:  # whatever the learner's umask: its servers may run as another user
             path.chmod(0o755)
-        self.mended: list[str] = []  # A sentence for every damage that the owner found and mended.
+        self.mended: list[str] = []
+        """A sentence for every damage that the owner found and mended."""
 
     @contextmanager
     def owned(self) -> Iterator[None]:

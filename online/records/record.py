@@ -69,7 +69,8 @@ class CorruptRecordError(ValueError):
 
     def __init__(self, message: str, reason: str = "corrupt") -> None:
         super().__init__(message)
-        self.reason = reason  # The reason that the record is counted under: a label of the metrics.
+        self.reason = reason
+        """The reason that the record is counted under: a label of the metrics."""
 
 
 class LaterLayoutError(CorruptRecordError):
@@ -84,7 +85,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 and -1 keep all tokens.
+    top_k: int = 0
+    """0 and -1 keep all tokens."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -103,10 +105,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One segment of one request. Fields of type bytes are little-endian arrays: read them through the properties."""
 
-    server_id: str  # New at every start of a server.
+    server_id: str
+    """New at every start of a server."""
     request_id: str
-    sequence: int  # Number of the segment within the request, from 0.
-    time_s: float  # End of the segment, in seconds since the epoch.
+    sequence: int
+    """Number of the segment within the request, from 0."""
+    time_s: float
+    """End of the segment, in seconds since the epoch."""
     domain: str = ""
     tenant: str = ""
     target_fingerprint: str
@@ -119,8 +124,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     """Length of the prompt, with which the context begins; the same in every segment of a request."""
     top_k: int
-    context: bytes  # int32 [C], all tokens before the segment's output, from `context_begin` on.
-    output: bytes  # int32 [N].
+    context: bytes
+    """int32 [C], all tokens before the segment's output, from `context_begin` on."""
+    output: bytes
+    """int32 [N]."""
     row_positions: bytes
     """int32 [R], index into context + output of the token predicted by the row."""
     row_branches: bytes
@@ -129,10 +136,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """int32 [R], the draft's token, or -1 for none (bonus token, or a server without speculation)."""
     row_draft_probs: bytes
     """float32 [R], probability with which it was proposed: 1 for greedy drafting, NaN if there is no draft token."""
-    row_accepted: bytes  # uint8 [R], 1 if the draft token was accepted.
+    row_accepted: bytes
+    """uint8 [R], 1 if the draft token was accepted."""
     row_proposers: bytes = b""
     """uint8 [R], LOOKUP or PADDING for rows of a draft by another proposer, else 0. Empty: all are 0."""
-    row_topk_ids: bytes  # int32 [R, K], by descending probability.
+    row_topk_ids: bytes
+    """int32 [R, K], by descending probability."""
     row_topk_log_probs: bytes
     """float32 [R, K], natural logarithms under the full softmax at temperature 1."""
     row_log_sum_exp: bytes
@@ -146,7 +155,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """L and D of the states the served draft reads: streams after layers for EAGLE-3, else the last, normed state, or
     for the MTP layers of some targets the one before the norm."""
     hidden_format: HiddenFormat = "bfloat16"
-    hidden: bytes = b""  # [H, L, D] in this format; empty if none were captured.
+    hidden: bytes = b""
+    """[H, L, D] in this format; empty if none were captured."""
 
     @property
     def num_bytes(self) -> int:
@@ -384,7 +394,8 @@ class _Source:
     """A file of frames, read in pieces of PIECE_BYTES and at most one frame."""
 
     PIECE_BYTES = 1 << 20
-    START_BYTES = 8  # Bytes that `_FRAME_START` looks at.
+    START_BYTES = 8
+    """Bytes that `_FRAME_START` looks at."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
