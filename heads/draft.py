@@ -80,12 +80,8 @@ class Batch:
         pad_id: int = 0,
         device: torch.device | str = "cpu",
     ) -> Batch:
-        """One document per row, padded on the right to the longest; the tokens after the prompt are labels.
-
-        Args:
-            texts: The token ids of each row.
-            num_prompt_tokens: Length of each row's prompt, or one length for all rows.
-        """
+        """One document per row, padded on the right to the longest; the tokens after the prompt are
+        labels. `num_prompt_tokens` is each row's, or one for all rows."""
         if isinstance(num_prompt_tokens, int):
             num_prompt_tokens = [num_prompt_tokens] * len(texts)
         pairs = zip(texts, num_prompt_tokens, strict=True)
@@ -196,16 +192,9 @@ class Draft(Protocol):
         ...
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
-        """Teacher-forced draft steps, the first draft token's first.
-
-        Args:
-            batch: Packed documents.
-            signal: The target on this batch, with the streams after `aux_layer_ids`.
-            num_steps: Steps to compute; by default as many as are trained. A draft with fewer returns those it has.
-
-        Raises:
-            ValueError: the signal is incomplete for this draft.
-        """
+        """Teacher-forced draft steps, the first draft token's first: `num_steps`, or as many as are
+        trained; a draft with fewer returns those it has. Raises ValueError: the signal, with the
+        streams after `aux_layer_ids`, is incomplete for this draft."""
         ...
 
     def feature(self, signal: TargetSignal) -> Tensor | None:
@@ -220,14 +209,9 @@ class Draft(Protocol):
         weights: Mapping[str, Tensor] | None = None,
         like: Path | None = None,
     ) -> None:
-        """Write a folder for an engine to load.
-
-        Args:
-            folder: Is made if it does not exist.
-            dtype: Type of the floating-point tensors; by default the module's.
-            weights: Its state dict gathered from all ranks, if the module is sharded.
-            like: An earlier export, whose layout and further files are taken over.
-        """
+        """Write a folder for an engine to load. `dtype` is by default the module's; `weights` is
+        the state dict gathered from all ranks, if they shard it. Of `like`, an earlier export,
+        layout and further files are taken over."""
         ...
 
     @staticmethod

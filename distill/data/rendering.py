@@ -63,14 +63,10 @@ class Renderer:
         tools: list[Tool] | None = None,
         arguments: Arguments | None = None,
     ) -> str:
-        """`messages` as text, followed by the generation prompt if they are a `prompt`.
-
-        A request's `arguments` give way to the template options of this renderer.
-
-        Raises:
-            ValueError: if the tokenizer has no chat template.
-            jinja2.TemplateError: if the template refuses them or fails. A server then answers with status 400.
-        """
+        """`messages` as text, followed by the generation prompt if they are a `prompt`. A request's
+        `arguments` give way to the template options of this renderer. Raises ValueError without a
+        chat template, and jinja2.TemplateError if it refuses them or fails: a server then answers
+        with status 400."""
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 "the tokenizer has no chat template: choose a tokenizer with one, or a data set with a `text` column"
@@ -93,13 +89,9 @@ class Renderer:
         return TurnBatch(self._encode)
 
     def turns(self, conversation: Conversation, keep: Callable[[Turn], T]) -> tuple[list[T], Counter[str]]:
-        """`keep` of every assistant turn with a message before it, and the refused answers by reason.
-
-        A last turn cut at a length limit has no end of turn.
-
-        Raises:
-            jinja2.TemplateError: if the template refuses the conversation.
-        """
+        """`keep` of every assistant turn with a message before it, and the refused answers by
+        reason. A last turn cut at a length limit has no end of turn. Raises jinja2.TemplateError if
+        the template refuses the conversation."""
         return self.retry_without_opening(
             conversation["messages"], lambda messages: self._turns(messages, conversation, keep)
         )

@@ -45,19 +45,9 @@ def check_draft(
     num_speculative_tokens: int | None,
     engine: EngineCheck | None,
 ) -> Checked:
-    """All checks of a draft; without `engine`, its folder alone.
-
-    Args:
-        target: Folder or hub name.
-        draft: Folder or hub name.
-        method: vLLM's method for serving it; None for the family's.
-        num_speculative_tokens: Tokens to draft; None for the number in the provenance, or 3.
-        engine: How to run it in the real engine.
-
-    Raises:
-        FileNotFoundError: a folder is missing.
-        ValueError: a folder is corrupt or holds no draft.
-    """
+    """All checks of a draft; without `engine`, its folder alone. `method` is by default the
+    family's, the number of tokens that in the provenance, or 3. Raises FileNotFoundError if a
+    folder is missing, ValueError if it is corrupt or holds no draft."""
     pair = Pair.read(TargetFolder.open(target), model_folder(draft))
     checked, num_tokens = check_folder(pair, method, num_speculative_tokens)
     if engine is None or not _may_run(pair, checked):

@@ -66,16 +66,9 @@ def find_better_readings(
     num_tokens: int,
     device: str = "cpu",
 ) -> Iterator[Finding]:
-    """The reading that accepts most on the target's answers, of those that accept clearly more than the head as it is.
-
-    Args:
-        pair: The folders.
-        head: The head as its folder says.
-        signal: The target.
-        answers: Token ids of the prompts and of the target's answers at temperature 0.
-        num_tokens: Draft tokens per step.
-        device: Device of head and target.
-    """
+    """The reading that accepts most on the target's answers, of those that accept clearly more than
+    the head as it is. `answers` are token ids of prompts and of the target's answers at temperature
+    0."""
     texts = [
         Continuation(prompt=Prompt(token_ids=list(prompt)), output_ids=list(output), beyond_ids=[])
         for prompt, output in answers

@@ -122,21 +122,12 @@ def fused_linear_divergence(
     labels_N: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> FusedResult:
-    """sum_S sum_M weight * D(target, draft) / normaliser, differentiable in the factors of every draft's logits.
-
-    Args:
-        drafts: One entry per draft step.
-        target: The other side of the comparison, for all steps. A row that no step is compared with costs as much as
-            any other, so give each row to at least one step.
-        divergence: D, with a temperature.
-        normaliser: The global count of valid tokens.
-        labels_N: The text's next token at each target row; only cross_entropy reads it.
-        chunk_tokens: Target rows per chunk; by default 256 on a CPU and 2,048 on a GPU.
-
-    Raises:
-        ValueError: if the sizes of the vocabularies differ, if a top-k target is given with a temperature other than 1,
-            or if cross_entropy is given no labels.
-    """
+    """sum_S sum_M weight * D(target, draft) / normaliser, differentiable in the factors of every
+    draft's logits. A row of the target that no step is compared with costs as much as any other, so
+    give each row to at least one step. `normaliser` is the global count of valid tokens. `labels_N`
+    are the text's next tokens; only cross_entropy reads them. Raises ValueError: the vocabularies
+    differ in size, a top-k target has a temperature other than 1, or cross_entropy gets no
+    labels."""
     _check(drafts, target, divergence, labels_N)
     factors = [pair for draft in drafts for pair in draft.factors]
     heads = list({id(head): head for _, head in factors}.values())

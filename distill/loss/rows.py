@@ -94,21 +94,11 @@ def draft_rows(
     eta: float,
     inverse_cap: float = 0.0,
 ) -> Tensor:
-    """Divergence, alpha and alpha_greedy of every row, [3, M]; the logits become scale * gradient at logits.
-
-    Args:
-        logits_MW: The draft's.
-        target_CW: The target's logits on the draft's ids.
-        sums_2C: As `target_rows` returns them.
-        place_M: The row of `target_CW` to compare each draft row with.
-        scale_M: Factor of each row's gradient at logits / temperature.
-        label_C: The label's column in the draft's logits, or -1; for cross_entropy.
-        name: Of the divergence.
-        temperature: Of both distributions.
-        beta: Of jensen_shannon.
-        eta: Of lk_hybrid.
-        inverse_cap: 1 / cap of the draft's logits, which are capped already; 0 for none.
-    """
+    """Divergence, alpha and alpha_greedy of every row, [3, M]; the logits become scale * gradient
+    at logits. `target_CW` are the target's logits on the draft's ids, `sums_2C` as `target_rows`
+    returns them, and `place_M` the row of them for each draft row. `label_C` is the label's column
+    in the draft's logits, or -1. `inverse_cap` is 1 / cap of the draft's logits, which are capped
+    already; 0 for none."""
     values_3M: Tensor = _draft_results(logits_MW)
     rows, width = logits_MW.shape
     if rows:
@@ -148,20 +138,9 @@ def top_k_rows(
     eta: float,
     inverse_cap: float = 0.0,
 ) -> Tensor:
-    """As `draft_rows`, with the target's top k at temperature 1.
-
-    Args:
-        logits_MW: The draft's.
-        columns_CK: Column of each kept id in the draft's logits, or -1. Distinct within a row.
-        log_p_CX: log p of the kept ids and of the tail, [C, K + 1].
-        place_M: The row of the target to compare each draft row with.
-        scale_M: Factor of each row's gradient.
-        label_C: The label's column in the draft's logits, or -1; for cross_entropy.
-        name: Of the divergence.
-        beta: Of jensen_shannon.
-        eta: Of lk_hybrid.
-        inverse_cap: As there.
-    """
+    """As `draft_rows`, with the target's top k at temperature 1. `columns_CK` is the column of each
+    kept id in the draft's logits, or -1, distinct within a row; `log_p_CX` log p of the kept ids
+    and of the tail, [C, K + 1]."""
     values_3M: Tensor = _draft_results(logits_MW)
     (rows, width), outcomes = logits_MW.shape, log_p_CX.shape[1]
     if rows:

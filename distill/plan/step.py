@@ -83,13 +83,9 @@ def count_step(
     weightless: bool = True,
     shown_on: torch.device = META,
 ) -> Counted:
-    """Run one step and count it.
-
-    Args:
-        batch: By default rows as `make_batch` makes them.
-        signal: What the target has said of the batch; by default what the plan's `features` give.
-        shown_on: The device whose branches the code takes: the CPU's, or, for any other, an accelerator's.
-    """
+    """Run one step and count it. `batch` is by default as `make_batch` makes it, and `signal` as
+    the plan's `features` give it. The code takes the branches of `shown_on`: the CPU's, or, for any
+    other, an accelerator's."""
     torch.manual_seed(0)
     on_gpu = weightless and shown_on.type != "cpu"
     with _shown_on(shown_on), Count(weightless=weightless) as count, _merging(count, on_gpu):

@@ -153,19 +153,9 @@ class CachedHiddenStates:
         head_VD: Tensor,
         rule: LogitRule = PLAIN,
     ) -> None:
-        """Open the cache.
-
-        Args:
-            folder: The cache.
-            target: Fingerprint of the target's folder.
-            data: `data_hash` of the samples.
-            layers: The layers read by the head; the cache may hold more.
-            head_VD: The target's head, in the target's dtype.
-            rule: Of the target's logits.
-
-        Raises:
-            ValueError: if the cache is incomplete, was written for another target or other data, or has not all layers.
-        """
+        """`layers` are those read by the head; the cache may hold more. `head_VD` and `rule` are
+        the target's. Raises ValueError: the cache is incomplete, was written for another target or
+        other data, or has not all layers."""
         self._shards, self.head_VD, self._rule = Shards(folder, target=target, data=data), head_VD, rule
         content = _content(self._shards, "hidden states")
         if missing := sorted(set(layers) - set(content["layers"])):

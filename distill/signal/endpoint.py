@@ -34,20 +34,10 @@ class Endpoint:
         timeout_s: float = 600.0,
         api_key: str | None = None,
     ) -> None:
-        """Open no connection yet.
-
-        Args:
-            url: With or without `/v1`.
-            model: Name of the model in requests; by default the first in the server's list.
-            concurrency: Requests in flight at most.
-            attempts: Tries per request before the server counts as unreachable.
-            backoff_s: Pause before the second try; it doubles with every further one.
-            timeout_s: Time limit of one try.
-            api_key: Sent as a bearer token.
-
-        Raises:
-            ValueError: if `url` is not an HTTP address or `concurrency` is less than 1.
-        """
+        """Open no connection yet. `url` is with or without `/v1`; `model` is by default the first
+        in the server's list. The pause `backoff_s` before the second try doubles with every further
+        one, and `timeout_s` is the limit of one try. Raises ValueError: `url` is no HTTP address,
+        or `concurrency` is less than 1."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is not the address of a server: give it as http://HOST:PORT")
         if concurrency < 1:

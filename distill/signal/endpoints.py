@@ -56,15 +56,9 @@ class Endpoints:
         longest_pause_s: float = 30.0,
         patience_s: float = 120.0,
     ) -> None:
-        """Open no connection yet.
-
-        Args:
-            endpoints: The servers.
-            attempts: Tries per request, each at a live server.
-            pause_s: Pause before a dead server is probed; it doubles with every probe, up to `longest_pause_s`.
-            longest_pause_s: Longest pause between two probes.
-            patience_s: How long requests wait while all servers are dead.
-        """
+        """Open no connection yet. Each of `attempts` is at a live server. The pause before a dead
+        server is probed doubles with every probe, from `pause_s` to `longest_pause_s`; requests
+        wait for `patience_s` while all are dead."""
         self.members = [Member(endpoint) for endpoint in endpoints]
         self.attempts, self.pause_s, self.longest_pause_s = attempts, pause_s, longest_pause_s
         self.patience_s = patience_s

@@ -52,16 +52,10 @@ class InProcessTarget:
     each other gets one document a row (`distill.signal.apart`)."""
 
     def __init__(self, model: Any, aux_layers: Sequence[int] = (), *, has_weights: bool = True) -> None:
-        """Check the model.
-
-        Args:
-            model: A causal LM.
-            aux_layers: k is the residual stream after k layers, from 0 (the embeddings) to the number of layers.
-            has_weights: If not, no values are checked, and only the cost of the signal can be counted.
-
-        Raises:
-            ValueError: if a layer does not exist, or the model cannot be used exactly.
-        """
+        """`aux_layers`: k is the residual stream after k layers, from 0 (the embeddings) to the
+        number of layers. Without weights no values are checked, and only the cost of the signal can
+        be counted. Raises ValueError: a layer does not exist, or the model cannot be used
+        exactly."""
         self.model, self.aux_layers = model.eval(), sorted(aux_layers)
         self._decoder, self._config = language_model(model), model.config.get_text_config()
         self._takes_prefixes = take_prefixes(model)

@@ -85,13 +85,9 @@ def _has_login() -> bool:
 
 
 def choose_precision(asked: str | None, launched: str | None, machine: Machine) -> tuple[str, str]:
-    """(mixed precision of a training on this machine, the line that names it).
-
-    Args:
-        asked: By the user: no or bf16; None for the default.
-        launched: By `accelerate launch`: no, bf16, fp16 or fp8; None under another launcher.
-        machine: With a GPU, the training runs there.
-    """
+    """(mixed precision of a training on this machine, the line that names it). `asked` is by the
+    user, None for the default; `launched` by `accelerate launch` (no, bf16, fp16 or fp8), None
+    under another launcher."""
     default = launched or "no"
     # Without a config, `accelerate launch` says "no" as well, so there "no" is nobody's wish.
     if machine.gpu and machine.has_bfloat16 and default == "no":

@@ -16,13 +16,8 @@ from redraft.heads.files.target_folder import TargetFolder
 
 
 def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: int) -> list[Finding]:
-    """The problems visible in configs and tensors, without running the draft.
-
-    Args:
-        pair: The draft and its target.
-        method: vLLM's method for serving the draft; None for the family's.
-        num_speculative_tokens: Tokens to draft per step.
-    """
+    """The problems visible in configs and tensors, without running the draft. `method` is vLLM's
+    for serving it; None for the family's."""
     # `first_cure` shows the first problem, so causes come before consequences.
     checks: list[Check] = [
         check_origin.manifest,

@@ -108,17 +108,10 @@ class DFlash(nn.Module):
     def __init__(
         self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
     ) -> None:
-        """An untrained head.
-
-        Args:
-            config: Options. Without a mask token, the last row of the target's embeddings is taken.
-            target: Lends embeddings and the output head.
-            draft_ids_W: Target ids for the draft to propose, ascending; None for all.
-            shape: Sizes of the layers; by default those of the target's layers.
-
-        Raises:
-            ValueError: the target does not have these layers or ids.
-        """
+        """An untrained head, with the target's embeddings and output head. Without a mask token,
+        the last row of the embeddings is taken. `draft_ids_W` are the target ids to propose,
+        ascending; None for all. `shape` is by default that of the target's layers. Raises
+        ValueError: the target does not have these layers or ids."""
         super().__init__()
         self._target_architectures = list(getattr(target.config, "architectures", None) or ())
         self._mask_token_id = len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id

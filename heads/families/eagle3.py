@@ -70,17 +70,10 @@ class Eagle3(nn.Module):
     def __init__(
         self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
     ) -> None:
-        """An untrained head.
-
-        Args:
-            config: Options.
-            target: Lends embeddings, and the output head as a start.
-            draft_ids_W: Target ids for the draft to propose, ascending; None for all.
-            shape: Sizes of the layer; by default those of the target's layers.
-
-        Raises:
-            ValueError: the target does not have these layers or ids.
-        """
+        """An untrained head, with the target's embeddings and a copy of its output head.
+        `draft_ids_W` are the target ids to propose, ascending; None for all. `shape` is by default
+        that of the target's layers. Raises ValueError: the target does not have these layers or
+        ids."""
         super().__init__()
         self.config = config
         self.shape = shape or LlamaShape.of_head(config, target.config)

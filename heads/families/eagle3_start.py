@@ -40,18 +40,12 @@ SAME_TOKEN = 16.0
 def start_by_least_squares(
     head: Eagle3, known: Sequence[tuple[Batch, TargetSignal]], stream_scales: Sequence[Tensor]
 ) -> None:
-    """Set the weights of an untrained head, all but its output head and final norm.
-
-    Args:
-        head: Has the target's final norm and output head (`Eagle3.init_from_layer`).
-        known: Batches with the target's hidden states: several times as many tokens as F + D.
-        stream_scales: For each stream, the factors of the norm in the target's layer that reads it, [D]. `fc_norm`
-            takes them, because they shrink the entries that are hundreds of times as large as the others.
-
-    Raises:
-        ValueError: the head does not norm each stream (`fc_norm`), or adds to the normed feature
-            (`norm_before_residual`).
-    """
+    """Set the weights of an untrained head, all but its output head and final norm, which are the
+    target's (`Eagle3.init_from_layer`). `known` are batches with the target's hidden states:
+    several times as many tokens as F + D. `stream_scales` are, for each stream, the factors of the
+    norm in the target's layer that reads it, [D]. `fc_norm` takes them, because they shrink the
+    entries that are hundreds of times as large as the others. Raises ValueError: the head does not
+    norm each stream (`fc_norm`), or adds to the normed feature (`norm_before_residual`)."""
     if not head.config.fc_norm or head.config.norm_before_residual:
         raise ValueError("least squares start a head with fc_norm and without norm_before_residual")
     layer, size = head.midlayer, head.shape.hidden_size

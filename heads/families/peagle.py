@@ -54,17 +54,8 @@ class PEagle(Eagle3):
     def __init__(
         self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
     ) -> None:
-        """An untrained head.
-
-        Args:
-            config: Options. Without a mask token, the last row of the target's embeddings is taken.
-            target: Lends embeddings, and the output head as a start.
-            draft_ids_W: Target ids for the draft to propose, ascending; None for all.
-            shape: Sizes of the layers; by default those of the target's layers.
-
-        Raises:
-            ValueError: the target does not have these layers or ids.
-        """
+        """An untrained head; arguments and errors as of `Eagle3`. Without a mask token, the last
+        row of the embeddings is taken."""
         super().__init__(config.first_layer(), target, draft_ids_W, shape)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         self._mask_token_id = len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id

@@ -79,18 +79,10 @@ class Retrieval:
         *,
         least_first: float = 0.0,
     ) -> None:
-        """A draft.
-
-        Args:
-            config: Options.
-            entries: The most probable token after each run of the answers, and its probability.
-            run_probability: By length, the probability of the token after the run's first place in the request.
-            least_first: Least probability of the first token of a draft. Before a head, less probable ones are left to
-                the head.
-
-        Raises:
-            ValueError: `least_first` is no probability.
-        """
+        """`entries` are the most probable token after each run of the answers, and its probability;
+        `run_probability` is, by length, the probability of the token after the run's first place in
+        the request. Before a head, first tokens less probable than `least_first` are left to the
+        head. Raises ValueError: that is no probability."""
         require_probability(least_first)
         self.config = config
         self.entries = entries

@@ -156,20 +156,10 @@ class StandaloneDraft(nn.Module):
 
 
 def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> StandaloneDraft:
-    """The draft described by `init`, the same one at every call and on every rank.
-
-    It is in float32: bf16's 8 bits lose a small step of AdamW.
-
-    Args:
-        init: Where the weights come from.
-        target: The target's causal LM.
-        tokenizer: The target's.
-        seed: For random weights.
-
-    Raises:
-        ValueError: the checkpoint has another tokenizer and no transplant was asked for, it has recurrent layers or
-            attention with sinks, or logits unlike the config's.
-    """
+    """The draft described by `init`, the same one at every call and on every rank. It is in
+    float32: bf16's 8 bits lose a small step of AdamW. `tokenizer` is the target's; `seed` is for
+    random weights. Raises ValueError: the checkpoint has another tokenizer and no transplant was
+    asked for, recurrent layers, attention with sinks, or logits unlike the config's."""
     draft = _make_initial(init, target, tokenizer, seed)
     if recurrent := set(getattr(draft.model.config, "layer_types", None) or ()) - ATTENTION_TYPES:
         raise ValueError(

@@ -36,15 +36,9 @@ def attend_blocks(
     mask: BlockMask,
     scale: float,
 ) -> Tensor:
-    """softmax(scale * q k) v of every block's rows, [B, H, N, E].
-
-    Args:
-        q_BHNE: Queries of the blocks, laid end to end.
-        context: Keys and values of the context, [B, G, T, E] each.
-        block: Keys and values of the blocks, [B, G, N, E] each.
-        mask: The keys seen by each query.
-        scale: Factor of the scores.
-    """
+    """softmax(scale * q k) v of every block's rows, [B, H, N, E]. The blocks' queries lie end to
+    end. `context` has keys and values [B, G, T, E] each, `block` the blocks' own [B, G, N, E];
+    `mask` are the keys seen by each query."""
     # Under autocast projections return bfloat16, and norms and rotation may return float32. The kernel takes one type.
     dtype = product_dtype(block[1])
     context, block = ((keys.to(dtype), values.to(dtype)) for keys, values in (context, block))

@@ -21,15 +21,9 @@ def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
 
 
 def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
-    """A token for the empty slots: the first row that the tokenizer does not use, or else the padding token.
-
-    Args:
-        target: The files of the target: tokenizer and end ids.
-        num_embeddings: Rows of its table.
-
-    Raises:
-        ValueError: there is neither.
-    """
+    """A token for the empty slots: the first row that the tokenizer does not use, or else the
+    padding token. `num_embeddings` are the rows of the target's table. Raises ValueError: there is
+    neither."""
     tokenizer = target.tokenizer
     if len(tokenizer) < num_embeddings:
         return len(tokenizer)

@@ -82,16 +82,9 @@ def attend(
     own: Sequence[tuple[Tensor, Tensor]] = (),
     num_slots: int = 1,
 ) -> Tensor:
-    """softmax(scale * q k) v over the keys of each row, [B, H, N, E].
-
-    Args:
-        q_BHNE: Queries.
-        context: Keys and values of the range, [B, G, T, E] each; values are as wide as keys.
-        prefixes: The range of each row.
-        scale: Factor of the scores.
-        own: Pairs of keys and values [B, G, N, E]; of each, row n sees all rows of its block.
-        num_slots: Rows of a block.
-    """
+    """softmax(scale * q k) v over the keys of each row, [B, H, N, E]. `context` has keys and values
+    of the range, [B, G, T, E] each, as wide as each other; `own` are pairs of keys and values [B,
+    G, N, E], of which row n sees all rows of its block of `num_slots`."""
     keys, values = ([pair[i] for pair in (context, *own)] for i in (0, 1))
     # Autocast would narrow the products of blocks. The backward pass, which has none, must compute the same scores.
     with torch.autocast(autocast_kind(q_BHNE.device), enabled=False):

@@ -43,18 +43,9 @@ def without_build(draft: Any) -> Iterator[None]:
 
 
 def refill(runner: Any, draft: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> None:
-    """Bring all copies of a loaded draft up to date.
-
-    Args:
-        runner: vLLM's model runner, V1 or V2.
-        draft: Its draft, already loaded.
-        tensors: The checkpoint's.
-        rank: Tensor-parallel rank.
-        num_ranks: Number of those ranks.
-
-    Raises:
-        ValueError: a copy is not made as assumed here, e.g. in another version of vLLM.
-    """
+    """Bring all copies of a loaded draft up to date, from the checkpoint's `tensors`. `runner` is
+    vLLM's model runner, V1 or V2. Raises ValueError: a copy is not made as assumed here, e.g. in
+    another version of vLLM."""
     if (block := _find_block(draft)) is not None:
         refill_projections(block, tensors, rank, num_ranks)
     if (columns_W := getattr(getattr(runner, "speculator", None), "_d2t_scatter_index", None)) is not None:

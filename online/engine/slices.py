@@ -123,13 +123,8 @@ class Sliced(Tensor):
 
     @staticmethod
     def of(view: Tensor, read: Callable[[Tensor, Slice | None], Tensor], whole: Sequence[int]) -> Sliced:
-        """A view of a contiguous tensor of shape `whole`.
-
-        Args:
-            view: On the meta device.
-            read: Returns the values of a view, by the view and the slice that it is; None for another kind of view.
-            whole: Shape of the checkpoint's tensor.
-        """
+        """A view of a contiguous tensor of shape `whole`, on the meta device. `read` returns the
+        values of a view, by the view and the slice that it is; None for another kind of view."""
         made: Sliced = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Sliced, view.shape, view.stride(), view.storage_offset(), dtype=view.dtype, device=torch.device("cpu")
         )

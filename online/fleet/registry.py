@@ -178,18 +178,10 @@ class Registry:
         provenance: Mapping[str, Any],
         evaluation: Mapping[str, Any],
     ) -> str:
-        """Publish a new version without making it current; returns the name.
-
-        Args:
-            write: Writes the draft into the folder given to it.
-            target_fingerprint: Servers with another target refuse the version.
-            provenance: Added to the version's provenance.json.
-            evaluation: Content of the version's evaluation.json.
-
-        Raises:
-            FileExistsError: if another process published at the same time.
-            OSError: if the disk is full.
-        """
+        """Publish a new version without making it current; returns the name. `write` writes the
+        draft into the folder given to it. Servers with another target than `target_fingerprint`
+        refuse the version. Raises FileExistsError if another process published at the same time,
+        OSError if the disk is full."""
         version = f"v{self._highest_number() + 1:06d}"
 
         def write_all(folder: Path) -> None:

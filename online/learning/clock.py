@@ -40,14 +40,9 @@ class SteadyClock:
         last_s: float | None = None,
         max_gap_s: float = math.inf,
     ) -> None:
-        """Begin with the wall clock, or in doubt about it.
-
-        Args:
-            wall: Seconds since the epoch; it may jump.
-            elapsed: Seconds since any moment; it may not.
-            last_s: The last time known from before this process. The wall clock is doubted if it is earlier.
-            max_gap_s: The wall clock is doubted too if it is more than this many seconds after `last_s`.
-        """
+        """`wall` is in seconds since the epoch, and may jump; `elapsed` since any moment, and may
+        not. The wall clock is doubted at first if it is earlier than `last_s`, the last time known
+        from before this process, or more than `max_gap_s` after it."""
         self._wall, self._elapsed = wall, elapsed
         now = _Reading(wall(), elapsed())
         gap_s = 0.0 if last_s is None else now.wall_s - last_s

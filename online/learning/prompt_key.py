@@ -72,17 +72,10 @@ class _Note:
 
 
 def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
-    """The key in `folder`, made if there is none; only this user can read it. A lost one is replaced, and told.
-
-    Args:
-        folder: The buffer's folder.
-        newest: The highest number of a record so far.
-        has_hashes: Whether there are records that a key has hashed.
-
-    Raises:
-        ValueError: if a later release wrote held-out.json.
-        OSError: if a file cannot be read or written.
-    """
+    """The key in the buffer's folder, made if there is none; only this user can read it. A lost one
+    is replaced, and told. `newest` is the highest number of a record so far; `has_hashes` says
+    whether a key has hashed any. Raises ValueError if a later release wrote held-out.json, OSError
+    if a file cannot be read or written."""
     secret, damage = _read_secret(folder / KEY), list[str]()
     saved: _Note | None = None
     try:

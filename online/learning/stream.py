@@ -226,12 +226,8 @@ class Pull:
         await self.client.subscribe(self._inbox, cb=self._on_message)
 
     async def next(self) -> list[Any]:
-        """All arrived messages; none if none came within WAIT_S.
-
-        Raises:
-            BrokerError: if the log is gone.
-            nats.errors.Error: as the connection breaks.
-        """
+        """All arrived messages; none if none came within WAIT_S. Raises BrokerError if the log is
+        gone, nats.errors.Error as the connection breaks."""
         await self._request_more()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._something.wait(), WAIT_S)
