@@ -275,22 +275,27 @@ def find_method(method: str | None, *, parallel_drafting: bool = False) -> Famil
 
 
 def find_speculative(config: Mapping[str, Any]) -> Family | None:
+    """The row of a --speculative-config; None if there is none."""
     return find_method(config.get("method"), parallel_drafting=bool(config.get("parallel_drafting")))
 
 
 def list_lookups() -> list[str]:
+    """Names of the families without a folder, which look tokens up in the text."""
     return [family.name for family in FAMILIES if family.is_lookup and not family.tensors]
 
 
 def list_methods() -> list[str]:
+    """vLLM's methods for drafts with weights, in alphabetical order."""
     return sorted({family.method for family in FAMILIES if family.method and not family.is_lookup})
 
 
 def list_trained() -> list[str]:
+    """Names of the families that are trained, as on the command line, in alphabetical order."""
     return sorted(family.name.replace("_", "-") for family in FAMILIES if family.training)
 
 
 def list_learning() -> list[str]:
+    """Names of the families with online learning, in alphabetical order."""
     return sorted(family.name for family in FAMILIES if family.learns_online)
 
 

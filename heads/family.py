@@ -77,6 +77,8 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
+    """One row of the table."""
+
     name: str
     """In flags, TOML files and the `redraft` section of an exported config.json."""
     title: str
@@ -158,6 +160,7 @@ class Family:
         return self.reads != "nothing"
 
     def draft_class(self) -> Any:
+        """The class that implements `Draft`."""
         return _import(self.draft)
 
     def options_class(self) -> Any:

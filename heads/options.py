@@ -37,6 +37,7 @@ class Eagle1(LayerSizes):
 
     @property
     def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
         return self.num_steps
 
 
@@ -65,6 +66,7 @@ class Eagle3(LayerSizes):
 
     @property
     def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
         return self.num_steps
 
 
@@ -102,6 +104,7 @@ class DFlash(LayerSizes):
 
     @property
     def num_tokens(self) -> int:
+        """Draft tokens of a block."""
         return self.block_size - self.first_slot
 
 
@@ -126,6 +129,7 @@ class DSpark(DFlash):
 
     @property
     def first_slot(self) -> int:
+        """The slot of a block that proposes the first token."""
         return 0 if self.sample_from_anchor else 1
 
 
@@ -175,6 +179,7 @@ class PEagle(LayerSizes):
 
     @property
     def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
         return self.num_steps
 
 
@@ -191,6 +196,7 @@ class Medusa:
 
     @property
     def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
         return self.num_heads
 
 
@@ -208,6 +214,7 @@ class Mtp:
 
     @property
     def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
         return self.num_steps
 
 
@@ -226,6 +233,7 @@ class MLPSpeculator:
 
     @property
     def num_tokens(self) -> int:
+        """Draft tokens that the head learns."""
         return self.num_stages
 
 

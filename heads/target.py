@@ -46,6 +46,7 @@ class Target:
 
     @staticmethod
     def from_model(model: Any) -> Target:
+        """Borrow from a causal LM of `transformers`."""
         return Target(
             config=model.config.get_text_config(),
             embed_VD=model.get_input_embeddings().weight.detach(),

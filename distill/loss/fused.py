@@ -51,6 +51,8 @@ Fewer rows make the matmuls slower (on a CPU, 16 rows by 2-3x), and a chunk read
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRows:
+    """The labelled rows of one draft step."""
+
     hidden_MD: Tensor
     head_WD: Tensor
     """The same tensor object in every step with the same head, so the head's gradient is accumulated once."""

@@ -57,6 +57,8 @@ class PromptForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastSummary:
+    """The forecast over several answers."""
+
     num_prompts: int
     num_output_tokens: int
     alpha: float
@@ -71,6 +73,8 @@ class ForecastSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
+    """One draft on all prompts."""
+
     per_prompt: list[PromptForecast]
 
     @property
@@ -185,6 +189,7 @@ def _uniform(prompt: Prompt, num_tokens: int, temperature: float, seed: int) -> 
 def cut_continuation(
     prompt: Prompt, text: Sequence[int], max_tokens: int, num_beyond: int, end_ids: Collection[int]
 ) -> Continuation:
+    """Split generated tokens into the answer and the `num_beyond` tokens after it."""
     end = _output_length(text, max_tokens, end_ids)
     return Continuation(prompt=prompt, output_ids=list(text[:end]), beyond_ids=list(text[end : end + num_beyond]))
 
@@ -270,6 +275,7 @@ def forecast_prompt(
     num_speculative_tokens: int,
     device: torch.device | str,
 ) -> PromptForecast:
+    """`forecast` on one answer."""
     num_output = len(continuation.output_ids)
     prompt_ids = continuation.prompt.token_ids
     text = [*prompt_ids, *continuation.output_ids, *continuation.beyond_ids]

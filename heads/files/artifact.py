@@ -144,6 +144,8 @@ def require_space(path: Path, num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class FileEntry:
+    """One file of a manifest."""
+
     bytes: int
     sha256: str
 
@@ -191,6 +193,7 @@ def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
 
 
 def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -232,6 +235,7 @@ def safetensors_samples(path: Path) -> Iterator[bytes]:
 
 
 def is_full(error: BaseException) -> bool:
+    """Whether the error says that a disk, a quota or a file's limit is full."""
     return getattr(error, "errno", None) in FULL_ERRNOS
 
 

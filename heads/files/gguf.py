@@ -45,6 +45,8 @@ class GgufHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufModel:
+    """A model read from a GGUF file, in bfloat16, and its tokenizer."""
+
     model: Any
     tokenizer: Any
 

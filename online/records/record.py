@@ -175,6 +175,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def previous_id(self) -> str:
+        """`record_id` of the segment before."""
         return _make_id(self.server_id, self.request_id, self.sequence - 1)
 
     @property
@@ -318,6 +319,7 @@ def _later(magic: bytes) -> LaterLayoutError:
 
 
 def is_later_layout(frame: bytes) -> bool:
+    """Whether a later release wrote the frame."""
     return _LATER_MAGIC.match(frame) is not None
 
 
