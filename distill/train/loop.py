@@ -65,8 +65,7 @@ class TrainingCost:
     tokens_per_s: float
     peak_rss_mib: float
     skipped_steps: int
-    exported_step: int
-    """The step whose draft is exported: the last one, or the best evaluation's."""
+    exported_step: int  # The step whose draft is exported: the last one, or the best evaluation's.
 
 
 def write_offline_unless_logged_in() -> None:

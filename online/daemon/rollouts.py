@@ -1,8 +1,7 @@
 """Rollouts of a version over the servers: by a candidate's promotion, by a person, and back again.
 
 One swap at a time: whoever swaps drafts has `fleet` locked, except for the reconciler, which begins
-nothing while it is locked.
-"""
+nothing while it is locked."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class Rollouts:
 
     def reconcile(self, servers: Sequence[FleetServer]) -> None:
         """Begin to bring these servers to the current version, unless a rollout or a rollback is
-        under way.
-        """
+        under way."""
         if not self.fleet.locked():
             self.reconciler.push(servers, self.current)
 
@@ -55,8 +53,7 @@ class Rollouts:
 
     async def run(self, part: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
         """Run a part of the rollout to its end, or to a recall; then every server is back on the
-        current version.
-        """
+        current version."""
         async with self.fleet:
             await self.reconciler.stop()
             # The pushes have ended: one under way would put the incumbent back on the canary.
@@ -108,13 +105,9 @@ class Rollouts:
 
     async def request_swap(self, version: str) -> Outcome:
         """Roll out a version that a person chose: past the gate, but never past the canary.
-
-        It starts when the learner is next idle, and returns when the rollout has ended.
-
-        Raises:
-            FileNotFoundError: if there is no such version.
-            ValueError: if another swap has been requested and has not ended.
-        """
+        It starts when the learner is next idle, and returns when the rollout has ended. Raises
+        FileNotFoundError if there is no such version. Raises ValueError if another swap has been
+        requested and has not ended."""
         self.registry.path(version)
         if pending := self.inbox.find(Event.SWAP_REQUESTED):
             raise ValueError(f"{pending.candidate} was asked for and is on its way: wait for it")
@@ -152,15 +145,10 @@ class Rollouts:
 
     async def go_back(self, reason: str, to: str = "", *, is_automatic: bool = False) -> Convergence:
         """Take back the candidate of the running rollout, or else the current version; returns the
-        version served then.
-
-        With `to`, go back as far as this version, which may be the current one; training begins
-        again from it. Servers that hang are not waited for: they are brought along in the
-        background.
-
-        Raises:
-            FileNotFoundError: if there is no version before the current one, or `to` was never current.
-        """
+        version served then. With `to`, go back as far as this version, which may be the current
+        one; training begins again from it. Servers that hang are not waited for: they are brought
+        along in the background. Raises FileNotFoundError if there is no version before the current
+        one, or `to` was never current."""
         if self.saved.state.is_rolling_out:
             candidate = self.saved.candidate
             # Shielded: two requests may wait for one recall, and one of them may be cancelled.
@@ -179,8 +167,7 @@ class Rollouts:
 
     async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
         """The version that is current now. A second automatic rollback needs a promotion in
-        between.
-        """
+        between."""
         if is_automatic:  # noted first: after a kill, one rollback too few is better than a second one
             self._note_rollback(True)
         try:

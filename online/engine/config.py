@@ -14,9 +14,7 @@ from redraft.online.records.states import HiddenFormat
 from redraft.online.tokens import read_token
 
 PLUGIN_NAME = "redraft"
-
-LOG_RECORD_BYTES = 15 << 19
-"""7.5 MiB: NATS takes messages of up to 8 MiB."""
+LOG_RECORD_BYTES = 15 << 19  # 7.5 MiB: NATS takes messages of up to 8 MiB.
 
 SPOOL_RECORD_BYTES = 32 << 20
 """A spool takes longer records, in which a head has more tokens to attend to."""
@@ -24,11 +22,9 @@ SPOOL_RECORD_BYTES = 32 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureConfig(Recording):
-    """Settings of the plugin's capture.
-
-    The environment sets them as REDRAFT_CAPTURE_SPOOL and so on, with tenants separated by commas, and those of the
-    ingest log as REDRAFT_NATS_FLEET, REDRAFT_NATS_CREDENTIALS, REDRAFT_NATS_CA and REDRAFT_NATS_CERTIFICATE.
-    """
+    """Settings of the plugin's capture. The environment sets them as REDRAFT_CAPTURE_SPOOL and so
+    on, with tenants separated by commas, and those of the ingest log as REDRAFT_NATS_FLEET,
+    REDRAFT_NATS_CREDENTIALS, REDRAFT_NATS_CA and REDRAFT_NATS_CERTIFICATE."""
 
     hidden_states: bool = False
     """Also record the hidden states of the target; a draft head such as EAGLE learns from them. Size per token: 2 bytes
@@ -87,10 +83,8 @@ def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
-    """Read the plugin's settings.
-
-    Raises: ValueError for an invalid value; FileNotFoundError if the token file or the registry is missing.
-    """
+    """Read the plugin's settings. Raises ValueError for an invalid value; FileNotFoundError if the
+    token file or the registry is missing."""
     registry = environment.get("REDRAFT_REGISTRY")
     if registry and not Path(registry).is_dir():
         raise FileNotFoundError(f"REDRAFT_REGISTRY={registry} is not a folder: create it, or unset the variable")

@@ -15,8 +15,7 @@ precision or keep states. They change which tokens are drafted, so acceptance (n
 and no answer: verification decides on each token. Only NaN for probabilities would
 mislead it. Memory after a sleep is undefined, so a server with --enable-sleep-mode and sampled drafts is refused.
 A request's acceptance counts, and a probe of more tokens begins, only if the draft has read READ of the
-text.
-"""
+text."""
 
 from __future__ import annotations
 
@@ -36,11 +35,8 @@ from redraft.online.engine.pace_policy import Policy
 
 logger = logging.getLogger("vllm.redraft")
 
-GAUGES = "redraft_pace_"
-"""Beginning of the names of the gauges."""
-
-READ = 0.9
-"""Share of a request's text that the draft must have read, for its acceptance to count."""
+GAUGES = "redraft_pace_"  # Beginning of the names of the gauges.
+READ = 0.9  # Share of a request's text that the draft must have read, for its acceptance to count.
 
 
 def find_decider(vllm_config: Any) -> str:
@@ -78,10 +74,8 @@ class Pacer:
         self.most = most
         self.has_keys = has_keys
         self.policy = Policy(most, max_requests)
-        self.unread: dict[str, int] = {}
-        """By request, answered tokens the draft has not read."""
-        self._is_read = True
-        """Whether the draft had read most requests of the newest step."""
+        self.unread: dict[str, int] = {}  # By request, answered tokens the draft has not read.
+        self._is_read = True  # Whether the draft had read most requests of the newest step.
         self._drafted = self._verified = 0
         self._done_s = 0.0
         self.set(pace)
@@ -146,8 +140,7 @@ class Pacer:
         return found | {"explored": max(0.0, policy.lost_s) / policy.busy_s if policy.busy_s else 0.0}
 
 
-SHOWN_SIZES = 6
-"""Most batch sizes in a line, those with the most steps."""
+SHOWN_SIZES = 6  # Most batch sizes in a line, those with the most steps.
 
 
 def describe_pace(found: Mapping[str, Any]) -> str:
@@ -203,9 +196,7 @@ def reads_prompt(output: Any) -> bool:
 
 def patch_pace() -> None:
     """Let a `Pacer` choose if the environment says so. Safe to call again.
-
-    Raises: ValueError for an invalid REDRAFT_PACE.
-    """
+    Raises ValueError for an invalid REDRAFT_PACE."""
     pace = check_pace(os.environ.get("REDRAFT_PACE", "off"))
     if pace == "off":
         return

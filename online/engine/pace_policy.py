@@ -14,8 +14,7 @@ process over batch size and arm (Rasmussen and Williams, 2006): a probe at 4 req
 as much about 5, and a little about 16.
 
 Time lost in probes is paid from an account, which gets SHARE of all busy time: a draft that never
-pays costs no more. Knowledge fades, so a question opens again after a change of load or machine.
-"""
+pays costs no more. Knowledge fades, so a question opens again after a change of load or machine."""
 
 from __future__ import annotations
 
@@ -27,26 +26,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-SHARE = 0.01
-"""Part of the busy time for probes."""
-
-START_STEPS = 16
-"""Steps' worth of time on the account at the start and after a swap, and at most."""
-
-STEPS, AROUND = 5, 12
-"""Steady steps of a probe, and steps without a probe on both sides."""
-
-MARGIN = 0.015
-"""Relative gain for which the base changes."""
-
-DOUBT = 1.6
-"""Standard errors by which an arm may be better than it looks, to be worth a probe."""
-
-MEMORY_STEPS = 4000
-"""Steps after which acceptance and times count 1/e."""
-
-MEMORY_DRAFTS = 4000
-"""The most drafts that the acceptance of a position remembers."""
+SHARE = 0.01  # Part of the busy time for probes.
+START_STEPS = 16  # Steps' worth of time on the account at the start and after a swap, and at most.
+STEPS, AROUND = 5, 12  # Steady steps of a probe, and steps without a probe on both sides.
+MARGIN = 0.015  # Relative gain for which the base changes.
+DOUBT = 1.6  # Standard errors by which an arm may be better than it looks, to be worth a probe.
+MEMORY_STEPS = 4000  # Steps after which acceptance and times count 1/e.
+MEMORY_DRAFTS = 4000  # The most drafts that the acceptance of a position remembers.
 
 OFFSET, SLOPE = 0.06, 0.1
 """log x = OFFSET + SLOPE g log2(1 + arm), before anything is known, with g = 1 + log2(size) / 3: a
@@ -61,8 +47,7 @@ SPREAD_ARM, ARM_OCTAVES = 0.05, 0.5
 OFF_AFTER = 2
 """Probes of other arms, after which off is due: only off shows whether drafting pays at all."""
 
-KNOWN = 4
-"""Steps with an arm at a batch size, after which the mean time is a reference."""
+KNOWN = 4  # Steps with an arm at a batch size, after which the mean time is a reference.
 
 
 def make_sizes(most: int) -> list[int]:
@@ -88,8 +73,7 @@ class Level:
 @dataclass
 class Probe:
     arm: int
-    before: float
-    """Mean residual of the steps before."""
+    before: float  # Mean residual of the steps before.
     residuals: list[tuple[int, int, float]] = field(default_factory=list)
     """(batch size's index, base, residual) of the steady steps."""
     num_steps: int = 0
@@ -101,8 +85,7 @@ class Speed:
     """An arm at a batch size: tokens/s against off."""
 
     mean: float
-    error: float
-    """Standard error, relative."""
+    error: float  # Standard error, relative.
 
     def at(self, errors: float) -> float:
         return self.mean * (1 + errors * self.error)

@@ -10,8 +10,7 @@ which the paused engine takes the weights several times as fast. It is made at s
 takes the driver's lock, and the engine's launches would wait for it.
 
 Each tensor-parallel rank reads the slices that it loads (`Slices`). The files to compare with the manifest are shared
-out among the ranks, and a draft is loaded only if no rank has found damage.
-"""
+out among the ranks, and a draft is loaded only if no rank has found damage."""
 
 from __future__ import annotations
 
@@ -46,9 +45,7 @@ from redraft.online.engine.swap import Layout, require_same_layout, require_same
 logger = logging.getLogger("vllm.redraft")
 
 CHUNK_BYTES = 16 << 20
-
-ALIGNMENT = 64
-"""Bytes at a multiple of which a tensor begins in memory."""
+ALIGNMENT = 64  # Bytes at a multiple of which a tensor begins in memory.
 
 
 class DamagedError(ValueError):
@@ -61,8 +58,7 @@ class Share:
 
     slices: Slices = field(default_factory=dict)
     rank: int = 0
-    num_ranks: int = 1
-    """Ranks that share out the comparing. 1: this rank compares every file."""
+    num_ranks: int = 1  # Ranks that share out the comparing. 1: this rank compares every file.
 
 
 class HostMemory:
@@ -73,8 +69,7 @@ class HostMemory:
         self._pin = pin
         self._pinned: Tensor | None = None
         self._is_lent = False
-        self.num_lent = 0
-        """Buffers that are in use."""
+        self.num_lent = 0  # Buffers that are in use.
 
     @property
     def pinned_bytes(self) -> int:
@@ -133,20 +128,15 @@ class Part:
     """The part of a tensor that this rank reads: the same bytes of each of `rows`."""
 
     name: str
-    whole: Sequence[int]
-    """Shape of the tensor in the file."""
+    whole: Sequence[int]  # Shape of the tensor in the file.
     slice: Slice | None
     dtype: torch.dtype
     rows: int
     row_bytes: int
-    first_byte: int
-    """The part's first byte in each row."""
-    num_bytes: int
-    """The part's bytes in each row."""
-    begin: int
-    """In the file's data."""
-    at: int
-    """In memory."""
+    first_byte: int  # The part's first byte in each row.
+    num_bytes: int  # The part's bytes in each row.
+    begin: int  # In the file's data.
+    at: int  # In memory.
 
     @property
     def end(self) -> int:
@@ -220,17 +210,13 @@ class Staging:
     def __init__(self, folder: Path, current: Layout, shared: set[str], memory: HostMemory, share: Share) -> None:
         """Begin to read `folder`: a draft to replace `current`, which shares the modules `shared` with the target."""
         self.folder = folder
-        self.layout: Layout | None = None
-        """The draft's layout. None until it is done."""
+        self.layout: Layout | None = None  # The draft's layout. None until it is done.
         self.tensors: dict[str, Tensor] = {}
         """The weights outside the shared modules, in memory. Empty until it is done."""
-        self.manifest_sha256 = ""
-        """SHA-256 of the folder's manifest; empty if it has none."""
+        self.manifest_sha256 = ""  # SHA-256 of the folder's manifest; empty if it has none.
         self.error = ""
-        self.is_damaged = False
-        """Whether `error` is about damaged or unreadable files."""
-        self.bytes_read = 0
-        """Bytes of the weights files that were read so far."""
+        self.is_damaged = False  # Whether `error` is about damaged or unreadable files.
+        self.bytes_read = 0  # Bytes of the weights files that were read so far.
         self._current, self._shared, self._memory, self._share = current, shared, memory, share
         self._buffer: Tensor | None = None
         self._is_discarded = self._is_finished = False

@@ -4,8 +4,7 @@ find ─► stage: the ranks read it into memory, and serve ─► pause ─► 
          └─ a swap to another version, if found,         └─ a failure: restore the last good draft
             takes over here
 
-A move loads or names the target weights in the same pause, before the draft if one is asked for.
-"""
+A move loads or names the target weights in the same pause, before the draft if one is asked for."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ from redraft.online.engine.engine_calls import EngineCalls, RefusedError, say
 from redraft.online.fleet.registry import hash_manifest, read_id
 
 T = TypeVar("T")
-
 VERSION = re.compile(r"v[0-9]{6,18}")
 
 STAGE_TIMEOUT_S = 200.0
@@ -41,9 +39,7 @@ STAGE_POLL_S, BUSY_POLL_S = 0.05, 0.25
 PAUSE_TIMEOUT_S = 60.0
 """Deadline for the pause, in which the weights are copied from memory. Afterwards the engine is resumed in any case."""
 
-TARGET_TIMEOUT_S = 1200.0
-"""The same if the target weights are read from files within the pause."""
-
+TARGET_TIMEOUT_S = 1200.0  # The same if the target weights are read from files within the pause.
 RESUME_TIMEOUT_S = 30.0
 
 RESUME_POLL_S = 0.5
@@ -83,12 +79,10 @@ class Swaps:
         self, registry: Path | None, engine: Any, *, targets: tuple[Path, ...] = (), can_pause: bool = True
     ) -> None:
         self.registry, self.engine, self.calls = registry, engine, EngineCalls(engine)
-        self.targets = targets
-        """Folders that target weights may be loaded from."""
+        self.targets = targets  # Folders that target weights may be loaded from.
         self.registry_id = ""
         """Id of the served registry, from its folder or, if that has none, from the first swap."""
-        self._id = uuid.uuid4().hex
-        """For the workers, which let one API process swap at a time."""
+        self._id = uuid.uuid4().hex  # For the workers, which let one API process swap at a time.
         self._can_pause = can_pause
         self._owes_resumption = False
         """Whether the engine is in a pause of ours. If somebody else pauses too, it is theirs."""
@@ -97,18 +91,13 @@ class Swaps:
         self._num_asked = self._latest_number = 0
         self._latest = ""
         """The version asked for last, of those found; `_latest_number` counts the swaps up to it."""
-        self._staged = ""
-        """The version of `_staging`."""
+        self._staged = ""  # The version of `_staging`.
         self._staging: asyncio.Future[None] | None = None
-        self._reads: dict[str, Future[Any]] = {}
-        """Reads of folders' small files under way."""
+        self._reads: dict[str, Future[Any]] = {}  # Reads of folders' small files under way.
 
     async def move(self, move: Move) -> dict[str, Any]:
         """Load or name the target weights, and load a draft. Returns what the client is answered.
-
-        Raises:
-            RefusedError: with the weights and the draft that are served then.
-        """
+        Raises RefusedError with the weights and the draft that are served then."""
         if move.folder:
             move = replace(move, folder=await self._find_target(move.folder))
         report: dict[str, Any] = {}
@@ -250,9 +239,7 @@ class Swaps:
 
     async def _stage_on_ranks(self, folder: str | None) -> list[dict[str, Any]]:
         """Read a draft into the memory of all ranks; None is the last good one.
-
-        Returns the ranks' answers when all have read it or one has failed.
-        """
+        Returns the ranks' answers when all have read it or one has failed."""
         while True:
             started = await self.calls.ask_for_draft("redraft_stage", folder, self._id)
             if not any(rank.get("is_busy") for rank in started):
@@ -275,11 +262,9 @@ class Swaps:
                 await self.calls.ask("redraft_discard", self._id)
 
     async def _exchange(self, found: _Found | None, move: Move | None, serving: str, *, clears: bool) -> dict[str, Any]:
-        """Move the target, then load the staged version on all ranks, each if given. It happens in a pause, which may
-        be a trainer's, or else between two steps.
-
-        `clears`: the target reads everything again. Keys of the old weights would be gone at once.
-        """
+        """Move the target, then load the staged version on all ranks, each if given. It happens in
+        a pause, which may be a trainer's, or else between two steps. `clears`: the target reads
+        everything again. Keys of the old weights would be gone at once."""
         await self._require_awake()
         is_paused = await self.calls.request(self.engine.is_paused(), "the engine does not say whether it is paused")
         pauses = resumes = self._can_pause and (self._owes_resumption or not is_paused)
@@ -440,10 +425,8 @@ class Swaps:
 
 def can_pause(vllm_config: Any) -> bool:
     """Whether this API server can pause its engines by itself.
-
-    Replicas that share experts step together, and pause together: vLLM waits until all of them have been told to.
-    Behind an external or hybrid balancer an API server reaches only some of them.
-    """
+    Replicas that share experts step together, and pause together: vLLM waits until all of them have
+    been told to. Behind an external or hybrid balancer an API server reaches only some of them."""
     parallel = vllm_config.parallel_config
     shares_experts = vllm_config.model_config.is_moe and parallel.data_parallel_size > 1
     return not (shares_experts and parallel.local_engines_only)
@@ -455,10 +438,8 @@ class _Found:
 
     folder: Path
     manifest_sha256: str
-    registry: str
-    """The registry's id; empty if it has none."""
-    target_fingerprint: str
-    """Empty if its provenance names none."""
+    registry: str  # The registry's id; empty if it has none.
+    target_fingerprint: str  # Empty if its provenance names none.
     target_lineage: str
 
     @property

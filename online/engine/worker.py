@@ -59,43 +59,33 @@ class WorkerState:
     """State of one worker, stored in `worker.redraft`."""
 
     server_id: str
-    runner: str = ""
-    """vLLM's model runner, and why it is that one, in a line."""
-    capture_off: str = ""
-    """Why nothing is recorded, although it is configured; empty otherwise."""
-    swap_off: str = ""
-    """Why no draft can be swapped; empty if one can."""
+    runner: str = ""  # vLLM's model runner, and why it is that one, in a line.
+    capture_off: str = ""  # Why nothing is recorded, although it is configured; empty otherwise.
+    swap_off: str = ""  # Why no draft can be swapped; empty if one can.
     swap_cache: SwapCache | Literal[""] = ""
     """Fate of the cache at a swap; empty on a rank without a draft."""
-    rereader: Rereader | None = None
-    """Only with `swap_cache` "draft"."""
+    rereader: Rereader | None = None  # Only with `swap_cache` "draft".
     target_fingerprint: str = ""
     target_lineage: str = ""
     target_checksum: str = ""
     target_version: str | None = ""
     """Name of the target weights: empty at the start, None if it is unclear which they are."""
-    is_target_intact: bool = True
-    """False once a swap has overwritten a part of it."""
+    is_target_intact: bool = True  # False once a swap has overwritten a part of it.
     target_source: tuple[str, str, str | None] = ("", "", None)
     """Model, object storage and revision of the weights before the last load from a folder."""
-    target_watch: TargetWatch | None = None
-    """None if the target weights move by themselves."""
+    target_watch: TargetWatch | None = None  # None if the target weights move by themselves.
     draft_version: str = ""
-    draft: Layout | None = None
-    """The last good draft; None if the server runs without a draft."""
+    draft: Layout | None = None  # The last good draft; None if the server runs without a draft.
     is_draft_intact: bool = True
     """False from the beginning of a load until all ranks have loaded, or the last good draft is restored."""
     manifest_sha256: str = ""
     """SHA-256 of the manifest of the last good draft; empty if it is not from the registry."""
-    staging: Staging | None = None
-    """The draft being read, or in memory."""
+    staging: Staging | None = None  # The draft being read, or in memory.
     memory: HostMemory = field(default_factory=HostMemory)
-    share: Share = field(default_factory=Share)
-    """The part of a draft that this rank reads."""
+    share: Share = field(default_factory=Share)  # The part of a draft that this rank reads.
     swapper: str = ""
     """Id of the API process that swaps; a server may have several of them. Empty if none does."""
-    swapped_from_s: float = 0.0
-    """Beginning of that swap by the monotonic clock."""
+    swapped_from_s: float = 0.0  # Beginning of that swap by the monotonic clock.
     stuck: list[Staging] = field(default_factory=list)
     """Abandoned reads whose threads have not ended."""
     asleep: set[str] = field(default_factory=set)
@@ -133,10 +123,9 @@ def register_worker() -> None:
 
 
 def install(worker: Any) -> None:
-    """Set up the state of a worker that has loaded the models, and start capture if it is configured.
-
-    Raises nothing, because vLLM would not start: whatever fails switches capture or swaps off, with the reason.
-    """
+    """Set up the state of a worker that has loaded the models, and start capture if it is
+    configured. Raises nothing, because vLLM would not start: whatever fails switches capture or
+    swaps off, with the reason."""
     worker.redraft = state = WorkerState(server_id=uuid.uuid4().hex[:16])
     with _switching_off(state, "capture"):
         state.runner = describe_runner(find_runner(worker.model_runner), worker.vllm_config)
@@ -209,10 +198,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
 
 def _prepare_cache(worker: Any, cache: SwapCache) -> None:
     """Prepare for a swap that keeps a part of the cache.
-
-    Raises:
-        ValueError: this draft cannot read the text again.
-    """
+    Raises ValueError: this draft cannot read the text again."""
     state: WorkerState = worker.redraft
     if worker.model_runner.get_draft_model() is None:
         return
@@ -304,11 +290,10 @@ def redraft_status(worker: Any) -> dict[str, Any]:
 
 
 def redraft_move(worker: Any, label: str = "", folder: str = "", draft: str = "") -> dict[str, Any]:
-    """Load the target weights from a folder, name them, and load a draft from another, each if given. For a trainer
-    that holds the engine: it pauses, and empties the cache. Returns `{"error", "target_version", "draft_version"}`.
-
-    After an error on some rank the ranks may differ: repeat the call.
-    """
+    """Load the target weights from a folder, name them, and load a draft from another, each if
+    given. For a trainer that holds the engine: it pauses, and empties the cache. Returns `{"error",
+    "target_version", "draft_version"}`.
+    After an error on some rank the ranks may differ: repeat the call."""
     state: WorkerState = worker.redraft
     loaded = load_target(worker, folder) if folder else {}
     error = str(loaded.get("error", ""))
@@ -337,14 +322,12 @@ def _swap_at_once(worker: Any, folder: str) -> str:
 
 
 def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, Any] | None:
-    """Begin to read a draft into memory; None is the last good one. Returns `{"ok"}` or `{"ok": False, "error"}`, with
-    `"is_busy": True` if an abandoned read of the same draft has not ended: ask again.
-
+    """Begin to read a draft into memory; None is the last good one. Returns `{"ok"}` or `{"ok":
+    False, "error"}`, with `"is_busy": True` if an abandoned read of the same draft has not ended:
+    ask again.
     A stage of a pipeline before the last has no draft: this and the next methods return None there.
-
-    Returns at once: the engine does no step while a method of the worker runs. `swapper` is the id of the API process.
-    Until its `redraft_discard` it is refused to all others.
-    """
+    Returns at once: the engine does no step while a method of the worker runs. `swapper` is the id
+    of the API process. Until its `redraft_discard` it is refused to all others."""
     state: WorkerState = worker.redraft
     if _is_stage_without_draft(worker):
         return None
@@ -402,10 +385,9 @@ def _end_swap(state: WorkerState) -> None:
 
 
 def redraft_load(worker: Any, folder: str) -> dict[str, Any] | None:
-    """Load the draft of `folder` from memory. Returns `{"ok", "load_ms", ...}`, or `{"ok": False, "error", "touched"}`.
-
-    It counts as intact after `redraft_commit`: another rank may have failed.
-    """
+    """Load the draft of `folder` from memory. Returns `{"ok", "load_ms", ...}`, or `{"ok": False,
+    "error", "touched"}`.
+    It counts as intact after `redraft_commit`: another rank may have failed."""
     state: WorkerState = worker.redraft
     if _is_stage_without_draft(worker):
         return None

@@ -55,15 +55,9 @@ from redraft.online.fleet.server import (
 
 Array = NDArray[np.float64]
 
-MIN_POLLS = 16
-"""Polls before the groups are first compared: 8 blocks of two."""
-
-MIN_DOMAIN_DRAFTS = 200
-"""Drafts of a domain that both groups must have made for a comparison."""
-
-ALL = "\n"
-"""Key of the counts of all domains. No header can hold it."""
-
+MIN_POLLS = 16  # Polls before the groups are first compared: 8 blocks of two.
+MIN_DOMAIN_DRAFTS = 200  # Drafts of a domain that both groups must have made for a comparison.
+ALL = "\n"  # Key of the counts of all domains. No header can hold it.
 NO_COUNTS = WindowCounts(AcceptanceCounts.zero(), {})
 
 MIN_BLOCKS, MAX_BLOCKS = 8, 16
@@ -131,12 +125,10 @@ class Outcome:
 
 
 async def try_canary(servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy) -> Outcome:
-    """Put the candidate on the first server to answer, and compare acceptance with the other servers.
-
-    Passed if it is at most `max_loss` worse. Otherwise, or if time is up before this is known, every server is back
-    on the incumbent. A fleet of one has no control group: only there is the canary compared with itself before the
-    swap.
-    """
+    """Put the candidate on the first server to answer, and compare acceptance with the other
+    servers. Passed if it is at most `max_loss` worse. Otherwise, or if time is up before this is
+    known, every server is back on the incumbent. A fleet of one has no control group: only there is
+    the canary compared with itself before the swap."""
     # Alignment also repeats safely after a kill: a canary that has the candidate already returns to the incumbent.
     aligned = await converge(servers, incumbent, policy.swap_timeout_s, insist=False)
     present = [server for server in servers if server.url not in {**aligned.refused, **aligned.absent}]
@@ -165,10 +157,8 @@ async def try_canary(servers: Sequence[FleetServer], candidate: str, incumbent: 
 
 
 async def roll_waves(servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy) -> Outcome:
-    """Put the candidate on the other servers, wave by wave.
-
-    Passed if every answering server has the candidate. Otherwise every server is back on the incumbent.
-    """
+    """Put the candidate on the other servers, wave by wave. Passed if every answering server has
+    the candidate. Otherwise every server is back on the incumbent."""
     done: list[FleetServer] = []
     absent: dict[str, str] = {}
     for wave in _split_into_waves(servers, policy):
@@ -195,8 +185,7 @@ class Finding(Enum):
     PASSED = "passed"
     WORSE = "worse"
     INCONCLUSIVE = "inconclusive"
-    FAILED = "failed"
-    """The canary cannot be measured."""
+    FAILED = "failed"  # The canary cannot be measured.
 
 
 @dataclass(frozen=True)
@@ -213,11 +202,10 @@ class Comparison:
 
 
 def estimate_loss(canary_P2: Array, control_P2: Array) -> Estimate:
-    """tau of the control group minus tau of the canary, from the (drafts, accepted) of each poll, in order.
-
-    A request lasts for several polls, so neighbouring polls are alike: they are merged into blocks, and longer ones the
-    more polls there are. The blocks of both groups pair up, because they saw the same minutes.
-    """
+    """tau of the control group minus tau of the canary, from the (drafts, accepted) of each poll,
+    in order. A request lasts for several polls, so neighbouring polls are alike: they are merged
+    into blocks, and longer ones the more polls there are. The blocks of both groups pair up,
+    because they saw the same minutes."""
     # control first: the gain of the first column over the second is then the canary's loss
     # From polls [P, 2] to blocks [B, 2]. Both have the same P, so block b is the same minutes in both groups.
     groups_2B2 = [_merge_polls(np.asarray(polls_P2, np.float64)) for polls_P2 in (control_P2, canary_P2)]
@@ -226,11 +214,9 @@ def estimate_loss(canary_P2: Array, control_P2: Array) -> Estimate:
 
 
 def estimate_loss_by_domain(canary: Mapping[str, Array], control: Mapping[str, Array]) -> Estimate:
-    """The loss of tau from the (drafts, accepted) [P, 2] of each domain, weighed as by Cochran (1954) and by Mantel and
-    Haenszel (1959): a domain counts as far as both groups had it.
-
-    Domains with few drafts in one of the groups are left out. The error is infinite if none is left.
-    """
+    """The loss of tau from the (drafts, accepted) [P, 2] of each domain, weighed as by Cochran
+    (1954) and by Mantel and Haenszel (1959): a domain counts as far as both groups had it. Domains
+    with few drafts in one of the groups are left out. The error is infinite if none is left."""
     return _weigh_domains(canary, control, estimate_loss)
 
 
@@ -297,14 +283,10 @@ class _Polls:
 
     def __init__(self, servers: Sequence[FleetServer]) -> None:
         self.servers = servers
-        self.rows: list[dict[str, AcceptanceCounts]] = []
-        """Counts by domain, a row for every poll."""
-        self.has_domains = True
-        """Whether all servers count by domain."""
-        self.is_paced = True
-        """Whether all servers draft only while that is faster."""
-        self.targets: set[str | None] = set()
-        """Weights of the target that were seen."""
+        self.rows: list[dict[str, AcceptanceCounts]] = []  # Counts by domain, a row for every poll.
+        self.has_domains = True  # Whether all servers count by domain.
+        self.is_paced = True  # Whether all servers draft only while that is faster.
+        self.targets: set[str | None] = set()  # Weights of the target that were seen.
         self._last: dict[FleetServer, WindowCounts] = {}
 
     def add(self, counted: Mapping[FleetServer, WindowCounts], *, is_usable: bool = True) -> None:
@@ -452,9 +434,7 @@ def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_
 
 async def _watch(done: Sequence[FleetServer], control: Sequence[FleetServer], policy: RolloutPolicy) -> str:
     """The reason for an alarm after `watch_s`; empty if there is none.
-
-    After the last wave there is no control group, and the learner's watch takes over.
-    """
+    After the last wave there is no control group, and the learner's watch takes over."""
     if not control:
         return ""
     window = await Window.open([*done, *control])
@@ -477,17 +457,13 @@ async def _watch(done: Sequence[FleetServer], control: Sequence[FleetServer], po
 
 def is_worse_than_control(ours: AcceptanceCounts, control: AcceptanceCounts) -> bool:
     """Whether our draft is hardly accepted, and the control group's is.
-
-    If neither is, the traffic is to blame: a few clients at temperature 2 bring down any draft.
-    """
+    If neither is, the traffic is to blame: a few clients at temperature 2 bring down any draft."""
     return is_alarming(ours) and control.num_drafts >= ALARM_DRAFTS and not is_alarming(control)
 
 
 def _are_too_many(absent: dict[str, str], servers: Sequence[FleetServer], policy: RolloutPolicy) -> bool:
     """Whether so many servers are silent that the candidate is a likely cause.
-
-    One absent server is tolerated, unless it is the only one.
-    """
+    One absent server is tolerated, unless it is the only one."""
     # With a share of 0.1: of 10 servers one may be silent, of 40 four.
     return len(absent) == len(servers) or len(absent) > max(1, policy.max_absent_share * len(servers))
 

@@ -2,8 +2,7 @@
 
 A silent server and a refusing server are different. The first may be restarting, and comes back with the draft of the
 command line: it is tried again, and `reconcile` does so for as long as the learner runs. The second has kept the last
-good draft and will refuse again.
-"""
+good draft and will refuse again."""
 
 from __future__ import annotations
 
@@ -32,22 +31,15 @@ SWAP_TIMEOUT_S = 300.0
 """Deadline of a whole swap. Generous: a server may take minutes to read and check a large draft from a shared disk. It
 gives up earlier itself, and answers 504. Giving up on the request does not stop it."""
 
-MAX_ANSWER_BYTES = 8 << 20
-"""Longest answer that is read."""
-
-MAX_QUOTED = 300
-"""Most characters of a server's words in an error."""
+MAX_ANSWER_BYTES = 8 << 20  # Longest answer that is read.
+MAX_QUOTED = 300  # Most characters of a server's words in an error.
 
 MAX_COUNTER = 1 << 53
 """Counters above this are nonsense: they do not fit a float, and no engine gets there."""
 
 MAX_POSITIONS = 256
-
-MAX_PACE_CHARS = 400
-"""Longest line about the pace of a server."""
-
-MAX_DOMAINS = 64
-"""Domains whose counters are read from a server. It counts 33 at most."""
+MAX_PACE_CHARS = 400  # Longest line about the pace of a server.
+MAX_DOMAINS = 64  # Domains whose counters are read from a server. It counts 33 at most.
 
 ALARM_TAU = 1.05
 """Mean acceptance length below which a draft is useless: it has wrong weights, or was made for another target."""
@@ -151,32 +143,23 @@ class Drafting:
 class Status:
     """The answer to GET /redraft/status."""
 
-    boot: str
-    """Id of this run of the server; it changes at every start."""
+    boot: str  # Id of this run of the server; it changes at every start.
     draft_version: str
-    is_intact: bool
-    """True if draft and target are as they were loaded, on all ranks."""
+    is_intact: bool  # True if draft and target are as they were loaded, on all ranks.
     target_fingerprint: str
     target_version: str | None = ""
     """LABEL@DIGEST of the target's weights; empty for the initial ones, None within an update."""
-    drafting: Drafting | None = None
-    """None if it has no draft."""
+    drafting: Drafting | None = None  # None if it has no draft.
     lost: Mapping[str, int] = field(default_factory=dict)
     """Records lost by capture since the server started, by reason."""
-    manifest_sha256: str = ""
-    """Hash of the draft's manifest; empty if it has none."""
-    capture_off: str = ""
-    """Why the server records nothing although it is told to; empty otherwise."""
-    swap_off: str = ""
-    """Why no draft can be swapped; empty if one can."""
-    notes: Sequence[str] = ()
-    """Flags of the server, probably mistakes."""
-    pace: str = ""
-    """Draft tokens by batch size, of a server that chooses them live."""
+    manifest_sha256: str = ""  # Hash of the draft's manifest; empty if it has none.
+    capture_off: str = ""  # Why the server records nothing although it is told to; empty otherwise.
+    swap_off: str = ""  # Why no draft can be swapped; empty if one can.
+    notes: Sequence[str] = ()  # Flags of the server, probably mistakes.
+    pace: str = ""  # Draft tokens by batch size, of a server that chooses them live.
     total: AcceptanceCounts | None = None
     """The draft's counts since the server started, without lookups and padding; None without a draft."""
-    by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)
-    """The same by domain."""
+    by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)  # The same by domain.
 
     @property
     def is_paced(self) -> bool:
@@ -212,10 +195,7 @@ class FleetServer:
 
     async def status(self) -> Status:
         """The server's present status.
-
-        Raises:
-            UnreachableError, RefusedError: if it does not answer, or not with a status.
-        """
+        Raises UnreachableError or RefusedError if it does not answer, or not with a status."""
         content = await self._request("GET", "/redraft/status", STATUS_TIMEOUT_S)
         try:
             body = _status_decoder.decode(content)
@@ -240,11 +220,8 @@ class FleetServer:
 
     async def swap(self, version: str) -> None:
         """Return once the server serves `version`.
-
-        Raises:
-            UnreachableError: if it does not answer. The swap may have happened, or may yet happen.
-            RefusedError: if it keeps the old draft.
-        """
+        Raises UnreachableError if it does not answer. The swap may have happened, or may yet
+        happen. Raises RefusedError if it keeps the old draft."""
         identity = self._identify(version)
         body = {"version": version, "manifest_sha256": identity.manifest_sha256, "registry": identity.registry}
         await self._request("POST", "/redraft/swap", SWAP_TIMEOUT_S, json={key: body[key] for key in body if body[key]})
@@ -351,11 +328,7 @@ async def ask_drafting(servers: Iterable[FleetServer]) -> Counter[Drafting]:
 
 
 def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
-    """Records lost, by reason.
-
-    Raises:
-        ValueError: if a counter is not a count.
-    """
+    """Records lost, by reason. Raises ValueError if a counter is not a count."""
     lost = {}
     for counter, reason in CAPTURE_DROP_REASONS.items():
         count = capture.get(counter, 0)
@@ -409,10 +382,9 @@ class Convergence:
 async def converge(
     servers: Iterable[FleetServer], version: str, timeout_s: float, *, insist: bool = True
 ) -> Convergence:
-    """Bring all servers to `version` concurrently, with retries for `timeout_s`. Never raises for a server's failure.
-
-    With `insist` a refusal is retried too: there is nothing better to do when going back. Without, it is final.
-    """
+    """Bring all servers to `version` concurrently, with retries for `timeout_s`. Never raises for a
+    server's failure. With `insist` a refusal is retried too: there is nothing better to do when
+    going back. Without, it is final."""
     deadline_s = time.monotonic() + timeout_s
     servers = list(servers)
     errors = await asyncio.gather(*(bring(server, version, deadline_s, insist) for server in servers))
@@ -468,8 +440,7 @@ class WindowCounts(NamedTuple):
     """Empty if the server does not count by domain, or miscounts."""
     target: str | None = ""
     """Digest of the target's weights at the end; empty for those of the start, None within an update."""
-    is_paced: bool = False
-    """`Status.is_paced`."""
+    is_paced: bool = False  # `Status.is_paced`.
 
 
 def _subtract_domains(
@@ -505,9 +476,7 @@ class Window:
 
     async def read(self) -> dict[FleetServer, WindowCounts]:
         """Counts by server since the window opened.
-
-        Servers are left out if they restarted, changed the draft or do not answer.
-        """
+        Servers are left out if they restarted, changed the draft or do not answer."""
         readings = await ask_all(self._first)
         counted = {}
         for server, now in readings.items():

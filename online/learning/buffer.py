@@ -13,8 +13,7 @@ and continues after this number. A checkpoint without a commit does not count: n
 
 A record is usable if it is of the learner's target, by fingerprint, and of no version that was left behind. The others
 are stored in the same files but never returned. After an upgrade of the target the old records are foreign, and stay
-until they expire.
-"""
+until they expire."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ from redraft.online.records.record import CorruptRecordError, Record, encode_rec
 Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]
 """Frames with the decoded record, as `read_frames` yields them."""
 
-RECENT = 32
-"""Newest records, whose most frequent target is the served one."""
+RECENT = 32  # Newest records, whose most frequent target is the served one.
 
 CLOCK_SLACK_S = 3600.0
 """Records of a forgotten tenant are not stored if they were made until this many seconds after the deletion: a server's
@@ -72,15 +70,12 @@ class Stored:
 class BufferStatus:
     num_bytes: int
     num_files: int
-    num_training: dict[str, int]
-    """Records to train on, by domain."""
-    num_held_out: dict[str, int]
-    """Records to judge by, by domain."""
+    num_training: dict[str, int]  # Records to train on, by domain.
+    num_held_out: dict[str, int]  # Records to judge by, by domain.
     num_foreign: int
     """Records kept aside: they are of another target, of weights that no longer count, or were stored for another
     domain."""
-    oldest_s: float | None
-    """Arrival of the oldest record, seconds since the epoch."""
+    oldest_s: float | None  # Arrival of the oldest record, seconds since the epoch.
     counts: dict[str, int]
     """Records since this process began, by fate: stored, duplicate, foreign, stateless, textless, other_domain,
     forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the reason of a `CorruptRecordError`:
@@ -90,12 +85,9 @@ class BufferStatus:
 @dataclass(frozen=True, kw_only=True)
 class TenantRecords:
     num_records: int
-    first_seq: int | None
-    """Number of the first record that trains; None if there is none."""
-    num_examples: int
-    """Examples in the quarantine, whoever sent them."""
-    num_later_files: int
-    """Files of a later release, which may hold anybody's records."""
+    first_seq: int | None  # Number of the first record that trains; None if there is none.
+    num_examples: int  # Examples in the quarantine, whoever sent them.
+    num_later_files: int  # Files of a later release, which may hold anybody's records.
 
 
 class Buffer:
@@ -165,18 +157,14 @@ class Buffer:
             self._opened.close()
 
     def append(self, frames: Frames, now_s: float) -> Counter[str]:
-        """Store `frames`, as `read_frames` yields them; returns the number by fate.
-
-        The fates are stored, duplicate, foreign (stored aside), stateless (without the hidden states the draft reads),
-        textless (a later segment whose text before it was lost), other_domain, forgotten (of a deleted tenant),
-        unknown_penalty (held out, but a penalty of its request cannot be applied, so it cannot judge), and the reason
-        of each error. On return the records are on the disk and the sender may forget them. A bad frame is not stored:
-        nobody knows whose text it holds, so it could never be deleted by tenant. An example of it goes to the
-        quarantine.
-
-        Raises:
-            BufferFullError: if the disk is full. Nothing was stored then.
-        """
+        """Store `frames`, as `read_frames` yields them; returns the number by fate. The fates are
+        stored, duplicate, foreign (stored aside), stateless (without the hidden states the draft
+        reads), textless (a later segment whose text before it was lost), other_domain, forgotten
+        (of a deleted tenant), unknown_penalty (held out, but a penalty of its request cannot be
+        applied, so it cannot judge), and the reason of each error. On return the records are on the
+        disk and the sender may forget them. A bad frame is not stored: nobody knows whose text it
+        holds, so it could never be deleted by tenant. An example of it goes to the quarantine.
+        Raises BufferFullError if the disk is full. Nothing was stored then."""
         # Joining comes first: the key hashes the whole prompt, and a later segment arrives without it.
         frames = list(self._join_texts(frames))
         ids = [record.record_id for _, record in frames if isinstance(record, Record)]
@@ -229,19 +217,16 @@ class Buffer:
 
     def fresh(self, after: int, limit: int) -> list[Stored]:
         """The oldest `limit` training records after sequence number `after`, in order of arrival.
-
-        Fewer if there are no more, if together they would have more than `max_read_bytes`, or if some turned out to be
-        corrupt and were thrown away.
-        """
+        Fewer if there are no more, if together they would have more than `max_read_bytes`, or if
+        some turned out to be corrupt and were thrown away."""
         with self._lock:
             seqs = self._training()["seq"]
             return self._read(seqs[seqs > after][:limit])
 
     def bound_lag(self, after: int, max_records: int) -> tuple[int, int]:
         """(new `after` with at most `max_records` fresh records left, number of skipped records).
-
-        A learner slower than traffic would train ever older records. Skipped ones can still be replayed.
-        """
+        A learner slower than traffic would train ever older records. Skipped ones can still be
+        replayed."""
         with self._lock:
             seqs = self._training()["seq"]
         # Numbers are not consecutive here: held-out and foreign records have some of them.
@@ -253,12 +238,10 @@ class Buffer:
     def replay(
         self, count: int, anchors: Sequence[Record], *, through: int, now_s: float, seed: int, policy: Replay
     ) -> list[Record]:
-        """`count` records to train again: a share of `anchors`, then distinct records up to `through`, by weight.
-
-        No tenant has more than `tenant_share` of the latter while others have records left. Fewer if the buffer holds
-        fewer, or if together they would have more than `max_read_bytes`. The same contents and seed give the same
-        records.
-        """
+        """`count` records to train again: a share of `anchors`, then distinct records up to
+        `through`, by weight. No tenant has more than `tenant_share` of the latter while others have
+        records left. Fewer if the buffer holds fewer, or if together they would have more than
+        `max_read_bytes`. The same contents and seed give the same records."""
         rng = np.random.default_rng(seed)
         # Without anchors in the file, all of the draw is from traffic.
         num_anchors = min(len(anchors), round(count * policy.anchor_share))
@@ -272,11 +255,9 @@ class Buffer:
             return chosen + [stored.record for stored in self._read(seqs)]
 
     def select_held_out(self, per_domain: int, **limits: Any) -> list[int]:
-        """Sequence numbers of the newest held-out requests of every domain, even one without traffic.
-
-        Every prompt counts once, and no tenant has more than `tenant_share` of them. `limits` are other fields of
-        EvidenceLimits.
-        """
+        """Sequence numbers of the newest held-out requests of every domain, even one without
+        traffic. Every prompt counts once, and no tenant has more than `tenant_share` of them.
+        `limits` are other fields of EvidenceLimits."""
         with self._lock:
             index = self._usable()
         wanted = EvidenceLimits(per_domain=per_domain, tenant_share=self.config.tenant_share, **limits)
@@ -311,10 +292,9 @@ class Buffer:
             self._cursor.leave_behind(past)
 
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
-        """The records with these sequence numbers, in this order, one at a time: together they may not fit in memory.
-
-        Those that are gone meanwhile are left out. So are corrupt ones, which are counted and deleted.
-        """
+        """The records with these sequence numbers, in this order, one at a time: together they may
+        not fit in memory. Those that are gone meanwhile are left out. So are corrupt ones, which
+        are counted and deleted."""
         for seq in seqs:
             with self._lock:
                 stored = self._read_one(seq)
@@ -335,11 +315,9 @@ class Buffer:
             )
 
     def delete_tenant(self, tenant: str, now_s: float) -> int:
-        """Delete all records of a tenant, foreign ones too, and overwrite them on the disk; returns the number.
-
-        So are the quarantine and files of a later release: some of it may be the tenant's. Records of the tenant made
-        until now will not be stored if they arrive later.
-        """
+        """Delete all records of a tenant, foreign ones too, and overwrite them on the disk; returns
+        the number. So are the quarantine and files of a later release: some of it may be the
+        tenant's. Records of the tenant made until now will not be stored if they arrive later."""
         name = stored_name(tenant)
         with self._lock, named_disk_full():
             # First the list, then the records: after a kill in between, `delete_tenant` can be repeated, and meanwhile
@@ -358,11 +336,9 @@ class Buffer:
                 self.quarantine.clear()
 
     def commit_trained(self, checkpoint_id: str, through: int) -> None:
-        """Make a complete checkpoint count: every record up to `through` was trained or skipped before it.
-
-        Raises:
-            BufferFullError: if the disk is full. The checkpoint does not count then.
-        """
+        """Make a complete checkpoint count: every record up to `through` was trained or skipped
+        before it.
+        Raises BufferFullError if the disk is full. The checkpoint does not count then."""
         with self._lock, named_disk_full():
             self._cursor.commit(Commit(checkpoint_id=checkpoint_id, through=through))
 
@@ -376,10 +352,9 @@ class Buffer:
             return self._next_seq - 1
 
     def last_arrival_s(self) -> float | None:
-        """Arrival of the record with the highest number, seconds since the epoch; None if there is no record.
-
-        Not the latest time of all: a clock that was ahead for a while may have given it to an earlier record.
-        """
+        """Arrival of the record with the highest number, seconds since the epoch; None if there is
+        no record. Not the latest time of all: a clock that was ahead for a while may have given it
+        to an earlier record."""
         with self._lock:
             index = self._files.index()
             return float(index["time_s"][-1]) if len(index) else None

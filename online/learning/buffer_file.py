@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 
 from redraft.heads.files.artifact import is_full
 
-LAYOUT = 2
-"""Layout of the files, in SQLite's `user_version`."""
+LAYOUT = 2  # Layout of the files, in SQLite's `user_version`.
 
 PAGE_BYTES = 16 << 10
 """Larger than SQLite's default of 4 KiB: a frame spans many of those, and each page costs a separate write."""
 
-MIN_FILE_BYTES = 512
-"""The smallest page of SQLite."""
+MIN_FILE_BYTES = 512  # The smallest page of SQLite.
 
 # Two tables: a scan of the index columns would read a page per record if they lay beside the blobs.
 _SCHEMA = """
@@ -79,20 +77,16 @@ class Row(NamedTuple):
     """The columns of a record: everything known without decoding it."""
 
     record_id: str
-    time_s: float
-    """Arrival at the learner, seconds since the epoch."""
+    time_s: float  # Arrival at the learner, seconds since the epoch.
     domain: str
     tenant: str
     target: str
     """`Record.target`. To a release without versions it is a fingerprint, and other weights are another target's."""
     draft_version: str
-    num_drafted: int
-    """Draft tokens verified by the target."""
-    num_wrong: int
-    """Verified draft tokens refused by the target."""
+    num_drafted: int  # Draft tokens verified by the target.
+    num_wrong: int  # Verified draft tokens refused by the target.
     held_out: bool
-    prompt: int
-    """Keyed hash of the prompt."""
+    prompt: int  # Keyed hash of the prompt.
     request: int
     """Keyed hash of the prompt and the request's id. All segments of a request have the same."""
 
@@ -119,11 +113,7 @@ class BufferFile:
         return self._index
 
     def _read_rows(self) -> Iterator[tuple[Any, ...]]:
-        """The columns of INDEX_DTYPE.
-
-        Raises:
-            DamagedFileError: if a row is not what was written.
-        """
+        """The columns of INDEX_DTYPE. Raises DamagedFileError if a row is not what was written."""
         for seq, *columns in self.connection.execute("SELECT * FROM records ORDER BY seq"):
             # `pop` runs before `_checksum`, so the checksum is over the columns before it.
             if columns.pop() != _checksum(seq, columns):
@@ -209,10 +199,7 @@ class BufferFile:
 
 def connect(path: Path | None, schema: str) -> sqlite3.Connection:
     """Open a file, created if missing. A commit is on the disk when it returns.
-
-    Raises:
-        LaterFileError: if a later release wrote it.
-    """
+    Raises LaterFileError if a later release wrote it."""
     # No transactions by Python: `transaction` begins and ends them. The buffer's lock orders the threads.
     connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
     try:
@@ -275,11 +262,8 @@ def is_damaged(error: sqlite3.Error) -> bool:
 
 
 def _build_index(rows: Iterable[Any]) -> Index:
-    """INDEX_DTYPE [rows] from the columns in order. The names are few, and interned to share memory.
-
-    Raises:
-        DamagedFileError: if a value is of another type.
-    """
+    """INDEX_DTYPE [rows] from the columns in order. The names are few, and interned to share
+    memory. Raises DamagedFileError if a value is of another type."""
     values = []
     try:
         for seq, time_s, domain, tenant, target, *rest in rows:

@@ -37,14 +37,11 @@ class Cursor:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self.commits: tuple[Commit, ...] = ()
-        """Newest first."""
-        self.forgotten: dict[str, float] = {}
-        """Time of deletion by the tenant's SHA-256."""
+        self.commits: tuple[Commit, ...] = ()  # Newest first.
+        self.forgotten: dict[str, float] = {}  # Time of deletion by the tenant's SHA-256.
         self.past: frozenset[str] = frozenset()
         """Weights of the target whose records no longer count."""
-        self.damage: list[str] = []
-        """A sentence for every file that was damaged or missing."""
+        self.damage: list[str] = []  # A sentence for every file that was damaged or missing.
         if folder is not None:
             self._read(folder)
 
@@ -113,11 +110,8 @@ class Cursor:
 
 
 def begin_training_again(folder: Path | None) -> None:
-    """Have the next learner begin at the served version, after the records already trained. For an idle folder.
-
-    Raises:
-        AlreadyOwnedError: if a learner has the buffer open.
-    """
+    """Have the next learner begin at the served version, after the records already trained. For an
+    idle folder. Raises AlreadyOwnedError if a learner has the buffer open."""
     if folder is None or not folder.is_dir():
         return
     with own(folder / "lock", "a learner's buffer"):

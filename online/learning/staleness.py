@@ -6,8 +6,7 @@
 
 A draft that training could not improve, and whose acceptance has not fallen since, is not worth training: the learner
 sleeps. It wakes when the loss is proven, when a new domain appears, or after the longest sleep, to try once more.
-Numbers in, findings out; no clock, no I/O.
-"""
+Numbers in, findings out; no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ import numpy as np
 from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_ratio, subtract_independent, sum_weighted
 from redraft.online.learning.gate import Policy
 
-Row = tuple[str, float, float]
-"""Domain, drafts and accepted draft tokens of one held-out request."""
+Row = tuple[str, float, float]  # Domain, drafts and accepted draft tokens of one held-out request.
 
 
 FIRST_PAUSE = 4
@@ -54,15 +52,11 @@ class SleepPolicy:
 class Staleness:
     tau_then: float
     tau_now: float
-    loss: float
-    """tau_then - tau_now; above 0 if acceptance has fallen."""
+    loss: float  # tau_then - tau_now; above 0 if acceptance has fallen.
     low: float
-    high: float
-    """The 95% interval of the loss."""
-    num_requests: int
-    """Number of new held-out requests."""
-    reason: str
-    """The proof that the draft is stale; empty if there is none."""
+    high: float  # The 95% interval of the loss.
+    num_requests: int  # Number of new held-out requests.
+    reason: str  # The proof that the draft is stale; empty if there is none.
 
     def __str__(self) -> str:
         return (
@@ -194,10 +188,8 @@ class Sleep:
     is_asleep: bool = False
     num_attempts: int = 0
     """How often training has led nowhere since the version became current. The pauses double with it."""
-    num_passed: int = 0
-    """Records passed over since the learner fell asleep."""
-    num_saved: int = 0
-    """Records passed over in all."""
+    num_passed: int = 0  # Records passed over since the learner fell asleep.
+    num_saved: int = 0  # Records passed over in all.
 
     def is_asleep_at(self, version: str) -> bool:
         """Whether the learner sleeps while it serves `version`. Any other version than the reference's wakes it."""
