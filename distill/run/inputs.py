@@ -180,12 +180,13 @@ def _packed(samples: Sequence[Sample], tokenizer: Any, loop: Loop) -> PackedData
 
 
 def live_signal(
-    signal: Signal, target: Any, aux_layers: Sequence[int] | None = None
+    signal: Signal, target: Any, aux_layers: Sequence[int] | None = None, opened: TargetFolder | None = None
 ) -> InProcessTarget | EndpointTarget:
     """A function from any batch to the target's predictions: computed here, or by servers if there is an url.
 
     `aux_layers` is None for a standalone draft, which reads only the text. For a head, it lists the target layers to
-    read besides the last hidden state; the list may be empty.
+    read besides the last hidden state; the list may be empty. `opened` are the files of the target, to compare
+    servers with.
 
     Raises: ValueError if the target, or the model on its server, does not fit.
     """
@@ -195,7 +196,7 @@ def live_signal(
     servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
     if aux_layers is None and not signal.exact:
         return EndpointTarget(servers, k=signal.k)
-    states = EndpointHiddenStates(servers, target, aux_layers or (), signal.storage)
+    states = EndpointHiddenStates(servers, target, aux_layers or (), signal.storage, opened)
     states.require_target()
     return states
 
@@ -208,6 +209,7 @@ def target_signal(
     folder: Path,
     accelerator: Accelerator,
     aux_layers: Sequence[int] | None = None,
+    opened: TargetFolder | None = None,
 ) -> SignalFunction:
     """The source of the training signal: `live_signal`, or a cache, written here if it does not exist. Servers and
     caches work one batch ahead. `target_print` is the target's fingerprint.
@@ -215,13 +217,13 @@ def target_signal(
     Raises: ValueError if the config does not fit; OSError if the disk has no room for the cache.
     """
     if not signal.url and signal.kind != "cache":
-        return live_signal(signal, target, aux_layers)
+        return live_signal(signal, target, aux_layers, opened)
     # As for a head that reads no auxiliary layers: the last hidden state alone.
     if signal.exact:
         aux_layers = aux_layers or ()
     device = accelerator.device
     if signal.kind != "cache":
-        return OneAhead(live_signal(signal, target, aux_layers), device)
+        return OneAhead(live_signal(signal, target, aux_layers, opened), device)
     # Held-out samples too: evaluations read the signal from the same source.
     parts = (data.train.samples, data.held_out.samples)
     cache = signal.cache or folder / "target-cache"
@@ -232,7 +234,7 @@ def target_signal(
         if (leads or not alone) and not is_complete(cache):
             write_cache(
                 list(itertools.chain(*parts)),
-                live_signal(signal, target, aux_layers),
+                live_signal(signal, target, aux_layers, opened),
                 cache,
                 _content(signal, target, aux_layers),
                 target=target_print,

@@ -173,7 +173,7 @@ class Run:
 
     @functools.cached_property
     def forecaster(self) -> Forecaster:
-        signal = live_signal(self.cfg.signal, self.model, () if self.family.is_head else None)
+        signal = live_signal(self.cfg.signal, self.model, () if self.family.is_head else None, self.opened)
         return Forecaster(self.cfg.prove, self.opened.fingerprint, self.model, signal, self.data, self.folder)
 
     def forecast(self, draft: Any) -> Forecast | None:
@@ -189,7 +189,7 @@ class Run:
         """A copy of a head in the engine's type, and its signal. A standalone draft is forecast as it is."""
         if not self.family.is_head:
             return draft, None
-        signal = live_signal(self.cfg.signal, self.model, draft.aux_layer_ids)
+        signal = live_signal(self.cfg.signal, self.model, draft.aux_layer_ids, self.opened)
         return self._copy(draft).to(self.target.head_VD.dtype), signal
 
     def _copy(self, draft: Any) -> Any:
@@ -214,7 +214,14 @@ class Run:
             draft.set_gradient_checkpointing(cfg.gradient_checkpointing)
         layers = draft.aux_layer_ids if self.family.is_head else None
         signal = target_signal(
-            cfg.signal, self.model, self.teacher.fingerprint, self.data, folder.folder, self.accelerator, layers
+            cfg.signal,
+            self.model,
+            self.teacher.fingerprint,
+            self.data,
+            folder.folder,
+            self.accelerator,
+            layers,
+            self.opened,
         )
         if isinstance(signal, InProcessTarget) and not signal.packs and self.accelerator.is_main_process:
             self._say_factor()

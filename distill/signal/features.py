@@ -120,16 +120,22 @@ class EndpointHiddenStates(EndpointTarget):
     """The exact signal of a target on servers started with `server_args`. One request per document."""
 
     def __init__(
-        self, endpoint: Endpoint | Endpoints, target: Any, layers: Sequence[int], storage: str = DEFAULT_STORAGE
+        self,
+        endpoint: Endpoint | Endpoints,
+        target: Any,
+        layers: Sequence[int],
+        storage: str = DEFAULT_STORAGE,
+        opened: TargetFolder | None = None,
     ) -> None:
-        """Only the final norm and the head of `target` are used: `load_skeleton` is enough.
+        """Only the final norm and the head of `target` are used: `load_skeleton` is enough. Servers that name another
+        version of `opened` are refused.
 
         Raises:
             ValueError: if `storage` is neither a folder nor a URL that fsspec knows, or if the target's final norm is
                 not found.
         """
         super().__init__(endpoint)
-        self._storage = Storage(storage)
+        self._storage, self._opened = Storage(storage), opened
         self.head_VD: Tensor = target.get_output_embeddings().weight.detach()
         self.rule, self.layers = LogitRule.of(target.config), sorted(layers)
         try:
@@ -216,7 +222,8 @@ class EndpointHiddenStates(EndpointTarget):
         `self.layers` are written into the two tensors in host memory.
 
         Raises:
-            ValueError: if a layer is missing, the states do not arrive, or they are not in the storage.
+            ValueError: if a layer is missing, the states do not arrive or are another version's, or they are not in the
+                storage.
         """
         lost: StatesLostError | None = None
         for _ in range(ATTEMPTS):
@@ -236,9 +243,12 @@ class EndpointHiddenStates(EndpointTarget):
                     aux_TLD[rows, place].copy_(states_tLD[:, layer])
 
             try:
-                return answer, await asyncio.to_thread(self._storage.take, self._read_url(answer, endpoint), put)
+                description = await asyncio.to_thread(self._storage.take, self._read_url(answer, endpoint), put)
             except StatesLostError as error:
                 lost = error
+            else:
+                self._require_version(description, endpoint.url)
+                return answer, description
         raise ValueError(
             f"the states that {endpoint.url} sends do not arrive: {lost}; start it with a --storage that is seen here"
         )
@@ -249,6 +259,25 @@ class EndpointHiddenStates(EndpointTarget):
         if not isinstance(url, str):
             raise ValueError(f"{endpoint.url} sends no hidden states: start it with `{SERVER_COMMAND}`")
         return url
+
+    def _require_version(self, description: Description, url: str) -> None:
+        """Raise ValueError if the states are of other weights than the opened target's.
+
+        A target of another lineage, for example a quantised one, is judged by log-probabilities alone.
+        """
+        lineage, fingerprint, version = description.target
+        if version != "":
+            raise ValueError(
+                f"{url} serves weights that have moved since its start ({version or 'half-written'!r:.80}): restart it "
+                "with the weights to train on"
+            )
+        opened = self._opened
+        if opened is None or not lineage or fingerprint == opened.fingerprint or lineage != opened.lineage:
+            return
+        raise ValueError(
+            f"{url} serves another version of {opened.name} ({fingerprint[:12]!r}, not {opened.fingerprint[:12]}): "
+            "start it with the trainer's --target"
+        )
 
     def _find(self, held: list[int], url: str) -> tuple[int, list[int]]:
         """Places of the last stream and of `self.layers` among the layers that a server sends."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
@@ -20,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.v1.request import RequestStatus
 
 from redraft.distill.signal.features_store import WAIT_S, remove_states, write_states
+from redraft.heads.files.folder import model_folder
+from redraft.heads.files.target_folder import TARGET_VERSION, TargetFolder
 
 COPY_POLL_S = 0.001
 """Between two looks at a copy from the GPU."""
@@ -56,7 +59,19 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         config = self._vllm_config.speculative_config.draft_model_config.hf_config
         states_format = self._kv_transfer_config.get_from_extra_config("format", "exact")
         layers = config.eagle_aux_hidden_state_layer_ids
-        write_states(self._url(filename), tensors["hidden_states"], layers, states_format)
+        version = self._vllm_config.additional_config.get(TARGET_VERSION, "")
+        target = (*self._target, version)
+        write_states(self._url(filename), tensors["hidden_states"], layers, states_format, target)
+
+    @cached_property
+    def _target(self) -> tuple[str, str]:
+        """Lineage and fingerprint of the target; empty if the files cannot be read here."""
+        name = self._vllm_config.model_config.model
+        try:
+            target = TargetFolder(name=name, folder=model_folder(name))
+            return target.lineage, target.fingerprint
+        except (OSError, ValueError):
+            return "", ""
 
     def _submit_async_write(self, pending: Any) -> None:
         # All ranks hold the same states, and one writes them, as in vLLM's method.

@@ -69,6 +69,9 @@ class Description:
     layers: tuple[int, ...]
     """Ascending; k is the residual stream after k layers."""
     crc32: int
+    target: tuple[str, str, str | None] = ("", "", "")
+    """Lineage and fingerprint of the folder that the server loaded, and the version of weights that have moved since
+    (`online.engine.target_watch`). Empty: unknown, or not moved."""
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.shape[1] or self.row_bytes > LONGEST_ROW:
@@ -104,8 +107,14 @@ def absolute(storage: str) -> str:
     return named
 
 
-def write_states(url: str, states_TLD: Tensor, layers: Sequence[int], states_format: StatesFormat = "exact") -> None:
-    """Write the states of one text under `url`. Errors of the storage are passed on."""
+def write_states(
+    url: str,
+    states_TLD: Tensor,
+    layers: Sequence[int],
+    states_format: StatesFormat = "exact",
+    target: tuple[str, str, str | None] = ("", "", ""),
+) -> None:
+    """Write the states of one text under `url`; `target` as in `Description`. Errors of the storage are passed on."""
     storage, path = fsspec.core.url_to_fs(url)
     storage.makedirs(storage._parent(path), exist_ok=True)
     crc = 0
@@ -119,6 +128,7 @@ def write_states(url: str, states_TLD: Tensor, layers: Sequence[int], states_for
         shape=(tokens, num_layers, hidden),
         layers=tuple(layers),
         crc32=crc,
+        target=target,
     )
     # Last: the description tells readers that the bytes are complete.
     storage.pipe_file(f"{path}.json", json.dumps(asdict(description)).encode())

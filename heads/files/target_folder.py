@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from redraft.heads.files.folder import fingerprint, lineage, open_folder, read_quantization
 
+TARGET_VERSION = "redraft_target_version"
+"""Key of vLLM's `additional_config` under which a worker names the weights (`online.engine.target_watch`)."""
+
 TargetDtype = Literal["float32", "bfloat16"]
 """Types in which a target computes here and is served."""
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from redraft.heads.files.target_folder import TARGET_VERSION
 from redraft.online.engine.copies import repack_tied_heads
 from redraft.online.engine.swap import compute_sums, find_weights
 
@@ -223,7 +224,7 @@ def settle(worker: Any) -> None:
                 logger.exception("redraft: the target weights cannot be read, and nothing is recorded")
     if version != state.target_version:
         logger.info("redraft: the target weights are %s", version or ("unclear" if version is None else "the start's"))
-    _set_version(state, version)
+    _set_version(worker, version)
 
 
 def look_at_target(worker: Any) -> None:
@@ -249,7 +250,7 @@ def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
     """
     state, config = worker.redraft, worker.vllm_config.model_config
     if folder is not None:
-        if state.asleep or worker._weight_update_active:
+        if "weights" in state.asleep or worker._weight_update_active:
             error = "the engine sleeps, or an update of the target weights is open: end it, then load again"
             return {"ok": False, "error": error, "touched": False}
         state.target_source = (config.model, config.model_weights, config.revision)
@@ -278,13 +279,15 @@ def name_target(worker: Any, label: str) -> None:
         label = "".join(char if "!" <= char <= "~" else "_" for char in label)
         state.target_watch.label = label[:MAX_LABEL_CHARS]
         if state.target_version is not None:
-            _set_version(state, state.target_watch.version)
+            _set_version(worker, state.target_watch.version)
 
 
-def _set_version(state: Any, version: str | None) -> None:
-    state.target_version = version
-    if state.capture:
-        state.capture.target_version = version
+def _set_version(worker: Any, version: str | None) -> None:
+    worker.redraft.target_version = version
+    if worker.redraft.capture:
+        worker.redraft.capture.target_version = version
+    if isinstance(worker.vllm_config.additional_config, dict):
+        worker.vllm_config.additional_config[TARGET_VERSION] = version  # for the states of `redraft serve-features`
 
 
 def pass_labels() -> None:

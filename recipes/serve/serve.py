@@ -113,7 +113,7 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
     """The variables that switch the plugin on, to be added to `environment`."""
     capture = cfg.capture
     variables = {
-        "VLLM_PLUGINS": _with_plugin(environment.get("VLLM_PLUGINS")),
+        "VLLM_PLUGINS": with_plugin(environment.get("VLLM_PLUGINS")),
         RAY_PREFIXES: _with_prefix(environment.get(RAY_PREFIXES, "")),
         "REDRAFT_REGISTRY": _absolute(cfg.registry),
         "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
@@ -144,7 +144,7 @@ def _absolute(path: Path | None) -> str | None:
     return str(path.absolute()) if path else None
 
 
-def _with_plugin(allowed: str | None) -> str:
+def with_plugin(allowed: str | None) -> str:
     """VLLM_PLUGINS with redraft added. If it is unset, all plugins are allowed: they must be named to stay so."""
     if allowed is None:
         names = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}

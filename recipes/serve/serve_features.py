@@ -50,6 +50,7 @@ def main(cfg: Config) -> None:
     # Here, because they import torch.
     from redraft.eval.engine.wait import ENABLED
     from redraft.heads.files.checkpoint import load_text_config
+    from redraft.recipes.serve.serve import with_plugin
 
     config = load_text_config(cfg.target)
     if config.model_type in UNSENT:
@@ -58,7 +59,9 @@ def main(cfg: Config) -> None:
             "are sent beside one group only: train with the target in the training process (--signal.kind model)"
         )
     command = server_command(cfg, config.num_hidden_layers)
-    os.execve(command[0], command, os.environ | {ENABLED: "1"})
+    # The plugin notices weights that move.
+    variables = {ENABLED: "1", "VLLM_PLUGINS": with_plugin(os.environ.get("VLLM_PLUGINS"))}
+    os.execve(command[0], command, os.environ | variables)
 
 
 def server_command(cfg: Config, num_layers: int) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from teachers import Teacher, teaching
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Llama4Config
@@ -345,6 +346,7 @@ def make_teacher(
     storage: str,
     harm: Callable[[Path, int], None] = lambda path, count: None,
     states_format: StatesFormat = "exact",
+    target: tuple[str, str, str | None] = ("", "", ""),
 ) -> Teacher:
     """A server that speaks the features contract, `harm`ing the states of its requests, counted from 0."""
     source, count = InProcessTarget(model, LAYERS), itertools.count()
@@ -357,7 +359,7 @@ def make_teacher(
             log_p_TV = model(input_ids=ids_BT).logits[0].log_softmax(-1)
         assert streams_BTLD is not None
         url = f"{storage}/{id(source)}-{number}"
-        write_states(url, streams_BTLD[0], LAYERS, states_format)
+        write_states(url, streams_BTLD[0], LAYERS, states_format, target)
         harm(Path(f"{url}.bin"), number)
         entries = [
             {str(token): {"logprob": float(log_p_TV[t, token])}} for t, token in enumerate(request["prompt"][1:])
@@ -368,9 +370,9 @@ def make_teacher(
 
 
 def from_teachers(teachers: Sequence[Teacher], folder: Path, storage: Path) -> EndpointHiddenStates:
-    skeleton = load_skeleton(TargetFolder.open(folder), torch.float32, torch.device("cpu"))
+    skeleton = load_skeleton(opened := TargetFolder.open(folder), torch.float32, torch.device("cpu"))
     endpoints = Endpoints([Endpoint(teacher.url, attempts=1, concurrency=2) for teacher in teachers])
-    return EndpointHiddenStates(endpoints, skeleton, LAYERS, str(storage))
+    return EndpointHiddenStates(endpoints, skeleton, LAYERS, str(storage), opened)
 
 
 def test_a_fleet_sends_what_the_model_computes_and_lost_states_are_asked_for_again(
@@ -499,6 +501,34 @@ def test_a_fleet_with_a_server_of_another_target_names_it(
         from_teachers([right, wrong], random_target, tmp_path).require_target()
 
 
+@pytest.mark.parametrize(
+    ("lineage", "fingerprint", "version", "refusal"),
+    [
+        ("own", "own", "", None),
+        ("own", "other", "", "serves another version of .* start it with the trainer's --target"),
+        ("other", "other", "", None),
+        ("own", "own", "step-17@0123456789ab", "have moved since its start .'step-17@0123456789ab'.: restart it"),
+        ("", "", None, "have moved since its start .'half-written'"),
+    ],
+)
+def test_states_of_other_weights_of_the_same_lineage_are_refused_in_a_line(
+    lineage: str, fingerprint: str, version: str | None, refusal: str | None, random_target: Path, tmp_path: Path
+) -> None:
+    """Norm and head of another version may be the same, and then log-probabilities fit the states."""
+    opened = TargetFolder.open(random_target)
+    lineage = opened.lineage if lineage == "own" else lineage
+    fingerprint = opened.fingerprint if fingerprint == "own" else fingerprint
+    target = (lineage, fingerprint, version)
+    with teaching(make_teacher(load(random_target), str(tmp_path), target=target)) as teacher:
+        live = from_teachers([teacher], random_target, tmp_path)
+        if refusal is None:
+            live.require_target()
+        else:
+            with pytest.raises(ValueError, match=f"{teacher.url} .*{refusal}") as refused:
+                live.require_target()
+            assert "\n" not in str(refused.value)
+
+
 def test_a_teacher_that_is_dead_at_the_start_is_passed_over_and_has_to_hold_the_target_when_it_is_back(
     random_target: Path, served_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -590,15 +620,18 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def states_server(served_pair: tuple[Path, Path], storage: Path) -> Iterator[VllmServer]:
     """A real vLLM that sends the streams after layers 0 and 1 of the target, and after its last, 2."""
     extra = server_args((0, 1), num_layers=2, storage=str(storage))
-    with vllm_server(served_pair[0], log=storage.parent / "vllm.log", max_model_len=512, extra_args=extra) as server:
+    targets = f"{storage.parent}:{served_pair[0]}"
+    env = {"VLLM_PLUGINS": "redraft", "REDRAFT_TOKEN": "trainer", "REDRAFT_TARGETS": targets}
+    log = storage.parent / "vllm.log"
+    with vllm_server(served_pair[0], log=log, max_model_len=512, extra_args=extra, extra_env=env) as server:
         yield server
 
 
 def from_server(
     server: VllmServer, folder: Path, storage: Path, layers: Sequence[int] = LAYERS
 ) -> EndpointHiddenStates:
-    skeleton = load_skeleton(TargetFolder.open(folder), torch.float32, torch.device("cpu"))
-    return EndpointHiddenStates(Endpoint(server.url), skeleton, layers, str(storage))
+    skeleton = load_skeleton(opened := TargetFolder.open(folder), torch.float32, torch.device("cpu"))
+    return EndpointHiddenStates(Endpoint(server.url), skeleton, layers, str(storage), opened)
 
 
 def take_all(url: str) -> None:
@@ -677,6 +710,31 @@ def test_a_server_of_another_target_other_layers_or_none_is_refused(
         lacking.require_target()
     with pytest.raises(ValueError, match="sends no hidden states: start it with `redraft serve-features`"):
         from_server(engine_with_draft, target, storage).require_target()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_server_whose_weights_are_others_of_the_lineage_or_have_moved_is_refused(
+    states_server: VllmServer, served_pair: tuple[Path, Path], storage: Path
+) -> None:
+    moved = shutil.copytree(served_pair[0], storage.parent / "moved")
+    tensors = load_file(moved / "model.safetensors")
+    changed = {name: 1.25 * tensor if ".layers." in name else tensor for name, tensor in tensors.items()}
+    save_file(changed, moved / "model.safetensors", {"format": "pt"})
+
+    def move(folder: Path, label: str) -> None:
+        body, headers = {"path": str(folder), "version": label}, {"Authorization": "Bearer trainer"}
+        httpx.post(f"{states_server.url}/redraft/target", json=body, headers=headers, timeout=600).raise_for_status()
+
+    own, other = (from_server(states_server, folder, storage) for folder in (served_pair[0], moved))
+    own.require_target()
+    with pytest.raises(ValueError, match="serves another version of"):
+        other.require_target()
+    move(moved, "step-1")
+    with pytest.raises(ValueError, match=r"have moved since its start \('step-1@"):
+        own.require_target()
+    move(served_pair[0], "step-0")
+    own.require_target()
 
 
 def test_layers_that_the_target_does_not_have_are_refused_before_a_server_starts() -> None:

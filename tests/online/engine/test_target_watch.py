@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from redraft.heads.files.target_folder import TARGET_VERSION
 from redraft.online.engine import target_watch
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.target_watch import (
@@ -37,7 +38,7 @@ class Worker:
     """vLLM's, as far as weights go."""
 
     def __init__(self, model, **parallel):
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel))
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), additional_config={})
         self.model_runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: None)
         self.redraft = WorkerState(server_id="boot", capture=SimpleNamespace(target_version=""))
         self._weight_update_active = False
@@ -90,7 +91,7 @@ def worker():
 def version_of(worker):
     worker.execute_model()
     version = worker.steps[-1]
-    assert version == worker.redraft.target_version
+    assert version == worker.redraft.target_version == worker.vllm_config.additional_config.get(TARGET_VERSION, "")
     return version
 
 
@@ -231,6 +232,38 @@ def test_a_worker_that_sleeps_or_moves_its_experts_is_left_alone():
     assert moving.steps == [""]
 
 
+def test_100_pushes_are_100_versions_and_the_way_back_meets_them_again(worker):
+    names = []
+    for number in range(100):
+        worker.start_weight_update()
+        worker.update_weights(2.0)
+        assert version_of(worker) is None
+        worker.finish_weight_update()
+        name_target(worker, f"step-{number}")
+        names.append(version_of(worker))
+    labels, digests = zip(*(name.split("@") for name in names), strict=True)
+    assert labels == tuple(f"step-{number}" for number in range(100))
+    assert len(set(digests)) == 100
+    for digest in (*digests[-2::-1], None):
+        worker.reload_weights(0.5)
+        assert version_of(worker) == ("" if digest is None else f"@{digest}")
+
+
+def test_20_sleeps_of_level_2_leave_no_step_without_its_name(worker):
+    watch_sleep(worker)
+    versions = set()
+    for number in range(20):
+        worker.sleep(2)
+        assert not is_clear(worker)
+        worker.wake_up(["weights"])
+        worker.reload_weights(2.0 if number % 2 else 0.5)
+        worker.wake_up(["kv_cache"])
+        versions.add(version_of(worker))
+        assert is_clear(worker)
+    assert len(versions) == 2
+    assert "" in versions
+
+
 class Loader(Worker):
     """Loads folders as vLLM does, whose next reload is from the last one. A folder's name says how much
     to add to the weights of the start."""
@@ -275,6 +308,18 @@ def test_no_folder_is_loaded_within_an_update():
     worker.start_weight_update()
     failed = load_target(worker, "17")
     assert (failed["ok"], failed["touched"], worker.vllm_config.model_config.model) == (False, False, "0")
+
+
+def test_a_folder_is_loaded_before_the_cache_wakes_up_and_not_before_the_weights_do():
+    worker = Loader()
+    watch_sleep(worker)
+    watch_target(worker)
+    worker.sleep(2)
+    assert "sleeps" in load_target(worker, "17")["error"]
+    worker.wake_up(["weights"])
+    assert load_target(worker, "17") == {"ok": True}
+    worker.wake_up(["kv_cache"])
+    assert version_of(worker).startswith("@")
 
 
 def test_a_name_is_that_of_weights_written_in_place_just_before(worker):
