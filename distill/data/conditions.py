@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from redraft.distill.data.reasoning import ReasoningForm
 from redraft.distill.data.template import Arguments
 
-SWITCH = re.compile(r"/(?:no_?)?think\b")
-"""Words in a question or system prompt, read as a switch by templates and taken out."""
-
+SWITCH = re.compile(r"/(?:no_?)?think\b")  # words in a prompt that templates read as a switch
 ASCII_WORD = re.compile(r"(?<![\\\w])[a-zA-Z0-9]+(?!\w)", re.ASCII)
 
 
@@ -35,8 +33,7 @@ class Content:
     results: tuple[str, ...] = ()  # Texts of the tools' results since then.
     thought: str
     said: str
-    call_names: tuple[str, ...]
-    """Names of the functions called and of their arguments, each as often as it must appear."""
+    call_names: tuple[str, ...]  # names of functions and arguments, as often as they must appear
     is_ended: bool  # False for an answer cut at a length limit.
 
 

@@ -32,11 +32,9 @@ MIN_SHARED_CHARS = 80  # An answer longer than this in two conversations is a co
 class Conversation(TypedDict):
     messages: list[Message]
     domain: str
-    cut: NotRequired[bool]
-    """The last message stopped at a length limit, so no end of turn follows it."""
+    cut: NotRequired[bool]  # the last message stopped at a length limit: no end of turn follows
     tools: NotRequired[list[Tool]]
-    split_key: NotRequired[str]
-    """Hash (hex) that decides whether it is held out, in place of its first user message's."""
+    split_key: NotRequired[str]  # hash (hex) that decides, instead of its first user message's
 
 
 def split_held_out(
@@ -68,8 +66,7 @@ def split_key(conversation: Conversation) -> str:
 class Overlap:
     """Text that stood in the training part twice, or in both parts, before it was taken out of training."""
 
-    held_out_answers: int = 0
-    """Different held-out answers of more than MIN_SHARED_CHARS characters."""
+    held_out_answers: int = 0  # different held-out answers longer than MIN_SHARED_CHARS
     shared_answers: int = 0  # Number of held-out answers found in training word for word.
     repeated: int = 0  # Training conversations equal to an earlier one, taken out.
     sharing: int = 0  # Training conversations with a held-out answer, taken out.
@@ -211,8 +208,7 @@ class Loaded:
     conversations: list[Conversation] = field(default_factory=list)
     columns: Columns = field(default_factory=Columns)
     skipped: Skipped = field(default_factory=Skipped)
-    other_files: Counter[str] = field(default_factory=Counter)
-    """Files of a folder that are not read, by suffix."""
+    other_files: Counter[str] = field(default_factory=Counter)  # files that are not read, by suffix
 
     def lines(self) -> Iterator[str]:
         if self.other_files:

@@ -25,9 +25,7 @@ MAX_ANSWER_CHARS = 900
 
 MIN_ANSWER_CHARS = 80
 MAX_TURNS = 3
-
-MAX_DOCSTRING_CHARS = 600
-"""Longer docstrings are cut at the end of a line: a prompt teaches a draft nothing."""
+MAX_DOCSTRING_CHARS = 600  # longer ones are cut at the end of a line: a prompt teaches nothing
 
 Conversation = dict[str, object]
 

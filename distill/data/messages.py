@@ -15,8 +15,7 @@ Message = dict[str, Any]
 with the arguments as an object. A tool's result has `name` or `tool_call_id` if the data has them. A content of several
 texts has `parts`, a list of them."""
 
-Tool = dict[str, Any]
-"""The definition of a function as vLLM gives it to a chat template: `type` and `function`."""
+Tool = dict[str, Any]  # a function as vLLM gives it to a chat template: `type`, `function`
 
 TEXT_ROLE = "text"
 """Role of the only message of a plain document. It goes through no chat template, and every token of it is a label."""
@@ -44,17 +43,13 @@ CALL_KEYS = ("tool_calls", "function_call")
 ROLE_KEYS = ("role", "from")
 TEXT_KEYS = ("content", "value", "text")
 NAMES = ("name", "tool_call_id")  # Keys of a tool's result about its call.
-
-TOOL_KEYS = ("tools", "functions")
-"""Keys of a system prompt with definitions of tools, in ChatGLM's data."""
+TOOL_KEYS = ("tools", "functions")  # keys of a system prompt with tools, in ChatGLM's data
 
 MEDIA = re.compile(r"(image|img|picture|video|audio)s?(_(path|url|file|base64|b64|bytes?)s?)?|pixel_values")
 """Columns, and keys of a message, with what its text is about."""
 
 SPEAKERS = ("system", "user", "assistant", "tool")
-
-TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of a message's content parts with text, in the chat and the responses API."""
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts with text, in both APIs
 
 PARAMETER_KEYS = ("parameters", "input_schema")
 """Keys of a tool's definition with the schema of its arguments, in OpenAI's and in Anthropic's API."""

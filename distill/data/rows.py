@@ -37,11 +37,9 @@ class UnusableRowError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    place: str
-    """Place in the source for messages, e.g. `row 7`, or `part.jsonl, line 7` in a folder."""
+    place: str  # place in the source for messages: `row 7`, or `part.jsonl, line 7` in a folder
     values: dict[str, Any] | UnusableRowError
-    domain: str = "all"
-    """Domain of a row without a domain column: the first folder under the source."""
+    domain: str = "all"  # of a row without a domain column: the first folder under the source
 
 
 def read_rows(source: str, split: str) -> Iterator[Row]:

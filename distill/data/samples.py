@@ -38,8 +38,7 @@ parallel, with some hundred bytes of memory for each token."""
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     input_ids: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    """Token t is a label: written by the assistant, or the end-of-turn token."""
+    loss_mask: NDArray[np.bool_]  # token t is a label: the assistant's, or the end of turn
     conversation: str  # `conversation_hash` of the source.
     domain: str
 
@@ -53,23 +52,18 @@ class SampleStats:
     cut: int = 0  # Conversations cut at a turn, because the next answer ends beyond the window.
     truncated: int = 0  # Answers cut at the window, because there is no earlier turn to cut at.
     left_out: int = 0  # Answers that end beyond the window, after others of the same conversation.
-    beyond_window: int = 0
-    """Conversations left out because the first answer begins beyond the window."""
+    beyond_window: int = 0  # conversations whose first answer begins beyond the window
     without_answer: int = 0  # Conversations without a non-empty assistant turn.
-    unprompted: int = 0
-    """Answers at the beginning of a conversation, with nothing before them to answer."""
-    lone_tokens: int = 0
-    """Last tokens of plain texts, alone in a window: with nothing before them, there is nothing to learn."""
+    unprompted: int = 0  # answers at the beginning, with nothing before them to answer
+    lone_tokens: int = 0  # last tokens of plain texts, alone in a window: nothing to learn
     refused_answers: Counter[str] = field(default_factory=Counter)
     """Answers that the chat template cannot write as the target would, by reason. They are read and not learned."""
-    examples: dict[str, str] = field(default_factory=dict)
-    """The first question of a conversation with each reason."""
+    examples: dict[str, str] = field(default_factory=dict)  # each reason's first question
     arguments: Counter[str] = field(default_factory=Counter)
     """Answers by the arguments of the chat template (JSON) with which a server starts them."""
     ends: Counter[str] = field(default_factory=Counter)
     """Answers by the text of their last token, a stop token; empty for cut answers."""
-    marked_texts: int = 0
-    """Plain texts with special tokens in them: if they are rendered chats, the user's turns are learned too."""
+    marked_texts: int = 0  # plain texts with special tokens: rendered chats teach the user's turns
     refusals: Counter[str] = field(default_factory=Counter)
     """Conversations refused by the chat template, by the first line of its error."""
 

@@ -10,8 +10,7 @@ from typing import Any
 from jinja2 import meta, nodes
 from transformers.utils import chat_template_utils
 
-SWITCHES = ("enable_thinking", "thinking")
-"""Template arguments by which a request switches the reasoning on or off."""
+SWITCHES = ("enable_thinking", "thinking")  # arguments by which a request switches the reasoning
 
 Arguments = dict[str, Any]  # `chat_template_kwargs` of a request.
 

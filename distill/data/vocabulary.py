@@ -15,8 +15,7 @@ from torch import Tensor
 from redraft.distill.data.samples import Sample
 from redraft.distill.data.tokens import MappedSamples
 
-CHUNK = 1024
-"""Samples counted at once: for each alone, an array of the whole vocabulary would be made."""
+CHUNK = 1024  # samples counted at once: each alone would make an array of the vocabulary
 
 
 def require_smaller(size: int, vocab_size: int) -> None:

@@ -28,8 +28,7 @@ DEFAULT_NUM_TOKENS = 3
 @dataclass(kw_only=True)
 class Checked:
     findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Checks that were not possible, with the reason."""
+    notes: list[str] = field(default_factory=list)  # checks that were not possible, with the reason
     facts: dict[str, str] = field(default_factory=dict)
 
     @property

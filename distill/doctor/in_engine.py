@@ -72,8 +72,7 @@ class EngineCheck:
     """None takes the type of the published forecast, if this machine computes in it, or that of training here."""
     prompts: str | None = None
     num_prompts: int = 16
-    max_tokens: int | None = None
-    """None takes the length of the published forecast, or DEFAULT_MAX_TOKENS."""
+    max_tokens: int | None = None  # None: that of the published forecast, or DEFAULT_MAX_TOKENS
 
 
 @dataclass(kw_only=True)

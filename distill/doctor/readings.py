@@ -34,9 +34,7 @@ from redraft.heads.families.peagle import PEagle
 from redraft.heads.nn.layers import Attention, LlamaShape, Rotary
 from redraft.heads.progress import Progress
 
-MIN_GAIN = 0.05
-"""Gain in accepted tokens that counts, as a share of them. Every other reading of a sound head loses some."""
-
+MIN_GAIN = 0.05  # gain that counts, as a share of accepted tokens; a sound head only loses
 MIN_GAIN_TOKENS = 0.02  # And in tokens per target step: a dead head gains any share by chance.
 
 MIN_GAIN_OF_ANCHOR = 0.25
@@ -53,8 +51,7 @@ class Reading:
     problem: str
     cure: str
     change: Callable[[Any], None]  # Changes a copy of the head.
-    aux_layer_ids: tuple[int, ...] | None = None
-    """Target layers to feed instead of the head's; None for the head's."""
+    aux_layer_ids: tuple[int, ...] | None = None  # target layers to feed; None for the head's
     min_gain: float = MIN_GAIN  # Smallest gain that counts, as a share of the accepted tokens.
 
 
@@ -305,8 +302,7 @@ def _options(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
         )
 
 
-MASK_KEYS = ("mask_token_id", "pard_token")
-"""Names of the mask token in config.json. Engines look for the first one first."""
+MASK_KEYS = ("mask_token_id", "pard_token")  # of the mask token, in the order in which engines look
 
 
 def _other_mask_tokens(pair: Pair, head: PEagle | DFlash) -> Iterator[Reading]:

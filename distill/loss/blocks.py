@@ -21,8 +21,7 @@ from redraft.eval.acceptance import alpha
 BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 19, 1 << 26
 """Logits per block. On a CPU the block's few float32 temporaries stay in cache; a GPU wants large launches."""
 
-FAR_BELOW = -1e30
-"""Added to a logit to mask it. Finite, because a row with every logit masked must not become NaN."""
+FAR_BELOW = -1e30  # masks a logit; finite, because a row with all masked must not be NaN
 
 
 class Scratch:

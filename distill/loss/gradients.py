@@ -28,8 +28,7 @@ class Compared(NamedTuple):
     alpha_M: Tensor
 
 
-Gradient = tuple[Tensor, Tensor]
-"""(the divergence of every row [M], the gradient at the draft's logits [M, X])."""
+Gradient = tuple[Tensor, Tensor]  # (divergence [M], gradient at the draft's logits [M, X])
 
 
 def forward_kl(c: Compared) -> Gradient:

@@ -14,9 +14,7 @@ import triton.language as tl
 
 LOG_ZERO = tl.constexpr(-1e4)  # As in `distill.loss.outcomes`.
 FAR_BELOW = tl.constexpr(-1e30)  # The least logit: finite, because -inf - -inf is NaN.
-
-TINY = tl.constexpr(1.1754943508222875e-38)
-"""The smallest normal float32, as in `distill.loss.gradients`."""
+TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32, as in `loss.gradients`
 
 
 @triton.jit

@@ -33,9 +33,7 @@ TARGET_WEIGHTS, DRAFT_WEIGHTS, STATE, GRADIENTS, SIGNAL = (
 )
 """The holders of memory besides activations."""
 
-WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8
-"""By weight of the draft: trained in float32 with AdamW, which keeps two means."""
-
+WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 4, 4, 8  # of a weight in float32; AdamW keeps two means
 MOMENTUM_BYTES = 4  # Muon's state, by weight in a matrix.
 
 

@@ -7,16 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["product", "attention", "other"]
-"""product: matrix products. other: bytes are moved, and little is computed."""
+Kind = Literal["product", "attention", "other"]  # other: moves bytes and computes little
 
 
 PRODUCT_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.65, 0.4, 0.85
 """The part of a device's best that operations reach: of the FLOP/s in large matrix products and in fused attention
 kernels, and of the memory's bandwidth."""
 
-LAUNCH_S = 5e-6
-"""Least time of an operation: in eager PyTorch the host launches about 200,000 kernels a second."""
+LAUNCH_S = 5e-6  # least time of an operation: eager PyTorch launches about 200,000 a second
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,7 @@ class Operation:
         return max(self.flops / (device.flops_per_s * reached), moving, LAUNCH_S if self.num_bytes else 0.0)
 
 
-HOST_BYTES_PER_S = 20e9
-"""Copies from the host to a device, over PCIe 5 x16 (63 GB/s at best), and into the pinned memory before."""
+HOST_BYTES_PER_S = 20e9  # over PCIe 5 x16 (63 GB/s at best), pinning included
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,7 @@ class Device:
     name: str
     flops_per_s: float  # Matrix products in bfloat16.
     bytes_per_s: float
-    memory_bytes: float
-    """The advertised gigabytes as 10^9. The chips have 2^30: the rest is left to CUDA, NCCL and fragmentation."""
+    memory_bytes: float  # advertised: the chips have 2^30 each, the rest is for CUDA and NCCL
     link_bytes_per_s: float  # NVLink, one direction.
 
 

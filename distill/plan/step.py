@@ -50,11 +50,9 @@ class Plan:
     documents: int = 1  # Conversations in each row.
     dtype: torch.dtype = torch.bfloat16  # Type of the target's weights. The draft's are in float32.
     autocast: bool = True  # Train in bfloat16.
-    keeps_gradients: bool = False
-    """Gradients stay allocated between steps, as with several devices."""
+    keeps_gradients: bool = False  # gradients stay between steps, as with several devices
     gradient_checkpointing: bool = False
-    exact: bool = False
-    """A standalone draft gets hidden states from servers or a cache, as heads do, instead of the top k."""
+    exact: bool = False  # a standalone draft gets hidden states instead of the top k
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.sequence_length // 2:

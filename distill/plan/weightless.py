@@ -38,8 +38,7 @@ class Weightless(Tensor):
     reads `device` as `shown_on`, and takes the branches of an accelerator, or of the CPU."""
 
     shown_on = META
-    plain: Tensor
-    """The same on the device `meta`. Views share a storage, by which memory is counted."""
+    plain: Tensor  # the same on `meta`; views share a storage, by which memory is counted
 
     # No Python detour above autograd: the operations are seen once, in __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -240,8 +239,7 @@ PRODUCTS: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_mm, aten.a
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
 
-GATHERS = {"embedding", "index", "gather", "index_select"}
-"""They read no more of the first argument than they return."""
+GATHERS = {"embedding", "index", "gather", "index_select"}  # read only as much as they return
 
 SCATTERS = {"index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_"}
 """They write no more of the first argument than they are given."""
@@ -308,8 +306,7 @@ class Memory:
     def __init__(self) -> None:
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._holders: dict[int, tuple[str, int]] = {}
-        """Holder and bytes of each storage, by address."""
+        self._holders: dict[int, tuple[str, int]] = {}  # holder and bytes of a storage, by address
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def see(self, tensors: Iterable[Tensor]) -> None:

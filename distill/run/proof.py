@@ -61,12 +61,10 @@ from redraft.heads.files.target_folder import TargetFolder
 if TYPE_CHECKING:
     from redraft.distill.run.run import Run
 
-MAX_DRAFT_TOKENS = 128
-"""Limit of vLLM's rejection sampler on the draft tokens of one request in one step."""
+MAX_DRAFT_TOKENS = 128  # of vLLM's rejection sampler, for one request in one step
 
 
-SPEED_PROMPTS = 4
-"""Prompts of a speed round for every request in flight. Short rounds are best on a shared machine."""
+SPEED_PROMPTS = 4  # of a speed round, per request in flight: short rounds suit shared machines
 
 
 class Forecaster:

@@ -15,11 +15,8 @@ from typing import Any
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.heads.progress import Progress
 
-MAX_DOUBLINGS = 16
-"""Limits the exponent of the pause between two probes of a dead server, which would overflow after a long outage."""
-
-PROBE_TIMEOUT_S = 10.0
-"""Time limit of a probe. A server taking longer to list its models is still as good as dead."""
+MAX_DOUBLINGS = 16  # of the pause between probes, which would overflow in a long outage
+PROBE_TIMEOUT_S = 10.0  # a server taking longer to list its models is as good as dead
 
 
 @dataclass(eq=False)

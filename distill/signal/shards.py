@@ -35,9 +35,7 @@ from redraft.heads.draft import Batch, TargetSignal, label_rows
 from redraft.heads.files.artifact import require_space, sync, write_whole
 from redraft.heads.progress import Progress
 
-SHARD_BYTES = 256 << 20
-"""Size of a shard: how much is in memory while writing, and how much work a killed writer loses."""
-
+SHARD_BYTES = 256 << 20  # in memory while writing, and lost with a killed writer
 KEY_BYTES = 16
 HEADER = "cache.json"
 

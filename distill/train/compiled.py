@@ -25,8 +25,7 @@ from redraft.heads.nn import blocks, causal_lm
 from redraft.heads.nn.attention import StepMemory
 from redraft.heads.nn.compilation import compile_here
 
-LAYERS = ("layers", "midlayer", "block", "blocks")
-"""Attributes under which drafts keep their layers: one of them, a list or a dict."""
+LAYERS = ("layers", "midlayer", "block", "blocks")  # attributes with a draft's layers, list or dict
 
 EAGER: Sequence[tuple[Any, str]] = ((StepMemory, "attend"), (blocks, "attend"), (causal_lm, "attend"))
 """These stay outside of graphs. Loops and branches in them depend on the documents of a batch, and the keys grow by a

@@ -56,8 +56,7 @@ class LoadedData:
     stats: SampleStats
     hash: str
     end_ids: tuple[int, ...]  # Token ids that end an answer.
-    date: datetime.date = field(default_factory=datetime.date.today)
-    """Date written by a chat template that writes today's."""
+    date: datetime.date = field(default_factory=datetime.date.today)  # for templates with today's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,7 @@ class StepResult:
     loss: Tensor
     """Scalar with gradient: scale * sum over draft steps of weight * sum over labelled rows of the
     losses."""
-    sums_S3: Tensor
-    """For each draft step: sum of alpha, sum of alpha_greedy, labelled rows. Detached."""
+    sums_S3: Tensor  # of each draft step: alpha, alpha_greedy, labelled rows; detached
 
 
 def distill_loss(

@@ -26,11 +26,8 @@ LONGEST_WAIT = timedelta(hours=24)
 """Time until the ranks give up on one that is alive but silent: the first rank may be caching the target, or proving a
 draft. A dead rank is noticed at once, by the launcher and by closed connections."""
 
-LONGEST_BUILD_S = 1800
-"""Time that DeepSpeed may take to compile its extension for CPU ranks; a minute is usual."""
-
-LET_GO_S = 0.5
-"""Time for gloo's threads to release their tensors. Microseconds are enough, unless a thread waits for a core."""
+LONGEST_BUILD_S = 1800  # for DeepSpeed to compile its CPU extension; a minute is usual
+LET_GO_S = 0.5  # for gloo's threads to release tensors: microseconds, unless one waits
 
 
 def die_with_launcher() -> None:

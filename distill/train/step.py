@@ -36,8 +36,7 @@ from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
 from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows
 
-PROGRESS = "progress.json"
-"""File of a checkpoint: the number of steps done, and the layout of the ranks."""
+PROGRESS = "progress.json"  # of a checkpoint: steps done, and the layout of the ranks
 
 MAX_SKIPPED_IN_A_ROW = 20
 """A run whose gradients stay non-finite this long will not recover, so it stops instead of running all night."""

@@ -35,8 +35,7 @@ from redraft.heads.files.folder import (
 )
 from redraft.heads.files.foreign import match_foreign
 
-SampleMethod = Literal["greedy", "probabilistic"]
-"""How draft tokens are chosen: the most probable one, or one drawn from q."""
+SampleMethod = Literal["greedy", "probabilistic"]  # the most probable token, or one drawn from q
 
 NGRAM = "ngram"
 NAMED = re.compile(r"([^=/+]+)=(.+)")
@@ -52,23 +51,18 @@ class Lookups:
     """How tokens are looked up, alone or before a head."""
 
     ngram: Ngram = field(default_factory=Ngram)
-    verify_cost: float | None = None
-    """Cost of verifying one more token, for counted answers; None for the one in their folder."""
-    least_first: float | None = None
-    """Least probability of counted answers before a head; None for the default."""
-    head_requests: int | None = None
-    """Most requests in a step for which the head drafts too; None for any number."""
+    verify_cost: float | None = None  # of one more token, for counted answers; None: the folder's
+    least_first: float | None = None  # of counted answers before a head; None for the default
+    head_requests: int | None = None  # most in a step for which the head drafts; None: any
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSource:
     """A draft by its name; with `lookup`, a head that is asked if the lookup finds nothing."""
 
-    source: str
-    """Folder, hub name, or the name of a draft without a folder; with `lookup`, the head's."""
+    source: str  # folder, hub name, or name of a draft without a folder; with `lookup`, the head's
     lookup: str | None = None  # `ngram`, or the folder of counted answers.
-    head_tokens: int | None = None
-    """Most tokens of the head in a step; None for as many as the lookup may have."""
+    head_tokens: int | None = None  # most of the head in a step; None: as many as the lookup
     given_name: str | None = None
 
     @staticmethod

@@ -8,9 +8,7 @@ import sys
 from typing import Any
 
 LAUNCHER = "vllm.entrypoints.launchers.launcher"
-
-ENDING_S = 5
-"""Time for connections to close after the engine's end. Complete answers need milliseconds."""
+ENDING_S = 5  # for connections to close after the engine's end; complete answers need ms
 
 
 def patch_ending() -> None:

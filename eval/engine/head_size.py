@@ -22,9 +22,7 @@ TUNED = {
 }  # fmt: skip
 """Bytes of shared memory for sizes with tiles of their own, by (bytes of a number, head size)."""
 
-TILE_ROWS, NUM_TILES = 64, 5.25
-"""For other sizes, a tile has so many rows, and so many tiles are in shared memory at a time."""
-
+TILE_ROWS, NUM_TILES = 64, 5.25  # other sizes: rows of a tile, tiles in shared memory at a time
 WITHOUT_ATTENTION = ("medusa", "mlp_speculator")
 
 

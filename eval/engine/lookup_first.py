@@ -36,8 +36,7 @@ class HeadLimits:
     and may be right less often."""
 
     tokens: int | None = None  # Most tokens a step; None for as many as a lookup may have.
-    requests: int | None = None
-    """Most requests in a step. In a larger step only the lookup drafts. None for any number."""
+    requests: int | None = None  # most in a step; in a larger one only the lookup drafts
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -134,8 +133,7 @@ class LookupFirst:
 
     def __init__(self, runner: Any, lookup: Proposer, limits: HeadLimits) -> None:
         self.runner, self.lookup, self.limits = runner, lookup, limits
-        self.looked_up: frozenset[str] = frozenset()
-        """Requests whose newest draft was looked up, not the head's."""
+        self.looked_up: frozenset[str] = frozenset()  # requests whose newest draft was looked up
         self.propose_by_head = runner.propose_draft_token_ids
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:

@@ -12,14 +12,12 @@ from redraft.eval.prompts import Prompt
 if TYPE_CHECKING:
     from torch import Tensor
 
-NextLogits = Callable[[Sequence[int]], "Tensor"]
-"""A model: token ids in, the logits of the next token out, [V]."""
+NextLogits = Callable[[Sequence[int]], "Tensor"]  # token ids to the logits of the next token, [V]
 
 TIE_LOGIT_GAP = 1e-3
 """Two tokens whose logits differ by less are a tie in a float32 engine: batching alone moves logits by about 1e-5."""
 
-TIE_LOGIT_GAP_HALF = 0.25
-"""The same for a 16-bit engine: bfloat16 rounds logits between 16 and 32 to steps of 1/8."""
+TIE_LOGIT_GAP_HALF = 0.25  # for a 16-bit engine: bfloat16 rounds logits of 16 to 32 to 1/8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +29,7 @@ class Difference:
     position: int  # Index of the first different output token.
     token_with: int | None  # None if this output had ended.
     token_without: int | None
-    logit_gap: float | None
-    """Distance of the worse token's logit from the target's best logit; None if unknown."""
+    logit_gap: float | None  # of the worse token to the target's best logit; None if unknown
     is_tie: bool  # The gap is within floating-point error.
 
 

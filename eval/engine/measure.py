@@ -23,26 +23,18 @@ from redraft.eval.prompts import Prompt, domains
 from redraft.heads.progress import Progress
 
 WARM_UP_TOKENS = 16
-
-STATISTICS_TIMEOUT_S = 5
-"""The statistics of the last step reach /metrics shortly after the tokens reach the client."""
-
-CHANGED = 1.5
-"""Two step times of one server that differ by this factor are two speeds: the slower is a third below the faster."""
-
+STATISTICS_TIMEOUT_S = 5  # /metrics has the last step shortly after the client its tokens
+CHANGED = 1.5  # step times apart by this factor are two speeds
 MOST_REPEATS = 2  # Times a load is measured again because a server changed its speed.
 LEAST_STEPS = 8  # Steps in half of a measurement that are enough to know its speed.
-
-FAST_STEPS = 0.1
-"""Share of the fastest steps that tell a half's speed: a step with more draft tokens takes longer at any speed."""
+FAST_STEPS = 0.1  # share of fastest steps that show a half's speed: longer drafts take longer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
     token_ids: list[int]
     counts: AcceptanceCounts | None  # Counts of this request; None if nothing is drafted.
-    times_s: tuple[float, ...] = ()
-    """When the request was sent, and when each step's tokens arrived, by this process's clock."""
+    times_s: tuple[float, ...] = ()  # of the request, then of each step's tokens; our clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +43,13 @@ class Measurement:
     outputs: list[Output]
     duration_s: float
     dtype: str
-    counts: AcceptanceCounts | None
-    """Counts over the whole run, by the engine's counters; equal to the sum over the requests."""
+    counts: AcceptanceCounts | None  # over the whole run, by the engine's counters
     decode_s: float | None = None
     """Time of all requests after the first token, in seconds, by the engine's clock; None if other requests ran too."""
-    step_s: float | None = None
-    """Median time of a step without a prefill, in seconds; None if there are few."""
+    step_s: float | None = None  # median of a step without a prefill; None if there are few
     half_step_s: tuple[float, float] | None = None
     """Time of the fast steps (`FAST_STEPS`) in the first and in the second half, in seconds; None if there are few."""
-    repeats: int = 0
-    """Earlier measurements of the same load that were discarded because a server changed its speed."""
+    repeats: int = 0  # runs of this load discarded, because a server changed its speed
 
     @property
     def num_output_tokens(self) -> int:
@@ -110,7 +99,7 @@ def measure(
     duration_s = time.perf_counter() - started
     counts = None
     if server.num_speculative_tokens:
-        # The requests' metrics tell the counts by prompt. The engine's counters check the sum.
+        # The requests' metrics have the counts by prompt. The engine's counters check the sum.
         counts = _total(outputs)
         _require_equal_counters(server, before, counts)
     expected = decode.requests + len(prompts)

@@ -10,8 +10,7 @@ from typing import Any
 
 from redraft.heads.files.folder import open_folder, read_generation_config
 
-MIN_TEMPERATURE = 0.01
-"""vLLM's smallest temperature above 0 (`_MAX_TEMP` in its sampling_params.py)."""
+MIN_TEMPERATURE = 0.01  # vLLM's smallest above 0 (`_MAX_TEMP` in its sampling_params.py)
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Further parameters that a server takes from the target's folder, with the values that change nothing."""
@@ -22,11 +21,9 @@ class Sampling:
     """How a request is sampled. The defaults are vLLM's for a target that names none."""
 
     temperature: float = 1.0  # 0 takes the most probable token, whatever the filters say.
-    top_p: float = 1.0
-    """Sample from the fewest tokens whose probabilities add up to this. 1 keeps all."""
+    top_p: float = 1.0  # sample from the fewest tokens that add up to this; 1 keeps all
     top_k: int = 0  # Sample from this many tokens. 0 keeps all.
-    min_p: float = 0.0
-    """Sample from tokens with at least this share of the highest probability. 0 keeps all."""
+    min_p: float = 0.0  # sample from tokens with this share of the highest; 0 keeps all
 
     def __post_init__(self) -> None:
         ranges = {

@@ -31,13 +31,10 @@ START_TIMEOUT_S = 600
 """Time for a server to become healthy. A 70B target on network storage takes minutes; a dead engine is noticed at once.
 """
 
-Mode = Literal["compiled", "eager"]
-"""How vLLM runs the target: `compiled` is its default; `eager` starts in a third of the time."""
+Mode = Literal["compiled", "eager"]  # `compiled` is vLLM's default; `eager` starts in a third
 
 EAGER = "--enforce-eager"  # vLLM's argument for eager mode.
-
-IDLE_S = 1.2
-"""A worker of vLLM spins for a second after the last step. Wait this long before measuring on that core."""
+IDLE_S = 1.2  # a vLLM worker spins for 1 s after the last step: wait before measuring
 
 
 @dataclass(frozen=True, kw_only=True)

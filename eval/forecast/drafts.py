@@ -45,8 +45,7 @@ class NamedDraft:
     speculative: Mapping[str, Any] | None
     """vLLM's speculative config without the number of tokens; None if vLLM has no proposer for it."""
     folder: Path | None = None  # The folder with the weights; None for a lookup.
-    served: Path | None = None
-    """The folder to serve as the target, if the draft lies in one and it is not the given target's."""
+    served: Path | None = None  # the folder to serve as the target, if the draft lies in one
     notes: tuple[str, ...] = ()
 
     def serves(self, num_speculative_tokens: int) -> bool:

@@ -21,8 +21,7 @@ from redraft.eval.engine.sampling import Sampling
 from redraft.eval.forecast.sampled import sampled_probabilities, sampled_topk
 from redraft.heads.draft import Batch, Draft, DraftStep, ExactTarget, TargetSignal, TopKTarget
 
-ROWS_A_CHUNK = 256
-"""Rows whose distributions over the vocabulary are held at once; larger is no faster."""
+ROWS_A_CHUNK = 256  # whose distributions are in memory at once; larger is no faster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +66,7 @@ class StepRates:
 
     target: TargetRows
     q_NW: Tensor
-    draft_ids_W: Tensor | None
-    """int64, the token id of every draft id, ascending; None: they are equal."""
+    draft_ids_W: Tensor | None  # int64, target ids by draft id, ascending; None: they are equal
 
     @functools.cached_property
     def token(self) -> Tensor:

@@ -17,9 +17,7 @@ from torch.nn import functional as F
 from redraft.eval.acceptance import probabilities
 from redraft.eval.engine.sampling import Sampling
 
-PREFIX = 1024
-"""Most probable tokens to look at first. Sorting a whole vocabulary takes longer than a pass of a small target."""
-
+PREFIX = 1024  # looked at first: sorting a vocabulary takes longer than a small target's pass
 LOG_ZERO = -1e30  # Logarithm of a probability that counts as 0.
 
 

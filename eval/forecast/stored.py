@@ -24,10 +24,8 @@ class StoredForecast:
     num_speculative_tokens: int
     max_tokens: int  # Longest answer, in tokens.
     end_ids: tuple[int, ...]
-    by_prompt: Mapping[str, tuple[int, int]]
-    """Drafts and accepted tokens, by the digest of the prompt."""
-    dtype: str | None = None
-    """Type in which the target computed; None if it is not known, on a server."""
+    by_prompt: Mapping[str, tuple[int, int]]  # drafts and accepted tokens, by the prompt's digest
+    dtype: str | None = None  # of the target; None if it is not known, on a server
 
     @property
     def tau(self) -> float:

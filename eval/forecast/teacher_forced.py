@@ -42,16 +42,12 @@ class Forecastable:
     head_tokens: int | None = None
     """With a lookup first: most tokens of a block by the steps; None for as many as the lookup may have."""
     is_autoregressive: bool = False
-    is_block: bool = False
-    """The number of draft tokens changes all of them, so each number takes a pass."""
+    is_block: bool = False  # the number of draft tokens changes all: each takes a pass
     aux_layer_ids: tuple[int, ...] = ()
-    is_sampled: bool = False
-    """Above temperature 0, serving draws tokens from q instead of taking the most probable one."""
-    can_sample: bool = False
-    """Serving could draw tokens from q (vLLM's `draft_sample_method: probabilistic`)."""
+    is_sampled: bool = False  # above temperature 0 serving draws from q, not the best token
+    can_sample: bool = False  # serving could draw from q (`draft_sample_method: probabilistic`)
     max_tokens: int | None = None  # Largest number of draft tokens; None if there is no limit.
-    module: Any = None
-    """The module that computes `steps`, for a caller that moves it to another device."""
+    module: Any = None  # computes `steps`, for a caller that moves it to another device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +56,7 @@ class PromptRows:
 
     num_output_tokens: int
     num_rows: int
-    alpha_sum: float
-    """alpha of the first token of a block, summed over the answer's rows, with p and q as the answer was sampled."""
+    alpha_sum: float  # of a block's first token, over the rows, with p and q as sampled
     alpha_greedy_sum: float
     counts: dict[int, ExpectedCounts]  # Counts by number of draft tokens.
     other_counts: dict[int, ExpectedCounts] = field(default_factory=dict)
@@ -78,16 +73,14 @@ class Protocol:
     end_ids: tuple[int, ...]
     seed: int
     batch_size: int
-    filters: Sampling = field(default_factory=Sampling)
-    """top_p, top_k and min_p of the answers, at every temperature."""
+    filters: Sampling = field(default_factory=Sampling)  # of the answers, at every temperature
 
     @property
     def most_tokens(self) -> int:
         return max(self.num_speculative_tokens)
 
 
-Rows = dict[float, list[dict[str, PromptRows]]]
-"""Results by temperature, in the order of the prompts, by name of the draft."""
+Rows = dict[float, list[dict[str, PromptRows]]]  # by temperature, prompt, and name of the draft
 
 
 def forecast_drafts(

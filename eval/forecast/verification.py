@@ -46,16 +46,13 @@ class Labels:
 class VerifiedLabels:
     """One draft step at every label, float32 on the CPU, [N] each."""
 
-    accept_greedy_N: Tensor
-    """P(the label was drafted and accepted), given the text, with the draft's most probable token."""
-    accept_sampled_N: Tensor
-    """The same with a token sampled from q. Equal at temperature 0 and for a looked-up token."""
+    accept_greedy_N: Tensor  # P(label drafted and accepted), with the most probable token
+    accept_sampled_N: Tensor  # with a token sampled from q; equal at 0 and for lookups
     alpha_N: Tensor  # sum_v min(p, q), with p and q as the text was sampled.
     alpha_greedy_N: Tensor  # p(argmax q), with p and q as the text was sampled.
 
 
-Proposals = DraftStep | Tensor
-"""A draft step, or the token looked up for each label (`NOTHING` if there is none), int64 [N]."""
+Proposals = DraftStep | Tensor  # a step, or the token looked up for each label, int64 [N]
 
 
 def verify_labels(

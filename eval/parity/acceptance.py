@@ -15,22 +15,16 @@ MIN_DIFFERENCE = 0.02
 """Difference from the forecast that counts, as a share of its accepted tokens. In the forecast's own dtype an engine
 counts the same up to 0.05%; another dtype breaks ties of the target's greedy choice."""
 
-MAX_APART = 0.25
-"""Share of the prompts on which an engine may count otherwise than the forecast, both in float32, because of ties."""
+MAX_APART = 0.25  # share of prompts counted otherwise than forecast, in float32: ties
 
 MIN_SHARE = 0.75
 """Smallest acceptable share of the acceptance on training's held-out text. Text of another kind costs some, a wrong
 input far more."""
 
 NUM_SIGMAS = 3.0  # Number of standard errors allowed for chance.
-
-MIN_TAU = 1.1
-"""A draft below it is dead: it costs a pass for every target step and saves less than one step in ten."""
-
+MIN_TAU = 1.1  # a draft below is dead: it costs a pass and saves one step in ten at most
 MIN_DRAFTS = 100  # Drafts needed to call a draft dead, or too good.
-
-TOO_GOOD = 0.97
-"""Share of accepted draft tokens that no trained draft reaches on text it has not seen."""
+TOO_GOOD = 0.97  # share of accepted tokens that no trained draft reaches on unseen text
 
 
 def find_missed_forecast(

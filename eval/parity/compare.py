@@ -37,8 +37,7 @@ class Pass:
 
     ids_N: Tensor | None  # None if the head reads no tokens.
     positions_N: Tensor
-    feature_ND: Tensor | None
-    """The target's hidden state, as fed in; None in a pass on the draft's hidden state."""
+    feature_ND: Tensor | None  # the target's state as fed in; None on the draft's own state
     hidden_ND: Tensor  # The input of the draft's head.
 
 
@@ -49,8 +48,7 @@ class Trained:
     passes: list[Pass]
     logits: list[Tensor]  # Logits of every drafted token, [W] each.
     draft_ids_W: Tensor | None
-    confidence: list[float]
-    """The estimated acceptance of every drafted token; empty for a draft that makes no estimate."""
+    confidence: list[float]  # estimated acceptance of each token; empty without estimates
 
 
 def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, device: str = "cpu") -> list[Finding]:

@@ -25,11 +25,9 @@ class EngineRun:
     speculative_config: Mapping[str, Any]
     prompts: Sequence[Sequence[int]]
     max_tokens: int = 12
-    end_ids: Sequence[int] = ()
-    """Token ids that end an answer; by default every answer has `max_tokens`."""
+    end_ids: Sequence[int] = ()  # that end an answer; by default it has `max_tokens`
     dtype: str = "float32"
-    blocks_a_prompt: int = 4
-    """Number of blocks per prompt to record with passes; later blocks keep only the drafted tokens."""
+    blocks_a_prompt: int = 4  # blocks per prompt recorded with passes; then tokens alone
     recorded_prompts: int = 4
     kv_cache_bytes: int = 64 << 20
     engine: Mapping[str, Any] = field(default_factory=dict)  # Further arguments of `LLM`.

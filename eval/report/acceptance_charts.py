@@ -12,9 +12,7 @@ from redraft.eval.report.results import choose_common_k, find_entry, read_tau
 
 ROW_HEIGHT = 22  # Height of one domain of one draft in the first chart, in pixels.
 
-COLORS = 5
-"""Number of colours of the page. Drafts beyond them reuse the colours with another shape."""
-
+COLORS = 5  # of the page; drafts beyond them reuse the colours with another shape
 SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 

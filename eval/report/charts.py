@@ -12,9 +12,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 BAR_HEIGHT = 34  # Height of one horizontal bar and the gap below, in pixels.
 PANEL_HEIGHT = 220  # Height of the plot of every other chart, in pixels.
-
-HEADROOM = 1.15
-"""Ratio of a bar chart's scale to the highest bar: leaves room for the number above the bar."""
+HEADROOM = 1.15  # a bar chart's scale over the highest bar: room for the number above
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:

@@ -16,8 +16,7 @@ from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_gain, estimate
 from redraft.eval.report.results import DIGITS
 from redraft.heads.catalog import list_lookups
 
-FALSE_ALARMS = 0.02
-"""Probability that a report names any fall of a draft that is equal to the baseline's, over all its comparisons."""
+FALSE_ALARMS = 0.02  # that a report names any fall of an equal draft, over all comparisons
 
 MIN_PAIRED_SHARE = 0.5
 """Smallest share of the baseline's prompts in both reports for a paired comparison; below it, they are two samples."""

@@ -18,11 +18,8 @@ from redraft.eval.prompts import Prompt, domains
 
 Array = NDArray[np.float64]
 
-MAX_DIFFERENCE = 0.03
-"""Forecast and engine diverge if their taus differ by more than this share of the engine's tau."""
-
-DIGITS = 6
-"""Decimal places of every number in a report: few enough to hide the rounding of sums added in another order."""
+MAX_DIFFERENCE = 0.03  # forecast and engine diverge above this share of the engine's tau
+DIGITS = 6  # decimal places in a report: they hide the rounding of sums in another order
 
 EngineCounts = Mapping[tuple[str, float, int], Sequence[AcceptanceCounts]]
 """The engine's counts per prompt, in the order of the prompts, by (draft, temperature, num_speculative_tokens)."""

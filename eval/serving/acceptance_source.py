@@ -18,11 +18,9 @@ FILTERS = ("top_p", "top_k", "min_p")
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
     draft: str
-    per_position: list[float]
-    """Share of the target steps that accept the draft's tokens up to each position."""
+    per_position: list[float]  # share of the steps that accept up to each position
     sampling: Sampling
-    is_sampled: bool
-    """Drafts were sampled (vLLM's `draft_sample_method: probabilistic`), not greedy."""
+    is_sampled: bool  # drafts were sampled (`draft_sample_method: probabilistic`), not greedy
 
 
 def read_acceptance(path: Path, draft: str | None, served: Sampling) -> Acceptance:

@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-
-BANDWIDTH_BYTES = 1 << 30
-"""Bytes of the buffer that is read to measure the bandwidth: far more than any cache."""
-
+BANDWIDTH_BYTES = 1 << 30  # read to measure the bandwidth: far more than any cache
 BANDWIDTH_READS = 5
 
 
@@ -60,13 +57,10 @@ class Baseline:
     tokens_s: float
     threads: int | None  # OpenMP threads that compute; None if vLLM binds none.
     step_ms: float  # Median time of a step without a prefill.
-    limit_share: float
-    """Time to read the weights once at the measured bandwidth, as a share of the step."""
-    speeds: int
-    """Number of speeds over all rounds; two speeds differ by the factor `CHANGED`. 1 is sound."""
+    limit_share: float  # time to read the weights once, as a share of the step
+    speeds: int  # over all rounds, apart by the factor `CHANGED`; 1 is sound
     repeated: int  # Loads that were measured again because a server changed its speed.
-    modes: Mapping[Mode, float]
-    """Tokens/s of the rounds that chose the mode; empty if the user chose it."""
+    modes: Mapping[Mode, float]  # tokens/s of the rounds that chose; empty if the user did
 
 
 def choose_mode(

@@ -166,10 +166,8 @@ class Range:
 @dataclass(frozen=True, kw_only=True)
 class Advice:
     acceptance_per_position: tuple[float, ...]
-    table: tuple[Prediction, ...]
-    """A prediction for every measured batch size and every number of draft tokens from 0."""
-    schedule: tuple[Range, ...]
-    """The best number of draft tokens for every batch size up to the largest measured."""
+    table: tuple[Prediction, ...]  # for every measured batch size and number of draft tokens
+    schedule: tuple[Range, ...]  # best number of draft tokens by batch size, as measured
 
     def best(self, batch_size: int) -> int:
         """The best number of draft tokens; batch sizes above the measured ones get the number of the largest."""

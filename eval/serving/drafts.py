@@ -45,8 +45,7 @@ class Choice:
     costs: StepCosts
     by_tokens: Mapping[str, Sequence[Prediction]]
     """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if the draft chooses them."""
-    speculative_config: Mapping[str, Any]
-    """The one to serve, with the best number of tokens for each number of requests."""
+    speculative_config: Mapping[str, Any]  # to serve, with the best numbers of tokens
 
     @property
     def best(self) -> dict[str, Prediction]:

@@ -36,14 +36,11 @@ SONNET_REQUEST = "Go on with these lines:\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    data: str
-    """`random`, `sonnet` (lines of the Python manual) or `sonnet:TEXT`, `sharegpt:JSON`, `jsonl:FILE` with `prompt`."""
-    input_tokens: int | None
-    """Length of every prompt; None if the data has prompts of fixed length (sharegpt, jsonl)."""
+    data: str  # `random`, `sonnet`, `sonnet:TEXT`, `sharegpt:JSON`, `jsonl:FILE` with `prompt`
+    input_tokens: int | None  # of every prompt; None for data of fixed lengths
     output_tokens: int  # Maximum length of every answer.
     num_prompts: int
-    sampling: Sampling
-    """Parameters sent with every request, beside the penalties of the target's folder."""
+    sampling: Sampling  # of every request, beside the penalties of the target's folder
     concurrency: int  # Number of requests in flight: one is sent as soon as another one has ended.
     seed: int = 0
 
@@ -94,22 +91,17 @@ class LoadResult:
     duration_s: float
     mean_input_tokens: float
     num_output_tokens: int
-    tokens_per_s: float
-    """Output tokens of all requests over the time from the first request to the last answer."""
+    tokens_per_s: float  # output, from the first request to the last answer
     requests_per_s: float
     ttft_ms: Latency  # Time to the first token.
     tpot_ms: Latency  # Time per further token.
     e2e_ms: Latency  # Time of a whole request.
     num_steps: int  # Target steps of all requests, without prefills.
-    step_s: float
-    """Mean duration of a step of one request, including prefills of other requests in between."""
-    tau: float
-    """Tokens per target step, counting steps in which an n-gram draft found nothing; 1 without a draft."""
-    acceptance_per_position: tuple[float, ...]
-    """Share of the target steps accepting all draft tokens up to each position."""
+    step_s: float  # mean of a request's step, including prefills of others in between
+    tau: float  # with steps in which n-grams found nothing; 1 without a draft
+    acceptance_per_position: tuple[float, ...]  # share of steps that accept up to each position
     half_step_s: tuple[float, float] | None = None  # As of `Measurement`, by the client's clock.
-    repeats: int = 0
-    """Earlier runs of the load that were discarded because the server changed its speed."""
+    repeats: int = 0  # earlier runs discarded because the server changed its speed
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> LoadResult:

@@ -31,8 +31,7 @@ from redraft.heads.progress import Progress
 
 PLAIN = "none"  # Name of the server without a draft.
 MEMORY_SHARE = "--gpu-memory-utilization"
-USED_MEMORY = 0.9
-"""Share of a GPU's memory for all servers together. The rest is for their CUDA contexts, which vLLM does not count."""
+USED_MEMORY = 0.9  # of a GPU by all servers together; the rest is for CUDA contexts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +93,7 @@ def share_memory(engine_args: Sequence[str], num_servers: int) -> tuple[str, ...
     return (f"{MEMORY_SHARE}={math.floor(1000 * USED_MEMORY / num_servers) / 1000}", *engine_args)
 
 
-Results = Mapping[tuple[str, int], Sequence[Measurement]]
-"""Measurements of the rounds, by server and requests in flight."""
+Results = Mapping[tuple[str, int], Sequence[Measurement]]  # by server and requests in flight
 
 
 def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Results:

@@ -151,9 +151,7 @@ class Ratios:
 
 
 ITSELF = Ratios(speed=1.0, e2e=1.0, step=1.0, interval=None)  # The ratios of the target alone.
-
-FORMAT = 2
-"""Version of the files of cells. The first had no run of the target alone beside the cell's."""
+FORMAT = 2  # of the files of cells; the first had no run of the target alone beside
 
 
 class Results:

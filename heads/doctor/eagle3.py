@@ -16,13 +16,10 @@ from redraft.heads.files.tensors import read_tensors
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 NUM_AUX = "num_aux_hidden_states"
-
-DEFAULT_NUM_AUX = 3
-"""Number of aux layers assumed by vLLM if neither `num_aux_hidden_states` nor a nested list gives one."""
+DEFAULT_NUM_AUX = 3  # vLLM's, without `num_aux_hidden_states` and a nested list
 
 
-WITHOUT_NEIGHBOURS = 64
-"""Most ids of a draft vocabulary that may hold no two neighbours, which have the same offset in d2t."""
+WITHOUT_NEIGHBOURS = 64  # most ids without two neighbours, which have the same offset in d2t
 
 
 def aux_layers(pair: Pair) -> Iterator[Finding]:

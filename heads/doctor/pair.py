@@ -27,8 +27,7 @@ class Finding:
 
     problem: str
     cure: str
-    is_doubt: bool = False
-    """It is unusual, and may be meant: it is printed, and does not fail the check."""
+    is_doubt: bool = False  # unusual, may be meant: printed, and does not fail the check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,7 @@ class Pair:
     draft: Path
     config: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]  # Shapes of the draft's tensors, by name.
-    dtypes: Mapping[str, str]
-    """Types of the draft's tensors, by name, as safetensors spells them (F32, BF16, I64)."""
+    dtypes: Mapping[str, str]  # by tensor, as safetensors spells them (F32, BF16, I64)
     family: Family
     provenance: Mapping[str, Any] | None  # None if the folder has no provenance.json.
 

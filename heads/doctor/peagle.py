@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from redraft.heads.doctor import eagle3, shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
 
-KEYS = ("mask_token_id", "pard_token")
-"""The mask token in config.json, as the library `speculators` writes it, and as vLLM reads it."""
+KEYS = ("mask_token_id", "pard_token")  # as `speculators` writes it, and as vLLM reads it
 
 
 def mask_token(pair: Pair) -> Iterator[Finding]:

@@ -22,9 +22,7 @@ from redraft.heads.target import Target
 EMBEDDINGS = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 IN_TARGET = {EMBEDDINGS: "embed_VD", HEAD: "head_VD"}  # Fields of `Target`, by the tensor's name.
-
-SAME_WITHIN = 0.01
-"""Relative distance between two copies of a matrix after rounding to different types; bfloat16 alone makes 0.002."""
+SAME_WITHIN = 0.01  # relative, of two copies of a matrix; bfloat16 alone makes 0.002
 
 
 def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Iterator[Finding]:

@@ -13,8 +13,7 @@ from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.files.tensors import list_tensors, read_tensors
 
-QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}
-"""Types of packed weights, whose values say nothing without their scales."""
+QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}  # packed: values say nothing without scales
 
 
 def numbers(pair: Pair) -> Iterator[Finding]:

@@ -94,8 +94,7 @@ class Layer(nn.Module):
 class DFlash(nn.Module):
     family = "dflash"
     architecture = "DFlashDraftModel"  # vLLM's name of the class.
-    speculators_architecture = "DFlashDraftModel"
-    """The name of the class in the package `speculators`."""
+    speculators_architecture = "DFlashDraftModel"  # the class in the package `speculators`
     float32: tuple[str, ...] = ()  # Tensors whose names begin so are exported in float32.
     is_autoregressive = False
     is_block = True

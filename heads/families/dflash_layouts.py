@@ -19,9 +19,7 @@ from redraft.heads.nn.vocabulary import read_ids
 from redraft.heads.target import Target
 
 SECTION = "dflash_config"  # The part of config.json with the keys of this family only.
-
-TRAINING_OPTIONS = ("num_anchors", "gamma")
-"""Options that no engine reads. An export keeps them, to train on with."""
+TRAINING_OPTIONS = ("num_anchors", "gamma")  # read by no engine; kept by an export, to train on
 
 Head = TypeVar("Head", bound=nn.Module)
 

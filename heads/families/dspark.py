@@ -32,9 +32,7 @@ from redraft.heads.nn.layers import LlamaShape
 from redraft.heads.nn.precision import autocast_kind
 from redraft.heads.target import Target
 
-CONFIDENCE_HEAD = "confidence_head."
-"""Engines keep these tensors in float32, and so does an export."""
-
+CONFIDENCE_HEAD = "confidence_head."  # in float32 in engines, and so in an export
 INIT_STD = 0.01  # Small, so the head begins as DFlash.
 
 

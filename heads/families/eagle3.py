@@ -60,8 +60,7 @@ class Layer(nn.Module):
 
 class Eagle3(nn.Module):
     family = "eagle3"
-    speculators_architecture = "Eagle3Speculator"
-    """The name of the class in the package `speculators`."""
+    speculators_architecture = "Eagle3Speculator"  # the class in the package `speculators`
     is_autoregressive = False
     is_block = False
     max_tokens: int | None = None
@@ -286,8 +285,7 @@ class Checkpoint:
     """An exported folder of this layout, or of another trainer's, as it was read."""
 
     config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    """The first layer is `midlayer`, whatever it is called in the file; without embeddings and maps."""
+    tensors: Mapping[str, Tensor]  # the first layer is `midlayer`; no embeddings and maps
     draft_ids_W: Tensor | None
     shape: LlamaShape
 

@@ -28,12 +28,8 @@ from redraft.heads.draft import Batch, TargetSignal, aux_streams, final_hidden
 from redraft.heads.families.eagle3 import Eagle3
 
 RIDGE = 1e-3  # Penalty of squared weights, as a share of the inputs' mean square.
-
-OWN_ROW = 32.0
-"""Attention score of a row with itself. Among thousands of other tokens the softmax then takes this one."""
-
-SAME_TOKEN = 16.0
-"""Attention score of a row with an earlier row of the same token. It is lower, because the keys are estimates."""
+OWN_ROW = 32.0  # score of a row with itself: among thousands of tokens the softmax takes it
+SAME_TOKEN = 16.0  # of an earlier row of the same token; lower, because keys are estimates
 
 
 @torch.no_grad()

@@ -31,10 +31,7 @@ VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_co
 LEAST_FIRST = "least_first"  # Key of a speculative config for `Retrieval.least_first`.
 BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
 TOKEN_BYTES = 4
-
-HELD_OUT = 10
-"""Every tenth text is not counted at first, to learn how probable the predictions of the others are on it."""
-
+HELD_OUT = 10  # every tenth text is counted last: it shows how probable predictions are
 NOTHING = (-1, 0.0)  # No token, and its probability.
 
 

@@ -24,12 +24,9 @@ from redraft.heads.files.folder import (
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.causal_lm import attention_of
 
-TEKKEN = "tekken.json"
-"""Tokenizer in the format of mistral-common, in some repositories of Mistral the only one."""
-
+TEKKEN = "tekken.json"  # mistral-common's tokenizer, in some repositories the only one
 TEMPLATE = "chat_template.jinja"
-PROCESSOR_TEMPLATE = "chat_template.json"
-"""File in which processors of text and images keep a chat template; vLLM reads it too."""
+PROCESSOR_TEMPLATE = "chat_template.json"  # of processors of text and images; vLLM reads it too
 
 
 class MiMoConfig(Qwen2Config):  # type: ignore[misc]

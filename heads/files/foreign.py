@@ -19,8 +19,7 @@ class Foreign:
 
     name: str
     method: str | None  # vLLM's method to serve it with; None if vLLM has none.
-    architecture: str = ""
-    """Pattern in `architectures` of config.json, or in `speculators_model_type`."""
+    architecture: str = ""  # pattern in `architectures`, or in `speculators_model_type`
     matches: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
     """By config.json and the names of the tensors."""
 

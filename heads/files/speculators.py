@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-MARK = "speculators_model_type"
-"""The key by which a folder of this layout is recognised. Its value is the family."""
+MARK = "speculators_model_type"  # a folder with this key has the layout; its value: the family
 
 
 def frame(

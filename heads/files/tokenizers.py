@@ -44,11 +44,9 @@ class Transplant:
     """Numbers of rows of a transplanted vocabulary, by source."""
 
     matched: int  # Copied from the draft's token with the same bytes.
-    by_role: int
-    """Copied from the draft's token of the same role (beginning, end, padding, unknown) with another spelling."""
+    by_role: int  # from the token of the same role (beginning, end, ...), spelled otherwise
     averaged: int  # Mean of the tokens into which the draft's tokenizer splits the text.
-    left: int
-    """Mean of all rows, for special tokens without a counterpart and for padding of the vocabulary."""
+    left: int  # mean of all rows: special tokens without a counterpart, and padding
 
     def __str__(self) -> str:
         return f"{self.matched} tokens copied, {self.by_role} by role, {self.averaged} averaged, {self.left} left"

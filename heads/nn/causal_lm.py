@@ -22,8 +22,7 @@ from redraft.heads.nn.logits import LogitRule
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.prefix import Prefixes, attend
 
-PREFIX_ATTENTION = "redraft_prefixes"
-"""The name in transformers of attention over `Prefixes`; without them it is SDPA's."""
+PREFIX_ATTENTION = "redraft_prefixes"  # in transformers; without prefixes it is SDPA's
 
 PLAIN_ATTENTION = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "olmo2", "olmoe", "phi3",

@@ -39,10 +39,8 @@ class LlamaShape:
     vocab_size: int
     max_position_embeddings: int
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    attention_bias: bool = False
-    """Biases of attention's projections. Only heads of other trainers have them."""
-    qk_norm: bool = False
-    """Norms of queries and keys, as in a Qwen3 layer. Only heads of other trainers have them."""
+    attention_bias: bool = False  # of the projections; only heads of other trainers have them
+    qk_norm: bool = False  # of queries and keys, as in Qwen3; only of other trainers
     logit_scale: float = 1.0  # Factor of the head's logits, as in the target's; vLLM reads it.
 
     @property

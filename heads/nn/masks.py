@@ -37,8 +37,7 @@ def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     return pad_id
 
 
-TURN = 1327217885
-"""2^31 divided by the golden ratio: the multiples of this share are spread evenly around a circle."""
+TURN = 1327217885  # 2^31 / golden ratio: multiples spread evenly around a circle
 
 
 def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:

@@ -24,9 +24,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from redraft.heads.nn.precision import autocast_kind
 
-ROWS_A_BLOCK = 256
-"""Rows of a block on a CPU, if the rows are not whole documents. Its mask has as many rows."""
-
+ROWS_A_BLOCK = 256  # on a CPU, if rows are not whole documents; as many in the mask
 FLEX_BLOCK = 128
 
 MAX_GRAPHS = 256
@@ -41,8 +39,7 @@ class Prefixes:
 
     start_BN: Tensor  # int64, the first one.
     end_BN: Tensor  # int64, behind the last one. No row sees none.
-    is_whole: bool
-    """Row n is key n's, and sees its document up to itself: a causal kernel may run on each document."""
+    is_whole: bool  # row n is key n's, and sees its document up to itself: causal kernels
     order_BN: Tensor | None = None
     """int64. Entry n of the ranges is of row `order_BN[n]` of the queries; by default of row n. Rows that follow each
     other in the text share blocks of keys, and a kernel computes a block for all of its rows."""

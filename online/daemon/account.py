@@ -33,8 +33,7 @@ T = TypeVar("T")
 class Account:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
-        self._faults: set[tuple[str, str]] = set()
-        """Name and detail of the faults that have begun and not ended."""
+        self._faults: set[tuple[str, str]] = set()  # name and detail of faults that last
 
     def write(self, entry: Entry) -> None:
         self.journal.write(entry)

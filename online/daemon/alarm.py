@@ -17,8 +17,7 @@ from redraft.online.daemon.account import Account
 from redraft.online.daemon.cycle import Cycle
 from redraft.online.records.guard import Guard
 
-REST_S = 600.0
-"""Seconds between two answers to the alarm: scoring two drafts takes the place of training."""
+REST_S = 600.0  # between two answers: scoring two drafts takes the place of training
 
 
 class Alarm:

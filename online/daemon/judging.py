@@ -30,8 +30,7 @@ from redraft.online.learning.scoring import (
 )
 from redraft.online.learning.staleness import Row, find_past
 
-RECENT_S = 86400.0
-"""Age of the oldest requests that decide about an alarm: it is about today's traffic."""
+RECENT_S = 86400.0  # oldest request that decides about an alarm: today's traffic
 
 
 class Judge:

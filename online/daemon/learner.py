@@ -60,9 +60,7 @@ if TYPE_CHECKING:
 
 INGEST_POLL_S = 0.2
 SERVER_FAULTS = ("server_unreachable", "server_nonsense")
-
-REST_S = 60.0
-"""Seconds between two orders to the other ranks, whose wait for one must not time out."""
+REST_S = 60.0  # between two orders to the other ranks, whose wait must not time out
 
 
 def run(cfg: LearnerConfig) -> None:

@@ -24,8 +24,7 @@ class Sleeper:
         self.sleep = account.load_or_set_aside(
             load_sleep, self._path, Sleep(), "the learner is awake and measures a new reference"
         )
-        self._new_rows: list[Row] = []
-        """The served draft on the newest held-out requests, as last measured."""
+        self._new_rows: list[Row] = []  # on the newest held-out requests, as last measured
 
     @property
     def num_steps_saved(self) -> int:

@@ -30,16 +30,13 @@ class Phase(Enum):
 class Event(Enum):
     BEGIN = "begin"
     TRAINED = "trained"
-    FAILED = "failed"
-    """Training made nothing to judge: the loss was not finite, or training was interrupted."""
-    BEGIN_AGAIN = "begin again"
-    """Training restarts from the served version, with a fresh optimizer."""
+    FAILED = "failed"  # nothing to judge: the loss was not finite, or it was interrupted
+    BEGIN_AGAIN = "begin again"  # from the served version, with a fresh optimizer
     REJECTED = "rejected"
     INCONCLUSIVE = "inconclusive"
     PROMOTED = "promoted"
     PUBLISHED = "published"
-    SWAP_REQUESTED = "swap requested"
-    """A person chose a version. It skips the gate, but never the canary."""
+    SWAP_REQUESTED = "swap requested"  # chosen by a person: past the gate, never the canary
     PASSED = "passed"
     ROLLED_OUT = "rolled out"
     ROLLED_BACK = "rolled back"
@@ -93,14 +90,12 @@ class Move(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class State:
     phase: Phase = Phase.IDLE
-    candidate: str | None = None
-    """A checkpoint until it is published, then a version. None while idle or training."""
+    candidate: str | None = None  # a checkpoint until published, then a version
     reason: str = ""  # Reason of the last event, for people.
     num_looks: int = 0
     """Verdicts of the gate on held-out requests since a version was last rolled out. The gate needs more evidence at
     every look, so a kill must not begin the count again."""
-    has_gone_back: bool = False
-    """Whether an alarm has taken back a version since one was last rolled out."""
+    has_gone_back: bool = False  # an alarm has taken back a version since the last rollout
 
     @property
     def is_rolling_out(self) -> bool:

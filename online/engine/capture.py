@@ -37,14 +37,10 @@ from redraft.online.records.record import Frame, encode_frame
 logger = logging.getLogger("vllm.redraft")
 
 SHIP_BYTES = 4 << 20
-SHIP_INTERVAL_S = 1.0
-"""Records are shipped when this many bytes are waiting, or when the oldest has waited this long."""
-
+SHIP_INTERVAL_S = 1.0  # at this age of the oldest record the waiting ones are shipped
 GREEDY_TEMPERATURE = 1e-5  # Below this vLLM takes the most probable token.
 PINNED_BYTES = 8 << 20  # The buffer through which hidden states leave a GPU.
-
-POLL_INTERVAL_S = 0.2
-"""Longest time a step waits. Kept long because this thread takes the GIL from the engine's each time it wakes."""
+POLL_INTERVAL_S = 0.2  # longest wait of a step; waking takes the GIL from the engine's thread
 
 
 class Capture:

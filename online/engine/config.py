@@ -15,9 +15,7 @@ from redraft.online.tokens import read_token
 
 PLUGIN_NAME = "redraft"
 LOG_RECORD_BYTES = 15 << 19  # 7.5 MiB: NATS takes messages of up to 8 MiB.
-
-SPOOL_RECORD_BYTES = 32 << 20
-"""A spool takes longer records, in which a head has more tokens to attend to."""
+SPOOL_RECORD_BYTES = 32 << 20  # longer ones: a head has more tokens to attend to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +37,7 @@ class CaptureConfig(Recording):
         return LOG_RECORD_BYTES if self.ingest else SPOOL_RECORD_BYTES
 
 
-TABLE = "num_speculative_tokens_per_batch_size"
-"""Key of vLLM's speculative config: the number of draft tokens by batch size."""
+TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's: draft tokens by batch size
 
 
 def one_number(most: int) -> list[list[int]]:

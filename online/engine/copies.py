@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BUILD = "_build_fused_kv_buffers"
-"""The method of vLLM's model that makes the copies of keys and values at the end of `load_weights`."""
+BUILD = "_build_fused_kv_buffers"  # vLLM's, makes the copies at the end of `load_weights`
 
 
 @contextmanager

@@ -15,9 +15,7 @@ from typing import Any
 
 from redraft.online.records.origin import read_origin_arguments
 
-MAX_DOMAINS = 32
-"""Domains with separate counts. Clients choose the names, so all beyond these are counted together."""
-
+MAX_DOMAINS = 32  # counted apart; clients choose names, so further ones count together
 OTHER = "(other)"  # Name of those.
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods without a draft model.
 

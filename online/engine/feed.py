@@ -31,15 +31,13 @@ class Batch:
     """The requests of a step in the runner's order, as far as the host knows them."""
 
     infos: Sequence[RequestInfo | None]  # None for a request that is not recorded.
-    first_reads: Sequence[int]
-    """Index of each request's first token among those read by the target; one more entry at the end."""
+    first_reads: Sequence[int]  # each request's first token among those read; one end more
     num_drafts: Sequence[int]
     proposers: Sequence[int]  # By request: 0 if the served version drafted, or LOOKUP or PADDING.
     first_rows: Sequence[int]  # Index of each request's first row of logits.
     first_drafts: Sequence[int]  # Index of each request's first draft in the step's draft ids.
     starts: Sequence[int]  # Index in prompt + output of the first token that each request samples.
-    is_partial: Sequence[bool]
-    """Whether the step reads a part of a prompt, but not its end, and samples nothing."""
+    is_partial: Sequence[bool]  # reads a part of a prompt, not its end, and samples nothing
 
 
 class Feed:
@@ -55,8 +53,7 @@ class Feed:
         """Record header of every running request; None if a request is not recorded."""
         self.finished: list[str] = []
         self.num_new_tokens = 0  # Prompt tokens of the requests recorded since the newest step.
-        self.unread: EngineStep | None = None
-        """The newest step, held back until the draft reads the hidden states of this step."""
+        self.unread: EngineStep | None = None  # the newest step, until the draft reads its states
 
     def add(self, request: Any) -> RequestInfo | None:
         """Take a new request, or one that was preempted and comes back; vLLM's object, of either runner."""
@@ -75,7 +72,7 @@ class Feed:
             self.capture.queue.put(self._make_finished_step())
 
     def put(self, step: EngineStep | None) -> None:
-        """Take the newest step, if it has anything to tell."""
+        """Take the newest step, if there is anything in it."""
         self._release()  # the previous step drafted nothing, so nobody read its states
         if self.capture.config.hidden_states:
             self.unread = step
@@ -101,7 +98,7 @@ class Feed:
         draft_ids_S: Tensor | None,
         draft_probs_S: Tensor | None,
     ) -> EngineStep | None:
-        """The step of a batch; None if it has nothing to tell. The tensors are as in `EngineStep`."""
+        """The step of a batch; None if there is nothing in it. The tensors are as in `EngineStep`."""
         if not any(batch.infos):
             return self._make_finished_step() if self.finished else None
         parts = self._list_parts(batch)

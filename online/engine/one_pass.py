@@ -20,9 +20,7 @@ from torch import Tensor
 from redraft.online.engine.steps import Largest
 
 GROUP, CHUNK = 64, 4096  # Logits of a group, and of one program of the kernel.
-
-ROWS_AT_ONCE = 64
-"""Rows of logits in float32 that `gather_probs` holds without Triton: 33 MB with a vocabulary of 128k."""
+ROWS_AT_ONCE = 64  # in float32, of `gather_probs` without Triton: 33 MB for a vocabulary of 128k
 
 
 def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:

@@ -41,12 +41,8 @@ token costs more where requests keep the machine busy, and nobody knows how much
 SPREAD_OFFSET, SPREAD_SLOPE, OCTAVES = 0.12, 0.15, 1.5
 """Standard deviations of both, and the batch sizes over which they change."""
 
-SPREAD_ARM, ARM_OCTAVES = 0.05, 0.5
-"""The same of an arm's distance from that line, e.g. by the tiles of a kernel."""
-
-OFF_AFTER = 2
-"""Probes of other arms, after which off is due: only off shows whether drafting pays at all."""
-
+SPREAD_ARM, ARM_OCTAVES = 0.05, 0.5  # of an arm's distance from that line, e.g. by tiles
+OFF_AFTER = 2  # probes of others, then off is due: only off shows whether drafting pays
 KNOWN = 4  # Steps with an arm at a batch size, after which the mean time is a reference.
 
 

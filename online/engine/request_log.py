@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from redraft.online.records.record import Record, Sampling
 from redraft.online.records.states import SCALE_BYTES
 
-SEGMENT_ROWS = 512
-"""A long answer is shipped in segments of about this many rows: the learner need not wait for the end."""
+SEGMENT_ROWS = 512  # a long answer is shipped in segments: the learner need not wait
 
 # Position, branch, draft, probability and log-sum-exp take 4 bytes each, and `accepted` one.
 ROW_BYTES = 21  # Bytes of a row in a record without its top-k.
@@ -124,15 +123,13 @@ class RequestLog:
     """State of one running request, from which the next segment is cut."""
 
     info: RequestInfo
-    max_bytes: int
-    """Size limit of a record. For a longer text only the newest tokens keep their hidden states."""
+    max_bytes: int  # of a record; of a longer text only the newest tokens keep their states
     output: list[int] = field(default_factory=list)
     verified: list[VerifiedStep] = field(default_factory=list)
     states: list[States] = field(default_factory=list)
     draft_version: str = ""  # The version that proposed the draft tokens of the next record.
     target_version: str = ""  # Version of the weights that verified them.
-    next_version: str = ""
-    """The version loaded in the newest step, which proposed the draft tokens of the step to come."""
+    next_version: str = ""  # loaded in the newest step: proposed the step to come
     sequence: int = 0
     num_shipped: int = 0  # Output tokens before the next segment.
     num_sent: int = 0  # Tokens of prompt and output that earlier records brought.

@@ -21,8 +21,7 @@ from torch import Tensor
 
 logger = logging.getLogger("vllm.redraft")
 
-Agree = Callable[[bool], bool]
-"""Whether all tensor-parallel ranks say yes, by what this one says. All of them must ask."""
+Agree = Callable[[bool], bool]  # whether all tensor-parallel ranks say yes; all must ask
 
 ReadText = Callable[[str, int, int], Sequence[int] | Tensor]
 """Token ids of a running request from one index in prompt + output to another, or to the last that is known."""

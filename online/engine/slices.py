@@ -44,8 +44,7 @@ class Slice:
         return Slice(self.dim, first, max(self.first + self.size, other.first + other.size) - first)
 
 
-Slices = Mapping[str, Slice]
-"""By the checkpoint's names. A tensor that is missing here is read whole."""
+Slices = Mapping[str, Slice]  # by the checkpoint's names; a missing tensor is read whole
 
 
 def trace_slices(draft: nn.Module, target: nn.Module, tensors: Mapping[str, Tensor]) -> Slices:

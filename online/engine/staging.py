@@ -211,8 +211,7 @@ class Staging:
         """Begin to read `folder`: a draft to replace `current`, which shares the modules `shared` with the target."""
         self.folder = folder
         self.layout: Layout | None = None  # The draft's layout. None until it is done.
-        self.tensors: dict[str, Tensor] = {}
-        """The weights outside the shared modules, in memory. Empty until it is done."""
+        self.tensors: dict[str, Tensor] = {}  # outside the shared modules; empty until done
         self.manifest_sha256 = ""  # SHA-256 of the folder's manifest; empty if it has none.
         self.error = ""
         self.is_damaged = False  # Whether `error` is about damaged or unreadable files.

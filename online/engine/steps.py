@@ -21,9 +21,7 @@ MAX_QUEUED_BYTES = 256 << 20
 """Bound on tensors waiting for the background thread; on a GPU, device memory the engine has to do without."""
 
 MAX_QUEUED_STEPS = 512  # Bound on steps that wait with their rows.
-
-MAX_LIGHT_STEPS = 8192
-"""Bound on all steps that wait, most of them light: with tokens, and without rows and hidden states."""
+MAX_LIGHT_STEPS = 8192  # bound on waiting steps, most light: tokens without rows and states
 
 MAX_LIGHT_BYTES = 256 << 20
 """Bound on the tokens, requests and prompts of waiting steps, mostly host memory. MAX_QUEUED_STEPS may always wait."""
@@ -31,23 +29,20 @@ MAX_LIGHT_BYTES = 256 << 20
 STEP_BYTES, PART_BYTES, TOKEN_BYTES = 1024, 320, 40
 """Host memory of a step's objects, of one of its parts with the numbers, and of one prompt token; rounded up."""
 
-REDUCED_BYTES = 4 << 20
-"""Steps are reduced in batches of about this size, which makes the fixed cost of each call small."""
+REDUCED_BYTES = 4 << 20  # steps reduced together: the fixed cost of a call becomes small
 
 
 # Not a dataclass: the engine thread makes one per request and step, and a struct takes a tenth of the time.
 class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request: RequestInfo
     start: int  # Index in prompt + output of the first token the step sampled.
-    sampled_row: int | None
-    """Row of `EngineStep.sampled_BK`. None: the step read a part of the prompt and sampled nothing."""
+    sampled_row: int | None  # of `EngineStep.sampled_BK`; None: it read a part of a prompt
     num_drafts: int
     proposer: int = 0  # LOOKUP or PADDING if the draft tokens are not the served version's.
     first_row: int  # First row in `EngineStep.logits_RV`; `num_drafts` more rows follow it.
     first_draft: int  # First entry in `EngineStep.draft_ids_S`.
     num_read: int = 0  # Tokens the target read: context tokens, then the `num_drafts` draft tokens.
-    first_read: int = 0
-    """Index of the first of them among all tokens read in the step, captured or not."""
+    first_read: int = 0  # of the first of them among all tokens read in the step
 
     @property
     def begin(self) -> int:
@@ -69,12 +64,10 @@ class EngineStep:
     """References to the tensors of one engine step. Nothing writes to these tensors any more."""
 
     draft_version: str
-    target_version: str | None = ""
-    """Version of the weights that verified; None if it is unclear which did."""
+    target_version: str | None = ""  # of the weights that verified; None if it is unclear
     parts: list[StepPart]
     finished: list[str]  # Ids of the requests that ended before this step.
-    sampled_BK: Tensor | None = None
-    """Sampled tokens of each request, padded with -1; with anything if there is `num_sampled_B`."""
+    sampled_BK: Tensor | None = None  # by request, padded with -1, or by `num_sampled_B`
     num_sampled_B: Tensor | None = None  # How many of them are valid.
     starts_B: Tensor | None = None
     """`StepPart.start` of the requests that sampled, if only the device knows it; None if the parts have it."""
@@ -82,8 +75,7 @@ class EngineStep:
     """Logits before temperature, penalties and every other sampling parameter. None if no request sampled, and with
     `largest`."""
     largest: Largest | None = None  # The recorded part of the logits, if the hook has taken it.
-    draft_ids_S: Tensor | None = None
-    """Draft tokens of all requests. There may be other tokens between those of two requests."""
+    draft_ids_S: Tensor | None = None  # of all requests, maybe with others in between
     draft_probs_S: Tensor | None = None  # None if drafting is greedy.
     states_NLD: Tensor | None = None
     """bfloat16 states of the tokens read by `parts`, in that order. A copy, because the engine reuses the buffers."""

@@ -18,9 +18,7 @@ from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_heade
 from redraft.heads.files.folder import find_quantization, read_config
 from redraft.online.engine.copies import refill, without_build
 
-COLUMNS = 4093
-"""Sums of a tensor's words that the checksum takes at once. A prime: no weight's row is a multiple of it."""
-
+COLUMNS = 4093  # sums of the checksum at once; a prime, so no row is a multiple
 HASH_CHUNK_BYTES = 16 << 20
 
 

@@ -30,10 +30,7 @@ from redraft.online.fleet.registry import hash_manifest, read_id
 
 T = TypeVar("T")
 VERSION = re.compile(r"v[0-9]{6,18}")
-
-STAGE_TIMEOUT_S = 200.0
-"""Deadline for reading a version from the registry's storage into memory. Serving goes on meanwhile."""
-
+STAGE_TIMEOUT_S = 200.0  # to read a version into memory; serving continues meanwhile
 STAGE_POLL_S, BUSY_POLL_S = 0.05, 0.25
 
 PAUSE_TIMEOUT_S = 60.0
@@ -41,10 +38,7 @@ PAUSE_TIMEOUT_S = 60.0
 
 TARGET_TIMEOUT_S = 1200.0  # The same if the target weights are read from files within the pause.
 RESUME_TIMEOUT_S = 30.0
-
-RESUME_POLL_S = 0.5
-"""Seconds between two attempts to resume: vLLM refuses while its pause is not complete."""
-
+RESUME_POLL_S = 0.5  # between attempts to resume: vLLM refuses until its pause is complete
 CACHE_CURE = "swap again when no request waits for keys of another server, or restart this one with --swap.cache keep"
 
 logger = logging.getLogger("vllm.redraft")
@@ -80,17 +74,14 @@ class Swaps:
     ) -> None:
         self.registry, self.engine, self.calls = registry, engine, EngineCalls(engine)
         self.targets = targets  # Folders that target weights may be loaded from.
-        self.registry_id = ""
-        """Id of the served registry, from its folder or, if that has none, from the first swap."""
+        self.registry_id = ""  # of the served registry's folder, or from the first swap
         self._id = uuid.uuid4().hex  # For the workers, which let one API process swap at a time.
         self._can_pause = can_pause
-        self._owes_resumption = False
-        """Whether the engine is in a pause of ours. If somebody else pauses too, it is theirs."""
+        self._owes_resumption = False  # the engine pauses for us, and for nobody else
         self._pause_generation, engine.pause_generation = engine.pause_generation, self._pause_for_others
         self._swapping = asyncio.Lock()
         self._num_asked = self._latest_number = 0
-        self._latest = ""
-        """The version asked for last, of those found; `_latest_number` counts the swaps up to it."""
+        self._latest = ""  # asked for last, of those found; `_latest_number` counts
         self._staged = ""  # The version of `_staging`.
         self._staging: asyncio.Future[None] | None = None
         self._reads: dict[str, Future[Any]] = {}  # Reads of folders' small files under way.

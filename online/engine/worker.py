@@ -44,9 +44,7 @@ from redraft.online.fleet.registry import hash_manifest
 
 logger = logging.getLogger("vllm.redraft")
 
-MAX_STUCK_READS = 4
-"""Hung versions before further drafts are refused. The reader of each keeps memory until it ends."""
-
+MAX_STUCK_READS = 4  # hung versions before drafts are refused: each reader keeps memory
 UPDATING = "an update of the target weights is open, or has failed: finish or repeat it, then swap again"
 
 SWAP_LEASE_S = 300.0
@@ -62,14 +60,12 @@ class WorkerState:
     runner: str = ""  # vLLM's model runner, and why it is that one, in a line.
     capture_off: str = ""  # Why nothing is recorded, although it is configured; empty otherwise.
     swap_off: str = ""  # Why no draft can be swapped; empty if one can.
-    swap_cache: SwapCache | Literal[""] = ""
-    """Fate of the cache at a swap; empty on a rank without a draft."""
+    swap_cache: SwapCache | Literal[""] = ""  # fate at a swap; empty on a rank without a draft
     rereader: Rereader | None = None  # Only with `swap_cache` "draft".
     target_fingerprint: str = ""
     target_lineage: str = ""
     target_checksum: str = ""
-    target_version: str | None = ""
-    """Name of the target weights: empty at the start, None if it is unclear which they are."""
+    target_version: str | None = ""  # of the target's weights: "" at the start, None if unclear
     is_target_intact: bool = True  # False once a swap has overwritten a part of it.
     target_source: tuple[str, str, str | None] = ("", "", None)
     """Model, object storage and revision of the weights before the last load from a folder."""
@@ -78,18 +74,14 @@ class WorkerState:
     draft: Layout | None = None  # The last good draft; None if the server runs without a draft.
     is_draft_intact: bool = True
     """False from the beginning of a load until all ranks have loaded, or the last good draft is restored."""
-    manifest_sha256: str = ""
-    """SHA-256 of the manifest of the last good draft; empty if it is not from the registry."""
+    manifest_sha256: str = ""  # of the last good draft's manifest; empty outside a registry
     staging: Staging | None = None  # The draft being read, or in memory.
     memory: HostMemory = field(default_factory=HostMemory)
     share: Share = field(default_factory=Share)  # The part of a draft that this rank reads.
-    swapper: str = ""
-    """Id of the API process that swaps; a server may have several of them. Empty if none does."""
+    swapper: str = ""  # id of the API process that swaps, of maybe several; empty if none
     swapped_from_s: float = 0.0  # Beginning of that swap by the monotonic clock.
-    stuck: list[Staging] = field(default_factory=list)
-    """Abandoned reads whose threads have not ended."""
-    asleep: set[str] = field(default_factory=set)
-    """Parts of the worker's memory that are not there while it sleeps."""
+    stuck: list[Staging] = field(default_factory=list)  # reads given up whose threads still run
+    asleep: set[str] = field(default_factory=set)  # parts of the memory that are asleep
     num_swaps: int = 0
     capture: Capture | None = None
 

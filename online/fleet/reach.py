@@ -24,10 +24,7 @@ IS_PLAIN = "it speaks plain HTTP: begin its address with http://"
 IS_TLS = "it sends no HTTP: if it speaks TLS, begin its address with https://"
 NO_NETWORK = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
 BY_CODE = {10: EXPIRED, 62: OTHER_NAME, 64: OTHER_NAME}  # OpenSSL's verify codes.
-
-REDIRECTS = (301, 302, 303, 308)
-"""Without 307, with which vLLM itself takes a slash from the end of a path."""
-
+REDIRECTS = (301, 302, 303, 308)  # not 307, with which vLLM itself drops a slash at the end
 TLS_REASONS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNEXPECTED_EOF")
 
 

@@ -109,17 +109,14 @@ class RolloutPolicy:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     passed: bool
-    version: str
-    """The version the fleet should serve now: the argument of `reconcile` from here on."""
+    version: str  # that the fleet should serve now: `reconcile` brings it from here on
     reason: str
     refused: dict[str, str] = field(default_factory=dict)
     """Last error by address, of answering servers with another version. They need a person."""
     absent: dict[str, str] = field(default_factory=dict)
     """Last error by address, of silent servers. `reconcile` will bring them along."""
-    tau_candidate: float | None = None
-    """Mean tokens per step of the canary, bonus token included; None without a comparison."""
-    tau_control: float | None = None
-    """The same of the control group, or of the canary before the swap if there is no control group."""
+    tau_candidate: float | None = None  # of the canary, bonus included; None without a comparison
+    tau_control: float | None = None  # of the control group, or of the canary before the swap
     is_inconclusive: bool = False
     """Not passed, but only because traffic did not decide in time: nothing is said against the candidate."""
 

@@ -33,19 +33,12 @@ gives up earlier itself, and answers 504. Giving up on the request does not stop
 
 MAX_ANSWER_BYTES = 8 << 20  # Longest answer that is read.
 MAX_QUOTED = 300  # Most characters of a server's words in an error.
-
-MAX_COUNTER = 1 << 53
-"""Counters above this are nonsense: they do not fit a float, and no engine gets there."""
-
+MAX_COUNTER = 1 << 53  # counters above are nonsense: they do not fit a float
 MAX_POSITIONS = 256
 MAX_PACE_CHARS = 400  # Longest line about the pace of a server.
 MAX_DOMAINS = 64  # Domains whose counters are read from a server. It counts 33 at most.
-
-ALARM_TAU = 1.05
-"""Mean acceptance length below which a draft is useless: it has wrong weights, or was made for another target."""
-
-ALARM_DRAFTS = 200
-"""Drafts to count before ALARM_TAU applies. At tau = 1.5 and 3 draft tokens there is practically no false alarm."""
+ALARM_TAU = 1.05  # a draft below is useless: wrong weights, or made for another target
+ALARM_DRAFTS = 200  # before ALARM_TAU applies: at tau 1.5 there is practically no false alarm
 
 
 CAPTURE_DROP_REASONS = {
@@ -147,13 +140,11 @@ class Status:
     draft_version: str
     is_intact: bool  # True if draft and target are as they were loaded, on all ranks.
     target_fingerprint: str
-    target_version: str | None = ""
-    """LABEL@DIGEST of the target's weights; empty for the initial ones, None within an update."""
+    target_version: str | None = ""  # LABEL@DIGEST; "" for the initial weights, None in an update
     drafting: Drafting | None = None  # None if it has no draft.
-    lost: Mapping[str, int] = field(default_factory=dict)
-    """Records lost by capture since the server started, by reason."""
+    lost: Mapping[str, int] = field(default_factory=dict)  # records lost by capture, by reason
     manifest_sha256: str = ""  # Hash of the draft's manifest; empty if it has none.
-    capture_off: str = ""  # Why the server records nothing although it is told to; empty otherwise.
+    capture_off: str = ""  # Why the server records nothing although it should; empty otherwise.
     swap_off: str = ""  # Why no draft can be swapped; empty if one can.
     notes: Sequence[str] = ()  # Flags of the server, probably mistakes.
     pace: str = ""  # Draft tokens by batch size, of a server that chooses them live.
@@ -366,10 +357,8 @@ class Convergence:
     """The result of an attempt to bring servers to one version."""
 
     version: str
-    refused: dict[str, str] = field(default_factory=dict)
-    """Last error by address, of answering servers with another version."""
-    absent: dict[str, str] = field(default_factory=dict)
-    """Last error by address, of silent servers."""
+    refused: dict[str, str] = field(default_factory=dict)  # last error by address, they answer
+    absent: dict[str, str] = field(default_factory=dict)  # last error by address, they are silent
 
     @property
     def is_complete(self) -> bool:
@@ -436,10 +425,8 @@ class WindowCounts(NamedTuple):
     """Counts of one server over a window."""
 
     total: AcceptanceCounts
-    by_domain: Mapping[str, AcceptanceCounts]
-    """Empty if the server does not count by domain, or miscounts."""
-    target: str | None = ""
-    """Digest of the target's weights at the end; empty for those of the start, None within an update."""
+    by_domain: Mapping[str, AcceptanceCounts]  # empty if the server does not count so, or miscounts
+    target: str | None = ""  # digest at the end; "" for the start's weights, None in an update
     is_paced: bool = False  # `Status.is_paced`.
 
 

@@ -34,8 +34,7 @@ class Observation:
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
     lost: Counter[str] = field(default_factory=Counter)
     """Records lost by capture since the previous look, by reason."""
-    is_alarming: bool = False
-    """True if hardly any draft token was accepted over the last ALARM_DRAFTS drafts or more."""
+    is_alarming: bool = False  # hardly a token was accepted over the last ALARM_DRAFTS drafts
 
 
 class Watch:

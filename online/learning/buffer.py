@@ -50,8 +50,7 @@ from redraft.online.learning.rolling_files import RollingFiles
 from redraft.online.records.origin import stored_name
 from redraft.online.records.record import CorruptRecordError, Record, encode_record, join_text
 
-Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]
-"""Frames with the decoded record, as `read_frames` yields them."""
+Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]  # as `read_frames` yields them
 
 RECENT = 32  # Newest records, whose most frequent target is the served one.
 
@@ -116,18 +115,15 @@ class Buffer:
         self.config = config
         self.target_fingerprint, self.hidden_shape, self.domain = target_fingerprint, hidden_shape, domain
         self.counts: Counter[str] = Counter()
-        self.damage: list[str] = []
-        """A sentence for every damage found. Whoever reports it may empty the list."""
-        self.now_s = 0.0
-        """The caller's time at the last `expire`. Arrivals and ages are by that clock, not by the machine's."""
+        self.damage: list[str] = []  # a sentence for each; whoever reports it may empty the list
+        self.now_s = 0.0  # the caller's, at the last `expire`: arrivals and ages are by it
         # Without a folder, nothing of anybody's text may reach a disk: bad records are then only counted.
         self.quarantine = (
             Quarantine(config.folder / "quarantine", config.max_age_s, lambda: self.now_s) if config.folder else None
         )
         self.known_domains: frozenset[str] = frozenset({domain} - {""})
         """Domains that an operator named. Clients can send any name: see `name_domains`."""
-        self.names: Mapping[str, str] = {}
-        """The name under which each domain is judged and shown, as of the last `refresh_names`."""
+        self.names: Mapping[str, str] = {}  # of domains, as judged and shown; `refresh_names`
         # Re-entrant, because public methods call one another: `append` expires, `delete_tenant` clears the quarantine.
         self._lock = threading.RLock()
         with ExitStack() as opened:

@@ -18,10 +18,7 @@ from numpy.typing import NDArray
 from redraft.heads.files.artifact import is_full
 
 LAYOUT = 2  # Layout of the files, in SQLite's `user_version`.
-
-PAGE_BYTES = 16 << 10
-"""Larger than SQLite's default of 4 KiB: a frame spans many of those, and each page costs a separate write."""
-
+PAGE_BYTES = 16 << 10  # above SQLite's 4 KiB: a frame spans many, each page is a write
 MIN_FILE_BYTES = 512  # The smallest page of SQLite.
 
 # Two tables: a scan of the index columns would read a page per record if they lay beside the blobs.
@@ -34,8 +31,7 @@ CREATE TABLE IF NOT EXISTS records (
 CREATE TABLE IF NOT EXISTS frames (seq INTEGER PRIMARY KEY, frame BLOB NOT NULL);
 """
 
-_EMPTY_FILE_BYTES = 4 * PAGE_BYTES
-"""One page each for the schema, the two tables and the unique index."""
+_EMPTY_FILE_BYTES = 4 * PAGE_BYTES  # a page each: the schema, two tables, the unique index
 
 INDEX_DTYPE = np.dtype(
     [
@@ -53,9 +49,7 @@ INDEX_DTYPE = np.dtype(
 )
 
 
-TARGETS: dict[str, int] = {}
-"""`Row.target` by its number in indexes: of many records, numbers are compared at once."""
-
+TARGETS: dict[str, int] = {}  # `Row.target` by number: of many records numbers are compared
 _ROW_COLUMNS = (INDEX_DTYPE.names or ())[1:]
 
 Index = NDArray[np.void]
@@ -80,15 +74,13 @@ class Row(NamedTuple):
     time_s: float  # Arrival at the learner, seconds since the epoch.
     domain: str
     tenant: str
-    target: str
-    """`Record.target`. To a release without versions it is a fingerprint, and other weights are another target's."""
+    target: str  # `Record.target`; without versions a fingerprint, other weights another target
     draft_version: str
     num_drafted: int  # Draft tokens verified by the target.
     num_wrong: int  # Verified draft tokens refused by the target.
     held_out: bool
     prompt: int  # Keyed hash of the prompt.
-    request: int
-    """Keyed hash of the prompt and the request's id. All segments of a request have the same."""
+    request: int  # keyed hash of prompt and request id, the same in all its segments
 
 
 class BufferFile:
@@ -98,8 +90,7 @@ class BufferFile:
         self.path = path
         self.connection = connect(path, _SCHEMA)
         self._index: Index | None = None
-        self._inserted: list[tuple[int, Row]] = []
-        """Rows missing from the cached index. It is read less often than records arrive."""
+        self._inserted: list[tuple[int, Row]] = []  # missing in the cached index, which is rare
         self._oldest_s: float | None = None
 
     def index(self) -> Index:

@@ -40,9 +40,7 @@ from redraft.online.records.record import Record
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-STATE, DRAFT = "state", "draft"
-"""Folders of a checkpoint: the state to resume training from, and the draft to serve."""
+STATE, DRAFT = "state", "draft"  # of a checkpoint: to resume training, and to serve
 
 
 class NotFiniteError(Exception):

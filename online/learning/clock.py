@@ -14,11 +14,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-SLACK_S = 3600.0
-"""The wall clock agrees if it differs by at most this many seconds from the expected time."""
-
-BELIEVED_AFTER_S = 600.0
-"""Seconds for which a wall clock must have stayed consistent after a jump until it is believed."""
+SLACK_S = 3600.0  # the wall clock agrees within this distance of the expected time
+BELIEVED_AFTER_S = 600.0  # a clock that jumped is believed after being consistent so long
 
 
 class _Reading(NamedTuple):
@@ -49,10 +46,8 @@ class SteadyClock:
         is_likely = -SLACK_S <= gap_s <= max_gap_s
         # In doubt the time goes on from `last_s`, which is `wall_s` minus the gap.
         self._believed = now if is_likely else _Reading(now.wall_s - gap_s, now.elapsed_s)
-        self._doubted: _Reading | None = None
-        """The wall clock at the last jump; None if it is believed."""
-        self.problem = ""
-        """A sentence while the wall clock is not believed, as of the last `now_s`."""
+        self._doubted: _Reading | None = None  # wall clock at the last jump; None: believed
+        self.problem = ""  # a sentence while the wall clock is not believed, by `now_s`
         self.now_s()
 
     def now_s(self) -> float:

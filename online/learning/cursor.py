@@ -17,10 +17,7 @@ from redraft.heads.files.lock import own
 from redraft.heads.files.sealed import DamagedError, read_sealed, set_aside, write_sealed
 
 MAX_COMMITS = 1000
-
-SERVED = "served"
-"""Commits with this name in place of a checkpoint's: training began again from the served version."""
-
+SERVED = "served"  # commit without a checkpoint: training began again from the served version
 CURSOR, FORGOTTEN = "cursor.json", "forgotten.json"
 
 
@@ -39,8 +36,7 @@ class Cursor:
         self.folder = folder
         self.commits: tuple[Commit, ...] = ()  # Newest first.
         self.forgotten: dict[str, float] = {}  # Time of deletion by the tenant's SHA-256.
-        self.past: frozenset[str] = frozenset()
-        """Weights of the target whose records no longer count."""
+        self.past: frozenset[str] = frozenset()  # weights whose records no longer count
         self.damage: list[str] = []  # A sentence for every file that was damaged or missing.
         if folder is not None:
             self._read(folder)

@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 from redraft.online.learning.buffer_file import Index
 from redraft.online.learning.config import Replay
 
-OTHER = "other"
-"""Name that stands for all domains that are not told apart. It has no verdict by itself."""
-
+OTHER = "other"  # all domains not judged by themselves; it has no verdict
 MAX_DOMAINS = 32  # Domains told apart, apart from the known ones.
 
 FULL_TENANT = 20

@@ -26,8 +26,7 @@ from redraft.online.records.origin import stored_name
 if TYPE_CHECKING:
     from redraft.online.learning.stream import StreamSource
 
-DRAIN_S = 10.0
-"""How long to keep reading, to delete records in flight too. Bounded: traffic may never pause."""
+DRAIN_S = 10.0  # to delete records in flight too; bounded, because traffic may never pause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +37,10 @@ class Forgotten:
     arriving: int  # In the spool or the log, dropped on arrival.
     unread: int  # Messages of the log for domains without a learner.
     anchors: int
-    unattributed: int
-    """Files and messages of anybody, deleted because they cannot be read: quarantine, later layouts, torn files."""
+    unattributed: int  # anybody's, unreadable: quarantine, later layouts, torn files
     learned: tuple[str, ...]  # Versions that may have learned from the records in the buffer.
     is_in_training: bool  # Whether the draft in training may have learned from them too.
-    clean: str | None
-    """The newest version that was current and ended its training before the first of these records arrived."""
+    clean: str | None  # newest current version whose training ended before these arrived
 
     @property
     def num_records(self) -> int:

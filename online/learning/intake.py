@@ -35,8 +35,7 @@ from redraft.online.records.spool import ABANDONED_S, list_abandoned, open_file,
 BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20
 """Bounds of one transaction: records, and bytes of their frames and arrays. What a batch holds is in memory at once."""
 
-Sums = dict[tuple[str, str], AcceptanceCounts]
-"""Acceptance of the servers' drafts by (domain, draft version)."""
+Sums = dict[tuple[str, str], AcceptanceCounts]  # by (domain, draft version)
 
 MAX_SUMS = 256
 

@@ -60,8 +60,7 @@ class PromptKey:
 @dataclass(frozen=True, kw_only=True)
 class OpenedKey:
     key: PromptKey
-    rehash_through: int
-    """Records up to this number were hashed with another key, and need new hashes at every start."""
+    rehash_through: int  # records up to here had another key: new hashes at every start
     damage: tuple[str, ...]  # A sentence for every file that was damaged or missing.
 
 

@@ -24,10 +24,7 @@ MAX_FILES = 256
 MAX_FILES_PER_REASON = 16
 MAX_BYTES = 64 << 20
 MAX_FILE_BYTES = 1 << 20  # Longer frames are cut.
-
-KEPT_S = 60.0
-"""An example is not replaced by another one of the same reason before this many seconds."""
-
+KEPT_S = 60.0  # an example is not replaced by another of its reason before
 SUFFIX = ".frame"
 
 

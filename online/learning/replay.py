@@ -20,11 +20,8 @@ from redraft.heads.family import Reads
 from redraft.online.records.record import Record
 from redraft.online.records.sequences import TrainingSequence, training_sequences
 
-FILLER = 0
-"""Appended to a text whose last row predicts the next token: the row needs a place for its label, whatever the id."""
-
-WIDTH_STEP = 64
-"""Widths are multiples of this number of tokens, to keep the number of shapes small."""
+FILLER = 0  # after a text whose last row predicts the next token: a place for the label
+WIDTH_STEP = 64  # widths are multiples of it, to keep the number of shapes small
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,8 +64,7 @@ class RollingFiles:
         self.folder, self.max_bytes, self.max_age_s = folder, max_bytes, max_age_s
         self.counts, self.damage = counts, damage
         self.files: list[BufferFile] = []  # Oldest first.
-        self.later: list[Path] = []
-        """Files of a later release: they wait for it, until they are `max_age_s` old."""
+        self.later: list[Path] = []  # of a later release; they wait, up to `max_age_s`
         self._rehashed: NDArray[np.void] = np.empty(0, REHASHED_DTYPE)
         """By ascending number, new hashes of records that another key had hashed."""
         paths = sorted(folder.glob("records-*.db")) if folder else []

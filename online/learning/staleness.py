@@ -22,8 +22,7 @@ from redraft.online.learning.gate import Policy
 Row = tuple[str, float, float]  # Domain, drafts and accepted draft tokens of one held-out request.
 
 
-FIRST_PAUSE = 4
-"""First pause without a loss, in candidates. Short, because three candidates may be too few to show a slow gain."""
+FIRST_PAUSE = 4  # candidates without a loss; short: three may not show a slow gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,14 +179,11 @@ def _estimate_rate(rows: Sequence[Row]) -> Estimate:
 class Sleep:
     """The reference of the served draft, and whether the learner sleeps. Saved on disk, over kills."""
 
-    version: str = ""
-    """The version that `then` was measured for; empty before the first measurement."""
-    through: int = 0
-    """Newest held-out record of the reference: whatever is newer is independent of it."""
+    version: str = ""  # that `then` was measured for; empty before the first time
+    through: int = 0  # newest held-out record of the reference: newer is independent
     then: tuple[Row, ...] = ()
     is_asleep: bool = False
-    num_attempts: int = 0
-    """How often training has led nowhere since the version became current. The pauses double with it."""
+    num_attempts: int = 0  # trainings that led nowhere since the promotion; pauses double
     num_passed: int = 0  # Records passed over since the learner fell asleep.
     num_saved: int = 0  # Records passed over in all.
 

@@ -35,40 +35,25 @@ from redraft.online.records.nats_config import Nats, StreamLimits, to_subject_to
 from redraft.online.records.nats_link import BrokerError, connect, wrap_broker_errors
 from redraft.online.records.record import Record, is_later_layout, read_frames
 
-CONSUMER = "learner"
-"""Name of the consumer for all domains. A consumer for one domain has the domain's name appended."""
-
+CONSUMER = "learner"  # of all domains; a consumer for one has the domain's name appended
 REGISTRY_ID = "redraft_registry"  # Key in the consumer's metadata.
 REQUEST_RECORDS = 256
-REQUEST_BYTES = 16 << 20
-"""Limits of one request. Twice this may be in memory: the batch being stored, and the next one arriving."""
-
+REQUEST_BYTES = 16 << 20  # of one request; twice this in memory: one stored, one arriving
 REQUEST_EXPIRES_S = 20.0
 SILENCE_S = 5.0  # Seconds after a request has expired before the log counts as gone.
 WAIT_S = 1.0  # Seconds to wait for the first record before `take` returns with nothing.
-
-ACK_WAIT_S = 60.0
-"""Seconds before the log delivers an unacknowledged record again: longer than a slow disk takes for a batch."""
-
-DUPLICATES_S = 120.0
-"""Seconds for which the log itself drops a record sent twice. Later the buffer does."""
+ACK_WAIT_S = 60.0  # until an unacknowledged record comes again: longer than slow disks take
+DUPLICATES_S = 120.0  # in which the log itself drops a record sent twice; then the buffer
 
 LATER_LAYOUT_S, MAX_LATER_LAYOUT_S = 60.0, 3600.0
 """Seconds before a record of a later layout is delivered again, and the most after doubling each time: during a rolling
 upgrade it may be most of the traffic."""
 
 ERASE_TIMEOUT_S = 10.0
-ERASE_PAUSE_S = 10.0
-"""Seconds without overwriting after a failure, so that a broker too slow for it costs half of the time, not all."""
-
+ERASE_PAUSE_S = 10.0  # no overwriting after a failure: a slow broker costs half of the time
 NO_MESSAGE = 10037  # NATS's error code for a message that is not in the stream (any more).
-
-OVERLAPPING = (10099, 10100)
-"""NATS's error codes for a work queue in which another consumer takes the same subjects."""
-
-SAFE_BROKER = (2, 14)
-"""Oldest release of NATS that lost no acknowledged message in trials of full disks and kills; 2.12 lost some."""
-
+OVERLAPPING = (10099, 10100)  # NATS's codes: another consumer of a work queue's subjects
+SAFE_BROKER = (2, 14)  # no acknowledged message lost in trials of full disks; 2.12 lost some
 ACK_PREFIX = "$JS.ACK."
 
 REQUEST_OVER = ("404", "408", "409")

@@ -37,14 +37,10 @@ def _number(checkpoint_id: str) -> int:
 
 @dataclass(kw_only=True)
 class Progress:
-    through: int = 0
-    """Every training record up to this sequence number was trained as new, or skipped."""
-    records: int = 0
-    """Records trained as new, also those of drafts given up since. A start without a checkpoint begins at 0."""
-    skipped: int = 0
-    """Records skipped because training was slower than traffic, counted as long as `records`."""
-    until_s: float = 0.0
-    """Time of the last step, in seconds since the epoch: no record that arrived later was trained."""
+    through: int = 0  # records up to this number were trained as new, or skipped
+    records: int = 0  # trained as new, also by drafts given up; without a checkpoint 0
+    skipped: int = 0  # because training was slower than traffic, counted as `records`
+    until_s: float = 0.0  # of the last step: no record that arrived later was trained
 
 
 class Trainer:
@@ -58,8 +54,7 @@ class Trainer:
         self.candidate, self.ranks, self.folder = candidate, Ranks(candidate), folder
         self.progress = Progress()
         self.num_steps = self.num_not_finite = 0  # Steps since the last checkpoint or discard.
-        self.damage: list[str] = []
-        """A sentence for every checkpoint that `start` could not resume."""
+        self.damage: list[str] = []  # a sentence for every checkpoint that could not be resumed
 
     def start(self) -> str:
         """Resume the newest intact checkpoint and return the name, or begin at the served version and return SERVED."""

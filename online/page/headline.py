@@ -13,12 +13,8 @@ from redraft.online.journal import AcceptanceEntry, StateEntry, SwapEntry
 from redraft.online.page.history import History
 
 RECENT_S = 300.0  # Period over which the headline's numbers are taken, in seconds.
-
-SILENT_S = 60.0
-"""Age in seconds above which a number is no longer "now", and a gap in a curve is left open."""
-
-NOTABLE_TAU = 0.05
-"""Smallest change of tau shown as good or bad: traffic alone changes it by as much."""
+SILENT_S = 60.0  # above this age a number is no longer "now", and a curve has a gap
+NOTABLE_TAU = 0.05  # smallest change shown as good or bad: traffic alone makes as much
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True):

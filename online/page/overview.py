@@ -24,10 +24,7 @@ from redraft.online.page.headline import RECENT_S, SILENT_S, Headline, ServedDra
 from redraft.online.page.history import E, History
 
 MAX_POINTS = 180  # Maximum number of points of a server's curve.
-
-MAX_DOMAIN_POINTS = 90
-"""Maximum number of points of a domain's curve. Captured requests are few: wider buckets keep the noise equal."""
-
+MAX_DOMAIN_POINTS = 90  # of a domain's curve; captured requests are few, so buckets are wide
 MAX_CURVES = 8  # Maximum number of curves in one chart; the rest are summed into one.
 BUCKETS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 
@@ -70,15 +67,12 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     paces: dict[str, str]  # Draft tokens by batch size, of each server that chooses them live.
     domains: list[Curve]
     marks: list[Mark]
-    positions: list[Positions]
-    """Acceptance by position of the served version, then of the previous one."""
+    positions: list[Positions]  # of the served version, then of the previous one
     buffer: list[BufferEntry]
-    drops: list[tuple[float, dict[str, int]]]
-    """Records dropped since the previous point, by reason."""
+    drops: list[tuple[float, dict[str, int]]]  # since the previous point, by reason
     training: list[TrainingEntry]
     gates: list[GateEntry]
-    staleness: StalenessEntry | None
-    """The newest comparison of the served draft with itself at its promotion."""
+    staleness: StalenessEntry | None  # the newest comparison with itself at its promotion
     swaps: list[SwapEntry]
     faults: list[FaultEntry]
 

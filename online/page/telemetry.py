@@ -36,8 +36,7 @@ from redraft.online.journal import (
     Verdict,
 )
 
-MAX_VALUES = 64
-"""Maximum number of values of one label: clients choose domain names. Later values are counted as `other`."""
+MAX_VALUES = 64  # of one label: clients choose domain names; the rest counts as `other`
 
 DROP_REASONS = (
     *(

@@ -19,9 +19,7 @@ from redraft.online.records.states import state_bytes
 if TYPE_CHECKING:
     from redraft.online.records.record import Record, Sampling
 
-MAX_NAME_CHARS = 200
-"""Longest version, server or fingerprint. The journal refuses longer identifiers."""
-
+MAX_NAME_CHARS = 200  # version, server, fingerprint: the journal refuses longer ones
 MAX_REQUEST_ID_CHARS = 1024  # Longest request id. Clients choose a part of it, with X-Request-Id.
 MAX_TOP_K = 1 << 20
 MAX_STATE_SIZE = 1 << 20

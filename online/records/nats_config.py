@@ -17,9 +17,7 @@ from urllib.parse import urlsplit
 from redraft.online.tokens import require_private
 
 NO_DOMAIN = "all"  # Last token of the subject for a record without a domain.
-
-_UNFIT = re.compile(r"[^A-Za-z0-9_-]")
-"""Clients choose domain names, but dots, stars and blanks have a meaning in a subject."""
+_UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # dots, stars and blanks mean something in a subject
 
 
 @dataclass(frozen=True, kw_only=True)

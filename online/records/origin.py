@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
-EXTRA_ARGS_KEY = "redraft"
-"""Key in `SamplingParams.extra_args` under which the API process passes the origin to the worker."""
-
-DOMAIN_HEADER = b"x-redraft-domain"
-"""Header name as sent. The client, or the router in front, sets it."""
-
-MAX_LABEL_CHARS = 64
-"""Longest tenant or domain. They become columns of the buffer and labels of metrics."""
+EXTRA_ARGS_KEY = "redraft"  # key in `SamplingParams.extra_args` that carries the origin
+DOMAIN_HEADER = b"x-redraft-domain"  # as sent, by the client or the router in front
+MAX_LABEL_CHARS = 64  # of a tenant or domain: column of the buffer, label of metrics
 
 
 class Origin(NamedTuple):

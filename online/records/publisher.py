@@ -28,9 +28,7 @@ from redraft.online.records.nats_config import Nats
 from redraft.online.records.nats_link import BrokerError, connect, wrap_broker_errors
 from redraft.online.records.record import Frame
 
-MAX_WAITING_BYTES = 256 << 20
-"""Bound on unacknowledged records: about a minute of a busy server's traffic."""
-
+MAX_WAITING_BYTES = 256 << 20  # unacknowledged: about a minute of a busy server's traffic
 WINDOW_BYTES = 8 << 20
 WINDOW_RECORDS = 1024  # Largest batch sent before waiting for acknowledgements.
 ACK_TIMEOUT_S = 5.0
@@ -38,9 +36,7 @@ RETRY_S = 1.0
 POLL_S = 0.1
 CLOSE_TIMEOUT_S = 5.0
 MESSAGE_ID = "Nats-Msg-Id"
-
-HEADER_BYTES = 256
-"""Upper bound on a message's headers. The broker counts them, and disconnects a client whose message is too large."""
+HEADER_BYTES = 256  # at most; the broker counts them, and disconnects above its limit
 
 
 class Publisher:

@@ -31,15 +31,13 @@ class TrainingSequence:
     """A text and the rows labelled by the target."""
 
     input_ids_T: NDArray[np.int32]
-    rows_R: NDArray[np.int64]
-    """Index into the text: row t predicts token t + 1 after reading tokens 0..t."""
+    rows_R: NDArray[np.int64]  # row t predicts token t + 1 after reading tokens 0..t
     topk_ids_RK: NDArray[np.int32]
     topk_log_probs_RK: NDArray[np.float32]
     draft_ids_R: NDArray[np.int32]
     accepted_R: NDArray[np.bool_]
     is_branch: bool
-    position: int = 0
-    """Position of the first token; not 0 for the rest of a text whose beginning was cut off."""
+    position: int = 0  # of the first token; not 0 for the rest of a text that was cut
     hidden_begin: int = 0
     hidden_HLD: NDArray[np.uint16] = field(default_factory=lambda: NO_HIDDEN)
     """bfloat16 states of the tokens from `hidden_begin` on; a branch has none."""

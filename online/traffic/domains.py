@@ -55,8 +55,7 @@ TokenDecoder = Callable[[list[int]], str]
 class Domains:
     """Rules for detecting a domain. Without aliases and clusters only the label counts."""
 
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Domain by model name, as clients write it."""
+    aliases: Mapping[str, str] = field(default_factory=dict)  # by model name, as clients write it
     clusters: Clusters | None = None
     decode: TokenDecoder | None = None  # Turns token ids into text, for prompts sent as token ids.
 

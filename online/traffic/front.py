@@ -27,10 +27,7 @@ from redraft.online.records.guard import Guard
 logger = logging.getLogger("redraft.proxy")
 
 MAX_HEAD_BYTES = 64 << 10  # Largest head of a request: the first line and the headers.
-
-HEAD_TIMEOUT_S = 10.0
-"""Time for the head of a request to arrive, from the connection or from the answer before."""
-
+HEAD_TIMEOUT_S = 10.0  # for the head of a request, from the answer before
 BODY_PAUSE_S = 30.0  # Longest pause within the body of a request.
 
 MAX_UNFINISHED_SHARE = 0.25
@@ -38,10 +35,7 @@ MAX_UNFINISHED_SHARE = 0.25
 client's request arrives within milliseconds, so the oldest belong to a client waiting on purpose."""
 
 MOST_FILES = 1 << 20  # Limit to ask for if the system names none.
-
-MIN_WAIT_S = 1.0
-"""Connections are not closed sooner than this: in a burst even honest ones wait until they are read."""
-
+MIN_WAIT_S = 1.0  # connections stay open so long: in a burst honest ones wait too
 LAST_LOOK_S = 0.05  # Time between the end of an idle connection's patience and its close.
 
 TICK_S = 0.1

@@ -26,9 +26,7 @@ logger = logging.getLogger("redraft.pools")
 
 OUT_OF_FILES_TIMEOUT_S = 10.0
 RETRY_S = 0.05  # Without a free descriptor a request waits this long for one, and looks this often.
-
-OTHER = "other"
-"""Metrics label for a domain without a pool: clients can invent names, and labels must stay bounded."""
+OTHER = "other"  # label for domains without a pool: clients can invent names
 
 
 OUT_OF_FILES = "the router has no free file descriptor: raise its limit (LimitNOFILE, ulimit -n)"
@@ -54,8 +52,7 @@ class Pools:
         self.upstreams: list[Upstream] = []
         self.requests: Counter[tuple[str, str]] = Counter()
         """Requests taken, by domain and by the pool they went to."""
-        self.fallbacks: Counter[str] = Counter()
-        """Requests of a domain with a pool that a server outside it took."""
+        self.fallbacks: Counter[str] = Counter()  # taken by a server outside the domain's pool
         self.refused_connections: Counter[str] = Counter()  # Failed connections, by server.
         self.waits_for_files = 0  # Failures to open a connection for want of a file descriptor.
         self._turn = 0

@@ -45,10 +45,7 @@ HOP_BY_HOP = {
 `Connection` are dropped too, except ours: a client must not take off what a gateway set."""
 
 OWN_PREFIX = b"x-redraft-"
-
-REFUSALS = (400, 422)
-"""Statuses with which a server refuses a request as invalid, before the engine sees it."""
-
+REFUSALS = (400, 422)  # statuses of an invalid request, before the engine sees it
 NO_CONTENT = (204, 304)  # Statuses without a body, whatever their Content-Length says.
 
 CLIENT_PATHS = (
@@ -57,17 +54,12 @@ CLIENT_PATHS = (
 )
 """First parts of the paths that vLLM has for clients."""
 
-ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""Paths among them that change the server."""
-
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # those that change the server
 POOL_HEADER = b"x-redraft-pool"  # Response header: the domain of the answering server.
-
-MAX_READ_BYTES = 1 << 20
-"""Largest body to be read whole. Parsing JSON holds the interpreter (10 ms for 1 MiB), so no stream moves."""
+MAX_READ_BYTES = 1 << 20  # read whole; parsing 1 MiB of JSON holds the interpreter for 10 ms
 
 
-STARTS_PER_TURN = 4
-"""Requests started per turn of the event loop. A start takes about as long as a dozen chunks of streams."""
+STARTS_PER_TURN = 4  # requests started per turn; a start takes as long as a dozen chunks
 
 
 class Turnstile:
@@ -108,8 +100,7 @@ class Body:
     def __init__(self, request: Request, max_bytes: int) -> None:
         self.beginning = b""
         self.is_whole = False
-        self.length = request.headers.get("content-length")
-        """As the client gave it, None if it sends chunks."""
+        self.length = request.headers.get("content-length")  # the client's; None if it sends chunks
         self._receive, self._max_bytes = request.receive, max_bytes
         self._ended = asyncio.Event()
         if self.length and int(self.length) > max_bytes:
@@ -158,8 +149,7 @@ class Relayed:
 
     reply: Reply
     chunks: AsyncGenerator[bytes, None]
-    is_changed: bool = False
-    """Whether the chunks differ from the server's, whose Content-Length is then wrong."""
+    is_changed: bool = False  # not the server's chunks: its Content-Length is wrong
     length: int | None = None  # Length of changed chunks in bytes, if it is known.
 
 

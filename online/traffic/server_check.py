@@ -29,10 +29,7 @@ logger = logging.getLogger("redraft.tap")
 CHECK_S = 0.5  # Seconds between two looks for servers that are unchecked.
 TIMEOUT_S = 60.0
 MAX_TOTAL = 1.01  # Most probability of the likeliest tokens in sum; log-probabilities are rounded.
-
-MAX_CHANGE = 0.5
-"""Most change of a log-probability by another top_p. Behind the filter it changes to 0 or below -1000."""
-
+MAX_CHANGE = 0.5  # of a log-probability by another top_p; behind the filter it is far more
 PROMPT = "The"
 PROMPTS = ("The", "A", "In", "My", "It", "He", "We", "1", "How", "To", "New", "For", "One", "This", "What", "And")
 SAMPLES, SEED = 16, 4711
@@ -58,8 +55,7 @@ class UnfitError(Exception):
 class Verdict:
     problem: str = ""  # Why no answer of the server is recorded; empty if they are.
     models: frozenset[str] = frozenset()  # Names of the target, without adapters.
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    """Parameters by which the server samples a bare request."""
+    defaults: Mapping[str, float] = field(default_factory=dict)  # that a bare request is sampled by
 
 
 class ServerChecks:

@@ -34,8 +34,7 @@ ADDED_FIELDS = ("logprobs", "token_ids", "prompt_token_ids")
 """Fields of an answer, or of its choices, present only because the tap asked for them."""
 
 
-MAX_ID_CHARS = 128
-"""The server's id of an answer contains the client's X-Request-Id, which may have any length."""
+MAX_ID_CHARS = 128  # the server's id contains X-Request-Id, which may have any length
 
 
 MAX_TOP_K = 2**31 - 1
@@ -54,12 +53,10 @@ class Answer:
     """The tokens and probabilities of one answer, as far as it has arrived."""
 
     request_id: str = ""
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    """Sampling parameters of the server for a request without any."""
+    defaults: Mapping[str, float] = field(default_factory=dict)  # of a request without any
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
-    top: list[dict[int, float]] = field(default_factory=list)
-    """Log-probability by token id, for each output token."""
+    top: list[dict[int, float]] = field(default_factory=list)  # log-probability by token id
     failure: Exception | None = None
     """The reason why the rest of the answer is not read: with a part missing, it would be recorded wrongly."""
 

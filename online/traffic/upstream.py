@@ -28,22 +28,14 @@ from redraft.online.traffic.sockets import PlainBackend
 
 logger = logging.getLogger("redraft.upstream")
 
-CONNECT_TIMEOUT_S = 2.0
-"""Time for a connection to be established. The answer itself may take any time."""
-
-KEEP_ALIVE_S = 2.0
-"""Kept below uvicorn's 5 s: a request on a connection closed by the server at this moment would fail."""
-
+CONNECT_TIMEOUT_S = 2.0  # to connect; the answer itself may take any time
+KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s: a connection closed at this moment would fail
 MAX_IDLE_CONNECTIONS = 128  # Idle connections kept per server. Each holds a descriptor.
 HEALTH_TIMEOUT_S = 5.0
-
-SILENT_S = 5.0
-"""After this time without a byte of an answer, the server is asked for /health. A long answer may well take more."""
-
+SILENT_S = 5.0  # without a byte of an answer the server is asked for /health; answers may take more
 OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
-Header = tuple[bytes, bytes]
-"""Lowercase name, and value, both as raw bytes: clients may send values other than text."""
+Header = tuple[bytes, bytes]  # name in lower case, value: raw, since values need not be text
 
 
 class RefusedError(Exception):
@@ -119,8 +111,7 @@ class Upstream:
         self.url, self.domain = url, domain
         self.last_turn = 0
         self.is_down = False
-        self.problem = ""
-        """Why the last request did not reach the server, with the cure; empty if it did."""
+        self.problem = ""  # why the last request did not arrive, with the cure; else empty
         self._is_told = False
         base = httpx.URL(url)
         self._certificates = certificates
@@ -131,8 +122,7 @@ class Upstream:
         self._backend = PlainBackend() if base.scheme == "http" and _is_address(base.host) else None
         self._idle: deque[httpcore.AsyncHTTPConnection] = deque()
         self._in_flight: set[_InFlight] = set()
-        self._unanswered_s = math.inf
-        """When the first request began after the last byte from the server."""
+        self._unanswered_s = math.inf  # begin of the first request without an answer since
 
     @property
     def requests(self) -> int:

@@ -67,8 +67,7 @@ class Recipe:
     description: str | None
     presets: Mapping[str, Any] = field(default_factory=dict)
     default: Any = None  # The config without any flag; None if `config_type` has defaults for all.
-    common: Container[str] | None = None
-    """"Class.field" of the flags that `--help` prints; None for all. `--help-all` prints all."""
+    common: Container[str] | None = None  # "Class.field" of the flags in `--help`; None for all
     prog: str
 
 

@@ -57,9 +57,7 @@ from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_orig
 FILES = ("model", FOLDER)  # Keys of a --speculative-config for the draft's folder.
 ROUNDS = "rounds"  # Folder in --output of the finished rounds.
 FIRST_PROBLEMS = 4  # Every fourth prompt is for the first rounds. The others confirm.
-
-ROWS_PROMPTS = 32
-"""Requests in flight without a draft that compute as many rows as eight requests with three draft tokens."""
+ROWS_PROMPTS = 32  # compute as many rows as eight requests with three draft tokens
 
 
 def main(cfg: Config) -> None:

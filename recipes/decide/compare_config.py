@@ -30,8 +30,7 @@ from redraft.eval.engine.draft_source import NGRAM, DraftSource
 LAYERS = re.compile(r"layers-(\d+)")
 HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
 RETRIEVAL = "retrieval"
-LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}
-"""Most draft tokens of a step. Counted answers propose fewer if they are unlikely."""
+LOOKUP_TOKENS = {NGRAM: 4, RETRIEVAL: 6}  # most of a step; counted answers may propose fewer
 
 
 def parse_trained(name: str) -> DraftSource:

@@ -65,8 +65,7 @@ class Making:
     flags: tuple[str, ...] = ()  # Further flags of every training.
     resume: bool = False
     overwrite: bool = False
-    made: set[Path] = field(default_factory=set)
-    """Folders made by this process: a head behind two lookups is trained once."""
+    made: set[Path] = field(default_factory=set)  # by this process: each is trained once
 
 
 def make_lookups(making: Making) -> Iterator[Candidate]:

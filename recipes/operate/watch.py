@@ -50,12 +50,10 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Poll:
-    counts: dict[str, AcceptanceCounts]
-    """Counts by server since it was last read; in the first round, since the server's start."""
+    counts: dict[str, AcceptanceCounts]  # since it was last read; at first, since its start
     away: dict[str, str]  # Unreadable servers, with the reason.
     paces: dict[str, str]  # `Reading.pace` of servers that have one.
-    durations_s: dict[str, float]
-    """Time by server since it was last read; empty in the first round."""
+    durations_s: dict[str, float]  # since it was last read; empty in the first round
 
     def pace(self, *urls: str) -> float | None:
         if not self.durations_s:

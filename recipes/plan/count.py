@@ -49,8 +49,7 @@ from redraft.recipes.plan.plan import Config
 NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
 """The option of a family that says how many tokens it learns, if not `num_steps`."""
 
-SERVED_SHARE = 0.8
-"""Share of a server's memory for the target's weights; the rest holds keys, values and activations."""
+SERVED_SHARE = 0.8  # of a server's memory, for weights; the rest: keys, values, activations
 
 
 def make_plan(cfg: Config) -> Plan:
@@ -122,8 +121,7 @@ class OnDevice:
     that is computed a second time."""
     memory_bytes: float  # Peak of one device that trains, after sharding.
     fits: bool
-    run: Run | None
-    """The whole training; None if the step does not fit, or the devices are too few."""
+    run: Run | None  # the whole training; None if a step does not fit, or devices are few
 
 
 @dataclass(frozen=True, kw_only=True)
