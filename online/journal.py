@@ -312,7 +312,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _seal(line: bytes) -> bytes:
-    """The JSON object with its CRC-32 as the last field, and the end of the line."""
+    """The JSON object with a CRC-32 as the last field, and the end of the line."""
     # E.g. {"a":1} becomes {"a":1,"crc32":"561bacaf"}: still one JSON object. The CRC is that of {"a":1}.
     return b'%b,"crc32":"%08x"}\n' % (line[:-1], zlib.crc32(line))
 

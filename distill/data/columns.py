@@ -63,8 +63,7 @@ class RowReader:
         columns.unread.update(self.unread_keys)
 
     def read(self) -> tuple[list[Message], list[Tool]]:
-        """(messages, tools) of the row.
-        Raises UnusableRowError: there is no conversation in it, or one that must not be learned."""
+        """(messages, tools) of the row. Raises UnusableRowError without a conversation to learn."""
         self._refuse()
         messages = self._messages()
         # Tools in a message, as ChatGLM's data has them, or in a column.

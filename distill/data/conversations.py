@@ -153,8 +153,7 @@ def load_source(source: str, *, split: str = "train", domain_column: str | None 
 
 
 def identify_conversations(source: str, split: str) -> list[Any]:
-    """The identity of the data of `source`, without reading it, as values for JSON.
-    Raises as `load_conversations`."""
+    """The identity of the data of `source`, unread, for JSON. Raises as `load_conversations`."""
     return ["stdlib", sys.version] if source == "stdlib" else identify_source(source, split)
 
 

@@ -9,8 +9,7 @@ from redraft.heads.files.artifact import write_whole
 
 
 def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
-    """The date given with a flag, as YYYY-MM-DD; without one, today. Read it once in a run:
-    midnight may pass. Raises ValueError if it is no date."""
+    """The day given as YYYY-MM-DD, or today: read once, midnight may pass. Raises ValueError."""
     if date is None:
         return datetime.date.today()
     try:
@@ -20,7 +19,7 @@ def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
 
 
 def keep_day(path: Path) -> datetime.date:
-    """The date in a file, which gets today's if it is not there: a run that is continued has the day of its start."""
+    """The date in a file, which gets today's if it is not there: a run that is continued keeps the first day."""
     if not path.exists():
         write_whole(path, choose_day().isoformat())
     return choose_day(path.read_text(), str(path))

@@ -184,8 +184,7 @@ def _add_reasoning_and_calls(message: Message, raw: Mapping[str, Any], content: 
 
 
 def read_text(content: Any) -> str:
-    """A message's content as one text. Thinking parts are left out.
-    Raises UnusableRowError if the content is not text."""
+    """A message's content as one text, without thinking. Raises UnusableRowError: it is no text."""
     if content is None:
         return ""
     if isinstance(content, list):

@@ -53,8 +53,7 @@ class PackedDataset:
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def num_batches(self, batch_size: int, num_ranks: int = 1) -> int:
-        """Batches per rank in one epoch. Rows left over may come first in another epoch's order.
-        Raises ValueError if the rows do not fill one batch."""
+        """Batches per rank in one epoch. Raises ValueError if the rows do not fill one batch."""
         batches = len(self.rows) // (batch_size * num_ranks)
         if batches == 0:
             raise ValueError(
@@ -81,8 +80,7 @@ class PackedDataset:
         return self._order
 
     def in_order(self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, first: int = 0) -> Iterator[Batch]:
-        """Every row from `first` on once, for evaluation. All ranks get the same number of batches and shapes, filled
-        with padding."""
+        """Every row from `first` on once; all ranks get as many batches and shapes, padded."""
         for start in range(first, len(self.rows), batch_size * num_ranks):
             share = self.rows[start : start + batch_size * num_ranks][rank::num_ranks]
             # 5 rows on 2 ranks, batches of 4: both get 3 rows, and the last row of rank 1 is padding.

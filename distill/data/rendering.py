@@ -215,7 +215,7 @@ class Renderer:
 
 
 class PackedTurn(NamedTuple):
-    """A turn in a batch, its texts as the places of their pieces."""
+    """A turn in a batch: texts as the places of pieces."""
 
     prompt: NDArray[np.int32]
     whole: NDArray[np.int32]  # Prompt and answer as one text.

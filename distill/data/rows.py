@@ -63,8 +63,7 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
 
 
 def identify_source(source: str, split: str) -> list[Any]:
-    """The identity of a source: names, sizes and times of files, or the fingerprint of a data set
-    of the hub. Raises as `read_rows`."""
+    """Names, sizes and times of files, or a hub data set's fingerprint. Raises as `read_rows`."""
     path = Path(source)
     if is_saved(path):
         return [split, _load_saved(path, split)._fingerprint]

@@ -163,8 +163,7 @@ def stream_samples(
     ends: Collection[int] | None = None,
     progress: bool = True,
 ) -> Iterator[Sample]:
-    """`build_samples`, one sample after the other. Everything is counted in `stats`.
-    Raises ValueError as `build_samples`, at the end."""
+    """`build_samples`, one sample after the other, counted in `stats`. Raises at the end."""
     # By hash, so that the samples do not depend on the order of the rows in a file.
     ordered = sorted((conversation_hash(c["messages"]), i) for i, c in enumerate(conversations))
     chunks = list(_chunks((key, conversations[i]) for key, i in ordered))

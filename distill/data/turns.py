@@ -312,7 +312,7 @@ class _Answer:
         return self._whole({"content": PROBE}, arguments).rpartition(PROBE)[2]
 
     def _end(self, text: str, tail: str, arguments: Arguments) -> str:
-        """An answer of text with its end of turn, or up to the word at which it was cut."""
+        """An answer of text with the end of turn, or up to the word at which it was cut."""
         if self.is_ended:
             return text + self.writer.find_end(tail, arguments, calls=False)
         thought, said = self._parts

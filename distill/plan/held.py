@@ -53,8 +53,7 @@ class Sharing:
         return Sharing(weights=weights, gradients=1 / ranks, state=1 / ranks)
 
     def share_out(self, memory: Mapping[str, float]) -> dict[str, float]:
-        """Bytes by holder on one of the devices. The copy of sharded weights that a step gathers is
-        among the activations: it is autocast's."""
+        """Bytes by holder on one of the devices. A step's gathered weights count as activations."""
         kept = {DRAFT_WEIGHTS: self.weights, GRADIENTS: self.gradients, STATE: self.state}
         return {holder: num_bytes * kept.get(holder, 1.0) for holder, num_bytes in memory.items()}
 

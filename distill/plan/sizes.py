@@ -47,8 +47,7 @@ KNOWN = {
 
 
 def find_sizes(name: str) -> Any:
-    """The text config of a known name, a folder, a config.json, or a name on the hub.
-    Raises ValueError: there is none."""
+    """The text config of a name, folder, config.json or hub name. Raises ValueError: none."""
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]()
     path = Path(name)

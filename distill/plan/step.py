@@ -131,8 +131,7 @@ def count_flops(counted: Counted) -> int:
 
 
 def count_model_flops(plan: Plan, counted: Counted) -> int:
-    """FLOPs of a step, without activations that are computed a second time: an MFU is of these (Chowdhery et al., arXiv
-    2204.02311, appendix B)."""
+    """FLOPs of a step, none counted twice: an MFU is of these (arXiv 2204.02311, appendix B)."""
     if not plan.gradient_checkpointing:
         return count_flops(counted)
     head = replace(plan.head, recompute=False) if find_family(plan.family).is_head else plan.head

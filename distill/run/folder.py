@@ -42,8 +42,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config on which a resumed run must agree. Servers, storage and the data's cache may
-    move, and layers be compiled or not."""
+    """The part of a config on which a resumed run must agree: not servers, storage, caches."""
     kept = {key: value for key, value in config.items() if key not in MAY_CHANGE}
     if "signal" in kept:
         # Whether servers give the signal is a part of the training. The addresses are not.

@@ -112,8 +112,7 @@ class Forecaster:
 
 
 def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
-    """Check the number of draft tokens against a head of `num_steps` draft steps and against vLLM.
-    Raises ValueError if either allows fewer."""
+    """Raise ValueError if a head of `num_steps` draft steps, or vLLM, allows fewer draft tokens."""
     if num_steps > MAX_DRAFT_TOKENS:
         raise ValueError(f"a head of {num_steps} draft steps: vLLM verifies at most {MAX_DRAFT_TOKENS} draft tokens")
     if not 1 <= num_speculative_tokens <= num_steps:

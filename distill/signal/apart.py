@@ -64,8 +64,7 @@ def split_by_length(lengths: Sequence[int]) -> list[int]:
 
 
 def positions(at_bt: Tensor, position_ids_BT: Tensor) -> Tensor:
-    """The positions of a pass, [b, t]. They run on over the padding: transformers takes a restart for another packed
-    document, and makes a mask."""
+    """The positions of a pass, [b, t]; no restart over the padding, which would make a mask."""
     first_b1 = position_ids_BT.flatten()[at_bt[:, :1]]
     return first_b1 + torch.arange(at_bt.shape[1], device=at_bt.device)
 

@@ -151,8 +151,7 @@ def is_sharded(model: Any) -> bool:
 
 
 def most_of_ranks(model: Any, number: int) -> int:
-    """The largest `number` of the ranks that make this pass of a model together: of all, if it is sharded and the first
-    rank does not lead."""
+    """The largest `number` of the ranks that make this pass of a model together."""
     if not is_sharded(model) or id(model) in _led:
         return number
     largest = torch.tensor(number, device=model.device)

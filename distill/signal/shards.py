@@ -266,8 +266,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def read_header(folder: Path) -> CacheHeader:
-    """The header of the cache in `folder`.
-    Raises FileNotFoundError if there is none. Raises ValueError if it cannot be read."""
+    """The header of the cache in `folder`. Raises FileNotFoundError; ValueError: unreadable."""
     path = folder / HEADER
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no cache of target signals (no {HEADER})")

@@ -1,1 +1,1 @@
-"""The training step, the loop, its ranks and the folder of a run."""
+"""The training step, the loop, the ranks and the folder of a run."""

@@ -69,8 +69,7 @@ def compile_in_place(layers: Iterable[nn.Module], *, recomputed: bool) -> None:
 
 @contextmanager
 def running_compiled(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Run these layers compiled, within this context. Hooks stay outside of the graphs. In a graph,
-    a hook would be the one of the call that was compiled."""
+    """Run these layers compiled, within this context. Hooks stay outside of the graphs."""
     for layer in layers:
         vars(layer)["forward"] = MethodType(_compiled(type(layer).forward), layer)
     try:

@@ -308,8 +308,7 @@ def _is_past_its_best(metrics: Sequence[Mapping[str, Any]], loop: Loop) -> bool:
 def _batches(
     distillation: Distillation, data: LoadedData, loop: Loop, step: int, writer: StandaloneDraft | None
 ) -> list[Batch]:
-    """This rank's micro-batches of `step`. They depend only on the step (and the writer), so a
-    resumed run sees the batches of an unbroken one."""
+    """This rank's micro-batches of `step`, on which alone they depend: a resumed run sees them."""
     accelerator, accumulation = distillation.accelerator, distillation.optim.accumulation
     batches = [
         data.train.batch(

@@ -27,8 +27,7 @@ OUTPUT_HEADS = ("lm_head", "lm_heads", "head", "markov_w2")
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, made orthogonal. In a step the entries of a matrix change by about `lr`, in the root mean
-    square."""
+    """Nesterov momentum, made orthogonal: a step changes a matrix by about `lr`, in the RMS."""
 
     def __init__(self, matrices: Iterable[Tensor], *, lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})

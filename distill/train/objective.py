@@ -102,8 +102,7 @@ class Rows:
 
 
 def find_rows(steps: Sequence[DraftStep], chunk_tokens: int) -> Rows:
-    """The labelled rows of every step, and the target's rows that they need.
-    All sizes are read at once: a GPU waits once, for any number of steps."""
+    """The labelled rows of every step, and the target's rows for them; a GPU waits once."""
     # Row t of a step is compared with the target's row t + shift. Both are rows of one document.
     masks = [step.mask_BT.flatten() for step in steps]
     compared = [_moved(mask, step.shift) for mask, step in zip(masks, steps, strict=True)]

@@ -90,8 +90,7 @@ def keep_models_whole() -> None:
 
 
 def fit_deepspeed(accelerator: Accelerator, max_grad_norm: float) -> None:
-    """Give DeepSpeed the recipe's settings: it clips and accumulates by itself, and there is no data loader from which
-    accelerate could infer them."""
+    """Give DeepSpeed the recipe's settings: it clips and accumulates by itself."""
     config: dict[str, Any] = accelerator.deepspeed_plugin.deepspeed_config
     config["gradient_clipping"] = max_grad_norm
     config["gradient_accumulation_steps"] = accelerator.gradient_accumulation_steps

@@ -55,8 +55,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadStats(StepOutcome):
-    """A step whose results are still on the device, summed over this rank's micro-batches. `Distillation.read` turns
-    them into `StepStats`."""
+    """A step whose results are still on the device, summed over this rank's micro-batches."""
 
     loss: Tensor  # This rank's part of the loss per label, float64 [].
     sums_S3: Tensor  # For each draft step: sum of alpha, sum of alpha_greedy, labelled rows.
@@ -308,8 +307,7 @@ class Distillation:
         return grad_norm if finite else None, num_finite, tokens, labels
 
     def _read_norm(self, norm: Tensor, losses: Sequence[Tensor], counts_2: Tensor) -> tuple[float, int, int, int]:
-        """The norm, the number of losses before the first that is not finite on some rank, and the two counts: a GPU
-        waits once."""
+        """The norm, losses before the first not finite, and the two counts, read at once."""
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         not_finite_N = self._count_not_finite(losses)

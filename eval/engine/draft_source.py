@@ -67,8 +67,7 @@ class DraftSource:
 
     @staticmethod
     def parse(text: str, lookups: Collection[str] = ()) -> DraftSource:
-        """The inverse of `str`, also of `NAME=DRAFT`. `lookups` are further names of lookups.
-        Nothing is opened but a folder of counted answers before a plus."""
+        """The inverse of `str`, also of `NAME=DRAFT`. Opens no more than a folder before a plus."""
         name = None if Path(text).exists() else NAMED.fullmatch(text)
         if name:
             return replace(DraftSource.parse(name[2], lookups), given_name=name[1])

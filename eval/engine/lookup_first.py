@@ -32,8 +32,7 @@ VARIABLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLimits:
-    """Limits on what the head drafts. Verifying a token costs the same whoever drafts it; the head must also compute it
-    and may be right less often."""
+    """Limits on the head's draft: it must compute a token, and may be right less often."""
 
     tokens: int | None = None  # Most tokens a step; None for as many as a lookup may have.
     requests: int | None = None  # most in a step; in a larger one only the lookup drafts
@@ -81,8 +80,7 @@ def mix_env(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """The inverse of `mix_env`; empty if no lookup goes first.
-    Raises ValueError: a variable is not a number."""
+    """The inverse of `mix_env`; empty if no lookup goes first. Raises ValueError: no number."""
     found = {key: environment[name] for key, name in VARIABLES.items() if name in environment}
     for key, value in found.items():
         if not value.isdecimal():

@@ -254,8 +254,7 @@ def _read_metrics(server: VllmServer) -> str:
 
 
 def _require_equal_counters(server: VllmServer, before: AcceptanceCounts, requests: AcceptanceCounts) -> None:
-    """Raise ValueError unless the engine's counters moved by exactly the requests' counts.
-    If they moved further, they include the requests of another client."""
+    """Raise ValueError unless the engine's counters moved by exactly the requests' counts."""
     deadline = time.monotonic() + STATISTICS_TIMEOUT_S
     while (now := read_counters(server)) != before + requests:
         if time.monotonic() > deadline:

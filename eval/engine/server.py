@@ -121,8 +121,7 @@ def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same configuration, with a draft without memory of other requests.
-    A suffix draft caches answers, and a measurement may repeat a prompt."""
+    """The same configuration without memory of other requests: a prompt may be measured again."""
     if speculative_config.get("method") != "suffix":
         return dict(speculative_config)
     return {**speculative_config, "suffix_decoding_max_cached_requests": 0}
@@ -188,8 +187,7 @@ def read_runner(log: Path) -> Literal["v1", "v2"]:
 
 
 def read_threads(log: Path) -> int | None:
-    """The number of OpenMP threads that compute in a server, by its log; None if vLLM binds none, as on a GPU,
-    or if the log is gone."""
+    """The OpenMP threads of a server, by its log; None if vLLM binds none or it is gone."""
     if not log.is_file():
         return None
     latest = log.read_text(errors="replace").rpartition("OpenMP thread binding info")[2]

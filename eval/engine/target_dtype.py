@@ -22,15 +22,13 @@ from redraft.heads.files.target_folder import TargetFolder
 def open_target(
     name_or_path: str | Path, dtype: TargetDtype | None = None, *, on_cpu: bool, machine: Machine | None = None
 ) -> TargetFolder:
-    """The target, opened, to compute in `dtype`, or by default in that of `default_target_dtype`. Raises: as
-    `TargetFolder.open`."""
+    """The target, opened, to compute in `dtype` or the default. Raises as `TargetFolder.open`."""
     target = TargetFolder.open(name_or_path)
     return replace(target, dtype=dtype or default_target_dtype(target.folder, on_cpu=on_cpu, machine=machine))
 
 
 def default_target_dtype(target: str | Path, *, on_cpu: bool, machine: Machine | None = None) -> TargetDtype | None:
-    """The type for a target, by folder or hub name; None for the type in which it is stored. By default for this
-    machine."""
+    """The type for a target, by folder or hub name; None for the one in which it is stored."""
     if not on_cpu:
         return None
     try:

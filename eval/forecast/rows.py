@@ -95,8 +95,7 @@ class StepRates:
         return self.token == self.target.best
 
     def accept(self, label_N: Tensor, *, is_sampled: bool) -> Tensor:
-        """P(the label was drafted and accepted), given the text, [N].
-        `eval.forecast.verification` derives it."""
+        """P(label drafted and accepted), given the text, [N]: see `eval.forecast.verification`."""
         if not is_sampled:
             return (self.token == label_N).float()
         q_N = self._look_up_q(label_N[:, None]).squeeze(-1)
@@ -147,8 +146,7 @@ def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> Com
 
 
 def take_draft_steps(draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int) -> list[DraftStep]:
-    """The draft steps needed for `num_speculative_tokens`: one if the draft is autoregressive,
-    otherwise K. Raises ValueError: the draft has fewer."""
+    """The draft steps for so many tokens: one if autoregressive, else K. Raises ValueError."""
     steps = draft.draft_steps(batch, signal, num_speculative_tokens if draft.is_block else None)
     needed = 1 if draft.is_autoregressive else num_speculative_tokens
     if len(steps) < needed:

@@ -64,8 +64,7 @@ class Dump:
         return [b for b in self.blocks if b.passes and b.num_output <= len(self.outputs[b.request])]
 
     def counts_by_prompt(self) -> list[AcceptanceCounts]:
-        """The engine's acceptance on each prompt.
-        The last block of a request is drafted in the step that ends it, and never verified."""
+        """The engine's acceptance on each prompt; a request's last block is never verified."""
         accepted: list[list[int]] = [[] for _ in self.run.prompts]
         for block, after in zip(self.blocks, self.blocks[1:], strict=False):
             if block.request == after.request:

@@ -65,8 +65,7 @@ def hash_prompt(prompt: Prompt) -> str:
 
 
 def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write report.json, report.html and report.md into `folder`.
-    Returns the path of report.html, or of report.json if the page could not be drawn."""
+    """Write report.json, .html and .md; returns report.html's path, or report.json's without."""
     page = write_page(folder, report, TEMPLATES / "acceptance.html.j2", _draw_charts)
     write_whole(folder / "report.md", render_markdown(report))
     return page

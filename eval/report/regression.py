@@ -43,8 +43,7 @@ class Change:
 
 
 def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> dict[str, Any]:
-    """Read an earlier report of the same target. Raises FileNotFoundError; ValueError if it is not
-    such a report, has another schema, or another target."""
+    """An earlier report of the same target. Raises FileNotFoundError; ValueError: it is none."""
     if not path.is_file():
         raise FileNotFoundError(f"the baseline {path} does not exist: give an earlier report.json of `redraft eval`")
     try:

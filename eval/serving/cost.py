@@ -85,8 +85,7 @@ class StepCosts:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> StepCosts:
-        """The inverse of `to_json`.
-        Raises ValueError if the value has another version or is malformed."""
+        """The inverse of `to_json`. Raises ValueError for another version, or if malformed."""
         if value.get("version") != STEP_COSTS_VERSION:
             raise ValueError(f"step costs of version {value.get('version')}, this redraft reads {STEP_COSTS_VERSION}")
         try:
@@ -175,8 +174,7 @@ class Advice:
         return next(inside, self.schedule[-1].num_speculative_tokens)
 
     def at(self, batch_size: int, num_speculative_tokens: int) -> Prediction:
-        """The prediction for a measured batch size.
-        Raises KeyError if the table has no such row."""
+        """The prediction for a measured batch size. Raises KeyError if there is none."""
         for row in self.table:
             if (row.batch_size, row.num_speculative_tokens) == (batch_size, num_speculative_tokens):
                 return row

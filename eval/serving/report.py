@@ -59,8 +59,7 @@ def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, 
 
 
 def read_serving(path: Path) -> dict[str, Any]:
-    """Read a serving.json.
-    Raises FileNotFoundError; ValueError if it is not a serving.json of this version."""
+    """Read a serving.json. Raises FileNotFoundError; ValueError: it is none of this version."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: `redraft bench` measures one")
     try:
@@ -92,8 +91,7 @@ def find_best_row(report: Mapping[str, Any]) -> Row | None:
 
 
 def find_fastest(report: Mapping[str, Any]) -> dict[int, Row | None]:
-    """The row with the highest speed-up at every measured concurrency; None where no draft is shown
-    to be faster. Empty without the table by concurrency."""
+    """The row with the highest proven speed-up at every measured concurrency, or None."""
     rows = report["tables"].get(GRID, ())
     # All concurrencies get an entry first, so one without a faster draft stays None.
     found: dict[int, Row | None] = dict.fromkeys(sorted({row["concurrency"] for row in rows}))
@@ -117,8 +115,7 @@ def _first_draft_rows(report: Mapping[str, Any]) -> list[Row]:
 
 
 def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
-    """Write serving.json, serving.md and serving.html into `folder`.
-    Returns the path of serving.html, or of serving.json if the page could not be drawn."""
+    """Write serving.json, .md and .html; returns serving.html's path, or serving.json's."""
     extras = {
         "questions": QUESTIONS,
         "header": HEADER,

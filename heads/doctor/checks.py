@@ -16,8 +16,7 @@ from redraft.heads.files.target_folder import TargetFolder
 
 
 def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: int) -> list[Finding]:
-    """The problems visible in configs and tensors, without running the draft. `method` is vLLM's
-    for serving it; None for the family's."""
+    """The problems visible in configs and tensors, without running the draft."""
     # `first_cure` shows the first problem, so causes come before consequences.
     checks: list[Check] = [
         check_origin.manifest,
@@ -34,8 +33,7 @@ def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: i
 
 
 def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: int) -> str:
-    """The first problem of a refused draft, with the cure, to append to the engine's error message.
-    Empty if nothing is found."""
+    """The first problem of a refused draft, with the cure; empty if nothing is found."""
     try:
         pair = Pair.read(TargetFolder.open(target), model_folder(draft))
         found = static_findings(pair, method=None, num_speculative_tokens=num_speculative_tokens)

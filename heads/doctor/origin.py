@@ -23,8 +23,7 @@ def manifest(pair: Pair) -> Iterator[Finding]:
 
 
 def target_fingerprint(pair: Pair) -> Iterator[Finding]:
-    """The target in the provenance is the given one. A folder with both target and draft passes; another version of
-    the target is a doubt."""
+    """The provenance names the given target; another version of it is a doubt."""
     trained_for = (pair.provenance or {}).get("target_fingerprint")
     # A folder with the layer in it differs from the target of the layer's training.
     if trained_for is None or pair.is_own_target or trained_for == pair.target.fingerprint:

@@ -42,8 +42,7 @@ class Pair:
 
     @staticmethod
     def read(target: TargetFolder, draft: Path) -> Pair:
-        """Read both folders. Raises FileNotFoundError: a folder is missing. Raises ValueError: a
-        folder is corrupt, or the second holds no draft."""
+        """Read both folders. Raises FileNotFoundError; ValueError: one is corrupt, or no draft."""
         config = read_config(draft)
         headers = {path: safetensors_header(path) for path in set(tensor_files(draft).values())}
         tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}

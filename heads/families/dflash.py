@@ -141,8 +141,7 @@ class DFlash(nn.Module):
         return self.config.num_tokens
 
     def feature(self, signal: TargetSignal) -> Tensor:
-        """c, the context of every row, [B, T, D].
-        Raises ValueError: the signal has another number of aux layers, or none."""
+        """c, the context of every row, [B, T, D]. Raises ValueError: other aux layers, or none."""
         # [B, T, L, D] with ascending layers, flattened to the L * D columns of `fc`.
         aux_BTLD = aux_streams(signal, self.aux_layer_ids).to(product_dtype(self.fc.weight))
         out: Tensor = self.hidden_norm(self.fc(aux_BTLD.flatten(2)))
@@ -305,8 +304,7 @@ class DFlash(nn.Module):
 
     @staticmethod
     def _read(config: Mapping[str, Any], folder: Path) -> Config:
-        """The options of a checkpoint. Raises ValueError: its attention is causal, of a window, or
-        rotates in another way, or the anchor proposes."""
+        """The options of a checkpoint. Raises ValueError: its attention is another."""
         section = config.get(SECTION) or {}
         if config.get("sample_from_anchor") or section.get("sample_from_anchor"):
             raise ValueError(

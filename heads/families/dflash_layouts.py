@@ -30,8 +30,7 @@ def load_head(
     folder: Path,
     target: Target,
 ) -> Head:
-    """The head that `make` builds with the options that `read` finds in config.json. Raises: as
-    `DFlash.load`."""
+    """The head that `make` builds with the options of config.json. Raises as `DFlash.load`."""
     config = translate(read_config(folder), folder)
     tensors = read_tensors(folder, tensor_files(folder))
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)

@@ -103,8 +103,7 @@ class Eagle1(nn.Module):
         weights: Mapping[str, Tensor] | None = None,
         like: Path | None = None,
     ) -> None:
-        """Write a folder for vLLM's `method: eagle`.
-        Embeddings and head are left out, so that vLLM shares the target's."""
+        """Write a folder for vLLM's `method: eagle`, which shares embeddings and head."""
         # `recompute` says how to train, not what was trained; the sizes stand in config.json.
         left_out = {"recompute", *(field.name for field in fields(options.LayerSizes))}
         kept = {name: value for name, value in asdict(self.config).items() if name not in left_out}

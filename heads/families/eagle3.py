@@ -119,8 +119,7 @@ class Eagle3(nn.Module):
         return normed_BTD, normed_BTD if self.config.norm_output else out_BTD
 
     def feature(self, signal: TargetSignal) -> Tensor:
-        """The feature of step 0, fc(concat aux), [B, T, D].
-        Raises ValueError: the signal has another number of aux layers, or none."""
+        """fc(concat aux), the feature of step 0, [B, T, D]. Raises ValueError: other aux layers."""
         is_normed = self.config.norm_before_fc or self.config.fc_norm
         # Without a norm `fc` reads the streams, and under autocast it would narrow a wide copy again.
         dtype = self.fc.weight.dtype if is_normed else product_dtype(self.fc.weight)

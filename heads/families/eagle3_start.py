@@ -216,8 +216,7 @@ def solve_ridge(squares: Tensor, products: Tensor) -> Tensor:
 
 
 def factor(matrix_DD: Tensor, squares_DD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """(left [D, R], right [R, D]), whose product is nearest to the matrix on inputs with these mean
-    squares. Zeros follow if the matrix has a lower rank."""
+    """(left [D, R], right [R, D]), whose product is nearest to the matrix on such inputs."""
     values, vectors = torch.linalg.eigh(squares_DD)
     root = values.clamp_min(values.max() * 1e-9).sqrt()
     u, s, vt = torch.linalg.svd(matrix_DD @ (vectors * root))

@@ -137,8 +137,7 @@ class MLPSpeculator(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> MLPSpeculator:
-        """A head from an exported folder.
-        Raises ValueError: a tensor is missing, unknown or of another shape."""
+        """A head from an exported folder. Raises ValueError: its tensors are others."""
         head = MLPSpeculator(_read(read_config(folder)), target)
         tensors = read_tensors(folder, tensor_files(folder))
         load_into(head, {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}, folder)

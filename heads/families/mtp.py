@@ -51,8 +51,7 @@ class Mtp(nn.Module):
     max_tokens: int | None = None
 
     def __init__(self, config: Config, target: Target) -> None:
-        """A layer with random weights; `load` reads the one of a target.
-        Raises ValueError: the target's architecture has no MTP layout here."""
+        """A layer with random weights. Raises ValueError: this architecture has no MTP layout."""
         super().__init__()
         self.config = config
         self.layout = detect_layout(target.config)

@@ -32,8 +32,7 @@ def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tenso
 
 
 def stitch(target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config: Mapping[str, Any]) -> None:
-    """Make `out` a copy of the target's folder with these tensors, by checkpoint name, and these
-    config keys. Raises FileExistsError: `out` is not empty."""
+    """Copy the target's folder with these tensors and config keys. Raises FileExistsError."""
     require_free(out)
     out.mkdir(parents=True, exist_ok=True)
     # 1. Tokenizer, templates and so on. The target's manifest and provenance do not describe the new folder.

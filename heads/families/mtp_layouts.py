@@ -146,8 +146,7 @@ BY_MODEL_TYPE = {
 
 
 def detect_layout(config: Any) -> Layout:
-    """The layout of a target, by the `transformers` config.
-    Raises ValueError: the architecture has none here, or there is more than one MTP layer."""
+    """The layout of a target. Raises ValueError: it has none here, or several MTP layers."""
     is_mimo = "MiMoForCausalLM" in (getattr(config, "architectures", None) or [])
     layout = MIMO if is_mimo else BY_MODEL_TYPE.get(config.model_type)
     if layout is None:

@@ -54,8 +54,7 @@ class PEagle(Eagle3):
     def __init__(
         self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
     ) -> None:
-        """An untrained head; arguments and errors as of `Eagle3`. Without a mask token, the last
-        row of the embeddings is taken."""
+        """An untrained head, as of `Eagle3`. The default mask token is the last row."""
         super().__init__(config.first_layer(), target, draft_ids_W, shape)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         self._mask_token_id = len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
@@ -67,8 +66,7 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
-        """Steps of shifts 1, 2, ... While gradients are recorded, later steps have a part of the
-        rows (`keep_ratio`). Otherwise they have all."""
+        """Steps of shifts 1, 2, ...; in training, later ones with fewer rows (`keep_ratio`)."""
         num_tokens = min(num_steps or self.options.num_steps, self.options.num_steps)
         # a sample is enough for a gradient; a metric or a forecast needs every row
         rows_BN = self._sample_rows(batch) if torch.is_grad_enabled() else None

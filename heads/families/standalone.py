@@ -134,8 +134,7 @@ class StandaloneDraft(nn.Module):
         return {"attention_mask": self._mask(batch, window)}
 
     def _mask(self, batch: Batch, window: int | None) -> Tensor | dict[str, Tensor]:
-        """The mask of each document, narrowed to the window for sliding layers.
-        The window must be in it, because a complete mask replaces the model's."""
+        """The mask of each document, narrowed to the window: it replaces the model's masks."""
         mask_B1TT = attention_mask(batch)
         if window is None:
             return self._for_scores(mask_B1TT)

@@ -51,8 +51,7 @@ def register_models() -> None:
 
 
 def model_class(config: Any) -> Any:
-    """The auto class of a config's causal LM: a model of text, or of text and images.
-    Raises ValueError: transformers has none."""
+    """The auto class of a config's causal LM, with images or not. Raises ValueError: none."""
     register_models()
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in kind._model_mapping:
@@ -187,8 +186,7 @@ def _load_tekken(path: Path) -> Any:
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    """The first line of an error of transformers, in our words if it asks for code of a model, or if a file in the
-    folder is corrupt."""
+    """The first line of an error of transformers, or our words if it asks for code."""
     if "trust_remote_code" in str(error):
         return (
             "it needs Python code from its own folder (auto_map), which redraft does not run: save the tokenizer as a "

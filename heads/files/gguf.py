@@ -148,7 +148,7 @@ def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
 
 def save(read: GgufModel, folder: Path) -> None:
     """Write the model and the tokenizer, and check both as written. Raises ValueError: the
-    tokenizer of the folder does not return a probe text, or its chat template fails."""
+    tokenizer of the folder does not return a probe text, or the chat template fails."""
     read.model.save_pretrained(folder)
     read.tokenizer.save_pretrained(folder)
     _drop_added_tokens(folder, read.model.config.vocab_size)

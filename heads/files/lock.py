@@ -35,8 +35,7 @@ def acquire(path: Path, purpose: str) -> int:
 
 @contextmanager
 def own(path: Path, purpose: str) -> Iterator[None]:
-    """Hold the lock `path` while the block runs.
-    Raises AlreadyOwnedError: another process holds it."""
+    """Hold the lock `path` while the block runs. Raises AlreadyOwnedError."""
     descriptor = acquire(path, purpose)
     try:
         yield

@@ -50,8 +50,7 @@ def require_aux(target: TargetFolder, family: str) -> None:
 
 
 def require_served_alike(target: TargetFolder) -> None:
-    """Check that the target in training is the one that vLLM will serve.
-    Raises ValueError: its positions, ids or head would differ."""
+    """Raise ValueError if vLLM would serve other positions, ids or another head."""
     _require_one_rope(target.text_config, target.name)
     require_rows(target)
     # Of text and images, a model is tied by its wrapper's word, and the text's is often a default.
@@ -60,8 +59,7 @@ def require_served_alike(target: TargetFolder) -> None:
 
 
 def _require_one_rope(config: Any, name: str) -> None:
-    """Up to the original length transformers takes the short factors of longrope, but vLLM the long
-    ones if it serves any longer text."""
+    """With longrope vLLM takes the long factors for all texts, transformers for long ones only."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return

@@ -58,7 +58,7 @@ class TargetFolder:
 
     @cached_property
     def quantization(self) -> str | None:
-        """The quantization of the weights, as its tool calls it; None if they are plain."""
+        """The quantization of the weights, as the tool calls it; None if they are plain."""
         return read_quantization(self.folder)
 
     @cached_property

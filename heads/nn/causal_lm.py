@@ -40,7 +40,7 @@ LOGITS_WITHIN = 1e-2
 
 
 def language_model(model: Any) -> Any:
-    """The decoder of a causal LM, which has the layers; of a model of text and images that of its text."""
+    """The decoder of a causal LM, which has the layers; of a model of text and images the part for text."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     # Llama 4's class names an attribute that it does not have, and is its own decoder.
     return model.model if decoder is model else decoder

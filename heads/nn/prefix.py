@@ -393,8 +393,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float) -
 
 @functools.cache
 def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """The function as it stands on a CPU, and compiled on a GPU: FlexAttention is a kernel only
-    then, and what follows it would be a dozen passes over memory."""
+    """The function as it is on a CPU, and compiled on a GPU, where FlexAttention is a kernel."""
     if device != "cuda":
         return function
     # Without `fullgraph` PyTorch runs it as it stands as soon as it cannot compile it, or not once more.

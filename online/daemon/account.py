@@ -61,8 +61,7 @@ class Account:
             self.fault(what, reason, detail)
 
     def end_faults(self, *names: str, detail: str | None = None) -> None:
-        """Forget these faults, so that they are written when they begin again; only those of
-        `detail` if given."""
+        """Forget these faults, so that they are written when they begin again."""
 
         def has_ended(what: str, its_detail: str) -> bool:
             return what in names and detail in (None, its_detail)

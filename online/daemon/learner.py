@@ -380,8 +380,7 @@ class Learner:
 
 
 def list_domains(cfg: LearnerConfig) -> set[str]:
-    """The domains that an operator named, in the settings or in fleet.toml.
-    Raises ValueError or OSError if fleet.toml cannot be read."""
+    """The domains in the settings or fleet.toml. Raises ValueError, OSError: it is unreadable."""
     listed = [server.domain for server in list_servers(cfg.fleet.file)] if cfg.fleet.file else []
     return {cfg.domain, *cfg.judging.domains, *listed} - {""}
 

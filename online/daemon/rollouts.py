@@ -44,16 +44,14 @@ class Rollouts:
         return current
 
     def reconcile(self, servers: Sequence[FleetServer]) -> None:
-        """Begin to bring these servers to the current version, unless a rollout or a rollback is
-        under way."""
+        """Begin to bring these servers to the current version, unless a rollout is under way."""
         if not self.fleet.locked():
             self.reconciler.push(servers, self.current)
 
     # ------------------------------------------------------------------------------------ a rollout
 
     async def run(self, part: Callable[..., Coroutine[Any, Any, Outcome]]) -> tuple[Event, Outcome]:
-        """Run a part of the rollout to its end, or to a recall; then every server is back on the
-        current version."""
+        """Run a part of the rollout to its end, or to a recall, which takes everything back."""
         async with self.fleet:
             await self.reconciler.stop()
             # The pushes have ended: one under way would put the incumbent back on the canary.
@@ -166,8 +164,7 @@ class Rollouts:
         return back
 
     async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
-        """The version that is current now. A second automatic rollback needs a promotion in
-        between."""
+        """The version that is current now. A second automatic rollback needs a promotion before."""
         if is_automatic:  # noted first: after a kill, one rollback too few is better than a second one
             self._note_rollback(True)
         try:

@@ -1,4 +1,4 @@
-"""When the learner sleeps: the served draft against itself at its promotion, measured here and
+"""When the learner sleeps: the served draft against itself at the promotion, measured here and
 saved over kills.
 
 A kill must not wake the learner, nor forget what the served draft was worth when promoted."""
@@ -47,8 +47,7 @@ class Sleeper:
         return None
 
     def find_reason_to_wake(self, staleness: Staleness | None, num_waiting: int) -> str:
-        """The reason to train again, with `num_waiting` records not trained yet; empty if there is
-        none."""
+        """The reason to train again, with `num_waiting` untrained records; empty without one."""
         return self.sleep.find_reason_to_wake(
             staleness, num_waiting, self.cfg.sleep, self.cfg.training.records_per_candidate
         )
@@ -81,8 +80,7 @@ def save_sleep(sleep: Sleep, path: Path) -> None:
 
 
 def load_sleep(path: Path) -> Sleep:
-    """The sleep saved last; awake without a reference if there is none yet. Raises: as
-    `read_sealed_as`."""
+    """The sleep saved last, or awake without a reference. Raises as `read_sealed_as`."""
     return read_sealed_as(path, _make_sleep, Sleep())
 
 

@@ -80,8 +80,7 @@ def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
-    """Read the plugin's settings. Raises ValueError for an invalid value; FileNotFoundError if the
-    token file or the registry is missing."""
+    """The plugin's settings. Raises ValueError; FileNotFoundError: no token file or registry."""
     registry = environment.get("REDRAFT_REGISTRY")
     if registry and not Path(registry).is_dir():
         raise FileNotFoundError(f"REDRAFT_REGISTRY={registry} is not a folder: create it, or unset the variable")

@@ -103,8 +103,7 @@ def _list_projections(
 
 
 def _take_heads(weight: Tensor, num_heads: int, head_dim: int, rank: int, num_ranks: int) -> Tensor:
-    """The rows of this rank's key heads, [G * E, D], or [G * E] of a bias. With fewer heads than ranks, several ranks
-    hold the same head."""
+    """This rank's key heads, [G * E, D] or [G * E]; several ranks may hold the same."""
     # e.g. two heads on four ranks: ranks 0 and 1 hold head 0, ranks 2 and 3 head 1
     first = rank * (len(weight) // head_dim) // num_ranks
     return weight[first * head_dim : (first + num_heads) * head_dim]

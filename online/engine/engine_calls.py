@@ -32,8 +32,7 @@ class EngineCalls:
         return await self.while_alive(self._ask_replicas(method, args))
 
     async def ask_for_draft(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """The answers of the ranks with the draft. The stages of a pipeline before the last one have
-        none."""
+        """The answers of the ranks with the draft: of a pipeline's last stage."""
         ranks = [rank for rank in await self.ask(method, *args) if rank is not None]
         if not ranks:
             raise RefusedError(409, "no rank of this server has a draft to swap: restart it with one")
@@ -53,8 +52,7 @@ class EngineCalls:
             running.cancel()
 
     async def request(self, call: Awaitable[T], problem: str, then: str = "") -> T:
-        """The result of a call that the engine may refuse.
-        Raises RefusedError: 503 with the problem, what the engine said about it, and `then`."""
+        """A call that the engine may refuse. Raises RefusedError 503 with its words and `then`."""
         try:
             return await self.while_alive(call)
         except RefusedError:
@@ -92,8 +90,7 @@ class EngineCalls:
         }
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        """With data parallelism each replica has an engine. vLLM's `collective_rpc` asks all engines,
-        but returns only the first one's answers."""
+        """The answers of the replicas' engines: `collective_rpc` returns only the first one's."""
         ask_all = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
         if ask_all is None:  # e.g. an engine in this process
             answers: list[Any] = await self.engine.collective_rpc(method, args=args)

@@ -195,8 +195,7 @@ def reads_prompt(output: Any) -> bool:
 
 
 def patch_pace() -> None:
-    """Let a `Pacer` choose if the environment says so. Safe to call again.
-    Raises ValueError for an invalid REDRAFT_PACE."""
+    """Let a `Pacer` choose if the environment says so. Raises ValueError: bad REDRAFT_PACE."""
     pace = check_pace(os.environ.get("REDRAFT_PACE", "off"))
     if pace == "off":
         return

@@ -1,4 +1,4 @@
-"""Reduction of the target's logits: the top-k of every row, and the log-sum-exp of the whole row. And of its states.
+"""Reduction of the target's logits: the top-k of every row, and the log-sum-exp of the whole row. And of states.
 
 R = logit rows of several steps, S = their draft tokens, V = vocabulary, K = kept top-k ids, G = groups of logits,
 C = candidates for the top-k, H = tokens, L = hidden states of one token, D = size of each."""

@@ -19,7 +19,7 @@ from redraft.online.records.states import SCALE_BYTES
 SEGMENT_ROWS = 512  # a long answer is shipped in segments: the learner need not wait
 
 # Position, branch, draft, probability and log-sum-exp take 4 bytes each, and `accepted` one.
-ROW_BYTES = 21  # Bytes of a row in a record without its top-k.
+ROW_BYTES = 21  # of a row in a record, without the top-k
 
 KEPT_STATES = 64
 """A segment begins with this many hidden states of the previous one, for the first rows to attend to; with fewer if

@@ -31,8 +31,7 @@ WARMUP_IDS = ("_warmup", "_v2_")  # Beginnings of the ids of vLLM's own requests
 
 
 def install_capture(runner: Any, capture: Capture) -> None:
-    """Let `capture` see every step of `runner` from now on.
-    Raises ValueError if the runner arranges its batches in a way that the hooks do not know."""
+    """Let `capture` see every step of `runner`. Raises ValueError: unknown kinds of batches."""
     _require_plain_batches(runner)
     hooks = _Hooks(runner, capture)
     _watch(runner.sampler, hooks.sampled)

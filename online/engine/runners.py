@@ -47,8 +47,7 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
 
 
 def install_reread(runner: Any) -> Rereader:
-    """Let the draft of `runner` read the text again after a swap.
-    Raises ValueError if the keys are laid out in an unknown way."""
+    """Let the draft read the text again after a swap. Raises ValueError: an unknown layout."""
     version = find_runner(runner)
     if version is None:
         raise ValueError(f"vLLM's V1 and V2 model runners are followed, not {type(runner).__qualname__}")
@@ -63,8 +62,7 @@ def install_proposers(runner: Any) -> None:
 
 
 def install_capture(runner: Any, capture: Capture) -> None:
-    """Let `capture` see every step of `runner` from now on.
-    Raises ValueError if its steps cannot be recorded."""
+    """Let `capture` see every step of `runner`. Raises ValueError: they cannot be recorded."""
     version = find_runner(runner)
     if version is None:
         raise ValueError(f"vLLM's V1 and V2 model runners are recorded, not {type(runner).__qualname__}")

@@ -47,7 +47,7 @@ def scan_drafts(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_sum(peaks, sums, place, values, peak):  # type: ignore[no-untyped-def]
-    """Store a chunk's maximum, `peak`, and its sum of exp over that maximum."""
+    """Store a chunk's maximum, `peak`, and the sum of exp over that maximum."""
     # a chunk of -inf only would give nan
     peak = tl.where(peak == -float("inf"), 0.0, peak)
     tl.store(peaks + place, peak)

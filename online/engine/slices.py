@@ -89,8 +89,7 @@ def _join(slices: Iterable[Slice | None]) -> Slice | None:
 
 
 def _without_memory(module: nn.Module, shared: set[int]) -> Any:
-    """A copy of the modules with the parameters that vLLM loads into, on the meta device. Modules in `shared`, by id,
-    are left out."""
+    """A copy of the modules on the meta device, without those in `shared`, by id."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs

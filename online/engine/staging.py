@@ -152,8 +152,7 @@ class Part:
 
 
 def plan_parts(header: Mapping[str, Any], slices: Slices, shared: set[str], at: int = 0) -> list[Part]:
-    """The parts of a file, by its header, in the file's order and in memory from `at` on. Tensors inside the modules
-    named `shared` are left out."""
+    """The parts of a file in order, in memory from `at` on, without modules in `shared`."""
     parts = []
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
         if not shared.isdisjoint(name.split(".")):
@@ -304,8 +303,7 @@ class Staging:
             raise DamagedError(str(error)) from error
 
     def _read_file(self, path: Path, parts: Sequence[Part], buffer: Tensor, *, is_hashed: bool) -> str:
-        """Read the parts of a file into memory. Returns the file's SHA-256 if `is_hashed`, for which all of the file is
-        read."""
+        """Read the parts of a file into memory; returns the file's SHA-256 if `is_hashed`."""
         with path.open("rb", buffering=0) as file, memoryview(buffer.numpy().data) as memory:
             reader = _Reader(self, file, hashlib.sha256() if is_hashed else None)
             data = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little")

@@ -93,7 +93,7 @@ class EngineStep:
         return [row[:count] for row, count in zip(rows, self.num_sampled_B.tolist(), strict=True)]
 
     def read_parts(self) -> list[StepPart]:
-        """The parts with their exact starts. Waits for the device."""
+        """The parts with exact starts. Waits for the device."""
         if self.starts_B is None:
             return self.parts
         starts = self.starts_B.tolist()

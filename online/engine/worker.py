@@ -189,8 +189,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
 
 
 def _prepare_cache(worker: Any, cache: SwapCache) -> None:
-    """Prepare for a swap that keeps a part of the cache.
-    Raises ValueError: this draft cannot read the text again."""
+    """Prepare to keep a part of the cache. Raises ValueError: this draft cannot read again."""
     state: WorkerState = worker.redraft
     if worker.model_runner.get_draft_model() is None:
         return

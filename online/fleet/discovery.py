@@ -111,8 +111,7 @@ def read_fleet(path: Path, domain: str, token: str) -> dict[str, str]:
 
 
 def list_servers(path: Path) -> list[ListedServer]:
-    """The servers of fleet.toml.
-    Raises ValueError if the file is not a fleet.toml. Raises OSError if it cannot be read."""
+    """The servers of fleet.toml. Raises ValueError: it is none; OSError: it is unreadable."""
     try:
         return msgspec.convert(tomllib.loads(path.read_text()), FleetFile).servers
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
@@ -120,8 +119,7 @@ def list_servers(path: Path) -> list[ListedServer]:
 
 
 async def resolve_addresses(url: str) -> list[str]:
-    """One URL per address of the host name in `url`, sorted.
-    Raises OSError if the name cannot be resolved."""
+    """A URL per address of the host name in `url`, sorted. Raises OSError: there is none."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)

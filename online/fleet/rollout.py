@@ -248,7 +248,7 @@ def estimate_accepted(polls_P2: Array) -> Estimate:
 
 
 def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
-    """The finding on a loss of tau; inconclusive as long as its interval is too wide to tell."""
+    """The finding on a loss of tau; inconclusive as long as the interval is too wide."""
     low, high = loss.interval(policy.confidence)
     # With a `max_loss` of 0.1: -0.02 to 0.08 passes, 0.12 to 0.30 is worse, -0.10 to 0.30 is inconclusive, and of 0.07
     # to 0.15 the estimate decides.
@@ -430,8 +430,7 @@ def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_
 
 
 async def _watch(done: Sequence[FleetServer], control: Sequence[FleetServer], policy: RolloutPolicy) -> str:
-    """The reason for an alarm after `watch_s`; empty if there is none.
-    After the last wave there is no control group, and the learner's watch takes over."""
+    """The reason for an alarm after `watch_s`; empty if none. Then the learner's watch follows."""
     if not control:
         return ""
     window = await Window.open([*done, *control])
@@ -459,8 +458,7 @@ def is_worse_than_control(ours: AcceptanceCounts, control: AcceptanceCounts) -> 
 
 
 def _are_too_many(absent: dict[str, str], servers: Sequence[FleetServer], policy: RolloutPolicy) -> bool:
-    """Whether so many servers are silent that the candidate is a likely cause.
-    One absent server is tolerated, unless it is the only one."""
+    """Whether too many servers are silent for chance; one absent server of several is not."""
     # With a share of 0.1: of 10 servers one may be silent, of 40 four.
     return len(absent) == len(servers) or len(absent) > max(1, policy.max_absent_share * len(servers))
 

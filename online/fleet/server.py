@@ -185,8 +185,7 @@ class FleetServer:
     """The registry whose versions it is to serve. None: a version is known by its name alone."""
 
     async def status(self) -> Status:
-        """The server's present status.
-        Raises UnreachableError or RefusedError if it does not answer, or not with a status."""
+        """The server's present status. Raises UnreachableError, RefusedError."""
         content = await self._request("GET", "/redraft/status", STATUS_TIMEOUT_S)
         try:
             body = _status_decoder.decode(content)
@@ -462,8 +461,7 @@ class Window:
         return first is not None and server.serves(first, version)
 
     async def read(self) -> dict[FleetServer, WindowCounts]:
-        """Counts by server since the window opened.
-        Servers are left out if they restarted, changed the draft or do not answer."""
+        """Counts by server since the window opened, without servers that restarted or swapped."""
         readings = await ask_all(self._first)
         counted = {}
         for server, now in readings.items():

@@ -189,8 +189,7 @@ class BufferFile:
 
 
 def connect(path: Path | None, schema: str) -> sqlite3.Connection:
-    """Open a file, created if missing. A commit is on the disk when it returns.
-    Raises LaterFileError if a later release wrote it."""
+    """Open a file, or create it. A commit is on the disk. Raises LaterFileError."""
     # No transactions by Python: `transaction` begins and ends them. The buffer's lock orders the threads.
     connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
     try:

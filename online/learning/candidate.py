@@ -70,8 +70,7 @@ def _find_learning(name: str) -> Family:
 
 
 class Candidate:
-    """One draft and one optimizer. Every method runs on all ranks at the same time.
-    A step whose loss is not finite changes nothing."""
+    """One draft and one optimizer; each method runs on all ranks together."""
 
     def __init__(self, cfg: Training, name: str, target: Path, machine: Machine | None = None) -> None:
         """`name` is the family's; `target` is the folder of the target, whose embeddings a head borrows. By default on
@@ -105,7 +104,7 @@ class Candidate:
 
     def begin(self, version: Path) -> None:
         """Start from the weights of a version, with a fresh optimizer.
-        Raises ValueError if its attention would not launch on the GPU."""
+        Raises ValueError if attention of the draft would not launch on the GPU."""
         self._require_attention(version)
         if self._distillation is not None:
             self._distillation.close()  # frees its memory before the next draft is loaded
@@ -166,8 +165,7 @@ class Candidate:
         return self.distillation.step(mine)
 
     def write(self, folder: Path) -> None:
-        """Write STATE and DRAFT into the folder of a checkpoint.
-        Raises NotFiniteError on every rank, if the weights are not finite."""
+        """Write STATE and DRAFT of a checkpoint. Raises NotFiniteError on every rank."""
         weights = self.distillation.weights()
         are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
         broadcast_object_list(are_finite)  # only the first rank may hold the weights

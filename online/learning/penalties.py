@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 
 def is_undecided(record: Record) -> bool:
-    """Whether the penalties of a request cannot be applied to its record.
+    """Whether the penalties of a request cannot be applied to the record.
     A repetition penalty multiplies logits, and a record from a tap holds log-probabilities only."""
     if record.sampling.repetition_penalty == 1:
         return False

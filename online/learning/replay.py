@@ -160,8 +160,7 @@ def _make_batch(rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: i
 
 
 def _shift_positions(position_ids_BT: Tensor, rows: Sequence[Sequence[TrainingSequence]]) -> None:
-    """Give every token its position in serving: a text that was cut does not begin at 0, and some heads treat 0 alone
-    differently."""
+    """Give every token its position in serving: some heads treat 0 alone differently."""
     for b, row in enumerate(rows):
         start = 0
         for text in row:

@@ -59,8 +59,7 @@ class RollingFiles:
         counts: Counter[str],
         damage: list[str],
     ) -> None:
-        """Open the files of `folder`; `counts` gets the dropped records by reason, `damage` a
-        sentence each."""
+        """Open the files of `folder`; dropped records count in `counts`, `damage` says why."""
         self.folder, self.max_bytes, self.max_age_s = folder, max_bytes, max_age_s
         self.counts, self.damage = counts, damage
         self.files: list[BufferFile] = []  # Oldest first.
@@ -100,8 +99,7 @@ class RollingFiles:
         return sum(file.num_bytes() for file in self.files)
 
     def last_number(self) -> int:
-        """The highest sequence number in a file, or that one of a later release may have; 0 without
-        any."""
+        """The highest number in a file, or that a later release's may have; 0 without any."""
         later = [int(path.stem.removeprefix("records-")) + MAX_LATER_RECORDS for path in self.later]
         return max([int(self.index()["seq"].max(initial=0)), *later])
 
@@ -127,8 +125,7 @@ class RollingFiles:
                 yield result
 
     def unless_damaged(self, file: BufferFile, operation: Callable[[BufferFile], T], otherwise: T) -> T:
-        """The result of `operation` on `file`. If the file proves damaged, it is dropped and
-        `otherwise` returned."""
+        """`operation(file)`; if the file proves damaged, it is dropped and `otherwise` returned."""
         try:
             return operation(file)
         except sqlite3.DatabaseError as error:
@@ -146,8 +143,7 @@ class RollingFiles:
             pass
 
     def _newest(self, next_seq: int, now_s: float) -> BufferFile:
-        """The file to write to: the last one, until it has its share of the bytes or covers its
-        share of the age."""
+        """The file to write to: the last one, until it has its share of bytes or age."""
         if self.files:
             newest = self.files[-1]
             is_old = now_s - newest.oldest_s() >= self.max_age_s / NUM_FILES

@@ -55,7 +55,7 @@ def score(
 
 
 def _make_batch(record: Record, sequence_length: int, reads: Reads) -> RecordedBatch | None:
-    """The record's text, with its penalties applied to the target's distributions; None if it has no rows."""
+    """The record's text, with the penalties applied to the target's distributions; None if it has no rows."""
     text = training_sequences(penalise(record), branches=False)[0]
     if not len(text.rows_R):
         return None

@@ -211,8 +211,7 @@ class Pull:
         await self.client.subscribe(self._inbox, cb=self._on_message)
 
     async def next(self) -> list[Any]:
-        """All arrived messages; none if none came within WAIT_S. Raises BrokerError if the log is
-        gone, nats.errors.Error as the connection breaks."""
+        """All arrived messages; none after WAIT_S. Raises BrokerError, nats.errors.Error."""
         await self._request_more()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._something.wait(), WAIT_S)
@@ -316,8 +315,7 @@ async def provide_stream(
 
 
 async def _make_way(stream: Any, config: Nats, wanted: ConsumerConfig) -> None:
-    """Delete the consumers of former learners, if they take the same records as `wanted`.
-    Raises BrokerError if such a learner is running."""
+    """Delete former learners' consumers of these records. Raises BrokerError: one is running."""
     for found in await stream.consumers_info(config.stream):
         subjects = (found.config.filter_subject, wanted.filter_subject)
         # Two filters overlap only if they are equal. A consumer without one overlaps with every other.

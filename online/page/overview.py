@@ -118,8 +118,7 @@ def build_curves(
     width_s: float,
     rank: Callable[[float, float], float],
 ) -> list[Curve]:
-    """tau over time, one curve per name. If there are too many names, the highest `rank(drafts, accepted)` are drawn
-    and the others summed."""
+    """tau over time by name: the highest `rank(drafts, accepted)`, the others summed."""
     # 1. Drafts and accepted tokens by name, to choose the curves to draw.
     totals: dict[str, list[float]] = {}
     for entry in entries:

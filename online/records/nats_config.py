@@ -72,16 +72,14 @@ class StreamLimits:
 
 
 def to_subject_token(domain: str) -> str:
-    """The subject token of a domain, unique to it.
-    A name that had to be sanitised, or equals the reserved `all`, gets a hash suffix."""
+    """A domain's unique subject token: a sanitised or reserved name gets a hash suffix."""
     part = _UNFIT.sub("_", domain)
     is_itself = part == domain and domain != NO_DOMAIN
     return part if is_itself else f"{part}-{hashlib.sha256(domain.encode()).hexdigest()[:8]}"
 
 
 def parse_addresses(ingest: str) -> list[str]:
-    """Split an address such as nats://one:4222,nats://two:4222 into single servers.
-    Raises ValueError if one of them is not a nats:// or tls:// address."""
+    """The single servers of an address. Raises ValueError: one is no nats:// or tls:// address."""
     found = [address.strip() for address in ingest.split(",")]
     for address in found:
         parts = urlsplit(address)

@@ -56,8 +56,7 @@ class _Client(Client):  # type: ignore[misc]
 
 
 async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
-    """Connect a nats-py client, with the inbox of `user`. Once it `is_closed`, it stays closed.
-    Raises BrokerError."""
+    """Connect with the inbox of `user`; closed, it stays closed. Raises BrokerError."""
     reasons: deque[Exception] = deque(maxlen=1)
 
     async def keep(error: Exception) -> None:

@@ -70,8 +70,7 @@ class Outlet(Protocol):
 
 
 def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
-    """Open the configured outlet, whose thread, if it has one, runs under the guard.
-    Raises ValueError if they name neither a spool nor a log."""
+    """The configured outlet; its thread runs under the guard. Raises ValueError: none is set."""
     if config.ingest:
         from redraft.online.records.publisher import Publisher  # nats-py is an extra
 

@@ -160,8 +160,7 @@ class Clusters:
 
     @classmethod
     def read(cls, folder: Path) -> Clusters:
-        """Read published clusters. Raises FileNotFoundError if there are none; ValueError if a file
-        is damaged or from another release."""
+        """Read published clusters. Raises FileNotFoundError; ValueError: a file is damaged."""
         artifact.verify(folder)
         try:
             settings = json.loads((folder / SETTINGS).read_text())

@@ -122,8 +122,7 @@ class FrontConfig:
 
 
 class AdminServer(uvicorn.Server):
-    """The server of the admin port, which runs beside the clients'. The port is open once it
-    exists. Raises OSError if the port cannot be opened."""
+    """The admin port's server, beside the clients'; the port is open. Raises OSError."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         super().__init__(_configure(app, lifespan="off", timeout_graceful_shutdown=1))

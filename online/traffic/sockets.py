@@ -1,6 +1,6 @@
 """Plain asyncio sockets for httpcore: half the work per chunk of its default, which serves every event loop there is.
 
-For addresses only, without TLS: for a name, httpcore's default tries all its addresses at once."""
+For addresses only, without TLS: for a name, httpcore's default tries all addresses at once."""
 
 from __future__ import annotations
 

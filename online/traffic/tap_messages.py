@@ -71,8 +71,7 @@ class Answer:
     def record(
         self, payload: dict[str, Any], origin: Origin, server_id: str, target_fingerprint: str, top_k: int
     ) -> Record | None:
-        """The record of the answer, or None if it has no token.
-        Raises AnswerError or any other error if the answer or the request cannot be recorded."""
+        """The record of the answer; None without a token. Raises AnswerError, or any other."""
         if self.failure is not None:
             raise self.failure
         count = min(len(self.output_ids), len(self.top))

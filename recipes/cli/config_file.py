@@ -86,7 +86,7 @@ def render_config(config: Any) -> str:
 
 
 def _render(config: Any, prefix: str) -> Iterator[str]:
-    """The lines of a table. TOML wants the keys of a table before its sub-tables."""
+    """The lines of a table. TOML wants keys before sub-tables."""
     tables = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

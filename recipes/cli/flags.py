@@ -35,8 +35,7 @@ def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
 
 
 def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = None) -> StructConstructorSpec | None:
-    """The fields of a dataclass, as in tyro's rule, with folded help.
-    The config raises RefusedConfigError where `__post_init__` raises a ValueError."""
+    """The fields of a dataclass with folded help; a refused value is a RefusedConfigError."""
     if not dataclasses.is_dataclass(info.type):
         return None
     hints = get_type_hints(info.type, include_extras=True)

@@ -23,8 +23,7 @@ TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
 
 
 def choose_environment(*, has_terminal: bool) -> dict[str, str]:
-    """Variables of a process and its children, for libraries that read them when they are imported.
-    A variable that the user has set stays as it is."""
+    """Variables for libraries that read them at import; the user's stay as they are."""
     # An OpenMP thread that waits for the others spins, and takes the core that a preempted one needs: on two cores with
     # other work, a training step took ten times as long as with threads that sleep. Only libgomp, which torch uses,
     # reads this variable. OMP_WAIT_POLICY would reach vLLM's workers (libiomp5) too, which have measured speeds.

@@ -44,8 +44,7 @@ MIN_RUN = 40  # Tokens to show of a long text between two labels, or of a label.
 
 
 def main(cfg: Config) -> None:
-    """Print the summary and the samples. Raises ValueError if the data or the tokenizer cannot be
-    read, or if there is nothing to train on."""
+    """Print the summary and the samples. Raises ValueError: nothing can be read, or learned."""
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
     tokenizer = target.tokenizer
     if (target.folder / CONFIG).is_file():
@@ -211,8 +210,7 @@ def possible_kinds(conversation: Conversation) -> set[str]:
 
 
 def find_kinds(sample: Sample, conversation: Conversation, tokenizer: Any, end_ids: Collection[int]) -> set[str]:
-    """The kinds of turn among the labels of a sample: other turns of the conversation may be in other samples, or
-    refused."""
+    """The kinds of turn among a sample's labels: other turns may be refused, or elsewhere."""
     possible, messages = possible_kinds(conversation), conversation["messages"]
     if len(possible) == 1:
         return possible

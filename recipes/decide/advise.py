@@ -67,8 +67,7 @@ def format_fastest(fastest: Mapping[int, Mapping[str, Any] | None]) -> Iterator[
 
 
 def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> tuple[str, StepCosts]:
-    """(draft, step costs).
-    Raises ValueError if the benchmark has no such draft or no step costs of it."""
+    """(draft, step costs). Raises ValueError: the benchmark has no such draft, or no costs."""
     drafts = report["drafts"]
     if draft is not None and draft not in drafts:
         raise ValueError(f"{path} has no draft {draft!r}: choose one of {', '.join(drafts)}")

@@ -97,8 +97,7 @@ def main(cfg: Config) -> None:
 
 
 def sweep(cfg: Config) -> Sweep:
-    """The benchmark's questions.
-    Raises ValueError if the prompts do not fit the servers, or a setting makes no sense."""
+    """The benchmark's questions. Raises ValueError: the prompts do not fit the servers."""
     if cfg.repeats < 1:
         raise ValueError(f"--repeats {cfg.repeats} measures nothing: give 1 or more")
     longest = cfg.input_tokens + cfg.output_tokens

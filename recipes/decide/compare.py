@@ -180,8 +180,7 @@ def make_groups(cfg: Config, ready: Sequence[Candidate], making: Making) -> Iter
 
 
 def load_questions(cfg: Config) -> list[Conversation]:
-    """The conversations whose last questions are the prompts.
-    Raises ValueError: there are too few."""
+    """The conversations whose last questions are the prompts. Raises ValueError: too few."""
     conversations: list[Conversation] = (
         [
             {"messages": [{"role": "user", "content": question(problem)}], "domain": "code"}

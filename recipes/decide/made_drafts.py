@@ -82,8 +82,7 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
 
 
 def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
-    """The trained drafts, each trained when it is asked for; a finished one is kept.
-    A head with a lookup before it is the same head, trained once."""
+    """The trained drafts, trained when asked for and kept; a head with a lookup only once."""
     for name in names:
         draft = parse_trained(name)
         run = making.output / draft.source
@@ -98,8 +97,7 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
 
 
 def finished_drafts(sources: Sequence[str], made: Sequence[str], num_speculative_tokens: int) -> Iterator[Candidate]:
-    """The drafts of --draft; `made` are the names of those to train.
-    Raises ValueError or FileNotFoundError if one is none, or would not be served so."""
+    """The drafts of --draft. Raises ValueError, FileNotFoundError: one would not be served."""
     for name, draft in name_drafts(sources, made).items():
         size = count_parameters(draft.folder) if draft.folder else None
         candidate = Candidate(name, name, draft.speculative(), num_speculative_tokens, size)
@@ -153,8 +151,7 @@ def training_command(making: Making, name: str) -> list[str]:
 
 
 def spread(count: int, target: TargetFolder) -> list[int]:
-    """`count` layers of the target at equal distances, the first and the last included.
-    Raises ValueError: the target has fewer."""
+    """`count` layers at equal distances, the first and last included. Raises ValueError."""
     layers = int(target.text_config.num_hidden_layers)
     if not 1 <= count < layers:
         raise ValueError(f"--train layers-{count}: {target.name} has {layers} layers, so give 1 to {layers - 1}")

