@@ -135,8 +135,7 @@ def _leave_one_out(over_N: Array, under_N: Array) -> tuple[float, Array, float]:
     over, under = over_N.sum(), under_N.sum()
     value = float(over / under) if under > 0 else 0.0
     rest_N = under - under_N
-    # Without the one prompt that holds the whole denominator nothing is left. The ratio then stays as it is,
-    # and this prompt adds no deviation.
+    # Without the one prompt that has the whole denominator the ratio stays, no deviation.
     left_out_N = np.divide(over - over_N, rest_N, out=np.full(len(over_N), value), where=rest_N > 0)
     # Kish's effective number: 16 equal prompts count as 16, one long prompt among empty ones as 1.
     num_effective = under**2 / np.square(under_N).sum() if under > 0 else 0.0
@@ -150,8 +149,7 @@ def _error(deviation_N: Array, under_N: Array) -> float:
         return 0.0
     if num_prompts == 1:
         return math.inf
-    # Deviations from the ratio over all prompts, not from the mean of the leave-one-out ratios: the sum of
-    # squares is never smaller, so the error errs on the safe side.
+    # Deviations from the ratio over all prompts: the sum of squares errs on the safe side.
     return math.sqrt((num_prompts - 1) / num_prompts * float(np.square(deviation_N).sum()))
 
 

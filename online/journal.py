@@ -212,8 +212,7 @@ class Journal:
         if "reason" in fields:
             fields["reason"] = " ".join(fields["reason"].split())[:MAX_REASON_CHARS]
         try:
-            # A round trip, because msgspec checks types and patterns only when it decodes. It writes NaN and infinities
-            # as null.
+            # A round trip: msgspec checks only when it decodes. NaN and infinities become null.
             entry = cast(E, _decoder.decode(_encoder.encode(fields)))
         except msgspec.ValidationError as error:
             raise ValueError(f"this is not a {fields['kind']!r} entry of the journal: {error}") from error

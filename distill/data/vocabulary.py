@@ -31,8 +31,7 @@ def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tenso
     if size in (0, vocab_size):
         return None
     counts_V = _count_labels(samples, vocab_size)
-    # Stable, so of equal counts the lower id is kept, on every machine. Ascending, because the loss searches
-    # in the ids.
+    # Stable: of equal counts the lower id is kept. Ascending: the loss searches in the ids.
     kept_W = np.sort(np.argsort(-counts_V, kind="stable")[:size])
     print(
         f"draft vocabulary: {size:,} of {vocab_size:,} ids, {counts_V[kept_W].sum() / counts_V.sum():.2%} of the labels"

@@ -97,8 +97,7 @@ def find_better_readings(
     if not better:
         return
     gain, best = max(better, key=lambda each: each[0].value)
-    # The best of many readings gains some by chance. Bonferroni: the error of each is that of one, divided by
-    # the number of readings.
+    # Bonferroni, because the best of many readings gains some by chance.
     is_certain = gain.interval(1 - (1 - CONFIDENCE) / len(readings))[0] > 0
     more = "" if is_certain else f"; {len(texts)} prompts are too few to be certain, ask more with --num-prompts"
     yield Finding(

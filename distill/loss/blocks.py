@@ -76,8 +76,7 @@ def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
     """First argmax of every row, [M, 1]; in two levels, because on a CPU `amax` is vectorised and `argmax` is not."""
     if z_MV.shape[1] % group:
         return z_MV.argmax(-1, keepdim=True)
-    # G groups of v = 64 columns: the first group with the largest logit, then the first place in it. So of
-    # equal logits the first wins, as in `argmax`.
+    # The first group (v = 64 columns) with the largest logit, then the first place: as `argmax`.
     z_MGv = z_MV.view(len(z_MV), -1, group)
     best_M1 = z_MGv.amax(-1).argmax(-1, keepdim=True)
     z_M1v = z_MGv.gather(1, best_M1[..., None].expand(-1, 1, group))
@@ -177,8 +176,7 @@ class TopKBlock:
         ids_MK, log_p_MK = self._ids_RK, self._log_probs_RK
         if place_M is not None:
             ids_MK, log_p_MK = ids_MK[place_M], log_p_MK[place_M]
-        # An id out of reach gets column 0, with p = q = 0 below. So it adds nothing to alpha_greedy or to the
-        # gradient of column 0.
+        # An id out of reach gets column 0 and p = q = 0: it adds nothing to it.
         columns_MK, reachable_MK = draft_columns(ids_MK, draft_ids_W, logits_MW.shape[1])
 
         # The draft's logit of each kept id; the tail's is the log sum exp of all other logits, so mask the kept ones.

@@ -44,8 +44,7 @@ def log_sum_exp(logits_RV: Tensor, temperature: float) -> Tensor:
 
 
 def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # Any number of rows: the last block of a chunk has fewer. Not `fullgraph`, which ends a training at a ninth
-    # graph instead of running uncompiled.
+    # Not `fullgraph`, which ends a training at a ninth graph instead of running uncompiled.
     return compile_here(function, dynamic=True)
 
 

@@ -264,8 +264,7 @@ def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence
     # By identity: under autocast a shared head is converted once, and all steps add to one gradient.
     heads = {id(head): as_operand(head, dtype) for head in leaves[len(pairs) :]}
     d_heads = dict(zip(heads, gradients[len(pairs) :], strict=True))
-    # One generator for all steps: each takes the next pair, or two with a bias. So `pairs` must be in the
-    # order of the steps.
+    # One generator for all steps, each taking the next pair or two, in the order of steps.
     factors = (
         _Factors(left.to(dtype), heads[id(head)], d_left, d_heads[id(head)])
         for (left, head), d_left in zip(pairs, gradients[: len(pairs)], strict=True)
@@ -429,8 +428,7 @@ class _Group:
         for index, left_MD in enumerate(self.lefts):
             factors = [part.step.factors[index] for part in self.parts]
             if any(each.d_left is not None for each in factors):
-                # [M, W] @ [W, D], over the rows of all parts. A part without a gradient costs its share of
-                # the product.
+                # [M, W] @ [W, D] over all parts; one without a gradient costs its share.
                 d_left_MD = gradient_of_left(scratch, self.logits_MW, factors[0].head_WD)
                 for part, each, here in zip(self.parts, factors, self.slices, strict=True):
                     if each.d_left is not None:

@@ -55,8 +55,7 @@ def jensen_shannon(c: Compared, beta: float) -> Gradient:
     2306.13649).
     dz = (1 - beta) q (log q - log m - KL(q || m)); the derivatives of m in both KLs cancel. Outside
     the draft vocabulary m = beta p, so p's mass there contributes -log beta per unit."""
-    # g = (1 - beta) (log q - log m + 1) - (1 - beta) (beta p + (1 - beta) q) / m. The fraction is 1, because
-    # its numerator is m.
+    # g = (1 - beta) (log q - log m + 1) - (1 - beta), for (beta p + (1 - beta) q) / m = 1
     log_m_MX = mixture(c.p_MX, c.q_MX, beta).log_()
     kl_pm_M = (c.log_p_MX - log_m_MX).mul_(c.p_MX).sum(-1) - (1 - c.p_MX.sum(-1)) * math.log(beta)
     # log m is not needed any more, so the ratio takes its memory
@@ -96,8 +95,7 @@ def alpha_gradient(c: Compared) -> Tensor:
     """d alpha / dz = q (below - sum_v q below), [M, X]. `below` is 1 if q < p, 0 if q > p, 1/2 if
     they are equal. All terms are of the size of alpha, so neg_log_alpha can divide by alpha,
     however small it is."""
-    # The sign is 1, 0 or -1, so `below` is 1, 1/2 or 0. Autograd halves the gradient of `minimum` at a tie
-    # too, so the oracle of the tests agrees.
+    # 1, 1/2 or 0: autograd halves the gradient of `minimum` at a tie too, as the oracle does.
     below_q_MX = torch.sub(c.p_MX, c.q_MX).sign_().add_(1).mul_(0.5).mul_(c.q_MX)
     return below_q_MX.sub_(c.q_MX * below_q_MX.sum(-1, keepdim=True))
 

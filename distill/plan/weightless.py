@@ -179,11 +179,9 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, backwar
     of v, p, q and k.
     Under a mask all scores are computed; a causal kernel computes those up to the diagonal."""
     (batch, heads, queries, size), keys = q.shape, k.shape[2]
-    # Causal: row i of T sees i + 1 keys, T (T + 1) / 2 pairs in all. If there are more keys than queries,
-    # every row sees the earlier ones too.
+    # Causal: row i of T sees i + 1 keys, T (T + 1) / 2 pairs, and all earlier keys if any.
     pairs = queries * (queries + 1) // 2 + queries * (keys - queries) if is_causal else queries * keys
-    # Backward: scores and the gradients of q and k by the size of a key, those of p and v by the size of a
-    # value.
+    # Backward: scores, gradients of q and k by the size of a key, of p and v of a value.
     factors = 3 * size + 2 * v.shape[3] if backward else size + v.shape[3]
     return 2 * batch * heads * pairs * factors
 
@@ -199,8 +197,7 @@ def _backward(
 
 
 def _range_pairs(q: Tensor, start_BN: Tensor, end_BN: Tensor) -> int:
-    # q is [B, H, N, E]: the same pairs for each of the H heads. The ranges are small integers, so they have
-    # values.
+    # The same pairs for each of the H heads. The ranges are small integers: they have values.
     return q.shape[1] * int((end_BN - start_BN).sum())
 
 
@@ -276,8 +273,7 @@ def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made:
     if name in GATHERS:
         read += fresh
     if name in SCATTERS:
-        # The values come last, e.g. index_add_(self, dim, index, source). As many bytes of the table are
-        # written.
+        # The values come last, as in index_add_(self, dim, index, source): as many are written.
         written = read[-1:]
     return sum(map(size_bytes, (*fresh, *written, *read)))
 

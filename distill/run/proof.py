@@ -232,8 +232,7 @@ def prove_in_engine(
 
     config = {**speculative, "num_speculative_tokens": cfg.num_speculative_tokens}
     speed = baseline = None
-    # One server at a time, unless rounds compare them side by side. The one without a draft starts only if no
-    # earlier run has left the result.
+    # One server at a time, unless rounds compare them; the plain one only if still needed.
     with start("with", served or target.name, config) as ours:
         with_draft = measured(ours)
         if cfg.speed_rounds:

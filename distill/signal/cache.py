@@ -128,8 +128,7 @@ class CachedTarget:
 
     def __call__(self, batch: Batch) -> TargetSignal:
         """Raises ValueError if a document of the batch was not cached."""
-        # Something to concatenate if no document of the batch has a label. The records are in host memory, and the rows
-        # on the batch's device.
+        # Something to concatenate without labels. Records are in host memory, rows on the device.
         ids_NK, log_probs_NK = [torch.empty(0, self.k, dtype=torch.int32)], [torch.empty(0, self.k)]
         rows_N = [torch.empty(0, dtype=torch.int64, device=batch.input_ids_BT.device)]
         for key, rows in keyed_rows(batch, label_rows(batch, 0)):

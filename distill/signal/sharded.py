@@ -173,8 +173,7 @@ def leading(model: Any) -> Iterator[bool]:
         # Entered again by rank 0: the hook is there already.
         yield True
     elif dist.get_rank() == 0:
-        # `prepend` puts it before FSDP's hook: the others must hear of the pass before rank 0 waits for them
-        # in a gather.
+        # Before FSDP's hook: the others must hear of the pass before rank 0 waits in a gather.
         hook = language_model(model).register_forward_pre_hook(lambda *_: _tell(model, goes_on=True), prepend=True)
         _led.add(id(model))
         try:

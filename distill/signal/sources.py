@@ -83,8 +83,7 @@ class InProcessTarget:
     def _pass(self, batch: Batch) -> Tensor:
         """The last hidden states of packed rows, [B, T, D]."""
         ranges = self._takes_prefixes and reach(self._config, batch.document_BT) is None
-        # Otherwise no mask: `transformers` separates documents where positions restart at 0. A mask from here would
-        # replace the masks of the layers (a sliding window).
+        # Else no mask, which would replace those of the layers: restarting positions separate.
         within = prefix_arguments(batch.document_BT) if ranges else {}
         return self._hidden(batch.input_ids_BT, batch.position_ids_BT, **within)
 
@@ -263,8 +262,7 @@ class EndpointTarget:
 
     async def _score(self, ids_T: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """(ids, log-probabilities), [N, K] each, of the given rows of one document."""
-        # Row r is read off token r + 1, so the prompt ends with the token after the last wanted row. vLLM
-        # generates at least one token.
+        # Row r is read off token r + 1: the prompt ends after the last wanted row's.
         prompt = ids_T[: int(rows_N[-1]) + 2].tolist()
         try:
             answer = await self._complete(prompt=prompt, prompt_logprobs=self.k, max_tokens=1)
@@ -272,8 +270,7 @@ class EndpointTarget:
             if "logprobs" in error.reason:
                 raise ValueError(f"{error}: start the server with --max-logprobs {self.k}") from error
             raise
-        # Entry t + 1 is about token t + 1, so it is the distribution of row t. Token t + 1 is always in it: as an entry
-        # k + 1 if it is not among the k largest.
+        # Entry t + 1 is the distribution of row t; token t + 1 is in it, as entry k + 1 if need be.
         entries = [answer["choices"][0]["prompt_logprobs"][row + 1] for row in rows_N.tolist()]
         largest = [
             sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True) for entry in entries

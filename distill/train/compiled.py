@@ -62,8 +62,7 @@ def compile_in_place(layers: Iterable[nn.Module], *, recomputed: bool) -> None:
     # Layer by layer there is nothing to overlap within a graph, so DDP's buckets must not cut it.
     torch._dynamo.config.optimize_ddp = False
     for layer in layers:
-        # By default the first shape gets a graph of fixed sizes. Activations that are computed again must come from
-        # the graph that made them first, so there is only one.
+        # One graph for all shapes, since activations must be computed again by the graph they had.
         layer.compile(dynamic=True if recomputed else None)
 
 

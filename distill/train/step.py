@@ -80,8 +80,7 @@ class DistillStep(nn.Module):
         self.draft = draft
         self.divergence = divergence
         names = getattr(getattr(draft, "model", None), "_no_split_modules", None) or ()
-        # FSDP2 gathers the layers of a model one by one. A head has a layer or two, shared by all
-        # draft steps, and is gathered whole.
+        # FSDP2 gathers the layers of a model one by one, and a head, with a layer or two, whole.
         self._no_split_modules = sorted({type(module).__name__ for module in draft.modules()}.intersection(names))
 
     def compile_loss(self) -> None:
@@ -205,8 +204,7 @@ class Distillation:
         the next step. A target that can work ahead gets the signal meanwhile. Raises RuntimeError
         after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one."""
         assert len(batches) == self.optim.accumulation, "a step takes all of its micro-batches"
-        # Set here, without a scheduler: accelerate would step a prepared one once per process, and DeepSpeed would step
-        # it too late.
+        # Without a scheduler: accelerate would step it per process, DeepSpeed too late.
         lr = self.optim.lr * self.optim.rate(self.step_index, self.num_steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

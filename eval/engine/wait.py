@@ -48,8 +48,7 @@ def patch_engine_wait() -> None:
     run = EngineCoreProc.run_busy_loop
 
     def run_busy_loop(self: Any) -> None:  # runs in the engine core's process only; workers wait as before
-        # shm_broadcast imported the function by name, so the name there is replaced, not the one in
-        # vllm.distributed.utils.
+        # The name in shm_broadcast, which imported the function, not the one in vllm.distributed.
         shm_broadcast.sched_yield = with_sleeps(shm_broadcast.sched_yield)
         run(self)
 

@@ -90,8 +90,7 @@ def _load(draft: DraftSource, target: LoadedTarget, lookups: Lookups, sampling: 
         return _make_retrieval(draft, folder)
     pair = Pair.read(target.opened, folder)
     family = pair.family
-    # A head reads the hidden states of one target. A standalone draft reads tokens: `_make_forecast` compares
-    # the tokenizers.
+    # A head is for one target. A standalone draft reads tokens: `_make_forecast` compares.
     if family.is_head:
         require_trained_for(folder, target.opened)
     # vLLM finds such a draft in the folder that it serves.

@@ -99,8 +99,7 @@ class StepRates:
         if not is_sampled:
             return (self.token == label_N).float()
         q_N = self._look_up_q(label_N[:, None]).squeeze(-1)
-        # 0 / 0 is NaN: neither draft nor target can produce this label at this temperature, so it counts as 0.
-        # Any other number over 0 is infinite, and clamped to 1.
+        # 0 / 0 is NaN: a label that neither can produce counts as 0. Above, x / 0 clamps to 1.
         return (q_N / self.target.probability(label_N)).nan_to_num(0).clamp(max=1)
 
     def _look_up_q(self, ids_NM: Tensor) -> Tensor:

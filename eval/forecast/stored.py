@@ -86,6 +86,5 @@ def store_forecast(
 
 def digest_prompt(token_ids: Sequence[int]) -> str:
     """The first 16 hex digits of the SHA-256 of token ids."""
-    # Little-endian int64, so the digest is the same on every machine.
-    # 64 bits tell the few hundred prompts of a draft apart
+    # Little-endian on every machine; 64 bits tell a few hundred prompts apart.
     return hashlib.sha256(np.asarray(token_ids, "<i8").tobytes()).hexdigest()[:16]

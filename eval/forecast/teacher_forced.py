@@ -186,8 +186,7 @@ def evaluate_batch(
         layers = _select_layers(known, union, draft)
         for most in _list_passes(draft, protocol):
             proposed[name, most] = _propose(draft, batch, layers, texts, most)
-    # 3. All drafts go through the labels together, so the target's logits are computed once.
-    # `verified` is read below in the order of `proposed`.
+    # 3. All drafts at once: the target's logits are computed once. `verified` is in this order.
     flat = [each for steps in proposed.values() for each in steps]
     verified = iter(verify_labels(flat, known.distribution, labels, protocol.filters.at(temperature)))
     # 4. The expected counts of each text.
@@ -225,8 +224,7 @@ def _add_counts(earlier: PromptRows | None, row: PromptRows) -> PromptRows:
 
 def _labels(texts: Sequence[Continuation], batch: Batch) -> Labels:
     width = batch.input_ids_BT.shape[1]
-    # The row of the prompt's last token predicts the first label. Prompt x[0..3] in row 1 of a batch of width
-    # 10: flat row 10 + 3 predicts x[4].
+    # The last row of a prompt predicts the first label: x[0..3] in row 1 of width 10 is row 13.
     rows = [row * width + len(t.prompt.token_ids) - 1 + i for row, t in enumerate(texts) for i in range(_num_labels(t))]
     target_rows_N = torch.tensor(rows, device=batch.input_ids_BT.device)
     return Labels(target_rows_N=target_rows_N, ids_N=batch.input_ids_BT.flatten()[target_rows_N + 1], length=width)

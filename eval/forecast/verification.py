@@ -89,8 +89,7 @@ def _verify_step(
     step: DraftStep, target: TargetRows, rows_N: Tensor, ids_N: Tensor, length: int, temperature: float
 ) -> Tensor:
     """The four rates of a draft step, [4, N]; 0 for a label whose draft row is before the text."""
-    # Flat rows: the remainder is the row within one text. The label that row 4 of the target predicts was
-    # drafted from row 4 - shift.
+    # Flat rows: the remainder is the row in a text. The label of row 4 was drafted in 4 - shift.
     has_row_N = rows_N % length >= step.shift
     # without a row of the draft any row is read, and its rates are set to 0 below
     rates = step_rates(step, rows_N - step.shift * has_row_N, target, temperature)

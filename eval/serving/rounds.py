@@ -54,8 +54,7 @@ def start_servers(
     on_cpu = engine_is_cpu()
     if not on_cpu:
         options["extra_args"] = share_memory(options.get("extra_args", ()), len(drafts))
-    # a server ends with the thread that started it, so the threads stay until the servers are stopped
-    # and SIGTERM is turned into their end here, in the main thread
+    # a server ends with the thread that started it, so the threads stay until all are stopped
     with (
         exiting_on_sigterm(),
         ThreadPoolExecutor(len(drafts) if on_cpu else 1) as pool,

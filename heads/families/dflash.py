@@ -279,8 +279,7 @@ class DFlash(nn.Module):
         return {"family": self.family, **kept, TRAINED_WITH: {**served, **rotation}}
 
     def _served(self) -> dict[str, Any]:
-        # vLLM counts from the layer that ends, so its k is our k + 1. `causal` is always written: readers differ in the
-        # default.
+        # vLLM counts from the layer that ends: its k is our k + 1. Readers' defaults differ.
         ids = [layer - 1 for layer in self.aux_layer_ids]
         return {SECTION: {"mask_token_id": self._mask_token_id, "target_layer_ids": ids, "causal": False}}
 
@@ -289,8 +288,7 @@ class DFlash(nn.Module):
             "mask_token_id": self._mask_token_id,
             "aux_hidden_state_layer_ids": list(self.aux_layer_ids),
             "sample_from_anchor": self.config.first_slot == 0,
-            # The package reads it for layers with a window only. vLLM makes every layer of a DFlash head causal unless
-            # it is true.
+            # vLLM makes every layer of a DFlash head causal unless it is true.
             "sliding_window_non_causal": True,
         }
 

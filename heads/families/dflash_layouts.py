@@ -41,8 +41,7 @@ def load_head(
         rows = theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
         if not target.is_copy(tensors.pop(name, rows), rows):
             raise ValueError(f"{folder}: {name} is not the target's: a leftover, trained, or of another target")
-    # Read as a Llama: the norms of queries and keys are part of DFlash's `Attention`, not of the
-    # shape.
+    # Read as a Llama: the norms of q and k are in DFlash's `Attention`, not in the shape.
     shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
     head = make(read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
     load_into(head, tensors, folder)

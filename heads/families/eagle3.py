@@ -159,8 +159,7 @@ class Eagle3(nn.Module):
         the half for the feature is copied, the half for the embedding stays random. Tensors of any
         other shape stay random too."""
         theirs = {f"midlayer.{name}": value for name, value in layer_weights(layer).items()}
-        # The target's layer norms a hidden state, as `hidden_norm` does here; `input_layernorm` norms embeddings.
-        # OLMo 2 has no such norm.
+        # The target's layer norms the state, as `hidden_norm` here; OLMo 2 has no such norm.
         norm = theirs.pop("midlayer.input_layernorm.weight", None)
         if norm is not None:
             theirs["midlayer.hidden_norm.weight"] = norm
@@ -273,8 +272,7 @@ class Eagle3(nn.Module):
             norm_before_residual=config.get("norm_before_residual", is_speculators),
             fc_norm=config.get("fc_norm", False),
             norm_output=config.get("norm_output", False),
-            # A reduced vocabulary puts a frozen head into the file as well. So our record decides,
-            # and the tensor only without one.
+            # Our record decides: a reduced vocabulary puts a frozen head into the file too.
             **{"own_head": own_head, **training},
         )
 

@@ -69,8 +69,7 @@ def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> d
 def link(source: Path, copy: Path) -> None:
     """Make `copy` a hard link to the file behind `source`, or a copy on another disk."""
     try:
-        # Both names share bytes and mode: never write into the copy.
-        # A folder of the hub's cache holds symbolic links, so resolve.
+        # Both names share bytes and mode. The hub's cache holds symbolic links, so resolve.
         os.link(source.resolve(), copy)
     except OSError:
         shutil.copy2(source, copy)

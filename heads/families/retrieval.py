@@ -212,8 +212,7 @@ def count_answers(texts: Sequence[Text], config: Config) -> Retrieval:
     followed. Raises ValueError: there is no label to count."""
     if not any(text.is_label.any() for text in texts):
         raise ValueError("no answer to count: the data has no label")
-    # 1. Learn from held-out texts how often predictions come true. With ten texts or fewer the
-    # two sets overlap, and the probabilities are too high.
+    # 1. From held-out texts learn how often predictions come true; of few texts they overlap.
     held_out = texts[::HELD_OUT] if len(texts) > HELD_OUT else texts
     others = [text for number, text in enumerate(texts) if number % HELD_OUT] or texts
     hits = measure_hits(held_out, {row.run: row for row in _count(others, config)}, config)

@@ -90,8 +90,7 @@ def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) ->
     """Write `content` to `path` completely or not at all, even if the process or the machine dies.
     `mode` is the file's, whatever the umask."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the file, because a rename is atomic within one file system only.
-    # The process id keeps two processes apart, not two threads.
+    # Beside the file: a rename is atomic in one file system. The id keeps processes apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         with suppress(OSError):

@@ -197,8 +197,7 @@ class Rotary:
 def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """x rotated by position, with the two halves of E as real and imaginary parts."""
     cos_B1TE, sin_B1TE = (table[:, None] for table in cos_sin)
-    # Element i turns with element i + E / 2 (vLLM: `is_neox_style`). A head trained on neighbouring
-    # pairs has the same shapes: it would load, and be wrong.
+    # Element i turns with i + E / 2 (vLLM: `is_neox_style`); neighbours would load, and be wrong.
     real, imaginary = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_B1TE + torch.cat([-imaginary, real], dim=-1) * sin_B1TE
 

@@ -50,7 +50,6 @@ def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:
     turn = batch.salt * TURN % (1 << 31)
     # a hash of all tokens up to the row; the multiplier of Knuth's multiplicative hashing
     mixed_BT = (batch.input_ids_BT.cumsum(1) * 2654435761 + batch.position_ids_BT * 40503 + turn) % (1 << 31)
-    # int64 may wrap in the product. torch's remainder has the sign of the divisor, so keys are never negative.
-    # -1 sorts the rows without a label last.
+    # int64 may wrap; the remainder has the sign of the divisor. -1 sorts rows without a label last.
     key_BT = torch.where(has_label_BT, mixed_BT, -1)
     return key_BT.topk(min(count, key_BT.shape[1]), dim=1).indices

@@ -235,8 +235,7 @@ class _Blocks:
 
 def _operations(q: Tensor) -> tuple[Any, Any]:
     """(forward, backward) of the range on the device of `q`."""
-    # On a GPU no operation of PyTorch: inside one, autograd records nothing, and the backward pass asks it for
-    # FlexAttention's gradients.
+    # On a GPU no operation of PyTorch: autograd, which FlexAttention needs, records nothing inside.
     return (_flex, _flex_backward) if q.is_cuda else (_flash, _flash_backward)
 
 

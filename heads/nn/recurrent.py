@@ -51,8 +51,7 @@ def unroll(
     for k in range(num_steps):
         # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
         ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
-        # The fed back feature becomes the input of the next step. Not detached: the loss of step k trains all passes
-        # before.
+        # Fed back into the next step, not detached: the loss of step k trains all passes before.
         hidden_BTD, feature_BTD = run(ids_BT, feature_BTD, batch.position_ids_BT + k, memory)
         steps.append(
             DraftStep(

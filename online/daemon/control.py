@@ -79,8 +79,7 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
 
     with _short_path(folder) as path:
         (folder / SOCKET).unlink(missing_ok=True)  # of a learner that was killed
-        # The path is needed to bind only: the socket stays after the descriptor of the folder is
-        # closed.
+        # The path is needed to bind only: the socket outlives the descriptor.
         server = await asyncio.start_unix_server(handle, path)
         (folder / SOCKET).chmod(0o600)
     try:

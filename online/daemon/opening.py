@@ -120,8 +120,7 @@ def _copy_draft(draft: Path, folder: Path, cfg: LearnerConfig) -> None:
 
 def _require_fitting(draft: Path, cfg: LearnerConfig, target: TargetFolder) -> None:
     family = find_family(cfg.draft.family)
-    # the layer in a quantised target may be plain: whether it is, its tensors tell when they are
-    # read
+    # the layer in a quantised target may be plain: the tensors say so when they are read
     if not family.is_in_target and (method := read_quantization(draft)):
         raise ValueError(
             f"{draft} is quantised ({method}), and training needs the weights from before: set draft.initial to those, "

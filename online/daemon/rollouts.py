@@ -61,8 +61,7 @@ class Rollouts:
             if outcome is not None:
                 failed = Event.INCONCLUSIVE if outcome.is_inconclusive else Event.ROLLED_BACK
                 return Event.PASSED if outcome.passed else failed, outcome
-        # Outside of the block, because `take_back` takes the lock again, and an asyncio.Lock is not
-        # re-entrant.
+        # Outside of the block: `take_back` takes the lock, which is not re-entrant, again.
         return Event.RECALLED, await self.take_back("recalled")
 
     async def take_back(self, why: str) -> Outcome:
@@ -79,8 +78,7 @@ class Rollouts:
         recall = asyncio.ensure_future(self.inbox.wait_for(Event.RECALLED))
         try:
             await asyncio.wait({running, recall}, return_when=asyncio.FIRST_COMPLETED)
-            # If both came at once, the outcome counts. The recall stays in the inbox, and ends the
-            # next part of the rollout, if there is one.
+            # At once, the outcome counts; the recall ends the next part, if there is one.
             return running.result() if running.done() else None
         finally:
             running.cancel()
@@ -91,8 +89,7 @@ class Rollouts:
     async def prune(self, trained_from: str) -> None:
         """Remove old versions. They only take space, so a failure waits until the next rollout."""
         in_use = {server.versions["seen"] for server in self.servers if server.versions}
-        # A checkpoint is written with the config and the layout of the version that training began
-        # from.
+        # A checkpoint has the config and the layout of the version it began from.
         in_use.add(trained_from)
         try:
             await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, in_use)
@@ -111,8 +108,7 @@ class Rollouts:
             raise ValueError(f"{pending.candidate} was asked for and is on its way: wait for it")
         settled = self.inbox.post(Move(Event.SWAP_REQUESTED, version, "a person chose it"))
         try:
-            # Without the shield, a cancel would end the future itself: it would be `done`, and the
-            # request would stay.
+            # Without the shield a cancel would end the future, and the request would stay.
             outcome: Outcome = await asyncio.shield(settled)
             return outcome
         finally:
@@ -121,8 +117,7 @@ class Rollouts:
 
     def find_swap(self) -> Move | None:
         """The swap to begin now, if a person waits for one."""
-        # The request stays in the inbox until the rollout has ended: after a halt it is taken up
-        # once more.
+        # It stays in the inbox until the rollout has ended: after a halt it is taken up again.
         swap = self.inbox.find(Event.SWAP_REQUESTED)
         if swap is None or swap.candidate != self.current:
             return swap
@@ -155,8 +150,7 @@ class Rollouts:
                 return Convergence(version=self.current)  # else the recall came after the promotion
         async with self.fleet:
             await self.reconciler.stop()
-            # First, because a restart on the way must end at the same version. It reads the whole
-            # version.
+            # First: a restart on the way must end at the same version. It reads all of it.
             version = await self._roll_registry_back(to, is_automatic)
             self.inbox.post(Move(Event.BEGIN_AGAIN))
             back = await self.reconciler.bring_all(self.servers, version, self.cfg.rollout.rollback_timeout_s)

@@ -41,8 +41,7 @@ class Sleeper:
         self._new_rows = rows
         if has_reference:
             return compare(self.sleep.then, rows, self.cfg.sleep, self.cfg.gate)
-        # On the trainer's thread. The cycle waits for it meanwhile, and nothing else writes
-        # `sleep`.
+        # On the trainer's thread; the cycle waits, and nothing else writes `sleep`.
         self.sleep = self.sleep.refer(version, newest, rows)
         return None
 

@@ -242,8 +242,7 @@ class Capture:
             log.is_closed = True
             return
         log.add_states(states)
-        # A complete log stays in `_logs`, closed, until the engine reports the end. The engine may still run
-        # steps of the request, which must not open a second log.
+        # A complete log stays, closed, until the engine reports the end: no second one opens.
         if log.is_complete:
             self._emit(log)
             log.is_closed = True

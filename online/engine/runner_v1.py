@@ -166,8 +166,7 @@ class _Hooks:
                 first_drafts[i] + i for i in range(count)
             ],  # drafts, and one bonus row for each earlier request
             first_drafts=first_drafts,
-            # E.g. 10 tokens are in the cache, and one sampled token is read with 3 drafts: the step samples
-            # from index 10 + 4 - 3 = 11 on.
+            # E.g. 10 cached tokens, one sampled and 3 drafts: it samples from 10 + 4 - 3 = 11 on.
             starts=[num_computed[i] + first_reads[i + 1] - first_reads[i] - num_drafts[i] for i in range(count)],
             is_partial=runner.discard_request_mask.np[:count].tolist(),
         )

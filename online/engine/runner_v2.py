@@ -167,8 +167,7 @@ class _Hooks:
             known,
             sampled_BK=output.sampled_token_ids,
             num_sampled_B=output.num_sampled,
-            # The first row of a request belongs to the last text token read. If that is at position p, the
-            # first sampled token has index p + 1.
+            # If the last text token read is at position p, the first sampled token has index p + 1.
             starts_B=batch.positions[batch.logits_indices[first_rows_B]] + 1,
             logits_RV=logits_RV,
             draft_ids_S=read_ids_R,

@@ -111,8 +111,7 @@ class EngineStep:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of everything large."""
-        # Cached, because the queue asks under the lock, on the way in and out. A cached_property writes to
-        # `__dict__`, which a frozen dataclass allows.
+        # Cached: the queue asks under the lock. A frozen dataclass allows a cached_property.
         held = (self.logits_RV, self.states_NLD, *(self.largest or ()))
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 

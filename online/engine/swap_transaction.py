@@ -46,11 +46,9 @@ logger = logging.getLogger("vllm.redraft")
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The version asked for. Its hash and its registry's id are empty if they may be any."""
-
     version: str
-    manifest_sha256: str = ""
-    registry: str = ""
+    manifest_sha256: str = ""  # empty if it may be any
+    registry: str = ""  # the id; empty if it may be any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +199,7 @@ class Swaps:
         return str(folder)
 
     async def _read(self, folder: Path, read: Callable[[Path], T]) -> T:
-        """A folder's small files, read in a separate thread: a hung storage would fill the pool of vLLM
-        too. A hung read is waited for again, not begun twice."""
+        """A folder's small files, in a separate thread; a hung read is waited for again."""
         key = str(folder)
         future = self._reads.get(key)
         if future is None:
@@ -215,7 +212,6 @@ class Swaps:
         return found
 
     async def _stage(self, found: _Found, serving: str) -> None:
-        """Have all ranks read the version into memory, while they serve."""
         try:
             for rank in await self._stage_on_ranks(str(found.folder)):
                 if rank["damaged"]:
@@ -229,8 +225,7 @@ class Swaps:
             raise
 
     async def _stage_on_ranks(self, folder: str | None) -> list[dict[str, Any]]:
-        """Read a draft into the memory of all ranks; None is the last good one.
-        Returns the ranks' answers when all have read it or one has failed."""
+        """The ranks' answers after they have read a draft, None for the last good one, or one has failed."""
         while True:
             started = await self.calls.ask_for_draft("redraft_stage", folder, self._id)
             if not any(rank.get("is_busy") for rank in started):
@@ -332,7 +327,6 @@ class Swaps:
             raise RefusedError(503, f"{problem}: its KV connector did not reset")
 
     async def _require_awake(self) -> None:
-        """Refuse to touch an engine that somebody has put to sleep."""
         if await self._is_asleep():
             raise RefusedError(409, "the engine sleeps: wake it up, then swap again")
 
@@ -395,7 +389,6 @@ class Swaps:
         }
 
     async def _go_back(self, refusal: RefusedError, serving: str, cure: str = "") -> RefusedError:
-        """Restore the last good draft, and add that to the refusal."""
         if not await self._restore():
             told = f"{refusal.why}; and {serving} could not be restored: swap to a good version"
             return RefusedError(500, told)
@@ -425,8 +418,6 @@ def can_pause(vllm_config: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """A version in the registry's folder."""
-
     folder: Path
     manifest_sha256: str
     registry: str  # The registry's id; empty if it has none.
@@ -440,7 +431,6 @@ class _Found:
 
 @contextmanager
 def _deadline(version: str, serving: str) -> Iterator[None]:
-    """Turn a time-out while a version is read into a RefusedError."""
     try:
         yield
     except TimeoutError:
@@ -488,8 +478,7 @@ def _read_version(folder: Path) -> _Found:
 
 
 def _read_lineage(targets: tuple[Path, ...], folder: Path) -> tuple[Path, str]:
-    """The folder without links, and the lineage of the weights in it. Blocking; raises RefusedError if it is outside of
-    `targets`, or no model's."""
+    """(the folder without links, the lineage in it). Blocking; raises RefusedError outside of `targets`."""
     try:
         found = folder.resolve()
         if not any(found.is_relative_to(root.resolve()) for root in targets):
@@ -502,7 +491,6 @@ def _read_lineage(targets: tuple[Path, ...], folder: Path) -> tuple[Path, str]:
 
 
 def _require_target(found: _Found, fingerprint: str, lineage: str) -> None:
-    """Refuse a version whose provenance names a target of another lineage."""
     wanted = found.target_fingerprint
     if wanted and wanted != fingerprint and (not lineage or found.target_lineage != lineage):
         raise RefusedError(

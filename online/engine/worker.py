@@ -106,8 +106,7 @@ def register_worker() -> None:
 
     # vLLM calls this on every worker, after the target and the draft are loaded.
     def initialize_and_install(self: Any, kv_cache_configs: list[Any]) -> None:
-        # vLLM's part first: rereading needs the attention groups, which exist once the cache is allocated.
-        # Warm-up comes later, so the hooks see warm-up requests.
+        # vLLM's part first: rereading needs the attention groups. Warm-up comes later.
         initialize(self, kv_cache_configs)
         install(self.worker)
 

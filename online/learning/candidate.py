@@ -140,8 +140,7 @@ class Candidate:
             self.distillation.resume(checkpoint / STATE)
         else:
             self.begin(checkpoint / DRAFT)
-            # `begin` took the checkpoint's folder for the version. That folder is deleted later, and `_export` still
-            # reads the version.
+            # The checkpoint's folder, which `begin` took for the version, is deleted later.
             self.version = version
 
     def step(self, records: Sequence[Record], seed: int) -> StepStats:

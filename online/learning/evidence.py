@@ -144,8 +144,7 @@ def choose_replayed(
 
 def _log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float64]:
     """Logarithm of the weight described by `Replay`, for every record of the index; [records]."""
-    # In logarithms, because weights underflow: with a half-life of 5 minutes, 4 days give 2^-1152, and float64 ends
-    # at 2^-1074.
+    # In logarithms: with a half-life of 5 minutes, 4 days give 2^-1152, below float64.
     refused = (index["num_wrong"] + 1) / (index["num_drafted"] + 2)
     half_lives = (now_s - index["time_s"]) / policy.half_life_s
     log_weight: NDArray[np.float64] = np.log1p(policy.surprise * refused) - np.log(2) * half_lives

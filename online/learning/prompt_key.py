@@ -48,8 +48,7 @@ class PromptKey:
     def hash(self, record: Record) -> Hashes:
         # The prompt only: answers of one prompt differ, and training on one would leak into judging by another.
         prompt = self._digest(record.context[: 4 * record.num_prompt_tokens])  # int32 ids
-        # Clients choose a part of the request's id, and two may choose the same. A server's id is new at every
-        # start.
+        # Clients choose a part of the id of a request; a server has a new one at every start.
         request = self._digest(prompt + f"{record.server_id}\0{record.request_id}".encode())
         return Hashes(_to_integer(prompt), _to_integer(request))
 

@@ -72,8 +72,7 @@ class RollingFiles:
 
     def _open(self, path: Path, *, is_newest: bool) -> None:
         try:
-            # SQLite takes a file without a whole page for a new one. A kill can leave only the
-            # newest empty.
+            # SQLite takes a file without a whole page for a new one; only the newest can be.
             num_bytes = path.stat().st_size
             if num_bytes < MIN_FILE_BYTES and (num_bytes or not is_newest):
                 raise DamagedFileError(f"{num_bytes} bytes")
@@ -106,8 +105,7 @@ class RollingFiles:
     def index(self) -> Index:
         """INDEX_DTYPE [records], over all files, by ascending sequence number."""
         index: Index = np.concatenate([np.empty(0, INDEX_DTYPE), *self.each(BufferFile.index)])
-        # `concatenate` has copied, so the assignments below leave the cached index of each file as
-        # it is.
+        # `concatenate` has copied, so the cached index of each file stays as it is.
         if len(self._rehashed):
             has_new = np.isin(index["seq"], self._rehashed["seq"])
             new = self._rehashed[np.searchsorted(self._rehashed["seq"], index["seq"][has_new])]
@@ -195,8 +193,7 @@ class RollingFiles:
         return {seq: key.hash(record) for seq in seqs if (record := self.read(seq)) is not None}
 
     def expire(self, now_s: float) -> None:
-        # A file goes as a whole when the oldest record is too old; it covers at most 1 / NUM_FILES
-        # of the age.
+        # A file goes whole when its oldest record is too old: at most 1 / NUM_FILES of the age.
         for file, oldest_s in self.each(lambda file: (file, file.oldest_s())):
             if now_s - oldest_s >= self.max_age_s:
                 self._drop(file, "expired")

@@ -106,8 +106,7 @@ class StreamSource:
         else:
             await self._release(later)
         try:
-            # If this task is cancelled, the thread goes on. The messages, not acknowledged, come again and are known
-            # by id.
+            # If this task is cancelled, the thread goes on; the messages come again, known by id.
             taken = await asyncio.to_thread(store, frames, self.buffer, self.vocab_size, self._now_s())
         except OSError:
             # A full disk: given back at once. Otherwise the log would wait ACK_WAIT_S before it delivers them again.

@@ -133,8 +133,7 @@ def build_curves(
     for entry in entries:
         buckets = sums.setdefault(name(entry) if name(entry) in shown else rest, {})
         bucket = buckets.setdefault((int(entry.time_s // width_s), entry.draft_version), [0.0, 0.0, 0.0])
-        # A bucket is [time of the last entry, drafts, accepted]. A point stands at that time, so the newest one
-        # is not drawn in the future.
+        # [time of the last entry, drafts, accepted]; a point is at that time, not in the future.
         bucket[0] = max(bucket[0], entry.time_s)
         bucket[1] += entry.drafts
         bucket[2] += entry.accepted

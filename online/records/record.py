@@ -355,8 +355,7 @@ def _decompress(payload: bytes) -> bytes:
     """Raises: CorruptRecordError if the record is too large; zstandard.ZstdError if it cannot be decompressed."""
     # E.g. 1 MiB of payload may unpack to 64 MiB, a payload of 1 KiB to 1 MiB and 64 KiB.
     most = min(MAX_RECORD_BYTES, FREE_BYTES + MAX_RATIO * len(payload))
-    # Checked first: the size written in the frame overrides max_output_size.
-    # It is -1 if the frame names no size. Then max_output_size holds.
+    # The size in the frame overrides max_output_size; -1 without one.
     if zstandard.frame_content_size(payload) > most:
         raise CorruptRecordError(f"oversized record: {len(payload)} bytes unpack to more than {most}", "oversized")
     content: bytes = _decompressors.decompressor.decompress(payload, max_output_size=most)
@@ -403,8 +402,7 @@ class _Source:
         self._file = file
         self.size = file.seek(0, io.SEEK_END)
         self._piece, self._piece_begin = b"", 0
-        # Lengths above that of the file are passed over by the regular expression: in a file made of them, a look at
-        # each takes seconds.
+        # Lengths above that of the file are passed over: a look at each would take seconds.
         last_byte = b"%02x" % min(4, self.size >> 24)
         self._whole_start = re.compile(rb"RDR[1-9]...[\x00-\x" + last_byte + b"]", re.DOTALL)
 

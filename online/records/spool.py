@@ -45,8 +45,7 @@ class SpoolWriter:
         partial = self.folder / f".{name}{PARTIAL}"
         try:
             partial.write_bytes(b"".join(frames))
-            # No fsync: the engine's host does not wait for a disk. After a crash of the machine, the CRC of a frame
-            # shows a torn file.
+            # No fsync: the host does not wait for a disk; the CRC of a frame shows a torn file.
             partial.rename(self.folder / f"{name}{SUFFIX}")
         except OSError:
             partial.unlink(missing_ok=True)

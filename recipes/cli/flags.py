@@ -44,8 +44,7 @@ def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = 
     for field in dataclasses.fields(info.type):
         if not field.init:
             continue
-        # tyro takes the hint for the type of the flag, so every change of the help text is an annotation of
-        # the hint.
+        # tyro takes the hint for the type of the flag: changes of the help text are annotations.
         hint, default = hints[field.name], _find_default(field, info.default)
         if isinstance(hint, TypeVar):  # the options of a family: the default has their class
             hint = type(default)
@@ -88,8 +87,7 @@ def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:
         return field.default
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
-    # MISSING makes all fields below required, even those with defaults. MISSING_NONPROP makes only this one
-    # required.
+    # MISSING makes all fields below required, defaults or not; MISSING_NONPROP this one.
     return tyro.MISSING if owner is tyro.MISSING else tyro.MISSING_NONPROP
 
 

@@ -108,8 +108,7 @@ def format_advice(
         yield "".join(f"{cell:>20}" if i == 0 else f"{cell:>9}" for i, cell in enumerate(cells))
     yield f"\n{advice.sentence}"
     config = {**report["drafts"][draft]["config"]}
-    # The method of the flag follows the acceptance. The times may come from drafts of the other method: told,
-    # not corrected.
+    # The method of the flag follows the acceptance; the times may come from the other: told.
     is_timed_sampled = config.pop("draft_sample_method", "greedy") == "probabilistic"
     if is_timed_sampled != acceptance.is_sampled:
         yield f"the step times are those of {'sampled' if is_timed_sampled else 'greedy'} drafts"

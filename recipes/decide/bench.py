@@ -169,8 +169,7 @@ def measure_missing(
     refused: dict[str, str] = {}
     in_pass = sum(map(len, cells.values()))
     with Progress(total=cfg.repeats * in_pass, desc="cells", unit="cell") as bar:
-        # The repeats are the outer loop: the passes of one variant lie far apart, so a slow hour of the
-        # machine hits every variant and not one.
+        # Repeats outside: the passes of a variant lie far apart, so a slow hour hits every one.
         for repeat in range(cfg.repeats):
             # A refused variant is not started again in the next pass: a failed start takes minutes.
             todo = order_pass(list_missing(cells, results, repeat, refused))
@@ -244,8 +243,7 @@ def speculative_config(variant: Variant, configs: Mapping[str, Mapping[str, Any]
     config = {**forget_requests(configs[variant.draft]), "num_speculative_tokens": variant.num_speculative_tokens}
     if variant.is_ideal:
         config |= {
-            # The mean length counts the bonus token: k + 1 is the largest vLLM takes, and accepts every draft
-            # token.
+            # The mean length counts the bonus: k + 1, vLLM's largest, accepts every token.
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": variant.num_speculative_tokens + 1,
         }

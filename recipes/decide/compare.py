@@ -66,8 +66,7 @@ def main(cfg: Config) -> None:
     if cfg.overwrite:
         shutil.rmtree(cfg.output / ROUNDS, ignore_errors=True)
     name = cfg.target or str(make_target(cfg.parts))
-    # Before the trainings: a target without all files, too few prompts, or a draft that cannot be served, must not be
-    # found out an hour later.
+    # Before the trainings: what cannot be served must not be found out an hour later.
     fetch_model(name)
     target = TargetFolder.open(name)
     questions = load_questions(cfg)
@@ -245,8 +244,7 @@ class Rounds:
         The target alone is also measured with as many requests as there are rows when eight
         requests verify."""
         drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
-        # 1 request with 3 draft tokens verifies 4 rows, and 8 such requests 32. So the target is timed with 4 and with
-        # 32 requests of 1 row.
+        # 1 request with 3 draft tokens verifies 4 rows, 8 verify 32: so time 4 and 32 alone.
         rows = Plan(rounds=2, prompts={4: 4, ROWS_PROMPTS: ROWS_PROMPTS}, max_tokens=32)
         return self._measure(drafts, prompts, plan_rounds(self.cfg, self.cfg.rounds), "logs", rows)
 

@@ -29,8 +29,7 @@ OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
         *("--head.num-steps", str(tokens), "--head.fc-norm", "--init", "least_squares", "--init-tokens", "32768")
     ],
     "medusa": lambda tokens: ["--head.num-heads", str(tokens)],
-    # A block of the known token and the drafted ones. The default, 512 blocks of 16, is for GPUs: on a CPU a step would
-    # take half a minute.
+    # The default, 512 blocks of 16, is for GPUs: on a CPU a step would take half a minute.
     "dflash": lambda tokens: ["--head.block-size", str(tokens + 1), "--head.num-anchors", "64"],
 }
 """Flags of the recipes that depend on the number of draft tokens."""

@@ -94,8 +94,7 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
     from redraft.online.learning.buffer import Buffer
     from redraft.online.learning.intake import Spool
 
-    # Nobody answers, so this process takes the buffer's lock. If a learner holds it all the same, this ends
-    # with AlreadyOwnedError.
+    # Nobody answers, so this takes the buffer's lock; AlreadyOwnedError if a learner has it.
     with Buffer(cfg.buffer_config, fingerprint(cfg.target), domain=cfg.domain) as buffer:
         vocab_size = read_vocab_size(cfg.target)
         stream = open_stream(cfg, buffer, vocab_size) if cfg.ingest else None
@@ -105,8 +104,7 @@ async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = Fals
             anchors=cfg.anchors,
             spool=Spool(cfg.spool, buffer, vocab_size) if cfg.spool else None,
             stream=stream,
-            # Commits are newest first. The learner has trained up to this record, so a tenant's record before
-            # it counts as learned.
+            # Newest first. Trained up to this record: a tenant's before it counts as learned.
             through=buffer.commits()[0].through if buffer.commits() else 0,
         )
         try:

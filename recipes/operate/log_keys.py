@@ -43,7 +43,6 @@ def main(cfg: Config) -> None:
 
 
 def _write_new(path: Path, content: bytes, mode: int) -> None:
-    # O_EXCL refuses an existing file. The mode is given to `open`, because with a later chmod others could
-    # read the key for a moment.
+    # O_EXCL refuses an existing file; with a later chmod others could read the key.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)

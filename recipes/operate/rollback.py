@@ -53,13 +53,11 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
     # A learner or a swap started meanwhile is refused: two of them would push different versions.
     with registry.owned():
         current, state = registry.current(), _load_rollout(cfg.folder / "state.json")
-        # A canary's candidate is not current yet, and a learner killed while it waits for the servers has rolled the
-        # registry back: then go no further.
+        # The candidate in a canary is not current, or is rolled back already: no further.
         is_candidate_out = state is not None and state.candidate not in (None, current)
         if current and not to and (is_candidate_out or current == previous):
             to = current
-        # The registry first: a server restarted on the way takes `current`, and a kill here leaves one
-        # answer to which version is right.
+        # The registry first: a restarted server takes `current`, and a kill leaves one answer.
         version = registry.rollback(to)
         if state:  # else the next learner would repeat the canary
             save(advance(state, Event.RECALLED, reason="rolled back without a learner"), cfg.folder / "state.json")

@@ -67,7 +67,6 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
         if outcome.passed:
             # The draft in training does not descend from the version.
             begin_training_again(cfg.buffer_config.folder)
-            # Last: after a kill on the way the incumbent is still current, and the next learner brings all
-            # servers back to it.
+            # Last: after a kill the incumbent is current, and the learner brings all back.
             registry.promote(version)
     return outcome

@@ -60,8 +60,7 @@ def read_prompts(conversations: Sequence[Conversation]) -> tuple[list[str], list
     """(the prompt of every conversation's last answer as a router reads it, the labels)."""
     texts = [prompt_text({"messages": _before_answer(conversation["messages"])}) for conversation in conversations]
     labels = [conversation["domain"] for conversation in conversations]
-    # `prompt_text` is empty for a prompt other than text. A router gives such a request no domain, so no
-    # cluster needs it.
+    # Empty for a prompt other than text, which a router gives no domain.
     return [text for text in texts if text], [label for text, label in zip(texts, labels, strict=True) if text]
 
 
