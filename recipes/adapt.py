@@ -31,9 +31,8 @@ EVAL_EVERY = 50  # Steps between two evaluations: an adapted draft needs a fract
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
-    """The recipe for the draft that the first argument names, and the other arguments.
-    Raises FileNotFoundError or ValueError: it names no draft that is trained. Raises SystemExit
-    after the help without a draft."""
+    """The recipe for the draft of the first argument, and the other arguments. Raises
+    FileNotFoundError, ValueError: it is none; SystemExit after the help."""
     if not args or args[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {prog} OLD --target TARGET [--data DATA] [flags]\n\n{__doc__}")
         print(f"{prog} OLD --help prints the usual flags for the family of OLD, --help-all all of them.")

@@ -40,9 +40,8 @@ class Content:
 def broken_condition(
     turn: Turn, content: Content, rendered: str, form: ReasoningForm | None, ends: Collection[str] | None
 ) -> str | None:
-    """The reason why a turn cannot be learned; None if it satisfies all conditions.
-    `rendered` is the conversation up to the answer by the served template, `form` the way in which
-    the target writes its reasoning, and `ends` the texts of the stop tokens (None: not known)."""
+    """The reason why a turn cannot be learned; None if it can. `rendered` is the conversation up to
+    the answer, `form` that for reasoning, `ends` the texts of the stop tokens."""
     end = next((text for text in ends or () if turn.answer.endswith(text)), "")
     written = turn.answer.removesuffix(end)
     if missing := missing_question(turn.prompt, content):

@@ -40,9 +40,8 @@ class Conversation(TypedDict):
 def split_held_out(
     conversations: Iterable[Conversation], fraction: float
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """(train, held out): `fraction` of all first questions, with every conversation that begins
-    with one of them. Several answers to one question stay on the same side. Only the question's
-    hash decides, so every process, now and later, holds out the same ones."""
+    """(train, held out): `fraction` of all first questions, by their hashes alone, with every
+    conversation that begins with one of them: each process holds out the same."""
     train: list[Conversation] = []
     held_out: list[Conversation] = []
     for conversation in conversations:
@@ -53,9 +52,8 @@ def split_held_out(
 
 
 def split_key(conversation: Conversation) -> str:
-    """The hash (hex) that `split_held_out` compares: by default that of the first user message.
-    Without a user message, the first message counts: a plain document, or an answer without a
-    question."""
+    """The hash (hex) for `split_held_out`: of the first user message, or, without one, of the
+    first."""
     if "split_key" in conversation:
         return conversation["split_key"]
     messages = conversation["messages"]
@@ -158,9 +156,8 @@ def identify_conversations(source: str, split: str) -> list[Any]:
 
 
 def _stdlib_conversation(row: dict[str, Any]) -> Conversation:
-    """The small target of the demos was trained on one side of a split by whole conversations, so
-    it stays. By first question, it would have learned most of what is held out. The questions of
-    this corpus hardly repeat."""
+    """By whole conversations: the small target of the demos was trained on one side of this
+    split."""
     conversation = cast(Conversation, row)
     return {**conversation, "split_key": conversation_hash(conversation["messages"])}
 

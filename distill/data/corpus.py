@@ -47,8 +47,7 @@ def stdlib_conversations(root: Path | None = None) -> Iterator[Conversation]:
 
 def function_questions(root: Path | None = None) -> Iterator[Conversation]:
     """Conversations of one question: the standard library's functions with a docstring, for a model
-    to complete.
-    They are in the order of their hashes, so the first of them are a draw from all modules."""
+    to complete, in the order of their hashes."""
     found = set()
     for module, tree, _ in _modules(root or Path(sysconfig.get_path("stdlib"))):
         for _, node in _definitions(tree, module):

@@ -112,9 +112,8 @@ def _unknown(raw: Mapping[str, Any], *known: Iterable[str]) -> set[str]:
 
 
 def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list[Message]:
-    """Messages from a list in any dialect or its JSON, or one message of `role` from bare text.
-    The names of keys that are not read are added to `unread`. Raises UnusableRowError if they are
-    not messages of text."""
+    """Messages from a list in any dialect or its JSON, or one of `role` from bare text; names that
+    are not read are added to `unread`. Raises UnusableRowError: no text."""
     value = value if role == TEXT_ROLE else _parse_messages(value)
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -124,9 +123,8 @@ def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list
 
 
 def read_message(raw: Any, unread: set[str] | None = None) -> Message:
-    """A message in the words of the chat API (role, content), of ShareGPT (from, value), or both.
-    The names of keys that are not read are added to `unread`. Raises UnusableRowError if it is not
-    a message of text, or its tool calls are not JSON."""
+    """A message in the words of the chat API, of ShareGPT, or both; names that are not read are
+    added to `unread`. Raises UnusableRowError: it is no text, or its calls no JSON."""
     role = _speaker(raw) if isinstance(raw, dict) else ""
     unread = set() if unread is None else unread
     if not role:
@@ -226,9 +224,8 @@ def _thinking_parts(content: Any) -> list[Any]:
 
 
 def read_calls(value: Any, unread: set[str]) -> list[dict[str, Any]]:
-    """Tool calls as a chat template reads them, from a call or a list of calls, as JSON or parsed.
-    The names of keys that are not read are added to `unread`. Raises UnusableRowError if a call has
-    no name, or its arguments are no JSON object."""
+    """Tool calls as a chat template reads them, from one or a list, as JSON or parsed; names that
+    are not read are added to `unread`. Raises UnusableRowError."""
     calls = _parse_json(value, "a tool call")
     if not isinstance(calls, list):
         calls = [calls]
@@ -252,9 +249,8 @@ def _read_call(call: Any, unread: set[str]) -> dict[str, Any]:
 
 
 def read_tools(value: Any, unread: set[str]) -> list[Tool]:
-    """Definitions of functions as vLLM gives them to a chat template, from a list or its JSON, bare
-    or wrapped. The names of keys that are not read are added to `unread`. Raises UnusableRowError
-    if they are not definitions of functions."""
+    """Definitions of functions as vLLM gives them to a template, from a list or its JSON; names
+    that are not read are added to `unread`. Raises UnusableRowError."""
     tools = _parse_json(value or [], "a tool's definition") or []
     if not isinstance(tools, list):
         raise UnusableRowError("with tools that are not a list", f"they are {type(tools).__name__}")

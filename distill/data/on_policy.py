@@ -31,10 +31,8 @@ def draft_written(
     temperature: float = 1.0,
     max_tokens: int | None = None,
 ) -> Batch:
-    """The batch's prompts, one per row, each followed by text sampled from the draft in place of
-    the labelled text.
-    The draft writes as many tokens as the longest labelled text has, at most `max_tokens`. The
-    random generator is forked and seeded, so the result is a function of (weights, batch, seed)."""
+    """The batch's prompts, one per row, each followed by text from the draft: as long as the
+    longest labelled text, at most `max_tokens`. A function of (weights, batch, seed)."""
     prompts, longest = _prompts(batch)
     width = max(len(prompt) for prompt in prompts)
     device = batch.input_ids_BT.device

@@ -15,9 +15,8 @@ from redraft.heads.draft import Batch
 
 
 def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
-    """The indices of the samples in each row.
-    Best fit: in an order drawn from `seed`, each sample goes into the fullest row with enough room.
-    Raises ValueError if a sample is longer than `capacity` tokens."""
+    """The indices of the samples in each row, best fit: in an order drawn from `seed`, each goes
+    into the fullest row with room. Raises ValueError: one exceeds `capacity`."""
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (free tokens, row) of all rows with free tokens, ascending
     for index in np.random.default_rng(seed).permutation(len(lengths)).tolist():

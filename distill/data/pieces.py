@@ -58,9 +58,8 @@ class PieceEncoder:
 
 
 class Pieces:
-    """Texts to encode in one call, each kept as the places of its pieces: a fast tokenizer works in
-    parallel. A conversation of n turns has n prompts, each with all earlier turns. They take the
-    memory of their pieces."""
+    """Texts to encode in one call, as the places of their pieces: a fast tokenizer works in
+    parallel, and the prompts of a conversation share most pieces."""
 
     def __init__(self, encoder: PieceEncoder) -> None:
         self._encoder = encoder
@@ -80,9 +79,8 @@ class Pieces:
 
 
 def _find_borders(tokenizer: Any) -> tuple[re.Pattern[str], frozenset[str]]:
-    """(a pattern of the tokens that a tokenizer finds before anything else, those of them at which
-    it may be cut).
-    There are none for a tokenizer with a token that is found or not by the words beside it."""
+    """(a pattern of the tokens that a tokenizer finds first, those at which it may be cut): none if
+    one is found or not by the words beside it."""
     added = list(tokenizer.added_tokens_decoder.values())
     # Found in the text as it stands: by a tokenizer in Python all of them.
     first = [token for token in added if not token.normalized or not tokenizer.is_fast]

@@ -26,9 +26,8 @@ _tool: Any = None
 def map_in_processes(
     work: Callable[[Tool, Chunk], Result], make: Callable[[], Tool], chunks: Sequence[Chunk], cores: int | None = None
 ) -> Iterator[Result]:
-    """`work(tool, chunk)` for every chunk, in order. Each process makes a tool.
-    All arguments must be picklable. With one core, or for a few chunks, everything happens in this
-    process. Raises RuntimeError: a process was killed, for example for want of memory."""
+    """`work(tool, chunk)` for every chunk, in order, each process with a tool; all picklable. Few
+    chunks, or one core, stay here. Raises RuntimeError: a process was killed."""
     cores = min(count_cores() if cores is None else cores, MAX_PROCESSES)
     tool = make()  # also where the chunks go to processes: a wrong argument shows here
     if cores < 2 or len(chunks) < MIN_CHUNKS:

@@ -209,9 +209,8 @@ def _as_sent(message: Message) -> Message:
 
 
 def finished_keys(output: Path, settings: dict[str, Any]) -> set[str]:
-    """Keys of the conversations in `output`. A torn last line, left by a killed run, is cut off the
-    file. Raises ValueError if a line is damaged or was answered with other settings; the file stays
-    as it was."""
+    """Keys of the conversations in `output`; the torn last line of a killed run is cut off. Raises
+    ValueError: a line is damaged, or of other settings; the file stays."""
     if not output.exists():
         return set()
     whole, newline, torn = output.read_bytes().rpartition(b"\n")

@@ -39,9 +39,8 @@ class Renderer:
         day: datetime.date | None = None,
         ends: Collection[int] | None = None,
     ) -> None:
-        """`day` is the date written by a template that writes today's. No other template needs one.
-        `ends` are the stop ids; without them, the first special token after an answer is its
-        end."""
+        """`day` is the date for a template that writes today's. `ends` are the stop ids; without
+        them the first special token after an answer is its end."""
         self.tokenizer, self.template_options = tokenizer, template_options
         if writes_date(tokenizer):
             if day is None:
@@ -90,8 +89,7 @@ class Renderer:
 
     def turns(self, conversation: Conversation, keep: Callable[[Turn], T]) -> tuple[list[T], Counter[str]]:
         """`keep` of every assistant turn with a message before it, and the refused answers by
-        reason. A last turn cut at a length limit has no end of turn. Raises jinja2.TemplateError if
-        the template refuses the conversation."""
+        reason; a cut last turn has no end. Raises jinja2.TemplateError."""
         return self.retry_without_opening(
             conversation["messages"], lambda messages: self._turns(messages, conversation, keep)
         )
@@ -108,10 +106,8 @@ class Renderer:
 
     @staticmethod
     def retry_without_opening(messages: Sequence[Message], work: Callable[[Sequence[Message]], T]) -> T:
-        """`work(messages)`. If the template refuses them, try without the assistant's messages
-        before the first other.
-        A third of ShareGPT begins with the assistant, because long chats were cut into parts. Some
-        templates render that as context; others demand that the user begins."""
+        """`work(messages)`, or, if the template refuses them, without the assistant's before the
+        first other: a third of ShareGPT begins so, because long chats were cut."""
         try:
             return work(messages)
         except jinja2.TemplateError:
@@ -236,10 +232,9 @@ class TurnBatch:
         self._pieces.encode()
 
     def ids(self, turn: PackedTurn) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(prompt ids, answer ids), the prompt tokenised by itself, as a server does.
-        The answer's ids follow the prompt's when both are tokenised as one text. If a token merges
-        across the border (an answer that begins with a newline), the answer is tokenised by itself:
-        a generated token cannot merge with the prompt."""
+        """(prompt ids, answer ids), the prompt tokenised by itself, as by a server. Its ids are cut
+        off both as one text; if a token merges across the border, the answer is tokenised by
+        itself."""
         prompt, whole = self._pieces.ids(turn.prompt), self._pieces.ids(turn.whole)
         # A prompt that ends in "\n" and the answer "\nHi" may share a token "\n\n".
         keeps_prompt = np.array_equal(whole[: len(prompt)], prompt)

@@ -43,9 +43,8 @@ class Row:
 
 
 def read_rows(source: str, split: str) -> Iterator[Row]:
-    """All rows of a file, of the data files of a folder, or of one `split` of a data set on the
-    hub. Raises FileNotFoundError if a file is missing. Raises ValueError if a file is corrupt, or
-    there is no such data set."""
+    """All rows of a file, of a folder's data files, or of one `split` of a data set on the hub.
+    Raises FileNotFoundError; ValueError: a file is corrupt, or there is no such data set."""
     path = Path(source)
     if is_saved(path):
         yield from _numbered(map(_without_missing, _load_saved(path, split)))

@@ -107,9 +107,8 @@ class Content:
 
 
 def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shared: bool) -> Path:
-    """The folder below `root` with the tokens of `origin`, which are made if they are not there or
-    not complete. A `root` that is not `shared` belongs to one run. Then tokens of another origin
-    are removed, and a line says why."""
+    """The folder below `root` with the tokens of `origin`, made if incomplete. A `root` that is not
+    `shared` belongs to one run: tokens of another origin are removed, and a line says why."""
     folder = root / hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
     if _is_whole(folder):
         return folder

@@ -127,9 +127,8 @@ class TurnWriter:
         raise RefusedAnswerError(reason)
 
     def find_end(self, tail: str, arguments: Arguments, *, calls: bool) -> str:
-        """The end of turn after an answer: the template's text up to a stop token. `tail` is what
-        the template writes after the last answer of all. If there is no stop token in it, it is the
-        next turn's first token: GLM-4.5 stops where the user's turn would begin."""
+        """The end of turn after an answer: `tail`, which the template writes after the last one, up
+        to a stop token; or else the first token of the next turn, as GLM-4.5 stops there."""
         if self.render.ends is None:
             return self.render.through_special(tail)
         if end := self.render.through_end(tail):

@@ -64,8 +64,7 @@ def find_better_readings(
     device: str = "cpu",
 ) -> Iterator[Finding]:
     """The reading that accepts most on the target's answers, of those that accept clearly more than
-    the head as it is. `answers` are token ids of prompts and of the target's answers at temperature
-    0."""
+    the head as it is. `answers` are token ids of prompts and answers."""
     texts = [
         Continuation(prompt=Prompt(token_ids=list(prompt)), output_ids=list(output), beyond_ids=[])
         for prompt, output in answers

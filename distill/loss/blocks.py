@@ -25,9 +25,8 @@ FAR_BELOW = -1e30  # masks a logit; finite, because a row with all masked must n
 
 
 class Scratch:
-    """Memory reused by all chunks and blocks, by name.
-    Tensors this large go back to the kernel when freed, and on a CPU the page faults of the next
-    allocation take longer than computing the values."""
+    """Memory reused by all chunks and blocks, by name: on a CPU the page faults of new memory would
+    take longer than computing the values."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -96,10 +95,8 @@ AtLogits = Callable[[Tensor], Tensor]
 
 
 class ExactBlock:
-    """The target's logits on a chunk, or on a block of it: over its whole vocabulary, or on the
-    draft's ids (`on`).
-    p and log p are computed at the first `compare`: once per block for all steps, and never for a
-    whole chunk. They live in scratch memory: the next block overwrites them."""
+    """The target's logits on a chunk, or a block: over its vocabulary, or on the draft's ids
+    (`on`). p and log p are computed at the first `compare`, in scratch memory."""
 
     def __init__(
         self, scratch: Scratch, temperature: float, logits_RW: Tensor, log_sum_exp_R1: Tensor | None = None

@@ -50,9 +50,8 @@ def _launch(logits_MW: Tensor) -> dict[str, int]:
 
 @torch.library.custom_op("redraft::target_rows", mutates_args=())
 def target_rows(logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-    """(the logits on the draft's ids [C, W], empty without `draft_ids_W`; log sum exp over V and
-    p's mass on W [2, C]).
-    The logits stay undivided by the temperature; the sums are of logits / temperature."""
+    """(logits on the draft's ids [C, W], empty without them; log sum exp over V and p's mass on W
+    [2, C]), the sums of logits / temperature."""
     rows, width = logits_CV.shape
     kept_CW, sums_2C = _target_results(logits_CV, draft_ids_W)
     if rows:

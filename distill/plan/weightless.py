@@ -175,9 +175,8 @@ def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, backward: bool) -> int:
-    """Two products forward, scores and output. Backward five: the scores again, and the gradients
-    of v, p, q and k.
-    Under a mask all scores are computed; a causal kernel computes those up to the diagonal."""
+    """Two products forward, five backward: the scores again, and the gradients of v, p, q and k. A
+    causal kernel computes scores up to the diagonal."""
     (batch, heads, queries, size), keys = q.shape, k.shape[2]
     # Causal: row i of T sees i + 1 keys, T (T + 1) / 2 pairs, and all earlier keys if any.
     pairs = queries * (queries + 1) // 2 + queries * (keys - queries) if is_causal else queries * keys

@@ -59,9 +59,8 @@ class Adaptation:
 
 
 def adapt(family: Family, cfg: Config, old: Path, machine: Machine | None = None) -> Adaptation | None:
-    """Train `old`, or a new start, for the target of `cfg`, and publish it if it gains; returns the
-    result on the main process. `cfg` continues `old`: `start_from` of a head, `checkpoint` of a
-    standalone draft. Raises as `run`."""
+    """Train `old`, or a new start, for the target of `cfg`, which continues `old`, and publish it
+    if it gains; returns the result on the main process. Raises as `run`."""
     started_s = time.perf_counter()
     training = Run(family, cfg, machine)
     training.target = replace(training.target, has_moved=True)

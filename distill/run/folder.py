@@ -69,9 +69,8 @@ class RunFolder:
     def open(
         cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, resume: bool, overwrite: bool
     ) -> RunFolder:
-        """The run in `folder`, new or resumed.
-        Raises ValueError if the folder holds another run and neither `resume` nor `overwrite` is
-        set, if the config differs from the resumed run's, or if not all ranks see the folder."""
+        """The run in `folder`, new or resumed. Raises ValueError: it holds another run and neither
+        `resume` nor `overwrite` is set, another config, or not all ranks see it."""
         run = cls(folder, accelerator)
         # As it will be read back: tuples are lists and paths are text, so an equal config compares equal.
         run.config = json.loads(json.dumps(config, default=str))
@@ -176,9 +175,8 @@ class RunFolder:
         return sorted((path for path in named if path.name.removeprefix("step-").isdigit()), key=_step_of)
 
     def restore(self, read: Callable[[Path], None]) -> int:
-        """Read the newest checkpoint, drop later metrics, and return the checkpoint's step; 0 if
-        there is none.
-        Raises ValueError if a checkpoint is corrupt or truncated, naming the file."""
+        """Read the newest checkpoint and drop later metrics; returns its step, or 0. Raises
+        ValueError: a checkpoint is corrupt or truncated."""
         checkpoints = self._checkpoints()
         step = 0
         if checkpoints:

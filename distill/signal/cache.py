@@ -152,9 +152,8 @@ class CachedHiddenStates:
         head_VD: Tensor,
         rule: LogitRule = PLAIN,
     ) -> None:
-        """`layers` are those read by the head; the cache may hold more. `head_VD` and `rule` are
-        the target's. Raises ValueError: the cache is incomplete, was written for another target or
-        other data, or has not all layers."""
+        """`layers` are the head's; the cache may hold more. Raises ValueError: the cache is
+        incomplete, of another target or other data, or has not all layers."""
         self._shards, self.head_VD, self._rule = Shards(folder, target=target, data=data), head_VD, rule
         content = _content(self._shards, "hidden states")
         if missing := sorted(set(layers) - set(content["layers"])):

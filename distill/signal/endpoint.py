@@ -72,9 +72,8 @@ class Endpoint:
             return False
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """The server's answer to a request about the model.
-        Raises RequestRefusedError if the server refuses it. Raises ConnectionError after `attempts`
-        tries without an answer; it names the URL."""
+        """The server's answer about the model. Raises RequestRefusedError; ConnectionError, with
+        the URL, after `attempts` tries."""
         return await self._request("POST", path, {"model": await self.model(), **body})
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -69,9 +69,8 @@ class Endpoints:
         return ", ".join(member.endpoint.url for member in self.members)
 
     async def require(self, check: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Run `check` on every server. A dead server is checked when it is back.
-        Raises ConnectionError if no server answers. Raises Exception: whatever `check` raises about
-        a live server."""
+        """Run `check` on every server; on a dead one when it is back. Raises ConnectionError if
+        none answers, or whatever `check` raises."""
         self._check = check
         failure: ConnectionError | None = None
         for member in self.members:
@@ -84,9 +83,8 @@ class Endpoints:
             raise failure
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """One server's answer to a request about the model.
-        Raises RequestRefusedError if the server refuses it. Raises ConnectionError after `attempts`
-        tries, or if all servers stay dead."""
+        """One server's answer about the model. Raises RequestRefusedError; ConnectionError after
+        `attempts` tries, or if all servers stay dead."""
         # Prompts are lists of ids here; of a text this would count characters.
         tokens, failure = len(body.get("prompt", "")), ""
         for _ in range(self.attempts):

@@ -38,9 +38,8 @@ def last_layers(model: Any, count: int) -> tuple[list[nn.Module], nn.Module]:
 
 
 def read_last_layers(target: TargetFolder, dtype: torch.dtype, count: int) -> tuple[list[nn.Module], nn.Module]:
-    """As `last_layers`, from the files of a target, in `dtype`. Tensors which no head takes stay on
-    `meta`. Raises FileNotFoundError: there are no files here. Raises ValueError: they are
-    quantised, or lack a tensor."""
+    """As `last_layers`, from the target's files, in `dtype`; further tensors stay on `meta`. Raises
+    FileNotFoundError; ValueError: they are quantised, or lack a tensor."""
     if method := target.quantization:
         raise ValueError(f"{target.name} is quantised ({method}), and a head starts from plain weights")
     first = target.text_config.num_hidden_layers - count
@@ -64,8 +63,7 @@ def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, st
 
 def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tensor]:
     """For each stream, after k layers, the factors of the norm in the target's layer that reads it,
-    [D]. Raises ValueError: a stream is not read by an RMS norm, or the target ends with another
-    norm. It names the target."""
+    [D]. Raises ValueError: a norm is of another kind."""
     layers, final = language_model(model).layers, final_norm(model)
     norms = [getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids]
     scales = [scale for norm in norms if (scale := norm_scale(norm)) is not None]

@@ -164,9 +164,8 @@ _led: set[int] = set()  # Models that the first rank leads now.
 
 @contextmanager
 def leading(model: Any) -> Iterator[bool]:
-    """Work of the first rank on a target, with True; the others get False, after they have made the
-    same passes. All ranks must enter; the first may enter again inside. For a model that is not
-    sharded, nothing is waited for."""
+    """Work of the first rank on a target, with True; the others get False after the same passes.
+    All ranks must enter; the first may enter again inside."""
     if not is_sharded(model):
         yield not dist.is_initialized() or dist.get_rank() == 0
     elif id(model) in _led:

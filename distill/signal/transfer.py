@@ -17,9 +17,8 @@ def host_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def to_device(value: T, device: torch.device) -> T:
-    """A tensor, or a dataclass with tensors at any depth, on `device`. What is there already is not
-    copied. A GPU may still be copying: only its current stream, and one that waits for that stream,
-    find the tensors whole. The host may change its own tensors at once."""
+    """A tensor, or a dataclass with tensors at any depth, on `device`, where a GPU may still be
+    copying: its current stream finds the tensors whole. The host may change its own."""
     if is_dataclass(value):
         moved: dict[str, Any] = {name: to_device(part, device) for name, part in vars(value).items()}
         return cast(T, type(value)(**moved))  # type: ignore[misc]  # it may be a class, for all mypy knows

@@ -83,9 +83,8 @@ def _has_login() -> bool:
 
 
 def choose_precision(asked: str | None, launched: str | None, machine: Machine) -> tuple[str, str]:
-    """(mixed precision of a training on this machine, the line that names it). `asked` is by the
-    user, None for the default; `launched` by `accelerate launch` (no, bf16, fp16 or fp8), None
-    under another launcher."""
+    """(mixed precision here, the line that names it). `asked` is by the user, `launched` by
+    `accelerate launch` (no, bf16, fp16 or fp8); None for neither."""
     default = launched or "no"
     # Without a config, `accelerate launch` says "no" as well, so there "no" is nobody's wish.
     if machine.gpu and machine.has_bfloat16 and default == "no":
@@ -106,8 +105,8 @@ def make_accelerator(
     wandb_project: str | None,
     machine: Machine | None = None,
 ) -> Accelerator:
-    """The accelerator of this launch, on this machine by default. The main process prints the precision
-    (`choose_precision`); wandb writes offline unless somebody is logged in."""
+    """The accelerator of this launch, on this machine by default. The main process prints the
+    precision (`choose_precision`); wandb writes offline unless somebody is logged in."""
     machine = machine or this_machine()
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
         machine = machine.without_gpu
@@ -211,9 +210,8 @@ class _Trainer:
         self.meter = _Meter()
 
     def plan_steps(self, loop: Loop) -> int:
-        """Train the first steps, and return how many it takes in all to fill `loop.minutes`; logged
-        for a resumed run. The learning rate of these steps is that of a run of `loop.steps`. All
-        ranks get the main process's number."""
+        """Train the first steps; returns how many fill `loop.minutes` in all, the main process's
+        number, logged for a resumed run. Their learning rate is that of `loop.steps`."""
         planned = [entry["planned_steps"] for entry in self.run.metrics if "planned_steps" in entry]
         if planned:
             return int(planned[-1])
@@ -290,9 +288,8 @@ def _evaluate(distillation: Distillation, held_out: list[Batch], run: RunFolder,
 
 
 def _find_best(metrics: Sequence[Mapping[str, Any]]) -> int:
-    """Step of the evaluation with the highest held-out tau, the first of equals; 0 if there is
-    none. From the metrics, which a resumed run cuts to its checkpoint: so it decides as the
-    unbroken run did."""
+    """Step of the evaluation with the highest held-out tau, the first of equals, or 0: from the
+    metrics, which a resumed run cuts."""
     taus = [(entry["held_out_tau"], -entry["step"]) for entry in metrics if "held_out_tau" in entry]
     return -max(taus)[1] if taus else 0
 

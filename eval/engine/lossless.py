@@ -56,9 +56,8 @@ def compare_lossless(
     *,
     known_rounding: float = 0.0,
 ) -> Lossless:
-    """The first difference of each prompt's greedy outputs. `target_logits` tells ties from errors.
-    `known_rounding` is a gap at which the target alone was seen to part from itself, in batches of
-    other sizes."""
+    """The first difference of each prompt's greedy outputs. `target_logits` separates ties; at a
+    gap of `known_rounding` the target alone has parted from itself."""
     # A draft changes the shapes of the target's matrix products, and so the rounding of logits.
     tie_gap = max(known_rounding, TIE_LOGIT_GAP if with_draft.dtype == "float32" else TIE_LOGIT_GAP_HALF)
     assert [p.token_ids for p in with_draft.prompts] == [p.token_ids for p in without_draft.prompts]

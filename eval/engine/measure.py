@@ -122,9 +122,8 @@ def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
 
 
 def time_steps(requests: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """`step_s` and `half_step_s` of a `Measurement`, without steps that also compute a prefill; {}
-    if there are few.
-    A request is the time when it was sent, and the times when each step's tokens arrived."""
+    """`step_s` and `half_step_s` of a `Measurement`, without steps with a prefill; {} if few. A
+    request is the times of sending, and of the tokens of each step."""
     prefills = [(times_s[0], times_s[1]) for times_s in requests if len(times_s) > 1]
     steps: list[tuple[float, float]] = []
     for times_s in requests:

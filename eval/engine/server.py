@@ -128,9 +128,8 @@ def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_servable(speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if vLLM would refuse this draft, or would be asked for more tokens than it
-    proposes. The check before a server starts: of the model runner, and of the number of tokens in
-    the draft's config.json."""
+    """Raise ValueError if vLLM would refuse this draft, or propose fewer tokens: a check of runner
+    and config.json before a server starts."""
     require_runner(speculative_config, environment)
     _require_tokens(speculative_config or {})
 
@@ -230,9 +229,8 @@ def wait_until_healthy(
     name: str = "vLLM",
     given_up: threading.Event | None = None,
 ) -> None:
-    """Return when `GET {url}/health` succeeds.
-    Raises ChildProcessError: the process ended; the message is from the log. Or it was given up.
-    Raises TimeoutError: the server did not become healthy."""
+    """Return when `GET {url}/health` succeeds. Raises ChildProcessError: the process ended, or was
+    given up; TimeoutError."""
     started = time.monotonic()
     with Progress(desc=f"{name} starts", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
         while time.monotonic() - started < START_TIMEOUT_S:

@@ -60,9 +60,8 @@ class LoadedTarget:
 
 
 def load_drafts(named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampling: SampleMethod) -> list[NamedDraft]:
-    """The drafts with these names (`eval.draft_source`), on the target's device.
-    Raises FileNotFoundError: there is no such draft. Raises ValueError: it is not a draft of this
-    target, or two drafts have one name."""
+    """The drafts with these names, on the target's device. Raises FileNotFoundError; ValueError:
+    one is no draft of this target, or two have one name."""
     drafts = [DraftSource.parse(text) for text in named]
     _require_distinct([draft.name for draft in drafts])
     return [_load(draft, target, Lookups(ngram=ngram), sampling) for draft in drafts]

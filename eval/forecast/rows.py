@@ -112,9 +112,8 @@ class StepRates:
 
 
 def step_rates(step: DraftStep, rows_N: Tensor, target: TargetRows, temperature: float) -> StepRates:
-    """The rates of a draft step in `rows_N` of the flattened batch. `target` holds the rows
-    predicted by these.
-    Only the temperature changes q: engines do not filter what a draft proposes."""
+    """The rates of a draft step in `rows_N` of the flattened batch; `target` holds the rows
+    predicted by these. Only the temperature changes q."""
     q_NW = probabilities(step.logits(rows_N), temperature)
     return StepRates(target=target, q_NW=q_NW, draft_ids_W=step.draft_ids_W)
 
@@ -159,9 +158,8 @@ def take_draft_steps(draft: Draft, batch: Batch, signal: TargetSignal, num_specu
 def block_matches(
     compared: Sequence[ComparedRows], num_speculative_tokens: int, is_autoregressive: bool
 ) -> tuple[Tensor, Tensor]:
-    """(the j-th token drafted in a row is the target's greedy one, it has a label), each bool [B,
-    T, K].
-    The rows are teacher-forced, so entry j is conditional on a match of the earlier tokens."""
+    """(the j-th token drafted in a row is the greedy one of the target, it has a label), bool [B,
+    T, K] each; teacher-forced, so conditional on a match before."""
     if not is_autoregressive:
         return (
             torch.stack([rows.agree_BT for rows in compared], dim=-1),

@@ -244,9 +244,8 @@ def _select_layers(signal: TargetSignal, union: Sequence[int], draft: Forecastab
 def _propose(
     draft: Forecastable, batch: Batch, signal: TargetSignal, texts: Sequence[Continuation], most_tokens: int
 ) -> list[Proposals]:
-    """The proposals for `most_tokens`: one step of an autoregressive draft, K steps of others, K
-    looked-up tokens.
-    With a lookup first: the K looked-up tokens, and then the steps that the head may take."""
+    """The proposals for `most_tokens`: one step if autoregressive, K steps, or K looked-up tokens,
+    and then the steps that a head may take."""
     if isinstance(draft.steps, Lookup):
         return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))
     if draft.first is not None:
@@ -260,9 +259,8 @@ def _propose(
 
 
 def _mix(looked_up: Sequence[Proposals], verified: Sequence[VerifiedLabels]) -> list[VerifiedLabels]:
-    """Rates of the K tokens of a block, which is looked up if any token is found for the beginning,
-    and drafted if not.
-    `verified` has the rates of the K tokens looked up, and then those of at most K steps."""
+    """Rates of a block's K tokens: looked up if any is found for the beginning, else drafted.
+    `verified` has both in this order."""
     by_lookup, by_head = verified[: len(looked_up)], verified[len(looked_up) :]
     matched_N = _is_found(looked_up[0])
     mixed = []

@@ -58,9 +58,8 @@ Proposals = DraftStep | Tensor  # a step, or the token looked up for each label,
 def verify_labels(
     proposals: Sequence[Proposals], distribution: ExactTarget, labels: Labels, sampling: Sampling
 ) -> list[VerifiedLabels]:
-    """Every proposal at every label of a text that was sampled so.
-    The target's logits are computed once per row, whatever the number of proposals. At most
-    ROWS_A_CHUNK rows of the vocabulary are held at once."""
+    """Every proposal at every label of a text that was sampled so; the target's logits are computed
+    once, for at most ROWS_A_CHUNK rows at a time."""
     results_S4N = torch.zeros(len(proposals), 4, len(labels.ids_N))
     for chunk_N in torch.split(torch.arange(len(labels.ids_N), device=labels.ids_N.device), ROWS_A_CHUNK):
         rows_N, ids_N = labels.target_rows_N[chunk_N], labels.ids_N[chunk_N]

@@ -57,9 +57,8 @@ def find_missed_forecast(
 
 
 def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterator[Finding]:
-    """A finding if serving accepts clearly less than training measured on held-out text of the same
-    data. For a draft without a published forecast. Usually the served tau is above the trained one,
-    because greedy answers are more predictable than a data set."""
+    """A finding if serving accepts clearly less than training measured on held-out text: for a
+    draft without a forecast. Greedy answers are more predictable."""
     served, expected = counts.tau - 1, trained_tau - 1
     if served + NUM_SIGMAS * _standard_error(counts) < MIN_SHARE * expected:
         yield Finding(

@@ -52,9 +52,8 @@ class Trained:
 
 
 def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, device: str = "cpu") -> list[Finding]:
-    """The first difference of each kind, in the order in which one causes the next; none if serving
-    equals training. `signal` is None if the draft reads nothing of the target. Raises ValueError:
-    it is not known how the engine computes this family."""
+    """The first difference of each kind, in the order of causes; none if serving equals training.
+    Raises ValueError: it is not known how the engine computes this family."""
     parity, tolerance = find_family(family).parity, TOLERANCE[dump.run.dtype]
     if parity is None:
         raise ValueError(f"the passes of {family} in the engine cannot be compared with training")

@@ -93,9 +93,8 @@ class Recorder:
         return drafted
 
     def estimate_confidence(self, given: dict[str, Any], drafted: list[int]) -> list[float]:
-        """The drafter's estimated acceptance of every token drafted in a pass; empty for a drafter
-        without one. vLLM computes it for adaptive verification only, which no CPU runs, so the
-        drafter's modules are called here."""
+        """The drafter's estimated acceptance of every drafted token, if any. vLLM computes it in
+        adaptive verification only, so its modules are called here."""
         if getattr(getattr(self._model, "model", None), "confidence_head", None) is None:
             return []
         # The Markov head reads the token before each drafted one: the anchor, then all drafted but the last.
@@ -148,9 +147,8 @@ def rotate_in_pytorch() -> None:
 
 
 def keep_imports_frozen() -> None:
-    """Keep all objects loaded so far out of garbage collection, for good. An engine collects
-    garbage ten times from start to end. Each collection goes over the million objects that
-    importing vLLM leaves behind, which takes three of an engine's four seconds on a CPU."""
+    """Keep all objects loaded so far out of garbage collection: a million of them are of importing
+    vLLM, and take three of an engine's four seconds on a CPU."""
     gc.collect()
     gc.freeze()
     # vLLM freezes its heap at the start of an engine and thaws everything at the end, these objects included.

@@ -77,9 +77,8 @@ class Dump:
 
 
 def run_engine(runs: Sequence[EngineRun], folder: Path, environment: Mapping[str, str] | None = None) -> list[Dump]:
-    """Run the engines one after the other in one process; files and log go to `folder`.
-    vLLM chooses the model runner, as in a server. `environment` is added to the process's
-    variables. Raises ChildProcessError with the engine's message."""
+    """Run the engines one after the other in a process; files and log go to `folder`. `environment`
+    is added to its variables. Raises ChildProcessError."""
     folder.mkdir(parents=True, exist_ok=True)
     outs = [folder / f"dump-{i}.pt" for i in range(len(runs))]
     jobs = [{**asdict(run), "out": str(out)} for run, out in zip(runs, outs, strict=True)]

@@ -31,9 +31,8 @@ def build_acceptance_report(
     drafts: Sequence[NamedDraft],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The content of report.json.
-    `target` has `name` and `fingerprint`. `settings` are the settings of the measurement. The
-    section `baseline` is None; `eval.report.regression.compare_reports` makes one."""
+    """The content of report.json; `target` has `name` and `fingerprint`. `baseline` is None:
+    `eval.report.regression.compare_reports` makes one."""
     rows = build_results(measured)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,

@@ -74,9 +74,8 @@ def _color(field: str, domain: Sequence[str], *, legend: bool) -> alt.Color:
 
 
 def bars_with_forecast(rows: Rows, x: alt.X, title: str, *, highest: float | None = None) -> alt.LayerChart:
-    """A bar for every value with series `engine`, and a diamond for every value with series
-    `forecast`. Rows have `label`, `value` and `series`. The y axis ends above `highest`, by default
-    the highest value."""
+    """A bar for every value with series `engine`, a diamond with `forecast`; rows have `label`,
+    `value` and `series`. The y axis ends above `highest`."""
     top = HEADROOM * (max(row["value"] for row in rows) if highest is None else highest)
     series = [name for name in ("engine", "forecast") if any(row["series"] == name for row in rows)]
     base = alt.Chart(alt.Data(values=list(rows)), width="container", height=PANEL_HEIGHT).encode(

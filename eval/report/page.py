@@ -54,9 +54,8 @@ Charts = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def offline_section(*, before: Forecast, after: Forecast, ce_baseline: Forecast | None = None) -> dict[str, Any]:
-    """The forecasts on held-out prompts: before training, distilled, and trained with cross-entropy
-    on the text.
-    The gain of distillation over cross-entropy has a 95% interval over prompts in pairs."""
+    """The forecasts on held-out prompts: before training, distilled, and by cross-entropy, over
+    which the gain has a 95% interval over pairs."""
     section: dict[str, Any] = {}
     for name, forecast in (("before", before), ("after", after), ("ce_baseline", ce_baseline)):
         if forecast is not None:
@@ -110,9 +109,8 @@ class Speed:
 def engine_section(
     with_draft: Measurement, lossless: Lossless, tau_forecast: float, speed: Speed | None = None
 ) -> dict[str, Any]:
-    """The measurements of a real engine, and the error of the forecast: |tau_forecast - tau| / tau.
-    A speed-up is reported only from rounds in turns: two runs one after the other differ by the
-    machine's load as well."""
+    """The measurements of a real engine, and the error of the forecast, |tau_forecast - tau| / tau.
+    A speed-up is only of rounds in turns."""
     counts = with_draft.counts
     assert counts is not None, "measured with a draft"
     return {

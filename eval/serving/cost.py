@@ -32,9 +32,8 @@ def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Measured duration of an engine's steps, in seconds, interpolated linearly between the
-    measured points. Raises ValueError if a batch size has no step without a draft or no draft step,
-    or a time is not positive."""
+    """Measured durations of an engine's steps, in seconds, interpolated. Raises ValueError: a batch
+    size has no step with or without a draft, or a time is not positive."""
 
     target_s: Mapping[int, Mapping[int, float]]
     """target_s[b][k]: a target step verifying k + 1 rows for each of b requests; k = 0 is a step without a draft."""

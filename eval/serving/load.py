@@ -151,9 +151,8 @@ def sampling_fields(load: Load, target: str) -> dict[str, float]:
 
 
 def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:
-    """Convert the generator's detailed result. `decode_s` is the total time of the requests after
-    their first tokens, by the engine's clock. Divided by their steps, it is the time of a step. The
-    clients' clocks would not do: a busy server sends several steps at once."""
+    """Convert the generator's detailed result. `decode_s` is the time of requests after the first
+    token by the engine's clock: a busy server sends several steps at once."""
     requests = list(zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True))
     decode_tokens = sum(tokens - 1 for *_, tokens in requests)
     # The generator leaves these out if nothing was proposed during the load.

@@ -96,9 +96,8 @@ Results = Mapping[tuple[str, int], Sequence[Measurement]]  # by server and reque
 
 
 def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Results:
-    """The results of `run()`, or those that an earlier run with an equal `key` left in `folder`.
-    They are kept as a whole: speeds of servers which took turns on different days are not
-    compared."""
+    """The results of `run()`, or an earlier run's with an equal `key` in `folder`, as a whole:
+    speeds of different days are not compared."""
 
     def listed() -> list[tuple[str, int, list[Measurement]]]:
         return [(name, concurrency, list(runs)) for (name, concurrency), runs in run().items()]
@@ -142,9 +141,8 @@ def _take_turn(server: VllmServer, prompts: Sequence[Prompt], plan: Plan, concur
 
 
 def merge(runs: Sequence[Measurement]) -> Measurement:
-    """The rounds of one server as one measurement, in the order of the prompts' tokens.
-    A prompt of several rounds counts once, as first measured. Such a part of the rounds has no
-    duration, and no speed."""
+    """The rounds of one server as one measurement; a prompt of several counts once, as first
+    measured. Such a part has no duration and no speed."""
     outputs: dict[tuple[int, ...], tuple[Prompt, Output]] = {}
     for run in runs:
         for prompt, output in zip(run.prompts, run.outputs, strict=True):

@@ -175,9 +175,8 @@ class Results:
         return self.path(cell, repeat).is_file()
 
     def add(self, cell: Cell, repeat: int, result: LoadResult, alone: LoadResult) -> None:
-        """Write a finished cell atomically: a killed process leaves no broken file.
-        `alone` is the run of the target alone at this load in the same pass; `result` itself if
-        nothing is drafted."""
+        """Write a finished cell atomically. `alone` is the target's run at this load in the same
+        pass; `result` itself without a draft."""
         content = {"cell": asdict(cell), "repeat": repeat, "served": result.to_json(), "alone": alone.to_json()}
         write_whole(self.path(cell, repeat), json.dumps(content, indent=1))
 

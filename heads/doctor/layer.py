@@ -51,9 +51,8 @@ def activation(pair: Pair) -> Iterator[Finding]:
 
 
 def arithmetic(pair: Pair) -> Iterator[Finding]:
-    """Norm and heads are those of training; for a head of another trainer they are compared with
-    the target's layers.
-    Such a head may differ from the target on purpose, so the difference is a doubt."""
+    """Norm and heads are those of training, or, for another trainer's head, compared with the
+    target's layers: a doubt."""
     trained, sizes = pair.trained_with or {}, _sizes(pair)
     for key in AS_TRAINED:
         mine = sizes[key]

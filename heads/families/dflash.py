@@ -208,9 +208,8 @@ class DFlash(nn.Module):
         return cast(Tensor, checkpoint(layer, *inputs, use_reentrant=False))
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start as layers of the target, usually its last, on the stream of the highest aux layer.
-        Tensors of equal shape are copied; the others stay random. Raises ValueError: there is
-        another number of layers."""
+        """Start as layers of the target, usually its last, on the stream of the highest aux layer;
+        tensors of other shapes stay random. Raises ValueError: another number of layers."""
         if len(layers) != len(self.layers):
             raise ValueError(f"{len(layers)} layers were given to a draft of {len(self.layers)}")
         theirs = {f"layers.{i}.{name}": v for i, layer in enumerate(layers) for name, v in layer_weights(layer).items()}

@@ -114,9 +114,8 @@ class Eagle1(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Eagle1:
-        """A head from an exported folder, or from a checkpoint of another trainer.
-        Copies of the target's embeddings and head are accepted and dropped. Raises ValueError: a
-        tensor is missing or of another shape, or such a copy is not the target's."""
+        """A head from an exported folder, or another trainer's, without copies of embeddings and
+        head. Raises ValueError: a tensor or a copy is another."""
         config = read_config(folder)
         known = {field.name for field in fields(Config)}
         training = {name: value for name, value in config.get("redraft", {}).items() if name in known}

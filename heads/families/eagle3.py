@@ -248,9 +248,8 @@ class Eagle3(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Self:
-        """A head from an exported folder of either layout, or from a checkpoint of another trainer.
-        Raises ValueError: a tensor is missing, unknown or of another shape, d2t and t2d disagree,
-        or the embeddings are not the target's."""
+        """A head from an exported folder of either layout, or another trainer's. Raises ValueError:
+        a tensor, d2t and t2d, or the embeddings do not fit."""
         checkpoint = read_checkpoint(folder, target)
         options = cls._read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
         head = cls(options, target, checkpoint.draft_ids_W, checkpoint.shape)

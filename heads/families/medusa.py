@@ -113,9 +113,8 @@ class Medusa(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Medusa:
-        """A head from an exported folder, or from a checkpoint in the layout of Medusa's authors.
-        Raises ValueError: a tensor is missing, of another shape, or unknown (such as a bias denied
-        by the config)."""
+        """A head from an exported folder, or in the layout of Medusa's authors. Raises ValueError:
+        a tensor is missing, of another shape, or unknown."""
         head = Medusa(_read(read_config(folder)), target)
         tensors = read_tensors(folder, tensor_files(folder))
         load_into(head, {_our_name(name): tensor for name, tensor in tensors.items()}, folder)

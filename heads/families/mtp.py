@@ -153,9 +153,8 @@ class Mtp(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Mtp:
-        """The layer in an exported folder, or in the folder of a target. The layout is the
-        folder's. Raises ValueError: the folder has no MTP layer, or a tensor is missing or of
-        another shape."""
+        """The layer in an exported folder, or a target's, in its layout. Raises ValueError: there
+        is none, or a tensor is missing or of another shape."""
         training = read_config(folder).get("redraft", {})
         # a target may have been converted to make room for the layer; the converted config is here
         target = replace(target, config=load_text_config(folder))

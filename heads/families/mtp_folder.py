@@ -76,9 +76,8 @@ def link(source: Path, copy: Path) -> None:
 
 
 def as_mimo(llama_folder: Path, out: Path) -> None:
-    """Make `out` the same target in the MiMo layout, which has room for an MTP layer.
-    MiMo is a Llama with biases on q, k and v, which are set to zero. Raises ValueError: the target
-    is not a Llama, or MiMo cannot express it."""
+    """Make `out` the same target in the MiMo layout, which has room for an MTP layer: a Llama with
+    zero biases on q, k and v. Raises ValueError: it is no such Llama."""
     config = read_config(llama_folder)
     if config["architectures"] != ["LlamaForCausalLM"] or config.get("attention_bias") or config.get("mlp_bias"):
         raise ValueError(f"{llama_folder} is not a LlamaForCausalLM without biases: only that can be converted to MiMo")

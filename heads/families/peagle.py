@@ -146,9 +146,8 @@ class PEagle(Eagle3):
         return run(*inputs, memory=memory)[0]
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start as layers of the target, usually its last, on the stream of the highest aux layer.
-        Tensors of equal shape are copied, as in `Eagle3.init_from_layer`; the others stay random.
-        Raises ValueError: there is another number of layers."""
+        """Start as layers of the target, usually its last, on the stream of the highest aux layer,
+        as `Eagle3.init_from_layer`. Raises ValueError: another number of layers."""
         if len(layers) != 1 + len(self.layers):
             raise ValueError(f"{len(layers)} layers were given to a draft of {1 + len(self.layers)}")
         self.init_from_layer(layers[0], final_norm)

@@ -125,9 +125,8 @@ class Retrieval:
     def speculative_config(
         folder: Path, *, verify_cost: float | None = None, least_first: float | None = None
     ) -> dict[str, Any]:
-        """vLLM's speculative config, without num_speculative_tokens.
-        Its last keys reach the plugin past vLLM: `retrieval`, and the options that are given.
-        Raises ValueError: an option is out of bounds."""
+        """vLLM's speculative config, without num_speculative_tokens; the last keys reach the plugin
+        past vLLM. Raises ValueError: an option is out of bounds."""
         if verify_cost is not None:
             Config(verify_cost=verify_cost)
         if least_first is not None:
@@ -154,9 +153,8 @@ class Retrieval:
 
     @staticmethod
     def read(folder: Path, *, least_first: float = 0.0, **changes: float) -> Retrieval:
-        """The draft of a folder, with `changes` to its config.
-        Raises FileNotFoundError: there is no such folder. Raises ValueError: it holds another kind
-        of draft, or an option is out of bounds."""
+        """The draft of a folder, with `changes` to its config. Raises FileNotFoundError;
+        ValueError: it holds another kind of draft, or an option is out of bounds."""
         written = dict(read_config(folder).get("redraft", {}))
         if written.pop("family", "") != "retrieval":
             raise ValueError(f"{folder} holds no counted answers: `redraft retrieval` writes such a folder")

@@ -61,9 +61,8 @@ class StandaloneDraft(nn.Module):
     def load(
         cls, folder: str | Path, target: Target | None = None, dtype: torch.dtype | None = None
     ) -> StandaloneDraft:
-        """The draft of a model folder or hub name, in `dtype` (None: as stored). It borrows nothing
-        of a target. Raises the errors of `heads.files.checkpoint.load_causal_lm`, and as
-        `make_draft` for the model."""
+        """The draft of a model folder or hub name, in `dtype` (None: as stored), which borrows
+        nothing. Raises as `load_causal_lm` and `make_draft`."""
         model = load_causal_lm(folder, dtype)
         _require_exact(model)
         return cls(model)
@@ -77,9 +76,8 @@ class StandaloneDraft(nn.Module):
         like: Path | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Write a folder for vLLM and transformers, with `tokenizer` or else the tokenizer of
-        `like`. Raises ValueError: neither is given. Without a tokenizer, nobody can compare draft
-        and target."""
+        """Write a folder for vLLM and transformers, with `tokenizer`, or that of `like`. Raises
+        ValueError without: nobody could compare draft and target."""
         if tokenizer is None:
             if like is None:
                 raise ValueError("a standalone draft is exported with its tokenizer: give tokenizer or like")

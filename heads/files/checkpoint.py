@@ -99,9 +99,8 @@ type or dtype, a missing key, zero heads, a value of the wrong type; OSError if 
 
 
 def load_config(name_or_path: str | Path) -> Any:
-    """The `transformers` config of a model, by folder or hub name.
-    Raises FileNotFoundError: the folder or its config is missing. Raises ValueError: the name is a
-    GGUF file, or the config cannot be read."""
+    """The `transformers` config of a model, by folder or hub name. Raises FileNotFoundError;
+    ValueError: the name is a GGUF file, or the config is unreadable."""
     folder = open_folder(name_or_path)
     read_config(folder)
     try:
@@ -126,9 +125,8 @@ def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
 
 
 def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ids of the tokens at which an engine ends an answer, from the tokenizer and
-    generation_config.json. Without that file they are those of config.json, or of its language
-    model's section, as vLLM reads them."""
+    """Ids at which an engine ends an answer: of tokenizer and generation_config.json, or
+    config.json."""
     folder = open_folder(name_or_path)
     path = next((path for name in (GENERATION_CONFIG, CONFIG) if (path := folder / name).is_file()), None)
     sections = text_sections(read_json(path)) if path else ()
@@ -139,9 +137,8 @@ def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def load_tokenizer(name_or_path: str | Path) -> Any:
-    """The tokenizer of a folder or a hub name.
-    Raises FileNotFoundError: the folder is missing, or has no tokenizer. Raises ValueError: the
-    tokenizer cannot be read, or two files hold different chat templates."""
+    """The tokenizer of a folder or hub name. Raises FileNotFoundError; ValueError: it is
+    unreadable, or two files hold different chat templates."""
     folder = open_folder(name_or_path)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
@@ -174,9 +171,8 @@ def _read_processor_template(folder: Path, tokenizer: Any) -> None:
 
 
 def _load_tekken(path: Path) -> Any:
-    """The tokenizer in Mistral's own format, with the chat template that transformers writes for
-    it. Raises ValueError: the file cannot be read, or the package mistral-common, which reads it,
-    is not installed."""
+    """The tokenizer in Mistral's format, with transformers' chat template for it. Raises
+    ValueError: it is unreadable, or mistral-common is missing."""
     from transformers.integrations.mistral import convert_tekken_tokenizer
 
     try:

@@ -15,9 +15,8 @@ class AlreadyOwnedError(OSError):
 
 
 def acquire(path: Path, purpose: str) -> int:
-    """Take the lock `path`; closing the returned descriptor, or ending the process, releases it.
-    The file stays in place afterwards and means nothing without a lock. Raises AlreadyOwnedError:
-    another process holds it."""
+    """Take the lock `path`, held until the descriptor is closed or the process ends; the file
+    stays. Raises AlreadyOwnedError."""
     # Never unlinked: two processes could then lock two files of one name. A program started by the
     # owner does not inherit the descriptor (PEP 446), so it cannot keep the lock alive.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -50,9 +50,8 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
 
 
 def read_sealed_as(path: Path, make: Callable[[Any], T], otherwise: T) -> T:
-    """The value that `make` builds from the fields; `otherwise` if there is no file yet.
-    Raises DamagedError if the file does not hold such a thing. Raises ValueError if a later release
-    wrote it."""
+    """What `make` builds from the fields; `otherwise` without a file. Raises DamagedError;
+    ValueError if a later release wrote it."""
     if not path.exists():
         return otherwise
     content = read_sealed(path)

@@ -18,9 +18,8 @@ ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 
 def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Raise ValueError unless every id is the same token in both; the message names the first
-    difference. The target reads the draft's ids as they are. Merges may differ, because an engine
-    never tokenizes with the draft's tokenizer."""
+    """Raise ValueError, with the first difference, unless every id is the same token in both.
+    Merges may differ: an engine never tokenizes with the draft's."""
     if difference := first_difference(target_tokenizer, draft_tokenizer):
         token_id, target, draft = difference
         raise ValueError(

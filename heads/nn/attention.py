@@ -64,9 +64,8 @@ class StepMemory:
 
 
 def compute_again(run: Callable[..., tuple[Tensor, ...]], memory: StepMemory, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """run(*inputs, memory=memory), whose backward pass computes it again.
-    Only the inputs, the outputs, and the keys and values of the one call to `memory` are kept.
-    Tensors that `run` does not get as inputs are kept, too."""
+    """run(*inputs, memory=memory), computed again in the backward pass: inputs, outputs, and the
+    keys and values of its one call to `memory` are kept."""
 
     def once(*flat: Tensor) -> tuple[Tensor, ...]:
         # a second run must not add its keys to the memory of later steps

@@ -63,9 +63,8 @@ def attention_of(config: Any) -> str | None:
 
 @torch.no_grad()
 def find_rule(model: Any) -> LogitRule:
-    """The rule of a causal LM's logits, compared with those of its class at large hidden states:
-    small random weights cannot hide a cap then, nor 16 bits a scale.
-    Raises ValueError: the class changes its logits in some other way."""
+    """The rule of a causal LM's logits, compared with its class at large hidden states, which no
+    cap or scale survives unseen. Raises ValueError: it is another."""
     rule, head_VD = LogitRule.of(model.config), model.get_output_embeddings().weight
     hidden_1TD = torch.sin(torch.arange(8 * head_VD.shape[1], device=head_VD.device).float()).view(1, 8, -1)
     # Up to 100, where a cap of 30 or 50 leaves nothing as it is.

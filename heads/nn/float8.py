@@ -15,9 +15,8 @@ PIECE_ROWS = 4096  # States decoded at a time, so the copy in float32 stays smal
 
 @torch.no_grad()
 def encode_float8(states_HLD: Tensor) -> Tensor:
-    """States [..., D] of at least two dimensions in 8 bits, uint8 [..., D + SCALE_BYTES].
-    A scale maps each one's largest number to the largest of e4m3fn. It is not finite if one of the
-    numbers is not."""
+    """States [..., D] in 8 bits, uint8 [..., D + SCALE_BYTES]: a scale maps each largest number
+    to the largest of e4m3fn; not finite if one is not."""
     values_HLD = states_HLD.float()
     scale_HL1 = values_HLD.abs().amax(-1, keepdim=True) / FLOAT8_MAX
     scale_HL1 = torch.where(scale_HL1 == 0, 1, scale_HL1)

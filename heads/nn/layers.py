@@ -175,9 +175,8 @@ def llama_rope(rope_parameters: Mapping[str, Any], theta: float | None = None) -
 
 
 class Rotary:
-    """Cosines and sines at given positions, for any frequency rule of `transformers`.
-    Deliberately not a module: casting the head to bfloat16 would round the frequencies too, which
-    is wrong at distant positions."""
+    """Cosines and sines at given positions, for any rule of `transformers`. Not a module: a cast to
+    bfloat16 would round the frequencies too."""
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding

@@ -288,9 +288,8 @@ class Buffer:
             self._cursor.leave_behind(past)
 
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
-        """The records with these sequence numbers, in this order, one at a time: together they may
-        not fit in memory. Those that are gone meanwhile are left out. So are corrupt ones, which
-        are counted and deleted."""
+        """The records with these sequence numbers, in order, one at a time, without those that are
+        gone or corrupt, which are counted and deleted."""
         for seq in seqs:
             with self._lock:
                 stored = self._read_one(seq)
@@ -332,9 +331,8 @@ class Buffer:
                 self.quarantine.clear()
 
     def commit_trained(self, checkpoint_id: str, through: int) -> None:
-        """Make a complete checkpoint count: every record up to `through` was trained or skipped
-        before it.
-        Raises BufferFullError if the disk is full. The checkpoint does not count then."""
+        """Make a checkpoint count: every record up to `through` was trained or skipped before it.
+        Raises BufferFullError: it does not count."""
         with self._lock, named_disk_full():
             self._cursor.commit(Commit(checkpoint_id=checkpoint_id, through=through))
 
@@ -348,9 +346,8 @@ class Buffer:
             return self._next_seq - 1
 
     def last_arrival_s(self) -> float | None:
-        """Arrival of the record with the highest number, seconds since the epoch; None if there is
-        no record. Not the latest time of all: a clock that was ahead for a while may have given it
-        to an earlier record."""
+        """Arrival of the record with the highest number, in seconds since the epoch, or None; a
+        clock may have been ahead for an earlier one."""
         with self._lock:
             index = self._files.index()
             return float(index["time_s"][-1]) if len(index) else None

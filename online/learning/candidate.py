@@ -132,9 +132,8 @@ class Candidate:
         require_draft_heads(self.family, f"the draft {version.name}", config, dtype, self._machine)
 
     def resume(self, version: Path, checkpoint: Path) -> None:
-        """Continue from `checkpoint`; `version` gives the shape.
-        The optimizer's state fits only the same optimizer and number of ranks. Otherwise the draft
-        is taken, and the optimizer starts fresh."""
+        """Continue from `checkpoint` in the shape of `version`. With another optimizer or number of
+        ranks the optimizer starts fresh."""
         if fits(checkpoint / STATE, self.accelerator, self.cfg.optimizer):
             self.begin(version)
             self.distillation.resume(checkpoint / STATE)

@@ -60,9 +60,8 @@ class Reach:
     now_s: Callable[[], float] = time.time  # Clock of the arrivals and ages in the buffer.
 
     async def forget(self, tenant: str) -> Forgotten:
-        """Delete the tenant's records. The caller reads neither spool nor log meanwhile.
-        Raises BufferFullError if the buffer's disk is full. Raises BrokerError if the log does not
-        answer."""
+        """Delete the tenant's records; nobody reads spool or log meanwhile. Raises BufferFullError;
+        BrokerError if the log does not answer."""
         name = stored_name(tenant)
         # Before the deletion: afterwards nobody knows when the first record arrived.
         found = self.buffer.find_tenant(tenant)

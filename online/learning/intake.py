@@ -185,9 +185,8 @@ def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecor
 
 
 def mark_unfit(frames: Frames, vocab_size: int) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-    """The same frames, with an error in place of every record unfit for training.
-    A CRC protects against a broken transport, not against a broken sender: a single token id beyond
-    the vocabulary would crash every training step with this record, forever."""
+    """The same frames, with an error in place of every record unfit for training: a token id beyond
+    the vocabulary would crash every step with it."""
     for frame, record in frames:
         fault = _find_unfit(record, vocab_size) if isinstance(record, Record) else None
         yield frame, CorruptRecordError(fault.sentence, fault.reason) if fault else record

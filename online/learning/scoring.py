@@ -146,9 +146,8 @@ def _alpha_by_row(step: DraftStep, signal: TargetSignal, sampling: Sampling, met
 
 
 def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceCounts:
-    """Expected drafts and accepted tokens over all stretches of consecutive rows, each beginning
-    with a block. A block that would reach beyond a stretch is left out, because the target was not
-    recorded there."""
+    """Expected drafts and accepted tokens over all stretches of consecutive rows; a block that
+    would reach beyond one is left out."""
     # one more token, because `expected_blocks` counts the prefill's, after which the first block begins
     walked = [expected_blocks(accept_TK, len(accept_TK) + 1) for accept_TK in _list_blocks(rows_R, accepted_JR)]
     return AcceptanceCounts(

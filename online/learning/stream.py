@@ -73,9 +73,8 @@ class StreamSource:
         now_s: Callable[[], float] = time.time,
         registry_id: str = "",
     ) -> None:
-        """`now_s` gives the time of arrival in seconds since the epoch. It is called by the event
-        loop's thread.
-        `registry_id` keeps learners of two registries from taking each other's records."""
+        """`now_s` gives the time of arrival, in the event loop's thread. `registry_id` keeps
+        learners of two registries apart."""
         self.ingest, self.config, self.limits, self.registry_id = ingest, config, limits, registry_id
         self.buffer, self.vocab_size, self._now_s = buffer, vocab_size, now_s
         self._client: Any = None
@@ -124,9 +123,8 @@ class StreamSource:
         await self.close()
 
     async def erase_unread(self, name: str) -> int:
-        """Overwrite a tenant's records among those of domains without a learner; returns the
-        number. Messages that cannot be read go too: nobody can tell whose text they hold. Raises
-        BrokerError if NATS does not answer."""
+        """Overwrite a tenant's records of domains without a learner, and unreadable ones; returns
+        the number. Raises BrokerError."""
         num_erased = 0
         with wrap_broker_errors(self.ingest):
             client = await connect(self.ingest, self.config, "learner")
@@ -192,9 +190,8 @@ class StreamSource:
 
 
 class Pull:
-    """Sends requests to a consumer, one at a time, and collects the arriving messages.
-    nats-py's `fetch` returns only when a request is complete or has expired, which would delay
-    every record of light traffic."""
+    """Sends requests to a consumer, one at a time, and collects messages as they come: nats-py's
+    `fetch` would delay every record of light traffic."""
 
     def __init__(self, client: Any, stream: str, consumer: str) -> None:
         self.client = client
@@ -267,9 +264,8 @@ def name_consumer(domain: str) -> str:
 async def provide_stream(
     stream: Any, config: Nats, limits: StreamLimits, domain: str = "", registry_id: str = ""
 ) -> None:
-    """Create the stream and our consumer, or update them to these settings.
-    A record has exactly one consumer: the one for the record's domain, or the one for all domains.
-    Raises BrokerError if a running learner takes these records already."""
+    """Create or update the stream and our consumer, for one domain or all: a record has one
+    consumer. Raises BrokerError if a running learner takes them."""
     wanted = {
         "subjects": [config.subjects],
         "max_bytes": limits.max_bytes,

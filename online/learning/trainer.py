@@ -140,9 +140,8 @@ class Trainer:
         return share > self.cfg.max_skipped_share or self.candidate.is_hopeless
 
     def checkpoint(self) -> str:
-        """Write and commit a checkpoint; returns the name.
-        Raises NotFiniteError if the weights hold a NaN or an infinity. Raises OSError if a disk is
-        full. In both cases the last checkpoint still counts."""
+        """Write and commit a checkpoint; returns the name. Raises NotFiniteError; OSError if a disk
+        is full. Then the last one still counts."""
         name = f"checkpoint-{self._next_number():06d}"
         # First the files, then the commit: a kill in between leaves a checkpoint that does not count.
         began = {"progress": vars(self.progress), "began_from": self.candidate.version.name}

@@ -256,9 +256,8 @@ class Telemetry:
 
 
 def to_wandb(project: str, folder: Path) -> Observer:
-    """Create an observer sending every number to Weights & Biases, by kind, server and domain. If
-    nobody is logged in, runs are kept below `folder`.
-    Raises ModuleNotFoundError if wandb is not installed."""
+    """An observer that sends every number to Weights & Biases; offline, below `folder`, without a
+    login. Raises ModuleNotFoundError."""
     import wandb  # slow to import, and an extra
 
     from redraft.distill.train.loop import write_offline_unless_logged_in  # imports torch

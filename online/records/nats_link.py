@@ -40,9 +40,8 @@ class BrokerError(ConnectionError):
 
 
 class _Client(Client):  # type: ignore[misc]
-    """nats-py's client, which otherwise stops reading, in silence, at a message with a malformed
-    header or subject. The broker takes such messages from any publisher and delivers them again
-    after every reconnection."""
+    """nats-py's client, which otherwise stops reading, in silence, at a malformed header or
+    subject, which any publisher may send."""
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:

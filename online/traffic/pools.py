@@ -45,9 +45,8 @@ class Pools:
         poll_s: float = 2.0,
         guard: Guard | None = None,
     ) -> None:
-        """Call `find` for the address and domain of every server, now and then every `poll_s`
-        seconds.
-        Raises any error of `find`. Later errors are logged, and the known servers are kept."""
+        """Call `find` for address and domain of every server, now and every `poll_s` seconds.
+        Raises its first error; later ones are logged."""
         self.find, self.poll_s, self.guard = find, poll_s, guard or Guard()
         self.upstreams: list[Upstream] = []
         self.requests: Counter[tuple[str, str]] = Counter()

@@ -75,9 +75,8 @@ class Tap:
         }
 
     def should_record(self, payload: Any, origin: Origin, *, is_read: bool = True, is_known: bool = True) -> bool:
-        """Whether to record the answer to this request, whose JSON body is `payload`. Counts a
-        refusal. `is_read` is False if the body is too large to be parsed, `is_known` if the tap
-        cannot read the answers of this API."""
+        """Whether to record the answer to this request; counts a refusal. `is_read` is False for a
+        large body, `is_known` for an API that the tap cannot read."""
         if origin.opt_out:
             reason = "opt_out"
         elif not is_read:

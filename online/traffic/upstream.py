@@ -130,9 +130,8 @@ class Upstream:
 
     @property
     def is_silent(self) -> bool:
-        """Whether some request has had no byte for `SILENT_S`. The server may hang, or be busy with
-        a long answer.
-        Requests given up by impatient clients count too, until the server sends something."""
+        """Whether some request has had no byte for `SILENT_S`: the server may hang, or be busy.
+        Requests given up count too, until it sends something."""
         limit_s = time.monotonic() - SILENT_S
         return self._unanswered_s < limit_s or any(request.heard_s < limit_s for request in self._in_flight)
 

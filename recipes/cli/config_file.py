@@ -25,9 +25,8 @@ NONE = "None"
 
 
 def read_config(path: Path, default: Config) -> Config:
-    """`default`, changed by the TOML file at `path`.
-    Raises FileNotFoundError: there is no such file. Raises ValueError: it is not TOML, a key is
-    unknown (with the closest known one), or a value does not fit."""
+    """`default`, changed by the TOML file at `path`. Raises FileNotFoundError; ValueError: it is
+    not TOML, a key is unknown, or a value does not fit."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no config file {path}: --print-config prints one to begin with")
     try:

@@ -164,9 +164,8 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
 
 
 def run_guarded(run: Callable[[], object]) -> int:
-    """Call `run` and return 0; or print an error of the user's in one line, and return 2.
-    With REDRAFT_TRACEBACK=1, raise the error instead, to show the traceback. A defect of ours, for
-    which `describe_error` has no line, is always raised."""
+    """Call `run` and return 0; or print an error of the user in one line, and return 2.
+    REDRAFT_TRACEBACK=1 raises it instead, as a defect of ours always is."""
     try:
         run()
     except BrokenPipeError:
@@ -226,9 +225,8 @@ def _run_command(name: str, args: Sequence[str]) -> None:
 
 
 def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
-    """A command's recipe, and the arguments that it has not taken itself.
-    Raises ValueError: the first argument names no part of the command. Raises SystemExit after the
-    help of a command of several parts."""
+    """A command's recipe, and the arguments left to it. Raises ValueError: there is no such part;
+    SystemExit after the help of several parts."""
     command, path = COMMANDS[name], COMMANDS[name].module
     if command.parts:
         name, path, args = _choose_part(name, command, args)

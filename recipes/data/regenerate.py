@@ -22,9 +22,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def main(cfg: Config) -> None:
-    """Answer the data set. Raises ChildProcessError: the engine did not start. Raises
-    ConnectionError: the server does not answer. Raises ValueError: --target and --url are both
-    given, or the output was written with other settings."""
+    """Answer the data set. Raises ChildProcessError, ConnectionError: no engine, or no answer;
+    ValueError: the settings do not fit."""
     if cfg.target is not None and cfg.url is not None:
         raise ValueError("give --target to start a server of it, or --url to ask a running one: not both")
     conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]

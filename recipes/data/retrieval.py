@@ -39,9 +39,8 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Count and publish. Raises FileExistsError: the output is not empty. Raises FileNotFoundError:
-    the target is neither a folder nor on the hub. Raises ValueError: the data or the tokenizer
-    cannot be read, or there is no answer."""
+    """Count and publish. Raises FileExistsError: there is an output; FileNotFoundError: no target;
+    ValueError: no data, tokenizer or answer."""
     # Here, because they import torch.
     from redraft.distill.data.conversations import load_conversations
     from redraft.distill.data.day import choose_day

@@ -226,9 +226,8 @@ def log(cfg: Config, variant: Variant) -> Path:
 
 
 def excuse_refusal(cfg: Config, variant: Variant, error: ChildProcessError) -> str:
-    """The engine's reason to refuse the ideal, which the benchmark can do without.
-    Raises ChildProcessError: the error, if the target was refused. Raises ValueError if a draft was
-    refused; with the cure if one is known."""
+    """The reason to refuse the ideal, which the benchmark can do without. Raises ChildProcessError
+    for the target, ValueError, with the cure, for a draft."""
     if variant.draft is None:
         raise error
     if not variant.is_ideal:

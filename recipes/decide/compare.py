@@ -240,9 +240,8 @@ class Rounds:
         self.groups: list[Results] = []  # The rounds of every group, once.
 
     def measure_first(self, candidates: Sequence[Candidate], prompts: Sequence[Prompt]) -> Results:
-        """Rounds of a group of drafts with the most draft tokens, beside the target alone.
-        The target alone is also measured with as many requests as there are rows when eight
-        requests verify."""
+        """Rounds of a group of drafts with the most draft tokens, beside the target alone, which
+        also gets as many requests as eight verify rows."""
         drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
         # 1 request with 3 draft tokens verifies 4 rows, 8 verify 32: so time 4 and 32 alone.
         rows = Plan(rounds=2, prompts={4: 4, ROWS_PROMPTS: ROWS_PROMPTS}, max_tokens=32)

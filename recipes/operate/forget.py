@@ -79,9 +79,8 @@ def _describe_learned(forgotten: Forgotten, cfg: Config) -> list[str]:
 
 
 async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = False) -> Forgotten:
-    """Delete a tenant's records, through the running learner if there is one, and return the reach.
-    Raises BufferFullError if the buffer's disk is full. Raises BrokerError if the log does not
-    answer. Raises AlreadyOwnedError if a learner that does not answer owns the buffer."""
+    """Delete a tenant's records, through a running learner; returns the reach. Raises
+    BufferFullError, BrokerError; AlreadyOwnedError: the learner does not answer."""
     from redraft.online.learning.forget import Forgotten, Reach
 
     try:

@@ -38,9 +38,8 @@ def main(cfg: Config) -> None:
 
 
 async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
-    """Roll back, and return the version that the fleet then serves.
-    Raises FileNotFoundError if there is no previous version, or `to` was never current. Raises
-    ConnectionError if servers do not follow; the message names them."""
+    """Roll back; returns the version then served. Raises FileNotFoundError: there is none, or `to`
+    was never current; ConnectionError: servers do not follow."""
     registry = Registry(cfg.registry)
     previous = registry.previous()
     try:

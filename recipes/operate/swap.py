@@ -46,9 +46,8 @@ def main(cfg: Config) -> None:
 
 
 async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
-    """Roll out a version, through the running learner if there is one, and return the outcome.
-    Raises FileNotFoundError if the version does not exist or there is none to go back to. Raises
-    AlreadyOwnedError if a learner that does not answer owns the registry."""
+    """Roll out a version, through a running learner; returns the outcome. Raises FileNotFoundError:
+    there is none; AlreadyOwnedError: the learner does not answer."""
     try:
         return await control.ask(cfg.folder, Outcome, do="swap", version=version)
     except control.NoLearnerError:

@@ -62,9 +62,8 @@ class Poll:
 
 
 def main(cfg: Config) -> None:
-    """Print lines until interrupted. Raises SystemExit with status 1 if tau is below `min_tau`.
-    Raises ConnectionError if a server cannot be reached at first. Raises ValueError if a server
-    serves no draft, or no address of one is given."""
+    """Print lines until interrupted. Raises SystemExit 1 if tau is below `min_tau`; ConnectionError
+    at first; ValueError: a server serves no draft."""
     if not cfg.urls:
         raise ValueError("no server to watch: give http://HOST:PORT")
     for url in cfg.urls:
