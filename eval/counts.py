@@ -19,13 +19,6 @@ Count = int | float
 """An int if it was counted, a float if it is an expectation. JSON keeps the difference."""
 
 
-def conditional(acceptance_per_position: Sequence[float]) -> list[float]:
-    """a_j = c_j / c_{j-1}; 0 if no draft reached position j - 1."""
-    # c_0 = 1: every draft reaches the first position. [0.8, 0.4] gives [0.8, 0.5].
-    before = [1.0, *acceptance_per_position[:-1]]
-    return [now / earlier if earlier else 0.0 for now, earlier in zip(acceptance_per_position, before, strict=True)]
-
-
 def tau(acceptance_per_position: Sequence[float]) -> float:
     """1 + sum_j c_j, in tokens per target step."""
     return 1.0 + sum(acceptance_per_position)

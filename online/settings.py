@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import inspect
+import itertools
 import json
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -29,6 +31,7 @@ import tyro
 Config = TypeVar("Config")
 
 COMMENT_COLUMNS = 100
+NONE = "None"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +54,14 @@ def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = 
     if not path.is_file():
         command = config_type.__name__.removesuffix("Config").lower()
         raise FileNotFoundError(f"there is no {path}: redraft {command} --print-config > {path} begins one")
-    values = _parse(_read_text(path), str(path))
+    values = read_table(path)
     for override in overrides:
         values = _merge(values, _parse(override, f"--set {override}"))
     # After the merge, so that a misspelt override is found too.
     _require_known(values, config_type, "")
-
-    # msgspec knows no Path: it asks this hook, which also resolves relative paths.
-    def read_path(kind: type, value: Any) -> Any:
-        if kind is Path and isinstance(value, str):
-            return path.parent.absolute() / Path(value).expanduser()
-        raise ValueError(f"expected a path in quotes, got {value!r}")
-
-    try:
-        return msgspec.convert(values, config_type, dec_hook=read_path)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {error}") from error
+    folder = path.parent.absolute()
+    config: Config = convert(values, config_type, str(path), lambda text: folder / Path(text).expanduser())
+    return config
 
 
 def render_example(config_type: type) -> str:
@@ -75,7 +70,7 @@ def render_example(config_type: type) -> str:
 
 def _render_section(config_type: type, prefix: str) -> Iterator[str]:
     """The lines of one table. TOML wants the keys of a table before the sub-tables."""
-    documents, types = _read_documents(config_type), get_type_hints(config_type)
+    documents, types = read_field_docs(config_type), get_type_hints(config_type)
     sections = [f.name for f in fields(config_type) if is_dataclass(types[f.name])]
     for config_field in fields(config_type):
         key = config_field.name
@@ -86,7 +81,7 @@ def _render_section(config_type: type, prefix: str) -> Iterator[str]:
             yield f"# {line}"
         value = _example_value(config_field)
         # TOML has no null, so a setting that is None by default becomes a comment.
-        yield f"# {key} =" if value is None else f"{key} = {_render_value(value)}"
+        yield f"# {key} =" if value is None else f"{key} = {render_value(value)}"
     for key in sections:
         section_type = types[key]
         assert isinstance(section_type, type)
@@ -102,34 +97,41 @@ def _example_value(config_field: Field[Any]) -> Any:
     return config_field.default
 
 
-def _render_value(value: Any) -> str:
-    if isinstance(value, tuple):
-        return json.dumps(list(value))
-    return json.dumps(str(value) if isinstance(value, Path) else value)
+def render_value(value: Any) -> str:
+    """A value in TOML, which has no null: the text "None" stands for it."""
+    if value is None:
+        return json.dumps(NONE)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(render_value, value))}]"
+    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
 
 
-def _read_documents(config_type: type) -> dict[str, str]:
-    """The string under each field, by field name. Python keeps none of them, so they are read from the source."""
-    documents: dict[str, str] = {}
-    for base in reversed(config_type.__mro__):  # a field is documented where it is declared, maybe in a base class
-        if is_dataclass(base):
-            documents |= _read_own_documents(base)
-    return documents
+@functools.cache
+def read_field_docs(config_type: type) -> dict[str, str]:
+    """The string under each field, folded into one line; a subclass's field hides the parent's. Python drops such a
+    string, so it is read from the source; a class that was typed into an interpreter has none."""
+    docs: dict[str, str] = {}
+    for parent in filter(is_dataclass, reversed(config_type.__mro__)):
+        try:
+            definition = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
+        except OSError:
+            continue
+        # A field and the statement after it, e.g. `port: int = 8001` and `"""Port to listen on."""`.
+        for field, doc in itertools.pairwise(definition.body if isinstance(definition, ast.ClassDef) else []):
+            text = doc.value if isinstance(doc, ast.Expr) else None
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Constant)
+            ):
+                docs[field.target.id] = " ".join(str(text.value).split())
+    return docs
 
 
-def _read_own_documents(config_type: type) -> dict[str, str]:
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config_type))).body
-    assert isinstance(definition, ast.ClassDef)
-    documents = {}
-    for line, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(below, ast.Expr):
-            documents[line.target.id] = " ".join(ast.literal_eval(below.value).split())
-    return documents
-
-
-def _read_text(path: Path) -> str:
+def read_table(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ValueError: it is not TOML."""
     try:
-        return path.read_bytes().decode()
+        return _parse(path.read_bytes().decode(), str(path))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not valid TOML: byte {error.start} is not UTF-8") from error
 
@@ -139,6 +141,27 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{source} is not valid TOML ({error}); strings need quotes") from error
+
+
+def convert(value: Any, kind: Any, where: str, read_path: Callable[[str], Path]) -> Any:
+    """A value of TOML as a `kind`. Raises ValueError: it does not fit; the message begins with `where`."""
+
+    # msgspec knows no Path, and asks this hook.
+    def hook(wanted: type, found: Any) -> Any:
+        if wanted is Path and isinstance(found, str):
+            return read_path(found)
+        raise ValueError(f"expected a path in quotes, got {found!r}")
+
+    try:
+        return msgspec.convert(value, kind, dec_hook=hook)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def describe_unknown(key: str, known: Sequence[str], section: str) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {section}{close[0]}?" if close else f"known are {', '.join(known)}"
+    return f"there is no setting {section}{key}: {hint}"
 
 
 def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,9 +181,7 @@ def _require_known(values: Mapping[str, Any], config_type: type, section: str) -
     known = [config_field.name for config_field in fields(config_type)]
     for key, value in values.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {section}{close[0]}?" if close else f"known are {', '.join(known)}"
-            raise ValueError(f"there is no setting {section}{key}: {hint}")
+            raise ValueError(describe_unknown(key, known, section))
         if isinstance(value, dict) and is_dataclass(types[key]):
             nested = types[key]
             assert isinstance(nested, type)

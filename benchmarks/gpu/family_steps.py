@@ -17,7 +17,7 @@ from benchmarks.gpu.results import Results
 from benchmarks.training import gpu
 from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.roofs import Device
-from redraft.distill.plan.step import Plan, prepare_step
+from redraft.distill.plan.step import Plan
 from redraft.recipes.plan.count import make_plan
 
 LOSS_CASES = ("fused loss, vocabulary 128k, bfloat16", "fused loss, vocabulary 32k, bfloat16")
@@ -55,7 +55,7 @@ class Marks:
 
 def measure_parts(plan: Plan, device: torch.device) -> dict[str, Any]:
     """Milliseconds of each part. If the host's are the device's, launches are the limit, or the host waits."""
-    run = prepare_step(plan, device)
+    run = gpu.prepare_step(plan, device)
     for _ in range(2):
         run(Marks())
     device_ms: dict[str, list[float]] = {}

@@ -13,7 +13,7 @@ import json
 import shlex
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import cast
@@ -22,7 +22,19 @@ import torch
 
 from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.roofs import DEVICES, Device
-from redraft.distill.plan.step import Plan, count_model_flops, count_step, prepare_step
+from redraft.distill.plan.step import (
+    Marker,
+    Plan,
+    count_model_flops,
+    count_step,
+    make_batch,
+    make_models,
+    make_source,
+    make_step_optimizers,
+    run_parts,
+)
+from redraft.distill.signal.transfer import to_device
+from redraft.distill.train.step import compile_layers
 from redraft.eval.machine import environment
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.plan.count import fit, make_plan, on_device
@@ -179,6 +191,27 @@ class Unmarked:
     """A `Marker` that keeps nothing."""
 
     def begin(self, part: str) -> None: ...
+
+
+def prepare_step(plan: Plan, device: torch.device, *, compiles: bool = False) -> Callable[[Marker], None]:
+    """The step of `count_step` on a device, with random weights: each call runs it once and marks its parts."""
+    torch.manual_seed(0)
+    model, draft = make_models(plan, device)
+    # Made on the CPU and moved: the generator of the ids is the CPU's.
+    batch = to_device(make_batch(plan), device)
+    with device:
+        source = make_source(plan, model, draft, batch, has_weights=False)
+        signal = None if plan.features == "in-process" else source(batch)
+    optimizers = make_step_optimizers(plan, draft)
+    if compiles:
+        compile_layers(draft, source)
+
+    def run(marker: Marker) -> None:
+        run_parts(plan, draft, source, batch, signal, optimizers, marker, device.type)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    return run
 
 
 def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2, compiles: bool = False) -> Timed:

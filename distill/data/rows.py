@@ -54,7 +54,7 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
             for row in _file_rows(file):
                 yield Row(f"{'/'.join(below)}, {row.place}", row.values, below[0] if len(below) > 1 else "all")
     elif _is_on_hub(path):
-        yield from _numbered(_hub_rows(source, split))
+        yield from _numbered(map(_without_missing, _load_hub(source, split)))
     elif not path.exists():
         raise FileNotFoundError(f"{source}: no such file")
     else:
@@ -203,10 +203,6 @@ def _parquet_rows(path: Path) -> Iterable[dict[str, Any]]:
         return map(_without_missing, datasets.load_dataset("parquet", data_files=str(path), split="train"))
     except (datasets.exceptions.DatasetsError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as parquet: {_first_line(error)}") from error
-
-
-def _hub_rows(name: str, split: str) -> Iterable[dict[str, Any]]:
-    return map(_without_missing, _load_hub(name, split))
 
 
 def _load_hub(source: str, split: str) -> datasets.Dataset:

@@ -17,7 +17,7 @@ Arguments = dict[str, Any]  # `chat_template_kwargs` of a request.
 
 def find_arguments(tokenizer: Any) -> list[Arguments]:
     """The arguments with which a request may start an answer: none, then each switch on and off."""
-    read = set[str]().union(*(_free_names(text) for text in _templates(tokenizer)))
+    read = set[str]().union(*(meta.find_undeclared_variables(_parse(text)) for text in _templates(tokenizer)))
     found = [{name: value} for name in SWITCHES if name in read for value in (True, False)]
     return [{}, *found]
 
@@ -38,10 +38,6 @@ def _parse(template: str) -> nodes.Template:
     # The environment of transformers knows its tags, e.g. `generation`.
     tree: nodes.Template = chat_template_utils._compile_jinja_template(template).environment.parse(template)
     return tree
-
-
-def _free_names(template: str) -> set[str]:
-    return meta.find_undeclared_variables(_parse(template))
 
 
 def _loops_over_content(template: str) -> bool:

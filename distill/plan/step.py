@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast
@@ -17,11 +17,10 @@ from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, SIGNAL, STATE, T
 from redraft.distill.plan.roofs import Operation
 from redraft.distill.plan.weightless import META, Count, Weightless
 from redraft.distill.signal.sources import InProcessTarget
-from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.muon import Muon
 from redraft.distill.train.objective import distill_loss
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.step import compile_layers, make_optimizers
+from redraft.distill.train.step import make_optimizers
 from redraft.heads.catalog import find_family
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget
 from redraft.heads.families.standalone import StandaloneDraft
@@ -92,19 +91,19 @@ def count_step(
             draft = _make_draft(plan, model)
         batch = batch or make_batch(plan)
         if signal is None:
-            source = _source(plan, model, draft, batch, has_weights=not weightless)
+            source = make_source(plan, model, draft, batch, has_weights=not weightless)
             signal = None if plan.features == "in-process" else source(batch)
         else:
             source = None
         trained = [p for p in draft.parameters() if p.requires_grad]
-        optimizers = _make_optimizers(plan, draft)
+        optimizers = make_step_optimizers(plan, draft)
         count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
         count.memory.hold(DRAFT_WEIGHTS, [*draft.parameters(), *draft.buffers()])
         count.memory.hold(SIGNAL, _tensors(signal))
         # The state appears in the first step of an optimizer. This moment is left out: a training has it once.
         _make_state(optimizers, trained, count, keep=plan.keeps_gradients)
         count.memory.restart()
-        _run(plan, draft, source, batch, signal, optimizers, count)
+        run_parts(plan, draft, source, batch, signal, optimizers, count)
         count.begin("")
         return Counted(
             operations=count.operations,
@@ -138,27 +137,6 @@ def count_model_flops(plan: Plan, counted: Counted) -> int:
     return count_flops(count_step(replace(plan, head=head, gradient_checkpointing=False)))
 
 
-def prepare_step(plan: Plan, device: torch.device, *, compiles: bool = False) -> Callable[[Marker], None]:
-    """The step of `count_step` on a device, with random weights: each call runs it once and marks its parts."""
-    torch.manual_seed(0)
-    model, draft = make_models(plan, device)
-    # Made on the CPU and moved: the generator of the ids is the CPU's.
-    batch = to_device(make_batch(plan), device)
-    with device:
-        source = _source(plan, model, draft, batch, has_weights=False)
-        signal = None if plan.features == "in-process" else source(batch)
-    optimizers = _make_optimizers(plan, draft)
-    if compiles:
-        compile_layers(draft, source)
-
-    def run(marker: Marker) -> None:
-        _run(plan, draft, source, batch, signal, optimizers, marker, device.type)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-
-    return run
-
-
 def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
     """(target, draft) of a plan on a device, with random weights."""
     with device:
@@ -173,7 +151,7 @@ class Marker(Protocol):
     def begin(self, part: str) -> None: ...
 
 
-def _run(
+def run_parts(
     plan: Plan,
     draft: Any,
     source: Any,
@@ -216,7 +194,7 @@ def _take_step(optimizers: list[torch.optim.Optimizer]) -> None:
             optimizer.step()
 
 
-def _make_optimizers(plan: Plan, draft: Any) -> list[torch.optim.Optimizer]:
+def make_step_optimizers(plan: Plan, draft: Any) -> list[torch.optim.Optimizer]:
     with _shown_on(torch.device("cpu")):  # as in `_take_step`
         return make_optimizers(draft, Optim(name=plan.optimizer))
 
@@ -328,7 +306,7 @@ def make_batch(plan: Plan) -> Batch:
     return Batch.packed(rows, width=plan.sequence_length)
 
 
-def _source(plan: Plan, model: Any, draft: Any, batch: Batch, *, has_weights: bool) -> Any:
+def make_source(plan: Plan, model: Any, draft: Any, batch: Batch, *, has_weights: bool) -> Any:
     if plan.features == "in-process":
         return InProcessTarget(model, draft.aux_layer_ids, has_weights=has_weights)
     return lambda batch: _receive(plan, model, draft, batch)

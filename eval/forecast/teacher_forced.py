@@ -194,7 +194,7 @@ def evaluate_batch(
     for (name, most), steps in proposed.items():
         # at temperature 0 the two ways to draft are the same
         draft = drafts[name] if temperature > 0 else replace(drafts[name], can_sample=False)
-        limited = _limit_to_pass(draft, protocol, most)
+        limited = replace(protocol, num_speculative_tokens=(most,)) if draft.is_block else protocol
         rates = [next(verified) for _ in steps]
         if draft.first is not None:
             rates = _mix(steps[:most], rates)
@@ -210,10 +210,6 @@ def _list_passes(draft: Forecastable, protocol: Protocol) -> list[int]:
         # If all numbers are above the limit, one pass at the limit still gives alpha.
         return [k for k in protocol.num_speculative_tokens if k <= limit] or [limit]
     return [min(protocol.most_tokens, limit)]
-
-
-def _limit_to_pass(draft: Forecastable, protocol: Protocol, most: int) -> Protocol:
-    return replace(protocol, num_speculative_tokens=(most,)) if draft.is_block else protocol
 
 
 def _add_counts(earlier: PromptRows | None, row: PromptRows) -> PromptRows:

@@ -7,12 +7,13 @@ from typing import Any
 
 import altair as alt
 
-from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forecast, to_spec
+from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forecast, color, legend, panel, tips, to_spec
 from redraft.eval.report.results import choose_common_k, find_entry, read_tau
 
 ROW_HEIGHT = 22  # Height of one domain of one draft in the first chart, in pixels.
 
 COLORS = 5  # of the page; drafts beyond them reuse the colours with another shape
+COLUMNS = 4  # Of a legend.
 SHAPES = ("circle", "square", "triangle-up", "diamond")
 
 
@@ -40,7 +41,7 @@ def _taus(rows: Rows, names: Sequence[str], k: int) -> alt.LayerChart:
     shown = list(dict.fromkeys(point["domain"] for point in points))
     best_first = [point["draft"] for point in sorted(points, key=lambda p: -p["value"])]
     height = max(PANEL_HEIGHT, ROW_HEIGHT * len(names) * len(shown))
-    base = alt.Chart(alt.Data(values=points), width="container", height=height).encode(
+    base = panel(points, height).encode(
         y=alt.Y(
             "draft:N",
             title=None,
@@ -48,12 +49,8 @@ def _taus(rows: Rows, names: Sequence[str], k: int) -> alt.LayerChart:
             axis=alt.Axis(domain=False, ticks=False, labelPadding=10),
         ),
         yOffset=alt.YOffset("domain:N", sort=None),
-        color=_color("domain", shown, legend=len(shown) > 1),
-        tooltip=[
-            alt.Tooltip("draft:N"),
-            alt.Tooltip("domain:N"),
-            *_interval_tooltip("tokens per target step"),
-        ],
+        color=color(shown, "domain", is_shown=len(shown) > 1, columns=COLUMNS, sort=None),
+        tooltip=[alt.Tooltip("draft:N"), alt.Tooltip("domain:N"), *_interval_tooltip("tokens per target step")],
     )
     # the padding leaves room for the number to the right of the longest interval
     x = alt.X("value:Q", title=f"tokens per target step, k = {k}", scale=alt.Scale(zero=False, padding=28))
@@ -115,19 +112,15 @@ def _engine(rows: Rows) -> alt.LayerChart | None:
 
 
 def _lines(points: Rows, names: Sequence[str], x_title: str, y_title: str) -> alt.LayerChart:
-    base = alt.Chart(alt.Data(values=list(points)), width="container", height=PANEL_HEIGHT).encode(
+    base = panel(points).encode(
         x=alt.X("x:O", title=x_title, axis=alt.Axis(labelAngle=0)),
-        color=_color("series", names, legend=len(names) > 1),
-        tooltip=[
-            alt.Tooltip("series:N", title="draft"),
-            alt.Tooltip("x:O", title=x_title),
-            *_interval_tooltip(y_title),
-        ],
+        color=color(names, is_shown=len(names) > 1, columns=COLUMNS, sort=None),
+        tooltip=[*tips(("series:N", "draft"), ("x:O", x_title)), *_interval_tooltip(y_title)],
     )
     y = alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
     # The sixth draft has the first colour again, with the second shape.
     shapes = alt.Scale(domain=list(names), range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))])
-    shape = alt.Shape("series:N", scale=shapes, legend=_legend() if len(names) > 1 else None)
+    shape = alt.Shape("series:N", scale=shapes, legend=legend(COLUMNS) if len(names) > 1 else None)
     interval = base.mark_rule(strokeWidth=1.5, opacity=0.6).encode(y="low:Q", y2="high:Q")
     line = base.mark_line(strokeWidth=2.5).encode(y=y)
     return interval + line + base.mark_point(filled=True, size=70, opacity=1).encode(y=y, shape=shape)
@@ -144,19 +137,6 @@ def _varies(points: Rows) -> bool:
     return len({point["x"] for point in points}) > 1
 
 
-def _color(field: str, domain: Sequence[str], *, legend: bool) -> alt.Color:
-    return alt.Color(
-        f"{field}:N",
-        sort=None,
-        scale=alt.Scale(domain=list(domain)),
-        legend=_legend() if legend else None,
-    )
-
-
-def _legend() -> alt.Legend:
-    return alt.Legend(title=None, orient="top", direction="horizontal", columns=4)
-
-
 def _interval_tooltip(title: str) -> list[alt.Tooltip]:
     titles = {"value": title, "low": "95% interval from", "high": "95% interval to"}
-    return [alt.Tooltip(f"{field}:Q", title=shown, format=".3f") for field, shown in titles.items()]
+    return tips(*((f"{field}:Q", shown, ".3f") for field, shown in titles.items()))

@@ -49,28 +49,50 @@ def _curve(entries: Rows, names: Mapping[str, str], title: str) -> alt.Chart | N
                 rows.append({"step": entry["step"], "value": entry[key], "series": name})
     if len({row["step"] for row in rows}) < 2:
         return None
-    return (
-        alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT)
-        .mark_line(strokeWidth=2.5, interpolate="monotone")
-        .encode(
-            x=alt.X("step:Q", title="optimizer step", axis=alt.Axis(grid=False, tickCount=6)),
-            y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=5), axis=alt.Axis(tickCount=5)),
-            color=_color("series", list(names.values()), legend=len(names) > 1),
-            tooltip=[
-                alt.Tooltip("step:Q", title="optimizer step"),
-                alt.Tooltip("series:N", title="curve"),
-                alt.Tooltip("value:Q", title=title, format=".4f"),
-            ],
-        )
+    line = panel(rows).mark_line(strokeWidth=2.5, interpolate="monotone")
+    return line.encode(
+        x=alt.X("step:Q", title="optimizer step", axis=alt.Axis(grid=False, tickCount=6)),
+        y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=5), axis=alt.Axis(tickCount=5)),
+        color=color(list(names.values()), is_shown=len(names) > 1),
+        tooltip=tips(("step:Q", "optimizer step"), ("series:N", "curve"), ("value:Q", title, ".4f")),
     )
 
 
-def _color(field: str, domain: Sequence[str], *, legend: bool) -> alt.Color:
-    return alt.Color(
-        f"{field}:N",
-        scale=alt.Scale(domain=list(domain)),
-        legend=alt.Legend(title=None, orient="top", direction="horizontal") if legend else None,
-    )
+def panel(rows: Rows, height: float = PANEL_HEIGHT) -> alt.Chart:
+    return alt.Chart(alt.Data(values=list(rows)), width="container", height=height)
+
+
+def tips(*fields: tuple[str, ...]) -> list[alt.Tooltip]:
+    """Tooltips of (field, title) or (field, title, format of the number)."""
+    return [
+        alt.Tooltip(name, title=title, format=number[0] if number else alt.Undefined) for name, title, *number in fields
+    ]
+
+
+def legend(columns: int | None = None, **options: Any) -> alt.Legend:
+    return alt.Legend(title=None, orient="top", direction="horizontal", columns=columns or alt.Undefined, **options)
+
+
+def color(
+    names: Sequence[str], field: str = "series", *, is_shown: bool = True, columns: int | None = None, **options: Any
+) -> alt.Color:
+    """The page's colours for `names`, in this order, with a legend if it `is_shown`."""
+    shown = legend(columns) if is_shown else None
+    return alt.Color(f"{field}:N", scale=alt.Scale(domain=list(names)), legend=shown, **options)
+
+
+def numbers(chart: alt.Chart, number: str = ".2f", **mark: Any) -> alt.Chart:
+    """The values as text, at the marks of a chart."""
+    text = alt.Text("value:Q", format=number)
+    return chart.mark_text(**mark).encode(text=text, color=alt.value("currentColor"))
+
+
+def bars_and_diamonds(base: alt.Chart, bar: str, diamond: str) -> alt.LayerChart:
+    """A bar with the number above for every value of one series, and a diamond for every value of another."""
+    bars = base.transform_filter(f"datum.series == '{bar}'").mark_bar(width={"band": 0.55}, cornerRadiusEnd=4)
+    diamonds = base.transform_filter(f"datum.series == '{diamond}'")
+    points = diamonds.mark_point(shape="diamond", size=130, filled=True, opacity=1)
+    return bars + numbers(bars, baseline="bottom", dy=-9, fontWeight=600) + points
 
 
 def bars_with_forecast(rows: Rows, x: alt.X, title: str, *, highest: float | None = None) -> alt.LayerChart:
@@ -78,28 +100,17 @@ def bars_with_forecast(rows: Rows, x: alt.X, title: str, *, highest: float | Non
     `value` and `series`. The y axis ends above `highest`."""
     top = HEADROOM * (max(row["value"] for row in rows) if highest is None else highest)
     series = [name for name in ("engine", "forecast") if any(row["series"] == name for row in rows)]
-    base = alt.Chart(alt.Data(values=list(rows)), width="container", height=PANEL_HEIGHT).encode(
+    base = panel(rows).encode(
         x=x,
         y=alt.Y("value:Q", title=title, scale=alt.Scale(domain=[0, top]), axis=alt.Axis(tickCount=5)),
         color=alt.Color(
             "series:N",
             scale=alt.Scale(domain=["engine", "forecast"]),  # both, so that each keeps its colour without the other
-            legend=alt.Legend(title=None, orient="top", direction="horizontal", values=series),
+            legend=legend(values=series),
         ),
-        tooltip=[
-            alt.Tooltip("label:N", title="bar"),
-            alt.Tooltip("series:N", title="source"),
-            alt.Tooltip("value:Q", title=title, format=".3f"),
-        ],
+        tooltip=tips(("label:N", "bar"), ("series:N", "source"), ("value:Q", title, ".3f")),
     )
-    bars = base.transform_filter("datum.series == 'engine'").mark_bar(width={"band": 0.55}, cornerRadiusEnd=4)
-    labels = bars.mark_text(baseline="bottom", dy=-9, fontWeight=600).encode(
-        text=alt.Text("value:Q", format=".2f"), color=alt.value("currentColor")
-    )
-    points = base.transform_filter("datum.series == 'forecast'").mark_point(
-        shape="diamond", size=130, filled=True, opacity=1
-    )
-    return bars + labels + points
+    return bars_and_diamonds(base, "engine", "forecast")
 
 
 def _positions(report: Mapping[str, Any]) -> alt.LayerChart:
@@ -144,7 +155,7 @@ def _speed(speed: Mapping[str, Any]) -> alt.LayerChart:
 def _bars(rows: Rows, *, ours: str, title: str, number: str) -> alt.LayerChart:
     """Horizontal bars in the order of `rows`, with the value at the end of each; the bar `ours` is highlighted."""
     highest = max(row["value"] for row in rows)
-    base = alt.Chart(alt.Data(values=list(rows)), width="container", height=BAR_HEIGHT * len(rows)).encode(
+    base = panel(rows, BAR_HEIGHT * len(rows)).encode(
         x=alt.X(
             "value:Q",
             title=title,
@@ -153,10 +164,7 @@ def _bars(rows: Rows, *, ours: str, title: str, number: str) -> alt.LayerChart:
         ),
         y=alt.Y("label:N", title=None, sort=None, axis=alt.Axis(domain=False, ticks=False, labelPadding=10)),
         color=alt.condition(alt.datum.label == ours, alt.value("var(--ours)"), alt.value("var(--plain)")),
-        tooltip=[alt.Tooltip("label:N", title="draft"), alt.Tooltip("value:Q", title=title, format=number)],
+        tooltip=tips(("label:N", "draft"), ("value:Q", title, number)),
     )
     bars = base.mark_bar(height={"band": 0.66}, cornerRadiusEnd=4)
-    labels = base.mark_text(align="left", dx=8, fontWeight=600).encode(
-        text=alt.Text("value:Q", format=number), color=alt.value("currentColor")
-    )
-    return bars + labels
+    return bars + numbers(base, number, align="left", dx=8, fontWeight=600)

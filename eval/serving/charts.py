@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from redraft.eval.engine.draft_source import shorten_name
-from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, to_spec
+from redraft.eval.report.charts import Rows, Spec, bars_and_diamonds, color, numbers, panel, tips, to_spec
 
 WITH, WITHOUT, IDEAL = "with the draft", "no draft", "every token accepted"
 
@@ -39,24 +39,13 @@ def _speedups(entries: Rows) -> alt.LayerChart | None:
         for r in drafted
         if r["speedup_ideal"]
     ]
-    base = _base(rows).encode(
+    base = panel(rows).encode(
         x=alt.X("label:N", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
         y=alt.Y("value:Q", title="speed-up", scale=alt.Scale(domainMin=0), axis=alt.Axis(tickCount=5)),
-        color=_colors(["measured", IDEAL]),
-        tooltip=[
-            alt.Tooltip("label:N", title="bar"),
-            alt.Tooltip("series:N", title="source"),
-            alt.Tooltip("value:Q", title="speed-up", format=".2f"),
-        ],
+        color=color(["measured", IDEAL], columns=3),
+        tooltip=tips(("label:N", "bar"), ("series:N", "source"), ("value:Q", "speed-up", ".2f")),
     )
-    bars = base.transform_filter("datum.series == 'measured'").mark_bar(width={"band": 0.5}, cornerRadiusEnd=4)
-    labels = bars.mark_text(baseline="bottom", dy=-6, fontWeight=600).encode(
-        text=alt.Text("value:Q", format=".2f"), color=alt.value("currentColor")
-    )
-    points = base.transform_filter(f"datum.series == '{IDEAL}'").mark_point(
-        shape="diamond", size=130, filled=True, opacity=1
-    )
-    return bars + labels + points + _break_even()
+    return bars_and_diamonds(base, "measured", IDEAL) + _break_even()
 
 
 def _break_even() -> alt.Chart:
@@ -103,15 +92,11 @@ def _ideal(entries: Rows) -> alt.LayerChart | None:
 
 def _lines(rows: Rows, y_title: str, number: str, order: Sequence[str] | None = None) -> alt.LayerChart:
     order = order or list(dict.fromkeys(row["series"] for row in rows))
-    line = _base(rows).encode(
+    line = panel(rows).encode(
         x=alt.X("x:O", title="concurrent requests", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("value:Q", title=y_title, scale=alt.Scale(domainMin=0), axis=alt.Axis(tickCount=5)),
-        color=_colors(order),
-        tooltip=[
-            alt.Tooltip("series:N", title="line"),
-            alt.Tooltip("x:O", title="concurrent requests"),
-            alt.Tooltip("value:Q", title=y_title, format=number),
-        ],
+        color=color(order, columns=3),
+        tooltip=tips(("series:N", "line"), ("x:O", "concurrent requests"), ("value:Q", y_title, number)),
     )
     return alt.layer(line.mark_line(strokeWidth=2.5), line.mark_point(filled=True, size=70, opacity=1))
 
@@ -129,29 +114,13 @@ def _advice(advice: Mapping[str, Any]) -> alt.LayerChart:
         is_best = row is best[row["batch_size"]] and row["speedup"] > 1
         k, speedup = row["num_speculative_tokens"], row["speedup"]
         values.append({"batch": row["batch_size"], "k": k, "value": speedup, "best": is_best})
-    base = _base(values).encode(
+    base = panel(values).encode(
         x=alt.X("batch:O", title="batch size (requests in a step)", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("k:O", title="draft tokens", sort="descending"),
-        tooltip=[
-            alt.Tooltip("batch:O", title="batch size"),
-            alt.Tooltip("k:O", title="draft tokens"),
-            alt.Tooltip("value:Q", title="expected speed-up", format=".2f"),
-        ],
+        tooltip=tips(("batch:O", "batch size"), ("k:O", "draft tokens"), ("value:Q", "expected speed-up", ".2f")),
     )
     cells = base.mark_rect(cornerRadius=4, stroke="var(--card)", strokeWidth=3).encode(
         color=alt.condition(alt.datum.value > 1, alt.value("var(--ours)"), alt.value("var(--plain)")),
         opacity=alt.condition(alt.datum.best, alt.value(0.9), alt.value(0.3)),
     )
-    labels = base.mark_text(fontWeight=600).encode(
-        text=alt.Text("value:Q", format=".2f"), color=alt.value("currentColor")
-    )
-    return cells + labels
-
-
-def _base(rows: Rows) -> alt.Chart:
-    return alt.Chart(alt.Data(values=list(rows)), width="container", height=PANEL_HEIGHT)
-
-
-def _colors(order: Sequence[str]) -> alt.Color:
-    legend = alt.Legend(title=None, orient="top", direction="horizontal", columns=3)
-    return alt.Color("series:N", scale=alt.Scale(domain=list(order)), legend=legend)
+    return cells + numbers(base, fontWeight=600)

@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 
 from redraft.eval.report.acceptance_charts import COLORS, SHAPES
-from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, to_spec
+from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, panel, tips, to_spec
 from redraft.eval.report.charts import build_charts as build_training_charts
 
 TALL = 1.6 * PANEL_HEIGHT
@@ -41,20 +41,9 @@ def _pays(report: Mapping[str, Any], load: str) -> alt.LayerChart:
     x = alt.X("step:Q", title="step, of a plain step", scale=alt.Scale(domain=[0.95, most]))
     y = alt.Y("tau:Q", title="tau, tokens per step", scale=alt.Scale(domain=[0.95, most]))
     line = alt.Chart(alt.Data(values=ends)).mark_line(strokeDash=[4, 4], color="var(--faint)").encode(x=x, y=y)
-    points = (
-        alt.Chart(alt.Data(values=rows), width="container", height=TALL)
-        .mark_point(filled=True, size=110, opacity=1)
-        .encode(
-            x=x,
-            y=y,
-            **_series(rows),
-            tooltip=[
-                alt.Tooltip("series:N", title="draft"),
-                *(alt.Tooltip(f"{name}:Q", format=".2f") for name in ("tau", "step", "speed")),
-            ],
-        )
-    )
-    return points + line
+    shown = [alt.Tooltip(f"{name}:Q", format=".2f") for name in ("tau", "step", "speed")]
+    points = panel(rows, TALL).mark_point(filled=True, size=110, opacity=1)
+    return points.encode(x=x, y=y, **_series(rows), tooltip=[*tips(("series:N", "draft")), *shown]) + line
 
 
 def _tokens(report: Mapping[str, Any], load: str) -> alt.LayerChart:
@@ -65,15 +54,11 @@ def _tokens(report: Mapping[str, Any], load: str) -> alt.LayerChart:
         for row in draft["by_tokens"][load]
         if row["num_speculative_tokens"] or not draft["chooses_length"]
     ]
-    base = alt.Chart(alt.Data(values=rows), width="container", height=TALL).encode(
+    base = panel(rows, TALL).encode(
         x=alt.X("k:O", title="draft tokens", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("value:Q", title="tokens/s, of those without a draft", scale=alt.Scale(zero=False)),
         **_series(rows),
-        tooltip=[
-            alt.Tooltip("series:N", title="draft"),
-            alt.Tooltip("k:O", title="draft tokens"),
-            alt.Tooltip("value:Q", title="speed", format=".2f"),
-        ],
+        tooltip=tips(("series:N", "draft"), ("k:O", "draft tokens"), ("value:Q", "speed", ".2f")),
     )
     return base.mark_line(strokeWidth=2) + base.mark_point(filled=True, size=70, opacity=1)
 

@@ -292,7 +292,10 @@ def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
     """Write the manifest of `partial`, flush it to disk and rename it to `folder`, after moving an
     old one aside. Everybody may read the result, but hard links as before: a server often runs as
     another user than the trainer."""
-    files = {name: _entry(partial / name) for name in _file_names(partial)}
+    paths = sorted(path for path in partial.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths
+    }
     _write_json(partial / MANIFEST, {"layout": LAYOUT, "files": files})
     for path in partial.rglob("*"):
         if path.is_symlink():
@@ -318,14 +321,6 @@ def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
 
 def _siblings(folder: Path, kind: str) -> list[Path]:
     return list(folder.parent.glob(f".{glob.escape(folder.name)}.*{kind}"))
-
-
-def _file_names(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def _entry(path: Path) -> dict[str, int | str]:
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

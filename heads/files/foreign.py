@@ -24,10 +24,6 @@ class Foreign:
     """By config.json and the names of the tensors."""
 
 
-def _eagle(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("eagle_config") or {}
-
-
 def _has_window_or_direction(config: Mapping[str, Any]) -> bool:
     section = config.get("dflash_config") or {}
     layer_types = (config.get("transformer_layer_config") or config).get("layer_types") or ()
@@ -48,10 +44,6 @@ def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
 def _is_named(pattern: str, config: Mapping[str, Any]) -> bool:
     marks = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
     return any(re.search(pattern, mark) for mark in marks)
-
-
-def _any(pattern: str) -> Callable[[Mapping[str, Any], Collection[str]], bool]:
-    return lambda _, names: any(re.search(pattern, name) for name in names)
 
 
 # The first match counts: the rarer sign comes first.
@@ -121,7 +113,7 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         name="an EAGLE-3 head on the target's last hidden state alone (use_aux_hidden_state is false)",
         method="eagle3",
-        matches=lambda config, names: _eagle(config).get("use_aux_hidden_state") is False,
+        matches=lambda config, names: (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False,
     ),
     Foreign(
         name="an EAGLE-3 head narrower or wider than its target (target_hidden_size)",
@@ -136,7 +128,7 @@ FOREIGN: tuple[Foreign, ...] = (
         name="a Hydra head (Medusa heads that read each other)",
         method=None,
         architecture="(?i)hydra",
-        matches=_any(r"hydra_(mlp|head)"),
+        matches=lambda _, names: any(re.search(r"hydra_(mlp|head)", name) for name in names),
     ),
 )
 

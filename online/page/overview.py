@@ -97,9 +97,11 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
         gap_s=max(SILENT_S, 4.0 * domain_width_s),
         headline=compose_headline(draft, state, now_s, is_asleep=staleness is not None and staleness.is_asleep),
         state=state,
-        servers=build_curves(engine, lambda entry: entry.server or "all servers", width_s, rank_worst_first),
+        servers=build_curves(
+            engine, lambda entry: entry.server or "all servers", width_s, lambda n, accepted: -accepted / n
+        ),
         paces={server: pace for server, pace in {entry.server or "": entry.pace for entry in engine}.items() if pace},
-        domains=build_curves(captured, lambda entry: entry.domain or "no domain", domain_width_s, rank_busiest_first),
+        domains=build_curves(captured, lambda entry: entry.domain or "no domain", domain_width_s, lambda n, _: n),
         marks=[mark for mark in find_marks(swaps) if mark.time_s >= begin_s],
         positions=_build_positions(draft),
         buffer=_thin(buffer, width_s),
@@ -144,15 +146,6 @@ def build_curves(
         for key, found in points.items()
         if found
     ]
-
-
-def rank_worst_first(drafts: float, accepted: float) -> float:
-    """Rank for servers: the lowest acceptance needs a look first."""
-    return -accepted / drafts
-
-
-def rank_busiest_first(drafts: float, accepted: float) -> float:
-    return drafts
 
 
 def find_marks(swaps: Sequence[SwapEntry]) -> list[Mark]:

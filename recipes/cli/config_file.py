@@ -9,19 +9,14 @@ TOML has no null: the text "None" stands for it, as on the command line.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
-import tomllib
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import msgspec
+from redraft.online.settings import NONE, convert, describe_unknown, read_table, render_value
 
 Config = TypeVar("Config")
-
-NONE = "None"
 
 
 def read_config(path: Path, default: Config) -> Config:
@@ -29,11 +24,7 @@ def read_config(path: Path, default: Config) -> Config:
     not TOML, a key is unknown, or a value does not fit."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no config file {path}: --print-config prints one to begin with")
-    try:
-        values = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML ({error}); strings need quotes") from error
-    config: Config = _change(default, values, str(path), "")
+    config: Config = _change(default, read_table(path), str(path), "")
     return config
 
 
@@ -44,36 +35,19 @@ def _change(default: Any, values: Mapping[str, Any], path: str, prefix: str) -> 
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known are {', '.join(known)}"
-            raise ValueError(f"{path}: there is no setting {prefix}{key}; {hint}")
+            raise ValueError(f"{path}: {describe_unknown(name, known, prefix)}")
         before = getattr(default, name)
         if dataclasses.is_dataclass(before):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{path}: {prefix}{key} is a table: write [{prefix}{key}]")
             changes[name] = _change(before, value, path, f"{prefix}{key}.")
         else:
-            changes[name] = _convert(value, hints[name], f"{path}: {prefix}{key}")
+            is_none = value == NONE and _takes_none(hints[name])
+            changes[name] = None if is_none else convert(value, hints[name], f"{path}: {prefix}{key}", Path)
     try:
         return dataclasses.replace(default, **changes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    if value == NONE and _takes_none(hint):
-        return None
-
-    # msgspec knows no Path, and asks this hook.
-    def read_path(kind: type, found: Any) -> Any:
-        if kind is Path and isinstance(found, str):
-            return Path(found)
-        raise ValueError(f"expected a path in quotes, got {found!r}")
-
-    try:
-        return msgspec.convert(value, hint, dec_hook=read_path)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def _takes_none(hint: Any) -> bool:
@@ -92,15 +66,7 @@ def _render(config: Any, prefix: str) -> Iterator[str]:
         if dataclasses.is_dataclass(value):
             tables.append((field.name, value))
         else:
-            yield f"{field.name} = {_render_value(value)}"
+            yield f"{field.name} = {render_value(value)}"
     for name, value in tables:
         yield f"\n[{prefix}{name}]"
         yield from _render(value, f"{prefix}{name}.")
-
-
-def _render_value(value: Any) -> str:
-    if value is None:
-        return json.dumps(NONE)
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_render_value, value))}]"
-    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)

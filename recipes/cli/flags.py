@@ -6,17 +6,16 @@ and shows the default of an empty tuple as `(default: )`. The rule below gives i
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import inspect
-import itertools
-import textwrap
 from collections.abc import Container
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+from redraft.online.settings import read_field_docs
 
 
 class RefusedConfigError(Exception):
@@ -89,32 +88,3 @@ def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:
         return field.default_factory()
     # MISSING makes all fields below required, defaults or not; MISSING_NONPROP this one.
     return tyro.MISSING if owner is tyro.MISSING else tyro.MISSING_NONPROP
-
-
-@functools.cache
-def read_field_docs(config_type: type) -> dict[str, str]:
-    """The docstring below each field, folded into one line; a subclass's field hides the parent's."""
-    docs: dict[str, str] = {}
-    for parent in reversed(config_type.__mro__):
-        if dataclasses.is_dataclass(parent):
-            # A field and the statement after it, e.g. `port: int = 8001` and `"""Port to listen on."""`.
-            # Python evaluates such a string and drops it, so it is read from the source.
-            for field, doc in itertools.pairwise(_read_body(parent)):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(field.target, ast.Name)
-                    and isinstance(doc, ast.Expr)
-                    and isinstance(doc.value, ast.Constant)
-                ):
-                    docs[field.target.id] = " ".join(str(doc.value.value).split())
-    return docs
-
-
-def _read_body(config_type: type) -> list[ast.stmt]:
-    """The statements of a class; none if the class was typed into an interpreter."""
-    try:
-        source = inspect.getsource(config_type)
-    except OSError:
-        return []
-    definition = ast.parse(textwrap.dedent(source)).body[0]
-    return definition.body if isinstance(definition, ast.ClassDef) else []

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redraft.eval.acceptance import alpha, alpha_greedy, probabilities
-from redraft.eval.counts import AcceptanceCounts, conditional, simulate_blocks, tau
+from redraft.eval.counts import AcceptanceCounts, simulate_blocks, tau
 
 
 def test_alpha_is_one_minus_total_variation():
@@ -48,15 +48,6 @@ def test_tau_of_independent_tokens_is_leviathans_formula():
     for rate, k in ((0.0, 3), (0.5, 1), (0.8, 5)):
         assert tau(cumulative([rate] * k)) == pytest.approx((1 - rate ** (k + 1)) / (1 - rate))
     assert tau(cumulative([1.0] * 4)) == 5.0
-
-
-@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8))
-def test_conditional_and_cumulative_rates_are_inverse(rates: list[float]):
-    assert conditional(cumulative(rates)) == pytest.approx(rates)
-
-
-def test_the_conditional_rate_is_zero_if_no_draft_got_that_far():
-    assert conditional([0.5, 0.0, 0.0]) == [0.5, 0.0, 0.0]
 
 
 def test_tau_of_conditional_rates_by_hand():

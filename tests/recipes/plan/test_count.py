@@ -193,7 +193,7 @@ def test_a_count_with_muon_is_the_same_too() -> None:
 
 def test_the_targets_signal_is_in_memory_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Distillation.step` holds it in a local variable."""
-    make_source, run_backward = bench_step._source, torch.autograd.backward
+    make_source, run_backward = bench_step.make_source, torch.autograd.backward
     signals: list[Any] = []
     alive: list[bool] = []
 
@@ -211,7 +211,7 @@ def test_the_targets_signal_is_in_memory_during_the_backward_pass(monkeypatch: p
         alive.extend(signal() is not None for signal in signals)
         run_backward(loss)
 
-    monkeypatch.setattr(bench_step, "_source", make_watched)
+    monkeypatch.setattr(bench_step, "make_source", make_watched)
     monkeypatch.setattr(torch.autograd, "backward", backward)
     count_step(plan_for("dflash", features="in-process"))
     assert alive == [True]
