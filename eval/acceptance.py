@@ -3,9 +3,7 @@
 N = rows, V = vocabulary. p = target, q = draft.
 
 `alpha`          acceptance probability of a draft token drawn from q: sum_v min(p, q) = 1 - TV(p, q)
-`alpha_greedy`   the same for the most probable draft token: p(argmax q)
-
-Whole blocks and `tau` follow in `eval.counts`, which needs no torch."""
+`alpha_greedy`   the same for the most probable draft token: p(argmax q)"""
 
 from __future__ import annotations
 

@@ -6,9 +6,7 @@
         (a string under the field)
 
 The string under a field documents it. A field's metadata may hold `example`, a value to print in place of the
-default, and `listed: False`, which keeps the field out of the printed example.
-
-This module knows no settings: each dataclass lives with the code it configures."""
+default, and `listed: False`, which keeps the field out of the printed example."""
 
 from __future__ import annotations
 

@@ -3,9 +3,6 @@
 `code`   the user asks for a function by its qualified name and signature; the assistant answers with the source
 `prose`  the user asks about an object; the assistant answers with the English documentation
 
-Long answers are cut at the end of a line and continue in further turns, so multi-turn conversations occur too. The
-order and the text depend only on the installed Python version.
-
 A third kind has questions only, for a target to answer (`function_questions`): complete a function, given its signature
 and docstring."""
 

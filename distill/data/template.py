@@ -1,6 +1,4 @@
-"""Inputs of a chat template, found in its syntax tree.
-
-They are the arguments that switch the reasoning, and contents as lists of parts."""
+"""Inputs of a chat template, found in its syntax tree."""
 
 from __future__ import annotations
 

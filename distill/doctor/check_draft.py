@@ -4,9 +4,7 @@ static      configs, headers, tensors, provenance                  heads.doctor.
 labels      the loss mask recorded in training                     distill.doctor.label_probe
 numeric     vLLM's drafter beside the draft's training steps       eval.parity.compare
 acceptance  in vLLM, beside the forecast of publication            eval.parity.acceptance
-readings    would the same weights accept more, read otherwise?    distill.doctor.readings
-
-The last three are in `distill.doctor.in_engine`."""
+readings    would the same weights accept more, read otherwise?    distill.doctor.readings"""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 p is the target, q the draft, z logits. A program reads the draft's logits and the target's of one row, and writes the
 gradient in place of the draft's. A row is read in tiles: first the log sum exp of q, then the sums over the outcomes,
 then the gradient. All arithmetic is in float32. The formulas are those of `distill.loss.gradients`.
-
-Only `distill.loss.rows` imports this module, because it needs Triton."""
+"""
 
 from __future__ import annotations
 

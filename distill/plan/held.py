@@ -1,12 +1,9 @@
 """The memory that a training keeps on a device all the time, by a closed form: bytes by holder.
 
-    target's weights     whole, or shared out layer by layer, or embeddings and head alone (`signal.sharded`)
-    draft's weights      4 bytes a weight: it trains in float32
-    gradients            4 bytes a weight
-    optimizer state      8 bytes a weight; under Muon 4 for a weight in a matrix
-
-It takes milliseconds. `step.count_step` runs a step and counts the same holders and the activations on top.
-"""
+target's weights     whole, or shared out layer by layer, or embeddings and head alone (`signal.sharded`)
+draft's weights      4 bytes a weight: it trains in float32
+gradients            4 bytes a weight
+optimizer state      8 bytes a weight; under Muon 4 for a weight in a matrix"""
 
 from __future__ import annotations
 

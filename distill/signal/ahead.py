@@ -1,9 +1,7 @@
 """One batch ahead: a server or a disk works on the next batch's signal while the draft trains on this one.
 
-    training     | step 1           | step 2           | step 3
-    teacher   1  | 2                | 3                | 4          a step takes the time of the slower of the two
-
-On a GPU the states arrive in pinned memory, and are copied on another stream while the step computes.
+training     | step 1           | step 2           | step 3
+teacher   1  | 2                | 3                | 4          a step takes the time of the slower of the two
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ The lookup is of n-grams in the request, or of counted answers. vLLM has no meth
     look up ─┬─► found for all requests: the head reads the step's tokens and drafts nothing
              └─► not for some: the head drafts for all, and what was looked up replaces that
 
-The head reads every accepted token either way, so no keys are missing.
-
 B = requests of a step."""
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
     prompts ─► the target's answers at a temperature ─► one pass of the target ─► every draft's steps ─► PromptRows
                cached on disk                           hidden states, no [T, V]                          cached on disk
 
-A killed run continues with the unfinished batch.
-
 B = batch, T = tokens, N = labels, K = num_speculative_tokens."""
 
 from __future__ import annotations

@@ -12,11 +12,7 @@ r is the distribution of the engine's draws:
 
     q at the request's temperature    drafts are sampled (vLLM's `draft_sample_method: probabilistic`)
     all mass on argmax q              drafts are greedy (vLLM's default, and always at temperature 0)
-    all mass on the token looked up   n-grams
-
-p is the target's distribution after the request's temperature and filters (`eval.forecast.sampled`).
-
-The expected counts of whole answers follow from these rows: `eval.counts.expected_blocks`."""
+    all mass on the token looked up   n-grams"""
 
 from __future__ import annotations
 

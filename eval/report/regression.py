@@ -1,6 +1,4 @@
-"""Compare a report with an earlier one: losses of tau by draft, temperature, domain and number of draft tokens.
-
-Prompts in both reports are compared in pairs, which cancels out how hard a prompt is."""
+"""Compare a report with an earlier one: losses of tau by draft, temperature, domain and number of draft tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checks of a DFlash head: target layers, mask token, direction of attention, norms and draft vocabulary.
-
-Those that DSpark shares find the keys where the family has them: in a section, or at the top of config.json.
-"""
+"""Checks of a DFlash head: target layers, mask token, direction of attention, norms and draft vocabulary."""
 
 from __future__ import annotations
 

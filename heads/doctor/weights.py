@@ -1,6 +1,4 @@
-"""Checks of the numbers in a checkpoint: every one finite, no matrix of zeros, no copy of the target.
-
-Every tensor is read once."""
+"""Checks of the numbers in a checkpoint: every one finite, no matrix of zeros, no copy of the target."""
 
 from __future__ import annotations
 

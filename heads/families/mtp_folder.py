@@ -1,7 +1,4 @@
-"""Target folders with an MTP layer: read it, put a tuned one back, or make room for one.
-
-A folder is copied by hard links if the disk allows it; only shards with a replaced tensor are written again.
-"""
+"""Target folders with an MTP layer: read it, put a tuned one back, or make room for one."""
 
 from __future__ import annotations
 

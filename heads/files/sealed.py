@@ -50,7 +50,7 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
 
 
 def read_sealed_as(path: Path, make: Callable[[Any], T], otherwise: T) -> T:
-    """What `make` builds from the fields; `otherwise` without a file. Raises DamagedError;
+    """Apply `make` to the fields; `otherwise` without a file. Raises DamagedError;
     ValueError if a later release wrote it."""
     if not path.exists():
         return otherwise

@@ -1,7 +1,5 @@
 """The learner's start: folders, registry, buffer and the first version, owned while it runs, and
-the checks before.
-
-Nothing is trained or served for a target that a draft does not fit."""
+the checks before."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """When the learner sleeps: the served draft against itself at the promotion, measured here and
-saved over kills.
-
-A kill must not wake the learner, nor forget what the served draft was worth when promoted."""
+saved over kills."""
 
 from __future__ import annotations
 

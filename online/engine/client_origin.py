@@ -1,8 +1,6 @@
 """The origin of a request, from its headers to the worker.
 
-    client headers ─► OriginMiddleware ─► context variable ─► engine_client.generate ─► SamplingParams.extra_args
-
-Tenant, domain and opt-out reach the worker this way without changing what the client sends or receives.
+client headers ─► OriginMiddleware ─► context variable ─► engine_client.generate ─► SamplingParams.extra_args
 """
 
 from __future__ import annotations

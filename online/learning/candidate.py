@@ -1,9 +1,7 @@
 """The draft in training, on all ranks: it begins from a version, steps on records, and writes checkpoints.
 
-    rank 0   Ranks.do(Candidate.step, records, seed) ──broadcast──► rank 1..n   Ranks.follow
-                     └──────────────── Candidate.step ─────────────────┘
-
-A single process has no other ranks to tell, and pays nothing for them."""
+rank 0   Ranks.do(Candidate.step, records, seed) ──broadcast──► rank 1..n   Ranks.follow
+                 └──────────────── Candidate.step ─────────────────┘"""
 
 from __future__ import annotations
 

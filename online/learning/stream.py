@@ -9,9 +9,7 @@ buffer recognises it by id. A record of a later layout waits in the log until a 
 gets it at once, or until the log drops it at a limit.
 
 An acknowledged message leaves the stream, but its bytes stay in the broker's file until that file goes, and one unread
-message keeps it. So every message is overwritten there before it is acknowledged.
-
-However the connection breaks, `take` raises, and the next `take` opens a new one."""
+message keeps it. So every message is overwritten there before it is acknowledged."""
 
 from __future__ import annotations
 

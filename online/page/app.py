@@ -6,8 +6,6 @@
 | `/overview.json?range_s=3600` | the data of the page, `online.page.overview.Overview` |
 | `/metrics` | Prometheus text, if a registry was given |
 
-`serve_in_background` runs it on the daemon's event loop; each request is handled in a thread.
-
 There is no login, and the page shows addresses and numbers: serve it on a loopback address, or behind a proxy that
 authenticates users."""
 

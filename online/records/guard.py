@@ -1,11 +1,9 @@
 """The guard of periodic tasks: an exception ends a round of a task, never the task or its process.
 
-    while True:
-        await asyncio.sleep(pause_s)
-        with guard.round("server-checks"):
-            check_servers()
-
-Router, tap, learner and plugin each have one. `failures` goes into their status and metrics."""
+while True:
+    await asyncio.sleep(pause_s)
+    with guard.round("server-checks"):
+        check_servers()"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The drafts of a comparison: lookups that need no training, finished drafts, and drafts that are trained here.
-
-Each training is a process of its own, with the flags that a user would type. Imports no torch.
-"""
+"""The drafts of a comparison: lookups that need no training, finished drafts, and drafts that are trained here."""
 
 from __future__ import annotations
 
