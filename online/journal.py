@@ -132,16 +132,14 @@ class StateEntry(_Entry, frozen=True, kw_only=True, tag="state"):
     phase: Phase
     candidate: Identifier | None = None
     reason: Reason = ""
-    resident_bytes: int | None = None
-    """Memory that the learner holds after it has given freed memory back, which it does at each change of phase."""
+    resident_bytes: int | None = None  # after each phase, with freed memory given back
 
 
 class StalenessEntry(_Entry, frozen=True, kw_only=True, tag="staleness"):
     """The served draft on new held-out requests against the same draft at its promotion."""
 
     version: Identifier
-    tau_then: float | None = None
-    """tau at the promotion, in today's mix of domains. None, like the other numbers, if there is nothing to compare."""
+    tau_then: float | None = None  # at the promotion, in today's mix; None: not comparable
     tau_now: float | None = None
     loss: float | None = None  # tau_then - tau_now.
     low: float | None = None

@@ -17,8 +17,7 @@ texts has `parts`, a list of them."""
 
 Tool = dict[str, Any]  # a function as vLLM gives it to a chat template: `type`, `function`
 
-TEXT_ROLE = "text"
-"""Role of the only message of a plain document. It goes through no chat template, and every token of it is a label."""
+TEXT_ROLE = "text"  # a plain document: past the chat template, all its tokens are labels
 
 ROLES = {
     "human": "user",

@@ -18,8 +18,7 @@ from redraft.distill.data.messages import Message, Tool, conversation_hash, read
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.heads.progress import Progress
 
-SKIPPED_STATUS = {400, 413, 422}
-"""HTTP statuses about one conversation only (too long, roles out of order): it is skipped, the others go on."""
+SKIPPED_STATUS = {400, 413, 422}  # about one conversation only: it is skipped, the rest continues
 
 
 @dataclass(frozen=True, kw_only=True)

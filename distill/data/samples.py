@@ -56,16 +56,13 @@ class SampleStats:
     without_answer: int = 0  # Conversations without a non-empty assistant turn.
     unprompted: int = 0  # answers at the beginning, with nothing before them to answer
     lone_tokens: int = 0  # last tokens of plain texts, alone in a window: nothing to learn
-    refused_answers: Counter[str] = field(default_factory=Counter)
-    """Answers that the chat template cannot write as the target would, by reason. They are read and not learned."""
+    refused_answers: Counter[str] = field(default_factory=Counter)  # by reason: read, not learned
     examples: dict[str, str] = field(default_factory=dict)  # each reason's first question
     arguments: Counter[str] = field(default_factory=Counter)
     """Answers by the arguments of the chat template (JSON) with which a server starts them."""
-    ends: Counter[str] = field(default_factory=Counter)
-    """Answers by the text of their last token, a stop token; empty for cut answers."""
+    ends: Counter[str] = field(default_factory=Counter)  # by their stop token; empty: cut answers
     marked_texts: int = 0  # plain texts with special tokens: rendered chats teach the user's turns
-    refusals: Counter[str] = field(default_factory=Counter)
-    """Conversations refused by the chat template, by the first line of its error."""
+    refusals: Counter[str] = field(default_factory=Counter)  # by the first line of the error
 
     def add(self, other: SampleStats) -> None:
         for name in COUNTS:

@@ -68,8 +68,7 @@ FALLBACK = (
 @dataclass(frozen=True, kw_only=True)
 class EngineCheck:
     folder: Path  # Folder for the engine's log and the dumps.
-    dtype: TargetDtype | None = None
-    """None takes the type of the published forecast, if this machine computes in it, or that of training here."""
+    dtype: TargetDtype | None = None  # None: of the published forecast, if it computes here
     prompts: str | None = None
     num_prompts: int = 16
     max_tokens: int | None = None  # None: that of the published forecast, or DEFAULT_MAX_TOKENS

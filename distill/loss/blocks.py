@@ -90,8 +90,7 @@ def _wide(scratch: Scratch, temperature: float, name: str, logits_MV: Tensor) ->
 
 # ---------------------------------------------------------------------------------------------------- the target's side
 
-AtLogits = Callable[[Tensor], Tensor]
-"""Turns the gradient at the outcomes compared [M, X] into the gradient at all of the draft's logits [M, W]."""
+AtLogits = Callable[[Tensor], Tensor]  # the gradient at the outcomes [M, X] -> at the logits [M, W]
 
 
 class ExactBlock:

@@ -26,8 +26,7 @@ from torch.utils.flop_counter import flop_registry
 import redraft.heads.nn.prefix  # noqa: F401  registers the operations of ATTENTION
 from redraft.distill.plan.roofs import Operation
 
-MAX_VALUES = 1 << 22
-"""Elements of the largest tensor that keeps values. A mask [B, T, T] of a long batch has more, and nothing reads it."""
+MAX_VALUES = 1 << 22  # elements: a longer batch's mask [B, T, T] is larger, and not read
 
 META = torch.device("meta")
 VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

@@ -61,8 +61,7 @@ class RunFolder:
     def __init__(self, folder: Path, accelerator: Accelerator) -> None:
         self.folder, self.accelerator = folder, accelerator
         self.config: dict[str, Any] = {}
-        self.date = choose_day()
-        """Date of the run's first start, also after a resume: chat templates that write today's date write this one."""
+        self.date = choose_day()  # of the run's first start, for chat templates that write the date
         self.metrics: list[dict[str, Any]] = []
 
     @classmethod

@@ -8,8 +8,7 @@ from typing import Any, Self
 
 import httpx
 
-RETRIED_STATUS = {408, 429, 500, 502, 503, 504}
-"""HTTP statuses of an overloaded or restarting server. For any other status a retry would not help."""
+RETRIED_STATUS = {408, 429, 500, 502, 503, 504}  # overloaded or restarting; others do not heal
 
 
 class RequestRefusedError(ValueError):

@@ -22,8 +22,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 ITERATIONS = 5
 
-OUTPUT_HEADS = ("lm_head", "lm_heads", "head", "markov_w2")
-"""Names of linear layers with an output for each token, here and in transformers."""
+OUTPUT_HEADS = ("lm_head", "lm_heads", "head", "markov_w2")  # linear layers with token outputs
 
 
 class Muon(torch.optim.Optimizer):

@@ -38,8 +38,7 @@ from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows
 
 PROGRESS = "progress.json"  # of a checkpoint: steps done, and the layout of the ranks
 
-MAX_SKIPPED_IN_A_ROW = 20
-"""A run whose gradients stay non-finite this long will not recover, so it stops instead of running all night."""
+MAX_SKIPPED_IN_A_ROW = 20  # a run non-finite this long will not recover: it stops
 
 
 @dataclass(frozen=True, kw_only=True)

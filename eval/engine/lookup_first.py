@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 from redraft.heads.catalog import FAMILIES, find_speculative
 
-LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
-"""Keys of a speculative config for the lengths of n-grams. Beside a head vLLM sets them to 0."""
+LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")  # n-gram lengths; beside a head vLLM sets 0
 
 VARIABLES = {
     **dict(zip(LOOKUP, ("REDRAFT_NGRAM_MIN", "REDRAFT_NGRAM_MAX"), strict=True)),

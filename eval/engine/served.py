@@ -16,8 +16,7 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.doctor.checks import first_cure
 from redraft.heads.files.kept import compute_once
 
-CountsByTemperature = list[list[AcceptanceCounts]]
-"""The engine's counts of every prompt: a list for each temperature, in the order of the prompts."""
+CountsByTemperature = list[list[AcceptanceCounts]]  # [temperature][prompt], in the order of prompts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from redraft.eval.engine.gemm_release import patch_gemm_release
 from redraft.eval.engine.grouped_norm import patch_grouped_norm
 from redraft.eval.engine.lookups import patch_lookups
 
-ENABLED = "REDRAFT_ENGINE_WAIT"
-"""Set to 1 for servers of measurements and of hidden states. `redraft serve` applies the patches by itself."""
+ENABLED = "REDRAFT_ENGINE_WAIT"  # 1: for measurements and hidden states; serve patches itself
 
 YIELDS_PER_SLEEP = 128  # One sleep per 128 calls, which is about every 0.3 ms of waiting.
 SLEEP_S = 20e-6

@@ -42,8 +42,7 @@ class NamedDraft:
     family: str
     fingerprint: str
     forecast: Forecastable | None  # None if it can only be measured in the engine.
-    speculative: Mapping[str, Any] | None
-    """vLLM's speculative config without the number of tokens; None if vLLM has no proposer for it."""
+    speculative: Mapping[str, Any] | None  # vLLM's, without num_tokens; None: vLLM has no proposer
     folder: Path | None = None  # The folder with the weights; None for a lookup.
     served: Path | None = None  # the folder to serve as the target, if the draft lies in one
     notes: tuple[str, ...] = ()

@@ -29,8 +29,7 @@ class TargetRows:
     """The target's distribution in N rows."""
 
     p_NM: Tensor
-    ids_NM: Tensor | None = None
-    """Token id of each column, distinct within a row. None: column v is token v, for the whole vocabulary."""
+    ids_NM: Tensor | None = None  # token of each column, distinct in a row; None: the vocabulary
 
     def probability(self, token_N: Tensor) -> Tensor:
         """p(token), [N]; 0 if the token was not kept."""

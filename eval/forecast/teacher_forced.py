@@ -35,10 +35,8 @@ class Forecastable:
     fingerprint: str  # Identifies the draft in cached results, e.g. the fingerprint of a folder.
     steps: Callable[[Batch, TargetSignal, int], list[DraftStep]] | Lookup
     """The draft steps for a number of draft tokens."""
-    first: Lookup | None = None
-    """A lookup before the steps. If it finds any token, the block is the tokens looked up, not the steps'."""
-    head_tokens: int | None = None
-    """With a lookup first: most tokens of a block by the steps; None for as many as the lookup may have."""
+    first: Lookup | None = None  # before the steps: a block is its tokens, if there are any
+    head_tokens: int | None = None  # most by the steps after a lookup; None: as the lookup
     is_autoregressive: bool = False
     is_block: bool = False  # the number of draft tokens changes all: each takes a pass
     aux_layer_ids: tuple[int, ...] = ()

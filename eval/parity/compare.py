@@ -27,8 +27,7 @@ from redraft.heads.doctor.pair import Finding
 from redraft.heads.draft import Batch, DraftStep
 from redraft.heads.family import Parity
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
-"""Largest difference relative to a row's largest entry. Two kernels of the same function differ by less."""
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of a row's largest entry: kernels differ by less
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,11 +46,9 @@ REQUIRED = {
 }
 """Required keys of a report and of each section; the section `engine` may be missing."""
 
-TEMPLATES = Path(__file__).parent / "templates"
-"""Folder of our templates. Templates in other folders also extend `page.html.j2` from here."""
+TEMPLATES = Path(__file__).parent / "templates"  # ours; those elsewhere extend page.html.j2
 
-Charts = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""A function from a report to Vega-Lite specifications by element id. Calling it imports altair (`report` extra)."""
+Charts = Callable[[Mapping[str, Any]], dict[str, Any]]  # of a report, by element id; import altair
 
 
 def offline_section(*, before: Forecast, after: Forecast, ce_baseline: Forecast | None = None) -> dict[str, Any]:

@@ -16,11 +16,9 @@ from redraft.heads.catalog import list_lookups
 
 FALSE_ALARMS = 0.02  # that a report names any fall of an equal draft, over all comparisons
 
-MIN_PAIRED_SHARE = 0.5
-"""Smallest share of the baseline's prompts in both reports for a paired comparison; below it, they are two samples."""
+MIN_PAIRED_SHARE = 0.5  # of the baseline's prompts, to pair them; below: two samples
 
-REQUIRED_KEYS = ("drafts", "per_prompt", "prompts", "settings")
-"""Keys of a baseline needed by a comparison, besides `schema_version` and `target`."""
+REQUIRED_KEYS = ("drafts", "per_prompt", "prompts", "settings")  # needed of every baseline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,8 +37,7 @@ from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.vocabulary import check_ids, id_maps
 from redraft.heads.target import Target, aux_layers, layer_weights
 
-ANCHORS_A_CHUNK = 64
-"""Blocks that are in memory at once. Their attention mask has ANCHORS_A_CHUNK * S rows, whatever the batch's length."""
+ANCHORS_A_CHUNK = 64  # blocks in memory at once: the mask has ANCHORS_A_CHUNK * S rows
 
 
 Config = options.DFlash

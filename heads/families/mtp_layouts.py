@@ -80,8 +80,7 @@ class Layout:
         return f"{module}.{name.removeprefix(self.names[module])}"
 
 
-MEMORY_ATTENTION = "redraft_memory"
-"""Name under which `mtp` registers attention over a `heads.nn.attention.Memory` with transformers."""
+MEMORY_ATTENTION = "redraft_memory"  # transformers' name for `heads.nn.attention.Memory`
 
 MIMO = Layout(
     model="qwen2:Qwen2",

@@ -37,8 +37,7 @@ class StepMemory:
 
     def __init__(self, batch: Batch, rows_BN: Tensor | None = None) -> None:
         self._prefixes, self._rows_BN = Prefixes.of(batch.document_BT), rows_BN
-        self._of_first: dict[int, Prefixes] = {}
-        """The prefixes of the first n of `rows_BN`, sorted once for all memories that `after` made of this one."""
+        self._of_first: dict[int, Prefixes] = {}  # of the first n rows, sorted once for all `after`
         self.pairs: list[tuple[Tensor, Tensor]] = []  # Keys and values of each call, [B, G, T, E].
 
     def after(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StepMemory:

@@ -36,8 +36,7 @@ RECENT_S = 86400.0  # oldest request that decides about an alarm: today's traffi
 class Judge:
     def __init__(self, cfg: LearnerConfig, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
         self.cfg, self.registry, self.buffer, self.candidate = cfg, registry, buffer, candidate
-        self.judging = cfg.judging
-        """The settings to judge with. Number of draft tokens and sampling method are the servers', once known."""
+        self.judging = cfg.judging  # with the servers' tokens and sampling, once known
 
     def draft_as(self, servers: Counter[Drafting]) -> str:
         """Judge as most of the servers draft from now on; returns how, in words. `servers` are counts."""

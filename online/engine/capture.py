@@ -53,8 +53,7 @@ class Capture:
         self.draft_version = draft_version
         self.counts: Counter[str] = Counter()
         self.last_error = ""
-        self.target_version: str | None = ""
-        """Version of the target's weights; None if it is unclear which they are, and nothing is recorded."""
+        self.target_version: str | None = ""  # None: unclear, nothing is recorded
         self.queue = StepQueue()
         self.guard = Guard()
         self._outlet = open_outlet(config, server_id, self.guard)

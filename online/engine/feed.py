@@ -49,8 +49,7 @@ class Feed:
         self.capture = capture
         self.max_model_len = max_model_len
         self.reduces = reduces
-        self.requests: dict[str, RequestInfo | None] = {}
-        """Record header of every running request; None if a request is not recorded."""
+        self.requests: dict[str, RequestInfo | None] = {}  # None: it is not recorded
         self.finished: list[str] = []
         self.num_new_tokens = 0  # Prompt tokens of the requests recorded since the newest step.
         self.unread: EngineStep | None = None  # the newest step, until the draft reads its states

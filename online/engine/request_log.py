@@ -60,8 +60,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 @dataclass(frozen=True)
 class States:
     begin: int  # Index of the first token in prompt + output.
-    words_HLD: NDArray[np.uint16] | NDArray[np.uint8]
-    """Bits of the bfloat16 values, because numpy has no bfloat16; or bytes, if the states are in float8."""
+    words_HLD: NDArray[np.uint16] | NDArray[np.uint8]  # bfloat16 (numpy has none) or float8 bits
 
     @property
     def end(self) -> int:

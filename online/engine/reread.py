@@ -23,8 +23,7 @@ logger = logging.getLogger("vllm.redraft")
 
 Agree = Callable[[bool], bool]  # whether all tensor-parallel ranks say yes; all must ask
 
-ReadText = Callable[[str, int, int], Sequence[int] | Tensor]
-"""Token ids of a running request from one index in prompt + output to another, or to the last that is known."""
+ReadText = Callable[[str, int, int], Sequence[int] | Tensor]  # (request, from, to) -> known tokens
 
 
 @dataclass

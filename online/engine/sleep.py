@@ -15,8 +15,7 @@ from redraft.online.engine.target_watch import note_move
 
 logger = logging.getLogger("vllm.redraft")
 
-PARTS = frozenset(("weights", "kv_cache"))
-"""vLLM's names of the memory that a worker gives back when it sleeps. It may be woken part by part."""
+PARTS = frozenset(("weights", "kv_cache"))  # the memory that a sleeping worker gives back, by part
 
 
 def watch_sleep(worker: Any) -> None:

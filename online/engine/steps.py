@@ -17,8 +17,7 @@ from torch import Tensor
 
 from redraft.online.engine.request_log import RequestInfo
 
-MAX_QUEUED_BYTES = 256 << 20
-"""Bound on tensors waiting for the background thread; on a GPU, device memory the engine has to do without."""
+MAX_QUEUED_BYTES = 256 << 20  # of tensors for the thread: device memory the engine lacks
 
 MAX_QUEUED_STEPS = 512  # Bound on steps that wait with their rows.
 MAX_LIGHT_STEPS = 8192  # bound on waiting steps, most light: tokens without rows and states
@@ -69,20 +68,17 @@ class EngineStep:
     finished: list[str]  # Ids of the requests that ended before this step.
     sampled_BK: Tensor | None = None  # by request, padded with -1, or by `num_sampled_B`
     num_sampled_B: Tensor | None = None  # How many of them are valid.
-    starts_B: Tensor | None = None
-    """`StepPart.start` of the requests that sampled, if only the device knows it; None if the parts have it."""
+    starts_B: Tensor | None = None  # StepPart.start, where only the device knows it
     logits_RV: Tensor | None = None
     """Logits before temperature, penalties and every other sampling parameter. None if no request sampled, and with
     `largest`."""
     largest: Largest | None = None  # The recorded part of the logits, if the hook has taken it.
     draft_ids_S: Tensor | None = None  # of all requests, maybe with others in between
     draft_probs_S: Tensor | None = None  # None if drafting is greedy.
-    states_NLD: Tensor | None = None
-    """bfloat16 states of the tokens read by `parts`, in that order. A copy, because the engine reuses the buffers."""
+    states_NLD: Tensor | None = None  # copied bfloat16 states of `parts`' tokens, in order
     num_new_tokens: int = 0
     """Prompt tokens of the requests recorded since the step before. The steps of an ended request hold its prompt."""
-    computed: torch.cuda.Event | None = None
-    """Event on the engine's stream after these tensors: the background thread uses another stream. None on a CPU."""
+    computed: torch.cuda.Event | None = None  # on the engine's stream; None on a CPU
 
     def read_sampled(self) -> list[list[int]]:
         """The tokens that each request sampled. Waits for the device."""

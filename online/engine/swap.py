@@ -60,8 +60,7 @@ class Layout:
         return replace(self, shared=_hash_tensors(files or _find_weights(self.folder), shared))
 
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of numbers, turned into each other by a load. An integer would be taken as well, and mean another number."""
+FLOATS = ("F64", "F32", "F16", "BF16")  # loads convert them; an integer means another number
 
 
 def _describe(entry: Mapping[str, Any]) -> str:

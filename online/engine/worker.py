@@ -72,8 +72,7 @@ class WorkerState:
     target_watch: TargetWatch | None = None  # None if the target weights move by themselves.
     draft_version: str = ""
     draft: Layout | None = None  # The last good draft; None if the server runs without a draft.
-    is_draft_intact: bool = True
-    """False from the beginning of a load until all ranks have loaded, or the last good draft is restored."""
+    is_draft_intact: bool = True  # False from a load's beginning to its end on all ranks, or undo
     manifest_sha256: str = ""  # of the last good draft's manifest; empty outside a registry
     staging: Staging | None = None  # The draft being read, or in memory.
     memory: HostMemory = field(default_factory=HostMemory)

@@ -73,8 +73,7 @@ def _has_port(url: str) -> bool:
 class ListedServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
     domain: str = ""
-    token_file: str = ""
-    """File with the bearer token of this server, relative to fleet.toml. Without it the learner's token is used."""
+    token_file: str = ""  # bearer token's, relative to fleet.toml; empty: the learner's
 
     def __post_init__(self) -> None:
         require_label(self.domain)

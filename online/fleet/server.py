@@ -148,8 +148,7 @@ class Status:
     swap_off: str = ""  # Why no draft can be swapped; empty if one can.
     notes: Sequence[str] = ()  # Flags of the server, probably mistakes.
     pace: str = ""  # Draft tokens by batch size, of a server that chooses them live.
-    total: AcceptanceCounts | None = None
-    """The draft's counts since the server started, without lookups and padding; None without a draft."""
+    total: AcceptanceCounts | None = None  # since the start, no lookups; None without a draft
     by_domain: Mapping[str, AcceptanceCounts] = field(default_factory=dict)  # The same by domain.
 
     @property

@@ -32,8 +32,7 @@ class Observation:
     fault: str = ""  # `server_unreachable` or `server_nonsense`; empty if it answered as it should.
     reason: str = ""
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
-    lost: Counter[str] = field(default_factory=Counter)
-    """Records lost by capture since the previous look, by reason."""
+    lost: Counter[str] = field(default_factory=Counter)  # by reason, since the previous look
     is_alarming: bool = False  # hardly a token was accepted over the last ALARM_DRAFTS drafts
 
 

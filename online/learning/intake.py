@@ -32,8 +32,7 @@ from redraft.online.records.checks import Fault
 from redraft.online.records.record import CorruptRecordError, LaterLayoutError, Record, read_frames
 from redraft.online.records.spool import ABANDONED_S, list_abandoned, open_file, spool_files
 
-BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20
-"""Bounds of one transaction: records, and bytes of their frames and arrays. What a batch holds is in memory at once."""
+BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20  # records and bytes of one transaction, all in memory
 
 Sums = dict[tuple[str, str], AcceptanceCounts]  # by (domain, draft version)
 
@@ -43,8 +42,7 @@ MAX_SUMS = 256
 @dataclass(kw_only=True)
 class Taken:
     num_files: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    """Number of records by fate, as `Buffer.append` returns it: stored, duplicate, foreign, ..."""
+    counts: Counter[str] = field(default_factory=Counter)  # by fate, as of `Buffer.append`
     accepted: Sums = field(default_factory=dict)  # Over all records of our target.
 
     def __add__(self, other: Taken) -> Taken:

@@ -54,8 +54,7 @@ OVERLAPPING = (10099, 10100)  # NATS's codes: another consumer of a work queue's
 SAFE_BROKER = (2, 14)  # no acknowledged message lost in trials of full disks; 2.12 lost some
 ACK_PREFIX = "$JS.ACK."
 
-REQUEST_OVER = ("404", "408", "409")
-"""NATS's status codes for the end of a request: no messages, out of time, or at its limit of bytes."""
+REQUEST_OVER = ("404", "408", "409")  # no messages, out of time, at the limit of bytes
 
 
 class StreamSource:
@@ -77,10 +76,8 @@ class StreamSource:
         self.buffer, self.vocab_size, self._now_s = buffer, vocab_size, now_s
         self._client: Any = None
         self._pull: Pull | None = None
-        self._erase_from_s = 0.0
-        """Monotonic time from which messages are overwritten. Infinite for a connection without the right to it."""
-        self.faults: list[tuple[str, str]] = []
-        """Name and reason of each fault of the broker. Whoever reports them may empty the list."""
+        self._erase_from_s = 0.0  # monotonic, then messages are overwritten; inf: may not
+        self.faults: list[tuple[str, str]] = []  # the broker's (name, reason); reports empty it
 
     async def take(self, *, keep_later: bool = True) -> Taken:
         """Move the arrived records into the buffer. Empty if none arrived for a moment.

@@ -34,8 +34,7 @@ class ServedDraft:
 
     version: str
     entries: list[AcceptanceEntry]  # Entries of this version in the last RECENT_S with traffic.
-    before: list[AcceptanceEntry]
-    """Entries of the previous version in the RECENT_S before the first swap to this one; empty if unknown."""
+    before: list[AcceptanceEntry]  # of the version before, RECENT_S long; empty: unknown
     servers: dict[str | None, str]  # The last known version of every server.
     last_s: float
 

@@ -28,8 +28,7 @@ CONNECT_TIMEOUT_S = 5
 PROBE_TIMEOUT_S = 5.0
 RECONNECT_S = 0.2
 
-PENDING_BYTES = 64 << 20
-"""Size of nats-py's send buffer. With the default of 2 MiB every publish of large records waits for the socket."""
+PENDING_BYTES = 64 << 20  # nats-py's 2 MiB would make every publish of large records wait
 
 
 User = Literal["servers", "learner"]

@@ -49,8 +49,7 @@ class Pools:
         Raises its first error; later ones are logged."""
         self.find, self.poll_s, self.guard = find, poll_s, guard or Guard()
         self.upstreams: list[Upstream] = []
-        self.requests: Counter[tuple[str, str]] = Counter()
-        """Requests taken, by domain and by the pool they went to."""
+        self.requests: Counter[tuple[str, str]] = Counter()  # taken, by (domain, pool)
         self.fallbacks: Counter[str] = Counter()  # taken by a server outside the domain's pool
         self.refused_connections: Counter[str] = Counter()  # Failed connections, by server.
         self.waits_for_files = 0  # Failures to open a connection for want of a file descriptor.

@@ -34,8 +34,7 @@ logger = logging.getLogger("redraft.tap")
 MAX_WAITING_RECORDS = 1024
 SHIP_INTERVAL_S = 1.0
 
-MAX_INLINE_BYTES = 1 << 20
-"""Largest answer to be parsed on the event loop. A thread, for larger ones, lets other streams move in between."""
+MAX_INLINE_BYTES = 1 << 20  # larger answers are parsed in a thread: other streams move on
 
 
 @dataclass(frozen=True, kw_only=True)

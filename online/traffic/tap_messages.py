@@ -57,8 +57,7 @@ class Answer:
     prompt_ids: list[int] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)  # log-probability by token id
-    failure: Exception | None = None
-    """The reason why the rest of the answer is not read: with a part missing, it would be recorded wrongly."""
+    failure: Exception | None = None  # the rest is not read: it would be recorded wrongly
 
     def read(self, message: dict[str, Any]) -> None:
         self.request_id = str(message.get("id") or self.request_id)

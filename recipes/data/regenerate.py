@@ -15,8 +15,7 @@ from redraft.eval.engine.server import vllm_server
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.recipes.data.regenerate_config import Config
 
-MAX_MODEL_LEN = 8192
-"""Longest prompt and answer together, in tokens, if the target allows more: each running request reserves memory."""
+MAX_MODEL_LEN = 8192  # at most, in tokens: each running request reserves memory
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
