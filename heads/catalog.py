@@ -225,10 +225,7 @@ FAMILIES: tuple[Family, ...] = (
         checks="redraft.heads.doctor.eagle1:CHECKS",
         options="redraft.heads.options:Eagle1",
         training=Training(
-            options={"num_steps": 4},
-            divergence="forward_kl",
-            lr=5e-5,
-            loop={"steps": 20000, "sequence_length": 2048},
+            options={"num_steps": 4}, divergence="forward_kl", lr=5e-5, loop={"steps": 20000, "sequence_length": 2048}
         ),
     ),
     Family(

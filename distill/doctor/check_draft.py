@@ -35,12 +35,7 @@ class Checked:
 
 
 def check_draft(
-    target: str,
-    draft: str,
-    *,
-    method: str | None,
-    num_speculative_tokens: int | None,
-    engine: EngineCheck | None,
+    target: str, draft: str, *, method: str | None, num_speculative_tokens: int | None, engine: EngineCheck | None
 ) -> Checked:
     """All checks of a draft; without `engine`, its folder alone. `method` is by default the
     family's, the number of tokens that in the provenance, or 3. Raises FileNotFoundError if a

@@ -36,13 +36,7 @@ from redraft.eval.forecast.greedy import (
 from redraft.eval.forecast.stored import StoredForecast, store_forecast
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
-from redraft.eval.report.page import (
-    Speed,
-    domain_section,
-    engine_section,
-    offline_section,
-    write_report,
-)
+from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_report
 from redraft.eval.serving.baseline import (
     MODE_ROUNDS,
     Baseline,

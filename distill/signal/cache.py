@@ -143,14 +143,7 @@ class CachedHiddenStates:
     """The signal read from a cache of `HiddenStates`: exact, except for rounding to the cache's dtype."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        target: str,
-        data: str,
-        layers: Sequence[int],
-        head_VD: Tensor,
-        rule: LogitRule = PLAIN,
+        self, folder: Path, *, target: str, data: str, layers: Sequence[int], head_VD: Tensor, rule: LogitRule = PLAIN
     ) -> None:
         """`layers` are the head's; the cache may hold more. Raises ValueError: the cache is
         incomplete, of another target or other data, or has not all layers."""

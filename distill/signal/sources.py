@@ -231,11 +231,7 @@ class EndpointTarget:
 
         async def one(prompt: Sequence[int]) -> list[int]:
             answer = await self._complete(
-                prompt=list(prompt),
-                max_tokens=num_tokens,
-                temperature=0,
-                ignore_eos=True,
-                return_token_ids=True,
+                prompt=list(prompt), max_tokens=num_tokens, temperature=0, ignore_eos=True, return_token_ids=True
             )
             token_ids: list[int] = answer["choices"][0]["token_ids"]
             return token_ids

@@ -100,10 +100,7 @@ def choose_precision(asked: str | None, launched: str | None, machine: Machine) 
 
 
 def make_accelerator(
-    accumulation: int,
-    mixed_precision: str | None,
-    wandb_project: str | None,
-    machine: Machine | None = None,
+    accumulation: int, mixed_precision: str | None, wandb_project: str | None, machine: Machine | None = None
 ) -> Accelerator:
     """The accelerator of this launch, on this machine by default. The main process prints the
     precision (`choose_precision`); wandb writes offline unless somebody is logged in."""

@@ -13,13 +13,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.loss.fused import (
-    DraftRows,
-    ExactRows,
-    TopKRows,
-    default_chunk_tokens,
-    fused_linear_divergence,
-)
+from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, default_chunk_tokens, fused_linear_divergence
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 
 
@@ -32,11 +26,7 @@ class StepResult:
 
 
 def distill_loss(
-    steps: Sequence[DraftStep],
-    batch: Batch,
-    signal: TargetSignal,
-    divergence: Divergence,
-    scale: float | Tensor,
+    steps: Sequence[DraftStep], batch: Batch, signal: TargetSignal, divergence: Divergence, scale: float | Tensor
 ) -> StepResult:
     """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the step), in blocks:
     never [rows, V] of both."""
@@ -144,6 +134,5 @@ def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
             rule=distribution.rule,
         )
     return TopKRows(
-        ids_NK=distribution.ids_BTK.flatten(0, 1)[kept_N],
-        log_probs_NK=distribution.log_probs_BTK.flatten(0, 1)[kept_N],
+        ids_NK=distribution.ids_BTK.flatten(0, 1)[kept_N], log_probs_NK=distribution.log_probs_BTK.flatten(0, 1)[kept_N]
     )

@@ -110,9 +110,7 @@ def fit_fsdp(accelerator: Accelerator, module: nn.Module) -> None:
         # accelerate's policy also rounds inputs, outputs and reduced gradients to bfloat16, among them the target's
         # log-probabilities and sums over thousands of rows. Inside, autocast rounds as under DDP.
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=plugin.mixed_precision_policy.param_dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
+            param_dtype=plugin.mixed_precision_policy.param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     if accelerator.device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # there is no device to pin memory for

@@ -25,13 +25,7 @@ from redraft.distill.train.compiled import compile_in_place, draft_layers
 from redraft.distill.train.muon import Muon, split
 from redraft.distill.train.objective import distill_loss
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.ranks import (
-    describe_layout,
-    fit_deepspeed,
-    fit_fsdp,
-    shards_parameters,
-    uses_deepspeed,
-)
+from redraft.distill.train.ranks import describe_layout, fit_deepspeed, fit_fsdp, shards_parameters, uses_deepspeed
 from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
 from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows

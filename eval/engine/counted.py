@@ -11,11 +11,7 @@ from typing import Any
 
 from redraft.heads.families.retrieval import FOLDER, LEAST_FIRST, VERIFY_COST, Ids, Retrieval
 
-VARIABLES = {
-    FOLDER: "REDRAFT_RETRIEVAL",
-    VERIFY_COST: "REDRAFT_VERIFY_COST",
-    LEAST_FIRST: "REDRAFT_LEAST_FIRST",
-}
+VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST", LEAST_FIRST: "REDRAFT_LEAST_FIRST"}
 """Keys of a config with counted answers, and the environment variables by which they reach the engine, past vLLM."""
 
 

@@ -25,11 +25,7 @@ FEW_PROMPTS = 20  # Below this number of prompts in a domain, intervals say litt
 
 
 def build_acceptance_report(
-    measured: Measured,
-    *,
-    target: Mapping[str, Any],
-    drafts: Sequence[NamedDraft],
-    settings: Mapping[str, Any],
+    measured: Measured, *, target: Mapping[str, Any], drafts: Sequence[NamedDraft], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The content of report.json; `target` has `name` and `fingerprint`. `baseline` is None:
     `eval.report.regression.compare_reports` makes one."""

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from redraft.eval.report.results import (
-    MAX_DIFFERENCE,
-    Measured,
-    choose_common_k,
-    compare_taus,
-    find_entry,
-    read_tau,
-)
+from redraft.eval.report.results import MAX_DIFFERENCE, Measured, choose_common_k, compare_taus, find_entry, read_tau
 from redraft.heads.catalog import find_method
 
 Report = Mapping[str, Any]

@@ -33,15 +33,7 @@ from redraft.heads.files.artifact import write_whole
 REQUIRED = {
     "": ("target", "draft", "command", "offline", "by_domain", "train", "curves", "environment", "duration_s"),
     "offline": ("alpha_greedy_before", "alpha_greedy_after", "tau_forecast", "forecast_per_position"),
-    "engine": (
-        "tau",
-        "acceptance_per_position",
-        "forecast_error",
-        "lossless",
-        "ties",
-        "speed",
-        "num_prompts",
-    ),
+    "engine": ("tau", "acceptance_per_position", "forecast_error", "lossless", "ties", "speed", "num_prompts"),
     "train": ("tokens_per_s", "peak_rss_mib"),
 }
 """Required keys of a report and of each section; the section `engine` may be missing."""

@@ -78,9 +78,7 @@ class Latency:
     def from_seconds(seconds: Sequence[float]) -> Latency:
         values_ms = 1e3 * np.asarray(seconds or [0.0])
         return Latency(
-            mean=float(values_ms.mean()),
-            median=float(np.median(values_ms)),
-            p99=float(np.percentile(values_ms, 99)),
+            mean=float(values_ms.mean()), median=float(np.median(values_ms)), p99=float(np.percentile(values_ms, 99))
         )
 
 

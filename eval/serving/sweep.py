@@ -24,10 +24,7 @@ from redraft.eval.serving.load import Load, LoadResult, median_run
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.kept import fingerprint_path, hash_key
 
-QUESTIONS = {
-    "draft": "By draft",
-    "tokens": "By number of draft tokens and concurrency",
-}
+QUESTIONS = {"draft": "By draft", "tokens": "By number of draft tokens and concurrency"}
 
 
 @dataclass(frozen=True, kw_only=True)

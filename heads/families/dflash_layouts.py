@@ -34,10 +34,7 @@ def load_head(
     config = translate(read_config(folder), folder)
     tensors = read_tensors(folder, tensor_files(folder))
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
-    for name, theirs_VD in (
-        ("embed_tokens.weight", target.embed_VD),
-        ("lm_head.weight", target.head_VD),
-    ):
+    for name, theirs_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
         rows = theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
         if not target.is_copy(tensors.pop(name, rows), rows):
             raise ValueError(f"{folder}: {name} is not the target's: a leftover, trained, or of another target")

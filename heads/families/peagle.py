@@ -179,11 +179,7 @@ class PEagle(Eagle3):
         kept = ("own_head", "num_steps", "keep_ratio", "min_share")
         training = {name: value for name, value in asdict(self.options).items() if name in kept}
         trained_with = super()._training()[TRAINED_WITH]
-        return {
-            "family": self.family,
-            **training,
-            TRAINED_WITH: {**trained_with, "mask_token_id": self._mask_token_id},
-        }
+        return {"family": self.family, **training, TRAINED_WITH: {**trained_with, "mask_token_id": self._mask_token_id}}
 
     @staticmethod
     def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:

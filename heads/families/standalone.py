@@ -109,10 +109,7 @@ class StandaloneDraft(nn.Module):
     ) -> list[DraftStep]:
         """One step of shift 0, which serves for any number of tokens. The signal is not read."""
         output = language_model(self.model)(
-            input_ids=batch.input_ids_BT,
-            position_ids=batch.position_ids_BT,
-            use_cache=False,
-            **self._attention(batch),
+            input_ids=batch.input_ids_BT, position_ids=batch.position_ids_BT, use_cache=False, **self._attention(batch)
         )
         return [
             DraftStep(

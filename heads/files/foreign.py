@@ -58,11 +58,7 @@ FOREIGN: tuple[Foreign, ...] = (
         method=None,
         matches=lambda config, names: config.get("markov_head_type") not in (None, "vanilla"),
     ),
-    Foreign(
-        name="a Domino draft (DFlash with a recurrent layer)",
-        method=None,
-        architecture="(?i)domino",
-    ),
+    Foreign(name="a Domino draft (DFlash with a recurrent layer)", method=None, architecture="(?i)domino"),
     Foreign(
         name="a DFlash2 draft (a block of masks, with convolutions and a candidate selector)",
         method="dflash",

@@ -132,12 +132,7 @@ def load_gguf(path: Path, header: GgufHeader, config: Any) -> GgufModel:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
         loaded, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            gguf_file=name,
-            dtype=torch.bfloat16,
-            output_loading_info=True,
-            trust_remote_code=False,
-            **options,
+            folder, gguf_file=name, dtype=torch.bfloat16, output_loading_info=True, trust_remote_code=False, **options
         )
     except Exception as error:
         raise ValueError(f"cannot read {path}: {first_line(error)}") from error

@@ -30,11 +30,7 @@ class BlockMask:
 
 
 def attend_blocks(
-    q_BHNE: Tensor,
-    context: tuple[Tensor, Tensor],
-    block: tuple[Tensor, Tensor],
-    mask: BlockMask,
-    scale: float,
+    q_BHNE: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], mask: BlockMask, scale: float
 ) -> Tensor:
     """softmax(scale * q k) v of every block's rows, [B, H, N, E]. The blocks' queries lie end to
     end. `context` has keys and values [B, G, T, E] each, `block` the blocks' own [B, G, N, E];

@@ -427,11 +427,7 @@ def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
         return (key >= start_BN[b, row]) & (key < end_BN[b, row])
 
     return BlockMask.from_kv_blocks(
-        *_listed(touched & ~full),
-        *_listed(full),
-        FLEX_BLOCK,
-        sees,
-        (start_BN.shape[1], num_keys),
+        *_listed(touched & ~full), *_listed(full), FLEX_BLOCK, sees, (start_BN.shape[1], num_keys)
     )
 
 

@@ -40,12 +40,7 @@ class Account:
 
     def state(self, state: State, reason: str, resident_bytes: int | None = None) -> None:
         self.journal.write(
-            StateEntry(
-                phase=state.phase.value,
-                candidate=state.candidate,
-                reason=reason,
-                resident_bytes=resident_bytes,
-            )
+            StateEntry(phase=state.phase.value, candidate=state.candidate, reason=reason, resident_bytes=resident_bytes)
         )
 
     def fault(self, what: str, reason: str = "", detail: str | None = None) -> None:
@@ -116,13 +111,7 @@ class Account:
         )
 
     def staleness(
-        self,
-        version: str,
-        staleness: Staleness | None,
-        *,
-        is_asleep: bool,
-        steps_saved: int,
-        reason: str,
+        self, version: str, staleness: Staleness | None, *, is_asleep: bool, steps_saved: int, reason: str
     ) -> None:
         """The served draft against itself at its promotion; None if there is nothing to compare."""
         self.journal.write(

@@ -21,13 +21,7 @@ from redraft.online.learning.candidate import Candidate, choose_reads
 from redraft.online.learning.config import Judging
 from redraft.online.learning.gate import Verdict, find_loss, judge
 from redraft.online.learning.intake import count_acceptance
-from redraft.online.learning.scoring import (
-    Request,
-    RequestScore,
-    list_rows,
-    pair_scores,
-    score_requests,
-)
+from redraft.online.learning.scoring import Request, RequestScore, list_rows, pair_scores, score_requests
 from redraft.online.learning.staleness import Row, find_past
 
 RECENT_S = 86400.0  # oldest request that decides about an alarm: today's traffic

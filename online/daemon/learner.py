@@ -285,11 +285,7 @@ class Learner:
             self._report_off("server_note", url, url, "; ".join(status.notes))
             self._lost += one.lost
             self.account.acceptance(
-                one.since_last,
-                status.draft_version,
-                server=url,
-                target_version=status.target_version,
-                pace=status.pace,
+                one.since_last, status.draft_version, server=url, target_version=status.target_version, pace=status.pace
             )
         accepted, self._accepted = self._accepted, {}
         for (domain, version), count in accepted.items():

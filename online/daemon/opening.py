@@ -47,11 +47,7 @@ def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
                 if not is_full(error):
                     raise
                 if not is_told:
-                    print(
-                        f"the learner waits, because a disk is full: {error}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    print(f"the learner waits, because a disk is full: {error}", file=sys.stderr, flush=True)
                 is_told = True
                 time.sleep(FULL_DISK_RETRY_S)
         yield found

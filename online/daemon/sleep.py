@@ -64,11 +64,7 @@ class Sleeper:
         except OSError as error:  # a restart then forgets this much of the sleep
             self.account.disk_fault(error)
         self.account.staleness(
-            version,
-            staleness,
-            is_asleep=sleep.is_asleep_at(version),
-            steps_saved=self.num_steps_saved,
-            reason=reason,
+            version, staleness, is_asleep=sleep.is_asleep_at(version), steps_saved=self.num_steps_saved, reason=reason
         )
 
 

@@ -218,12 +218,7 @@ class Capture:
         return log
 
     def _append(
-        self,
-        part: StepPart,
-        step: EngineStep,
-        sampled: list[int],
-        verified: VerifiedStep | None,
-        states: list[States],
+        self, part: StepPart, step: EngineStep, sampled: list[int], verified: VerifiedStep | None, states: list[States]
     ) -> None:
         log = self._open_log(part)
         if log.is_closed:

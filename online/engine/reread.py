@@ -117,12 +117,7 @@ class Rereader:
     """Follows a model runner, and lets the draft read again where needed."""
 
     def __init__(
-        self,
-        runner: Any,
-        proposer: Any,
-        groups: Sequence[Any],
-        read_text: ReadText,
-        agree: Agree | None = None,
+        self, runner: Any, proposer: Any, groups: Sequence[Any], read_text: ReadText, agree: Agree | None = None
     ) -> None:
         """`proposer` is vLLM's for a standalone draft, `groups` are its layers' attention groups.
         Raises ValueError: the draft's keys are laid out in a way that is not known here."""

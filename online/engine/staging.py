@@ -31,14 +31,7 @@ import torch
 from safetensors.torch import _TYPES as DTYPES
 from torch import Tensor
 
-from redraft.heads.files.artifact import (
-    MANIFEST,
-    FileEntry,
-    manifest,
-    require_sizes,
-    safetensors_header,
-    sha256,
-)
+from redraft.heads.files.artifact import MANIFEST, FileEntry, manifest, require_sizes, safetensors_header, sha256
 from redraft.online.engine.slices import Slice, Sliced, Slices
 from redraft.online.engine.swap import Layout, require_same_layout, require_same_shared
 

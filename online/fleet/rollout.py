@@ -362,11 +362,7 @@ async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls |
 
 
 async def _compare(
-    canary: FleetServer,
-    candidate: str,
-    control: Sequence[FleetServer],
-    before: _Polls | None,
-    policy: RolloutPolicy,
+    canary: FleetServer, candidate: str, control: Sequence[FleetServer], before: _Polls | None, policy: RolloutPolicy
 ) -> Comparison:
     """Count both groups over the same time until the loss is known; without a control group against `before`."""
     window = await Window.open([canary, *control])

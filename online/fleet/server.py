@@ -112,10 +112,7 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     notes: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=400)], ...], msgspec.Meta(max_length=16)] = ()
     drafts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2 + MAX_POSITIONS)] = ()
     """Drafts, draft tokens, and by position the drafts whose token was accepted."""
-    domains: dict[
-        Annotated[str, msgspec.Meta(max_length=64)],
-        tuple[Count, Count],
-    ] = {}
+    domains: dict[Annotated[str, msgspec.Meta(max_length=64)], tuple[Count, Count]] = {}
 
 
 _status_decoder = msgspec.json.Decoder(_StatusAnswer)

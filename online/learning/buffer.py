@@ -34,13 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.heads.files.lock import acquire
-from redraft.online.learning.buffer_file import (
-    TARGETS,
-    BufferFullError,
-    Index,
-    Row,
-    named_disk_full,
-)
+from redraft.online.learning.buffer_file import TARGETS, BufferFullError, Index, Row, named_disk_full
 from redraft.online.learning.config import BufferConfig, Replay
 from redraft.online.learning.cursor import Commit, Cursor
 from redraft.online.learning.evidence import EvidenceLimits, choose_evidence, choose_replayed, name_domains

@@ -63,13 +63,7 @@ class Training:
     """Seed of the replay's draws and of packing."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "fresh_per_step",
-            "records_per_candidate",
-            "accumulation",
-            "patience",
-            "warmup_steps",
-        ):
+        for name in ("fresh_per_step", "records_per_candidate", "accumulation", "patience", "warmup_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} is {getattr(self, name)}: it must be at least 1")
 

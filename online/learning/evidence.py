@@ -125,13 +125,7 @@ def _part(share: float, size: int) -> int:
 
 
 def choose_replayed(
-    index: Index,
-    count: int,
-    policy: Replay,
-    *,
-    now_s: float,
-    rng: np.random.Generator,
-    tenant_share: float,
+    index: Index, count: int, policy: Replay, *, now_s: float, rng: np.random.Generator, tenant_share: float
 ) -> NDArray[np.int64]:
     """Sequence numbers of `count` distinct records of the index, in the order of a draw by
     `policy`. No tenant has more than `tenant_share` of them while others have records left."""

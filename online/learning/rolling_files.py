@@ -52,12 +52,7 @@ class RollingFiles:
     A file that proves damaged is deleted whole, because the rest of it cannot be trusted."""
 
     def __init__(
-        self,
-        folder: Path | None,
-        max_bytes: int,
-        max_age_s: float,
-        counts: Counter[str],
-        damage: list[str],
+        self, folder: Path | None, max_bytes: int, max_age_s: float, counts: Counter[str], damage: list[str]
     ) -> None:
         """Open the files of `folder`; dropped records count in `counts`, `damage` says why."""
         self.folder, self.max_bytes, self.max_age_s = folder, max_bytes, max_age_s

@@ -43,12 +43,7 @@ class Publisher:
     """One server's end of the log. `write` never waits; call it from one thread only."""
 
     def __init__(
-        self,
-        ingest: str,
-        config: Nats,
-        *,
-        max_waiting_bytes: int = MAX_WAITING_BYTES,
-        guard: Guard | None = None,
+        self, ingest: str, config: Nats, *, max_waiting_bytes: int = MAX_WAITING_BYTES, guard: Guard | None = None
     ) -> None:
         self.ingest, self.config, self.max_waiting_bytes = ingest, config, max_waiting_bytes
         self.guard = guard or Guard()

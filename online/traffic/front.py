@@ -145,12 +145,7 @@ class FrontServer(uvicorn.Server):
     """uvicorn's server, which also closes connections waiting too long for the rest of a request."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        host: str,
-        port: int,
-        admin: AdminServer | None = None,
-        guard: Guard | None = None,
+        self, app: ASGIApp, host: str, port: int, admin: AdminServer | None = None, guard: Guard | None = None
     ) -> None:
         # Our own end comes first: uvicorn's would cancel a stream, and not wait for its record.
         limit_s = int(ENDING_S) + 2

@@ -40,10 +40,7 @@ class Pools:
     """All servers. Those of a domain form its pool; the others take requests of domains without a pool."""
 
     def __init__(
-        self,
-        find: Callable[[], Iterable[tuple[str, str]]],
-        poll_s: float = 2.0,
-        guard: Guard | None = None,
+        self, find: Callable[[], Iterable[tuple[str, str]]], poll_s: float = 2.0, guard: Guard | None = None
     ) -> None:
         """Call `find` for address and domain of every server, now and every `poll_s` seconds.
         Raises its first error; later ones are logged."""

@@ -14,23 +14,10 @@ from typing import Any
 
 from redraft.eval.engine.draft_source import DraftSource, shorten_name
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
-from redraft.eval.engine.server import (
-    Mode,
-    VllmServer,
-    engine_is_cpu,
-    forget_requests,
-    require_servable,
-    vllm_server,
-)
+from redraft.eval.engine.server import Mode, VllmServer, engine_is_cpu, forget_requests, require_servable, vllm_server
 from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.machine import engine_environment, environment
-from redraft.eval.serving.baseline import (
-    MODE_ROUNDS,
-    choose_mode,
-    describe_baseline,
-    describe_modes,
-    measure_bandwidth,
-)
+from redraft.eval.serving.baseline import MODE_ROUNDS, choose_mode, describe_baseline, describe_modes, measure_bandwidth
 from redraft.eval.serving.load import Load, LoadResult, run_load
 from redraft.eval.serving.report import GRID, build_serving_report, compose_answer, write_serving
 from redraft.eval.serving.sweep import (

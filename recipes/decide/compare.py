@@ -19,12 +19,7 @@ from redraft.eval.engine.server import Mode, VllmServer, engine_is_cpu
 from redraft.eval.machine import engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import TEMPLATES, write_page
-from redraft.eval.serving.baseline import (
-    choose_mode,
-    describe_baseline,
-    describe_modes,
-    measure_bandwidth,
-)
+from redraft.eval.serving.baseline import choose_mode, describe_baseline, describe_modes, measure_bandwidth
 from redraft.eval.serving.drafts import Candidate, Choice, choose, predict
 from redraft.eval.serving.drafts_charts import build_charts
 from redraft.eval.serving.rounds import (
@@ -45,13 +40,7 @@ from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
 from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, Config
 from redraft.recipes.decide.compare_report import LOADS, compose_answer, describe_head, describe_speed, verdict
-from redraft.recipes.decide.made_drafts import (
-    MAX_PROMPT_TOKENS,
-    Making,
-    finished_drafts,
-    make_lookups,
-    make_trained,
-)
+from redraft.recipes.decide.made_drafts import MAX_PROMPT_TOKENS, Making, finished_drafts, make_lookups, make_trained
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
 
 FILES = ("model", FOLDER)  # Keys of a --speculative-config for the draft's folder.

@@ -32,14 +32,7 @@ from redraft.distill.plan.roofs import (
     parts_of,
 )
 from redraft.distill.plan.sizes import find_sizes
-from redraft.distill.plan.step import (
-    LOSS,
-    Counted,
-    Plan,
-    count_model_flops,
-    count_step,
-    count_target,
-)
+from redraft.distill.plan.step import LOSS, Counted, Plan, count_model_flops, count_step, count_target
 from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.distill.run.config import HeadConfig, make_config
 from redraft.distill.signal.sharded import size_weights
