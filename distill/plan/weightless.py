@@ -27,7 +27,6 @@ import redraft.heads.nn.prefix  # noqa: F401  registers the operations of ATTENT
 from redraft.distill.plan.roofs import Operation
 
 MAX_VALUES = 1 << 22  # elements: a longer batch's mask [B, T, T] is larger, and not read
-
 META = torch.device("meta")
 VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 

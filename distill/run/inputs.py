@@ -55,13 +55,9 @@ def require_no_engine(signal: Signal, *, engine: bool) -> None:
 
 def load_target(target: TargetFolder, signal: Signal, device: torch.device, machine: Machine | None = None) -> Any:
     """The model of a target, frozen, in the target's type; by default on this machine.
-
-    With an url, only the embeddings, final norm and head are loaded here.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is missing or corrupt.
-        ValueError: the target's attention would not launch on the GPU.
-    """
+    With an url, only the embeddings, final norm and head are loaded here. Raises FileNotFoundError
+    or ValueError: a file is missing or corrupt. Raises ValueError: the target's attention would not
+    launch on the GPU."""
     if not signal.url:
         fetch_model(target.name)  # the checks read the weights too
     require_served_alike(target)
@@ -79,12 +75,10 @@ def load_target(target: TargetFolder, signal: Signal, device: torch.device, mach
 
 
 def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> LoadedData:
-    """Training and held-out rows of `loop.sequence_length` tokens, held-out prompts, and the target's end tokens.
-
+    """Training and held-out rows of `loop.sequence_length` tokens, held-out prompts, and the
+    target's end tokens.
     The main process tokenises, once; all processes map the result, also when the run is resumed.
-
-    Raises: ValueError if the source is empty or nothing in it can be trained on.
-    """
+    Raises ValueError if the source is empty or nothing in it can be trained on."""
     day = choose_day(data.date, "--data.date") if data.date else run.date
     tokenizer, ends = target.tokenizer, target.end_ids
     # A shared cache keeps the tokens of other settings, a run's folder only the latest.
@@ -161,11 +155,7 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, e
 
 
 def _stream_held_out(samples: Iterator[Sample]) -> Iterator[Sample]:
-    """The samples of the held-out part.
-
-    Raises:
-        ValueError: if nothing of it can be used.
-    """
+    """The samples of the held-out part. Raises ValueError if nothing of it can be used."""
     try:
         yield from samples
     except ValueError as error:
@@ -182,14 +172,11 @@ def _packed(samples: Sequence[Sample], tokenizer: Any, loop: Loop) -> PackedData
 def live_signal(
     signal: Signal, target: Any, aux_layers: Sequence[int] | None = None, opened: TargetFolder | None = None
 ) -> InProcessTarget | EndpointTarget:
-    """A function from any batch to the target's predictions: computed here, or by servers if there is an url.
-
-    `aux_layers` is None for a standalone draft, which reads only the text. For a head, it lists the target layers to
-    read besides the last hidden state; the list may be empty. `opened` are the files of the target, to compare
-    servers with.
-
-    Raises: ValueError if the target, or the model on its server, does not fit.
-    """
+    """A function from any batch to the target's predictions: computed here, or by servers if there
+    is an url. `aux_layers` is None for a standalone draft, which reads only the text. For a head,
+    it lists the target layers to read besides the last hidden state; the list may be empty.
+    `opened` are the files of the target, to compare servers with. Raises ValueError if the target,
+    or the model on its server, does not fit."""
     if not signal.url:
         return InProcessTarget(target, aux_layers or ())
     # One attempt at a server: `Endpoints` tries the next one instead.
@@ -211,11 +198,9 @@ def target_signal(
     aux_layers: Sequence[int] | None = None,
     opened: TargetFolder | None = None,
 ) -> SignalFunction:
-    """The source of the training signal: `live_signal`, or a cache, written here if it does not exist. Servers and
-    caches work one batch ahead. `target_print` is the target's fingerprint.
-
-    Raises: ValueError if the config does not fit; OSError if the disk has no room for the cache.
-    """
+    """The source of the training signal: `live_signal`, or a cache, written here if it does not
+    exist. Servers and caches work one batch ahead. `target_print` is the target's fingerprint.
+    Raises ValueError if the config does not fit; OSError if the disk has no room for the cache."""
     if not signal.url and signal.kind != "cache":
         return live_signal(signal, target, aux_layers, opened)
     # As for a head that reads no auxiliary layers: the last hidden state alone.

@@ -74,11 +74,9 @@ TEXT_STAGE = "text"
 
 
 def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
-    """Train a draft of a family, by default on this machine, publish it, prove it and write the report.
-
-    Raises:
-        ValueError, OSError: the flags do not fit each other, the target or the machine. Nothing is left behind.
-    """
+    """Train a draft of a family, by default on this machine, publish it, prove it and write the
+    report. Raises ValueError or OSError: the flags do not fit each other, the target or the
+    machine. Nothing is left behind."""
     started_s = time.perf_counter()
     training = Run(family, cfg, machine)
     draft = start(training)
@@ -95,11 +93,8 @@ class Run:
     """The opened target, data and folder of a training, and the steps after the start."""
 
     def __init__(self, family: Family, cfg: Config, machine: Machine | None = None) -> None:
-        """Refuse what cannot work, then open. Torch's random state is seeded at the end, so a draft made next starts
-        the same in every run.
-
-        Raises: as `run`.
-        """
+        """Refuse what cannot work, then open. Torch's random state is seeded at the end, so a draft
+        made next starts the same in every run. Raises as `run`."""
         self.family, self.cfg = family, cfg
         self.forecasts: dict[Path, Forecast] = {}
         # 1. Flags against each other and against the target, before anything is joined, written or loaded.
@@ -202,11 +197,10 @@ class Run:
     def train(
         self, draft: Any, divergence: Divergence, loop: Loop, stage: str | None = None
     ) -> tuple[Any, TrainingCost]:
-        """Train `draft` (`distill.train.loop.train`) and return it with trained weights, and the cost.
-
-        A `stage` beside the main training has checkpoints and metrics of its own, in a folder of this name. The
-        returned draft is whole even if the ranks shared it in training; on all but the main process it is None.
-        """
+        """Train `draft` (`distill.train.loop.train`) and return it with trained weights, and the
+        cost. A `stage` beside the main training has checkpoints and metrics of its own, in a folder
+        of this name. The returned draft is whole even if the ranks shared it in training; on all
+        but the main process it is None."""
         cfg, folder = self.cfg, self.folder.beside(stage) if stage else self.folder
         # Before `Distillation`, which may shard the draft in place.
         whole = self._copy(draft) if self.accelerator.is_main_process else None
@@ -258,9 +252,7 @@ class Run:
 
     def publish(self, draft: Any, name: str = "draft", dtype: torch.dtype | None = torch.bfloat16) -> Path:
         """Publish the draft with provenance and forecast as the folder `name` of the run.
-
-        The main process writes, the others wait for it.
-        """
+        The main process writes, the others wait for it."""
         folder = self.folder.folder / name
         with leading(self.model) as leads:
             if leads:
@@ -337,12 +329,9 @@ def _training(family: Family) -> Training:
 
 
 def refuse(family: Family, cfg: Config) -> TargetFolder:
-    """Compare the flags with each other, the family and the target's config; returns the target, opened.
-
-    Raises:
-        FileNotFoundError: there is no such target.
-        ValueError: a flag does not fit.
-    """
+    """Compare the flags with each other, the family and the target's config; returns the target,
+    opened.
+    Raises FileNotFoundError: there is no such target. Raises ValueError: a flag does not fit."""
     row = _training(family)
     require_no_engine(cfg.signal, engine=cfg.prove.engine)
     if cfg.prove.engine and family.method is not None:

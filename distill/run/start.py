@@ -1,7 +1,6 @@
 """How a draft begins: the weights that `--init` chooses, or a draft trained before.
 
-D = hidden.
-"""
+D = hidden."""
 
 from __future__ import annotations
 
@@ -17,13 +16,7 @@ from torch import Tensor, nn
 from redraft.distill.data.vocabulary import frequent_ids
 from redraft.distill.run.config import HeadConfig, StandaloneConfig
 from redraft.distill.run.inputs import live_signal
-from redraft.distill.signal.parts import (
-    is_whole,
-    last_layers,
-    read_last_layers,
-    read_stream_norms,
-    stream_scales,
-)
+from redraft.distill.signal.parts import is_whole, last_layers, read_last_layers, read_stream_norms, stream_scales
 from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.eagle3_start import start_by_least_squares
@@ -38,12 +31,8 @@ if TYPE_CHECKING:
 
 
 def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> Any:
-    """The untrained draft of a run, or the one to continue, the same on every rank. `cfg` replaces the settings of the
-    run.
-
-    Raises:
-        ValueError: the target does not give what the start needs.
-    """
+    """The untrained draft of a run, or the one to continue, the same on every rank. `cfg` replaces
+    the settings of the run. Raises ValueError: the target does not give what the start needs."""
     cfg = cfg or run.cfg
     if isinstance(cfg, StandaloneConfig):
         _say(run, f"the draft starts as {cfg.draft}")
@@ -94,11 +83,9 @@ def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:
 
 
 def _start_as_layers(run: Run, head: Any, count: int) -> None:
-    """Give a head the weights of the target's last `count` layers.
-
-    If this process does not have them, the main process reads them from the target's files and shares the head. If it
-    cannot, the head keeps its random weights, and the printed line says why.
-    """
+    """Give a head the weights of the target's last `count` layers. If this process does not have
+    them, the main process reads them from the target's files and shares the head. If it cannot, the
+    head keeps its random weights, and the printed line says why."""
     layers = f"the last {'layer' if count == 1 else f'{count} layers'} of {run.teacher.name}"
     if is_whole(run.model):
         head.init_from_layers(*last_layers(run.model, count))
@@ -133,11 +120,9 @@ def share(run: Run, head: Any) -> None:
 
 
 def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
-    """For each stream, after k layers, the factors of the norm in the target's layer that reads it, [D].
-
-    Raises:
-        ValueError: a stream is not read by an RMS norm, or the target ends with another norm.
-    """
+    """For each stream, after k layers, the factors of the norm in the target's layer that reads it,
+    [D].
+    Raises ValueError: a stream is not read by an RMS norm, or the target ends with another norm."""
     name = run.cfg.target
     if is_whole(run.model):
         return stream_scales(run.model, layer_ids, name)
@@ -146,11 +131,9 @@ def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
 
 
 def read_last_signals(run: Run, layer_ids: Sequence[int], num_tokens: int) -> list[tuple[Batch, TargetSignal]]:
-    """The last batches of the first epoch with the target's states: `num_tokens` tokens, or all if there are fewer.
-
-    The last ones, because training meets them late: a head learns little from text that its start was fitted to.
-    They are the same on every rank.
-    """
+    """The last batches of the first epoch with the target's states: `num_tokens` tokens, or all if
+    there are fewer. The last ones, because training meets them late: a head learns little from text
+    that its start was fitted to. They are the same on every rank."""
     source = live_signal(run.cfg.signal, run.model, layer_ids, run.opened)
     train, size = run.data.train, run.cfg.loop.batch_size
     total = train.num_batches(size)

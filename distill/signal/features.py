@@ -5,8 +5,7 @@
     read in blocks, removed ◄─ storage ─────  [T, L, D], the layer numbers, CRC-32 (`features_store`)
     last stream ─► final norm ─► head         the target's exact distribution, from three of the target's tensors
 
-B = batch, T = tokens, D = hidden, L = auxiliary layers, V = vocabulary.
-"""
+B = batch, T = tokens, D = hidden, L = auxiliary layers, V = vocabulary."""
 
 from __future__ import annotations
 
@@ -22,12 +21,7 @@ from torch.nn import functional as F
 from redraft.distill.signal.apart import documents
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
-from redraft.distill.signal.features_store import (
-    Description,
-    StatesLostError,
-    Storage,
-    absolute,
-)
+from redraft.distill.signal.features_store import Description, StatesLostError, Storage, absolute
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.signal.storage import DEFAULT_STORAGE, StatesFormat
 from redraft.distill.signal.transfer import host_zeros
@@ -40,19 +34,14 @@ from redraft.heads.nn.logits import LogitRule
 from redraft.heads.target import HEAD, short_name
 
 SERVER_COMMAND = "redraft serve-features"
-
-ATTEMPTS = 3
-"""Tries per document whose states are lost between the server and this process."""
+ATTEMPTS = 3  # Tries per document whose states are lost between the server and this process.
 
 
 def server_args(
     layers: Sequence[int], num_layers: int, storage: str, states_format: StatesFormat = "exact"
 ) -> list[str]:
-    """vLLM server arguments for writing the streams after `layers`, and the last stream, to `storage`.
-
-    Raises:
-        ValueError: for a layer the target does not have.
-    """
+    """vLLM server arguments for writing the streams after `layers`, and the last stream, to
+    `storage`. Raises ValueError for a layer the target does not have."""
     if wrong := [layer for layer in layers if not 0 <= layer <= num_layers]:
         raise ValueError(f"auxiliary layers {wrong} of a target that has {num_layers} layers")
     # With the last stream, from which the final norm and the head make the distribution.
@@ -85,12 +74,9 @@ def load_skeleton(target: TargetFolder, dtype: torch.dtype | None, device: torch
 def load_part(
     target: TargetFolder, dtype: torch.dtype | None, device: torch.device, is_wanted: Callable[[str], bool]
 ) -> Any:
-    """The target, frozen, with the tensors whose name `is_wanted` read from its files. The others stay on `meta`.
-
-    Raises:
-        FileNotFoundError: for a missing folder.
-        ValueError: if one of these tensors is missing or quantised.
-    """
+    """The target, frozen, with the tensors whose name `is_wanted` read from its files. The others
+    stay on `meta`. Raises FileNotFoundError for a missing folder. Raises ValueError if one of these
+    tensors is missing or quantised."""
     folder, config = target.folder, target.config
     with torch.device("meta"):
         model = new_model(config, dtype or config.dtype or torch.float32)
@@ -127,13 +113,9 @@ class EndpointHiddenStates(EndpointTarget):
         storage: str = DEFAULT_STORAGE,
         opened: TargetFolder | None = None,
     ) -> None:
-        """Only the final norm and the head of `target` are used: `load_skeleton` is enough. Servers that name another
-        version of `opened` are refused.
-
-        Raises:
-            ValueError: if `storage` is neither a folder nor a URL that fsspec knows, or if the target's final norm is
-                not found.
-        """
+        """Only the final norm and the head of `target` are used: `load_skeleton` is enough. Servers
+        that name another version of `opened` are refused. Raises ValueError if `storage` is neither
+        a folder nor a URL that fsspec knows, or if the target's final norm is not found."""
         super().__init__(endpoint)
         self._storage, self._opened = Storage(storage), opened
         self.head_VD: Tensor = target.get_output_embeddings().weight.detach()
@@ -146,14 +128,10 @@ class EndpointHiddenStates(EndpointTarget):
 
     def require_target(self) -> None:
         """Raise ValueError unless every server serves this target.
-
-        The log-probabilities computed here from a server's hidden states must match the server's. A dead server
-        among several is checked when it comes back, and gets no requests if it fails.
-
-        Raises:
-            ValueError: if the log-probabilities differ or a layer is missing.
-            ConnectionError: if the server, or all of several, does not answer; it names the URL.
-        """
+        The log-probabilities computed here from a server's hidden states must match the server's. A
+        dead server among several is checked when it comes back, and gets no requests if it fails.
+        Raises ValueError if the log-probabilities differ or a layer is missing. Raises
+        ConnectionError if the server, or all of several, does not answer; it names the URL."""
         if isinstance(self.endpoint, Endpoints):
             self._runner.run(self.endpoint.require(self._require_target))
         else:
@@ -218,13 +196,10 @@ class EndpointHiddenStates(EndpointTarget):
     async def _read(
         self, endpoint: Endpoint | Endpoints, last_TD: Tensor, aux_TLD: Tensor, **body: Any
     ) -> tuple[dict[str, Any], Description]:
-        """The answer to a request, and the description of its states. The last stream, before the final norm, and
-        `self.layers` are written into the two tensors in host memory.
-
-        Raises:
-            ValueError: if a layer is missing, the states do not arrive or are another version's, or they are not in the
-                storage.
-        """
+        """The answer to a request, and the description of its states. The last stream, before the
+        final norm, and `self.layers` are written into the two tensors in host memory.
+        Raises ValueError if a layer is missing, the states do not arrive or are another version's,
+        or they are not in the storage."""
         lost: StatesLostError | None = None
         for _ in range(ATTEMPTS):
             answer = await endpoint.post("/v1/completions", max_tokens=1, **body)
@@ -261,10 +236,8 @@ class EndpointHiddenStates(EndpointTarget):
         return url
 
     def _require_version(self, description: Description, url: str) -> None:
-        """Raise ValueError if the states are of other weights than the opened target's.
-
-        A target of another lineage, for example a quantised one, is judged by log-probabilities alone.
-        """
+        """Raise ValueError if the states are of other weights than the opened target's. A target of
+        another lineage, for example a quantised one, is judged by log-probabilities alone."""
         lineage, fingerprint, version = description.target
         if version != "":
             raise ValueError(

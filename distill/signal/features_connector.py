@@ -1,8 +1,7 @@
 """Runs inside vLLM: writes the hidden states collected by `extract_hidden_states` to the trainers' storage.
 
 vLLM's connector writes to a local disk, in a format without the layers' numbers, and copies with CUDA streams only.
-vLLM loads this module by name (`features.server_args`); nothing else imports it.
-"""
+vLLM loads this module by name (`features.server_args`); nothing else imports it."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from redraft.distill.signal.features_store import WAIT_S, remove_states, write_s
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TARGET_VERSION, TargetFolder
 
-COPY_POLL_S = 0.001
-"""Between two looks at a copy from the GPU."""
+COPY_POLL_S = 0.001  # Between two looks at a copy from the GPU.
 
 KEPT_S = 10 * WAIT_S
 """Age at which leftover states are removed: their trainer was killed or gave up."""

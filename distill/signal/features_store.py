@@ -8,8 +8,7 @@ a time to the destination. Object storage has no locks, so a file is complete on
 
 A reader takes files directly below its storage only. A server's answer names one of them, and cannot make the reader
 open another address, another folder, or a link.
-T = tokens, t = some of them, L = layers, D = hidden.
-"""
+T = tokens, t = some of them, L = layers, D = hidden."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ from torch import Tensor
 from redraft.distill.signal.storage import StatesFormat
 from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8
 
-BLOCK_BYTES = 4 << 20
-"""Bytes read or written at a time."""
+BLOCK_BYTES = 4 << 20  # Bytes read or written at a time.
 
 WAIT_S = 120.0
 """How long a reader waits for a server to finish writing, after the server has answered the request."""
@@ -66,8 +64,7 @@ class Description:
 
     dtype: Literal["float64", "float32", "bfloat16", "float16", "float8"]
     shape: tuple[Size, Size, Size]
-    layers: tuple[int, ...]
-    """Ascending; k is the residual stream after k layers."""
+    layers: tuple[int, ...]  # Ascending; k is the residual stream after k layers.
     crc32: int
     target: tuple[str, str, str | None] = ("", "", "")
     """Lineage and fingerprint of the folder that the server loaded, and the version of weights that have moved since
@@ -95,10 +92,7 @@ class Description:
 
 def absolute(storage: str) -> str:
     """A URL unchanged; a path made absolute. Without a slash at the end.
-
-    Raises:
-        ValueError: if nothing is left to name a folder.
-    """
+    Raises ValueError if nothing is left to name a folder."""
     named = (storage if "://" in storage else os.path.abspath(storage)).rstrip("/")
     if not storage or not named or named.endswith(":"):
         raise ValueError(
@@ -165,15 +159,11 @@ class Storage:
         self._files, self._folder = fsspec.core.url_to_fs(self.root)
 
     def take(self, url: str, use: Use, wait_s: float = WAIT_S) -> Description:
-        """Pass the states under `url` to `use`, a few rows at a time; then remove them. Returns their description.
-
-        The memory of the rows is reused by the next call of `use`. The rows are known to be undamaged only once this
-        returns.
-
-        Raises:
-            ValueError: if `url` is not directly below this storage. Nothing is opened.
-            StatesLostError: if the states do not arrive within `wait_s`, are truncated, or fail the CRC-32.
-        """
+        """Pass the states under `url` to `use`, a few rows at a time; then remove them. Returns
+        their description. The memory of the rows is reused by the next call of `use`. The rows are
+        known to be undamaged only once this returns. Raises ValueError if `url` is not directly
+        below this storage. Nothing is opened. Raises StatesLostError if the states do not arrive
+        within `wait_s`, are truncated, or fail the CRC-32."""
         path = f"{self._folder}/{self._name(url)}"
         try:
             description = self._wait_for(path, url, wait_s)

@@ -31,7 +31,6 @@ from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metric
 from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows
 
 PROGRESS = "progress.json"  # of a checkpoint: steps done, and the layout of the ranks
-
 MAX_SKIPPED_IN_A_ROW = 20  # a run non-finite this long will not recover: it stops
 
 

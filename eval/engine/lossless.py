@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 NextLogits = Callable[[Sequence[int]], "Tensor"]  # token ids to the logits of the next token, [V]
 
 TIE_LOGIT_GAP = 1e-3  # smaller gaps are a tie in float32: batching moves logits by 1e-5
-
 TIE_LOGIT_GAP_HALF = 0.25  # for a 16-bit engine: bfloat16 rounds logits of 16 to 32 to 1/8
 
 

@@ -11,7 +11,6 @@ from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forec
 from redraft.eval.report.results import choose_common_k, find_entry, read_tau
 
 ROW_HEIGHT = 22  # Height of one domain of one draft in the first chart, in pixels.
-
 COLORS = 5  # of the page; drafts beyond them reuse the colours with another shape
 COLUMNS = 4  # Of a legend.
 SHAPES = ("circle", "square", "triangle-up", "diamond")

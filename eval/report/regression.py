@@ -15,9 +15,7 @@ from redraft.eval.report.results import DIGITS
 from redraft.heads.catalog import list_lookups
 
 FALSE_ALARMS = 0.02  # that a report names any fall of an equal draft, over all comparisons
-
 MIN_PAIRED_SHARE = 0.5  # of the baseline's prompts, to pair them; below: two samples
-
 REQUIRED_KEYS = ("drafts", "per_prompt", "prompts", "settings")  # needed of every baseline
 
 

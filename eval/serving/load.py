@@ -29,7 +29,6 @@ from redraft.heads.files.kept import fingerprint_path, hash_key
 
 DATA_KINDS = ("random", "sonnet", "sharegpt", "jsonl")
 WARM_UP_REQUESTS = 4
-
 SONNET_REQUEST = "Go on with these lines:\n"  # measured cells have this wording: do not change it
 
 

@@ -1,7 +1,6 @@
 """A target, opened once and passed on: its folder, and everything that others read from the files in it.
 
-Importing this loads no torch: what needs transformers is read when it is first asked for.
-"""
+Importing this loads no torch: what needs transformers is read when it is first asked for."""
 
 from __future__ import annotations
 

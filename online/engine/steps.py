@@ -18,7 +18,6 @@ from torch import Tensor
 from redraft.online.engine.request_log import RequestInfo
 
 MAX_QUEUED_BYTES = 256 << 20  # of tensors for the thread: device memory the engine lacks
-
 MAX_QUEUED_STEPS = 512  # Bound on steps that wait with their rows.
 MAX_LIGHT_STEPS = 8192  # bound on waiting steps, most light: tokens without rows and states
 

@@ -32,9 +32,7 @@ T = TypeVar("T")
 VERSION = re.compile(r"v[0-9]{6,18}")
 STAGE_TIMEOUT_S = 200.0  # to read a version into memory; serving continues meanwhile
 STAGE_POLL_S, BUSY_POLL_S = 0.05, 0.25
-
 PAUSE_TIMEOUT_S = 60.0  # of the pause, with the weights' copies; then the engine resumes anyway
-
 TARGET_TIMEOUT_S = 1200.0  # The same if the target weights are read from files within the pause.
 RESUME_TIMEOUT_S = 30.0
 RESUME_POLL_S = 0.5  # between attempts to resume: vLLM refuses until its pause is complete

@@ -53,7 +53,6 @@ NO_MESSAGE = 10037  # NATS's error code for a message that is not in the stream 
 OVERLAPPING = (10099, 10100)  # NATS's codes: another consumer of a work queue's subjects
 SAFE_BROKER = (2, 14)  # no acknowledged message lost in trials of full disks; 2.12 lost some
 ACK_PREFIX = "$JS.ACK."
-
 REQUEST_OVER = ("404", "408", "409")  # no messages, out of time, at the limit of bytes
 
 

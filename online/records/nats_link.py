@@ -27,7 +27,6 @@ from redraft.online.records.nats_config import Nats, hide_credentials, parse_add
 CONNECT_TIMEOUT_S = 5
 PROBE_TIMEOUT_S = 5.0
 RECONNECT_S = 0.2
-
 PENDING_BYTES = 64 << 20  # nats-py's 2 MiB would make every publish of large records wait
 
 

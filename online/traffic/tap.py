@@ -33,7 +33,6 @@ logger = logging.getLogger("redraft.tap")
 
 MAX_WAITING_RECORDS = 1024
 SHIP_INTERVAL_S = 1.0
-
 MAX_INLINE_BYTES = 1 << 20  # larger answers are parsed in a thread: other streams move on
 
 

@@ -16,7 +16,6 @@ from redraft.heads.files.checkpoint import load_text_config
 from redraft.recipes.data.regenerate_config import Config
 
 MAX_MODEL_LEN = 8192  # at most, in tokens: each running request reserves memory
-
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 

@@ -37,16 +37,12 @@ class Config:
     half the bytes of bfloat16. The trainer reads both."""
 
 
-UNSENT = ("deepseek_v4",)
-"""Types of targets whose states vLLM 0.32 does not send."""
+UNSENT = ("deepseek_v4",)  # Types of targets whose states vLLM 0.32 does not send.
 
 
 def main(cfg: Config) -> None:
-    """Replace this process by the server.
-
-    Raises:
-        ValueError: for a layer the target does not have, or a target whose states vLLM does not send.
-    """
+    """Replace this process by the server. Raises ValueError for a layer the target does not have,
+    or a target whose states vLLM does not send."""
     # Here, because they import torch.
     from redraft.eval.engine.wait import ENABLED
     from redraft.heads.files.checkpoint import load_text_config
