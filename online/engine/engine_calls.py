@@ -107,12 +107,18 @@ class EngineCalls:
         by_domain = {domain: [found[0], sum(found[2:])] for domain, found in counts.items()}
         return {"domains": by_domain, "drafts": domains.add_up([[0, 0], *counts.values()])}
 
-    async def read_pace(self) -> dict[str, Any] | None:
-        """The status of the pacer, and a line for people; None if it does not decide."""
+    async def read_pace(self, new: str = "") -> dict[str, Any] | None:
+        """The status of the pacer, which takes a new pace first, and a line for people; None if it does not decide."""
         ask = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
         # Several replicas have no pacer.
-        found = (await self.while_alive(ask("redraft_pace")))[0] if ask and pace.is_asked() else None
+        found = (await self.while_alive(ask("redraft_pace", new)))[0] if ask and pace.is_asked() else None
         return found and found | {"line": pace.describe_pace(found)}
+
+    async def take_pace(self, new: str) -> dict[str, Any]:
+        """Raises: RefusedError if no pacer decides."""
+        if (found := await self.read_pace(new)) is None:
+            raise RefusedError(409, "nothing here takes a pace: start this server with redraft serve --pace auto")
+        return found
 
 
 def say(error: Exception) -> str:

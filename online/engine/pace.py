@@ -81,9 +81,9 @@ class Pacer:
         self.set(pace)
 
     def set(self, pace: str) -> None:
-        """Take `auto` or a number from the next step on."""
+        """Take `off`, `auto` or a number from the next step on."""
         self.pace = pace
-        self.fixed = None if pace == "auto" else min(int(pace), self.most)
+        self.fixed = None if pace == "auto" else min(int(pace.replace("off", "0")), self.most)
 
     def __getitem__(self, num_requests: int) -> int:
         self._verified, fixed = self._drafted, self.fixed

@@ -1,4 +1,4 @@
-"""Routes in vLLM's API process: `GET /redraft/status`, `POST /redraft/swap` and `POST /redraft/target`."""
+"""Routes in vLLM's API process: `GET /redraft/status`, and `POST` to `/redraft/swap`, `target` and `pace`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.online.engine.client_origin import OriginMiddleware, forward_origin
-from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, read_config
+from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, check_pace, read_config
 from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.pace import PaceMetrics, is_asked
@@ -67,6 +67,7 @@ class Endpoint:
         app.add_api_route("/redraft/status", self.status, methods=["GET"], response_model=None)
         app.add_api_route("/redraft/swap", self.swap, methods=["POST"], response_model=None)
         app.add_api_route("/redraft/target", self.move, methods=["POST"], response_model=None)
+        app.add_api_route("/redraft/pace", self.pace, methods=["POST"], response_model=None)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         can = can_pause(engine_client.vllm_config)
@@ -112,6 +113,17 @@ class Endpoint:
         if move.draft and self.config.registry is None:
             raise HTTPException(503, NO_REGISTRY)
         return await _run(self.swaps.move, move)
+
+    async def pace(self, request: Request) -> dict[str, Any]:
+        """Take the pace of the body, `{"pace": "off"}`, `auto` or a number of draft tokens, from the next step on."""
+
+        def parse(body: Any) -> str:
+            return check_pace(str(body["pace"]))
+
+        pace = await self._read(
+            request, parse, 'send a JSON body {"pace": "auto"}, with off or a number of draft tokens'
+        )
+        return await _run(self.swaps.calls.take_pace, pace)
 
     async def _read(self, request: Request, parse: Callable[[Any], T], told: str) -> T:
         """The parsed body of a request that may use the routes. Raises: HTTPException."""

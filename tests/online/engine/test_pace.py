@@ -226,7 +226,7 @@ def test_a_fixed_number_asks_no_policy_and_a_new_pace_holds_from_the_next_step()
     assert pacer[1] == 2
     assert pacer.status() == {"pace": "2", "sizes": []}
     engine = SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer))
-    assert answer_pace(engine, "0")["pace"] == "0"
+    assert answer_pace(engine, "off")["pace"] == "off"
     assert pacer[1] == 0
     assert answer_pace(engine, "auto") == {"pace": "auto", "sizes": [], "explored": 0.0}
     with pytest.raises(ValueError, match="fast"):
@@ -288,7 +288,7 @@ def test_metrics_and_a_line_show_the_number_chosen_its_speed_and_the_time_explor
 
 
 def test_the_status_of_a_server_has_the_pace(monkeypatch):
-    async def ask_all(method):
+    async def ask_all(method, new=""):
         return [{"redraft_pace": STATUS}[method]]
 
     calls = EngineCalls(SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=ask_all), errored=False))
@@ -432,6 +432,9 @@ def test_a_server_shows_the_pace_and_records_what_it_answers_without_a_draft(ran
         assert pace["line"].startswith("pace auto: ")
         wait_until(lambda: read_server(server.url).pace.startswith("pace auto: "))
         server.swap("v000002")  # the policy is told
+        taken = server.http.post("/redraft/pace", json={"pace": "off"})
+        assert (taken.status_code, taken.json()["pace"]) == (200, "off")
+        assert server.status()["pace"]["line"] == "pace off"
         records = server.records(answers)
     rows = [record.positions[record.branches == 0].tolist() for record in records]
     assert rows == [list(range(40, 64))] * 4

@@ -718,6 +718,42 @@ def test_flags_beside_which_something_does_not_work_are_noted(method, embeds, st
     assert plugin_routes.list_notes(config, SimpleNamespace(disable_log_stats=stats_off)) == notes
 
 
+# --- the pace
+
+
+@pytest.mark.parametrize(
+    ("body", "pacer", "code", "taken"),
+    [
+        ({"pace": "off"}, {"pace": "off", "sizes": []}, 200, ["off"]),
+        ({"pace": 2}, {"pace": "2", "sizes": []}, 200, ["2"]),
+        ({"pace": "fast"}, {"pace": "2", "sizes": []}, 400, []),
+        ({"number": 2}, {"pace": "2", "sizes": []}, 400, []),
+        ([], {"pace": "2", "sizes": []}, 400, []),
+        ({"pace": "auto"}, None, 409, ["auto"]),
+    ],
+)
+def test_a_pace_is_taken_while_the_server_runs(registry, monkeypatch, body, pacer, code, taken):
+    monkeypatch.setattr("redraft.online.engine.pace.is_asked", lambda: True)
+    told = []
+
+    async def ask(method, pace):
+        told.append(pace)
+        return [pacer]
+
+    engine = Engine({})
+    engine.engine_core = SimpleNamespace(call_utility_all_async=ask)
+    answer = make_client(registry, engine).post("/redraft/pace", json=body)
+    assert (answer.status_code, told) == (code, taken)
+    if code == 200:
+        assert answer.json() == pacer | {"line": f"pace {taken[0]}"}
+    else:
+        assert "pace" in answer.json()["detail"]
+
+
+def test_a_server_without_pace_takes_none(registry):
+    assert make_client(registry, Engine({})).post("/redraft/pace", json={"pace": "off"}).status_code == 409
+
+
 # --- the target weights
 
 MOVE = "/redraft/target"
