@@ -120,8 +120,9 @@ def count_others(folder: Path, suffixes: tuple[str, ...]) -> Counter[str]:
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:
-    found = (path for path in folder.rglob("*") if not _is_hidden(path.relative_to(folder)))
-    return (path for path in found if path.is_file())
+    # A snapshot from the hub holds .cache/huggingface with JSON files of its own.
+    parts = ((path, path.relative_to(folder).parts) for path in folder.rglob("*"))
+    return (path for path, names in parts if path.is_file() and not any(name.startswith(".") for name in names))
 
 
 def table_format(path: Path, suffixes: tuple[str, ...] = TABLES) -> str | None:
@@ -138,11 +139,6 @@ def open_plain(path: Path) -> BinaryIO:
         stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
         return cast(BinaryIO, io.BufferedReader(stream))
     return path.open("rb")
-
-
-def _is_hidden(path: Path) -> bool:
-    # A snapshot from the hub holds .cache/huggingface with JSON files of its own.
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _file_rows(path: Path) -> Iterator[Row]:

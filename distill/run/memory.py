@@ -82,17 +82,13 @@ def require_room(
             # One message for each machine: the other processes leave without a word.
             raise SystemExit(2) from None
         raise
-    if accelerator.is_main_process and is_tight(need, room):
-        assert room.device_bytes is not None
+    taken = need.target + need.draft
+    # A CPU has no memory of its own.
+    if accelerator.is_main_process and room.device_bytes is not None and taken > TIGHT * room.device_bytes:
         print(
-            f"warning: target and draft take {_gb(need.target + need.draft)} of the {_gb(room.device_bytes)} of "
+            f"warning: target and draft take {_gb(taken)} of the {_gb(room.device_bytes)} of "
             f"{room.device}, and activations come on top; this counts them: {command}"
         )
-
-
-def is_tight(need: Need, room: Room) -> bool:
-    """Whether a device has no more left for activations than a share of 1 - `TIGHT`. A CPU has no memory of its own."""
-    return room.device_bytes is not None and need.target + need.draft > TIGHT * room.device_bytes
 
 
 def require_target_room(

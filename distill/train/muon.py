@@ -73,11 +73,8 @@ def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     chosen = {
         id(linear.weight)
         for name, linear in module.named_modules()
-        if isinstance(linear, nn.Linear) and min(linear.weight.shape) > 1 and not is_output_head(name)
+        if isinstance(linear, nn.Linear) and min(linear.weight.shape) > 1
+        if not set(OUTPUT_HEADS).intersection(name.split("."))
     }
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return [p for p in trained if id(p) in chosen], [p for p in trained if id(p) not in chosen]
-
-
-def is_output_head(name: str) -> bool:
-    return any(part in OUTPUT_HEADS for part in name.split("."))

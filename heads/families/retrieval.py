@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class Retrieval:
         data, drafted, probability = ids.tobytes(), list[int](), 1.0
         while len(drafted) < most:
             # The first of equals, so the request wins a tie.
-            token, its = max(self._in_request(data), self._in_answers(data), key=_probability)
+            token, its = max(self._in_request(data), self._in_answers(data), key=itemgetter(1))
             probability *= its
             if token < 0 or probability < (floor if drafted else max(floor, self.least_first)):
                 break
@@ -176,10 +177,6 @@ def is_retrieval(folder: str | Path) -> bool:
     return config.is_file() and read_config(Path(folder)).get("redraft", {}).get("family") == "retrieval"
 
 
-def _probability(prediction: tuple[int, float]) -> float:
-    return prediction[1]
-
-
 def find_run(data: bytes, max_run: int) -> tuple[int, int]:
     """The longest run of last tokens, up to `max_run`, that stands earlier too: (length, offset in
     bytes of the token after its first place). (0, 0) if not even the last token does.
@@ -219,7 +216,9 @@ def count_answers(texts: Sequence[Text], config: Config) -> Retrieval:
     entries: dict[Run, tuple[int, float]] = {}
     for row in sorted(kept, key=lambda row: -row.seen)[: config.max_entries]:
         entries[row.run] = (row.token, hits.of_row(row))
-    return Retrieval(config, _without_repetitions(entries), hits.by_length(config.max_run))
+    # Without those that say what the next shorter run says.
+    entries = {run: found for run, found in entries.items() if entries.get(run[1:]) != found}
+    return Retrieval(config, entries, hits.by_length(config.max_run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +317,3 @@ def _reduce(windows: Ids) -> Iterator[Row]:
 def _begins(rows: Ids) -> NDArray[np.intp]:
     begins: NDArray[np.intp] = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)])
     return begins
-
-
-def _without_repetitions(entries: Mapping[Run, tuple[int, float]]) -> dict[Run, tuple[int, float]]:
-    """The entries without those that say what the next shorter run says."""
-    return {run: found for run, found in entries.items() if entries.get(run[1:]) != found}

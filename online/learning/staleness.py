@@ -139,7 +139,7 @@ def _estimate_losses(
     # by drafts, because tau is a mean over drafts and not over requests
     weights = {name: sum(drafts for _, drafts, _ in now_by[name]) for name in known}
     total = sum(weights.values())
-    losses = {name: _estimate_loss(then_by[name], now_by[name]) for name in known}
+    losses = {n: subtract_independent(_estimate_rate(then_by[n]), _estimate_rate(now_by[n])) for n in known}
     # domains share no request, so the errors are independent
     loss = sum_weighted([losses[name] for name in known], [weights[name] / total for name in known])
     return {"acceptance": loss} | {
@@ -165,10 +165,6 @@ def _group(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         by_domain.setdefault(row[0], []).append(row)
     return by_domain
-
-
-def _estimate_loss(then: Sequence[Row], now: Sequence[Row]) -> Estimate:
-    return subtract_independent(_estimate_rate(then), _estimate_rate(now))
 
 
 def _estimate_rate(rows: Sequence[Row]) -> Estimate:

@@ -133,9 +133,6 @@ class AdminServer(uvicorn.Server):
             reason = f"{error.strerror}: set admin_port to a free port, or to 0 for none"
             raise OSError(error.errno, f"the admin port {host}:{port} cannot be opened, {reason}") from error
 
-    async def run_beside(self) -> None:
-        await self.serve([self.socket])
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # signals belong to the clients' server, which ends this one
@@ -157,7 +154,7 @@ class FrontServer(uvicorn.Server):
         self._num_ticks = 0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        beside = asyncio.create_task(self.admin.run_beside()) if self.admin else None
+        beside = asyncio.create_task(self.admin.serve([self.admin.socket])) if self.admin else None
         try:
             await super().serve(sockets)
         finally:

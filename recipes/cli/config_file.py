@@ -42,16 +42,14 @@ def _change(default: Any, values: Mapping[str, Any], path: str, prefix: str) -> 
                 raise ValueError(f"{path}: {prefix}{key} is a table: write [{prefix}{key}]")
             changes[name] = _change(before, value, path, f"{prefix}{key}.")
         else:
-            is_none = value == NONE and _takes_none(hints[name])
-            changes[name] = None if is_none else convert(value, hints[name], f"{path}: {prefix}{key}", Path)
+            hint = hints[name]
+            takes_none = get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
+            is_none = value == NONE and takes_none
+            changes[name] = None if is_none else convert(value, hint, f"{path}: {prefix}{key}", Path)
     try:
         return dataclasses.replace(default, **changes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _takes_none(hint: Any) -> bool:
-    return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
 
 
 def render_config(config: Any) -> str:
