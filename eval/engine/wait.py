@@ -13,10 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from redraft.eval.engine.cpu_sampling import fix_cpu_sampling
 from redraft.eval.engine.ending import patch_ending
-from redraft.eval.engine.gemm_release import patch_gemm_release
-from redraft.eval.engine.grouped_norm import patch_grouped_norm
 from redraft.eval.engine.lookups import patch_lookups
 
 ENABLED = "REDRAFT_ENGINE_WAIT"  # 1: for measurements and hidden states; serve patches itself
@@ -35,6 +32,11 @@ def register() -> None:
 def list_patches() -> list[Callable[[], None]]:
     """The patches of this process's vLLM: most are of the CPU build."""
     from vllm.platforms import current_platform
+
+    # These load torch, which a process that only starts servers does without.
+    from redraft.eval.engine.cpu_sampling import fix_cpu_sampling
+    from redraft.eval.engine.gemm_release import patch_gemm_release
+    from redraft.eval.engine.grouped_norm import patch_grouped_norm
 
     of_cpu = (fix_cpu_sampling, patch_engine_wait, patch_gemm_release, patch_grouped_norm)
     return [*(of_cpu if current_platform.is_cpu() else ()), patch_lookups, patch_ending]

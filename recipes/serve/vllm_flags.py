@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
-from redraft.heads.doctor.checks import static_findings
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.fleet.reach import UNIX_SOCKET, WANTS_CERTIFICATE
@@ -77,6 +76,8 @@ def list_warnings(
     yield from (line for name, line in WARNINGS.items() if flags.get(name, "0") != "0")
     if draft is None:
         return
+    from redraft.heads.doctor.checks import static_findings  # loads torch
+
     try:
         pair = Pair.read(TargetFolder.open(target), draft)
         count, method = speculative["num_speculative_tokens"], speculative.get("method")
