@@ -45,7 +45,7 @@ TRAINED_WITH = "trained_with"
 """Key in an export's `redraft` section: the trained architecture, under the engines' keys. The engines' copies at the
 top level may be edited after the export; these are not."""
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
