@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GUIDES = {
     "Home": ["README.md"],
     "Guides": [
-        "docs/tutorial.md", "docs/training.md", "docs/evaluation.md", "docs/online.md", "docs/fleet.md",
-        "docs/capacity.md",
+        "docs/tutorial.md", "docs/training.md", "docs/evaluation.md", "docs/online.md", "docs/rl.md",
+        "docs/fleet.md", "docs/capacity.md",
     ],
     "Trust": ["docs/threat-model.md", "SECURITY.md", "docs/privacy.md", "docs/licences.md"],
     "Reference": ["docs/engines.md", "docs/measurements.md"],

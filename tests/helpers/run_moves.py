@@ -40,6 +40,22 @@ def look_now(wrapper: Any) -> None:
     look_at_target(wrapper.worker)
 
 
+def push_100_times(llm: Any, spec: dict[str, Any], sampling: Any) -> None:
+    """Load one target, then the other, while four requests run."""
+    number = 0
+    for push in range(100):
+        while llm.llm_engine.get_num_unfinished_requests() < 4:
+            prompt = {"prompt_token_ids": spec["prompts"][number % len(spec["prompts"])]}
+            llm.llm_engine.add_request(f"pushed-{number}", prompt, sampling)
+            number += 1
+        llm.llm_engine.step()
+        llm.llm_engine.step()
+        assert not llm.collective_rpc("redraft_move", args=(f"push {push}", spec["targets"][push % 2]))[0]["error"]
+        llm.reset_prefix_cache(reset_running_requests=True)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
 def main(spec: dict[str, Any]) -> None:
     os.environ |= {"REDRAFT_CAPTURE_SPOOL": spec["spool"]}
     from vllm import LLM, SamplingParams
@@ -90,6 +106,14 @@ def main(spec: dict[str, Any]) -> None:
         report("torn", -1)
     llm.collective_rpc("redraft_move", args=("step 19", spec["targets"][1]))
     report("again", 1)
+    for _ in range(20):
+        llm.sleep(2)
+        llm.wake_up(["weights"])
+        assert not llm.collective_rpc("redraft_move", args=("awake", spec["targets"][1]))[0]["error"]
+        llm.wake_up(["kv_cache"])
+    report("awake", 1)
+    push_100_times(llm, spec, sampling)
+    report("pushed", 1)
     engine.shutdown()  # ends the worker, which ships all records
     print("REPORT", json.dumps(reports))
 

@@ -292,13 +292,13 @@ COMMAND_FILES = [
 ]
 
 
-LAUNCHED = ("train", "distill_llama3b")
-"""Files that `accelerate launch` starts."""
+LAUNCHED = ("train", "distill_llama3b", "rl_grpo")
+"""Files that Python or `accelerate launch` starts."""
 
 
 def test_every_file_is_a_command():
     modules = {".".join(("redraft", *path.relative_to(ROOT).with_suffix("").parts)) for path in COMMAND_FILES}
-    assert modules == {*dict(list_recipes()).values(), "redraft.recipes.distill_llama3b"}
+    assert modules == {*dict(list_recipes()).values(), "redraft.recipes.distill_llama3b", "redraft.recipes.rl_grpo"}
 
 
 @pytest.mark.parametrize("name", LAUNCHED)

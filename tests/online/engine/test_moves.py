@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from real_server import join_segments
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,9 +54,10 @@ def make_torn(target):
 def test_answers_names_and_records_follow_the_weights(targets, registry, tmp_path):
     generator = torch.Generator().manual_seed(5)
     prompts = torch.randint(20, 400, (6, 12), generator=generator)
-    expected = []
+    expected, models = [], []
     for folder in targets:
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        models.append(model)
         texts = model.generate(prompts, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
         expected.append(texts[:, prompts.shape[1] :].tolist())
     assert all(old != new for old, new in zip(*expected, strict=True))
@@ -83,10 +85,12 @@ def test_answers_names_and_records_follow_the_weights(targets, registry, tmp_pat
     assert versions == {
         "start": "", "reload": digest, "name": f"step_17{digest}", "return": "", "copy": digest,
         "together": "", "no spool": "", "no torn": "", "torn": None, "again": f"step_19{digest}",
+        "awake": f"awake{digest}", "pushed": f"push_99{digest}",
     }  # fmt: skip
-    assert [report["draft"] for report in reports] == ["start"] * 5 + ["v000003"] * 5
+    assert [report["draft"] for report in reports] == ["start"] * 5 + ["v000003"] * 7
     # The oracle of a record is the target that it names: the most probable token of each row of its text.
-    records = [record for path in spool_files(Path(spec["spool"])) for _, record in read_frames(path.read_bytes())]
+    everything = [record for path in spool_files(Path(spec["spool"])) for _, record in read_frames(path.read_bytes())]
+    records = [record for record in everything if not record.request_id.startswith("pushed-")]
     assert {record.target_version for record in records} == set(versions.values()) - {None}
     for record in records:
         answers = dict(zip(map(tuple, prompts.tolist()), expected[record.target_version != ""], strict=True))
@@ -95,3 +99,22 @@ def test_answers_names_and_records_follow_the_weights(targets, registry, tmp_pat
         answer = answers[tuple(text[:12])]
         wanted = [answer[position - 12] for position in record.positions[is_text] if position - 12 < NUM_TOKENS]
         assert record.topk_ids[is_text, 0].tolist()[: len(wanted)] == wanted
+    pushed = sorted(set(everything) - set(records), key=lambda record: (record.request_id, record.sequence))
+    assert len({record.target_version for record in pushed}) > 40
+    right, swapped = [], []
+    for record in join_segments(pushed):
+        is_new = record.target_version != ""
+        right += compare(record, models[is_new])
+        swapped += compare(record, models[not is_new])
+    assert len(right) > 100
+    assert sum(right) >= 0.99 * len(right)
+    assert sum(swapped) < 0.1 * len(swapped)
+
+
+@torch.no_grad()
+def compare(record, model):
+    """For each row of the text, whether the model's most probable token is the recorded one."""
+    text = torch.tensor([[*record.context_ids.tolist(), *record.output_ids.tolist()]])
+    is_text = record.branches == 0
+    most_probable = model(text).logits[0].argmax(-1)[torch.tensor(record.positions[is_text].tolist()) - 1]
+    return (most_probable == torch.tensor(record.topk_ids[is_text, 0].tolist())).tolist()

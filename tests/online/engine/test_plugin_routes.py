@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from redraft.online.engine.config import PluginConfig
 from redraft.online.engine.engine_calls import DEAD, RefusedError
 from redraft.online.engine.routes import Endpoint
 from redraft.online.engine.swap import Layout, require_same_layout
-from redraft.online.engine.swap_transaction import Asked, Swaps
+from redraft.online.engine.swap_transaction import Asked, Move, Swaps
 from redraft.online.fleet.registry import Registry, hash_manifest
 
 READ = ["redraft_stage", "redraft_staged"]
@@ -844,6 +845,34 @@ def test_a_draft_that_fails_after_the_target_is_told_with_the_new_weights(move, 
     assert answer.status_code == 409
     assert answer.json()["detail"].startswith("the target has the new weights, but v000002 differs")
     assert engine.calls[-2:] == ["resume", "redraft_discard"]
+
+
+@in_event_loop
+async def test_two_trainers_at_once_take_turns(registry, checkpoint):
+    other = checkpoint.parent / "step-18"
+    shutil.copytree(checkpoint, other)
+    engine = make_moving(registry, checkpoint, load_s=0.01)
+    swaps = Swaps(registry, engine, targets=(checkpoint.parent,))
+    moves = [Move(folder=str(path), label=path.name, draft="v000002") for path in (checkpoint, other) * 3]
+    await asyncio.gather(*map(swaps.move, moves))
+    assert engine.num_pauses == 0
+    turns = " ".join(engine.calls).split("redraft_stage ")
+    turn = "redraft_staged pause redraft_load_target redraft_name_target redraft_load redraft_commit resume"
+    assert [each.strip() for each in turns] == ["", *[f"{turn} redraft_discard"] * 6]
+    assert [Path(folder).name for folder in engine.told[::2]] == engine.told[1::2]
+
+
+@in_event_loop
+async def test_a_trainer_that_is_killed_between_target_and_draft_leaves_a_whole_move(registry, checkpoint):
+    engine = make_moving(registry, checkpoint, load_s=0.05)
+    swaps = Swaps(registry, engine, targets=(checkpoint.parent,))
+    asked = Move(folder=str(checkpoint), label="17", draft="v000002")
+    request = asyncio.ensure_future(plugin_routes._run(swaps.move, asked))
+    await until(lambda: "redraft_load" in engine.calls)
+    request.cancel()
+    await until(lambda: "redraft_discard" in engine.calls)
+    assert engine.calls[-4:] == ["redraft_load", "redraft_commit", "resume", "redraft_discard"]
+    assert engine.num_pauses == 0
 
 
 def test_weights_from_anywhere_else_are_not_opened(move, checkpoint, tmp_path):

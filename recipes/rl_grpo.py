@@ -1,0 +1,103 @@
+"""Train a policy by TRL's GRPO on answers of `redraft serve`, whose draft keeps learning. It needs the extra `rl`.
+
+$ REDRAFT_TARGETS=outputs/grpo redraft serve TARGET --registry registry --token-file token \\
+      --capture.spool spool -- --logprobs-mode processed_logprobs
+$ redraft learner --config learner.toml
+$ python recipes/rl_grpo.py --target TARGET --token-file token --data questions.jsonl
+
+After each update the policy is saved in --output, and the server loads it (`POST /redraft/target`): on any device, and
+without vLLM's development mode. The learner swaps drafts meanwhile. Replace `reward` by that of your task.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redraft.heads.files.folder import INDEX
+from redraft.heads.files.target_folder import TargetFolder
+from redraft.online.tokens import read_token
+from redraft.recipes.cli.run import run_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: str
+    """Folder or hub name of the policy at the start, which the server has loaded."""
+    token_file: Path
+    """The server's --token-file."""
+    data: str
+    """Questions: the first message of each conversation in a file, a folder or a data set of the hub."""
+    url: str = "http://127.0.0.1:8000"
+    """Address of the server."""
+    output: Path = Path("outputs/grpo")
+    """Folder for policies, which the server sees under the same name."""
+    updates: int = 100
+    """Training length in updates of the policy."""
+    lr: float = 1e-6
+    """Learning rate."""
+    max_tokens: int = 256
+    """Longest answer, in tokens."""
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The share of tokens that are new in the answer."""
+    return [len({*ids}) / max(1, len(ids)) for ids in completion_ids]
+
+
+def main(cfg: Config) -> None:
+    """Raises: as TRL and the loaders; Exception with the answer of a server that refuses a policy."""
+    import torch
+    import trl.generation.vllm_generation as vllm_generation
+    from datasets import Dataset
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    from redraft.distill.data.conversations import load_conversations
+
+    target, output = TargetFolder.open(cfg.target), cfg.output.absolute()
+    headers = {"Authorization": f"Bearer {read_token(cfg.token_file)}"}
+    small = [path for path in target.folder.iterdir() if path.suffix in (".json", ".jinja", ".model", ".txt")]
+
+    class Client(vllm_generation.VLLMClient):  # type: ignore[misc]
+        """TRL's, with a checkpoint in place of NCCL. The server empties its cache by itself."""
+
+        def init_communicator(self, device: Any = 0) -> None:
+            self.num_pushes = 0
+
+        def reset_prefix_cache(self) -> None: ...
+
+        def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+            self.num_pushes += 1
+            folder = output / f"step-{self.num_pushes}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in small:
+                shutil.copy(path, folder)
+            (folder / INDEX).unlink(missing_ok=True)  # of the target's shards
+            # copied, because weights that share memory cannot be saved
+            tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_params}
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+            body = {"version": folder.name, "path": str(folder)}
+            self._post(f"{self.base_url}/redraft/target", json=body, headers=headers)
+            shutil.rmtree(output / f"step-{self.num_pushes - 2}", ignore_errors=True)
+
+    vllm_generation.VLLMClient = Client
+    questions = [{"prompt": one["messages"][:1]} for one in load_conversations(cfg.data)]
+    on_gpu = torch.cuda.is_available()
+    config = GRPOConfig(
+        output_dir=str(output / "trainer"), report_to="none", bf16=on_gpu, use_cpu=not on_gpu,
+        use_vllm=True, vllm_mode="server", vllm_server_base_url=cfg.url, max_completion_length=cfg.max_tokens,
+        max_steps=cfg.updates, learning_rate=cfg.lr, per_device_train_batch_size=16, num_generations=8,
+    )  # fmt: skip
+    # In float32: bfloat16 weights would swallow updates of 1e-6.
+    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32)
+    data, tokenizer = Dataset.from_list(questions), target.tokenizer
+    GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer).train()
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)
