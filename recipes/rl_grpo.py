@@ -64,12 +64,15 @@ def main(cfg: Config) -> None:
     small = [path for path in target.folder.iterdir() if path.suffix in (".json", ".jinja", ".model", ".txt")]
 
     class Client(vllm_generation.VLLMClient):  # type: ignore[misc]
-        """TRL's, with a checkpoint in place of NCCL. The server empties its cache by itself."""
+        """TRL's, with a checkpoint in place of NCCL. The server empties the cache by itself."""
 
         def init_communicator(self, device: Any = 0) -> None:
             self.num_pushes = 0
 
         def reset_prefix_cache(self) -> None: ...
+
+        def get_server_info(self) -> dict[str, Any]:  # a route of the development mode
+            return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
         def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
             self.num_pushes += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine
@@ -23,6 +22,7 @@ from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.pace import PaceMetrics, is_asked
 from redraft.online.engine.swap_transaction import Asked, Move, Swaps, can_pause
+from redraft.online.tokens import is_local
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -175,7 +175,8 @@ def authorize(request: Request, config: PluginConfig) -> None:
 
     Raises: HTTPException 403 for another machine, 503 if no token is configured, 401 for a wrong token.
     """
-    if not config.allow_remote and not _is_local(request.client.host if request.client else None):
+    # no client: a Unix socket
+    if not config.allow_remote and request.client and not is_local(request.client.host):
         raise HTTPException(403, "only this machine may ask: set REDRAFT_ALLOW_REMOTE=1 to allow others")
     if config.token is None:
         raise HTTPException(503, "no token: start the server with REDRAFT_TOKEN or REDRAFT_TOKEN_FILE")
@@ -183,12 +184,3 @@ def authorize(request: Request, config: PluginConfig) -> None:
     # As bytes: `compare_digest` raises for a string that is not ASCII.
     if not hmac.compare_digest(given.encode(), f"Bearer {config.token}".encode()):
         raise HTTPException(401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"})
-
-
-def _is_local(host: str | None) -> bool:
-    if host is None:  # a Unix socket
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -18,7 +18,7 @@ from redraft.eval.machine import count_cores
 from redraft.heads.files.folder import INDEX, read_provenance, weight_files
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, one_number, read_config
 from redraft.recipes.serve.serve_config import Config
-from redraft.recipes.serve.vllm_flags import list_warnings, read_flags, require_agreement
+from redraft.recipes.serve.vllm_flags import list_warnings, read_flags, require_agreement, require_private
 
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -42,6 +42,7 @@ MODEL_FLAGS = ("method", "draft_sample_method", "draft_quantization")
 def main(cfg: Config) -> None:
     environment = os.environ | plugin_environment(cfg, os.environ)
     read_config(environment)  # report a wrong setting now, not after vLLM has loaded for minutes
+    require_private(read_flags(cfg.vllm_args), os.environ)
     command = server_command(cfg)
     for warning in list_warnings(read_flags(cfg.vllm_args), cfg.target, _draft(cfg).folder, speculative_config(cfg)):
         print(f"warning: {warning}", file=sys.stderr)

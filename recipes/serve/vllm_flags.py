@@ -10,6 +10,9 @@ from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.fleet.reach import UNIX_SOCKET, WANTS_CERTIFICATE
+from redraft.online.tokens import is_local
+
+DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
 ALIASES = {"sc": "speculative_config"}
 
@@ -67,6 +70,16 @@ def require_agreement(flags: Mapping[str, str], *, has_model: bool, records: boo
         raise ValueError(EMBEDS_BESIDE_DRAFT)
     if records and flags.get("load_format") == "dummy":
         raise ValueError("--load-format dummy serves random weights, and records would name the target: leave it out")
+
+
+def require_private(flags: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    """Raise ValueError if others could use vLLM's development mode, whose routes replace weights without a token."""
+    if environment.get(DEV_MODE, "0") == "0" or "uds" in flags or is_local(flags.get("host", "")):
+        return
+    raise ValueError(
+        f"{DEV_MODE}=1 lets whoever reaches the server replace the weights: add --host 127.0.0.1 after the --, or "
+        "leave it out and load weights by POST /redraft/target"
+    )
 
 
 def list_warnings(

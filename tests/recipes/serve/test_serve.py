@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import is_enabled, read_config
 from redraft.recipes.serve import serve_features
 from redraft.recipes.serve.serve import RAY_PREFIXES, Config, plugin_environment, server_command, speculative_config
-from redraft.recipes.serve.vllm_flags import list_warnings, read_flags
+from redraft.recipes.serve.vllm_flags import list_warnings, read_flags, require_private
 
 TENSORS = {
     "draft_model": "model.layers.0.mlp.weight",
@@ -97,6 +98,23 @@ def test_a_flag_of_vllm_that_draft_or_records_contradict_is_refused(tmp_path, mo
     assert server_command(parse(*given, "--port", "81"))
     with pytest.raises(ValueError, match=f"^{named} "):
         server_command(parse(*given, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "is_refused"),
+    [
+        ("1", [], True),
+        ("1", ["--host", "0.0.0.0"], True),
+        ("1", ["--host=trainer.example"], True),
+        ("1", ["--host", "127.0.0.1"], False),
+        ("1", ["--host", "::1"], False),
+        ("1", ["--uds", "/run/vllm"], False),
+        ("0", [], False),
+    ],
+)
+def test_the_development_mode_of_vllm_stays_on_this_machine(mode, arguments, is_refused):
+    with pytest.raises(ValueError, match="POST /redraft/target") if is_refused else nullcontext():
+        require_private(read_flags(arguments), {"VLLM_SERVER_DEV_MODE": mode})
 
 
 def test_a_server_of_lookups_takes_prompt_embeddings():
