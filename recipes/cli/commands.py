@@ -120,6 +120,12 @@ COMMANDS = {
         "Count the cost of a training, without a GPU",
         "redraft plan --target llama-3.1-8b --devices 8",
     ),
+    "up": Command(
+        Group.SERVE,
+        "redraft.recipes.serve.up",
+        "Serve a target, and train a draft for it: all in one",
+        "redraft up TARGET -- --port 8000",
+    ),
     "serve": Command(
         Group.SERVE,
         "redraft.recipes.serve.serve",

@@ -1,0 +1,536 @@
+"""One command for a server and its learner: `redraft up TARGET -- any vLLM argument`.
+
+    redraft up ─┬─► learner: `redraft learner`          registry/current ─┐
+                └─► server:  `redraft serve --pace auto` ◄────────────────┘
+                              spool ─► learner ─► swaps
+
+Both are processes with a log each. All that can be refused is refused before the first file is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+import httpx
+import psutil
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.counters import find_counts, read_samples
+from redraft.eval.engine.draft_source import NGRAM, DraftSource
+from redraft.eval.engine.process import exiting_on_sigterm, start_group, stop_group
+from redraft.eval.engine.server import engine_is_cpu, last_error
+from redraft.heads.files.artifact import publish, require_space, write_whole
+from redraft.heads.files.folder import fetch_model, open_folder, read_config
+from redraft.heads.files.lock import own
+from redraft.heads.files.target_folder import TargetFolder
+from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.engine.pace import describe_pace, read_gauges
+from redraft.online.fleet.discovery import list_servers
+from redraft.online.page.config import Page
+from redraft.online.page.headline import shorten_version
+from redraft.online.tokens import write_token
+from redraft.recipes.serve.serve import speculative_config
+from redraft.recipes.serve.serve_config import Config as ServeConfig
+from redraft.recipes.serve.up_config import Config
+from redraft.recipes.serve.vllm_flags import read_flags, require_agreement
+
+COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
+
+SETTINGS, FLEET, TOKEN = "learner.toml", "fleet.toml", "token"
+
+REFUSED = {
+    "uds": "the learner reaches the server at a port",
+    "ssl_keyfile": "the learner reaches the server by http: put TLS in a proxy before it",
+    "data_parallel_size": "replicas cannot choose a number of draft tokens: start a server each, with --join",
+    "disable_log_stats": "the status line reads the counters",
+}
+"""Flags of vLLM that contradict this command, with the reason."""
+
+LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
+SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
+SERVER_STOP_S = 45  # running answers have 30 s, then their records are written
+LEARNER_STOP_S = 120  # for a checkpoint
+LONGEST_PAUSE_S = 60  # before a learner that died is started again
+PLAIN_LINE_S = 60  # between two status lines if the output is no terminal
+
+ERROR = re.compile(r"\b(?:ERROR|CRITICAL)\b|^(?:redraft: |[\w.]*(?:Error|Exception)\b)")
+"""A line of an error in the log of a part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything to start, checked."""
+
+    folder: Path
+    given: str  # Folder or hub name of the target, as clients call it.
+    target: Path
+    draft: DraftSource | None  # None for a new head.
+    url: str
+    page_port: int
+    flags: Mapping[str, str]
+    vllm_args: tuple[str, ...]
+    is_joining: bool
+    has_begun: bool  # The folder has a version, and settings that the user may have changed.
+
+    @property
+    def name(self) -> str:
+        """Name of the server in lines and logs."""
+        return f"server-{httpx.URL(self.url).port}" if self.is_joining else "server"
+
+
+def main(cfg: Config) -> None:
+    """Serve until Ctrl-C or SIGTERM.
+
+    Raises:
+        ValueError, OSError: for mistakes, before anything starts.
+        AlreadyOwnedError: if this command already runs in the folder.
+        ChildProcessError: if the server ends.
+    """
+    plan = make_plan(cfg)
+    plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
+    with contextlib.ExitStack() as stack:
+        if not plan.is_joining:
+            stack.enter_context(own(plan.folder / "up.lock", "a redraft up"))
+        stack.enter_context(exiting_on_sigterm())
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        run(plan, learns=plan.is_joining or prepare(plan))
+
+
+def make_plan(cfg: Config) -> Plan:
+    """Raises: as `main`."""
+    if cfg.join and (cfg.folder or cfg.draft):
+        raise ValueError("--join takes folder and draft of the redraft up that runs there: leave out the others")
+    target = open_folder(cfg.target).absolute()
+    read_config(target)
+    flags = read_flags(cfg.vllm_args)
+    require_agreement(flags, has_model=True, records=True)
+    for name in REFUSED.keys() & flags.keys():
+        raise ValueError(f"--{name.replace('_', '-')} contradicts redraft up, because {REFUSED[name]}: leave it out")
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
+        raise ValueError(
+            "vLLM's V2 model runner cannot choose a number of draft tokens: unset VLLM_USE_V2_MODEL_RUNNER"
+        )
+    folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
+    draft = DraftSource.parse(cfg.draft) if cfg.draft else None
+    settings = check_folder(cfg, folder, target, draft)
+    page_port = settings.page.port if settings else Page().port
+    if is_taken(port := int(flags.get("port", 8000))):
+        raise ValueError(f"port {port} is in use: give another after the --, as --port 8001")
+    if settings and not cfg.join and is_taken(page_port):
+        raise ValueError(f"port {page_port} is in use: change [page] port in {folder / SETTINGS}")
+    require_space(folder, LEAST_FREE_BYTES)
+    require_memory(target)
+    host = flags.get("host") or "127.0.0.1"
+    host = "127.0.0.1" if host in ("0.0.0.0", "::", "localhost") else host
+    return Plan(
+        folder=folder,
+        given=cfg.target,
+        target=target,
+        draft=draft,
+        url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
+        page_port=page_port,
+        flags=flags,
+        vllm_args=cfg.vllm_args,
+        is_joining=cfg.join is not None,
+        has_begun=settings is not None,
+    )
+
+
+def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | None) -> LearnerConfig | None:
+    """Settings of the learner, if the folder has a version of the draft. Raises: as `main`."""
+    if (folder / "registry" / "current").exists() and (folder / SETTINGS).is_file():
+        settings = load_config(folder / SETTINGS)
+        initial = settings.draft.initial or Path()
+        if settings.target.resolve() != target.resolve():
+            raise ValueError(f"{folder} is for the target {settings.target}: give another --folder")
+        if draft is not None and (draft.folder or Path()).resolve() != initial.resolve():
+            raise ValueError(f"{folder} began with {initial}: leave out --draft, or give another --folder")
+        return settings
+    if cfg.join:
+        raise FileNotFoundError(f"{folder} has no {SETTINGS}: --join takes the folder of a redraft up that learns")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / TOKEN).is_file():
+        raise FileExistsError(f"{folder} holds other files: give another --folder")
+    if draft is not None:
+        if draft.lookup is not None:
+            raise ValueError(f"--draft {draft}: a head after a lookup does not learn here: give {draft.source} alone")
+        speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
+    return None
+
+
+def is_taken(port: int) -> bool:
+    """Whether something listens at this port of the machine; never at port 0, which stands for any."""
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def require_memory(target: Path) -> None:
+    """Raise ValueError if vLLM on this CPU could not load the target."""
+    # a hub name without weights yet has none here; vLLM says it then
+    need = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    free = psutil.virtual_memory().available
+    if engine_is_cpu() and need > free:
+        raise ValueError(f"{target} takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: free some")
+
+
+def prepare(plan: Plan) -> bool:
+    """Make what is missing in the folder; whether the draft learns."""
+    folder = plan.folder
+    if not (folder / TOKEN).exists():
+        write_token(folder / TOKEN)
+    fetch_model(plan.given)
+    for name in ("registry", "spool", "logs"):
+        (folder / name).mkdir(exist_ok=True)
+    if plan.has_begun:
+        return True
+    draft = plan.draft or make_new_head(plan.target, folder / "draft")
+    if draft.is_lookup or draft.family.is_in_target or not draft.family.learns_online:
+        print(f"the draft {draft} does not learn: there is no learner", flush=True)
+        return False
+    port = plan.page_port
+    while is_taken(port):
+        port += 1
+    write_whole(folder / SETTINGS, render_settings(plan, draft, port))
+    return True
+
+
+def render_settings(plan: Plan, draft: DraftSource, page_port: int) -> str:
+    """Settings of the learner for this target and machine."""
+    buffer_bytes = min(8 << 30, shutil.disk_usage(plan.folder).free // 4)
+    # a string of JSON is one of TOML
+    return f"""# redraft learner --print-config explains every setting. redraft up reads this file at its start.
+target = {json.dumps(str(plan.target))}
+registry = "registry"
+spool = "spool"
+[draft]
+family = {json.dumps(draft.family.name)}
+initial = {json.dumps(str(draft.folder))}
+[fleet]
+file = "{FLEET}"
+token_file = "{TOKEN}"
+[buffer]
+max_bytes = {buffer_bytes}
+[page]
+port = {page_port}
+"""
+
+
+def make_new_head(target: Path, folder: Path) -> DraftSource:
+    """An EAGLE-3 head from the files of the target; n-grams if they do not give one."""
+    if not folder.exists():
+        try:
+            # In a process of its own, so that this one stays without torch.
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                pool.submit(write_new_head, target, folder).result()
+        except (ValueError, OSError) as error:
+            print(f"no new head, so n-grams draft: {error}", flush=True)
+            return DraftSource.parse(NGRAM)
+    return DraftSource(source=str(folder))
+
+
+def write_new_head(target: Path, folder: Path) -> None:
+    """Publish a head with the weights of the last layer of the target.
+
+    Raises: ValueError, OSError if the target has too few layers, or others than such a head.
+    """
+    import torch
+
+    from redraft.distill.signal.parts import read_last_layers
+    from redraft.heads.families.eagle3 import Config as Options
+    from redraft.heads.families.eagle3 import Eagle3
+    from redraft.heads.target import Target
+
+    opened = TargetFolder.open(target)
+    torch.manual_seed(0)
+    head = Eagle3(Options(num_steps=ServeConfig.num_speculative_tokens), Target.from_folder(target))
+    head.init_from_layers(*read_last_layers(opened, torch.float32, 1))
+    with torch.no_grad():
+        # vLLM shares an output head if the two are equal, and a swap could then not change it
+        head.lm_head.weight.mul_(1 + 0.01 * torch.randn_like(head.lm_head.weight))
+    origin = {"target": str(target), "target_fingerprint": opened.fingerprint, "target_lineage": opened.lineage}
+    publish(folder, lambda partial: head.export(partial, torch.bfloat16), origin)
+
+
+def place_learner(gpus: Sequence[str], flags: Mapping[str, str]) -> tuple[str, str, tuple[str, ...]]:
+    """A GPU that vLLM leaves, else a share of the last one, else the CPU: a line about it, CUDA_VISIBLE_DEVICES of
+    the learner, and further arguments of vLLM."""
+    if not gpus:
+        return "the learner computes on the CPU", "", ()
+    sizes = (("tensor_parallel_size", "tp"), ("pipeline_parallel_size", "pp"))
+    if math.prod(int(flags.get(name) or flags.get(short) or 1) for name, short in sizes) < len(gpus):
+        return f"the learner has GPU {gpus[-1]}", gpus[-1], ()
+    shares = f"the learner shares GPU {gpus[-1]}"
+    if "gpu_memory_utilization" in flags:
+        return f"{shares}: your --gpu-memory-utilization must leave room for it", gpus[-1], ()
+    arguments = ("--gpu-memory-utilization", str(SHARED_GPU))
+    return f"{shares}: vLLM takes {SHARED_GPU:.0%} of its memory", gpus[-1], arguments
+
+
+def list_gpus() -> list[str]:
+    """Visible GPUs of a CUDA build, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if engine_is_cpu() or visible == "" or not shutil.which("nvidia-smi"):
+        return []
+    if visible:
+        return visible.split(",")
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
+
+
+def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = ()) -> list[str]:
+    folder = plan.folder
+    command = [*COMMAND, "serve", str(plan.target), "--pace", "auto", "--token-file", str(folder / TOKEN)]
+    if learns:
+        command += ["--registry", str(folder / "registry"), "--capture.spool", str(folder / "spool")]
+        is_head = load_config(folder / SETTINGS).draft.family != "standalone"
+        command += ["--capture.hidden-states"] if is_head else []
+    else:
+        command += ["--draft", str(plan.draft or NGRAM)]
+    # before the given arguments, which win; the status line and the learner ask all the time
+    quiet = ("--disable-access-log-for-endpoints", "/metrics,/redraft/status")
+    return [*command, "--", "--served-model-name", plan.given, *quiet, *more, *plan.vllm_args]
+
+
+@dataclass
+class Part:
+    """A process with a log."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    begun_s: float = 0.0
+    _read_to: int = 0
+
+    def start(self) -> None:
+        if self.process is None and self.log.exists():  # the cause of a death is looked for in the whole log
+            self.log.replace(self.log.with_suffix(".before"))
+        self.process, self.begun_s = start_group(self.command, log=self.log, env=self.environment), time.monotonic()
+
+    def read_lines(self) -> list[str]:
+        """Whole lines of the log since the last call."""
+        if self.process is None:
+            return []
+        with self.log.open("rb") as file:
+            file.seek(self._read_to)
+            new = file.read()
+        end = new.rfind(b"\n") + 1
+        self._read_to += end
+        return new[:end].decode(errors="replace").splitlines()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def stop(self, timeout_s: float) -> None:
+        """Ask the leader to end with all children; kill those that are left."""
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+        finally:
+            stop_group(self.process)
+
+
+@dataclass
+class Screen:
+    """The terminal: lines, and one line at the bottom that is updated in place."""
+
+    is_terminal: bool = field(default_factory=sys.stdout.isatty)
+    _shown_s: float = -PLAIN_LINE_S
+
+    def say(self, line: str) -> None:
+        print(f"\r\x1b[K{line}" if self.is_terminal else line, flush=True)
+
+    def update(self, line: str, now_s: float) -> None:
+        if self.is_terminal:
+            print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+        elif now_s - self._shown_s >= PLAIN_LINE_S:
+            self._shown_s = now_s
+            print(line, flush=True)
+
+
+@dataclass
+class Learned:
+    """Phase, version and newest fault, from the log of the learner."""
+
+    phase: str = "starts"
+    version: str = ""
+    fault: str = ""
+
+    def read(self, line: str) -> None:
+        with contextlib.suppress(ValueError, AttributeError):
+            entry = json.loads(line)
+            kind = entry.get("kind")
+            if kind == "state":
+                self.phase = entry["phase"]
+            elif kind == "swap" and entry["outcome"] in ("swapped", "rolled_back"):
+                self.version = entry["version"]
+            elif kind == "acceptance" and entry.get("server"):
+                self.version = entry["draft_version"]
+            elif kind == "fault":
+                self.fault = f"{entry['what']} {entry.get('detail') or ''}: {entry.get('reason', '')}"
+
+
+def run(plan: Plan, *, learns: bool) -> None:
+    """Start the parts and watch them until interrupted. Raises: ChildProcessError if the server ends."""
+    screen, logs = Screen(), plan.folder / "logs"
+    screen.say(f"all files are in {plan.folder}; records hold users' text")
+    learner: Part | None = None
+    more: tuple[str, ...] = ()
+    if learns and not plan.is_joining:
+        line, gpu, more = place_learner(list_gpus(), plan.flags)
+        screen.say(line)
+        write_fleet(plan.folder, [plan.url])
+        command = [*COMMAND, "learner", "--config", str(plan.folder / SETTINGS)]
+        learner = Part("learner", command, logs / "learner.log", {"CUDA_VISIBLE_DEVICES": gpu})
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    server = Part(plan.name, serve_command(plan, learns=learns, more=more), logs / f"{plan.name}.log", runner)
+    try:
+        if learner is not None:
+            page = load_config(plan.folder / SETTINGS).page
+            screen.say(f"page: http://{page.host}:{page.port}" if page.port else "the learner has no page")
+            learner.start()
+        watch(plan, screen, server, learner)
+    finally:
+        if server.process is not None:
+            screen.say("stops the server, then the learner" if learner else "stops the server")
+        try:
+            server.stop(SERVER_STOP_S)
+            if plan.is_joining:
+                write_fleet(plan.folder, [url for url in read_fleet(plan.folder) if url != plan.url])
+        finally:
+            if learner is not None:
+                learner.stop(LEARNER_STOP_S)
+
+
+def read_fleet(folder: Path) -> list[str]:
+    path = folder / FLEET
+    return [server.url for server in list_servers(path)] if path.is_file() else []
+
+
+def write_fleet(folder: Path, urls: Sequence[str]) -> None:
+    """The servers of the learner, which sees a change within seconds."""
+    listed = "".join(f"[[servers]]\nurl = {json.dumps(url)}\n" for url in urls)
+    write_whole(folder / FLEET, listed or "servers = []\n")
+
+
+def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None) -> None:
+    """Show errors, start a dead learner again, update the status line. Raises: as `run`."""
+    learned, restarts, meter = Learned(), Restarts(), Meter(plan.url)
+    while True:
+        now_s = time.monotonic()
+        # A new learner makes the first version.
+        if server.process is None and (learner is None or (plan.folder / "registry" / "current").is_dir()):
+            server.start()
+        needed = learner if learner and server.process is None else server
+        if needed.has_ended:
+            raise ChildProcessError(f"the {needed.name} ended: {last_error(needed.log)} (log: {needed.log})")
+        show_errors(screen, server, server.read_lines())
+        if learner is not None:
+            lines = learner.read_lines()
+            for line in lines:
+                learned.read(line)
+            show_errors(screen, learner, lines)
+            # until it is ready, the server is unreachable because it loads
+            if learned.fault and (meter.is_ready or not learned.fault.startswith("server_unreachable")):
+                screen.say(f"learner: {learned.fault}")
+            learned.fault = ""
+            restarts.follow(learner, now_s, screen.say)
+        if plan.is_joining and plan.url not in (urls := read_fleet(plan.folder)):
+            write_fleet(plan.folder, [*urls, plan.url])  # the other one has started again
+        was_ready, shown = meter.is_ready, meter.read(now_s)
+        if meter.is_ready and not was_ready:
+            screen.say(f"ready: {plan.url} | {shown}")
+        if learner is not None:
+            shown += f" | {shorten_version(learned.version or 'no version')} | learner: {learned.phase}"
+        screen.update(shown, now_s)
+        time.sleep(1)
+
+
+def show_errors(screen: Screen, part: Part, lines: Sequence[str]) -> None:
+    """The last of the new errors: a traceback of vLLM is dozens of lines of them."""
+    errors = [line.strip() for line in lines if ERROR.search(line) and not line.startswith("{")]
+    if errors:
+        more = f" ({len(errors) - 1} more in {part.log})" if len(errors) > 1 else ""
+        screen.say(f"{part.name}: {errors[-1]}{more}")
+
+
+@dataclass
+class Restarts:
+    """Starts a learner again, later each time it dies early."""
+
+    deaths: int = 0
+    due_s: float | None = None
+
+    def follow(self, learner: Part, now_s: float, say: Callable[[str], None]) -> None:
+        if not learner.has_ended:
+            return
+        if self.due_s is None:
+            self.deaths = 1 if now_s - learner.begun_s > LONGEST_PAUSE_S else self.deaths + 1
+            pause_s = min(LONGEST_PAUSE_S, 2 ** (self.deaths - 1))
+            self.due_s = now_s + pause_s
+            say(f"learner: ended, and starts again in {pause_s} s; serving goes on: {last_error(learner.log)}")
+        if now_s >= self.due_s:
+            self.due_s = None
+            learner.start()
+
+
+@dataclass
+class Meter:
+    """Reads the counters of a server."""
+
+    url: str
+    is_ready: bool = False
+    _tokens: float = 0.0
+    _counts: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
+    _read_s: float = 0.0
+
+    def read(self, now_s: float) -> str:
+        """Requests, tokens/s, tau and pace since the last call; or that the server is not there."""
+        try:
+            text = httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).raise_for_status().text
+        except httpx.HTTPError:
+            return "the server does not answer" if self.is_ready else "the server starts"
+        shown = self.describe(text, now_s)
+        self.is_ready = True
+        return shown
+
+    def describe(self, text: str, now_s: float) -> str:
+        done, running, tokens = (
+            _total(text, name) for name in ("request_success_total", "num_requests_running", "generation_tokens_total")
+        )
+        counts = find_counts(text) or AcceptanceCounts.zero()
+        new = counts.since(self._counts) or counts
+        parts = [f"{done:.0f} requests done, {running:.0f} running"]
+        if self.is_ready:
+            parts.append(f"{(tokens - self._tokens) / max(1e-9, now_s - self._read_s):.1f} tokens/s")
+        parts += [f"tau {new.tau:.2f}"] if new.num_drafts else []
+        parts += [describe_pace(gauges)] if (gauges := read_gauges(text)) else []
+        self._tokens, self._counts, self._read_s = tokens, counts, now_s
+        return " | ".join(parts)
+
+
+def _total(metrics: str, name: str) -> float:
+    return sum(sample.value for sample in read_samples(metrics, f"vllm:{name}"))

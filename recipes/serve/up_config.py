@@ -1,0 +1,32 @@
+"""Serve a target in place of `vllm serve`, and train a draft for it from the traffic.
+
+    $ redraft up Qwen/Qwen3-8B -- --port 8000
+    $ redraft up Qwen/Qwen3-8B --join redraft-Qwen3-8B -- --port 8001     # one more server for the same learner
+
+Everything is in one folder: token, versions of the draft, records of the traffic, the learner's settings and logs. The
+same command continues there. Ctrl-C ends the server, then the learner. A learner that dies is started again, while the
+server serves on. `redraft fleet` operates it with `--config FOLDER/learner.toml`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: Annotated[str, tyro.conf.Positional]
+    """Folder or hub name of the target."""
+    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Arguments of vLLM's server, after `--`."""
+    draft: str | None = None
+    """First draft: a folder or hub name, or `ngram` or `suffix`, which learn nothing. By default a new EAGLE-3 head,
+    which drafts once it has learned enough to be faster, or `ngram` for a target without the layers of one."""
+    folder: Path | None = None
+    """Folder for everything. By default `redraft-` and the name of the target."""
+    join: Path | None = None
+    """Folder of a running `redraft up`, to which this server is added."""

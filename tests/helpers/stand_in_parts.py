@@ -1,0 +1,75 @@
+"""`redraft up` whose server and learner are stand-ins: this file with `serve` or `learner` as the first argument."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import signal
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+METRICS = b"""vllm:request_success_total{finished_reason="stop"} 5
+vllm:num_requests_running 2
+vllm:generation_tokens_total 640
+"""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(METRICS)))
+        self.end_headers()
+        self.wfile.write(METRICS)
+
+
+def serve(arguments: list[str]) -> None:
+    port = int(arguments[arguments.index("--port") + 1])
+    folder = Path(arguments[arguments.index("--token-file") + 1]).parent
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    until_told(folder, f"server {port}", server.handle_request)
+
+
+def learn(arguments: list[str]) -> None:
+    folder = Path(arguments[arguments.index("--config") + 1]).parent
+    settings = tomllib.loads((folder / "learner.toml").read_text())
+    if "broken" in settings["draft"]["initial"]:
+        print("ValueError: the draft does not fit", flush=True)
+        sys.exit(2)
+    (folder / "registry/v000001").mkdir(parents=True, exist_ok=True)
+    if not (folder / "registry/current").is_symlink():
+        (folder / "registry/current").symlink_to("v000001")
+    print('{"kind":"state","phase":"training"}', flush=True)
+    print('{"kind":"fault","what":"disk_full","detail":"28"}', flush=True)
+    until_told(folder, "learner", lambda: time.sleep(0.05))
+
+
+def until_told(folder: Path, name: str, work: object) -> None:
+    """Work until SIGTERM; `folder/events` has the begin with the process id, and the end."""
+
+    def note(event: str) -> None:
+        with (folder / "events").open("a") as file:
+            file.write(f"{name} {event}\n")
+
+    def end(*_: object) -> None:
+        note("ends")
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    note(f"begins {os.getpid()}")
+    while True:
+        work()
+
+
+def up(arguments: list[str]) -> None:
+    from redraft.recipes.cli import run
+    from redraft.recipes.serve import up as module
+
+    module.COMMAND = (sys.executable, __file__)
+    sys.argv[1:] = ["up", *arguments]
+    run.main()
+
+
+if __name__ == "__main__":
+    {"serve": serve, "learner": learn, "up": up}[sys.argv[1]](sys.argv[2:])

@@ -1,0 +1,320 @@
+"""`redraft up`: most of it with stand-ins for the server and the learner, the whole with an engine."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import stand_in_parts
+from prometheus_client import CollectorRegistry, generate_latest
+from real_server import START_TIMEOUT_S
+from test_serve import write_draft
+from waiting import PATIENCE_S, wait_until
+
+from redraft.eval.engine.process import free_port
+from redraft.heads.catalog import detect_family
+from redraft.heads.files.lock import AlreadyOwnedError
+from redraft.heads.files.target_folder import TargetFolder
+from redraft.online.daemon.config import load_config
+from redraft.online.daemon.opening import provide_first_version
+from redraft.online.engine.pace import PaceMetrics
+from redraft.online.fleet.registry import Registry
+from redraft.recipes.operate.watch import read_server
+from redraft.recipes.serve import up
+from redraft.recipes.serve.up_config import Config
+
+
+@pytest.fixture
+def target(tmp_path):
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+class Running:
+    """A `redraft up` in a process of its own."""
+
+    def __init__(self, log: Path, command: list[str]) -> None:
+        self.log = log
+        with log.open("wb") as output:
+            # a shell's job in the background ignores SIGINT, and so would this process
+            heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=heeds)
+
+    def until(self, text: str, timeout_s: float = PATIENCE_S) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while text not in (said := self.log.read_text()):
+            assert self.process.poll() is None, said
+            assert time.monotonic() < deadline_s, said
+            time.sleep(0.05)
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start `redraft up` with stand-ins for the parts."""
+    runs: list[Running] = []
+
+    def start(*arguments: str) -> Running:
+        log = tmp_path / f"up{len(runs)}.log"
+        runs.append(Running(log, [sys.executable, stand_in_parts.__file__, "up", *arguments]))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.end(signal.SIGTERM)
+
+
+def events(folder: Path) -> list[str]:
+    path = folder / "events"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_one_command_begins_continues_and_ends_in_order(start, target, tmp_path):
+    folder, port, draft = tmp_path / "all", str(free_port()), write_draft(tmp_path / "draft")
+    command = (target, "--folder", str(folder), "--draft", draft, "--", "--port", port)
+    first = start(*command)
+    first.until(f"ready: http://127.0.0.1:{port}")
+    assert (folder / "token").stat().st_mode & 0o777 == 0o600
+    first.until("learner: disk_full 28")
+    settings = load_config(folder / "learner.toml")
+    assert (str(settings.target), str(settings.draft.initial)) == (target, draft)
+    assert settings.draft.family == "standalone"
+    with pytest.raises(AlreadyOwnedError, match="already has a redraft up"):
+        up.main(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port()))))
+
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    wait_until(lambda: {"learner ends", f"server {port} ends"} <= {*events(folder)})  # the kernel told them
+    token = (folder / "token").read_text()
+    (folder / "events").unlink()
+    again = start(*command)
+    again.until("ready: ")
+    wait_until(lambda: len(events(folder)) == 2)
+    assert again.end() == 0
+    assert events(folder)[2:] == [f"server {port} ends", "learner ends"]
+    assert (folder / "token").read_text() == token
+    assert "5 requests done, 2 running" in again.log.read_text()
+
+
+def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others_join(start, target, tmp_path):
+    folder, port, other = tmp_path / "all", str(free_port()), str(free_port())
+    run = start(target, "--folder", str(folder), "--draft", write_draft(tmp_path / "draft"), "--", "--port", port)
+    run.until("ready: ")
+    begun = [line.split() for line in events(folder) if line.startswith("learner")]
+    os.kill(int(begun[0][-1]), signal.SIGKILL)
+    run.until("learner: ended, and starts again in 1 s; serving goes on")
+    wait_until(lambda: len([line for line in events(folder) if line.startswith("learner begins")]) == 2)
+    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+
+    joined = start(target, "--join", str(folder), "--", "--port", other)
+    joined.until("ready: ")
+    urls = [f"http://127.0.0.1:{one}" for one in (port, other)]
+    wait_until(lambda: up.read_fleet(folder) == urls)
+    assert joined.end() == 0
+    assert up.read_fleet(folder) == urls[:1]
+    server = next(line.split()[-1] for line in events(folder) if line.startswith(f"server {port} begins"))
+    os.kill(int(server), signal.SIGKILL)
+    assert run.process.wait(PATIENCE_S) == 2
+    assert "redraft: the server ended" in run.log.read_text()
+    assert events(folder)[-1] == "learner ends"
+
+
+def test_a_draft_that_the_learner_refuses_ends_it_and_another_may_begin(start, target, tmp_path):
+    folder, draft = tmp_path / "all", write_draft(tmp_path / "broken")
+    command = (target, "--folder", str(folder), "--", "--port", str(free_port()))
+    run = start(*command[:3], "--draft", draft, *command[3:])
+    assert run.process.wait(PATIENCE_S) == 2
+    assert "the learner ended: ValueError: the draft does not fit" in run.log.read_text()
+    assert events(folder) == []
+    up.make_plan(Config(target=target, folder=folder, draft=write_draft(tmp_path / "good"), vllm_args=command[4:]))
+
+
+def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    port = free_port()
+    draft, used = write_draft(tmp_path / "draft"), tmp_path / "used"
+    used.mkdir()
+    (used / "notes").touch()
+
+    def refuse(error, said, *vllm_args, **changes):
+        before = sorted(tmp_path.rglob("*"))
+        given = {"target": target, "vllm_args": ("--port", str(port), *vllm_args), "draft": draft} | changes
+        with pytest.raises(error, match=said):
+            up.make_plan(Config(**given))
+        assert sorted(tmp_path.rglob("*")) == before
+
+    assert up.make_plan(Config(target=target, vllm_args=("--port", str(port)), draft=draft)).url.endswith(str(port))
+    refuse(FileNotFoundError, "nowhere", target="./nowhere")
+    refuse(FileNotFoundError, "nowhere", draft="./nowhere")
+    refuse(FileExistsError, "other files", folder=used)
+    refuse(FileNotFoundError, "learner.toml", draft=None, join=used)
+    refuse(ValueError, "--join", join=used)
+    refuse(ValueError, "give .*draft alone", draft=f"ngram+{draft}")
+    for flags in (["--model", "x"], ["--speculative-config", "{}"], ["--uds", "/x"], ["--data-parallel-size", "2"]):
+        refuse(ValueError, f"^{flags[0]} ", *flags)
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        refuse(ValueError, "VLLM_USE_V2_MODEL_RUNNER")
+    with monkeypatch.context() as patch:
+        patch.setattr(up, "LEAST_FREE_BYTES", 1 << 60)
+        refuse(OSError, "no space left")
+    with socket.create_server(("127.0.0.1", port)):
+        refuse(ValueError, f"port {port} is in use")
+
+    folder = tmp_path / "all"
+    plan = up.make_plan(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(port))))
+    (folder / "registry" / "current").mkdir(parents=True)
+    (folder / "learner.toml").write_text(up.render_settings(plan, plan.draft, 0))
+    (folder / "token").touch()
+    up.make_plan(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(port))))
+    refuse(ValueError, "began with", folder=folder, draft=write_draft(tmp_path / "another"))
+    (other := tmp_path / "other").mkdir()
+    (other / "config.json").write_text("{}")
+    refuse(ValueError, "is for the target", folder=folder, target=str(other))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "gpu", "arguments"),
+    [
+        ([], {}, "", ()),
+        (["0"], {}, "0", ("--gpu-memory-utilization", "0.75")),
+        (["0"], {"gpu_memory_utilization": "0.6"}, "0", ()),
+        (["0", "1"], {}, "1", ()),
+        (["4", "5", "6", "7"], {"tp": "2", "pipeline_parallel_size": "2"}, "7", ("--gpu-memory-utilization", "0.75")),
+        (["4", "5", "6", "7"], {"tensor_parallel_size": "2"}, "7", ()),
+    ],
+)
+def test_the_learner_takes_a_spare_gpu_or_a_share_of_the_last(gpus, flags, gpu, arguments):
+    line, chosen, more = up.place_learner(gpus, flags)
+    assert (chosen, more) == (gpu, arguments)
+    assert gpu in line
+    assert ("75%" in line) == bool(arguments)
+
+
+def test_the_status_line_counts_since_the_last_reading():
+    registry = CollectorRegistry()
+    size = {"requests": 1, "tokens": 3, "speed": 1.4, "low": 1.2, "high": 1.6}
+    PaceMetrics(registry).show({"sizes": [size], "explored": 0.005})
+    page = generate_latest(registry).decode()
+
+    def metrics(tokens, drafts, accepted):
+        named = {"drafts": drafts, "draft_tokens": 3 * drafts, "accepted_tokens": accepted}
+        lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value}' for name, value in named.items()]
+        return "\n".join([*lines, f"vllm:generation_tokens_total {tokens}", "vllm:request_success_total 7", page])
+
+    meter = up.Meter("http://127.0.0.1:1")
+    assert meter.read(0) == "the server starts"
+    meter.describe(metrics(1000, 100, 100), 10)
+    meter.is_ready = True
+    shown = meter.describe(metrics(1100, 140, 160), 12)
+    assert shown.startswith("7 requests done, 0 running | 50.0 tokens/s | tau 2.50 | pace auto: 3 tokens (1.40x")
+
+
+def test_of_a_tracebacks_lines_the_last_one_is_shown(tmp_path, capsys):
+    part, screen = up.Part("server", [], tmp_path / "log"), up.Screen(is_terminal=False)
+    lines = [
+        "INFO well",
+        "(EngineCore) ERROR 11-27 Traceback",
+        "(EngineCore) ERROR 11-27 ValueError: x",
+        '{"ERROR": 1}',
+    ]
+    up.show_errors(screen, part, lines)
+    up.show_errors(screen, part, lines[:1])
+    assert capsys.readouterr().out == f"server: {lines[2]} (1 more in {part.log})\n"
+
+
+def test_a_learner_that_keeps_dying_waits_longer_each_time(tmp_path):
+    part, restarts, said = up.Part("learner", ["false"], tmp_path / "log"), up.Restarts(), []
+    starts = []
+
+    class Dead:
+        name, log, begun_s, has_ended = "learner", tmp_path / "log", 0.0, True
+
+        def start(self):
+            starts.append(now_s)
+            self.begun_s = now_s
+
+    part.log.write_text("ValueError: x\n")
+    learner, now_s = Dead(), 0.0
+    while len(starts) < 8:
+        restarts.follow(learner, now_s, said.append)
+        now_s += 1
+    waits = [later - earlier for earlier, later in zip([-1, *starts], starts, strict=False)]
+    assert waits == [2, 3, 5, 9, 17, 33, 61, 61]  # a second more, in which it was seen to be dead
+    assert said[0].endswith("ValueError: x")
+
+
+def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path):
+    up.write_new_head(tiny_target, tmp_path / "draft")
+    assert detect_family(tmp_path / "draft").name == "eagle3"
+    folder = tmp_path / "all"
+    plan = up.make_plan(Config(target=str(tiny_target), folder=folder, vllm_args=("--port", str(free_port()))))
+    folder.mkdir()
+    (folder / "learner.toml").write_text(up.render_settings(plan, up.DraftSource(source=str(tmp_path / "draft")), 0))
+    cfg = load_config(folder / "learner.toml")
+    registry = Registry(cfg.registry)
+    with registry.owned():
+        provide_first_version(cfg, registry, TargetFolder.open(tiny_target))
+    assert registry.current() == "v000001"
+
+
+def test_a_target_of_too_few_layers_has_n_grams(random_target, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(up, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
+    assert str(up.make_new_head(random_target, tmp_path / "draft")) == "ngram"
+    assert "a target of 2 layers" in capsys.readouterr().out
+    assert not (tmp_path / "draft").exists()
+
+
+# --- the engine
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_target, tmp_path):
+    folder, port = tmp_path / "all", str(free_port())
+    command = [sys.executable, "-m", "redraft.recipes.cli", "up", str(tiny_target), "--folder", str(folder)]
+    command += ["--", "--port", port, "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512"]
+    command += ["--enforce-eager", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+    command += ["--kv-cache-memory-bytes", str(64 << 20), "--served-model-name", "m"]
+    run = Running(tmp_path / "log", command)
+    try:
+        run.until("ready: ", START_TIMEOUT_S)
+        url = f"http://127.0.0.1:{port}"
+        body = {"model": "m", "prompt": list(range(20, 60)), "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        for _ in range(8):
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=600).status_code == 200
+        token = (folder / "token").read_text().strip()
+        status = httpx.get(f"{url}/redraft/status", headers={"Authorization": f"Bearer {token}"}, timeout=600).json()
+        assert status["draft_version"] == "v000001"
+        assert status["pace"]["line"].startswith("pace auto: ")
+        wait_until(lambda: read_server(url).pace)
+        watch = [*command[:3], "fleet", "watch", url, "--polls", "1", "--interval-s", "0.1"]
+        shown = subprocess.run(watch, capture_output=True, text=True, check=True).stdout
+        assert shown.count("pace auto: ") == 2, shown
+        journal = folder / "learner" / "journal"
+
+        def has_records():
+            lines = [line for file in journal.glob("*.jsonl") for line in file.read_text().splitlines()]
+            entries = [entry for entry in map(json.loads, lines) if entry["kind"] == "buffer"]
+            return entries and entries[-1]["records"] + entries[-1]["held_out"] >= 8
+
+        wait_until(has_records)
+    finally:
+        code = run.end()
+    assert code == 0, run.log.read_text()
+    assert (folder / "logs" / "server.log").exists()
