@@ -20,7 +20,7 @@ ifneq ($(shell test -t 2 || echo log),)
 export TQDM_MININTERVAL ?= 10
 endif
 
-.PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-domains soak faketime test test-all test-floors browser actionlint \
+.PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-up demo-domains soak faketime test test-all test-floors browser actionlint \
 	gpu test-gpu check check-deps \
 	docs format bench bench-gpu bench-decisions bench-fleet clean
 
@@ -61,6 +61,9 @@ demo-heads: $(STAMP)  ## train every family of heads, serve each in a real vLLM,
 
 demo-online: $(STAMP)  ## shift traffic under two real servers, and let the learner follow; ONLINE="--preset smollm2": a real model
 	$(BIN)/python -m benchmarks.demo.online $(ONLINE) --overwrite
+
+demo-up: $(STAMP)  ## `redraft up` from an empty folder: speed against no drafts over time, write outputs/demo-up/report.html
+	$(BIN)/python -m benchmarks.demo.up --overwrite
 
 demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared draft, write outputs/demo-domains
 	$(BIN)/python -m benchmarks.studies.domains --overwrite

@@ -293,7 +293,8 @@ async def stream(http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: 
         "stream": True,
         "return_token_ids": True,
     }
-    headers = {"X-Redraft-Domain": prompt.domain} | ({"X-Redraft-Tenant": TENANT} if captured else {})
+    headers = {"X-Redraft-Domain": prompt.domain}
+    headers |= {"X-Redraft-Tenant": TENANT} if captured else {"X-Redraft-Opt-Out": "1"}
     token_ids: list[int] = []
     times_s = [time.monotonic()]
     async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:

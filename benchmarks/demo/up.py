@@ -1,0 +1,340 @@
+"""`redraft up`, from an empty folder to a draft that pays: speed against the same server without drafts, over time.
+
+    $ make demo-up                                # SmolLM2-135M-Instruct, 20 minutes on two cores: outputs/demo-up/
+    $ python -m benchmarks.demo.up --overwrite --learn-s 60 --pairs 6 --target tests/assets/tiny-target
+
+One command starts server and learner. Clients, 1 to 8 at once, ask for functions of the standard library, and the
+learner trains on the answers. Speed is measured in pairs of blocks, which ask the same questions of HumanEval (of the
+small target: held-out ones) and are never recorded: one at the server's own pace, one without drafts (`POST
+/redraft/pace`). Their ratio compares the server with plain vLLM, the learner beside both. In the middle SIGKILL ends
+all processes, and the same command continues. At the end the answers are compared with the target's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import httpx
+import psutil
+
+from benchmarks.demo.fleet import MAX_NUM_SEQS, Traffic, begin_report, measure_tokens_per_s
+from benchmarks.demo.online_config import MAX_MODEL_LEN, SMOLLM2
+from benchmarks.demo.online_config import Config as SceneConfig
+from benchmarks.demo.online_outputs import compare_with_target, spread
+from benchmarks.demo.online_stage import count_kv_bytes, make_scene, to_torch
+from redraft.distill.data.day import choose_day
+from redraft.distill.data.samples import held_out_prompts
+from redraft.eval.engine.process import free_port, start_group, stop_group
+from redraft.eval.engine.server import wait_until_healthy
+from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.eval.intervals import UNBOUNDED, median_interval
+from redraft.eval.prompts import Prompt
+from redraft.eval.report.charts import PANEL_HEIGHT, Spec, to_spec
+from redraft.eval.report.page import write_page
+from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.progress import Progress
+from redraft.online.daemon.config import load_config
+from redraft.online.journal import Journal, SwapEntry
+from redraft.online.tokens import read_token
+from redraft.recipes.cli.run import run_recipe
+
+TEMPLATE = Path(__file__).parent / "templates" / "up.html.j2"
+
+CLIENTS = (1, 2, 4, 8)
+"""Requests at once, in turn."""
+
+BLOCK = 8
+"""Requests of a block. Of the first 200 requests, the pairs take 16 each."""
+
+START_S = 900.0
+"""Deadline for a server that loads, compiles, and waits for the learner's first version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    target: Path = SMOLLM2
+    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
+    target_dtype: TargetDtype | None = None
+    """Type in which the target computes. By default bfloat16 if the target is stored so and this machine computes in
+    it; for the small target float32."""
+    parts: Path = Path("outputs/parts")
+    """Folder of the downloaded model and prompts, kept for later runs."""
+    output: Path = Path("outputs/demo-up")
+    """Folder for the report and for the folder of `redraft up`."""
+    overwrite: bool = False
+    """Replace the demo in `output`."""
+    pairs: int = 12
+    """Pairs of blocks at the start, and at the end for one client; at least 6, for an interval."""
+    learn_s: float = 480
+    """Duration of the traffic to learn from, in seconds, with a pair of blocks each minute."""
+    max_tokens: int = 48
+    """Maximum length of an answer, in tokens."""
+    checked_answers: int = 80
+    """Most answers to compare with the target's greedy tokens."""
+
+    def __post_init__(self) -> None:
+        if self.pairs < 6:
+            raise ValueError(f"--pairs {self.pairs} give no 95% interval: 6 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two blocks of the same questions."""
+
+    s: float
+    """Seconds since the server was ready first."""
+    clients: int
+    auto: float
+    """Tokens/s at the server's own pace."""
+    off: float
+    """Tokens/s without drafts."""
+    version: str
+
+    @property
+    def ratio(self) -> float:
+        return self.auto / self.off
+
+
+def main(cfg: Config) -> None:
+    began_s, day = time.perf_counter(), choose_day()
+    scene = make_scene(SceneConfig(target=cfg.target, target_dtype=cfg.target_dtype, parts=cfg.parts))
+    report = begin_report(cfg, day) | {"target": scene.target.name, "dtype": scene.dtype}
+    opened, code = TargetFolder.open(scene.target), "code"
+
+    def prompts(conversations: Any) -> list[Prompt]:
+        chosen = conversations[code]
+        return held_out_prompts(chosen, opened.tokenizer, num_prompts=400, max_length=160, day=day)
+
+    kv_bytes = count_kv_bytes(opened.text_config, 1, scene.dtype)
+    play = Play(cfg, scene.target.absolute(), scene.dtype, kv_bytes, prompts(scene.traffic), prompts(scene.test))
+    try:
+        report["up"] = asyncio.run(play.run())
+    finally:
+        play.stop()
+    report |= play.describe()
+    texts = [(answer.prompt.token_ids, answer.token_ids) for answer in play.traffic.answers]
+    target = load_causal_lm(scene.target, to_torch(scene.dtype)).eval()
+    exact = target if scene.dtype == "float32" else load_causal_lm(scene.target, to_torch("float32")).eval()
+    report["outputs"] = compare_with_target(spread(texts, cfg.checked_answers), target, exact)
+    report["lossless"] = report["outputs"]["lossless"]
+    report["duration_s"] = round(time.perf_counter() - began_s, 1)
+    page = write_page(cfg.output, report, TEMPLATE, lambda report: {"speed": draw(report)})
+    print(summarise(report["up"]))
+    print(f"report: {page}")
+
+
+@dataclass
+class Play:
+    """The command, its clients, and everything seen."""
+
+    cfg: Config
+    target: Path
+    dtype: TargetDtype
+    kv_bytes: int
+    questions: Sequence[Prompt]
+    test: Sequence[Prompt]
+    pairs: list[Pair] = field(default_factory=list)
+    restarts_s: list[float] = field(default_factory=list)
+    """Moments of the kill and of the answer after it, in seconds since the server was ready first."""
+    _process: Any = None
+
+    def __post_init__(self) -> None:
+        self.folder, self.url = self.cfg.output.absolute() / "up", f"http://127.0.0.1:{free_port()}"
+        self.traffic = Traffic(
+            [self.url], {"code": self.questions}, clients=4, max_tokens=self.cfg.max_tokens, pause_s=0.2
+        )
+        self._blocks = cycle_blocks(self.test)
+
+    @property
+    def command(self) -> list[str]:
+        server = {
+            "port": httpx.URL(self.url).port, "served-model-name": "m", "dtype": self.dtype,
+            "max-model-len": MAX_MODEL_LEN, "max-num-seqs": MAX_NUM_SEQS, "kv-cache-memory-bytes": self.kv_bytes,
+        }  # fmt: skip
+        flags = [text for name, value in server.items() for text in (f"--{name}", str(value))]
+        # Both blocks of a pair read the same prompts: without a cache, neither finds the other's.
+        return ["up", str(self.target), "--folder", str(self.folder), "--", *flags, "--no-enable-prefix-caching"]
+
+    async def run(self) -> dict[str, Any]:
+        first_start_s = self.start()
+        self.ready_s = time.monotonic()
+        for number in Progress(range(self.cfg.pairs), desc="first requests", unit="pair"):
+            await self.measure(CLIENTS[number % len(CLIENTS)])
+        first = len(self.pairs)
+        await self.learn(self.cfg.learn_s / 2)
+        cut = await self.kill()
+        await self.learn(self.cfg.learn_s / 2)
+        last = len(self.pairs)
+        for number in Progress(range(2 * self.cfg.pairs), desc="last requests", unit="pair"):
+            await self.measure(1 if number < self.cfg.pairs else CLIENTS[number % len(CLIENTS)])
+        pace = (await self.ask("GET", "status"))["pace"]
+        alone = [pair for pair in self.pairs[last:] if pair.clients == 1]
+        return {
+            "start_s": first_start_s,
+            "speed_first": estimate(self.pairs[:first]),
+            "speed_last": estimate(alone),
+            "speed_last_by_clients": {
+                str(clients): estimate([pair for pair in self.pairs[last:] if pair.clients == clients])
+                for clients in CLIENTS
+            },
+            "time_to_gain_s": find_gain(self.pairs),
+            "explored_share": pace["explored"],
+            "requests": len(self.traffic.answers) + 2 * BLOCK * len(self.pairs),
+            "failed": len(self.traffic.failures) - cut,
+            "failures": self.traffic.failures[cut:][:5],
+            "cut_by_kill": cut,
+            "restart_s": self.restarts_s[1] - self.restarts_s[0],
+            "pace": pace["line"],
+        }
+
+    def start(self) -> float:
+        """Start the command, wait until it serves, and return the seconds that took."""
+        began_s, log = time.monotonic(), self.folder.parent / "up.log"
+        command = [sys.executable, "-m", "redraft.recipes.cli", *self.command]
+        self._process = start_group(command, log=log, env={"VLLM_NO_USAGE_STATS": "1"})
+        wait_until_healthy(self.url, self._process, log, name="redraft up")
+        return time.monotonic() - began_s
+
+    def stop(self) -> None:
+        if self._process is not None:
+            stop_group(self._process)
+
+    async def kill(self) -> int:
+        """End all processes at once while clients wait, start the command again, and return the requests cut off."""
+        async with self.traffic.flowing():
+            await asyncio.sleep(5)
+            failed, at_s = len(self.traffic.failures), time.monotonic()
+            leader = psutil.Process(self._process.pid)
+            for process in [*leader.children(recursive=True), leader]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            await asyncio.sleep(1)
+        cut = len(self.traffic.failures) - failed
+        await asyncio.to_thread(self.start)
+        self.restarts_s = [at_s - self.ready_s, time.monotonic() - self.ready_s]
+        return cut
+
+    async def learn(self, duration_s: float) -> None:
+        """Traffic to learn from at a changing number of clients, with a pair of blocks each minute."""
+        parts = max(1, round(duration_s / 60))
+        for number in Progress(range(parts), desc="traffic", unit="min"):
+            self.traffic.clients = CLIENTS[-1 - number % len(CLIENTS)]
+            async with self.traffic.flowing():
+                await asyncio.sleep(duration_s / parts)
+            await self.measure(CLIENTS[number % len(CLIENTS)])
+
+    async def measure(self, clients: int) -> None:
+        """One more pair of blocks; either kind begins every second pair."""
+        block, rates = next(self._blocks), {}
+        for pace in ("auto", "off") if len(self.pairs) % 2 else ("off", "auto"):
+            await self.ask("POST", "pace", {"pace": pace})
+            rates[pace] = await measure_tokens_per_s(
+                [self.url], block, clients=clients, max_tokens=self.cfg.max_tokens, captured=0.0
+            )
+        await self.ask("POST", "pace", {"pace": "auto"})
+        version = (await self.ask("GET", "status"))["draft_version"]
+        at_s = time.monotonic() - self.ready_s
+        self.pairs.append(Pair(s=at_s, clients=clients, version=version, **rates))
+
+    async def ask(self, method: str, route: str, body: Any = None) -> dict[str, Any]:
+        """An answer of the plugin's routes. Raises: httpx.HTTPError."""
+        headers = {"Authorization": f"Bearer {read_token(self.folder / 'token')}"}
+        async with httpx.AsyncClient(timeout=60, headers=headers) as http:
+            answer = await http.request(method, f"{self.url}/redraft/{route}", json=body)
+            answer.raise_for_status()
+            return dict(answer.json())
+
+    def describe(self) -> dict[str, Any]:
+        """The pairs, and the swaps that the learner noted, on one clock."""
+        journal = Journal(load_config(self.folder / "learner.toml").folder / "journal").read().entries
+        zero_s = time.time() - (time.monotonic() - self.ready_s)
+        swaps = [e for e in journal if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")]
+        return {
+            "started": f"redraft {shlex.join(self.command)}",
+            "pairs": [{**vars(pair), "ratio": pair.ratio} for pair in self.pairs],
+            "swaps": [{"s": e.time_s - zero_s, "version": e.version, "outcome": e.outcome} for e in swaps],
+            "kill_s": self.restarts_s,
+        }
+
+
+def cycle_blocks(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
+    """Blocks of prompts, from the start again after the last one."""
+    count = len(prompts)
+    begin = 0
+    while True:
+        yield [prompts[(begin + i) % count] for i in range(BLOCK)]
+        begin += BLOCK
+
+
+def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """The median ratio of the pairs, with its 95% interval if there are enough for one."""
+    if not pairs:
+        return {"ratio": None, "interval": None, "pairs": 0}
+    ratio, interval = median_interval([pair.ratio for pair in pairs])
+    return {"ratio": ratio, "interval": None if interval == UNBOUNDED else interval, "pairs": len(pairs)}
+
+
+def find_gain(pairs: Sequence[Pair]) -> float | None:
+    """The time of the first pair from which on the speed is above that without drafts, by the interval."""
+    for number, pair in enumerate(pairs):
+        _, (low, _) = median_interval([later.ratio for later in pairs[number:]])
+        if low > 1:
+            return pair.s
+    return None
+
+
+def summarise(up: Mapping[str, Any]) -> str:
+    def words(found: Mapping[str, Any]) -> str:
+        if found["interval"] is None:
+            return "unknown" if found["ratio"] is None else f"{found['ratio']:.2f}x"
+        low, high = found["interval"]
+        return f"{found['ratio']:.2f}x [{low:.2f}, {high:.2f}]"
+
+    gain = up["time_to_gain_s"]
+    return "\n".join(
+        [
+            f"against the same server without drafts: first {words(up['speed_first'])}, last {words(up['speed_last'])}"
+            " at one client",
+            "no gain is shown" if gain is None else f"faster from {gain:.0f} s on",
+            f"{up['requests']} requests, {up['failed']} failed, {up['cut_by_kill']} cut off by the kill; "
+            f"{up['explored_share']:.2%} of the time lost in probes",
+        ]
+    )
+
+
+def draw(report: Mapping[str, Any]) -> Spec:
+    """Speed against plain vLLM over time, with a line at every swap and at the kill."""
+    minutes = [{**pair, "minutes": pair["s"] / 60} for pair in report["pairs"]]
+    points = alt.Chart(alt.Data(values=minutes)).encode(
+        x=alt.X("minutes:Q", title="minutes since the server was ready", axis=alt.Axis(grid=False)),
+        y=alt.Y("ratio:Q", title="speed against no drafts", scale=alt.Scale(zero=False)),
+        color=alt.Color("clients:N", title="clients", legend=alt.Legend(orient="top")),
+        tooltip=["version:N", "clients:Q", alt.Tooltip("ratio:Q", format=".2f")],
+    )
+    events = [{"minutes": swap["s"] / 60, "event": swap["version"]} for swap in report["swaps"]]
+    events += [
+        {"minutes": s / 60, "event": name} for s, name in zip(report["kill_s"], ("kill -9", "continued"), strict=False)
+    ]
+    marks = alt.Chart(alt.Data(values=events)).encode(x="minutes:Q")
+    rules = marks.mark_rule(strokeDash=[4, 4], color="currentColor", opacity=0.5)
+    names = marks.mark_text(angle=270, align="right", dy=-6, y=4, color="currentColor").encode(text="event:N")
+    plain = alt.Chart(alt.Data(values=[{"ratio": 1}])).mark_rule(color="currentColor", opacity=0.6).encode(y="ratio:Q")
+    return to_spec(
+        (plain + rules + names + points.mark_point(size=60, filled=True, opacity=0.9)).properties(
+            width="container", height=PANEL_HEIGHT
+        )
+    )
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)
