@@ -19,11 +19,11 @@ def register() -> None:
     from redraft.eval.engine.wait import list_patches
     from redraft.online.engine.domains import count_domains
     from redraft.online.engine.pace import patch_pace
-    from redraft.online.engine.target_watch import pass_labels
+    from redraft.online.engine.target_watch import pass_labels, register_backend
     from redraft.online.engine.worker import register_worker
 
-    # The last four patch classes. In a process without engine core or worker they change nothing.
-    for step in (*list_patches(), patch_pace, count_domains, pass_labels, register_worker):
+    # The last five change nothing in a process without engine core or worker.
+    for step in (*list_patches(), patch_pace, count_domains, pass_labels, register_backend, register_worker):
         try:
             step()
         except Exception:

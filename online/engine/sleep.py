@@ -63,4 +63,6 @@ def _load_again(worker: Any) -> None:
         logger.exception("redraft: the draft of %s could not be loaded after sleep", folder)
     else:
         state.is_draft_intact = True
+        if state.draft_version != state.loaded_version:
+            state.name_draft(state.loaded_version)
         logger.info("redraft: the draft of %s was loaded again after sleep", folder)

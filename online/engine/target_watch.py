@@ -303,3 +303,11 @@ def pass_labels() -> None:
         engine.collective_rpc("redraft_name_target", args=(weight_version,))
 
     EngineCore.set_weight_version = set_and_pass
+
+
+def register_backend() -> None:
+    """Offer trainers weight updates from files, as the backend `redraft` of vLLM. Safe to call again."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if "redraft" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("redraft", "redraft.online.engine.weight_transfer", "Files")

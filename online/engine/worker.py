@@ -6,6 +6,7 @@ They return errors instead of raising them: an exception in one rank would leave
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import uuid
@@ -20,6 +21,7 @@ from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
+from redraft.online.engine.copies import has_copies
 from redraft.online.engine.reread import Rereader
 from redraft.online.engine.runners import (
     describe_runner,
@@ -72,6 +74,7 @@ class WorkerState:
     target_watch: TargetWatch | None = None  # None if the target weights move by themselves.
     draft_version: str = ""
     draft: Layout | None = None  # The last good draft; None if the server runs without a draft.
+    loaded_version: str = ""  # Of `draft`; the one served is another after a trainer has pushed one.
     is_draft_intact: bool = True  # False from a load's beginning to its end on all ranks, or undo
     manifest_sha256: str = ""  # of the last good draft's manifest; empty outside a registry
     staging: Staging | None = None  # The draft being read, or in memory.
@@ -83,6 +86,15 @@ class WorkerState:
     asleep: set[str] = field(default_factory=set)  # parts of the memory that are asleep
     num_swaps: int = 0
     capture: Capture | None = None
+
+    def name_draft(self, version: str) -> None:
+        """Another draft proposes from the next step on."""
+        self.draft_version = version
+        if self.rereader:
+            # Not in `redraft_load`: if that fails on some rank, the old draft returns, and the cached keys are right.
+            self.rereader.ledger.forget()
+        if self.capture:
+            self.capture.draft_version = version
 
 
 def register_worker() -> None:
@@ -144,12 +156,34 @@ def install(worker: Any) -> None:
             _start_capture(worker, config.capture)
     with _switching_off(state, "swap"):
         watch_sleep(worker)
+    if getattr(worker, "weight_transfer_engine", None) is not None:
+        watch_pushes(worker)
     with _switching_off(state, "swap"):
         if config.registry is not None:
             _prepare_cache(worker, config.swap.cache)
             _prepare_staging(worker)
     what = "records" if state.capture else "records nothing"
     logger.info("redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none")
+
+
+def watch_pushes(worker: Any) -> None:
+    """Name drafts pushed by a vLLM update `pushed-1` and so on: records of these judge no version of the registry."""
+    state, numbers, finish = worker.redraft, itertools.count(1), worker.finish_weight_update
+    worker.weight_transfer_engine.worker = worker  # ours loads through it
+
+    def finish_and_name(*args: Any, **kwargs: Any) -> Any:
+        if not worker._weight_update_is_draft:
+            return finish(*args, **kwargs)
+        state.is_draft_intact = False
+        result = finish(*args, **kwargs)
+        # other backends leave copies of the weights as they were
+        is_ours = worker.vllm_config.weight_transfer_config.backend == "redraft"
+        state.is_draft_intact = is_ours or not has_copies(worker.model_runner.get_draft_model())
+        state.manifest_sha256 = ""
+        state.name_draft(f"pushed-{next(numbers)}")
+        return result
+
+    worker.finish_weight_update = finish_and_name
 
 
 @contextmanager
@@ -183,7 +217,7 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
             f"the {family.title} layer is served from the target's folder: start the server with --registry, where a "
             "learner has put the layer in a folder of its own"
         )
-    state.draft = Layout.read(folder)
+    state.loaded_version, state.draft = state.draft_version, Layout.read(folder)
 
 
 def _prepare_cache(worker: Any, cache: SwapCache) -> None:
@@ -403,19 +437,16 @@ def redraft_restore(worker: Any) -> dict[str, Any] | None:
 def redraft_commit(worker: Any, version: str) -> None:
     """Remember the draft loaded on all ranks as the last good one."""
     state: WorkerState = worker.redraft
-    state.draft_version = version
     if _is_stage_without_draft(worker):
+        state.draft_version = version
         return
     assert state.staging is not None
+    state.loaded_version = version
     state.draft = state.staging.layout
     state.manifest_sha256 = state.staging.manifest_sha256
     state.is_draft_intact = not state.asleep  # if it fell asleep after the load, the draft is loaded when it wakes up
     state.num_swaps += 1
-    if state.rereader:
-        # Not in `redraft_load`: if that fails on some rank, the old draft returns, and the cached keys are right.
-        state.rereader.ledger.forget()
-    if state.capture:
-        state.capture.draft_version = version
+    state.name_draft(version)
 
 
 def _load(worker: Any, staging: Staging) -> dict[str, Any]:

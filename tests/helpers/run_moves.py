@@ -67,6 +67,7 @@ def main(spec: dict[str, Any]) -> None:
         enforce_eager=True,
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=32 << 20,
+        weight_transfer_config={"backend": "redraft"},
         max_num_seqs=8,
         speculative_config={"model": spec["draft"], "method": "draft_model", "num_speculative_tokens": 3},
     )
@@ -114,6 +115,34 @@ def main(spec: dict[str, Any]) -> None:
     report("awake", 1)
     push_100_times(llm, spec, sampling)
     report("pushed", 1)
+    # vLLM's own update: until its end the old weights stay, without a name
+    llm.collective_rpc("start_weight_update")
+    llm.collective_rpc("update_weights", args=({"path": spec["targets"][0]},))
+    report("begun", 1)
+    llm.collective_rpc("finish_weight_update")
+    report("finished", 0)
+    llm.collective_rpc("start_weight_update")
+    try:
+        llm.collective_rpc("update_weights", args=({"path": spec["torn"]},))
+    except Exception:
+        report("no part", 0)
+    llm.collective_rpc("start_weight_update")
+    llm.collective_rpc("update_weights", args=({"path": spec["other"]},))
+    try:
+        llm.collective_rpc("finish_weight_update")
+    except Exception:
+        report("no shape", 0)
+    llm.collective_rpc("start_weight_update")
+    llm.collective_rpc("update_weights", args=({"path": spec["targets"][0]},))
+    llm.collective_rpc("finish_weight_update")
+    report("whole", 0)
+    llm.collective_rpc("start_draft_weight_update")
+    llm.collective_rpc("update_weights", args=({"path": f"{spec['draft']}/model.safetensors"},))
+    llm.collective_rpc("finish_weight_update")
+    report("draft", 0)
+    llm.sleep(2)
+    llm.wake_up()
+    report("draft of before", 0)
     engine.shutdown()  # ends the worker, which ships all records
     print("REPORT", json.dumps(reports))
 

@@ -102,6 +102,11 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "EngineCore": ("v1.engine.core:EngineCore",),
         "engine": ("v1.engine.core:EngineCore",),
     },
+    "online/engine/weight_transfer.py": {
+        "worker": (WORKER,),
+        "worker.model_runner": (V1_RUNNER, V2_RUNNER),
+        "self.worker.model_runner": (V1_RUNNER, V2_RUNNER),
+    },
     "online/engine/routes.py": {
         "engine_client": (ENGINE,),
         "vllm_config": (VLLM_CONFIG,),

@@ -49,6 +49,15 @@ def make_torn(target):
     return folder
 
 
+def make_other(target):
+    """Some tensors of the target, one of which has another shape."""
+    tensors = load_file(target / "model.safetensors")
+    (folder := target.parent / "other").mkdir()
+    narrow = {name: tensor[:, :-1].contiguous() for name, tensor in tensors.items() if "down_proj" in name}
+    save_file(narrow, folder / "model.safetensors")
+    return folder
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_answers_names_and_records_follow_the_weights(targets, registry, tmp_path):
@@ -67,6 +76,7 @@ def test_answers_names_and_records_follow_the_weights(targets, registry, tmp_pat
         "draft": str(registry / "v000002"),
         "next_draft": str(registry / "v000003"),
         "torn": str(torn),
+        "other": str(make_other(targets[1])),
         "spool": str(tmp_path / "spool"),
         "prompts": prompts.tolist(),
     }
@@ -86,8 +96,9 @@ def test_answers_names_and_records_follow_the_weights(targets, registry, tmp_pat
         "start": "", "reload": digest, "name": f"step_17{digest}", "return": "", "copy": digest,
         "together": "", "no spool": "", "no torn": "", "torn": None, "again": f"step_19{digest}",
         "awake": f"awake{digest}", "pushed": f"push_99{digest}",
+        "begun": None, "finished": "", "no part": "", "no shape": "", "whole": "", "draft": "", "draft of before": "",
     }  # fmt: skip
-    assert [report["draft"] for report in reports] == ["start"] * 5 + ["v000003"] * 7
+    assert [report["draft"] for report in reports] == ["start"] * 5 + ["v000003"] * 12 + ["pushed-1", "v000003"]
     # The oracle of a record is the target that it names: the most probable token of each row of its text.
     everything = [record for path in spool_files(Path(spec["spool"])) for _, record in read_frames(path.read_bytes())]
     records = [record for record in everything if not record.request_id.startswith("pushed-")]

@@ -19,7 +19,7 @@ from redraft.online.engine.target_watch import (
     name_target,
     watch_target,
 )
-from redraft.online.engine.worker import WorkerState, redraft_status
+from redraft.online.engine.worker import WorkerState, redraft_status, watch_pushes
 
 
 class Model(nn.Sequential):
@@ -262,6 +262,21 @@ def test_20_sleeps_of_level_2_leave_no_step_without_its_name(worker):
         assert is_clear(worker)
     assert len(versions) == 2
     assert "" in versions
+
+
+def test_a_draft_that_a_trainer_pushes_has_another_name(worker):
+    state, worker.weight_transfer_engine = worker.redraft, SimpleNamespace()
+    worker.vllm_config.weight_transfer_config = SimpleNamespace(backend="redraft")
+    worker._weight_update_is_draft = False
+    state.draft_version = state.loaded_version = "v000003"
+    watch_pushes(worker)
+    worker.finish_weight_update()
+    assert state.draft_version == "v000003"
+    worker._weight_update_is_draft = True
+    for number in (1, 2):
+        worker.finish_weight_update()
+        assert state.draft_version == state.capture.draft_version == f"pushed-{number}"
+    assert (state.loaded_version, state.is_draft_intact) == ("v000003", True)
 
 
 class Loader(Worker):
