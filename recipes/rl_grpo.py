@@ -97,7 +97,7 @@ def main(cfg: Config) -> None:
         max_steps=cfg.updates, learning_rate=cfg.lr, per_device_train_batch_size=16, num_generations=8,
     )  # fmt: skip
     # In float32: bfloat16 weights would swallow updates of 1e-6.
-    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32, trust_remote_code=False)
     data, tokenizer = Dataset.from_list(questions), target.tokenizer
     GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer).train()
 
