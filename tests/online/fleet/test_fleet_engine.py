@@ -43,7 +43,7 @@ def test_a_real_engines_counters_over_a_window_agree_with_the_responses(server):
             ]
             return (await window.read())[servers[0]], answers
 
-    (counted, by_domain, _), answers = asyncio.run(measure())
+    (counted, by_domain, *_), answers = asyncio.run(measure())
     histograms = [answer["acceptance_histogram"] for answer in answers]
     assert counted.num_drafts == sum(map(sum, histograms))
     assert counted.num_accepted == sum(n * times for h in histograms for n, times in enumerate(h))
