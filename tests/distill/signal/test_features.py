@@ -49,7 +49,7 @@ from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families import eagle3, medusa
 from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.files.folder import fingerprint
-from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.files.target_folder import TARGET_VERSION, TargetFolder
 from redraft.heads.target import Target
 from tests.helpers.target_families import MOE, TINY
 
@@ -760,7 +760,7 @@ def test_a_medusa_head_reads_the_last_hidden_state_of_a_cache(random_target: Pat
 @pytest.mark.parametrize("states_format", ["exact", "float8"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_writes_states_in_the_format_that_the_server_was_started_with(
-    states_format: StatesFormat, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    states_format: StatesFormat, rank: int, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without an engine: vLLM's calls of a worker's connector, with the configuration of `server_args`."""
     from vllm.config import KVTransferConfig
@@ -775,6 +775,8 @@ def test_the_first_rank_writes_states_in_the_format_that_the_server_was_started_
         kv_transfer_config=KVTransferConfig(**json.loads(arguments[3])),
         speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf_config)),
         cache_config=SimpleNamespace(block_size=4),
+        model_config=SimpleNamespace(model=str(tiny_target)),
+        additional_config={TARGET_VERSION: "@0123456789ab"},
     )
     monkeypatch.setattr(vllm_connector, "get_tensor_model_parallel_rank", lambda: rank)
     monkeypatch.setattr(vllm_connector, "get_layers_from_vllm_config", lambda *_: {"states": None})
@@ -792,6 +794,8 @@ def test_the_first_rank_writes_states_in_the_format_that_the_server_was_started_
     wait_until(lambda: described.exists() and described.stat().st_size)  # a thread writes it, last of all
     description = json.loads(described.read_text())
     assert description["dtype"] == ("bfloat16" if states_format == "exact" else "float8")
+    opened = TargetFolder.open(tiny_target)
+    assert description["target"] == [opened.lineage, opened.fingerprint, "@0123456789ab"]
     written = (tmp_path / "cmpl-1.bin").read_bytes()
     assert len(written) == 3 * 2 * (128 if states_format == "exact" else 68)
     if states_format == "exact":
