@@ -263,6 +263,7 @@ def test_a_fault_of_ours_is_not_swallowed(tmp_path: Path) -> None:
         require_room(TargetFolder.open(tmp_path), Signal(), accelerator_of(DistributedType.NO), lambda _: 1 // 0)
 
 
+@pytest.mark.slow
 def test_the_check_of_a_70b_target_takes_at_most_two_seconds(tmp_path: Path) -> None:
     LLAMA_70B.save_pretrained(tmp_path)
     target = TargetFolder.open(tmp_path)
