@@ -13,6 +13,7 @@ all processes, and the same command continues. At the end the answers are compar
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shlex
 import sys
 import time
@@ -269,11 +270,9 @@ class Play:
 
 def cycle_blocks(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
     """Blocks of prompts, from the start again after the last one."""
-    count = len(prompts)
-    begin = 0
+    waiting = itertools.cycle(prompts)
     while True:
-        yield [prompts[(begin + i) % count] for i in range(BLOCK)]
-        begin += BLOCK
+        yield list(itertools.islice(waiting, BLOCK))
 
 
 def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:

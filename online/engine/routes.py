@@ -116,13 +116,8 @@ class Endpoint:
 
     async def pace(self, request: Request) -> dict[str, Any]:
         """Take the pace of the body, `{"pace": "off"}`, `auto` or a number of draft tokens, from the next step on."""
-
-        def parse(body: Any) -> str:
-            return check_pace(str(body["pace"]))
-
-        pace = await self._read(
-            request, parse, 'send a JSON body {"pace": "auto"}, with off or a number of draft tokens'
-        )
+        told = 'send a JSON body {"pace": "auto"}, with off or a number of draft tokens'
+        pace = await self._read(request, lambda body: check_pace(str(body["pace"])), told)
         return await _run(self.swaps.calls.take_pace, pace)
 
     async def _read(self, request: Request, parse: Callable[[Any], T], told: str) -> T:

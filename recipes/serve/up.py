@@ -33,6 +33,7 @@ from redraft.eval.engine.counters import find_counts, read_samples
 from redraft.eval.engine.draft_source import NGRAM, DraftSource
 from redraft.eval.engine.process import exiting_on_sigterm, start_group, stop_group
 from redraft.eval.engine.server import engine_is_cpu, last_error
+from redraft.eval.serving.baseline import weight_bytes
 from redraft.heads.files.artifact import publish, require_space, write_whole
 from redraft.heads.files.folder import fetch_model, open_folder, read_config
 from redraft.heads.files.lock import own
@@ -128,6 +129,8 @@ def make_plan(cfg: Config) -> Plan:
     draft = DraftSource.parse(cfg.draft) if cfg.draft else None
     settings = check_folder(cfg, folder, target, draft)
     page_port = settings.page.port if settings else Page().port
+    if not flags.get("port", "8000").isdecimal():
+        raise ValueError(f"--port {flags['port']} is no port: give a number")
     if is_taken(port := int(flags.get("port", 8000))):
         raise ValueError(f"port {port} is in use: give another after the --, as --port 8001")
     if settings and not cfg.join and is_taken(page_port):
@@ -184,8 +187,7 @@ def is_taken(port: int) -> bool:
 
 def require_memory(target: Path) -> None:
     """Raise ValueError if vLLM on this CPU could not load the target."""
-    # a hub name without weights yet has none here; vLLM says it then
-    need = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    need = weight_bytes(target)  # 0 for a hub name without weights yet: vLLM says it then
     free = psutil.virtual_memory().available
     if engine_is_cpu() and need > free:
         raise ValueError(f"{target} takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: free some")

@@ -164,6 +164,7 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
     refuse(FileExistsError, "other files", folder=used)
     refuse(FileNotFoundError, "learner.toml", draft=None, join=used)
     refuse(ValueError, "--join", join=used)
+    refuse(ValueError, "--port abc", "--port", "abc")
     refuse(ValueError, "give .*draft alone", draft=f"ngram+{draft}")
     for flags in (["--model", "x"], ["--speculative-config", "{}"], ["--uds", "/x"], ["--data-parallel-size", "2"]):
         refuse(ValueError, f"^{flags[0]} ", *flags)
