@@ -1077,9 +1077,12 @@ def test_headers_label_the_record_and_keep_it_out(server):
     ],
 )
 def test_masked_or_changed_distributions_are_not_recorded(server, reason, asked):
+    counter = f"skipped_requests_{reason}"
+    before = server.status()["capture"].get(counter, 0)
     response = server.complete(make_prompts(1, 20, 6)[0], **asked)
     assert response["choices"][0]["finish_reason"]
-    assert server.status()["capture"][f"skipped_requests_{reason}"] == 1
+    assert server.status()["capture"][counter] == before + 1
+    assert not [r for r in server.all_records() if r.request_id.startswith(response["id"])]
 
 
 PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
