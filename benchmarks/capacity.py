@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import numpy as np
 import torch
 import tyro
 
@@ -142,10 +141,8 @@ def find_reads(plan: Plan) -> tuple[Reads, int]:
 
 def count_learner(plan: Plan, records: list[Record], reads: Reads) -> tuple[Counted, int]:
     """(a step on the records, its tokens), in the batch that the learner makes: padding counts."""
-    training = Training()
-    branches = training.branches_per_record if reads == "nothing" else 0
-    texts = select_texts(records, branches_per_record=branches, rng=np.random.default_rng(0))
-    (batch,) = make_batches(texts, num_batches=1, sequence_length=training.sequence_length, seed=0, reads=reads)
+    texts = select_texts(records)
+    (batch,) = make_batches(texts, num_batches=1, sequence_length=Training().sequence_length, seed=0, reads=reads)
     return count_step(plan, batch=batch, signal=batch.signal), batch.input_ids_BT.numel()
 
 

@@ -144,7 +144,6 @@ def forced_settings(cfg: Config) -> dict[str, tuple[Any, str]]:
         "training.sequence_length": (MAX_MODEL_LEN, "the longest text that the servers take"),
         "training.mixed_precision": (fastest_precision(), "the faster one on this processor"),
         "training.replay_per_step": (12, cores),
-        "training.branches_per_record": (0, cores),
         "fleet.poll_s": (2, "the chart of live traffic shows minutes"),
         "rollout.min_drafts": (cfg.min_drafts, slow),
         "rollout.max_loss": (cfg.max_loss, slow),

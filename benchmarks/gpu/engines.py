@@ -24,7 +24,7 @@ from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.online.records.record import CorruptRecordError, read_frames
-from redraft.online.records.sequences import training_sequences
+from redraft.online.records.sequences import training_sequence
 
 ASSETS = Path(__file__).parents[2] / "tests/assets"
 
@@ -192,12 +192,12 @@ def compare_records(model: Any, spool: Path) -> dict[str, Any]:
         for _, record in read_frames(file.read_bytes()):
             if num_rows > 3000 or isinstance(record, CorruptRecordError):
                 continue
-            for sequence in training_sequences(record):
-                log_probs_TV = read_log_probs(model, [int(one) for one in sequence.input_ids_T])
-                ids_RK = torch.as_tensor(sequence.topk_ids_RK).long()
-                wanted_RK = log_probs_TV[torch.as_tensor(sequence.rows_R).long()].gather(1, ids_RK)
-                errors.append((wanted_RK - torch.as_tensor(sequence.topk_log_probs_RK)).abs()[:, :4].flatten())
-                num_rows += len(ids_RK)
+            sequence = training_sequence(record)
+            log_probs_TV = read_log_probs(model, [int(one) for one in sequence.input_ids_T])
+            ids_RK = torch.as_tensor(sequence.topk_ids_RK).long()
+            wanted_RK = log_probs_TV[torch.as_tensor(sequence.rows_R).long()].gather(1, ids_RK)
+            errors.append((wanted_RK - torch.as_tensor(sequence.topk_log_probs_RK)).abs()[:, :4].flatten())
+            num_rows += len(ids_RK)
     if not errors:
         raise ValueError(f"no records in {spool}")
     quantiles = torch.cat(errors).quantile(torch.tensor([0.5, 0.99, 1.0])).tolist()

@@ -264,7 +264,6 @@ warmup_steps = 10
 mixed_precision = "{precision}"
 fresh_per_step = {fresh_per_step}
 replay_per_step = 4
-branches_per_record = 0
 sequence_length = 512
 records_per_candidate = 128
 [buffer]

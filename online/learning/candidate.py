@@ -144,11 +144,9 @@ class Candidate:
         """One optimizer step on the records, which the ranks share among them."""
         rng = np.random.default_rng(seed)
         reads = choose_reads(self.family, cast(Draft, self.distillation.draft))
-        branches = self.cfg.branches_per_record if reads == "nothing" else 0
-        texts = select_texts(records, branches_per_record=branches, rng=rng)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         batches = make_batches(
-            texts,
+            select_texts(records),
             num_batches=ranks * self.cfg.accumulation,
             sequence_length=self.cfg.sequence_length,
             seed=seed,

@@ -39,9 +39,6 @@ class Training:
     """New records in each optimizer step, in order of arrival. Every record is new once."""
     replay_per_step: int = 28
     """Older records drawn again for each optimizer step, in addition to the new ones."""
-    branches_per_record: int = 1
-    """Rejected continuations trained per record by a standalone draft, in addition to the text; drawn at random. Each
-    costs as much as the text."""
     sequence_length: int = 4096
     """Longest text in tokens; a longer one loses the beginning. Use the served length: a draft trained on
     shorter texts fails beyond them."""

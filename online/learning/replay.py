@@ -18,7 +18,7 @@ from redraft.distill.signal.sources import recorded
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.family import Reads
 from redraft.online.records.record import Record
-from redraft.online.records.sequences import TrainingSequence, training_sequences
+from redraft.online.records.sequences import TrainingSequence, training_sequence
 
 FILLER = 0  # after a text whose last row predicts the next token: a place for the label
 WIDTH_STEP = 64  # widths are multiples of it, to keep the number of shapes small
@@ -37,15 +37,8 @@ def read_signal(batch: Batch) -> TargetSignal:
     return batch.signal
 
 
-def select_texts(
-    records: Sequence[Record], *, branches_per_record: int, rng: np.random.Generator
-) -> list[TrainingSequence]:
-    texts = []
-    for record in records:
-        whole, *branches = training_sequences(record, branches=branches_per_record > 0)
-        drawn = rng.permutation(len(branches))[:branches_per_record]
-        texts += [whole, *(branches[i] for i in drawn)]
-    return [text for text in texts if len(text.rows_R)]
+def select_texts(records: Sequence[Record]) -> list[TrainingSequence]:
+    return [text for text in map(training_sequence, records) if len(text.rows_R)]
 
 
 def make_batches(
@@ -95,7 +88,7 @@ def _from_first_state(text: TrainingSequence) -> TrainingSequence:
 def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSequence:
     """The last `sequence_length` tokens, plus a filler if the last row predicts the token after them."""
     ids_T = text.input_ids_T
-    # E.g. a branch: its last row follows the last draft token, and no token is known after it.
+    # A record may have a row after its last token, and no token is known there.
     if len(text.rows_R) and text.rows_R.max() + 1 == len(ids_T):
         ids_T = np.append(ids_T, np.int32(FILLER))
     begin = max(0, len(ids_T) - sequence_length)
@@ -117,8 +110,6 @@ def _with_rows(text: TrainingSequence, kept_R: NDArray[np.bool_], begin: int) ->
         rows_R=text.rows_R[kept_R] - begin,
         topk_ids_RK=text.topk_ids_RK[kept_R],
         topk_log_probs_RK=text.topk_log_probs_RK[kept_R],
-        draft_ids_R=text.draft_ids_R[kept_R],
-        accepted_R=text.accepted_R[kept_R],
     )
 
 

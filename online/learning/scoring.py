@@ -27,7 +27,7 @@ from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.penalties import penalise
 from redraft.online.learning.replay import RecordedBatch, make_batches
 from redraft.online.records.record import Record, Sampling
-from redraft.online.records.sequences import training_sequences
+from redraft.online.records.sequences import training_sequence
 
 Array = NDArray[np.float64]
 Method = Literal["greedy", "probabilistic"]
@@ -56,7 +56,7 @@ def score(
 
 def _make_batch(record: Record, sequence_length: int, reads: Reads) -> RecordedBatch | None:
     """The record's text, with the penalties applied to the target's distributions; None if it has no rows."""
-    text = training_sequences(penalise(record), branches=False)[0]
+    text = training_sequence(penalise(record))
     if not len(text.rows_R):
         return None
     (batch,) = make_batches([text], num_batches=1, sequence_length=sequence_length, seed=0, reads=reads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.capacity import (
@@ -20,7 +19,6 @@ from benchmarks.capacity import (
 )
 from benchmarks.traffic import Traffic, make_record
 from redraft.distill.plan.step import count_flops
-from redraft.online.learning.config import Training
 from redraft.online.learning.replay import select_texts
 from redraft.online.records.record import encode_record
 
@@ -49,7 +47,7 @@ def test_the_flops_of_a_learners_step_are_those_of_a_count_by_hand() -> None:
     records = [make_record(number, SMALL) for number in range(4)]
     plan = plan_learner("standalone", "llama-3.1-8b", "llama-3.2-1b")
     counted, tokens = count_learner(plan, records, "nothing")
-    texts = select_texts(records, branches_per_record=Training().branches_per_record, rng=np.random.default_rng(0))
+    texts = select_texts(records)
     rows = sum(len(text.rows_R) for text in texts)
     products = sum(work.flops * n for work, n in counted.operations.items() if work.kind == "product")
     small = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192

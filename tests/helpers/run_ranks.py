@@ -28,7 +28,7 @@ class Breakable(Candidate):
 
 
 def main(draft: Path, frames: Path, output: Path) -> None:
-    cfg = Training(lr=1e-3, warmup_steps=1, branches_per_record=0, sequence_length=64)
+    cfg = Training(lr=1e-3, warmup_steps=1, sequence_length=64)
     candidate = Breakable(cfg, "standalone", draft)
     ranks = Ranks(candidate)
     if not candidate.accelerator.is_main_process:

@@ -50,7 +50,7 @@ from redraft.online.learning.config import BufferConfig, DraftConfig, Training
 from redraft.online.learning.replay import make_batches
 from redraft.online.learning.scoring import score
 from redraft.online.records.record import Record, decode_record, encode_record, read_frames
-from redraft.online.records.sequences import training_sequences
+from redraft.online.records.sequences import training_sequence
 from redraft.online.records.spool import spool_files
 
 
@@ -93,7 +93,7 @@ def test_every_token_of_a_batch_has_its_own_states_and_only_rows_with_states_cou
     name = {"layers": "eagle3", "last": "eagle1"}[reads]
     one, two = make_records(random_target, 2)
     records = [with_states(one, random_target, name, 0), with_states(two, random_target, name, 12)]
-    texts = [training_sequences(record)[0] for record in records]
+    texts = [training_sequence(record) for record in records]
     (batch,) = make_batches(texts, num_batches=1, sequence_length=64, seed=0, reads=reads)
     states_BTLD = batch.signal.aux_BTLD if reads == "layers" else batch.signal.hidden_BTD[:, :, None]
     found = 0
@@ -143,7 +143,7 @@ def test_an_mtp_layer_learns_from_the_rows_that_an_engine_gives_it(random_target
     record = with_states(record, targets["mtp"], "mtp", begin)
     head = mtp.Mtp.load(make_head("mtp", targets["mtp"], tmp_path / "head"), Target.from_folder(targets["mtp"])).eval()
     reads = choose_reads(find_family("mtp"), head)
-    (batch,) = make_batches(training_sequences(record), num_batches=1, sequence_length=64, seed=0, reads=reads)
+    (batch,) = make_batches([training_sequence(record)], num_batches=1, sequence_length=64, seed=0, reads=reads)
     (found, *_) = head.draft_steps(batch, batch.signal)
     ids = torch.tensor(text_of(record))[None]
     states_BTD = states_of(targets["mtp"], ids[0].tolist(), "mtp")[None, begin:-1, 0].bfloat16().float()
@@ -209,7 +209,7 @@ def test_quantised_weights_are_refused_with_the_cure(random_target, targets, tmp
 
 def teach(head, records, reads):
     """Learn some of the tokens by heart: a useless head would accept nothing, and prove nothing."""
-    texts = [training_sequences(record)[0] for record in records]
+    texts = [training_sequence(record) for record in records]
     (batch,) = make_batches(texts, num_batches=1, sequence_length=64, seed=0, reads=reads)
     optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
     for _ in range(12):
@@ -439,9 +439,7 @@ def compare_drafts(head, name, record, states_TLD):
     if not record.sampling.temperature:
         return []
     reads = choose_reads(find_family(name), head)
-    (batch,) = make_batches(
-        training_sequences(record, branches=False), num_batches=1, sequence_length=256, seed=0, reads=reads
-    )
+    (batch,) = make_batches([training_sequence(record)], num_batches=1, sequence_length=256, seed=0, reads=reads)
     steps = take_draft_steps(head, batch, with_exact_states(batch.signal, states_TLD[record.hidden_begin :]), 3)
     found, number = [], 0
     for position, branch, token, prob in zip(

@@ -41,37 +41,35 @@ from redraft.online.records.record import (
     encode_record,
     read_frames,
 )
-from redraft.online.records.sequences import training_sequences
+from redraft.online.records.sequences import training_sequence
 from redraft.online.settings import render_example
 
 # --- replay
 
 
 def test_every_labelled_row_of_a_batch_has_what_its_record_says():
-    texts = select_texts([make_record(), make_record()], branches_per_record=1, rng=np.random.default_rng(0))
-    assert [len(text.rows_R) for text in texts] == [6, 2, 6, 2]
+    texts = select_texts([make_record(), make_record()])
+    assert [len(text.rows_R) for text in texts] == [6, 6]
     (batch,) = make_batches(texts, num_batches=1, sequence_length=64, seed=0)
     told = batch.signal.distribution
     for b, t in (batch.signal.distribution.ids_BTK[..., 0] >= 0).nonzero().tolist():
         follows = int(batch.input_ids_BT[b, t + 1])
         likeliest = int(told.ids_BTK[b, t, 0])
-        # The rows on the text were followed by the target's token, those of the branch by the draft's.
-        assert follows in (likeliest, 13, 0), (follows, likeliest)
+        assert follows == likeliest
         assert batch.loss_mask_BT[b, t + 1]
-    assert int((told.ids_BTK[..., 0] >= 0).sum()) == int(batch.loss_mask_BT.sum()) == 16
+    assert int((told.ids_BTK[..., 0] >= 0).sum()) == int(batch.loss_mask_BT.sum()) == 12
 
 
-def test_a_branch_hangs_on_the_drafts_that_were_rejected():
-    _, branch = select_texts([make_record()], branches_per_record=1, rng=np.random.default_rng(0))
-    assert branch.input_ids_T.tolist() == [5, 6, 7, 10, 11, 12, 13]
-    assert branch.rows_R.tolist() == [5, 6]
-    (batch,) = make_batches([branch], num_batches=1, sequence_length=64, seed=0)
-    assert batch.input_ids_BT[0, :8].tolist() == [5, 6, 7, 10, 11, 12, 13, 0]  # the last row has no label
-    assert batch.loss_mask_BT[0].nonzero().flatten().tolist() == [6, 7]
+def test_a_row_after_the_last_token_gets_a_filler_as_label():
+    (text,) = select_texts([make_record(output=i32(11, 20, 21, 22, 23))])
+    assert text.rows_R.tolist() == [3, 4, 5, 6, 7, 8]
+    (batch,) = make_batches([text], num_batches=1, sequence_length=64, seed=0)
+    assert batch.input_ids_BT[0, :10].tolist() == [5, 6, 7, 10, 11, 20, 21, 22, 23, 0]
+    assert batch.loss_mask_BT[0].nonzero().flatten().tolist() == [4, 5, 6, 7, 8, 9]
 
 
 def test_a_text_that_is_too_long_loses_its_beginning():
-    (text,) = select_texts([make_record()], branches_per_record=0, rng=np.random.default_rng(0))
+    (text,) = select_texts([make_record()])
     (batch,) = make_batches([text], num_batches=1, sequence_length=4, seed=0)
     assert batch.input_ids_BT[0, :4].tolist() == [21, 22, 23, 24]
     assert batch.signal.distribution.ids_BTK[0, :4, 0].tolist() == [22, 23, 24, -1]
@@ -80,7 +78,7 @@ def test_a_text_that_is_too_long_loses_its_beginning():
 def test_the_loss_is_the_divergence_from_what_was_recorded(random_target):
     draft = StandaloneDraft(LlamaForCausalLM.from_pretrained(random_target))
     record = make_record()
-    (text,) = select_texts([record], branches_per_record=0, rng=np.random.default_rng(0))
+    (text,) = select_texts([record])
     (batch,) = make_batches([text], num_batches=1, sequence_length=64, seed=0)
     from redraft.distill.loss.choice import Divergence
 
@@ -96,7 +94,7 @@ def test_the_loss_is_the_divergence_from_what_was_recorded(random_target):
 
 
 def test_batches_of_several_ranks_hold_every_row_once_in_one_shape():
-    texts = select_texts([make_record()] * 7, branches_per_record=0, rng=np.random.default_rng(0))
+    texts = select_texts([make_record()] * 7)
     batches = make_batches(texts, num_batches=4, sequence_length=64, seed=0)
     assert len({batch.input_ids_BT.shape for batch in batches}) == 1
     assert sum(int(batch.loss_mask_BT.sum()) for batch in batches) == 7 * 6
@@ -178,7 +176,7 @@ def test_the_served_distribution_is_the_recorded_one_after_the_requests_sampling
 def test_acceptance_is_that_of_the_drafts_own_distribution(random_target, tmp_path, method, temperature):
     draft = StandaloneDraft.load(make_draft(random_target, tmp_path / "draft"), torch.float32).eval()
     (record,) = make_records(random_target, 1, sampling=Sampling(temperature=temperature))
-    text = training_sequences(record)[0]
+    text = training_sequence(record)
     (batch,) = make_batches([text], num_batches=1, sequence_length=64, seed=0)
     rows_R, found_JR = score_rows(draft, batch, record.sampling, method, 2)
     with torch.no_grad():

@@ -24,7 +24,7 @@ from redraft.online.engine.config import TABLE, one_number
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture
 from redraft.online.learning.intake import count_acceptance
 from redraft.online.records.record import LOOKUP, PADDING, Record, read_frames
-from redraft.online.records.sequences import training_sequences
+from redraft.online.records.sequences import training_sequence
 from redraft.online.records.spool import spool_files
 
 # --- which runner, and why
@@ -293,7 +293,7 @@ def test_preempted_requests_give_the_same_records(drafts, tmp_path, method, sche
     assert runs[0][0] == runs[1][0]
     first, second = [by_request(records) for _, _, records in runs]
     assert list_differences(first, second) == []
-    texts = {record.request_id: training_sequences(record)[0].input_ids_T.tolist() for record in first}
+    texts = {record.request_id: training_sequence(record).input_ids_T.tolist() for record in first}
     wanted = [prompt + answer for prompt, (answer,) in zip(prompts, runs[0][0][0], strict=True)]
     assert sorted(texts.values()) == sorted(wanted)
 
@@ -310,8 +310,8 @@ def test_sampled_drafts_are_recorded_with_their_probability(runner, random_targe
     model = LlamaForCausalLM.from_pretrained(random_target, dtype=torch.float32).eval()
     temperatures = []
     for record in records:
-        text, *branches = training_sequences(record)
-        assert not branches, "a draft token of a copy was rejected"
+        text = training_sequence(record)
+        assert not record.branches.any(), "a draft token of a copy was rejected"
         logits_TV = model(torch.tensor(text.input_ids_T)[None].long()).logits[0].detach().double()
         drafted = record.draft_ids >= 0
         assert record.accepted[drafted].all()
@@ -341,7 +341,7 @@ def test_ngrams_before_a_head_change_no_answer_and_no_text_of_a_record(drafts, t
     texts, drafts = [], []
     for _, counts, records in runs:
         records = by_request(records)
-        texts.append([(r.request_id, training_sequences(r)[0].input_ids_T.tolist()) for r in records])
+        texts.append([(r.request_id, training_sequence(r).input_ids_T.tolist()) for r in records])
         assert all(record.hidden for record in records)
         own = [count_acceptance(record).num_drafts for record in records]
         assert sum(own) == counts["counted_drafts"], "the scheduler counts the head's drafts only, as records do"
@@ -389,5 +389,5 @@ def test_the_number_changes_live_and_at_0_the_draft_reads_prompts_alone(drafts, 
         of_text = drafted.branches == 0
         np.testing.assert_array_equal(drafted.positions[of_text], bare.positions)
         np.testing.assert_allclose(bare.topk_log_probs, drafted.topk_log_probs[of_text], atol=1e-3)
-        states = [training_sequences(record)[0].hidden_HLD for record in (bare, drafted)]
+        states = [training_sequence(record).hidden_HLD for record in (bare, drafted)]
         assert len(states[0]) == len(states[1]) == len(PLAIN[number]) + 39

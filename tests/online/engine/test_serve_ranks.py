@@ -8,7 +8,7 @@ import torch
 from real_server import COPY, RANDOM, running_server
 from transformers import LlamaForCausalLM
 
-from redraft.online.records.sequences import training_sequences
+from redraft.online.records.sequences import training_sequence
 
 
 def make_prompts(seed, *lengths):
@@ -27,10 +27,10 @@ def texts(responses):
 
 def require_log_probs_of(model, record):
     """The recorded log-probabilities are those of Hugging Face's forward pass."""
-    for sequence in training_sequences(record):
-        log_probs_TV = model(torch.tensor(sequence.input_ids_T)[None].long()).logits[0].log_softmax(-1).numpy()
-        wanted_RK = np.take_along_axis(log_probs_TV[sequence.rows_R], sequence.topk_ids_RK.astype(np.int64), -1)
-        np.testing.assert_allclose(sequence.topk_log_probs_RK, wanted_RK, atol=1e-3)
+    sequence = training_sequence(record)
+    log_probs_TV = model(torch.tensor(sequence.input_ids_T)[None].long()).logits[0].log_softmax(-1).numpy()
+    wanted_RK = np.take_along_axis(log_probs_TV[sequence.rows_R], sequence.topk_ids_RK.astype(np.int64), -1)
+    np.testing.assert_allclose(sequence.topk_log_probs_RK, wanted_RK, atol=1e-3)
 
 
 @pytest.mark.slow

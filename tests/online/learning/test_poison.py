@@ -297,16 +297,12 @@ def with_states(record):
 
 def require_trainable(records, random_target):
     """All of what was stored can be put into batches, drafted for, and scored as finite numbers."""
-    rng, num_branches = np.random.default_rng(0), 0
     for reads in ("nothing", "last"):
         # The buffer has kept no hidden states, so every record gets some for the head.
         readable = records if reads == "nothing" else [with_states(record) for record in records]
         for begin in range(0, len(readable), 32):
-            branches = 2 if reads == "nothing" else 0
-            texts = select_texts(readable[begin : begin + 32], branches_per_record=branches, rng=rng)
-            num_branches += sum(text.is_branch for text in texts)
+            texts = select_texts(readable[begin : begin + 32])
             make_batches(texts, num_batches=1, sequence_length=64, seed=0, reads=reads)
-    assert num_branches > 100, "a standalone draft would learn from them"
     draft = StandaloneDraft(LlamaForCausalLM.from_pretrained(random_target)).eval()
     for method in ("greedy", "probabilistic"):
         odd = [record for record in records if record.sampling != Sampling()][:150]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from recorded_heads import make_head, make_record, with_states
 
@@ -34,6 +33,6 @@ def test_every_step_has_a_salt_and_a_repeated_step_has_the_same(
 
 def test_the_gate_compares_drafts_without_a_salt(random_target: Path) -> None:
     record = with_states(make_record(), random_target, "eagle3")
-    texts = select_texts([record], branches_per_record=0, rng=np.random.default_rng(0))
+    texts = select_texts([record])
     (batch,) = make_batches(texts, num_batches=1, sequence_length=64, seed=9, reads="layers")
     assert batch.salt == 0

@@ -23,7 +23,7 @@ from redraft.online.records.record import (
     join_text,
     read_frames,
 )
-from redraft.online.records.sequences import training_sequences
+from redraft.online.records.sequences import training_sequence
 from redraft.online.records.states import SCALE_BYTES, decode_float8
 
 
@@ -90,7 +90,8 @@ def test_the_id_follows_from_server_request_and_sequence_alone():
 @given(st.data())
 def test_a_flipped_bit_anywhere_is_rejected(data):
     frame = bytearray(encode_record(make_record()))
-    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
+    # Bit 25 makes RDR3 of RDR1, a layout that also holds this record.
+    bit = data.draw(st.integers(0, 8 * len(frame) - 1).filter(lambda bit: bit != 25))
     frame[bit // 8] ^= 1 << (bit % 8)
     with pytest.raises(CorruptRecordError):
         decode_record(bytes(frame))
@@ -172,33 +173,11 @@ def test_frames_come_back_as_they_were_written():
     assert [frame for frame, _ in read_frames(b"".join(frames))] == frames
 
 
-def test_training_rows_of_the_text_and_of_the_branch():
-    text, branch = training_sequences(make_record())
+def test_training_rows_are_those_of_the_text():
+    text = training_sequence(make_record())
     np.testing.assert_array_equal(text.input_ids_T, [10, 11, 12, 20, 21, 22, 23])
     np.testing.assert_array_equal(text.rows_R, [2, 3, 4, 5])  # the row after 12 predicts 20, and so on
     np.testing.assert_array_equal(text.topk_ids_RK[:, 0], text.input_ids_T[text.rows_R + 1])
-    np.testing.assert_array_equal(text.accepted_R, [False, True, True, False])
-    assert not text.is_branch
-
-    np.testing.assert_array_equal(branch.input_ids_T, [10, 11, 12, 90, 91])
-    np.testing.assert_array_equal(branch.rows_R, [3, 4])  # after 90, and after 91
-    np.testing.assert_array_equal(branch.topk_ids_RK, [[2, 3], [4, 5]])
-    assert branch.is_branch
-
-
-def test_branches_of_consecutive_steps_are_kept_apart():
-    record = make_record(
-        output=i32(20, 21),
-        row_positions=i32(3, 4, 5, 4, 5, 6),
-        row_branches=i32(0, 1, 2, 0, 1, 2),
-        row_drafts=i32(90, 91, -1, 80, 81, -1),
-        row_accepted=bytes(6),
-    )
-    _, first, second = training_sequences(record)
-    np.testing.assert_array_equal(first.input_ids_T, [10, 11, 12, 90, 91])
-    np.testing.assert_array_equal(second.input_ids_T, [10, 11, 12, 20, 80, 81])
-    np.testing.assert_array_equal(second.rows_R, [4, 5])
-    assert [s.is_branch for s in training_sequences(record, branches=False)] == [False]
 
 
 # --- states in float8, and texts that travel once
