@@ -243,8 +243,6 @@ class Standalone:
 
     checkpoint: str | None = None
     """Folder or hub name of a causal LM to start from."""
-    transplant: bool = False
-    """Give the checkpoint the target's vocabulary if the tokenizers differ."""
     layers: tuple[int, ...] = ()
     """Numbers of the target layers to start from, 0 being the first. Embeddings, final norm and head are kept too."""
     num_layers: int | None = None
@@ -263,4 +261,4 @@ class Standalone:
             return f"layers {', '.join(map(str, self.layers))} of the target"
         if self.num_layers:
             return f"a new Llama of {self.num_layers} layers and width {self.hidden_size}"
-        return f"{self.checkpoint}{', with the vocabulary of the target' if self.transplant else ''}"
+        return str(self.checkpoint)

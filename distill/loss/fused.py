@@ -166,7 +166,7 @@ def _check(
         if draft.draft_ids_W is None and isinstance(target, ExactRows) and vocabulary != target.head_VD.shape[0]:
             raise ValueError(
                 f"the draft's head has {vocabulary} rows and the target's {target.head_VD.shape[0]}: "
-                "pad or transplant the draft's vocabulary, or give the target id of every draft id"
+                "pad the draft's vocabulary, or give the target id of every draft id"
             )
 
 

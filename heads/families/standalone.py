@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from redraft.heads import options
 from redraft.heads.draft import Batch, DraftStep, TargetSignal, attention_mask, label_rows
 from redraft.heads.files.checkpoint import load_causal_lm, load_tokenizer, new_model
-from redraft.heads.files.tokenizers import check_same_tokenizer, first_difference, fit_vocabulary, transplant_vocabulary
+from redraft.heads.files.tokenizers import check_same_tokenizer, fit_vocabulary
 from redraft.heads.nn.causal_lm import (
     PREFIX_ATTENTION,
     attention_of,
@@ -33,6 +33,8 @@ from redraft.heads.target import Target
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types with an attention mask. A recurrent layer would carry state from one packed document to the next."""
+
+HEAD_DIM = 64  # of a new draft
 
 Init = options.Standalone
 
@@ -152,8 +154,8 @@ class StandaloneDraft(nn.Module):
 def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> StandaloneDraft:
     """The draft described by `init`, the same one at every call and on every rank. It is in
     float32: bf16's 8 bits lose a small step of AdamW. `tokenizer` is the target's; `seed` is for
-    random weights. Raises ValueError: the checkpoint has another tokenizer and no transplant was
-    asked for, recurrent layers, attention with sinks, or logits unlike the config's."""
+    random weights. Raises ValueError: the checkpoint has another tokenizer, recurrent layers,
+    attention with sinks, or logits unlike the config's."""
     draft = _make_initial(init, target, tokenizer, seed)
     if recurrent := set(getattr(draft.model.config, "layer_types", None) or ()) - ATTENTION_TYPES:
         raise ValueError(
@@ -182,27 +184,20 @@ def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> Standal
             "draft.checkpoint or draft.num_layers, or read the target from its folder (--signal.kind model or cache)"
         )
     if init.layers:
-        draft = prune_layers(target, init.layers)
-    elif init.num_layers:
-        draft = from_config(target_config, num_layers=init.num_layers, hidden_size=init.hidden_size)
-    else:
-        assert init.checkpoint is not None
-        draft = from_checkpoint(init.checkpoint, tokenizer, target_config.vocab_size, transplant=init.transplant)
-    return draft
+        return prune_layers(target, init.layers)
+    if init.num_layers:
+        return from_config(target_config, num_layers=init.num_layers, hidden_size=init.hidden_size)
+    assert init.checkpoint is not None
+    return from_checkpoint(init.checkpoint, tokenizer, target_config.vocab_size)
 
 
-def from_checkpoint(
-    name_or_path: str | Path, target_tokenizer: Any, vocab_size: int, *, transplant: bool = False
-) -> StandaloneDraft:
+def from_checkpoint(name_or_path: str | Path, target_tokenizer: Any, vocab_size: int) -> StandaloneDraft:
     """The draft of a model folder or hub name, with as many vocabulary rows as the target.
-    Raises ValueError: it has another tokenizer and `transplant` is false."""
-    model, tokenizer = load_causal_lm(name_or_path), load_tokenizer(name_or_path)
-    # Equal tokenizers need no transplant, even if asked for: only the padding of the table may differ.
-    if transplant and first_difference(target_tokenizer, tokenizer) is not None:
-        print(f"vocabulary: {transplant_vocabulary(model, tokenizer, target_tokenizer, vocab_size)}")
-    else:
-        check_same_tokenizer(target_tokenizer, tokenizer)
-        fit_vocabulary(model, vocab_size)
+    Raises ValueError: it has another tokenizer."""
+    model = load_causal_lm(name_or_path)
+    check_same_tokenizer(target_tokenizer, load_tokenizer(name_or_path))
+    # Tokenizers are equal: only the padding of the table may differ.
+    fit_vocabulary(model, vocab_size)
     return StandaloneDraft(model)
 
 
@@ -231,29 +226,19 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
     return StandaloneDraft(draft.to(target.device).train(target.training))
 
 
-def from_config(
-    target_config: Any,
-    *,
-    num_layers: int,
-    hidden_size: int,
-    intermediate_size: int | None = None,
-    head_dim: int = 64,
-    num_key_value_heads: int | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> StandaloneDraft:
+def from_config(target_config: Any, *, num_layers: int, hidden_size: int) -> StandaloneDraft:
     """A new draft of Llama's architecture, randomly initialised, with the target's vocabulary,
-    window and special ids. Raises ValueError: `hidden_size` is not a multiple of `head_dim`."""
-    if hidden_size % head_dim:
-        raise ValueError(f"hidden_size {hidden_size} is not a multiple of head_dim {head_dim}")
+    window and special ids. Raises ValueError: `hidden_size` is not a multiple of HEAD_DIM."""
+    if hidden_size % HEAD_DIM:
+        raise ValueError(f"hidden_size {hidden_size} is not a multiple of head_dim {HEAD_DIM}")
     config = LlamaConfig(
         vocab_size=target_config.vocab_size,
         hidden_size=hidden_size,
         # 8/3 of the hidden size makes the three matrices of SwiGLU as large as the usual two of 4x
-        intermediate_size=intermediate_size or -(-hidden_size * 8 // 3 // 64) * 64,
+        intermediate_size=-(-hidden_size * 8 // 3 // 64) * 64,
         num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // head_dim,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=head_dim,
+        num_attention_heads=hidden_size // HEAD_DIM,
+        head_dim=HEAD_DIM,
         max_position_embeddings=target_config.max_position_embeddings,
         rms_norm_eps=1e-6,
         tie_word_embeddings=getattr(target_config, "tie_word_embeddings", False),
@@ -262,7 +247,7 @@ def from_config(
         pad_token_id=target_config.pad_token_id,
         attn_implementation="sdpa",
     )
-    return StandaloneDraft(LlamaForCausalLM(config).to(dtype))
+    return StandaloneDraft(LlamaForCausalLM(config).float())
 
 
 def _find_layers(model: Any) -> tuple[str, int]:

@@ -117,8 +117,7 @@ def _require_fitting(draft: Path, cfg: LearnerConfig, target: TargetFolder) -> N
     # the layer in a quantised target may be plain: the tensors say so when they are read
     if not family.is_in_target and (method := read_quantization(draft)):
         raise ValueError(
-            f"{draft} is quantised ({method}), and training needs the weights from before: set draft.initial to those, "
-            "and serve with --draft-quantization, so that vLLM quantises every version when it is loaded"
+            f"{draft} is quantised ({method}), and training needs the weights from before: set draft.initial to those"
         )
     if family.is_head:
         require_head(draft, family.name, target)

@@ -95,7 +95,7 @@ def require_same_quantization(version: str, settings: Mapping[str, Any], wanted:
         raise ValueError(
             f"{version} is {found or 'not quantised'}, the loaded draft is {served or 'not quantised'}: quantise "
             f"{version} like that one and publish it again, or restart the server with {version}. A draft that vLLM "
-            "quantises itself (--draft-quantization) is replaced by plain weights"
+            "quantises itself is replaced by plain weights"
         )
 
 

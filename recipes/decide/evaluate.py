@@ -139,8 +139,6 @@ def check(cfg: Config) -> None:
         raise ValueError("--baseline is read together with forecasts: leave out --no-forecast")
     if not 0 < cfg.held_out <= 1:
         raise ValueError(f"--held-out is {cfg.held_out}: it must be above 0 and at most 1")
-    if beyond := set(cfg.engine_tokens) - set(cfg.num_speculative_tokens):
-        raise ValueError(f"--engine-tokens {min(beyond)} is not one of --num-speculative-tokens")
 
 
 def load(target: TargetFolder, *, whole: bool = True) -> Any:
@@ -182,13 +180,11 @@ def measure_in_engine(
     options = EngineOptions(concurrency=cfg.concurrency, dtype=cfg.target_dtype, args=cfg.vllm_args)
     found: dict[tuple[str, float, int], list[AcceptanceCounts]] = {}
     for draft in drafts:
-        numbers = [k for k in cfg.engine_tokens or protocol.num_speculative_tokens if draft.serves(k)]
-        if not cfg.engine_tokens:  # the largest one tells most, and every run of the engine takes minutes
-            numbers = numbers[-1:]
-        for k in numbers:
-            if draft.speculative:
-                counted = serve_and_count(target, draft, k, prompts, protocol, options, kept)
-                found |= {(draft.name, t, k): c for t, c in zip(protocol.temperatures, counted, strict=True)}
+        numbers = [k for k in protocol.num_speculative_tokens if draft.serves(k)]
+        if draft.speculative and numbers:
+            k = numbers[-1]  # the largest one tells most, and every run of the engine takes minutes
+            counted = serve_and_count(target, draft, k, prompts, protocol, options, kept)
+            found |= {(draft.name, t, k): c for t, c in zip(protocol.temperatures, counted, strict=True)}
     return found
 
 

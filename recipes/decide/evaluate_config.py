@@ -73,9 +73,8 @@ class Config:
     """Forecast every draft with the target in this process. With --no-forecast, the engine counts, and only the engine
     loads the target: for one that takes several GPUs, with `-- --tensor-parallel-size=N`."""
     engine: bool = True
-    """Also serve every draft in a real vLLM. With --no-engine, all numbers are forecasts."""
-    engine_tokens: tuple[int, ...] = ()
-    """The --num-speculative-tokens to serve in the engine, which restarts for each. By default the largest."""
+    """Also serve every draft in a real vLLM, with the largest number of draft tokens. With --no-engine, all numbers are
+    forecasts."""
     concurrency: int = 4
     """Requests in flight in the engine."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()

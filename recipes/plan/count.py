@@ -91,7 +91,7 @@ def _find_draft(cfg: Config, target: Any) -> Any:
     if cfg.num_steps is not None:
         raise ValueError("--num-steps does not fit a standalone draft: it learns one step, for any number of tokens")
     draft = find_sizes(cfg.draft)
-    draft.vocab_size = target.vocab_size  # as the command pads or transplants it
+    draft.vocab_size = target.vocab_size  # as the command pads it
     return draft
 
 

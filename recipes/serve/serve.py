@@ -35,7 +35,7 @@ SHUTDOWN_TIMEOUT_S = 30
 """vLLM's --shutdown-timeout: the time after SIGTERM for running answers, and for the records that wait.
 vLLM's default of 0 kills the workers, and their records, at once."""
 
-MODEL_FLAGS = ("method", "draft_sample_method", "draft_quantization")
+MODEL_FLAGS = ("method", "draft_sample_method")
 """Options without a meaning for a lookup alone."""
 
 
@@ -85,8 +85,6 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
     lookups = Lookups(verify_cost=cfg.verify_cost, least_first=cfg.least_first, head_requests=cfg.head_requests)
     config = draft.speculative(cfg.draft_sample_method, lookups, method=cfg.method)
     config["num_speculative_tokens"] = cfg.num_speculative_tokens
-    if cfg.draft_quantization:
-        config["quantization"] = cfg.draft_quantization
     require_servable(config)
     if check_pace(cfg.pace, cfg.num_speculative_tokens) != "off":
         config[TABLE] = one_number(cfg.num_speculative_tokens)

@@ -42,9 +42,6 @@ class Config:
     draft_sample_method: SampleMethod = "greedy"
     """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with `probabilistic` it is
     sum min(p, q), which is higher at temperatures above 0."""
-    draft_quantization: str | None = None
-    """Quantisation of the draft when it is loaded, as vLLM calls it (`fp8`); of every version that is swapped in, too.
-    The registry holds plain weights."""
     head_requests: int | None = None
     """With a lookup before the head: if more requests than this are answered at once, only tokens looked up are
     proposed."""

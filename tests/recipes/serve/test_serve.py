@@ -243,11 +243,6 @@ def test_more_tokens_than_the_draft_proposes_are_refused_in_a_line(tmp_path):
         server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "4"))
 
 
-def test_vllm_is_told_to_quantise_the_draft(tmp_path):
-    command = server_command(parse("target", "--draft", write_draft(tmp_path), "--draft-quantization", "fp8"))
-    assert json.loads(command[command.index("--speculative-config") + 1])["quantization"] == "fp8"
-
-
 def test_ngrams_go_before_a_head(tmp_path):
     head = write_draft(tmp_path / "head", "eagle3")
     flags = ("--num-speculative-tokens", "4", "--head-requests", "6")
@@ -300,7 +295,6 @@ def test_a_draft_without_a_folder_is_served_by_its_name(draft):
         ("ANSWERS", ("--head-requests", "2"), "--head-requests"),
         ("ANSWERS", ("--least-first", "0"), "--least-first"),
         ("ANSWERS", ("--method", "eagle3"), "--method is for a model"),
-        ("ngram", ("--draft-quantization", "fp8"), "--draft-quantization is for a model"),
     ],
 )
 def test_a_flag_without_an_effect_on_the_draft_is_refused(tmp_path, draft, flags, said):
