@@ -157,9 +157,10 @@ bench-fleet: $(STAMP)  ## the cost of capture and swaps for a server, write outp
 
 # The generator has an environment of its own. `COLUMNS`: the width of the help texts in the command reference.
 docs: $(STAMP)  ## build the documentation site, strictly, into outputs/site/html; open index.html there, no server is needed
-	COLUMNS=100 $(BIN)/python docs/build_site.py outputs/site
+	COLUMNS=84 $(BIN)/python docs/build_site.py outputs/site
 	$(BIN)/uv run --quiet --no-project --with-requirements requirements/docs.txt \
 		zensical build --strict --clean --config-file outputs/site/zensical.toml
+	$(BIN)/python docs/build_site.py --finish outputs/site/html
 
 clean:  ## remove the environment and outputs
 	rm -rf .venv .venv-floors .venv-audit outputs

@@ -5,6 +5,7 @@
     api/*.md                    the docstrings of the public modules, read by mkdocstrings
 
 $ python docs/build_site.py outputs/site
+$ python docs/build_site.py --finish outputs/site/html     # after the build: search without a network
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ PUBLIC = {
 }
 """Titles and modules of the API reference."""
 
+SHIM = "https://unpkg.com/iframe-worker/shim"
+"""The script by which pages opened from a folder can search."""
+
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -68,6 +72,20 @@ def main(folder: Path) -> None:
         lines = [f"# {title}", *(f"\n::: redraft.{module}" for module in modules)]
         _write(pages / f"api/{title.lower()}.md", "\n".join(lines))
     (folder / "zensical.toml").write_text(_configuration())
+
+
+def finish(html: Path) -> None:
+    """Put the copy of `SHIM` in docs/ into every page, in place of its address.
+
+    Raises:
+        RuntimeError: a page still loads it from the network.
+    """
+    script = _read("docs/iframe-worker.js")
+    for page in html.rglob("*.html"):
+        text = page.read_text().replace(f' src="{SHIM}" type="text/javascript">', f">{script}")
+        if f'"{SHIM}"' in text:
+            raise RuntimeError(f"{page} loads {SHIM}")
+        page.write_text(text)
 
 
 def _read(name: str) -> str:
@@ -166,4 +184,4 @@ members_order = "source"
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    finish(Path(sys.argv[2])) if sys.argv[1] == "--finish" else main(Path(sys.argv[1]))
