@@ -1,8 +1,8 @@
 """Train a policy by TRL's GRPO on answers of `redraft serve`, whose draft keeps learning. It needs the extra `rl`.
 
 $ REDRAFT_TARGETS=outputs/grpo redraft serve TARGET --registry registry --token-file token \\
-      --capture.spool spool -- --logprobs-mode processed_logprobs
-$ redraft learner --config learner.toml
+      --capture.spool spool -- --logprobs-mode processed_logprobs &
+$ redraft learner --config learner.toml &
 $ python recipes/rl_grpo.py --target TARGET --token-file token --data questions.jsonl
 
 After each update the policy is saved in --output, and the server loads it (`POST /redraft/target`): on any device, and
