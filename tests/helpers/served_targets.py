@@ -29,12 +29,20 @@ DELTA = {
 }  # fmt: skip
 """Delta nets, whose CPU kernels take heads of 64 or 128, in bfloat16 only."""
 SERVED: dict[str, dict[str, Any]] = {"granite": MULTIPLIERS, "gpt_oss": EXPERTS}
+WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+CAPPED = {
+    "global_head_dim": 64, "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0,
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
+SETTINGS = {**SERVED, "gemma3_text": WINDOW, "gemma4_text": {**WINDOW, **CAPPED}}
 
 
 def make_served_target(model_type: str, vocab_size: int, **more: Any) -> Any:
     """The model, in float32; the same one at every call."""
     torch.manual_seed(0)
-    settings = {**SIZES, **SERVED[model_type], "vocab_size": vocab_size, **more}
+    settings = {**SIZES, **SETTINGS[model_type], "vocab_size": vocab_size, **more}
+    if model_type == "gemma4_text":
+        settings["vocab_size_per_layer_input"] = vocab_size
     return new_model(AutoConfig.for_model(model_type, **settings), torch.float32).eval()
 
 

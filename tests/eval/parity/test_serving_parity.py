@@ -142,6 +142,15 @@ VARIANTS: dict[str, Callable[[Path], Served]] = {
         lambda target: eagle3.Eagle3(eagle3.Config(num_steps=NUM_TOKENS, aux_layer_ids=(1, 2, 3)), target),
         "gpt_oss",
     ),
+    "eagle1: gemma 3": lambda folder: make_served(
+        folder, "eagle", lambda target: eagle1.Eagle1(eagle1.Config(num_steps=NUM_TOKENS), target), "gemma3_text"
+    ),
+    "eagle3: gemma 4": lambda folder: make_served(
+        folder,
+        "eagle3",
+        lambda target: eagle3.Eagle3(eagle3.Config(num_steps=NUM_TOKENS, aux_layer_ids=(1, 2, 3)), target),
+        "gemma4_text",
+    ),
     "medusa": lambda folder: make_served(
         folder, "medusa", lambda target: medusa.Medusa(medusa.Config(num_layers=2), target)
     ),
@@ -201,6 +210,8 @@ QUICK = [
 ]
 """Each family once, with the options that are most often wrong. An engine takes as long as fifty other tests."""
 
+OF_GEMMA = ("eagle1: gemma 3", "eagle3: gemma 4")
+
 
 def engine_run(served: Served, **options: Any) -> EngineRun:
     _, _, target, speculative = served
@@ -255,9 +266,12 @@ def test_serving_sees_what_training_saw_with_further_options(name: str, further_
     assert_serving_sees_what_training_saw(name.split(":")[0], *further_dumps[name])
 
 
-@pytest.mark.parametrize("name", ["eagle1: granite", "eagle3: gpt-oss"])
-def test_the_output_is_that_of_transformers(name: str, dumps: Dumps) -> None:
-    (_, model, _, _), dump = dumps[name]
+@pytest.mark.parametrize(
+    "name",
+    ["eagle1: granite", "eagle3: gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in OF_GEMMA)],
+)
+def test_the_output_is_that_of_transformers(name: str, request: pytest.FixtureRequest) -> None:
+    (_, model, _, _), dump = request.getfixturevalue("dumps" if name in QUICK else "further_dumps")[name]
     for prompt, output in zip(PROMPTS, dump.outputs, strict=True):
         ids = list(prompt)
         for _ in output:  # each token from a whole pass
