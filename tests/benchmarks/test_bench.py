@@ -400,6 +400,7 @@ for ours, theirs in zip(runs[0].trained, runs[1].trained, strict=True):
 """
 
 
+@pytest.mark.slow
 def test_the_loss_alone_of_speculators_is_ours() -> None:
     pytest.importorskip("speculators")
     command = [sys.executable, "-c", IN_THE_INTERPRETER]

@@ -138,7 +138,8 @@ def test_micro_batches_on_two_processes_make_the_step_of_one(
     assert_same(chosen(one_process["sgd"], families), found, 1e-6)
 
 
-@pytest.mark.parametrize("config", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["fsdp2", "ddp"])
 def test_a_step_that_is_dropped_leaves_no_gradient_for_the_next(config: str, tmp_path: Path) -> None:
     work = ["eagle3", "--optimizer", "sgd", "--steps", "3", "--lr", "1", "--poison-at", "1"]
     one = train(None, tmp_path / "one", *work)
