@@ -49,6 +49,7 @@ from benchmarks.soak.stage import NATS, Stage, set_stage
 from benchmarks.soak.supervisor import Supervised
 from benchmarks.soak.witness import Witness
 from redraft.distill.data.day import choose_day
+from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.cycle import GOES_ON
 from redraft.online.journal import BufferEntry, Journal, StateEntry
@@ -106,7 +107,7 @@ def main(cfg: Config) -> None:
     day = choose_day()
     report = begin_report(cfg, day) | {"seed": seed}
     began_s = time.monotonic()
-    with ExitStack() as opened:
+    with exiting_on_sigterm(), ExitStack() as opened:
         stage = set_stage(cfg.output.absolute(), cfg.target, day, opened)
         seen = asyncio.run(play(cfg, stage, random.Random(seed)))
         report |= judge(seen)
