@@ -27,9 +27,9 @@ from redraft.heads.catalog import find_speculative
 from redraft.heads.files.folder import CONFIG, model_folder, read_config
 from redraft.heads.progress import Progress
 
-START_TIMEOUT_S = 600
-"""Time for a server to become healthy. A 70B target on network storage takes minutes; a dead engine is noticed at once.
-"""
+START_TIMEOUT_S = 1800
+"""Time for a server to become healthy. vLLM gives an engine 600 s, which a large target on network storage, or a
+compilation beside other work, exceeds; a dead engine is noticed at once."""
 
 Mode = Literal["compiled", "eager"]  # `compiled` is vLLM's default; `eager` starts in a third
 
@@ -86,7 +86,9 @@ def vllm_server(
     if speculative_config is not None:
         arguments += ["--speculative-config", json.dumps(vllm_keys(speculative_config))]
         arguments += ["--per-request-spec-decode-metrics", "detailed"]
-    env = {"VLLM_NO_USAGE_STATS": "1", engine_wait.ENABLED: "1", **lookup_env(speculative_config), **(extra_env or {})}
+    ready_s = os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(START_TIMEOUT_S))
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENGINE_READY_TIMEOUT_S": ready_s, engine_wait.ENABLED: "1"}
+    env |= {**lookup_env(speculative_config), **(extra_env or {})}
     if cpu_cores:
         env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
     # The caller's arguments come last, so they win over those above.
