@@ -2,7 +2,7 @@
 
     schedule ─► dynamic_sd_lookup[requests] ─► number ─► worker: at 0 the draft is not called
     update_from_output ─► seconds, accepted tokens ─► Policy ─► redraft_pace ─► /redraft/status, /metrics
-    redraft_commit ─► Policy.swapped
+    CHANGING ─► Policy.swapped
 
 vLLM's scheduler asks a table for the number. `redraft serve --pace` gives vLLM a table of one row: then
 vLLM prepares for numbers that change, and a `Pacer` takes its place.
@@ -36,6 +36,9 @@ from redraft.online.engine.pace_policy import Policy
 logger = logging.getLogger("vllm.redraft")
 
 GAUGES = "redraft_pace_"  # Beginning of the names of the gauges.
+CHANGING = ("redraft_commit", "redraft_load_target", "redraft_move", "finish_weight_update", "reload_weights")
+"""Calls of the workers after which a draft or the target is another one."""
+
 READ = 0.9  # Share of a request's text that the draft must have read, for its acceptance to count.
 
 
@@ -47,6 +50,8 @@ def find_decider(vllm_config: Any) -> str:
     # vLLM itself drops the table beside data parallelism, so this comes first.
     if vllm_config.parallel_config.data_parallel_size > 1:
         return "data-parallel replicas must draft equally many tokens: start a server per replica"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline stages compute several batches in turn, and each has drafts of another step"
     if speculative.enable_adaptive_verification:
         return "adaptive verification decides"
     if vllm_config.use_v2_model_runner:
@@ -81,9 +86,9 @@ class Pacer:
         self.set(pace)
 
     def set(self, pace: str) -> None:
-        """Take `off`, `auto` or a number from the next step on."""
-        self.pace = pace
+        """Take `off`, `auto` or a number, of at most `most`, from the next step on."""
         self.fixed = None if pace == "auto" else min(int(pace.replace("off", "0")), self.most)
+        self.pace = str(self.fixed) if pace.isdecimal() else pace
 
     def __getitem__(self, num_requests: int) -> int:
         self._verified, fixed = self._drafted, self.fixed
@@ -165,6 +170,8 @@ class PaceMetrics:
         self._tokens = make("tokens", "Draft tokens chosen, by requests in the step", "requests")
         self._speed = make("speed_ratio", "Speed against no draft, and the 95% interval", "requests", "bound")
         self._explored = make("explored_ratio", "Share of the time lost in probes")
+        self._fixed = make("fixed_tokens", "Draft tokens of every step; -1: chosen by step")
+        self._fixed.set(-1)
 
     def show(self, found: Mapping[str, Any]) -> None:
         for size in found["sizes"]:
@@ -172,6 +179,7 @@ class PaceMetrics:
             for bound in ("low", "speed", "high"):
                 self._speed.labels(size["requests"], bound).set(size[bound])
         self._explored.set(found.get("explored", 0))
+        self._fixed.set(int({"auto": "-1", "off": "0"}.get(found["pace"], found["pace"])))
 
 
 def read_gauges(metrics: str) -> dict[str, Any] | None:
@@ -183,8 +191,10 @@ def read_gauges(metrics: str) -> dict[str, Any] | None:
             requests = int(sample.labels["requests"])
             size = sizes.setdefault(requests, {"requests": requests})
             size[sample.labels.get("bound", "tokens")] = sample.value
-        else:
+        elif sample.name == f"{GAUGES}explored_ratio":
             found["explored"] = sample.value
+        elif sample.value >= 0:  # values of the sizes are from before
+            return {"pace": f"{sample.value:g}" if sample.value else "off", "sizes": []}
     return found | {"sizes": list(sizes.values())} if sizes else None
 
 
@@ -235,13 +245,13 @@ def patch_pace() -> None:
 
 
 def note_swaps(call: Any) -> Any:
-    """An engine core's `collective_rpc`, after which the policy knows of a swap."""
+    """An engine core's `collective_rpc`, after which the policy knows of another draft or target."""
 
     @wraps(call)  # vLLM converts the arguments of a utility call by the signature
     def call_and_note(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(engine, method, *args, **kwargs)
         pacer = find_pacer(engine)
-        if method == "redraft_commit" and pacer is not None:
+        if method in CHANGING and pacer is not None:
             pacer.policy.swapped()
         return result
 

@@ -14,7 +14,10 @@ from redraft.online.tokens import is_local
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 
-ALIASES = {"sc": "speculative_config"}
+ALIASES = {
+    "sc": "speculative_config", "dp": "data_parallel_size", "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+}  # fmt: skip
 
 OWN = {
     "model": "the target is the first argument of redraft serve",

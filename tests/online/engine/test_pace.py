@@ -45,7 +45,7 @@ def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
     }
     whole = {
         "use_v2_model_runner": False,
-        "parallel_config": SimpleNamespace(data_parallel_size=1),
+        "parallel_config": SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
         "model_config": SimpleNamespace(enable_sleep_mode=False),
     }
     speculative |= {name: value for name, value in changes.items() if name in speculative}
@@ -60,6 +60,7 @@ def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
 
 
 SLEEPS = SimpleNamespace(enable_sleep_mode=True)
+STAGES = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,7 @@ SLEEPS = SimpleNamespace(enable_sleep_mode=True)
         (make_config(**{TABLE: None}), f'give "{TABLE}": [[1, 1, 3]]'),
         # vLLM drops the table then
         (make_config(parallel_config=SimpleNamespace(data_parallel_size=2), **{TABLE: None}), "data-parallel"),
+        (make_config(parallel_config=STAGES), "pipeline stages"),
         (make_config(enable_adaptive_verification=True, use_v2_model_runner=True), "adaptive verification decides"),
         (make_config(use_v2_model_runner=True), "VLLM_USE_V2_MODEL_RUNNER=0"),
         (make_config("ngram_gpu"), "ngram_gpu must see every step"),
@@ -226,6 +228,7 @@ def test_a_fixed_number_asks_no_policy_and_a_new_pace_holds_from_the_next_step()
     assert pacer[1] == 2
     assert pacer.status() == {"pace": "2", "sizes": []}
     engine = SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer))
+    assert answer_pace(engine, "5")["pace"] == "3", "the most"
     assert answer_pace(engine, "off")["pace"] == "off"
     assert pacer[1] == 0
     assert answer_pace(engine, "auto") == {"pace": "auto", "sizes": [], "explored": 0.0}
@@ -243,7 +246,9 @@ def test_a_swap_reaches_the_policy_by_a_call_of_the_same_signature():
     assert call(engine, "redraft_load", None, (1,), None) == ["redraft_load", (1,)]
     assert not swaps
     assert call(engine, "redraft_commit", None, (), None) == ["redraft_commit", ()]
-    assert len(swaps) == 1
+    for change in ("redraft_move", "redraft_load_target", "finish_weight_update", "reload_weights"):
+        call(engine, change, None, (), None)
+    assert len(swaps) == 5
     assert call(SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=None)), "redraft_commit")
     assert len(inspect.signature(call).parameters) == 5, "vLLM counts them before it converts arguments"
 
@@ -280,7 +285,9 @@ def test_metrics_and_a_line_show_the_number_chosen_its_speed_and_the_time_explor
     metrics.show(STATUS)
     found = read_gauges(generate_latest(registry).decode())
     assert describe_pace(STATUS) == describe_pace(found) == LINE
-    assert describe_pace({"pace": "2", "sizes": []}) == "pace 2"
+    for pace in ("2", "off"):
+        metrics.show({"pace": pace, "sizes": []})
+        assert describe_pace(read_gauges(generate_latest(registry).decode())) == f"pace {pace}"
     many = [{"requests": size, "tokens": 0, "steps": size} for size in range(1, 20)]
     assert describe_pace({**STATUS, "sizes": many}) == (
         "pace auto: 0 tokens at 14, 0 at 15, 0 at 16, 0 at 17, 0 at 18, 0 at 19; 0.4% explored"
