@@ -1,6 +1,6 @@
 """Train a policy by TRL's GRPO on answers of `redraft serve`, whose draft keeps learning. It needs the extra `rl`.
 
-$ REDRAFT_TARGETS=outputs/grpo redraft serve TARGET --registry registry --token-file token \\
+$ redraft serve TARGET --registry registry --targets outputs/grpo --token-file token \\
       --capture.spool spool -- --logprobs-mode processed_logprobs &
 $ redraft learner --config learner.toml &
 $ python recipes/rl_grpo.py --target TARGET --token-file token --data questions.jsonl

@@ -117,6 +117,7 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
         "REDRAFT_REGISTRY": _absolute(cfg.registry),
         "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
         "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,
+        "REDRAFT_TARGETS": os.pathsep.join(str(path.absolute()) for path in cfg.targets) or None,
         "REDRAFT_SWAP_CACHE": cfg.swap.cache,
         "REDRAFT_PACE": None if cfg.pace == "off" else cfg.pace,
     }

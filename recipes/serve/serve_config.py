@@ -56,5 +56,7 @@ class Config:
     """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the token instead."""
     allow_remote: bool = False
     """Allow other machines to use /redraft/... as well."""
+    targets: tuple[Path, ...] = ()
+    """Folders from which a trainer may load target weights (`POST /redraft/target`). By default none."""
     swap: SwapConfig = field(default_factory=SwapConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)

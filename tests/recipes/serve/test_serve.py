@@ -328,6 +328,7 @@ def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
     (tmp_path / "token").chmod(0o600)
     cfg = parse(
         *("target", "--registry", str(tmp_path), "--token-file", str(tmp_path / "token"), "--allow-remote"),
+        *("--targets", str(tmp_path), str(tmp_path.parent)),
         *("--capture.spool", str(tmp_path / "spool"), "--capture.fraction", "0.1", "--capture.tenants", "a", "b"),
     )
     environment = plugin_environment(cfg, {})
@@ -336,9 +337,11 @@ def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
     assert config.registry == tmp_path
     assert config.token == "secret"
     assert config.allow_remote
+    assert config.targets == (tmp_path, tmp_path.parent)
     assert config.capture is not None
     assert (config.capture.fraction, config.capture.tenants) == (0.1, ("a", "b"))
-    assert read_config(plugin_environment(parse("target"), {})).capture is None
+    plain = read_config(plugin_environment(parse("target"), {}))
+    assert (plain.capture, plain.targets) == (None, ())
 
 
 def test_the_plugin_reads_back_what_the_command_was_told_of_the_log(tmp_path):
