@@ -19,19 +19,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import httpx
 import psutil
 
-from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.counters import find_counts, read_samples
 from redraft.eval.engine.draft_source import NGRAM, DraftSource
-from redraft.eval.engine.process import exiting_on_sigterm, start_group, stop_group
+from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.server import engine_is_cpu, last_error
 from redraft.eval.serving.baseline import weight_bytes
 from redraft.heads.files.artifact import publish, require_space, write_whole
@@ -39,7 +37,6 @@ from redraft.heads.files.folder import fetch_model, open_folder, read_config
 from redraft.heads.files.lock import own
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig, load_config
-from redraft.online.engine.pace import describe_pace, read_gauges
 from redraft.online.fleet.discovery import list_servers
 from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
@@ -47,6 +44,7 @@ from redraft.online.tokens import write_token
 from redraft.recipes.serve.serve import speculative_config
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config
+from redraft.recipes.serve.up_parts import Learned, Meter, Part, Restarts, Screen, show_errors
 from redraft.recipes.serve.vllm_flags import read_flags, require_agreement
 
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
@@ -65,11 +63,6 @@ LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of 
 SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
 SERVER_STOP_S = 45  # running answers have 30 s, then their records are written
 LEARNER_STOP_S = 120  # for a checkpoint
-LONGEST_PAUSE_S = 60  # before a learner that died is started again
-PLAIN_LINE_S = 60  # between two status lines if the output is no terminal
-
-ERROR = re.compile(r"\b(?:ERROR|CRITICAL)\b|^(?:redraft: |[\w.]*(?:Error|Exception)\b)")
-"""A line of an error in the log of a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,90 +304,6 @@ def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = ()) -> list
     return [*command, "--", "--served-model-name", plan.given, *quiet, *more, *plan.vllm_args]
 
 
-@dataclass
-class Part:
-    """A process with a log."""
-
-    name: str
-    command: Sequence[str]
-    log: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
-    begun_s: float = 0.0
-    _read_to: int = 0
-
-    def start(self) -> None:
-        if self.process is None and self.log.exists():  # the cause of a death is looked for in the whole log
-            self.log.replace(self.log.with_suffix(".before"))
-        self.process, self.begun_s = start_group(self.command, log=self.log, env=self.environment), time.monotonic()
-
-    def read_lines(self) -> list[str]:
-        """Whole lines of the log since the last call."""
-        if self.process is None:
-            return []
-        with self.log.open("rb") as file:
-            file.seek(self._read_to)
-            new = file.read()
-        end = new.rfind(b"\n") + 1
-        self._read_to += end
-        return new[:end].decode(errors="replace").splitlines()
-
-    @property
-    def has_ended(self) -> bool:
-        return self.process is not None and self.process.poll() is not None
-
-    def stop(self, timeout_s: float) -> None:
-        """Ask the leader to end with all children; kill those that are left."""
-        if self.process is None:
-            return
-        self.process.terminate()
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout_s)
-        finally:
-            stop_group(self.process)
-
-
-@dataclass
-class Screen:
-    """The terminal: lines, and one line at the bottom that is updated in place."""
-
-    is_terminal: bool = field(default_factory=sys.stdout.isatty)
-    _shown_s: float = -PLAIN_LINE_S
-
-    def say(self, line: str) -> None:
-        print(f"\r\x1b[K{line}" if self.is_terminal else line, flush=True)
-
-    def update(self, line: str, now_s: float) -> None:
-        if self.is_terminal:
-            print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
-        elif now_s - self._shown_s >= PLAIN_LINE_S:
-            self._shown_s = now_s
-            print(line, flush=True)
-
-
-@dataclass
-class Learned:
-    """Phase, version and newest fault, from the log of the learner."""
-
-    phase: str = "starts"
-    version: str = ""
-    fault: str = ""
-
-    def read(self, line: str) -> None:
-        with contextlib.suppress(ValueError, AttributeError):
-            entry = json.loads(line)
-            kind = entry.get("kind")
-            if kind == "state":
-                self.phase = entry["phase"]
-            elif kind == "swap" and entry["outcome"] in ("swapped", "rolled_back"):
-                self.version = entry["version"]
-            elif kind == "acceptance" and entry.get("server"):
-                self.version = entry["draft_version"]
-            elif kind == "fault":
-                self.fault = f"{entry['what']} {entry.get('detail') or ''}: {entry.get('reason', '')}"
-
-
 def run(plan: Plan, *, learns: bool) -> None:
     """Start the parts and watch them until interrupted. Raises: ChildProcessError if the server ends."""
     screen, logs = Screen(), plan.folder / "logs"
@@ -469,70 +378,3 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None) -> Non
             shown += f" | {shorten_version(learned.version or 'no version')} | learner: {learned.phase}"
         screen.update(shown, now_s)
         time.sleep(1)
-
-
-def show_errors(screen: Screen, part: Part, lines: Sequence[str]) -> None:
-    """The last of the new errors: a traceback of vLLM is dozens of lines of them."""
-    errors = [line.strip() for line in lines if ERROR.search(line) and not line.startswith("{")]
-    if errors:
-        more = f" ({len(errors) - 1} more in {part.log})" if len(errors) > 1 else ""
-        screen.say(f"{part.name}: {errors[-1]}{more}")
-
-
-@dataclass
-class Restarts:
-    """Starts a learner again, later each time it dies early."""
-
-    deaths: int = 0
-    due_s: float | None = None
-
-    def follow(self, learner: Part, now_s: float, say: Callable[[str], None]) -> None:
-        if not learner.has_ended:
-            return
-        if self.due_s is None:
-            self.deaths = 1 if now_s - learner.begun_s > LONGEST_PAUSE_S else self.deaths + 1
-            pause_s = min(LONGEST_PAUSE_S, 2 ** (self.deaths - 1))
-            self.due_s = now_s + pause_s
-            say(f"learner: ended, and starts again in {pause_s} s; serving goes on: {last_error(learner.log)}")
-        if now_s >= self.due_s:
-            self.due_s = None
-            learner.start()
-
-
-@dataclass
-class Meter:
-    """Reads the counters of a server."""
-
-    url: str
-    is_ready: bool = False
-    _tokens: float = 0.0
-    _counts: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
-    _read_s: float = 0.0
-
-    def read(self, now_s: float) -> str:
-        """Requests, tokens/s, tau and pace since the last call; or that the server is not there."""
-        try:
-            text = httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).raise_for_status().text
-        except httpx.HTTPError:
-            return "the server does not answer" if self.is_ready else "the server starts"
-        shown = self.describe(text, now_s)
-        self.is_ready = True
-        return shown
-
-    def describe(self, text: str, now_s: float) -> str:
-        done, running, tokens = (
-            _total(text, name) for name in ("request_success_total", "num_requests_running", "generation_tokens_total")
-        )
-        counts = find_counts(text) or AcceptanceCounts.zero()
-        new = counts.since(self._counts) or counts
-        parts = [f"{done:.0f} requests done, {running:.0f} running"]
-        if self.is_ready:
-            parts.append(f"{(tokens - self._tokens) / max(1e-9, now_s - self._read_s):.1f} tokens/s")
-        parts += [f"tau {new.tau:.2f}"] if new.num_drafts else []
-        parts += [describe_pace(gauges)] if (gauges := read_gauges(text)) else []
-        self._tokens, self._counts, self._read_s = tokens, counts, now_s
-        return " | ".join(parts)
-
-
-def _total(metrics: str, name: str) -> float:
-    return sum(sample.value for sample in read_samples(metrics, f"vllm:{name}"))

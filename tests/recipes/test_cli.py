@@ -281,8 +281,8 @@ def test_arguments_for_vllm_are_given_one_by_one():
     assert parse(heads.Config, None, {}, args, prog="x").flags == ("--loop.steps", "2")
 
 
-PARTS = ("count", "compare_report", "made_drafts", "vllm_flags")
-"""Files of `redraft plan`, `redraft compare` and `redraft serve` beside the command."""
+PARTS = ("count", "compare_report", "made_drafts", "up_parts", "vllm_flags")
+"""Files of `redraft plan`, `compare`, `up` and `serve` beside the command."""
 COMMAND_FILES = [
     path
     for path in sorted((ROOT / "recipes").rglob("*.py"))

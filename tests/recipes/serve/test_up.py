@@ -30,7 +30,7 @@ from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.pace import PaceMetrics
 from redraft.online.fleet.registry import Registry
 from redraft.recipes.operate.watch import read_server
-from redraft.recipes.serve import up
+from redraft.recipes.serve import up, up_parts
 from redraft.recipes.serve.up_config import Config
 
 
@@ -218,7 +218,7 @@ def test_the_status_line_counts_since_the_last_reading():
         lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value}' for name, value in named.items()]
         return "\n".join([*lines, f"vllm:generation_tokens_total {tokens}", "vllm:request_success_total 7", page])
 
-    meter = up.Meter("http://127.0.0.1:1")
+    meter = up_parts.Meter("http://127.0.0.1:1")
     assert meter.read(0) == "the server starts"
     meter.describe(metrics(1000, 100, 100), 10)
     meter.is_ready = True
@@ -227,20 +227,20 @@ def test_the_status_line_counts_since_the_last_reading():
 
 
 def test_of_a_tracebacks_lines_the_last_one_is_shown(tmp_path, capsys):
-    part, screen = up.Part("server", [], tmp_path / "log"), up.Screen(is_terminal=False)
+    part, screen = up_parts.Part("server", [], tmp_path / "log"), up_parts.Screen(is_terminal=False)
     lines = [
         "INFO well",
         "(EngineCore) ERROR 11-27 Traceback",
         "(EngineCore) ERROR 11-27 ValueError: x",
         '{"ERROR": 1}',
     ]
-    up.show_errors(screen, part, lines)
-    up.show_errors(screen, part, lines[:1])
+    up_parts.show_errors(screen, part, lines)
+    up_parts.show_errors(screen, part, lines[:1])
     assert capsys.readouterr().out == f"server: {lines[2]} (1 more in {part.log})\n"
 
 
 def test_a_learner_that_keeps_dying_waits_longer_each_time(tmp_path):
-    part, restarts, said = up.Part("learner", ["false"], tmp_path / "log"), up.Restarts(), []
+    part, restarts, said = up_parts.Part("learner", ["false"], tmp_path / "log"), up_parts.Restarts(), []
     starts = []
 
     class Dead:

@@ -1,0 +1,179 @@
+"""The parts of `redraft up`: processes with logs, and all that the terminal shows of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.counters import find_counts, read_samples
+from redraft.eval.engine.process import start_group, stop_group
+from redraft.eval.engine.server import last_error
+from redraft.online.engine.pace import describe_pace, read_gauges
+
+LONGEST_PAUSE_S = 60  # before a learner that died is started again
+PLAIN_LINE_S = 60  # between two status lines if the output is no terminal
+
+ERROR = re.compile(r"\b(?:ERROR|CRITICAL)\b|^(?:redraft: |[\w.]*(?:Error|Exception)\b)")
+"""A line of an error in the log of a part."""
+
+
+@dataclass
+class Part:
+    """A process with a log."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    begun_s: float = 0.0
+    _read_to: int = 0
+
+    def start(self) -> None:
+        if self.process is None and self.log.exists():  # the cause of a death is looked for in the whole log
+            self.log.replace(self.log.with_suffix(".before"))
+        self.process, self.begun_s = start_group(self.command, log=self.log, env=self.environment), time.monotonic()
+
+    def read_lines(self) -> list[str]:
+        """Whole lines of the log since the last call."""
+        if self.process is None:
+            return []
+        with self.log.open("rb") as file:
+            file.seek(self._read_to)
+            new = file.read()
+        end = new.rfind(b"\n") + 1
+        self._read_to += end
+        return new[:end].decode(errors="replace").splitlines()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def stop(self, timeout_s: float) -> None:
+        """Ask the leader to end with all children; kill those that are left."""
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+        finally:
+            stop_group(self.process)
+
+
+@dataclass
+class Screen:
+    """The terminal: lines, and one line at the bottom that is updated in place."""
+
+    is_terminal: bool = field(default_factory=sys.stdout.isatty)
+    _shown_s: float = -PLAIN_LINE_S
+
+    def say(self, line: str) -> None:
+        print(f"\r\x1b[K{line}" if self.is_terminal else line, flush=True)
+
+    def update(self, line: str, now_s: float) -> None:
+        if self.is_terminal:
+            print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+        elif now_s - self._shown_s >= PLAIN_LINE_S:
+            self._shown_s = now_s
+            print(line, flush=True)
+
+
+@dataclass
+class Learned:
+    """Phase, version and newest fault, from the log of the learner."""
+
+    phase: str = "starts"
+    version: str = ""
+    fault: str = ""
+
+    def read(self, line: str) -> None:
+        with contextlib.suppress(ValueError, AttributeError):
+            entry = json.loads(line)
+            kind = entry.get("kind")
+            if kind == "state":
+                self.phase = entry["phase"]
+            elif kind == "swap" and entry["outcome"] in ("swapped", "rolled_back"):
+                self.version = entry["version"]
+            elif kind == "acceptance" and entry.get("server"):
+                self.version = entry["draft_version"]
+            elif kind == "fault":
+                self.fault = f"{entry['what']} {entry.get('detail') or ''}: {entry.get('reason', '')}"
+
+
+def show_errors(screen: Screen, part: Part, lines: Sequence[str]) -> None:
+    """The last of the new errors: a traceback of vLLM is dozens of lines of them."""
+    errors = [line.strip() for line in lines if ERROR.search(line) and not line.startswith("{")]
+    if errors:
+        more = f" ({len(errors) - 1} more in {part.log})" if len(errors) > 1 else ""
+        screen.say(f"{part.name}: {errors[-1]}{more}")
+
+
+@dataclass
+class Restarts:
+    """Starts a learner again, later each time it dies early."""
+
+    deaths: int = 0
+    due_s: float | None = None
+
+    def follow(self, learner: Part, now_s: float, say: Callable[[str], None]) -> None:
+        if not learner.has_ended:
+            return
+        if self.due_s is None:
+            self.deaths = 1 if now_s - learner.begun_s > LONGEST_PAUSE_S else self.deaths + 1
+            pause_s = min(LONGEST_PAUSE_S, 2 ** (self.deaths - 1))
+            self.due_s = now_s + pause_s
+            say(f"learner: ended, and starts again in {pause_s} s; serving goes on: {last_error(learner.log)}")
+        if now_s >= self.due_s:
+            self.due_s = None
+            learner.start()
+
+
+@dataclass
+class Meter:
+    """Reads the counters of a server."""
+
+    url: str
+    is_ready: bool = False
+    _tokens: float = 0.0
+    _counts: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
+    _read_s: float = 0.0
+
+    def read(self, now_s: float) -> str:
+        """Requests, tokens/s, tau and pace since the last call; or that the server is not there."""
+        try:
+            text = httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).raise_for_status().text
+        except httpx.HTTPError:
+            return "the server does not answer" if self.is_ready else "the server starts"
+        shown = self.describe(text, now_s)
+        self.is_ready = True
+        return shown
+
+    def describe(self, text: str, now_s: float) -> str:
+        done, running, tokens = (
+            _total(text, name) for name in ("request_success_total", "num_requests_running", "generation_tokens_total")
+        )
+        counts = find_counts(text) or AcceptanceCounts.zero()
+        new = counts.since(self._counts) or counts
+        parts = [f"{done:.0f} requests done, {running:.0f} running"]
+        if self.is_ready:
+            parts.append(f"{(tokens - self._tokens) / max(1e-9, now_s - self._read_s):.1f} tokens/s")
+        parts += [f"tau {new.tau:.2f}"] if new.num_drafts else []
+        parts += [describe_pace(gauges)] if (gauges := read_gauges(text)) else []
+        self._tokens, self._counts, self._read_s = tokens, counts, now_s
+        return " | ".join(parts)
+
+
+def _total(metrics: str, name: str) -> float:
+    return sum(sample.value for sample in read_samples(metrics, f"vllm:{name}"))
