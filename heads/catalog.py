@@ -222,7 +222,7 @@ FAMILIES: tuple[Family, ...] = (
         can_sample=True,
         learns_online=True,
         parity="recurrent",
-        checks="redraft.heads.doctor.eagle1:CHECKS",
+        checks="redraft.heads.doctor.shared:EAGLE1",
         options="redraft.heads.options:Eagle1",
         training=Training(
             options={"num_steps": 4}, divergence="forward_kl", lr=5e-5, loop={"steps": 20000, "sequence_length": 2048}

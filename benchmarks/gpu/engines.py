@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results
+from redraft.online.learning.replay import training_sequence
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.online.records.record import CorruptRecordError, read_frames
-from redraft.online.records.sequences import training_sequence
 
 ASSETS = Path(__file__).parents[2] / "tests/assets"
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from redraft.distill.doctor.in_engine import EngineCheck, judge_dump, plan_run
+from redraft.distill.doctor.in_engine import EngineCheck, day_of_training, judge_dump, plan_run, read_section
 from redraft.distill.doctor.label_probe import compare_probes, label_probe
-from redraft.distill.doctor.recorded import day_of_training, read_section
 from redraft.eval.engine.server import require_runner
 from redraft.eval.parity.run import run_engine
 from redraft.heads.doctor.checks import notes, static_findings

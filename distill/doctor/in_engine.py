@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 
 from redraft.distill.data.conversations import load_conversations, split_held_out
+from redraft.distill.data.day import choose_day
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.doctor.readings import find_better_readings
-from redraft.distill.doctor.recorded import arguments_of_training, day_of_training, read_forecast, read_section
 from redraft.distill.run.config import Data
 from redraft.distill.run.memory import require_target_room
 from redraft.distill.signal.sources import InProcessTarget
@@ -247,3 +247,22 @@ def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | No
     model = load_causal_lm(pair.target.folder, torch_dtype).to(device)
     head = pair.family.load(pair.draft, lambda: Target.from_model(model), torch_dtype).to(device).eval()
     return head, InProcessTarget(model, head.aux_layer_ids)
+
+
+def read_section(pair: Pair, section: str) -> dict[str, Any]:
+    return dict((pair.provenance or {}).get("config", {}).get(section) or {})
+
+
+def day_of_training(pair: Pair) -> datetime.date:
+    """The date that the template wrote in training, so a template with today's date is no
+    difference on another day. Today, if the provenance does not hold it."""
+    return choose_day((pair.provenance or {}).get("date"), "the date in the draft's provenance")
+
+
+def arguments_of_training(pair: Pair) -> dict[str, Any]:
+    """The arguments of the chat template with which most answers of the training began; empty if not known."""
+    return dict((pair.provenance or {}).get("template_arguments") or {})
+
+
+def read_forecast(pair: Pair) -> StoredForecast | None:
+    return StoredForecast.from_json((pair.provenance or {}).get("forecast"))

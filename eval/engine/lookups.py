@@ -1,19 +1,57 @@
 """Proposers that look tokens up, installed in vLLM's V1 model runner: counted answers, and either lookup before a head.
 
 vLLM's `custom_class` would do for the first alone. One way for both leaves vLLM's own account of n-grams in place.
-"""
+B = requests of a step, T = tokens of the longest request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from redraft.eval.engine import counted, lookup_first
-from redraft.heads.families.retrieval import FOLDER
+from redraft.eval.engine import lookup_first
+from redraft.heads.families.retrieval import FOLDER, LEAST_FIRST, VERIFY_COST, Ids, Retrieval
+
+VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST", LEAST_FIRST: "REDRAFT_LEAST_FIRST"}
+"""Keys of a config with counted answers, and the environment variables by which they reach the engine, past vLLM."""
+
+
+def counted_env(config: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(config[key]) for key, name in VARIABLES.items() if key in config}
+
+
+def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | None:
+    """The inverse of `counted_env`; None if no answers are named. Raises FileNotFoundError: there
+    is no such folder. Raises ValueError: it holds another draft, or a number is out of bounds."""
+    found = {key: environment[name] for key, name in VARIABLES.items() if environment.get(name)}
+    folder = found.pop(FOLDER, None)
+    changes = {key: float(value) for key, value in found.items()}
+    return Retrieval.read(Path(folder), **changes) if folder else None
+
+
+class Counted:
+    def __init__(self, runner: Any, draft: Retrieval) -> None:
+        self.runner, self.draft = runner, draft
+
+    def propose(self, scheduled: Any, sampled: Sequence[Sequence[int]], *_: Any) -> list[list[int]]:
+        """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
+        the step's new tokens of each request, none of one whose prompt is not read whole."""
+        batch, most = self.runner.input_batch, scheduled.num_spec_tokens_to_schedule
+        return [
+            self._propose(batch.token_ids_cpu[row], int(batch.num_tokens_no_spec[row]), most, len(sampled))
+            if tokens
+            else []
+            for row, tokens in enumerate(sampled)
+        ]
+
+    def _propose(self, ids_T: Ids, num_tokens: int, most: int, num_requests: int) -> list[int]:
+        # a draft does not reach beyond the longest request
+        return self.draft.propose(ids_T[:num_tokens], min(most, len(ids_T) - num_tokens), num_requests)
 
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in lookup_first.vllm_part(config).items() if key not in counted.VARIABLES}
+    return {key: value for key, value in lookup_first.vllm_part(config).items() if key not in VARIABLES}
 
 
 def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
@@ -24,7 +62,7 @@ def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
     if config.get("method") != "ngram" and not needs_plugin(config):
         return {}
     mixed = lookup_first.mix_env(config) if lookup_first.is_mixed(config) else {}
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **counted.counted_env(config), **mixed}
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **counted_env(config), **mixed}
 
 
 def needs_plugin(config: Mapping[str, Any]) -> bool:
@@ -53,13 +91,13 @@ def install(runner: Any) -> None:
     goes before this draft, or this is not the V1 model runner. vLLM does not start then."""
     if hasattr(runner, "redraft_lookup"):
         return
-    answers, mixed = counted.read_counted(), lookup_first.read_mix()
+    answers, mixed = read_counted(), lookup_first.read_mix()
     if not (answers or mixed):
         return
     # V2 calls it `speculator`.
     if not hasattr(runner, "drafter"):
         raise ValueError("only vLLM's V1 model runner looks tokens up as redraft does: set VLLM_USE_V2_MODEL_RUNNER=0")
-    alone = counted.Counted(runner, answers) if answers else None
+    alone = Counted(runner, answers) if answers else None
     runner.redraft_lookup = lookup_first.make_proposer(runner, mixed, alone) if mixed else alone
     # An attribute of the instance hides the method of the class, which stays as vLLM wrote it.
     runner.propose_draft_token_ids = runner.redraft_lookup.propose

@@ -1,6 +1,6 @@
-"""All patches of vLLM, and that of the CPU build's wait, to take requests while it computes, and to keep one speed.
+"""All patches of vLLM, and those of two waits: the CPU build takes requests while it computes; a server ends in time.
 
-The engine core waits for the worker by calling `sched_yield` in a loop. Each call gives up the interpreter for less
+Its engine core waits for the worker by calling `sched_yield` in a loop. Each call gives up the interpreter for less
 than a microsecond, but a thread waiting for it takes fifty to wake up. So the thread for new requests may not
 run until the engine is out of work, and requests are then served one after the other, at a third of the speed, for
 seconds or minutes. A short sleep now and then lets the thread in and costs 1% of a step."""
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from redraft.eval.engine.ending import patch_ending
 from redraft.eval.engine.lookups import patch_lookups
 
 ENABLED = "REDRAFT_ENGINE_WAIT"  # 1: for measurements and hidden states; serve patches itself
@@ -34,9 +34,7 @@ def list_patches() -> list[Callable[[], None]]:
     from vllm.platforms import current_platform
 
     # These load torch, which a process that only starts servers does without.
-    from redraft.eval.engine.cpu_sampling import fix_cpu_sampling
-    from redraft.eval.engine.gemm_release import patch_gemm_release
-    from redraft.eval.engine.grouped_norm import patch_grouped_norm
+    from redraft.eval.engine.cpu_patches import fix_cpu_sampling, patch_gemm_release, patch_grouped_norm
 
     of_cpu = (fix_cpu_sampling, patch_engine_wait, patch_gemm_release, patch_grouped_norm)
     return [*(of_cpu if current_platform.is_cpu() else ()), patch_lookups, patch_ending]
@@ -67,3 +65,22 @@ def with_sleeps(sched_yield: Callable[[], None]) -> Callable[[], None]:
             time.sleep(SLEEP_S)
 
     return wait
+
+
+LAUNCHER = "vllm.entrypoints.launchers.launcher"
+ENDING_S = 5  # for connections to close after the engine's end; complete answers need ms
+
+
+def patch_ending() -> None:
+    """Bound the wait for connections of vLLM's API server, which otherwise never ends after SIGTERM
+    while a client sends half a request or reads nothing. Does nothing in processes without one."""
+    launcher: Any = sys.modules.get(LAUNCHER)
+    if launcher is None:
+        return
+    shutdown = launcher.NoSignalServer.shutdown
+
+    async def shutdown_in_time(self: Any, sockets: Any = None) -> None:
+        self.config.timeout_graceful_shutdown = ENDING_S
+        await shutdown(self, sockets)
+
+    launcher.NoSignalServer.shutdown = shutdown_in_time

@@ -27,7 +27,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import torch
 
-from redraft.eval.engine.grouped_norm import patch_grouped_norm
+from redraft.eval.engine.cpu_patches import patch_grouped_norm
 
 
 class Recorder:

@@ -6,30 +6,34 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from redraft.heads.doctor import method as check_method
-from redraft.heads.doctor import origin as check_origin
-from redraft.heads.doctor import weights as check_weights
+import torch
+from torch import Tensor
+
 from redraft.heads.doctor.pair import Check, Finding, Pair
-from redraft.heads.files.artifact import MANIFEST, PROVENANCE
-from redraft.heads.files.folder import model_folder
+from redraft.heads.families.mtp_layouts import detect_layout
+from redraft.heads.files.artifact import MANIFEST, PROVENANCE, verify
+from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.heads.files.folder import model_folder, names_lineage
 from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.files.tensors import list_tensors, read_tensors
+from redraft.heads.target import Target
 
 
 def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: int) -> list[Finding]:
     """The problems visible in configs and tensors, without running the draft."""
     # `first_cure` shows the first problem, so causes come before consequences.
     checks: list[Check] = [
-        check_origin.manifest,
-        check_origin.target_fingerprint,
-        partial(check_method.method_flag, method=method),
+        manifest,
+        target_fingerprint,
+        partial(method_flag, method=method),
         *pair.family.own_checks(),
-        check_weights.numbers,
-        partial(check_method.number_of_tokens, num_speculative_tokens=num_speculative_tokens),
+        numbers,
+        partial(number_of_tokens, num_speculative_tokens=num_speculative_tokens),
     ]
     found = [finding for check in checks for finding in check(pair)]
     # a wrong key or tensor also breaks loading, but the checks above say it in better words
     known = any(not finding.is_doubt for finding in found)
-    return found if known else [*check_origin.completeness(pair), *found]
+    return found if known else [*completeness(pair), *found]
 
 
 def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: int) -> str:
@@ -56,3 +60,147 @@ def notes(pair: Pair) -> Iterator[str]:
     served_length = pair.target_config.max_position_embeddings
     if trained_length is not None and trained_length < served_length:
         yield f"trained on {trained_length} positions, the target serves {served_length}: measure acceptance far out"
+
+
+def manifest(pair: Pair) -> Iterator[Finding]:
+    """Every file is as it was published; a folder without a manifest was not published and passes."""
+    if not (pair.draft / MANIFEST).is_file():
+        return
+    try:
+        verify(pair.draft)
+    except ValueError as error:
+        problem, _, cure = str(error).rpartition(": ")
+        yield Finding(problem, cure)
+
+
+def target_fingerprint(pair: Pair) -> Iterator[Finding]:
+    """The provenance names the given target; another version of it is a doubt."""
+    trained_for = (pair.provenance or {}).get("target_fingerprint")
+    # A folder with the layer in it differs from the target of the layer's training.
+    if trained_for is None or pair.is_own_target or trained_for == pair.target.fingerprint:
+        return
+    name = (pair.provenance or {}).get("target", "another model")
+    if names_lineage(pair.provenance, pair.target.lineage):
+        yield Finding(
+            f"the draft was trained for another version of this target: {name}, fingerprint {trained_for[:12]}",
+            "measure the acceptance with `redraft eval`, or run `redraft adapt`",
+            is_doubt=True,
+        )
+        return
+    yield Finding(
+        f"the draft was trained for another target: {name}, fingerprint {trained_for[:12]}",
+        "give that target, or train a draft for this one",
+    )
+
+
+def completeness(pair: Pair) -> Iterator[Finding]:
+    """The checkpoint has exactly the tensors of the head; engines silently load an incomplete one."""
+    try:
+        if pair.family.is_head:
+            pair.family.load(pair.draft, lambda: Target.from_folder(pair.target.folder))
+        else:
+            load_causal_lm(pair.draft)
+    except (ValueError, KeyError) as error:
+        text = f"config.json lacks {error}" if isinstance(error, KeyError) else str(error)
+        yield Finding(text.removeprefix(f"{pair.draft} ").removeprefix(f"{pair.draft}: "), "export the head again")
+
+
+QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}  # packed: values say nothing without scales
+
+
+def numbers(pair: Pair) -> Iterator[Finding]:
+    """Every value is finite, and no matrix is all zeros. Zero biases and zero-centred norms are usual."""
+    for name in draft_tensors(pair):
+        # F64, F32, F16, BF16. Not BOOL (t2d), which begins with B as well.
+        if pair.dtypes[name] in QUANTIZED or not pair.dtypes[name].startswith(("F", "BF")):
+            continue
+        tensor = read_tensors(pair.draft, [name])[name]
+        wrong = int((~torch.isfinite(tensor)).sum())
+        if wrong:
+            yield Finding(
+                f"{name} holds {wrong} values that are not finite (NaN or infinity): the draft proposes nothing useful",
+                "export the draft again in bfloat16: float16 ends at 65,504"
+                if pair.dtypes[name] == "F16"
+                else "export an earlier checkpoint: training diverged, or the file was damaged",
+            )
+        elif tensor.ndim > 1 and not bool(tensor.any()):
+            yield Finding(
+                f"{name} is all zeros: it was never trained, or was lost in a conversion",
+                "export the draft again from its training, or train it",
+            )
+
+
+def draft_tensors(pair: Pair) -> list[str]:
+    """The tensors of the draft; in a folder that also holds its target, only its own."""
+    if not (pair.is_own_target and pair.family.is_in_target):
+        return list(pair.shapes)
+    prefix = detect_layout(pair.target_config).prefix.format(n=pair.target_config.num_hidden_layers)
+    return [name for name in pair.shapes if name.startswith(prefix)]
+
+
+def copy_of_target(pair: Pair) -> Iterator[Finding]:
+    """A standalone draft is another model than its target."""
+    files = {folder: list_tensors(folder) for folder in (pair.draft, pair.target.folder)}
+    if files[pair.draft].keys() != files[pair.target.folder].keys():
+        return
+    # layers first: in any other model the first of them differs, and `all` reads no more
+    equal = (_is_same(pair, name) for name in sorted(files[pair.draft], key=lambda name: ".layers." not in name))
+    if all(equal):
+        yield Finding(
+            "the draft is the target itself, tensor by tensor: every token is accepted, and nothing becomes faster",
+            "give a smaller draft (--draft): `redraft train standalone` makes one from some layers of the target",
+        )
+
+
+def _is_same(pair: Pair, name: str) -> bool:
+    mine, its = (read_tensors(folder, [name])[name] for folder in (pair.draft, pair.target.folder))
+    return mine.shape == its.shape and torch.equal(_narrow(mine), _narrow(its))
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    # A copy may be stored in another type: compare after rounding.
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+
+STEERING = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+"""Parts of a draft's path by which vLLM chooses the method, unless it was told one of these methods.
+(`vllm.config.speculative`, in the order in which it looks.)"""
+
+
+def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
+    """The method asked for, the one in the config, and the one in the path are the family's."""
+    family, right = pair.family.name, pair.family.method
+    if right is None:
+        return
+    if method not in (None, right):
+        yield Finding(f'method "{method}" does not run drafts of family {family}', f'serve it with "method": "{right}"')
+    algorithm = pair.config.get("speculators_model_type")
+    if algorithm not in (None, pair.family.algorithm):
+        yield Finding(
+            f'config.json says speculators_model_type "{algorithm}", the tensors are those of {family}',
+            f'write "{pair.family.algorithm}" there and into speculators_config.algorithm',
+        )
+    named = (pair.config.get("redraft") or {}).get("family")
+    if named not in (None, family):
+        yield Finding(
+            f"config.json names the family {named}, the tensors are those of {family}",
+            "export the head again: weights and config are of different heads",
+        )
+    # The whole path counts, the names of parent folders too. vLLM skips the search for these four methods.
+    path = str(pair.draft).lower()
+    steered = next((method for part, method in STEERING.items() if part in path), right)
+    if steered != right and right not in STEERING.values():
+        yield Finding(
+            f'the path {pair.draft} makes vLLM take the method "{steered}", even if it is told "{right}"',
+            f"move the draft to a path without {', '.join(STEERING)}",
+        )
+
+
+def number_of_tokens(pair: Pair, num_speculative_tokens: int) -> Iterator[Finding]:
+    """No more draft tokens are asked for than the checkpoint can propose."""
+    most = pair.family.max_tokens(pair.config)
+    if most is not None and num_speculative_tokens > most:
+        yield Finding(
+            f"{num_speculative_tokens} tokens are to be drafted, the draft proposes {most}; vLLM makes up the others",
+            f'serve with "num_speculative_tokens": {most} at most',
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from redraft.heads.doctor import shared, weights
+from redraft.heads.doctor import checks, shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.tokenizers import check_same_tokenizer
@@ -25,4 +25,4 @@ def tokenizer(pair: Pair) -> Iterator[Finding]:
         yield Finding(problem, cure or "copy the target's tokenizer into the draft's folder")
 
 
-CHECKS: tuple[Check, ...] = (tokenizer, shared.positions, weights.copy_of_target)
+CHECKS: tuple[Check, ...] = (tokenizer, shared.positions, checks.copy_of_target)

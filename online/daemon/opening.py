@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redraft.heads.catalog import find_family, require_head, require_trained_for
-from redraft.heads.doctor.origin import completeness
+from redraft.heads.doctor.checks import completeness
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.doctor.shared import require_own_head
 from redraft.heads.files.artifact import is_full

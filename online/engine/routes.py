@@ -8,20 +8,21 @@ import logging
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
-from starlette.datastructures import State
+from starlette.datastructures import Headers, State
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
-from redraft.online.engine.client_origin import OriginMiddleware, forward_origin
 from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, check_pace, read_config
 from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.pace import PaceMetrics, is_asked
 from redraft.online.engine.swap_transaction import Asked, Move, Swaps, can_pause
+from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_headers
 from redraft.online.tokens import is_local
 
 logger = logging.getLogger("vllm.redraft")
@@ -179,3 +180,30 @@ def authorize(request: Request, config: PluginConfig) -> None:
     # As bytes: `compare_digest` raises for a string that is not ASCII.
     if not hmac.compare_digest(given.encode(), f"Bearer {config.token}".encode()):
         raise HTTPException(401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"})
+
+
+_origin: ContextVar[Origin] = ContextVar("redraft_origin")
+
+
+class OriginMiddleware:
+    """Stores the X-Redraft-Tenant, -Domain and -Opt-Out headers of a request for `forward_origin`."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            _origin.set(read_origin_headers(Headers(scope=scope)))
+        await self.app(scope, receive, send)
+
+
+def forward_origin(engine_client: Any) -> None:
+    """Make `engine_client.generate` write the origin into the sampling parameters, over any value from the client."""
+    generate = engine_client.generate
+
+    def generate_with_origin(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        origin = {EXTRA_ARGS_KEY: _origin.get(Origin())._asdict()}
+        sampling_params.extra_args = (sampling_params.extra_args or {}) | origin
+        return generate(prompt, sampling_params, *args, **kwargs)
+
+    engine_client.generate = generate_with_origin

@@ -25,9 +25,8 @@ from redraft.heads.draft import Draft, DraftStep, TargetSignal
 from redraft.heads.family import Reads
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.penalties import penalise
-from redraft.online.learning.replay import RecordedBatch, make_batches
+from redraft.online.learning.replay import RecordedBatch, make_batches, training_sequence
 from redraft.online.records.record import Record, Sampling
-from redraft.online.records.sequences import training_sequence
 
 Array = NDArray[np.float64]
 Method = Literal["greedy", "probabilistic"]

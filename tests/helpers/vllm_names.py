@@ -112,9 +112,6 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm_config": (VLLM_CONFIG,),
         "vllm_config.model_config": ("config.model:ModelConfig",),
         "speculative": (SPECULATIVE,),
-    },
-    "online/engine/client_origin.py": {
-        "engine_client": (ENGINE,),
         "sampling_params": ("sampling_params:SamplingParams",),
     },
     "online/engine/engine_calls.py": {"self.engine": (ENGINE,)},
@@ -152,8 +149,10 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "runner.discard_request_mask": ("v1.utils:CpuGpuBuffer",),
         "runner.drafter": ("v1.spec_decode.draft_model:DraftModelProposer",),
     },
-    "eval/engine/cpu_sampling.py": {
+    "eval/engine/cpu_patches.py": {
         "cpu_triton_utils": ("utils.cpu_triton_utils",),
+        "CPUDNNLGEMMHandler": ("_custom_ops:CPUDNNLGEMMHandler",),
+        "_custom_ops": ("_custom_ops",),
     },
     "online/engine/swap.py": {
         "worker": (WORKER,),
@@ -166,18 +165,10 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "shm_broadcast": ("distributed.device_communicators.shm_broadcast",),
         "EngineCoreProc": ("v1.engine.core:EngineCoreProc",),
     },
-    "eval/engine/gemm_release.py": {
-        "CPUDNNLGEMMHandler": ("_custom_ops:CPUDNNLGEMMHandler",),
-    },
-    "eval/engine/grouped_norm.py": {
-        "_custom_ops": ("_custom_ops",),
-    },
-    "eval/engine/counted.py": {
+    "eval/engine/lookups.py": {
         "self.runner": (V1_RUNNER,),
         "batch": ("v1.worker.gpu_input_batch:InputBatch",),
         "scheduled": ("v1.core.sched.output:SchedulerOutput",),
-    },
-    "eval/engine/lookups.py": {
         "WorkerWrapperBase": ("v1.worker.worker_base:WorkerWrapperBase",),
         "self.worker": (WORKER,),
         "runner": (V1_RUNNER,),

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from redraft.distill.data import packing, samples, tokens
 from redraft.distill.data.conversations import load_conversations, remove_overlap, split_held_out
 from redraft.distill.data.packing import PackedDataset
-from redraft.distill.data.processes import map_in_processes
-from redraft.distill.data.samples import Sample, build_samples, data_hash
+from redraft.distill.data.samples import Sample, build_samples, data_hash, map_in_processes
 from redraft.distill.data.tokens import MappedSamples
 from redraft.distill.data.vocabulary import frequent_ids
 from redraft.distill.run.config import Data, Loop

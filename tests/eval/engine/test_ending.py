@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from redraft.eval.engine import ending
+from redraft.eval.engine import wait
 from redraft.eval.engine.wait import ENABLED
 
 # As `serve_http` of vLLM ends: the server's task is cancelled, then its `shutdown` is awaited.
@@ -65,6 +65,6 @@ def test_a_client_that_keeps_its_connection_does_not_keep_the_server(name):
                 server.stdin.write("\n")
                 server.stdin.flush()
                 assert server.wait(timeout=600) == 0
-                assert time.monotonic() - began_s < ending.ENDING_S + 120
+                assert time.monotonic() - began_s < wait.ENDING_S + 120
         finally:
             server.kill()

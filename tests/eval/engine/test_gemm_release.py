@@ -7,7 +7,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from redraft.eval.engine.gemm_release import release_outside_traces
+from redraft.eval.engine.cpu_patches import release_outside_traces
 
 
 class Handle:

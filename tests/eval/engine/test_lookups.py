@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redraft.eval.engine.counted import VARIABLES, Counted
 from redraft.eval.engine.lookup_first import HeadLimits, mix
-from redraft.eval.engine.lookups import install, lookup_env, needs_plugin
+from redraft.eval.engine.lookups import VARIABLES, Counted, install, lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.retrieval import Config, Retrieval

@@ -47,10 +47,9 @@ from redraft.online.learning.anchors import write_anchors
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import DRAFT, Candidate, choose_reads, read_hidden_shape
 from redraft.online.learning.config import BufferConfig, DraftConfig, Training
-from redraft.online.learning.replay import make_batches
+from redraft.online.learning.replay import make_batches, training_sequence
 from redraft.online.learning.scoring import score
 from redraft.online.records.record import Record, decode_record, encode_record, read_frames
-from redraft.online.records.sequences import training_sequence
 from redraft.online.records.spool import spool_files
 
 

@@ -26,7 +26,7 @@ from redraft.eval.forecast.sampled import sampled_topk
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.learning.intake import count_acceptance, mark_unfit
-from redraft.online.learning.replay import make_batches, select_texts
+from redraft.online.learning.replay import make_batches, select_texts, training_sequence
 from redraft.online.learning.scoring import (
     RequestScore,
     score,
@@ -41,7 +41,6 @@ from redraft.online.records.record import (
     encode_record,
     read_frames,
 )
-from redraft.online.records.sequences import training_sequence
 from redraft.online.settings import render_example
 
 # --- replay

@@ -37,6 +37,7 @@ from redraft.online.engine.steps import (
 )
 from redraft.online.learning.intake import count_acceptance
 from redraft.online.learning.penalties import penalise
+from redraft.online.learning.replay import training_sequence
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.online.records.publisher import HEADER_BYTES
 from redraft.online.records.record import (
@@ -50,7 +51,6 @@ from redraft.online.records.record import (
     join_text,
     read_frames,
 )
-from redraft.online.records.sequences import training_sequence
 from redraft.online.records.spool import SpoolWriter, spool_files
 
 V, K = 50, 4

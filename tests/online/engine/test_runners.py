@@ -23,8 +23,8 @@ from redraft.online.engine import runner_v1, runner_v2
 from redraft.online.engine.config import TABLE, one_number
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture
 from redraft.online.learning.intake import count_acceptance
+from redraft.online.learning.replay import training_sequence
 from redraft.online.records.record import LOOKUP, PADDING, Record, read_frames
-from redraft.online.records.sequences import training_sequence
 from redraft.online.records.spool import spool_files
 
 # --- which runner, and why

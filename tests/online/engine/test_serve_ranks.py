@@ -8,7 +8,7 @@ import torch
 from real_server import COPY, RANDOM, running_server
 from transformers import LlamaForCausalLM
 
-from redraft.online.records.sequences import training_sequence
+from redraft.online.learning.replay import training_sequence
 
 
 def make_prompts(seed, *lengths):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from redraft.eval.engine.cpu_sampling import expand_kernel
+from redraft.eval.engine.cpu_patches import expand_kernel
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.files.folder import fingerprint
 from redraft.heads.target import Target

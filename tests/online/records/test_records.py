@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from redraft.heads.nn import float8
 from redraft.heads.nn.float8 import encode_float8
+from redraft.online.learning.replay import training_sequence
 from redraft.online.records.record import (
     MAGIC,
     MAX_RECORD_BYTES,
@@ -23,7 +24,6 @@ from redraft.online.records.record import (
     join_text,
     read_frames,
 )
-from redraft.online.records.sequences import training_sequence
 from redraft.online.records.states import SCALE_BYTES, decode_float8
 
 
