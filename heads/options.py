@@ -23,14 +23,13 @@ class LayerSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle1(LayerSizes):
+class Unrolled:
+    """A head that drafts step by step, each step from the output of the one before."""
+
     num_steps: int = 1
-    """Draft steps trained at once. The paper trains 1; with more, the head also learns from features of earlier steps,
-    as it reads them in serving."""
+    """Draft steps trained at once."""
     step_decay: float = 0.8
     """Weight of draft step k in the loss is step_decay^k, with k from 0."""
-    regression_weight: float = 10.0
-    """Weight of the SmoothL1 distance to the target's feature; the divergence weighs 1. The paper uses 1 and 0.1."""
     recompute: bool = False
     """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
     head's layer, and far less memory with long rows."""
@@ -42,7 +41,16 @@ class Eagle1(LayerSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3(LayerSizes):
+class Eagle1(Unrolled, LayerSizes):
+    num_steps: int = 1
+    """Draft steps trained at once. The paper trains 1; with more, the head also learns from features of earlier steps,
+    as it reads them in serving."""
+    regression_weight: float = 10.0
+    """Weight of the SmoothL1 distance to the target's feature; the divergence weighs 1. The paper uses 1 and 0.1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3(Unrolled, LayerSizes):
     aux_layer_ids: tuple[int, ...] = ()
     """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
     2, n // 2 and n - 3 of n layers."""
@@ -58,16 +66,6 @@ class Eagle3(LayerSizes):
     """Feed back the feature after the final norm instead of before it (EAGLE-3.1)."""
     num_steps: int = 7
     """Draft steps trained at once; each reads the features of the step before."""
-    step_decay: float = 0.8
-    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
-    recompute: bool = False
-    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
-    head's layer, and far less memory with long rows."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
-        return self.num_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,21 +199,11 @@ class Medusa:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mtp:
+class Mtp(Unrolled):
     num_steps: int = 3
     """Draft steps trained at once; each reads the output of the step before."""
-    step_decay: float = 0.8
-    """Weight of draft step k in the loss is step_decay^k, with k from 0."""
     as_mimo: bool = False
     """Rewrite a Llama target into the MiMo layout, which computes the same and has room for an MTP layer."""
-    recompute: bool = False
-    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
-    head's layer, and far less memory with long rows."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
-        return self.num_steps
 
 
 @dataclass(frozen=True, kw_only=True)

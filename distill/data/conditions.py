@@ -111,12 +111,9 @@ def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:
 
 def _is_rendered(turn: Turn, written: str, content: Content, rendered: str, form: ReasoningForm | None) -> bool:
     """Whether the turn is rendered but for its reasoning, which many templates drop from answers."""
-    whole, prompt, answer = (_bare(text, form) for text in (rendered, turn.prompt, written))
+    texts = (form.pattern.sub("", text) if form else text for text in (rendered, turn.prompt, written))
+    whole, prompt, answer = map(dense, texts)
     if not whole.startswith(prompt):
         return False
     rest = whole.removeprefix(prompt)
     return rest.startswith((answer, answer.removeprefix(dense(content.thought))))
-
-
-def _bare(text: str, form: ReasoningForm | None) -> str:
-    return dense(form.pattern.sub("", text) if form else text)

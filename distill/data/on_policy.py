@@ -28,7 +28,6 @@ def draft_written(
     pad_id: int,
     end_ids: Sequence[int],
     seed: int,
-    temperature: float = 1.0,
     max_tokens: int | None = None,
 ) -> Batch:
     """The batch's prompts, one per row, each followed by text from the draft: as long as the
@@ -51,7 +50,7 @@ def draft_written(
             attention_mask=real_BT.long(),
             max_new_tokens=min(longest, max_tokens or longest),
             do_sample=True,
-            temperature=temperature,
+            temperature=1.0,
             top_k=0,
             top_p=1.0,  # generation_config.json may hold other values; those are meant for users
             min_p=None,

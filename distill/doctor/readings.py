@@ -355,14 +355,10 @@ def _set_mask_token(head: Any, token: int) -> None:
 
 def _anchor_in_context() -> Reading:
     """The target reads the anchor while it verifies, so in training its feature is there, and in serving it is not."""
-
-    def show_anchor(copied: Any) -> None:
-        copied.sees_anchor = True
-
     return Reading(
         problem="the head was trained with the target's feature of the anchor in the context, and no engine has it yet",
         cure="no change to the folder helps: train again, with the features before each block's anchor only",
-        change=show_anchor,
+        change=lambda copied: setattr(copied, "sees_anchor", True),
         min_gain=MIN_GAIN_OF_ANCHOR,
     )
 

@@ -114,9 +114,9 @@ def count_step(
         )
 
 
-def count_target(plan: Plan, *, weightless: bool = True) -> Counted:
-    with Count(weightless=weightless) as count:
-        with _making(weightless):
+def count_target(plan: Plan) -> Counted:
+    with Count(weightless=True) as count:
+        with _making(True):
             model = _make_model(plan.target, plan.dtype)
         count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
         count.memory.restart()

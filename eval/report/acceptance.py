@@ -15,7 +15,7 @@ from redraft.eval.intervals import CONFIDENCE
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt, domains
 from redraft.eval.report.answer import compose_answer, join_words
-from redraft.eval.report.page import TEMPLATES, render_text, write_page
+from redraft.eval.report.page import TEMPLATES, charts_of, render_text, write_page
 from redraft.eval.report.results import Measured, build_results, list_prompt_counts
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.kept import hash_key
@@ -61,15 +61,11 @@ def hash_prompt(prompt: Prompt) -> str:
 
 def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write report.json, .html and .md; returns report.html's path, or report.json's without."""
-    page = write_page(folder, report, TEMPLATES / "acceptance.html.j2", _draw_charts)
+    page = write_page(
+        folder, report, TEMPLATES / "acceptance.html.j2", charts_of("redraft.eval.report.acceptance_charts")
+    )
     write_whole(folder / "report.md", render_markdown(report))
     return page
-
-
-def _draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
-    from redraft.eval.report.acceptance_charts import build_charts  # altair is in the `report` extra
-
-    return build_charts(report)
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +142,12 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write a draft's report.json and report.html into `folder` and return the path of the page.
     Raises ValueError if a key is missing, or a number is not finite."""
     _require_keys(report)
-    return write_page(folder, report, TEMPLATES / "report.html.j2", _draw_charts)
+    return write_page(folder, report, TEMPLATES / "report.html.j2", charts_of("redraft.eval.report.charts"))
 
 
-def _draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
-    from redraft.eval.report.charts import build_charts  # altair is in the `report` extra
-
-    return build_charts(report)
+def charts_of(module: str) -> Charts:
+    """`build_charts` of a module that is imported late: altair is in the `report` extra."""
+    return lambda report: dict(import_module(module).build_charts(report))
 
 
 def write_page(

@@ -22,7 +22,7 @@ from typing import Any
 from redraft.eval.engine.draft_source import shorten_name
 from redraft.eval.engine.sampling import GREEDY, Sampling
 from redraft.eval.engine.server import vllm_keys
-from redraft.eval.report.page import TEMPLATES, write_page
+from redraft.eval.report.page import TEMPLATES, charts_of, write_page
 from redraft.eval.serving.cost import advise
 from redraft.eval.serving.sweep import QUESTIONS, fit_step_costs, pool_acceptance
 from redraft.heads.files.artifact import write_whole
@@ -127,15 +127,10 @@ def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
         "describe_speedup": describe_speedup,
         "sampling": describe_sampling(report),
     }
-    page = write_page(folder, report, TEMPLATES / "serving.html.j2", _draw_charts, stem="serving", extras=extras)
+    charts = charts_of("redraft.eval.serving.charts")
+    page = write_page(folder, report, TEMPLATES / "serving.html.j2", charts, stem="serving", extras=extras)
     write_whole(folder / "serving.md", render_markdown(report))
     return page
-
-
-def _draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
-    from redraft.eval.serving.charts import build_charts  # altair is in the `report` extra
-
-    return build_charts(report)
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:

@@ -60,11 +60,7 @@ class MLPSpeculator(nn.Module):
         self._emb_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
         for parameter in (*self.emb.parameters(), *self.proj.parameters(), *self.head.parameters()):
             nn.init.normal_(parameter, std=inner**-0.5)
-        if config.tie_weights:
-            self._tie()
-
-    def _tie(self) -> None:
-        for i in range(1, self.config.num_stages):
+        for i in range(1, stages if config.tie_weights else 1):
             self.emb[i], self.head[i], self.ln[i] = self.emb[0], self.head[0], self.ln[0]
             self.proj[i] = self.proj[1]  # the first reads the target's hidden size
 

@@ -179,10 +179,8 @@ class RequestLog:
     def _state_budget(self) -> int:
         """Bytes for hidden states in the next record. A quarter of it in any case: a long text can be compressed."""
         text = 4 * (len(self.info.prompt_ids) + len(self.output) - self.num_sent)
-        return max(self.max_bytes // 4, self.max_bytes - text - self.num_rows * self._row_bytes())
-
-    def _row_bytes(self) -> int:
-        return ROW_BYTES + 8 * self.verified[-1].rows.topk_ids_RK.shape[1] if self.verified else 0
+        row = ROW_BYTES + 8 * self.verified[-1].rows.topk_ids_RK.shape[1] if self.verified else 0
+        return max(self.max_bytes // 4, self.max_bytes - text - self.num_rows * row)
 
     def cut_segment(self, server_id: str, fingerprint: str) -> Record | None:
         """The record of everything since the last segment, or None if there is no row yet. Starts the next segment."""

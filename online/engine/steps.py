@@ -152,7 +152,9 @@ class StepQueue:
             self._steps.append(step)
             self._count(step, 1)
             # The newest step keeps its rows, even if it alone exceeds the bound.
-            while self._num_light < len(self._steps) - 1 and self._are_rows_full():
+            while self._num_light < len(self._steps) - 1 and (
+                self._num_bytes > self.max_bytes or len(self._steps) - self._num_light > self.max_steps
+            ):
                 self._give_up_rows()
             while len(self._steps) > self.max_steps and self._is_full():
                 self._drop()
@@ -176,9 +178,6 @@ class StepQueue:
 
     def _is_due(self) -> bool:
         return self._num_bytes >= REDUCED_BYTES or 2 * len(self._steps) > self.max_steps
-
-    def _are_rows_full(self) -> bool:
-        return self._num_bytes > self.max_bytes or len(self._steps) - self._num_light > self.max_steps
 
     def _is_full(self) -> bool:
         return len(self._steps) > self.max_light_steps or self._num_light_bytes > self.max_light_bytes

@@ -210,31 +210,27 @@ def estimate_loss(canary_P2: Array, control_P2: Array) -> Estimate:
     return estimate_gain(accepted_B2, drafts_B2)
 
 
-def estimate_loss_by_domain(canary: Mapping[str, Array], control: Mapping[str, Array]) -> Estimate:
+def _estimate_loss_since(canary_P2: Array, before_P2: Array) -> Estimate:
+    """`estimate_loss` against other minutes, whose polls do not pair up."""
+    return subtract_independent(estimate_accepted(before_P2), estimate_accepted(canary_P2))
+
+
+def estimate_loss_by_domain(
+    canary: Mapping[str, Array],
+    control: Mapping[str, Array],
+    estimate: Callable[[Array, Array], Estimate] = estimate_loss,
+) -> Estimate:
     """The loss of tau from the (drafts, accepted) [P, 2] of each domain, weighed as by Cochran
     (1954) and by Mantel and Haenszel (1959): a domain counts as far as both groups had it. Domains
     with few drafts in one of the groups are left out. The error is infinite if none is left."""
-    return _weigh_domains(canary, control, estimate_loss)
-
-
-def estimate_loss_since(canary: Mapping[str, Array], before: Mapping[str, Array]) -> Estimate:
-    """The same against other minutes, whose polls do not pair up."""
-    return _weigh_domains(
-        canary, before, lambda ours, theirs: subtract_independent(estimate_accepted(theirs), estimate_accepted(ours))
-    )
-
-
-def _weigh_domains(
-    ours: Mapping[str, Array], theirs: Mapping[str, Array], estimate: Callable[[Array, Array], Estimate]
-) -> Estimate:
     losses, weights = [], []
-    for domain in ours.keys() & theirs.keys():
-        groups = [group[domain] for group in (ours, theirs)]
-        drafts, their_drafts = (float(group_P2[:, 0].sum()) for group_P2 in groups)
-        if min(drafts, their_drafts) >= MIN_DOMAIN_DRAFTS:
+    for domain in canary.keys() & control.keys():
+        groups = [group[domain] for group in (canary, control)]
+        drafts, others = (float(group_P2[:, 0].sum()) for group_P2 in groups)
+        if min(drafts, others) >= MIN_DOMAIN_DRAFTS:
             losses.append(estimate(*groups))
             # 1 / (1/n + 1/m): the inverse variance of a difference, if every draft has the same variance.
-            weights.append(drafts * their_drafts / (drafts + their_drafts))
+            weights.append(drafts * others / (drafts + others))
     if not losses:
         # `decide` finds an infinite interval inconclusive.
         return Estimate(0.0, math.inf, 1.0)
@@ -415,8 +411,8 @@ def _are_one(targets: set[str | None]) -> bool:
 
 def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_paired: bool) -> tuple[Finding, str]:
     by_domain = ours.has_domains and theirs.has_domains
-    groups = [polls.by_domain if by_domain else {ALL: polls.select(ALL)} for polls in (ours, theirs)]
-    loss = estimate_loss_by_domain(*groups) if is_paired else estimate_loss_since(*groups)
+    canary, control = (polls.by_domain if by_domain else {ALL: polls.select(ALL)} for polls in (ours, theirs))
+    loss = estimate_loss_by_domain(canary, control, estimate_loss if is_paired else _estimate_loss_since)
     finding = decide(loss, policy)
     low, high = loss.interval(policy.confidence)
     spread = f"{policy.confidence:.0%} interval of the loss{' by domain' * by_domain} {low:+.3f} to {high:+.3f}"

@@ -31,7 +31,7 @@ def penalise(record: Record) -> Record:
     not kept keep their mass together, because it is not known which of them were seen: a repetition
     penalty would have left them less."""
     sampling = record.sampling
-    if not sampling.has_penalty:
+    if (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0, 0, 1):
         return record
     rows = np.flatnonzero(record.branches == 0)
     text_T = np.concatenate([record.context_ids, record.output_ids])

@@ -92,10 +92,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
 
-    @property
-    def has_penalty(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
-
     def served(self) -> sampling.Sampling:
         """The temperature and filters that the engine samples with, after the penalties."""
         filters = sampling.Sampling(top_p=self.top_p, top_k=max(self.top_k, 0), min_p=self.min_p)

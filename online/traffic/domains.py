@@ -135,7 +135,8 @@ class Clusters:
     def named_after(self, texts: Sequence[str], labels: Sequence[str]) -> Clusters:
         """The same clusters, each named after its most common label if that is valid and unique."""
         found = list(zip(self.assign(texts), labels, strict=True))
-        commonest = {name: _commonest([label for cluster, label in found if cluster == name]) for name in self.names}
+        counts = {name: Counter(label for cluster, label in found if cluster == name) for name in self.names}
+        commonest = {name: next(iter(count.most_common(1)), ("", 0))[0] for name, count in counts.items()}
         times = Counter(commonest.values())
         fit = {name for name, label in commonest.items() if label and is_label(label) and times[label] == 1}
         return Clusters(tuple(commonest[name] if name in fit else name for name in self.names), self.centroids_CF)
@@ -189,7 +190,3 @@ def features(texts: Sequence[str]) -> NDArray[np.float32]:
     # Of the 0/1 entries the sum is the squared length. The maximum keeps an empty text at 0.
     features_NF /= np.sqrt(np.maximum(features_NF.sum(1), 1))[:, None]
     return features_NF
-
-
-def _commonest(labels: Sequence[str]) -> str:
-    return Counter(labels).most_common(1)[0][0] if labels else ""

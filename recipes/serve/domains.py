@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
-from redraft.distill.data.messages import Message
 from redraft.heads.files.artifact import publish, require_free
 from redraft.online.traffic.domains import Clusters, prompt_text
 
@@ -58,14 +57,11 @@ def main(cfg: Config) -> None:
 
 def read_prompts(conversations: Sequence[Conversation]) -> tuple[list[str], list[str]]:
     """(the prompt of every conversation's last answer as a router reads it, the labels)."""
-    texts = [prompt_text({"messages": _before_answer(conversation["messages"])}) for conversation in conversations]
+    whole = (conversation["messages"] for conversation in conversations)
+    texts = [prompt_text({"messages": some[:-1] if some[-1]["role"] == "assistant" else some}) for some in whole]
     labels = [conversation["domain"] for conversation in conversations]
     # Empty for a prompt other than text, which a router gives no domain.
     return [text for text in texts if text], [label for text, label in zip(texts, labels, strict=True) if text]
-
-
-def _before_answer(messages: Sequence[Message]) -> Sequence[Message]:
-    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
 def describe_domains(clusters: Clusters, texts: Sequence[str], labels: Sequence[str]) -> Iterator[str]:
