@@ -5,8 +5,6 @@ N = rows, V = vocabulary. p = target, q = draft.
 `alpha`          acceptance probability of a draft token drawn from q: sum_v min(p, q) = 1 - TV(p, q)
 `alpha_greedy`   the same for the most probable draft token: p(argmax q)"""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

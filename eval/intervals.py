@@ -7,8 +7,6 @@ cases instead of 95%. `python -m benchmarks.decisions` measures the coverage.
 
 N = prompts."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

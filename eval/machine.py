@@ -2,8 +2,6 @@
 
 Importing this loads neither torch nor the engine, because either may be broken."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

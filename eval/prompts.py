@@ -1,7 +1,5 @@
 """The prompts of a measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Training, export, forecast, doctor, serving and the learner need nothing else.
 
 Standard library only. The fields of a row are in `heads.family`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path

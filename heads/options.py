@@ -2,8 +2,6 @@
 
 Standard library only, because help texts and control planes read them without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 

@@ -1,7 +1,5 @@
 """Progress bars: a moving bar in a terminal, a line now and then in a log."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

@@ -20,8 +20,6 @@ An offset counts bytes from the beginning of the journal, unlinked files include
 restarts. Only one process writes. Every line ends with a checksum. A line torn by a kill or damaged is skipped.
 """
 
-from __future__ import annotations
-
 import logging
 import numbers
 import re

@@ -8,8 +8,6 @@
 The string under a field documents it. A field's metadata may hold `example`, a value to print in place of the
 default, and `listed: False`, which keeps the field out of the printed example."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import functools

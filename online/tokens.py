@@ -1,7 +1,5 @@
 """Files with a bearer token: one for each server, or one for all servers of a learner. Others must not read them."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -11,8 +11,6 @@ answers of the new target; without --data it answers the questions of OLD's trai
 are those of `redraft train`. A killed run continues with --resume.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ A preset of `redraft train standalone`: every flag of it works here. The target 
 leaves no room for an engine: run `redraft eval` afterwards.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from redraft.distill.run.config import StandaloneConfig, make_config

@@ -9,8 +9,6 @@ The run folder receives the config, metrics, checkpoints, the exported draft and
 --resume. Without --prove.no-engine, vLLM serves the target with the draft and without it at the end.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

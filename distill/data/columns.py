@@ -1,7 +1,5 @@
 """The columns of a row by the names used for conversations, and a count of the others."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 
 A wrong loss mask lowers acceptance, and shows nowhere else."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field

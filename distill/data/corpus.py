@@ -6,8 +6,6 @@
 A third kind has questions only, for a target to answer (`function_questions`): complete a function, given its signature
 and docstring."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """The date that some chat templates write: one for a whole run, and the same when the run is continued."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Messages and tools in one shape, from any of the dialects in which conversations are published."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

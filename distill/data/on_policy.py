@@ -3,8 +3,6 @@
 Only a standalone draft can write text. A head cannot: it learns from text written by the target, as when served.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

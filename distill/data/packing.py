@@ -1,7 +1,5 @@
 """Samples packed into rows of one length. Batches of these rows depend only on (seed, index)."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ A conversation of four turns is rendered as four prompts and four texts with an 
     <|user|>q1<|assistant|>a1<|end|><|user|>q2 ...   those of its pieces, each with the special token before it
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import pairwise

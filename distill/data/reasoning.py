@@ -1,7 +1,5 @@
 """The tags in which models write their reasoning, and messages split at them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

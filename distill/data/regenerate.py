@@ -3,8 +3,6 @@
 conversations ─► history up to each assistant turn ─► /v1/chat/completions ─► one JSON line per finished conversation
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

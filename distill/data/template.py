@@ -1,7 +1,5 @@
 """Inputs of a chat template, found in its syntax tree."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

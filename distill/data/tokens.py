@@ -9,8 +9,6 @@ tokens/3f2a.../                 the name is a hash of everything on which the to
   held-out.*                    the same
   about.json                    origin, counts, held-out prompts"""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -2,8 +2,6 @@
 
 V = target vocabulary, W = draft vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 

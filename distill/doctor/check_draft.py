@@ -6,8 +6,6 @@ numeric     vLLM's drafter beside the draft's training steps       eval.parity.c
 acceptance  in vLLM, beside the forecast of publication            eval.parity.acceptance
 readings    would the same weights accept more, read otherwise?    distill.doctor.readings"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from redraft.distill.doctor.in_engine import EngineCheck, day_of_training, judge_dump, plan_run, read_section

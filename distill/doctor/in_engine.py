@@ -2,8 +2,6 @@
 
 plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, acceptance, other readings of the weights"""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace

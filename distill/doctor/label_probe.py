@@ -3,8 +3,6 @@
 After an edited chat template, another tokenizer, or a loss mask shifted by one token, the draft has learned other rows
 than it drafts. The weights do not show it."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ tried on the target's answers, and one that accepts clearly more is the right on
 
 V = target vocabulary, W = draft vocabulary, D = hidden, N = rows of a matrix or prompts."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

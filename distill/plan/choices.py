@@ -1,7 +1,5 @@
 """The choices of a plan by name. Without torch, so a command's config reads them fast."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 FamilyName = Literal["standalone", "eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator"]

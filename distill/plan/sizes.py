@@ -1,7 +1,5 @@
 """Sizes of well-known models, to count with where the hub cannot be reached."""
 
-from __future__ import annotations
-
 import difflib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One training step of a draft at given sizes, counted: with random weights, or without any."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

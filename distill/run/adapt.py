@@ -7,8 +7,6 @@
 After a fine-tune, the head of the base model is the better start; a standalone draft of target layers is better begun
 with those of the fine-tune. So both starts are forecast, on answers of the new target."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

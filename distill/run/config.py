@@ -6,8 +6,6 @@
 
 `make_config` gives the defaults of a family, from its row in `heads.catalog`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar

@@ -1,7 +1,5 @@
 """Load a recipe's target, data and training signal."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import itertools

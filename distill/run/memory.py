@@ -6,8 +6,6 @@ every process, on the device    the target, or with servers only embeddings and 
 every machine, in host memory   the target once for each process on it: each reads it whole before it moves;
                                 with --signal.shard once, for the process that reads it"""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

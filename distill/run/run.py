@@ -8,8 +8,6 @@
 The family's row in `heads.catalog` and its module say what differs: initial weights, defaults, export layouts.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -4,8 +4,6 @@ training     | step 1           | step 2           | step 3
 teacher   1  | 2                | 3                | 4          a step takes the time of the slower of the two
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

@@ -8,8 +8,6 @@ Padding on the right needs no mask: attention, convolutions and recurrences look
 B = batch, T = tokens, b = documents of a pass, t = tokens of the longest of them, n = documents, N = rows, D = hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

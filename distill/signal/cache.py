@@ -11,8 +11,6 @@ the target's head, and takes 8 KB per token at D = 4096; a row of logits takes 2
 B = batch, T = tokens, N = rows, D = hidden, K = kept top-k ids, L = auxiliary layers, V = vocabulary,
 S = numbers stored of one state: D, or D + 4 bytes in float8."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

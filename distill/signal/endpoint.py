@@ -1,7 +1,5 @@
 """A client of one OpenAI-compatible server, with limited concurrency and with retries."""
 
-from __future__ import annotations
-
 import asyncio
 from types import TracebackType
 from typing import Any, Self

@@ -4,8 +4,6 @@ request ──► the live server with the fewest tokens in flight, as soon as o
                 no answer? ──► another server; the silent one gets no requests until it answers a probe again
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress

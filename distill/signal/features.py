@@ -7,8 +7,6 @@
 
 B = batch, T = tokens, D = hidden, L = auxiliary layers, V = vocabulary."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 vLLM's connector writes to a local disk, in a format without the layers' numbers, and copies with CUDA streams only.
 vLLM loads this module by name (`features.server_args`); nothing else imports it."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from concurrent.futures import Future

@@ -10,8 +10,6 @@ A reader takes files directly below its storage only. A server's answer names on
 open another address, another folder, or a link.
 T = tokens, t = some of them, L = layers, D = hidden."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

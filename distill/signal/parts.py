@@ -4,8 +4,6 @@ whole target in this process            its modules
 layers in shards, or on other machines  a few tensors of its files: by the first process, which shares the head
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

@@ -9,8 +9,6 @@ and not over the network.
 All ranks make a pass together. In training all of them make the same number. A forecast, and all else that rank 0 does
 by itself, is done in `leading`: the others then make a pass whenever it makes one."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ has a CRC-32, checked when it is first read: training can start without reading 
 
 B = batch, T = tokens, N = rows."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -11,8 +11,6 @@ The last three are in `distill.signal.features` and `distill.signal.cache`.
 B = batch, T = tokens, N = rows, D = hidden, V = vocabulary, K = kept top-k ids, L = auxiliary layers.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Types and places of recorded hidden states. Without torch, so that a config that contains them loads fast."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 HiddenDtype = Literal["bfloat16", "float32", "float8"]  # Types of cached hidden states.

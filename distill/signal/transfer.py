@@ -1,7 +1,5 @@
 """Copies from the host's memory to a device: pinned, so that nobody waits for them."""
 
-from __future__ import annotations
-
 from dataclasses import is_dataclass
 from typing import Any, TypeVar, cast
 

@@ -1,7 +1,5 @@
 """The command line of vLLM's OpenAI server. Imports nothing heavy: `--help` of a command reads this."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

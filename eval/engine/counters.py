@@ -1,7 +1,5 @@
 """vLLM's counters, read from the Prometheus text of /metrics. Imports neither torch nor vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Patches of vLLM's CPU build. `eval.engine.wait` installs them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ PyTorch compiles it with one choice of tiles for each type and size. If the tile
 nothing launches. The numbers are those of torch 2.13, compiled for RTX 4090, A100, H100 and B200.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 vLLM's `custom_class` would do for the first alone. One way for both leaves vLLM's own account of n-grams in place.
 B = requests of a step, T = tokens of the longest request."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Outputs with a draft beside those without: greedy speculative decoding must not change a token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -2,8 +2,6 @@
 
 warm-up ──► counters ──► prompts, `concurrency` at a time ──► counters ──► Measurement"""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Child processes: none outlives this process, and their children do not outlive them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Counts of a draft in a real vLLM: every prompt at every temperature, from one server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A vLLM server for measurements, started and stopped by this process. Imports neither torch nor vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

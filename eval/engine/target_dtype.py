@@ -8,8 +8,6 @@
 Training, forecast and engine all ask here, `redraft serve` too, so a draft is trained for the numbers that serve it.
 Importing this loads neither torch nor vLLM."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -5,8 +5,6 @@ than a microsecond, but a thread waiting for it takes fifty to wake up. So the t
 run until the engine is out of work, and requests are then served one after the other, at a third of the speed, for
 seconds or minutes. A short sleep now and then lets the thread in and costs 1% of a step."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -8,8 +8,6 @@ counted answers    the same lookup (`redraft retrieval`)        ngram, with `eva
 `ANSWERS+FOLDER`   the same with counted answers                the same
 `suffix`           none                                         suffix"""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ Under greedy decoding every emitted token is the target's greedy token. So one p
 target's continuation shows which draft tokens would match after every prefix. Walking the blocks over this table gives
 the engine's counts without the engine."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Sequence

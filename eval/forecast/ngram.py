@@ -3,8 +3,6 @@
 Like vLLM's `ngram` method, this takes the longest n-gram of `min` to `max` tokens with an earlier occurrence, and
 its earliest occurrence. K = num_speculative_tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable

@@ -7,8 +7,6 @@ K = num_speculative_tokens. p = target, q = draft.
                                        ├─► StepRates: alpha, alpha_greedy, accept, agree
     target ────────────────► p [N, M] ─┘   (M = V, or the top-k ids kept)"""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

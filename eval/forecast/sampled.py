@@ -8,8 +8,6 @@ token is nearly always inside.
 N = rows, V = vocabulary, M = most probable tokens of a row, in descending order, K = kept top-k ids.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -5,8 +5,6 @@
 
 B = batch, T = tokens, N = labels, K = num_speculative_tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

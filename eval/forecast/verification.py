@@ -14,8 +14,6 @@ r is the distribution of the engine's draws:
     all mass on argmax q              drafts are greedy (vLLM's default, and always at temperature 0)
     all mass on the token looked up   n-grams"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

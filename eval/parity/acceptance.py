@@ -1,7 +1,5 @@
 """Acceptance in the engine, judged: against the published forecast, against training's held-out text, or alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

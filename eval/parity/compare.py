@@ -8,8 +8,6 @@
 Both are forced to the engine's draft tokens, so a difference does not cause others after it.
 B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

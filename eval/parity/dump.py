@@ -9,8 +9,6 @@ passes with inputs by name and outputs as a list, and `confidence`, the estimate
 Requests run one after the other, so the rows and the request of every pass are known.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Run drafts in a real vLLM in a separate process, and read back the inputs and outputs of the drafter."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The same measurements and seed give the same bytes, so a report says neither when nor how fast it was made.
 `acceptance.schema.json` beside this file describes report.json."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The charts of an acceptance report: drafts side by side, every forecast with a 95% interval."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The conclusions of an acceptance report, in sentences. k = num_speculative_tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

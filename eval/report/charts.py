@@ -1,7 +1,5 @@
 """The charts of a training report as Vega-Lite specifications. Colours and fonts come from the page, dark or light."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@
 | `environment` | `environment()`: hardware, versions, date |
 | `duration_s` | duration of the whole run, in seconds |"""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Compare a report with an earlier one: losses of tau by draft, temperature, domain and number of draft tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -2,8 +2,6 @@
 
 N = prompts, M = quantities, K = num_speculative_tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

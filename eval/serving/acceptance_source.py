@@ -1,7 +1,5 @@
 """Read acceptance by position from any report about a draft, as far as it was measured with the served sampling."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The charts of a serving benchmark as Vega-Lite specifications, in the colours of the page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

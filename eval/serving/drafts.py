@@ -1,7 +1,5 @@
 """From rounds of a draft with one number of tokens to its speed with any: which draft, and how many tokens?"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The charts of `redraft compare`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

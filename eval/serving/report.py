@@ -12,8 +12,6 @@
 | `ideal_source` | `engine` if `speedup_ideal` was measured, `cost model` if it was computed from the measured steps |
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

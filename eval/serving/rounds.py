@@ -5,8 +5,6 @@
 Other tenants' memory traffic changes a step more than a draft does, so a speed is only reported as a ratio within a
 round."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

@@ -1,7 +1,5 @@
 """All checks of a draft's folder: some for every family, others from the family's row in the catalog."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of a DFlash head: target layers, mask token, direction of attention, norms and draft vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of a DSpark head: those of DFlash, the layout of a block, the Markov head and the confidence head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from redraft.heads.doctor import dflash

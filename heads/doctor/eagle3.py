@@ -2,8 +2,6 @@
 
 W = draft vocabulary, V = target vocabulary, D = hidden."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

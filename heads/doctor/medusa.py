@@ -1,7 +1,5 @@
 """Checks of Medusa heads: biases and sizes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Checks of an MTP layer: the inputs in serving are as in training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from redraft.heads.doctor import shared

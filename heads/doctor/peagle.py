@@ -1,7 +1,5 @@
 """Checks of a P-EAGLE head: those of EAGLE-3, the mask token and the learned feature of the masks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from redraft.heads.doctor import eagle3, shared

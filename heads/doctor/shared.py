@@ -2,8 +2,6 @@
 
 V = vocabulary, D = hidden."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Checks of a standalone draft: the target's tokens at the target's positions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from redraft.heads.doctor import checks, shared

@@ -11,8 +11,6 @@
 
 Standard library only, because a control plane without torch publishes and verifies too."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import glob

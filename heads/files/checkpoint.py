@@ -1,7 +1,5 @@
 """Load Hugging Face models and tokenizers completely, or fail with one clear line."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from pathlib import Path

@@ -4,8 +4,6 @@ of each tensor, whether all files are there, and the model's fingerprint.
 Standard library only, apart from the hub's client for a hub name: help texts and control planes read
 folders too. What needs transformers is in `heads.files.checkpoint`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

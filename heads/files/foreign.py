@@ -3,8 +3,6 @@
 Read from the loaders and configs of vLLM 0.32, speculators 0.9, SpecForge, ModelOpt and z-lab's DFlash.
 Standard library only."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

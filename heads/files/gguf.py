@@ -3,8 +3,6 @@
 Engines and trainers read folders of safetensors. A GGUF file keeps its weights in blocks of a few bits; they are
 converted to bfloat16 once, so every later run loads the same numbers."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Mapping

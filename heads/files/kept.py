@@ -1,7 +1,5 @@
 """A cache on disk, by a hash of all inputs of a value: an interrupted run continues from it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One owner for a folder: a lock, which the kernel releases when the owner ends, however it ends."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

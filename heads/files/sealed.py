@@ -4,8 +4,6 @@
 
 Files of releases before this had neither, and are read as they are. Standard library only."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Whether vLLM serves a target as it teaches a draft. If not, no training begins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The layout of the package `speculators` in config.json, as far as its families share it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors by name: read a few from a sharded model, write and load those of a head."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 N = target tokens, V = rows of the embedding, D = hidden."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The learner's account of itself: what it writes into the journal, as typed entries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar

@@ -7,8 +7,6 @@ So they only ask the question. There is at most one automatic rollback after a p
 when the version before it looks bad as well, the traffic has changed. After a rollout no server is left on the version
 before, so there is no control group: the held-out requests stand in for it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

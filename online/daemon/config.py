@@ -1,7 +1,5 @@
 """The learner's settings: one TOML file of a table per part. Loads neither torch nor vLLM: every command reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 The right to enter the folder is the right to ask. Only the learner's user has it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -14,8 +14,6 @@ The work of every phase can be repeated from the start, and is after a kill. Whi
 waits. A finding of the watch or the request of a person waits in the `inbox` until a phase can take it:
 `report_problem`, and `rollouts.request_swap` and `rollouts.go_back`."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence

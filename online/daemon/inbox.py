@@ -11,8 +11,6 @@
 Nothing here survives a restart: whoever posted an event notices the end of the learner, and the watch looks again.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 Blocking; for use from the thread that owns the draft in training."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace

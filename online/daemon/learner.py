@@ -19,8 +19,6 @@ does not prove itself. It may be killed at any moment and continues where it was
     $ accelerate launch -m redraft.recipes.cli learner --config learner.toml      # on several GPUs
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

@@ -1,7 +1,5 @@
 """Memory that the learner no longer needs."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from contextlib import suppress

@@ -3,8 +3,6 @@
 One swap at a time: whoever swaps drafts has `fleet` locked, except for the reconciler, which begins
 nothing while it is locked."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace

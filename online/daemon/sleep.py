@@ -1,8 +1,6 @@
 """When the learner sleeps: the served draft against itself at the promotion, measured here and
 saved over kills."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

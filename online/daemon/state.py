@@ -7,8 +7,6 @@
 The state is saved at every event, and a killed learner continues where it was. The work of every phase can be
 repeated from the start: after a restart, load the state and enter its phase."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path

@@ -9,8 +9,6 @@
 B = requests of the step, K = sampled tokens of each, H = tokens of a request, L = hidden states of one token, D = their
 size."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

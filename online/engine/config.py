@@ -1,7 +1,5 @@
 """Settings of the plugin, read from the environment: every process of a vLLM server inherits it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field

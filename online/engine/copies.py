@@ -14,8 +14,6 @@ build packs the weights away.
 I = layers, G = key heads of this rank, E = head size, D = hidden, V = target vocabulary, W = draft vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -7,8 +7,6 @@ vLLM's own counters name no domain, and count lookups and padding too. A canary 
 other servers, or more lookups, would look better than it is. They are also off with --disable-log-stats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, zip_longest
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of the API process to its engines: all replicas, all ranks, and none that outlives the engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Sequence
 from itertools import chain

@@ -8,8 +8,6 @@ thread: it keeps references, copies little, and never waits for a device.
 R = logit rows of a step, S = its draft tokens, V = vocabulary, N = tokens of the step's captured requests, L = hidden
 states of one token, D = size of each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

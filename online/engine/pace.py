@@ -17,8 +17,6 @@ mislead it. Memory after a sleep is undefined, so a server with --enable-sleep-m
 A request's acceptance counts, and a probe of more tokens begins, only if the draft has read READ of the
 text."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -16,8 +16,6 @@ as much about 5, and a little about 16.
 Time lost in probes is paid from an account, which gets SHARE of all busy time: a draft that never
 pays costs no more. Knowledge fades, so a question opens again after a change of load or machine."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import deque

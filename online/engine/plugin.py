@@ -1,7 +1,5 @@
 """Entry point of vLLM's general plugins, loaded in every process of a server with redraft in VLLM_PLUGINS."""
 
-from __future__ import annotations
-
 import logging
 
 from redraft.online.engine.config import is_enabled

@@ -3,8 +3,6 @@
 R = logit rows of several steps, S = their draft tokens, V = vocabulary, K = kept top-k ids, G = groups of logits,
 C = candidates for the top-k, H = tokens, L = hidden states of one token, D = size of each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ A head cannot do this: it would need the target's hidden states of that text, an
 
 T = tokens read, B = requests, N = blocks of a request."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Routes in vLLM's API process: `GET /redraft/status`, and `POST` to `/redraft/swap`, `target` and `pace`."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging

@@ -4,8 +4,6 @@
 step meet. Each hook calls the runner's method, keeps references to the tensors, and returns the result unchanged.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 

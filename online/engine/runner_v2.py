@@ -9,8 +9,6 @@ buffers that the next step overwrites; `_remove_request` is called for preempted
 
 B = requests of the step, R = logit rows, V = vocabulary, J = draft tokens of one request."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 from typing import Any

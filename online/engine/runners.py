@@ -1,7 +1,5 @@
 """vLLM's model runners: which one a worker has, and the hooks that record it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any, Literal

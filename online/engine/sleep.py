@@ -4,8 +4,6 @@ At level 1 vLLM moves all weights to the host. At level 2 it drops them. Whoever
 (`reload_weights`), but nobody the draft: it would propose nonsense, and nothing but acceptance would tell.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -12,8 +12,6 @@ takes the driver's lock, and the engine's launches would wait for it.
 Each tensor-parallel rank reads the slices that it loads (`Slices`). The files to compare with the manifest are shared
 out among the ranks, and a draft is loaded only if no rank has found damage."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import logging

@@ -10,8 +10,6 @@ Another process may replace the weights of a running server: reinforcement learn
 decides: returning weights are the old version, and servers with the same weights agree.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

@@ -8,8 +8,6 @@ An update of a draft by other backends overwrites modules shared with the target
 copies are refilled, as in a swap.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

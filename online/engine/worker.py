@@ -4,8 +4,6 @@ The API process calls the `redraft_...` methods by name on all ranks at once; vL
 They return errors instead of raising them: an exception in one rank would leave the other ranks waiting.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time

@@ -7,8 +7,6 @@
 Servers come and go. A new one is brought to the current draft as if it had restarted, and a former one is forgotten.
 If the file or the name cannot be read, the known servers stay."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """Why a server cannot be reached, and the cure, in a line."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import ssl

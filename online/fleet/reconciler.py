@@ -3,8 +3,6 @@
 push ─► one task per server: status, swap, status ─► forgotten when the server has the version, else remembered
 stop ─► ends all of them, before a rollout or a rollback swaps the servers itself"""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable, Sequence

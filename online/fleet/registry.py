@@ -14,8 +14,6 @@ without links, as object storage makes it, is on the last version of promoted.js
 `repair` restores a registry from its intact files: the versions name their parents, both JSON files hold the id, and
 a damaged current version gives way to the one before."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

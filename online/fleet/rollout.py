@@ -28,8 +28,6 @@ With a control group, before and after are never compared: traffic changes by th
 held against the candidate. Neither function raises for a server's failure; both can be repeated after a kill.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

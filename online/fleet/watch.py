@@ -3,8 +3,6 @@
 For the journal, counters are compared with those of the previous look; for the alarm, with the start of a longer
 window. Both start afresh when a server restarts or gets another draft."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """One of the buffer's SQLite files, with records by sequence number; and SQLite's errors by name."""
 
-from __future__ import annotations
-
 import errno
 import sqlite3
 import sys

@@ -3,8 +3,6 @@
 rank 0   Ranks.do(Candidate.step, records, seed) ──broadcast──► rank 1..n   Ranks.follow
                  └──────────────── Candidate.step ─────────────────┘"""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -7,8 +7,6 @@
 Otherwise a wall clock that is 8 days ahead for seconds would have every record deleted as too old.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Settings of the draft, the buffer, training and of judging a candidate. Loads no torch: every command reads them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal

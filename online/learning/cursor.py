@@ -6,8 +6,6 @@
 A damaged file is set aside and reported. The commits are then read from the checkpoints, which know how far they came.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

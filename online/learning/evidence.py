@@ -6,8 +6,6 @@ One tenant must not decide alone: not by sending much, not by repeating a prompt
 a value of X-Redraft-Tenant, and all records without one are one tenant's: set the header at the gateway.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence

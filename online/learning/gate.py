@@ -13,8 +13,6 @@ rare domain hardly grows. A bound that widened with the looks would soon block e
 
 N = requests"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum

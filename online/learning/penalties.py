@@ -6,8 +6,6 @@ proposed without them.
 
 R = rows, K = kept top-k ids, T = tokens."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray

@@ -8,8 +8,6 @@ The folder is a sample, not an archive: it is bounded in files, bytes and age, e
 a flood of one reason replaces nothing that is younger than a minute. Nobody can tell whose text such bytes hold, so the
 whole folder goes when any tenant is forgotten."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -3,8 +3,6 @@
 B = batch, T = tokens, R = labelled rows of one text, N = labelled rows of a batch, K = kept top-k ids,
 H = tokens with hidden states, L = hidden states per token, D = size of one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

@@ -4,8 +4,6 @@ continues.
 A file is dropped as a whole. The newest one takes records until it has one share of the bytes, or
 covers one share of the age."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ pass of a draft over the text gives the acceptance probability a_r of the token 
 the engine does gives the expected numbers of drafts and accepted tokens. At temperature 0 all a_r are 0 or 1, and the
 result is the engine's counts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

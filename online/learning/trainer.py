@@ -8,8 +8,6 @@ A checkpoint counts once the buffer has committed it together with the sequence 
 every record is trained as new exactly once, also over a kill: before the resumed checkpoint, or after it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -9,8 +9,6 @@
 There is no login, and the page shows addresses and numbers: serve it on a loopback address, or behind a proxy that
 authenticates users."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Settings of the live page. Loads no web server: every command reads them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

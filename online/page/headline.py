@@ -1,7 +1,5 @@
 """The headline of the page: the answer in one sentence, with the numbers for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

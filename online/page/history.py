@@ -1,7 +1,5 @@
 """The page's part of the journal, in memory: the newest entries of every kind."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar

@@ -2,8 +2,6 @@
 
 A point of a curve sums the counts of a bucket of time, so a curve is never a mean of means."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise

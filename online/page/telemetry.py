@@ -8,8 +8,6 @@ Every label is bounded: servers by the fleet, the rest by tables here or by MAX_
 counters and not a gauge, so any window and any sum over servers is right:
 `1 + rate(redraft_accepted_tokens_total[5m]) / rate(redraft_drafts_total[5m])`."""
 
-from __future__ import annotations
-
 import math
 from functools import singledispatchmethod
 from pathlib import Path

@@ -6,8 +6,6 @@
 Does not import nats-py, which is optional: every command and every process of a vLLM server reads this module.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import dataclass

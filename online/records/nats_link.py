@@ -7,8 +7,6 @@ inbox, the subject of the answers to it. Records reach the learner through its i
 The owner of a connection reconnects by itself: nats-py's own reconnection is off, because it would resend in secret.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections import deque

@@ -1,7 +1,5 @@
 """The outlet of a server's records: a spool folder or the ingest log."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ full disk NATS may stay silent while the health page says ok, so only a publish 
 second until one is acknowledged. Each record carries an id, so JetStream recognises a record it had already stored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

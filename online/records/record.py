@@ -9,8 +9,6 @@ Rows after a rejection follow discarded draft tokens. They are just as true, but
 The text travels once: a later segment of a long answer brings the new part, and the receiver puts it behind the text of
 the segment before. Then the record is self-contained."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

@@ -6,8 +6,6 @@ A file appears complete or not at all, and outlives both sides. A learner killed
 file again, so every record arrives at least once. The folder is bounded: above its budget the oldest files are
 deleted, whoever wrote them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

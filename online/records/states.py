@@ -6,8 +6,6 @@
 numpy has neither type: bfloat16 is handled as its bits, in uint16. H = tokens, L = states of one token, D = size of
 each. Written by `heads.nn.float8`, and decoded here without torch."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

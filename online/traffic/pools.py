@@ -9,8 +9,6 @@ A hung server takes connections and never answers. So if a request has had no by
 Only a failed connection is tried on another server. A request is never sent again after it has reached a server: it may
 have crashed that server, and would crash the others in turn."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -8,8 +8,6 @@ tap      one server, recorded                   router   pools of servers, recor
 A small body is read whole, because the domain and the tap need it. A large one is passed on piece by piece.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

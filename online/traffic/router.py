@@ -13,8 +13,6 @@ The domain of a request comes from the header, else from an alias of the model, 
 without a domain take requests without a domain, of a domain without servers, and of unreachable pools.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

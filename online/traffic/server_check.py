@@ -8,8 +8,6 @@ A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation
 --watermark-config.
 The check is repeated after a server was down, because it may have come back with other flags."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -8,8 +8,6 @@ The records have the target's top-k at every output token and nothing about a dr
 tap does not understand an answer, or recording fails, the client gets the answer all the same. Nothing is logged but
 the kind of failure: an error's message may quote the user."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -2,8 +2,6 @@
 
 N = output tokens, K = kept top-k ids."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Mapping

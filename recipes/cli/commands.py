@@ -1,7 +1,5 @@
 """The table of subcommands, which `redraft --help` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum

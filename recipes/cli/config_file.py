@@ -6,8 +6,6 @@ Keys are those of the flags: `--optim.lr` is `lr` in the table `[optim]`. What t
 TOML has no null: the text "None" stands for it, as on the command line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ By itself, tyro keeps a line break of a docstring if the next line is indented, 
 and shows the default of an empty tuple as `(default: )`. The rule below gives it the same fields without these two.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -3,8 +3,6 @@
 Importing this module loads neither torch nor vLLM, and nor does the module of a command: `--help` reads its config.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib

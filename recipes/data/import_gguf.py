@@ -7,8 +7,6 @@ The folder has the tokenizer and the chat template of the file, both checked, an
 weights become the bfloat16 numbers nearest to them; the folder is the size of the model in bfloat16.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Have the target answer the prompts of a data set, as training data for a draft."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ OpenAI-compatible one, e.g. `python -m vllm.entrypoints.openai.api_server --mode
 It can be interrupted at any time: the same command continues.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated

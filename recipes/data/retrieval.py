@@ -10,8 +10,6 @@ It proposes the token that followed the last few tokens most often, in the reque
 retrieval.py). Answers that repeat phrases, such as code and reports, gain most.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

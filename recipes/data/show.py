@@ -1,7 +1,5 @@
 """Show a draft's training data before the training: sizes, losses, vocabulary, and labels in colour."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

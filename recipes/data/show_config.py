@@ -6,8 +6,6 @@ $ redraft data ShareGPT_V3.json --target TARGET --held-out 0.05 --num-samples 10
 Only the target's tokenizer is loaded. The data is read, split, rendered and cut as in training.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Advise on the number of draft tokens for every batch size."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping

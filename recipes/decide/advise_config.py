@@ -7,8 +7,6 @@ Step times come from `redraft bench`. Acceptance by position comes from there, f
 run's report.json, and must be that of requests sampled as the benchmark's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

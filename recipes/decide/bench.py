@@ -1,7 +1,5 @@
 """Measure the speed-up of drafts in a real vLLM server: the tables to decide with how to serve."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import shutil

@@ -10,8 +10,6 @@ measured again beside them, because a speed-up is a ratio within a pass. The res
 serving.json; `redraft advise --serving serving.json` then advises on the number of draft tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

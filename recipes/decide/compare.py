@@ -1,7 +1,5 @@
 """Which draft pays? Make every kind of draft for a target, measure each in a real vLLM, and confirm the best."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -16,8 +16,6 @@ After an interruption, run the same command again: finished drafts and rounds ar
 training that was interrupted.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

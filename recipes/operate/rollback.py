@@ -7,8 +7,6 @@ During a rollout, the candidate is taken back. Training begins again from the ve
 does the work; without one, this command does it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ One server takes the version first and is compared with the others; if it accept
 learner does the work after its current task; without a running learner, this command does it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path

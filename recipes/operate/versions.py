@@ -6,8 +6,6 @@
 With --config, also show the version on every server and the state of the learner.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ The first line of a server covers everything since its start, each further line 
 server is away, its line says why, and polling goes on. The exit status is 2 if a server is away at the first reading.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ sizes of target and draft ─► step.py ─► work and memory, counted ─► 
 --devices, --features, --sharding ─► plan_run ─► tokens/s of all devices, hours
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

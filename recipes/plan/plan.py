@@ -8,8 +8,6 @@ the longest of computing, moving bytes and being launched, at stated shares of a
 checkpoints take none. Nothing is downloaded for the models that are known by name.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,8 +8,6 @@ One pass of the target over every sample keeps the largest probabilities at each
 hold no hidden states.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict, dataclass

@@ -12,8 +12,6 @@ prompts; the clusters do not depend on them. If requests name a domain themselve
 model's name, you do not need this command.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

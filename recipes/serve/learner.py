@@ -20,8 +20,6 @@ GPUs, start it with `accelerate launch -m redraft.recipes.cli learner --config l
 `redraft fleet versions`, `redraft fleet swap` and `redraft fleet rollback` talk to the running learner.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -22,8 +22,6 @@ else: /metrics (Prometheus) and /redraft/router (the state of every server) are 
 Each domain needs a learner, with `domain = "code"`, a registry, and a spool (or a shared ingest log).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

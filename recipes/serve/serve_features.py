@@ -10,8 +10,6 @@ reads nothing else, and removes states after reading them. For more throughput, 
 takes a list.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Annotated

@@ -6,8 +6,6 @@ vLLM returns at most --max-logprobs probabilities per token (20 by default). The
 records can train a draft but do not show its acceptance. In front of several servers, `redraft router` records as well.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

@@ -7,8 +7,6 @@
 Both are processes with a log each. All that can be refused is refused before the first file is written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -8,8 +8,6 @@ same command continues there. Ctrl-C ends the server, then the learner. A learne
 server serves on. `redraft fleet` operates it with `--config FOLDER/learner.toml`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

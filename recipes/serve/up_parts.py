@@ -1,7 +1,5 @@
 """The parts of `redraft up`: processes with logs, and all that the terminal shows of them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """vLLM's flags beside a draft, a target and records, looked at before the server starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
