@@ -184,9 +184,9 @@ def checksum(model: nn.Module) -> str:
 
 
 def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """A way to read each weight, by name; of a packed one, the response."""
+    """A way to read each weight in the order of memory, by name; of a packed one, the response."""
     weights: dict[str, Callable[[], Tensor]] = {
-        name: partial(_itself, tensor) for name, tensor in model.named_parameters()
+        name: partial(_in_memory_order, tensor) for name, tensor in model.named_parameters()
     }
     for name, module in model.named_modules():
         # vLLM's CPU build packs a linear layer's weight into a closure and leaves an empty tensor instead.
@@ -195,16 +195,16 @@ def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     return weights
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A transposed weight, as vLLM keeps those of float8, turned back: a copy of it would not fit on a full GPU."""
+    return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def compute_sums(tensor: Tensor) -> Tensor:
     """Sum and position-weighted sum of the tensor's bits as 64-bit words, modulo 2**64; [2] on its
     device. Words at a distance of a multiple of COLUMNS have the same weight: rows of a weight
     hardly ever do."""
-    # In the order of memory: a copy of a transposed weight would not fit on a full GPU.
-    tensor = tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    tensor = _in_memory_order(tensor)
     if not tensor.is_contiguous():
         # A view with gaps. Piece by piece, because `contiguous` copies.
         pieces = [compute_sums(piece.contiguous() if piece.dim() < 2 else piece) for piece in tensor]
