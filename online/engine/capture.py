@@ -165,7 +165,7 @@ class Capture:
             first_state += part.num_read
             sampled = [] if part.sampled_row is None else sampled_by_row[part.sampled_row]
             if not sampled:
-                self._append_states(part, states_HLD)
+                self._append_states(part, step, states_HLD)
                 continue
             verified = None
             if step.num_rows:
@@ -187,8 +187,8 @@ class Capture:
             states = [] if states_HLD is None else self._read_states(part.begin, states_HLD[:num_true])
             self._append(part, step, sampled, verified, states)
 
-    def _append_states(self, part: StepPart, states_HLD: Tensor | None) -> None:
-        log = self._open_log(part)
+    def _append_states(self, part: StepPart, step: EngineStep, states_HLD: Tensor | None) -> None:
+        log = self._open_log(part, step)
         if not log.is_closed:
             log.add_states(self._read_states(part.begin, states_HLD))
 
@@ -208,28 +208,35 @@ class Capture:
             self._pinned = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         return copy_through(x, self._pinned)
 
-    def _open_log(self, part: StepPart) -> RequestLog:
+    def _open_log(self, part: StepPart, step: EngineStep) -> RequestLog:
+        """The request's log, with nothing of other target weights than the step's; closed if these are unclear."""
         log = self._logs.get(part.request.request_id)
         if log is None:
             log = RequestLog(info=part.request, max_bytes=self.config.record_bytes)
             self._logs[part.request.request_id] = log
+        if not log.is_closed and log.target_version != step.target_version:
+            self._emit(log)
+            log.drop_states()
+            log.target_version = step.target_version or ""
+        if not log.is_closed and step.target_version is None:
+            self.counts["broken_requests_target_unclear"] += 1
+            log.is_closed = True
         return log
 
     def _append(
         self, part: StepPart, step: EngineStep, sampled: list[int], verified: VerifiedStep | None, states: list[States]
     ) -> None:
-        log = self._open_log(part)
+        log = self._open_log(part, step)
         if log.is_closed:
             return
         # Draft tokens are proposed at the end of a step and verified in the next one. A swap between the two may keep
         # them: then the old draft proposed the tokens that the first step with the new one verifies.
         proposed_by, log.next_version = log.next_version or step.draft_version, step.draft_version
-        # a record names exactly one version of each
-        if (log.draft_version, log.target_version) != (proposed_by, step.target_version):
+        if log.draft_version != proposed_by:  # a record names exactly one
             self._emit(log)
-            log.draft_version, log.target_version = proposed_by, step.target_version or ""
-        if step.target_version is None or not log.append(part.start, sampled, verified):
-            self.counts[f"broken_requests_{'target_unclear' if step.target_version is None else 'gap'}"] += 1
+            log.draft_version = proposed_by
+        if not log.append(part.start, sampled, verified):
+            self.counts["broken_requests_gap"] += 1
             self._emit(log)
             log.is_closed = True
             return

@@ -171,6 +171,9 @@ class RequestLog:
             while self._num_state_bytes - self.states[0].num_bytes >= self.max_bytes:
                 self._num_state_bytes -= self.states.pop(0).num_bytes
 
+    def drop_states(self) -> None:
+        self.states, self._num_state_bytes, self._num_new_bytes = [], 0, 0
+
     @property
     def is_full(self) -> bool:
         """Whether a record is due: it has many rows, or no room for more states if a quarter is for those before."""
@@ -197,7 +200,7 @@ class RequestLog:
         # 2. The next segment starts with an empty list of rows, and with the last few states of this one.
         self.sequence += 1
         num_left_out, self.num_sent = self.num_sent, len(context) + len(output)
-        self.states, self._num_state_bytes, self._num_new_bytes = [], 0, 0
+        self.drop_states()
         if states is not None:
             self.add_states([states.newest(min(KEPT_STATES * states.words_HLD[0].nbytes, self.max_bytes // 4))])
         return Record(

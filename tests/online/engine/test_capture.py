@@ -535,6 +535,49 @@ def test_a_record_names_the_weights_that_verified_it_and_none_is_of_unclear_ones
     assert {record.target for record in records} == {"target", "target@0123456789ab"}
 
 
+def read_after(step, begin, value, *, sampled=True):
+    """The step in which the target read the tokens from `begin` on, each with states of `value`."""
+    part = step.parts[0]
+    num_read = part.start + part.num_drafts - begin
+    part = msgspec.structs.replace(part, num_read=num_read, sampled_row=0 if sampled else None)
+    return replace(step, parts=[part], states_NLD=torch.full((num_read, 1, 8), value, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("cached", [0, 4], ids=["read again", "from the prefix cache"])
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_record_has_the_states_of_the_weights_that_it_names(tmp_path, cached, in_chunks):
+    """A new target empties the cache: the request is read once more, at first maybe in part."""
+    info = make_info(max_tokens=9, prompt_ids=[1, 2, 3, 4, 5])
+    steps = [
+        read_after(make_step(info, 5, sampled=[7], drafts=[]), 0, 1),
+        read_after(make_step(info, 6, sampled=[8, 9], drafts=[8, 50]), 5, 1),
+    ]
+    begin = cached
+    if in_chunks:
+        begin = 6
+        steps.append(read_after(make_step(info, begin, sampled=[], drafts=[], target="17@a"), cached, 2, sampled=False))
+    steps.append(read_after(make_step(info, 8, sampled=[10], drafts=[], target="17@a"), begin, 2))
+    steps.append(read_after(make_step(info, 9, sampled=[11], drafts=[53], target="17@a"), 8, 2))
+    steps.append(EngineStep(draft_version="v000001", parts=[], finished=["cmpl-1", info.request_id]))
+    _, records = run_capture(tmp_path, steps, hidden_states=True)
+    ones, twos = (torch.full((), value, dtype=torch.bfloat16).view(torch.int16).item() for value in (1.0, 2.0))
+    found = [(one.target_version, one.hidden_begin, one.num_hidden, set(one.hidden_words.ravel())) for one in records]
+    assert found == [("", 0, 7, {ones}), ("17@a", cached, 9 - cached, {twos})]
+
+
+def test_a_request_of_which_unclear_weights_read_a_part_is_not_recorded(tmp_path):
+    info = make_info(max_tokens=9)
+    steps = [
+        read_after(make_step(info, 2, sampled=[], drafts=[], target=None), 0, 1, sampled=False),
+        read_after(make_step(info, 3, sampled=[7], drafts=[]), 2, 1),
+        read_after(make_step(info, 4, sampled=[8], drafts=[50]), 3, 1),
+        EngineStep(draft_version="v000001", parts=[], finished=["cmpl-1", info.request_id]),
+    ]
+    capture, records = run_capture(tmp_path, steps, hidden_states=True)
+    assert records == []
+    assert capture.status()["broken_requests_target_unclear"] == 1
+
+
 def test_a_record_tells_lookups_and_padding_from_the_versions_tokens_and_only_these_count(tmp_path):
     info = make_info(max_tokens=7)
     steps = [
