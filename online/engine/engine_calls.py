@@ -67,6 +67,7 @@ class EngineCalls:
         ranks = await self.ask("redraft_status")
         recording = [rank for rank in ranks if rank["capture"]]
         versions = {rank.get("target_version") for rank in recording or ranks[:1]}
+        versions |= {None for rank in ranks if rank.get("target_version") is None}
         return {
             # One rank's answer. The keys below replace those that depend on all ranks.
             **(recording or ranks)[0],
@@ -79,7 +80,7 @@ class EngineCalls:
             },
             "draft_intact": all(rank["draft_intact"] for rank in ranks)
             and len({rank["draft_version"] for rank in ranks}) == 1,
-            # None too if a trainer has not pushed to all replicas yet
+            # None too if a trainer has not pushed to all replicas yet, or an update has failed on one rank
             "target_version": versions.pop() if len(versions) == 1 else None,
             "target_intact": all(rank["target_intact"] for rank in ranks),
             "asleep": any(rank["asleep"] for rank in ranks),

@@ -7,7 +7,7 @@
     a trainer names its weights (EngineCore.set_weight_version) ─► label
 
 Another process may replace the weights of a running server: reinforcement learning does so after every step. The digest
-decides: returning weights are the old version, and servers with the same weights agree.
+decides: returning weights are the old version, and servers with the same weights, in the same shards, agree.
 """
 
 import hashlib

@@ -266,6 +266,14 @@ def test_replicas_of_different_weights_have_no_version_in_common(registry):
     assert (ask("17@a", "17@a"), ask("17@a", ""), ask("17@a", None), ask("")) == ("17@a", None, None, "")
 
 
+def test_weights_that_are_unclear_on_one_rank_have_no_version(registry):
+    status = {"draft_version": "", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
+    status |= {"asleep": False, "target_version": "17@a"}
+    ranks = [status | {"capture": {"records": 1}}, status | {"capture": None, "target_version": None}]
+    engine = Engine({"redraft_status": ranks})
+    assert make_client(registry, engine).get("/redraft/status").json()["target_version"] is None
+
+
 def test_where_nothing_was_touched_nothing_is_put_back(registry):
     answer, calls = swap(registry, redraft_load=[REFUSED, REFUSED])
     assert (answer.status_code, "still serving v000001" in answer.text) == (409, True)
