@@ -49,7 +49,8 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def main(cfg: Config) -> None:
-    """Raises: as TRL and the loaders; Exception with the answer of a server that refuses a policy."""
+    """Raises: as TRL, httpx and the loaders; ValueError with the answer of a server that refuses a policy."""
+    import httpx
     import torch
     import trl.generation.vllm_generation as vllm_generation
     from datasets import Dataset
@@ -60,6 +61,7 @@ def main(cfg: Config) -> None:
     from redraft.distill.data.conversations import load_conversations
 
     target, output = TargetFolder.open(cfg.target), cfg.output.absolute()
+    dtype = target.text_config.dtype  # as it is served: float32 would be twice as much to write and read
     headers = {"Authorization": f"Bearer {read_token(cfg.token_file)}"}
     small = [path for path in target.folder.iterdir() if path.suffix in (".json", ".jinja", ".model", ".txt")]
 
@@ -82,10 +84,13 @@ def main(cfg: Config) -> None:
                 shutil.copy(path, folder)
             (folder / INDEX).unlink(missing_ok=True)  # of the target's shards
             # copied, because weights that share memory cannot be saved
-            tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named_params}
+            tensors = {name: x.detach().to("cpu", dtype, copy=True).contiguous() for name, x in named_params}
             save_file(tensors, folder / "model.safetensors", {"format": "pt"})
             body = {"version": folder.name, "path": str(folder)}
-            self._post(f"{self.base_url}/redraft/target", json=body, headers=headers)
+            # not by TRL's session, which repeats a request that the server has refused
+            answer = httpx.post(f"{self.base_url}/redraft/target", json=body, headers=headers, timeout=None)
+            if answer.is_error:
+                raise ValueError(f"the server does not load {folder}: {answer.text}")
             shutil.rmtree(output / f"step-{self.num_pushes - 2}", ignore_errors=True)
 
     vllm_generation.VLLMClient = Client

@@ -7,19 +7,77 @@ import os
 import shutil
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from real_server import TOKEN, join_segments, running_server
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 from waiting import wait_until
 
 from redraft.heads.files.artifact import publish
 from redraft.online.records.record import Record
+from redraft.recipes.rl_grpo import Config, main
 
 ROOT = Path(__file__).parents[3]
 UPDATES = 3
+
+
+def test_the_servers_refusal_of_a_policy_reaches_the_user(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(503)
+            self.end_headers()
+            self.wfile.write(b'{"detail": "set REDRAFT_TARGETS"}')
+
+    class Session:
+        """TRL's client."""
+
+        base_url = ""
+
+        def _post(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("too many 503 error responses")
+
+    generation: Any = ModuleType("trl.generation.vllm_generation")
+    generation.VLLMClient = Session
+
+    class Trainer:
+        def __init__(self, model: LlamaForCausalLM, **_: Any) -> None:
+            self.model = model
+
+        def train(self) -> None:
+            client = generation.VLLMClient()
+            client.init_communicator()
+            client.update_named_params([], self.model.named_parameters())
+
+    trl: Any = ModuleType("trl")
+    trl.GRPOConfig, trl.GRPOTrainer = SimpleNamespace, Trainer
+    trl.generation = ModuleType("trl.generation")
+    trl.generation.vllm_generation = generation
+    for module in (trl, trl.generation, generation):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    token, questions = tmp_path / "token", tmp_path / "questions.jsonl"
+    token.touch(mode=0o600)
+    token.write_text(TOKEN)
+    questions.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "-"}]})
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        Session.base_url = f"http://127.0.0.1:{server.server_port}"
+        config = Config(target=str(tiny_target), token_file=token, data=str(questions), output=tmp_path / "policies")
+        with pytest.raises(ValueError, match=r"does not load .*step-1: .*set REDRAFT_TARGETS"):
+            main(config)
+        server.shutdown()
+    saved = load_file(tmp_path / "policies/step-1/model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}, "of the target"
 
 
 @pytest.mark.slow
