@@ -101,16 +101,10 @@ def register_worker() -> None:
 
     if hasattr(WorkerBase, "redraft_status"):
         return
-    WorkerBase.redraft_status = redraft_status
-    WorkerBase.redraft_name_target = name_target
-    WorkerBase.redraft_load_target = load_target
-    WorkerBase.redraft_move = redraft_move
-    WorkerBase.redraft_stage = redraft_stage
-    WorkerBase.redraft_staged = redraft_staged
-    WorkerBase.redraft_discard = redraft_discard
-    WorkerBase.redraft_load = redraft_load
-    WorkerBase.redraft_restore = redraft_restore
-    WorkerBase.redraft_commit = redraft_commit
+    WorkerBase.redraft_name_target, WorkerBase.redraft_load_target = name_target, load_target
+    of_a_swap = (redraft_stage, redraft_staged, redraft_discard, redraft_load, redraft_restore, redraft_commit)
+    for method in (redraft_status, redraft_move, *of_a_swap):
+        setattr(WorkerBase, method.__name__, method)
     initialize = WorkerWrapperBase.initialize_from_config
 
     # vLLM calls this on every worker, after the target and the draft are loaded.
@@ -469,10 +463,8 @@ def _load(worker: Any, staging: Staging) -> dict[str, Any]:
 
 def _is_stage_without_draft(worker: Any) -> bool:
     """True on the stages of a pipeline before the last one, which has the draft."""
-    from vllm.distributed import get_pp_group
-
     # On the last stage a missing draft is an error, reported by `_require_swappable`.
-    return worker.model_runner.get_draft_model() is None and not get_pp_group().is_last_rank
+    return worker.model_runner.get_draft_model() is None and not _is_last_stage()
 
 
 def _require_swappable(worker: Any) -> None:
