@@ -245,7 +245,10 @@ def wait_until_healthy(
 
 def last_error(log: Path) -> str:
     """The line of an engine's log with the cause of death: the last error, unless it only refers to an earlier one."""
-    lines = log.read_text(errors="replace").splitlines()
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError as error:
+        return f"its log cannot be read ({error.strerror})"
     # pydantic appends the whole input to the message, after " [type=value_error, "
     pattern = r"\b((?:[A-Z]\w*(?:Error|Exception)|error|Value error)[:,] .+?)(?: \[type=.*)?$"
     errors = (re.search(pattern, line) for line in lines)

@@ -9,7 +9,6 @@ Both are processes with a log each. All that can be refused is refused before th
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -35,10 +34,11 @@ from redraft.heads.files.folder import fetch_model, open_folder, read_config
 from redraft.heads.files.lock import own
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig, load_config
+from redraft.online.engine.config import CaptureConfig
 from redraft.online.fleet.discovery import list_servers
 from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
-from redraft.online.tokens import write_token
+from redraft.online.tokens import is_local, write_token
 from redraft.recipes.serve.serve import speculative_config
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config
@@ -47,16 +47,18 @@ from redraft.recipes.serve.vllm_flags import read_flags, require_agreement
 
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
 
-SETTINGS, FLEET, TOKEN = "learner.toml", "fleet.toml", "token"
+SETTINGS, FLEET, TOKEN, LOCK = "learner.toml", "fleet.toml", "token", "up.lock"
 
 REFUSED = {
     "uds": "the learner reaches the server at a port",
     "ssl_keyfile": "the learner reaches the server by http: put TLS in a proxy before it",
     "data_parallel_size": "replicas cannot choose a number of draft tokens: start a server each, with --join",
+    "pipeline_parallel_size": "each of its batches would take the number of another: use --tensor-parallel-size",
     "disable_log_stats": "the status line reads the counters",
 }
 """Flags of vLLM that contradict this command, with the reason."""
 
+RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the other one does not choose a number of draft tokens
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
 SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
 SERVER_STOP_S = 45  # running answers have 30 s, then their records are written
@@ -75,6 +77,8 @@ class Plan:
     page_port: int
     flags: Mapping[str, str]
     vllm_args: tuple[str, ...]
+    num_tokens: int
+    capture: CaptureConfig
     is_joining: bool
     has_begun: bool  # The folder has a version, and settings that the user may have changed.
 
@@ -96,7 +100,7 @@ def main(cfg: Config) -> None:
     plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
     with contextlib.ExitStack() as stack:
         if not plan.is_joining:
-            stack.enter_context(own(plan.folder / "up.lock", "a redraft up"))
+            stack.enter_context(own(plan.folder / LOCK, "a redraft up"))
         stack.enter_context(exiting_on_sigterm())
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         run(plan, learns=plan.is_joining or prepare(plan))
@@ -110,13 +114,18 @@ def make_plan(cfg: Config) -> Plan:
     read_config(target)
     flags = read_flags(cfg.vllm_args)
     require_agreement(flags, has_model=True, records=True)
-    for name in REFUSED.keys() & flags.keys():
+    for name in sorted(name for name in REFUSED.keys() & flags.keys() if flags[name] != "1"):
         raise ValueError(f"--{name.replace('_', '-')} contradicts redraft up, because {REFUSED[name]}: leave it out")
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
         raise ValueError(
             "vLLM's V2 model runner cannot choose a number of draft tokens: unset VLLM_USE_V2_MODEL_RUNNER"
         )
+    if cfg.capture.spool or cfg.capture.ingest:
+        raise ValueError("records go to the spool in the folder: leave out --capture.spool and --capture.ingest")
     folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
+    if not cfg.join and (folder / LOCK).exists():
+        with own(folder / LOCK, "a redraft up"):  # the cause of taken ports
+            pass
     draft = DraftSource.parse(cfg.draft) if cfg.draft else None
     settings = check_folder(cfg, folder, target, draft)
     page_port = settings.page.port if settings else Page().port
@@ -133,12 +142,14 @@ def make_plan(cfg: Config) -> Plan:
     return Plan(
         folder=folder,
         given=cfg.target,
-        target=target,
+        target=settings.target if settings else target,
         draft=draft,
         url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
         page_port=page_port,
         flags=flags,
         vllm_args=cfg.vllm_args,
+        num_tokens=cfg.num_speculative_tokens,
+        capture=cfg.capture,
         is_joining=cfg.join is not None,
         has_begun=settings is not None,
     )
@@ -149,7 +160,9 @@ def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | N
     if (folder / "registry" / "current").exists() and (folder / SETTINGS).is_file():
         settings = load_config(folder / SETTINGS)
         initial = settings.draft.initial or Path()
-        if settings.target.resolve() != target.resolve():
+        # A folder follows the snapshot of a hub repository with which it began.
+        is_newer = target.parent.name == "snapshots" and target.parent == settings.target.parent
+        if settings.target.resolve() != target.resolve() and not is_newer:
             raise ValueError(f"{folder} is for the target {settings.target}: give another --folder")
         if draft is not None and (draft.folder or Path()).resolve() != initial.resolve():
             raise ValueError(f"{folder} began with {initial}: leave out --draft, or give another --folder")
@@ -161,6 +174,11 @@ def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | N
     if draft is not None:
         if draft.lookup is not None:
             raise ValueError(f"--draft {draft}: a head after a lookup does not learn here: give {draft.source} alone")
+        if not draft.is_lookup and "v1" not in draft.family.decoders:
+            raise ValueError(
+                f"--draft {draft}: {draft.family.title} needs vLLM's V2 model runner, which cannot choose a number of "
+                "draft tokens: give another draft, or use redraft serve"
+            )
         speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
     return None
 
@@ -194,7 +212,7 @@ def prepare(plan: Plan) -> bool:
         (folder / name).mkdir(exist_ok=True)
     if plan.has_begun:
         return True
-    draft = plan.draft or make_new_head(plan.target, folder / "draft")
+    draft = plan.draft or make_new_head(plan.target, folder / "draft", plan.num_tokens)
     if draft.is_lookup or draft.family.is_in_target or not draft.family.learns_online:
         print(f"the draft {draft} does not learn: there is no learner", flush=True)
         return False
@@ -226,20 +244,20 @@ port = {page_port}
 """
 
 
-def make_new_head(target: Path, folder: Path) -> DraftSource:
+def make_new_head(target: Path, folder: Path, num_tokens: int) -> DraftSource:
     """An EAGLE-3 head from the files of the target; n-grams if they do not give one."""
     if not folder.exists():
         try:
             # In a process of its own, so that this one stays without torch.
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                pool.submit(write_new_head, target, folder).result()
+                pool.submit(write_new_head, target, folder, num_tokens).result()
         except (ValueError, OSError) as error:
             print(f"no new head, so n-grams draft: {error}", flush=True)
             return DraftSource.parse(NGRAM)
     return DraftSource(source=str(folder))
 
 
-def write_new_head(target: Path, folder: Path) -> None:
+def write_new_head(target: Path, folder: Path, num_tokens: int) -> None:
     """Publish a head with the weights of the last layer of the target.
 
     Raises: ValueError, OSError if the target has too few layers, or others than such a head.
@@ -253,7 +271,7 @@ def write_new_head(target: Path, folder: Path) -> None:
 
     opened = TargetFolder.open(target)
     torch.manual_seed(0)
-    head = Eagle3(Options(num_steps=ServeConfig.num_speculative_tokens), Target.from_folder(target))
+    head = Eagle3(Options(num_steps=num_tokens), Target.from_folder(target))
     head.init_from_layers(*read_last_layers(opened, torch.float32, 1))
     with torch.no_grad():
         # vLLM shares an output head if the two are equal, and a swap could then not change it
@@ -267,8 +285,7 @@ def place_learner(gpus: Sequence[str], flags: Mapping[str, str]) -> tuple[str, s
     the learner, and further arguments of vLLM."""
     if not gpus:
         return "the learner computes on the CPU", "", ()
-    sizes = (("tensor_parallel_size", "tp"), ("pipeline_parallel_size", "pp"))
-    if math.prod(int(flags.get(name) or flags.get(short) or 1) for name, short in sizes) < len(gpus):
+    if int(flags.get("tensor_parallel_size") or 1) < len(gpus):
         return f"the learner has GPU {gpus[-1]}", gpus[-1], ()
     shares = f"the learner shares GPU {gpus[-1]}"
     if "gpu_memory_utilization" in flags:
@@ -291,15 +308,22 @@ def list_gpus() -> list[str]:
 def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = ()) -> list[str]:
     folder = plan.folder
     command = [*COMMAND, "serve", str(plan.target), "--pace", "auto", "--token-file", str(folder / TOKEN)]
+    command += ["--num-speculative-tokens", str(plan.num_tokens)]
+    # The learner connects to the address given, where the token protects the routes.
+    command += [] if is_local(httpx.URL(plan.url).host) else ["--allow-remote"]
     if learns:
         command += ["--registry", str(folder / "registry"), "--capture.spool", str(folder / "spool")]
         is_head = load_config(folder / SETTINGS).draft.family != "standalone"
         command += ["--capture.hidden-states"] if is_head else []
+        for name in ("fraction", "top_k", "spool_bytes", "hidden_format"):
+            command += [f"--capture.{name.replace('_', '-')}", str(getattr(plan.capture, name))]
+        command += ["--capture.tenants", *plan.capture.tenants] if plan.capture.tenants else []
     else:
         command += ["--draft", str(plan.draft or NGRAM)]
     # before the given arguments, which win; the status line and the learner ask all the time
     quiet = ("--disable-access-log-for-endpoints", "/metrics,/redraft/status")
-    return [*command, "--", "--served-model-name", plan.given, *quiet, *more, *plan.vllm_args]
+    alias = () if "served_model_name" in plan.flags else ("--served-model-name", plan.given)
+    return [*command, "--", *alias, *quiet, *more, *plan.vllm_args]
 
 
 def run(plan: Plan, *, learns: bool) -> None:
@@ -314,8 +338,7 @@ def run(plan: Plan, *, learns: bool) -> None:
         write_fleet(plan.folder, [plan.url])
         command = [*COMMAND, "learner", "--config", str(plan.folder / SETTINGS)]
         learner = Part("learner", command, logs / "learner.log", {"CUDA_VISIBLE_DEVICES": gpu})
-    runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    server = Part(plan.name, serve_command(plan, learns=learns, more=more), logs / f"{plan.name}.log", runner)
+    server = Part(plan.name, serve_command(plan, learns=learns, more=more), logs / f"{plan.name}.log", RUNNER)
     try:
         if learner is not None:
             page = load_config(plan.folder / SETTINGS).page
@@ -367,8 +390,9 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None) -> Non
                 screen.say(f"learner: {learned.fault}")
             learned.fault = ""
             restarts.follow(learner, now_s, screen.say)
-        if plan.is_joining and plan.url not in (urls := read_fleet(plan.folder)):
-            write_fleet(plan.folder, [*urls, plan.url])  # the other one has started again
+        with contextlib.suppress(OSError, ValueError):  # someone edits the file, and is not done
+            if plan.is_joining and plan.url not in (urls := read_fleet(plan.folder)):
+                write_fleet(plan.folder, [*urls, plan.url])  # the other one has started again
         was_ready, shown = meter.is_ready, meter.read(now_s)
         if meter.is_ready and not was_ready:
             screen.say(f"ready: {plan.url} | {shown}")

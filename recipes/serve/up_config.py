@@ -8,11 +8,14 @@ same command continues there. Ctrl-C ends the server, then the learner. A learne
 server serves on. `redraft fleet` operates it with `--config FOLDER/learner.toml`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+
+from redraft.online.engine.config import CaptureConfig
+from redraft.recipes.serve.serve_config import Config as ServeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,4 +30,8 @@ class Config:
     folder: Path | None = None
     """Folder for everything. By default `redraft-` and the name of the target."""
     join: Path | None = None
-    """Folder of a running `redraft up`, to which this server is added."""
+    """Folder of a running `redraft up` on this machine, to which this server is added. Choose its GPUs by
+    CUDA_VISIBLE_DEVICES."""
+    num_speculative_tokens: int = ServeConfig.num_speculative_tokens
+    """Most draft tokens of a step."""
+    capture: CaptureConfig = field(default_factory=CaptureConfig)

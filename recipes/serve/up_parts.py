@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -44,10 +45,11 @@ class Part:
         self.process, self.begun_s = start_group(self.command, log=self.log, env=self.environment), time.monotonic()
 
     def read_lines(self) -> list[str]:
-        """Whole lines of the log since the last call."""
-        if self.process is None:
+        """Whole lines of the log since the last call; none of a log that someone moved away."""
+        if self.process is None or not self.log.is_file():
             return []
         with self.log.open("rb") as file:
+            self._read_to = min(self._read_to, file.seek(0, os.SEEK_END))  # someone may have cut it
             file.seek(self._read_to)
             new = file.read()
         end = new.rfind(b"\n") + 1
@@ -135,7 +137,8 @@ class Restarts:
             say(f"learner: ended, and starts again in {pause_s} s; serving goes on: {last_error(learner.log)}")
         if now_s >= self.due_s:
             self.due_s = None
-            learner.start()
+            with contextlib.suppress(OSError):  # as a disk that is full: this is one more early death
+                learner.start()
 
 
 @dataclass

@@ -5,20 +5,23 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 import stand_in_parts
+import tyro
 from prometheus_client import CollectorRegistry, generate_latest
 from real_server import START_TIMEOUT_S
-from test_serve import write_draft
+from test_serve import write_draft, write_dspark
 from waiting import PATIENCE_S, wait_until
 
 from redraft.eval.engine.process import free_port
@@ -27,11 +30,14 @@ from redraft.heads.files.lock import AlreadyOwnedError
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import load_config
 from redraft.online.daemon.opening import provide_first_version
+from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.pace import PaceMetrics
 from redraft.online.fleet.registry import Registry
 from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import up, up_parts
+from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config
+from redraft.recipes.serve.vllm_flags import read_flags
 
 
 @pytest.fixture
@@ -96,7 +102,7 @@ def test_one_command_begins_continues_and_ends_in_order(start, target, tmp_path)
     assert (str(settings.target), str(settings.draft.initial)) == (target, draft)
     assert settings.draft.family == "standalone"
     with pytest.raises(AlreadyOwnedError, match="already has a redraft up"):
-        up.main(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port()))))
+        up.main(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", port)))
 
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     wait_until(lambda: {"learner ends", f"server {port} ends"} <= {*events(folder)})  # the kernel told them
@@ -168,6 +174,13 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
     refuse(ValueError, "give .*draft alone", draft=f"ngram+{draft}")
     for flags in (["--model", "x"], ["--speculative-config", "{}"], ["--uds", "/x"], ["--data-parallel-size", "2"]):
         refuse(ValueError, f"^{flags[0]} ", *flags)
+    refuse(ValueError, "^--data-parallel-size ", "-dp", "2")
+    refuse(ValueError, "^--pipeline-parallel-size ", "-pp=2")
+    refuse(ValueError, "--capture.spool", capture=CaptureConfig(spool=used))
+    (block := tmp_path / "block").mkdir()
+    write_dspark(block)
+    refuse(ValueError, "DSpark needs", draft=str(block))
+    up.make_plan(Config(target=target, vllm_args=("--port", str(port), "-dp", "1"), draft=draft))
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         refuse(ValueError, "VLLM_USE_V2_MODEL_RUNNER")
@@ -189,6 +202,57 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
     refuse(ValueError, "is for the target", folder=folder, target=str(other))
 
 
+def test_a_folder_follows_the_snapshot_of_the_hub_with_which_it_began(target, tmp_path):
+    port, snapshots = str(free_port()), tmp_path / "hub" / "snapshots"
+    old, new, elsewhere = snapshots / "1", snapshots / "2", tmp_path / "elsewhere" / "2"
+    for folder in (old, new, elsewhere):
+        shutil.copytree(target, folder)
+    draft, folder = write_draft(tmp_path / "draft"), tmp_path / "all"
+    plan = up.make_plan(Config(target=str(old), folder=folder, draft=draft, vllm_args=("--port", port)))
+    (folder / "registry" / "current").mkdir(parents=True)
+    (folder / "learner.toml").write_text(up.render_settings(plan, plan.draft, 0))
+    assert up.make_plan(Config(target=str(new), folder=folder, vllm_args=("--port", port))).target == old
+    with pytest.raises(ValueError, match="is for the target"):
+        up.make_plan(Config(target=str(elsewhere), folder=folder, vllm_args=("--port", port)))
+
+
+def test_what_the_user_gives_reaches_the_server(target, tmp_path):
+    draft, folder = write_draft(tmp_path / "draft"), tmp_path / "all"
+    capture = CaptureConfig(fraction=0.1, tenants=("a", "b"), hidden_format="float8")
+    args = ("--port", str(free_port()), "--host", "10.0.0.5", "--served-model-name", "mine")
+    given = Config(target=target, folder=folder, draft=draft, vllm_args=args, capture=capture, num_speculative_tokens=5)
+    plan = up.make_plan(given)
+    folder.mkdir()
+    (folder / "learner.toml").write_text(up.render_settings(plan, plan.draft, 0))
+    before, after = (" ".join(part) for part in split_at(up.serve_command(plan, learns=True), "--"))
+    for said in ("--num-speculative-tokens 5", "--allow-remote", "--capture.fraction 0.1", "--capture.tenants a b"):
+        assert said in before
+    assert "--capture.hidden-format float8" in before
+    assert after.count("--served-model-name") == 1
+    cfg = tyro.cli(ServeConfig, args=[*before.split()[4:], "--", *after.split()])
+    assert replace(cfg.capture, spool=None) == capture
+
+
+def split_at(items, mark):
+    place = items.index(mark)
+    return items[:place], items[place + 1 :]
+
+
+def test_a_log_that_is_moved_or_cut_ends_nothing(tmp_path):
+    part = up_parts.Part("server", [sys.executable, "-c", "print('one')"], tmp_path / "log")
+    part.start()
+    part.process.wait()
+    assert part.read_lines() == ["one"]
+    part.log.rename(tmp_path / "moved")
+    assert part.read_lines() == []
+    assert "cannot be read" in up_parts.last_error(part.log)
+    part.log.write_text("a\n")
+    assert part.read_lines() == []
+    with part.log.open("a") as log:
+        log.write("b\n")
+    assert part.read_lines() == ["b"]
+
+
 @pytest.mark.parametrize(
     ("gpus", "flags", "gpu", "arguments"),
     [
@@ -196,7 +260,7 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
         (["0"], {}, "0", ("--gpu-memory-utilization", "0.75")),
         (["0"], {"gpu_memory_utilization": "0.6"}, "0", ()),
         (["0", "1"], {}, "1", ()),
-        (["4", "5", "6", "7"], {"tp": "2", "pipeline_parallel_size": "2"}, "7", ("--gpu-memory-utilization", "0.75")),
+        (["4", "5", "6", "7"], read_flags(["-tp", "4"]), "7", ("--gpu-memory-utilization", "0.75")),
         (["4", "5", "6", "7"], {"tensor_parallel_size": "2"}, "7", ()),
     ],
 )
@@ -210,7 +274,7 @@ def test_the_learner_takes_a_spare_gpu_or_a_share_of_the_last(gpus, flags, gpu, 
 def test_the_status_line_counts_since_the_last_reading():
     registry = CollectorRegistry()
     size = {"requests": 1, "tokens": 3, "speed": 1.4, "low": 1.2, "high": 1.6}
-    PaceMetrics(registry).show({"sizes": [size], "explored": 0.005})
+    PaceMetrics(registry).show({"pace": "auto", "sizes": [size], "explored": 0.005})
     page = generate_latest(registry).decode()
 
     def metrics(tokens, drafts, accepted):
@@ -261,7 +325,7 @@ def test_a_learner_that_keeps_dying_waits_longer_each_time(tmp_path):
 
 
 def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path):
-    up.write_new_head(tiny_target, tmp_path / "draft")
+    up.write_new_head(tiny_target, tmp_path / "draft", 3)
     assert detect_family(tmp_path / "draft").name == "eagle3"
     folder = tmp_path / "all"
     plan = up.make_plan(Config(target=str(tiny_target), folder=folder, vllm_args=("--port", str(free_port()))))
@@ -276,7 +340,7 @@ def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path):
 
 def test_a_target_of_too_few_layers_has_n_grams(random_target, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(up, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
-    assert str(up.make_new_head(random_target, tmp_path / "draft")) == "ngram"
+    assert str(up.make_new_head(random_target, tmp_path / "draft", 3)) == "ngram"
     assert "a target of 2 layers" in capsys.readouterr().out
     assert not (tmp_path / "draft").exists()
 
