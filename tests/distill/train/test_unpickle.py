@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections.abc import Callable
@@ -13,14 +14,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from launches import ROOT, accelerate_launch, require, run_all
 from make_heads import make_signal, make_target
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import filesystem, metadata
 from train_on_ranks import make_standalone, micro_batches
 
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
-from redraft.distill.train.unpickle import without_code
+from redraft.distill.train.unpickle import _KnownPickles, without_code
 
 
 class Bomb:
@@ -103,6 +104,8 @@ def test_a_sharded_checkpoint_is_read_and_its_description_runs_no_code(tmp_path:
         b"cantigravity\ngeohash\n.",
         b"ctorch\nload\n.",
         b"cpathlib\nPath.home\n.",
+        b"cbuiltins\ngetattr\n(ctorch\nSize\nVnumel\ntR.",
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nV__init__\ntR.",
     ],
 )
 def test_no_detour_leads_to_a_function(content: bytes, tmp_path: Path) -> None:
@@ -110,6 +113,12 @@ def test_no_detour_leads_to_a_function(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match="was not loaded"), without_code(tmp_path):
         dcp.load({"step": 0}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def test_a_member_of_an_enum_is_read_as_python_3_11_2_writes_it() -> None:
+    kind = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    read = _KnownPickles().load(io.BytesIO(b"cbuiltins\ngetattr\n(" + kind + b"VTORCH_PRESERVE_FORMAT\ntR."))
+    assert read is metadata._MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
 
 
 def test_afterwards_all_is_as_it_was_and_other_errors_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
