@@ -3,13 +3,13 @@
     python run_images.py '{"model_type": "qwen3_vl", "dtype": "float32", "folder": ..., "tokenizer": ...}'
 
 Needs torchvision (`model_runners.with_torchvision`). Writes `target`, the heads `first` and `second`, the spool
-`records`, and `texts.pt`: for each request its token ids, the states of transformers after LAYERS [T, L, D], and by how
-much the logit of each answered token is below the largest one. Prints one line of JSON: `result` of the swap, `status`,
-`answers` of both rounds.
+`records`, and `texts.pt`: for each request what `by_transformers` returns. Prints one line of JSON: `result` of the
+swap, `status`, `answers` of both rounds.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -24,11 +24,16 @@ from make_heads import make_random
 from PIL import Image
 from run_capture import make_params, wait_until_shipped
 from run_swaps import load
-from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2VLImageProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.heads.families import eagle3
-from redraft.heads.files.checkpoint import new_model
 from redraft.heads.target import Target
 from tests.helpers.served_targets import DELTA, SIZES
 from tests.helpers.target_families import MROPE, make_config
@@ -38,7 +43,15 @@ TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<
           "vision_end": "<|vision_end|>"}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"rope_parameters": {**MROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}},
-    "qwen3_5": DELTA,
+    "qwen3_5": {
+        **DELTA,
+        "rope_parameters": {
+            **MROPE,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.25,
+        },
+    },
 }
 PIXELS = {"shortest_edge": 8 * 8, "longest_edge": 32 * 32}
 
@@ -49,11 +62,15 @@ def make_target(model_type: str, dtype: str, folder: Path, tokenizer: Any) -> An
     sizes = {**SIZES, **SETTINGS[model_type], "vocab_size": len(tokenizer)}
     config = make_config(model_type, **sizes)
     config.vision_config.out_hidden_size = SIZES["hidden_size"]
+    if model_type == "qwen3_5":
+        config.vision_config.deepstack_visual_indexes = []
     for name, token in TOKENS.items():
         setattr(config, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     config.tie_word_embeddings = False
     torch.manual_seed(0)
-    model = new_model(config, torch.float32).eval().to(getattr(torch, dtype))
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.lm_head.weight.data[tokenizer.convert_tokens_to_ids(list(TOKENS.values()))] = 0  # never answered
+    model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder)
     vision = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": PIXELS}
     images, videos = Qwen2VLImageProcessor(**vision), Qwen3VLVideoProcessor(**vision)
@@ -95,20 +112,32 @@ def answer(llm: Any, prompts: list[dict[str, Any]], name: str) -> list[tuple[lis
 
 @torch.no_grad()
 def by_transformers(model: Any, folder: Path, prompt: dict[str, Any], ids: list[int], output: list[int]) -> Any:
-    """Token ids, states, and how far each answered token is below the best."""
+    """Token ids, states and logits of the answered rows in float32, and the distances of `model`'s own type from them:
+    of the states by layer, as a share, and of the logits, the largest."""
     given: dict[str, Any] = {"input_ids": torch.tensor([ids + output])}
     if images := prompt.get("multi_modal_data", {}).get("image"):
         processor = Qwen2VLImageProcessor.from_pretrained(folder)
         given |= processor(images=images, return_tensors="pt")
-        given["pixel_values"] = given["pixel_values"].to(model.dtype)
         given["mm_token_type_ids"] = (given["input_ids"] == model.config.image_token_id).long()
-    source = InProcessTarget(model, LAYERS)
-    with source._streams() as streams:
-        logits_TV = model(**given, use_cache=False).logits[0].float()
-    states_TLD = torch.stack([streams[k][0] for k in LAYERS], dim=1).float()
-    rows_NV = logits_TV[len(ids) - 1 : -1]
+
+    def compute(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if images:
+            given["pixel_values"] = given["pixel_values"].to(model.dtype)
+        source = InProcessTarget(model, LAYERS)
+        with source._streams() as streams:
+            logits_TV = model(**given, use_cache=False).logits[0].float()
+        return torch.stack([streams[k][0] for k in LAYERS], dim=1).float(), logits_TV[len(ids) - 1 : -1]
+
+    (states_TLD, rows_NV), rounded = compute(copy.deepcopy(model).float()), compute(model)
+    apart_L = (rounded[0] - states_TLD).norm(dim=(0, 2)) / states_TLD.norm(dim=(0, 2))
     behind_N = rows_NV.max(-1).values - rows_NV.gather(1, torch.tensor(output)[:, None])[:, 0]
-    return {"ids": given["input_ids"][0], "states_TLD": states_TLD, "behind_N": behind_N}
+    return {
+        "ids": given["input_ids"][0],
+        "states_TLD": states_TLD,
+        "behind_N": behind_N,
+        "apart_L": apart_L,
+        "apart": (rounded[1] - rows_NV).abs().max(),
+    }
 
 
 def main(spec: dict[str, Any]) -> None:

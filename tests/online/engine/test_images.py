@@ -18,25 +18,26 @@ from redraft.online.records.spool import spool_files
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerator")]
 
-TARGETS = {"qwen3_vl": ("float32", 0.004)}
-"""By model type: type, and how far recorded states may be from those of transformers: bfloat16 rounds to 2^-8."""
+TARGETS = {"qwen3_vl": "float32", "qwen3_5": "bfloat16"}
+"""Type by model type. vLLM's CPU kernels of delta nets take bfloat16 only."""
+ROUNDED = 0.004  # recorded states are in bfloat16
 
 
 @pytest.fixture(scope="module", params=TARGETS)
 def served(request, small_tokenizer, tmp_path_factory):
-    """The report of `run_images.py`, its folder, and the tolerance."""
-    dtype, within = TARGETS[request.param]
+    """The report of `run_images.py`, and its folder."""
+    dtype = TARGETS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     small_tokenizer.save_pretrained(folder / "tokenizer")
     spec = {"model_type": request.param, "dtype": dtype, "folder": str(folder), "tokenizer": str(folder / "tokenizer")}
     script = Path(__file__).parents[2] / "helpers/run_images.py"
     done = subprocess.run(
         [sys.executable, script, json.dumps(spec)],
-        capture_output=True, text=True, timeout=600, env=model_runners.with_torchvision(),
+        capture_output=True, text=True, timeout=2400, env=model_runners.with_torchvision(),
     )  # fmt: skip
     line = next((line for line in done.stdout.splitlines() if line.startswith("REPORT")), None)
     assert line, done.stderr[-4000:]
-    return json.loads(line.removeprefix("REPORT")), folder, within
+    return json.loads(line.removeprefix("REPORT")), folder
 
 
 def read_records(folder):
@@ -45,27 +46,27 @@ def read_records(folder):
 
 
 def test_answers_are_those_of_transformers_before_and_after_a_swap(served):
-    report, folder, within = served
+    """In bfloat16 the engine may be as far from float32 as transformers in bfloat16, or twice as far, for the token
+    answered and for the best."""
+    report, folder = served
     assert report["result"]["ok"], report["result"]
     assert report["status"]["target_intact"]
     texts = torch.load(folder / "texts.pt", weights_only=True)
     assert len(texts) == 6
     for text in texts:
-        assert float(text["behind_N"].max()) <= (1e-3 if within < 0.05 else 0.25)
-    if within < 0.05:
+        assert float(text["behind_N"].max()) <= 1e-3 + 4 * float(text["apart"])
+    if not any(float(text["apart"]) for text in texts):
         before, after = report["answers"]
         assert before == after
 
 
 def test_states_are_recorded_from_the_first_token_after_the_last_image(served):
-    report, folder, within = served
+    report, folder = served
     counts = report["status"]["capture"]
     assert counts["captured_requests"] == 6
     assert not [name for name in counts if name.startswith(("errors", "broken", "skipped")) and counts[name]], counts
     config = load_config(folder / "target")
-    texts = {
-        tuple(text["ids"].tolist()): text["states_TLD"] for text in torch.load(folder / "texts.pt", weights_only=True)
-    }
+    texts = {tuple(text["ids"].tolist()): text for text in torch.load(folder / "texts.pt", weights_only=True)}
     begins = []
     for record in read_records(folder):
         ids = np.concatenate([record.context_ids, record.output_ids])
@@ -73,17 +74,18 @@ def test_states_are_recorded_from_the_first_token_after_the_last_image(served):
         begins.append(record.hidden_begin)
         assert record.hidden_begin == (images[-1] + 1 if len(images) else 0)
         states_HLD = torch.from_numpy(record.hidden_words.astype(np.int16)).view(torch.bfloat16).float()
-        wanted_HLD = texts[tuple(ids.tolist())][record.hidden_begin :][: len(states_HLD)]
+        text = texts[tuple(ids.tolist())]
+        wanted_HLD = text["states_TLD"][record.hidden_begin :][: len(states_HLD)]
         assert len(wanted_HLD) == len(states_HLD) > 20
         for layer in range(wanted_HLD.shape[1]):
             apart = (states_HLD[:, layer] - wanted_HLD[:, layer]).norm() / wanted_HLD[:, layer].norm()
-            assert apart < within, layer
+            assert apart < ROUNDED + 2 * text["apart_L"][layer], layer
     assert len(begins) == 6
     assert len(set(begins)) == 3
 
 
 def test_the_head_learns_from_these_records(served):
-    _, folder, _ = served
+    _, folder = served
     records = read_records(folder)
     candidate = Candidate(Training(lr=3e-3, warmup_steps=1, sequence_length=128), "eagle3", folder / "target")
     candidate.begin(folder / "second")
