@@ -20,7 +20,7 @@ ifneq ($(shell test -t 2 || echo log),)
 export TQDM_MININTERVAL ?= 10
 endif
 
-.PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-up demo-domains soak faketime test test-all test-floors browser actionlint \
+.PHONY: help env lock demo drafts demo-tiny demo-heads demo-online demo-up demo-rl demo-domains soak faketime test test-all test-floors browser actionlint \
 	gpu test-gpu check check-deps \
 	docs format bench bench-gpu bench-decisions bench-fleet clean
 
@@ -64,6 +64,9 @@ demo-online: $(STAMP)  ## shift traffic under two real servers, and let the lear
 
 demo-up: $(STAMP)  ## `redraft up` from an empty folder: speed against no drafts over time, write outputs/demo-up/report.html
 	$(BIN)/python -m benchmarks.demo.up --overwrite
+
+demo-rl: $(STAMP)  ## reinforcement learning moves a target: adapt a draft once, or keep learning? RL=--resume: go on after a kill
+	$(BIN)/python -m benchmarks.demo.rl $(or $(RL),--overwrite)
 
 demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared draft, write outputs/demo-domains
 	$(BIN)/python -m benchmarks.studies.domains --overwrite

@@ -50,6 +50,11 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def main(cfg: Config) -> None:
     """Raises: as TRL, httpx and the loaders; ValueError with the answer of a server that refuses a policy."""
+    make_trainer(cfg).train()
+
+
+def make_trainer(cfg: Config, reward: Any = reward, **training: Any) -> Any:
+    """TRL's trainer; `training` are further settings of GRPOConfig. The server has to be ready."""
     import httpx
     import torch
     import trl.generation.vllm_generation as vllm_generation
@@ -91,20 +96,22 @@ def main(cfg: Config) -> None:
             answer = httpx.post(f"{self.base_url}/redraft/target", json=body, headers=headers, timeout=None)
             if answer.is_error:
                 raise ValueError(f"the server does not load {folder}: {answer.text}")
+            self.moved = answer.json()
             shutil.rmtree(output / f"step-{self.num_pushes - 2}", ignore_errors=True)
 
     vllm_generation.VLLMClient = Client
     questions = [{"prompt": one["messages"][:1]} for one in load_conversations(cfg.data)]
     on_gpu = torch.cuda.is_available()
+    settings: dict[str, Any] = {"per_device_train_batch_size": 16, "num_generations": 8}
     config = GRPOConfig(
         output_dir=str(output / "trainer"), report_to="none", bf16=on_gpu, use_cpu=not on_gpu,
         use_vllm=True, vllm_mode="server", vllm_server_base_url=cfg.url, max_completion_length=cfg.max_tokens,
-        max_steps=cfg.updates, learning_rate=cfg.lr, per_device_train_batch_size=16, num_generations=8,
+        max_steps=cfg.updates, learning_rate=cfg.lr, **settings | training,
     )  # fmt: skip
     # In float32: bfloat16 weights would swallow updates of 1e-6.
     model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32, trust_remote_code=False)
     data, tokenizer = Dataset.from_list(questions), target.tokenizer
-    GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer).train()
+    return GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer)
 
 
 if __name__ == "__main__":

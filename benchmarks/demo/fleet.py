@@ -22,7 +22,7 @@ import httpx
 
 from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.packing import PackedDataset
-from redraft.distill.data.samples import build_samples
+from redraft.distill.data.samples import Sample, build_samples
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train.loop import make_accelerator
@@ -39,6 +39,7 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.artifact import require_free, write_whole
 from redraft.heads.progress import Progress
+from redraft.online.daemon import control
 
 SETTINGS = "demo.json"
 """File with a demo's settings. It also marks a folder as a demo's, which may be deleted."""
@@ -75,18 +76,26 @@ def clear(folder: Path, *, overwrite: bool) -> None:
     folder.mkdir(parents=True)
 
 
-def begin_report(cfg: Any, day: datetime.date) -> dict[str, Any]:
+def begin_report(cfg: Any, day: datetime.date, *, resume: bool = False) -> dict[str, Any]:
     """Empty `cfg.output`, write the settings there, and return the first entries of the report.
 
-    `day` is the date that the chat template writes in the whole run, if it writes today's.
+    `day` is the date that the chat template writes in the whole run, if it writes today's. With `resume`, a demo with
+    the same settings stays as it is.
 
     Raises:
         FileExistsError: as `clear`.
+        ValueError: the demo to resume has other settings.
     """
     # Through JSON: paths become strings and tuples lists, as a reader of the report sees them.
     settings = json.loads(json.dumps(asdict(cfg), default=str))
-    clear(cfg.output, overwrite=cfg.overwrite)
-    write_whole(cfg.output / SETTINGS, json.dumps(settings, indent=2) + "\n")
+    for flag in ("overwrite", "resume"):
+        settings.pop(flag, None)
+    if resume and (cfg.output / SETTINGS).is_file():
+        if json.loads((cfg.output / SETTINGS).read_text()) != settings:
+            raise ValueError(f"{cfg.output} holds a demo with other settings: repeat those, or give --overwrite")
+    else:
+        clear(cfg.output, overwrite=cfg.overwrite)
+        write_whole(cfg.output / SETTINGS, json.dumps(settings, indent=2) + "\n")
     return {
         "target": cfg.target.name,
         "command": shlex.join(sys.argv),
@@ -114,11 +123,22 @@ def distil(
 ) -> None:
     """Train the draft on these conversations, in steps of 4,096 tokens."""
     samples, _ = build_samples(conversations, tokenizer, max_length=1024, day=day, progress=False)
-    data = PackedDataset(samples, sequence_length=1024)
-    accelerator = make_accelerator(1, fastest_precision(), None)
-    distillation = Distillation(draft, InProcessTarget(target), Divergence(), Optim(lr=lr), steps, accelerator)
+    for _ in distil_on(samples, draft, target, name=name, steps=steps, optim=Optim(lr=lr)):
+        pass
+
+
+def distil_on(
+    samples: Sequence[Sample], draft: Any, target: Any, *, name: str, steps: int, optim: Optim, rows: int = 4
+) -> Iterator[int]:
+    """Train the draft in steps of `rows` x 1,024 tokens. Yields the number of labels read, also before the first
+    step."""
+    data, num_labels = PackedDataset(samples, sequence_length=1024), 0
+    accelerator, signal = make_accelerator(1, fastest_precision(), None), InProcessTarget(target, draft.aux_layer_ids)
+    distillation = Distillation(draft, signal, Divergence(), optim, steps, accelerator)
+    yield num_labels
     for step in Progress(range(steps), desc=f"distil on {name}", unit="step"):
-        distillation.step([data.batch(step, batch_size=4)])
+        num_labels += distillation.step([data.batch(step, batch_size=rows)]).labels
+        yield num_labels
     distillation.close()
 
 
@@ -183,6 +203,26 @@ def start_server(
         yield Server(url=f"http://127.0.0.1:{port}", process=process, log=log, dtype=dtype, mode=mode)
 
 
+@contextlib.asynccontextmanager
+async def start_learner(folder: Path) -> AsyncIterator[None]:
+    """Run `redraft learner` with the folder's learner.toml, which keeps its state there, without binding it to a
+    core."""
+    command = [sys.executable, "-m", "redraft.recipes.cli", "learner", "--config", str(folder / "learner.toml")]
+    log, socket = folder / "logs" / "learner.log", folder / "learner" / control.SOCKET
+    socket.unlink(missing_ok=True)  # of a learner that was killed
+    # One thread: the servers leave about one of two cores.
+    with process_group(command, log=log, env={"OMP_NUM_THREADS": "1"}) as process:
+        # The socket is there once the learner answers; before, `control.ask` would find nobody.
+        while not socket.exists():
+            if process.poll() is not None:
+                raise ChildProcessError(f"the learner did not start: see {log}")
+            await asyncio.sleep(0.2)
+        yield
+        if process.poll() is not None:
+            # A dead learner must not pass for one with nothing to do.
+            raise ChildProcessError(f"the learner ended early: see {log}")
+
+
 def runner_environment(runner: Runner | None) -> dict[str, str]:
     """Variables of a server with this model runner; empty if vLLM chooses.
 
@@ -231,8 +271,10 @@ class Traffic:
         clients: int,
         max_tokens: int,
         pause_s: float,
+        captured: bool = True,
     ):
         self.urls, self.clients, self.max_tokens, self.pause_s = urls, clients, max_tokens, pause_s
+        self.captured = captured
         self._prompts = {domain: itertools.cycle(some) for domain, some in prompts.items()}
         self.domain = next(iter(prompts))
         """Domain of the next requests."""
@@ -249,9 +291,8 @@ class Traffic:
                 # One cycle for all clients: no question comes twice until all have come once.
                 prompt = next(self._prompts[self.domain])
                 try:
-                    self.answers.append(
-                        await stream(http, self.urls[number % len(self.urls)], prompt, self.max_tokens, captured=True)
-                    )
+                    url = self.urls[number % len(self.urls)]
+                    self.answers.append(await stream(http, url, prompt, self.max_tokens, captured=self.captured))
                 except (httpx.HTTPError, ValueError) as error:
                     self.failures.append(repr(error))
                 await asyncio.sleep(self.pause_s)

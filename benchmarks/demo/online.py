@@ -22,7 +22,6 @@ import asyncio
 import json
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -40,6 +39,7 @@ from benchmarks.demo.fleet import (
     measure_rates,
     read_tau,
     runner_environment,
+    start_learner,
 )
 from benchmarks.demo.online_config import PRESETS, Config, describe_settings, forced_settings
 from benchmarks.demo.online_outputs import Text, compare_with_target, spread
@@ -55,7 +55,6 @@ from benchmarks.demo.online_report import (
 from benchmarks.demo.online_stage import Stage, make_scene
 from redraft.distill.data.day import choose_day
 from redraft.eval.engine.measure import Measurement, measure
-from redraft.eval.engine.process import process_group
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import write_page
 from redraft.heads.families.standalone import StandaloneDraft
@@ -166,21 +165,10 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
 
 @asynccontextmanager
 async def learner(stage: Stage, servers: Sequence[Server]) -> Any:
-    """Run `redraft learner` beside the servers, without binding it to a core."""
+    """Run `redraft learner` beside the servers."""
     stage.configure(servers)
-    command = [sys.executable, "-m", "redraft.recipes.cli", "learner", "--config", str(stage.folder / "learner.toml")]
-    log = stage.folder / "logs" / "learner.log"
-    # One thread: the servers leave about one of two cores.
-    with process_group(command, log=log, env={"OMP_NUM_THREADS": "1"}) as process:
-        # The socket is there once the learner answers; before, `control.ask` would find nobody.
-        while not (stage.folder / "learner" / control.SOCKET).exists():
-            if process.poll() is not None:
-                raise ChildProcessError(f"the learner did not start: see {log}")
-            await asyncio.sleep(0.2)
+    async with start_learner(stage.folder):
         yield stage.config
-        if process.poll() is not None:
-            # A dead learner must not pass for one with nothing to do.
-            raise ChildProcessError(f"the learner ended early: see {log}")
 
 
 async def wait(seconds: float, title: str, is_enough: Callable[[], bool] = lambda: False) -> None:
