@@ -1,10 +1,12 @@
-"""The demo of a target that moves: names, estimates and page on made numbers."""
+"""The demo of a target that moves: names, estimates and page on made numbers, and a short run that is killed once."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,6 +39,7 @@ from redraft.online.fleet.registry import Registry
 from redraft.online.records.record import decode_record, encode_record
 from redraft.online.tokens import write_token
 
+ROOT = Path(__file__).parents[3]
 SECOND, THIRD = "step-2@aaaaaaaaaaaa", "step-3@bbbbbbbbbbbb"
 
 
@@ -253,3 +256,31 @@ def test_the_page_shows_the_decision_and_the_curves(tmp_path: Path) -> None:
     page = write_page(tmp_path, report, rl.TEMPLATE, build_charts).read_text()
     assert "adapting once is not enough; learning gains +0.20" in page
     assert "86% of the labels" in page
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_run_that_is_killed_continues_and_proves_its_numbers(tmp_path: Path) -> None:
+    output, log = tmp_path / "demo", tmp_path / "log"
+    command = [sys.executable, "-m", "benchmarks.demo.rl", "--output", str(output), "--updates", "6"]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+    rows = output / "updates.jsonl"
+    while not (rows.is_file() and len(rows.read_text().splitlines()) >= 2):
+        assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    result = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((output / "report.json").read_text())
+    assert report["updates"] == 6
+    assert report["failed_requests"] == 0
+    assert report["records"]["stored"] >= 6 * 32
+    assert report["records"]["misnamed"] <= 0.01
+    assert report["records"]["would_be_noticed"] > 0.7
+    assert abs(report["tau"]["learning"]["value"] - report["tau_engine"]) < 0.2
+    assert report["push"]["pause_s"] > 0
+    assert report["sentence"] in result.stdout
+    assert (output / "report.html").is_file()
