@@ -1071,8 +1071,9 @@ def test_above_temperature_zero_a_copy_of_the_target_is_always_accepted_and_its_
     for record in records:
         text = training_sequence(record)
         expected_TV = target_log_probs(reference, text.input_ids_T, temperature=0.7)[text.rows_R]
-        drafted = (record.draft_ids >= 0)[record.branches == 0]
-        expected = expected_TV[np.arange(len(drafted)), text.draft_ids_R][drafted]
+        draft_ids_R = record.draft_ids[record.branches == 0]
+        drafted = draft_ids_R >= 0
+        expected = expected_TV[np.arange(len(drafted)), draft_ids_R][drafted]
         found = np.log(record.draft_probs[record.branches == 0][drafted])
         np.testing.assert_allclose(found, expected, atol=2e-3)
 
