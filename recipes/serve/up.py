@@ -18,9 +18,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -58,6 +59,7 @@ REFUSED = {
 }
 """Flags of vLLM that contradict this command, with the reason."""
 
+SET_HERE = {"spool", "ingest", "nats", "hidden_states"}  # of --capture
 RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the other one does not choose a number of draft tokens
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
 SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
@@ -78,7 +80,7 @@ class Plan:
     flags: Mapping[str, str]
     vllm_args: tuple[str, ...]
     num_tokens: int
-    capture: CaptureConfig
+    capture: Mapping[str, Any]  # Settings that are not the defaults.
     is_joining: bool
     has_begun: bool  # The folder has a version, and settings that the user may have changed.
 
@@ -120,8 +122,12 @@ def make_plan(cfg: Config) -> Plan:
         raise ValueError(
             "vLLM's V2 model runner cannot choose a number of draft tokens: unset VLLM_USE_V2_MODEL_RUNNER"
         )
-    if cfg.capture.spool or cfg.capture.ingest:
-        raise ValueError("records go to the spool in the folder: leave out --capture.spool and --capture.ingest")
+    capture = list_changes(cfg.capture)
+    for name in SET_HERE & capture.keys():
+        raise ValueError(
+            f"--capture.{name.replace('_', '-')} is not for redraft up, which sets spool and hidden states: "
+            "leave it out"
+        )
     folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
     if not cfg.join and (folder / LOCK).exists():
         with own(folder / LOCK, "a redraft up"):  # the cause of taken ports
@@ -149,10 +155,16 @@ def make_plan(cfg: Config) -> Plan:
         flags=flags,
         vllm_args=cfg.vllm_args,
         num_tokens=cfg.num_speculative_tokens,
-        capture=cfg.capture,
+        capture=capture,
         is_joining=cfg.join is not None,
         has_begun=settings is not None,
     )
+
+
+def list_changes(capture: CaptureConfig) -> dict[str, Any]:
+    """Settings that are not the defaults, by name."""
+    pairs = ((one.name, getattr(capture, one.name)) for one in fields(capture))
+    return {name: value for name, value in pairs if value != getattr(CaptureConfig(), name)}
 
 
 def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | None) -> LearnerConfig | None:
@@ -207,11 +219,11 @@ def prepare(plan: Plan) -> bool:
     folder = plan.folder
     if not (folder / TOKEN).exists():
         write_token(folder / TOKEN)
-    fetch_model(plan.given)
     for name in ("registry", "spool", "logs"):
         (folder / name).mkdir(exist_ok=True)
     if plan.has_begun:
         return True
+    fetch_model(plan.given)
     draft = plan.draft or make_new_head(plan.target, folder / "draft", plan.num_tokens)
     if draft.is_lookup or draft.family.is_in_target or not draft.family.learns_online:
         print(f"the draft {draft} does not learn: there is no learner", flush=True)
@@ -315,9 +327,8 @@ def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = ()) -> list
         command += ["--registry", str(folder / "registry"), "--capture.spool", str(folder / "spool")]
         is_head = load_config(folder / SETTINGS).draft.family != "standalone"
         command += ["--capture.hidden-states"] if is_head else []
-        for name in ("fraction", "top_k", "spool_bytes", "hidden_format"):
-            command += [f"--capture.{name.replace('_', '-')}", str(getattr(plan.capture, name))]
-        command += ["--capture.tenants", *plan.capture.tenants] if plan.capture.tenants else []
+        for name, value in plan.capture.items():
+            command += [f"--capture.{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
     else:
         command += ["--draft", str(plan.draft or NGRAM)]
     # before the given arguments, which win; the status line and the learner ask all the time

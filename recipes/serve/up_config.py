@@ -5,7 +5,8 @@
 
 Everything is in one folder: token, versions of the draft, records of the traffic, the learner's settings and logs. The
 same command continues there. Ctrl-C ends the server, then the learner. A learner that dies is started again, while the
-server serves on. `redraft fleet` operates it with `--config FOLDER/learner.toml`.
+server serves on. `redraft fleet` operates it with `--config FOLDER/learner.toml`. Of --capture, spool and hidden states
+are set here, and an ingest log is for `redraft serve`.
 """
 
 from dataclasses import dataclass, field

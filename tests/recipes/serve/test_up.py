@@ -177,6 +177,7 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
     refuse(ValueError, "^--data-parallel-size ", "-dp", "2")
     refuse(ValueError, "^--pipeline-parallel-size ", "-pp=2")
     refuse(ValueError, "--capture.spool", capture=CaptureConfig(spool=used))
+    refuse(ValueError, "--capture.hidden-states", capture=CaptureConfig(hidden_states=True))
     (block := tmp_path / "block").mkdir()
     write_dspark(block)
     refuse(ValueError, "DSpark needs", draft=str(block))
