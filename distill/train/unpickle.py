@@ -79,7 +79,7 @@ def _find_member(kind: Any, name: str) -> Any:
     """A member of an enum, which Python before 3.11.4 pickles as a call of getattr: this stands for getattr, and reads
     nothing else."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError("it names GLOBAL builtins.getattr")
+        raise pickle.UnpicklingError("it names builtins.getattr")
     return kind.__members__[name]
 
 
@@ -113,5 +113,5 @@ def _find_refusals(error: BaseException) -> Iterator[str]:
         for failure, _ in error.failures.values():
             yield from _find_refusals(failure)
     elif isinstance(error, pickle.UnpicklingError):
-        named = re.search(r"GLOBAL (\S+)", str(error))
+        named = re.search(r"(?:GLOBAL|it names) (\S+)", str(error))
         yield f"it names {named[1]}" if named else "it is no pickle of a training"

@@ -1,7 +1,7 @@
 """All patches of vLLM, and those of two waits: the CPU build takes requests while it computes; a server ends in time.
 
-Its engine core waits for the worker by calling `sched_yield` in a loop. Each call gives up the interpreter for less
-than a microsecond, but a thread waiting for it takes fifty to wake up. So the thread for new requests may not
+The CPU build's engine core waits for the worker by calling `sched_yield` in a loop. Each call gives up the interpreter
+for less than a microsecond, but a thread waiting for it takes fifty to wake up. So the thread for new requests may not
 run until the engine is out of work, and requests are then served one after the other, at a third of the speed, for
 seconds or minutes. A short sleep now and then lets the thread in and costs 1% of a step."""
 
