@@ -84,7 +84,8 @@ def count_step(
     torch.manual_seed(0)
     on_gpu = weightless and shown_on.type != "cpu"
     with _shown_on(shown_on), Count(weightless=weightless) as count, _merging(count, on_gpu):
-        with _making(weightless):
+        # device=meta: for `Count`, the sign to give weights no memory
+        with torch.device("meta") if weightless else nullcontext():
             model = _make_target(plan)
             draft = _make_draft(plan, model)
         batch = batch or make_batch(plan)
@@ -114,7 +115,7 @@ def count_step(
 
 def count_target(plan: Plan) -> Counted:
     with Count(weightless=True) as count:
-        with _making(True):
+        with torch.device("meta"):
             model = _make_model(plan.target, plan.dtype)
         count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
         count.memory.restart()
@@ -237,11 +238,6 @@ def _merging(count: Count, on_gpu: bool) -> Iterator[None]:
         yield
     finally:
         prefix.as_kernel = before
-
-
-def _making(weightless: bool) -> Any:
-    # Weights are made with device=meta: for `Count`, the sign to give them no memory.
-    return torch.device("meta") if weightless else nullcontext()
 
 
 def _make_model(config: Any, dtype: torch.dtype) -> Any:
