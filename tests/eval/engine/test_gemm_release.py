@@ -14,10 +14,10 @@ class Handle:
     """As vLLM's: the address is a tensor, so that no trace bakes it in."""
 
     def __init__(self, released: list[int]) -> None:
-        self.address, self.released = torch.tensor(1 << 40), released
+        self.handler_tensor, self.released = torch.tensor(1 << 40), released
 
     def release(self) -> None:
-        self.released.append(int(self.address.item()))
+        self.released.append(int(self.handler_tensor.item()))
 
 
 def test_a_handle_is_released_while_torch_traces() -> None:
@@ -29,3 +29,11 @@ def test_a_handle_is_released_while_torch_traces() -> None:
         release_outside_traces(Handle.release)(handle)
         assert isinstance(torch.ones(2), torch._subclasses.FakeTensor), "the trace continues"
     assert released == [1 << 40]
+
+
+def test_a_copy_without_an_address_is_dropped() -> None:
+    released: list[int] = []
+    handle = Handle(released)
+    handle.handler_tensor = handle.handler_tensor.to("meta")
+    release_outside_traces(Handle.release)(handle)
+    assert released == []
