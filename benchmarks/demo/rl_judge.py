@@ -180,12 +180,16 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
     return {"value": estimate.value, "interval": interval}
 
 
+LEAST_GAIN = 0.02
+"""Tokens per target step. A learner costs more than a smaller gain is worth, however certain that is."""
+
+
 def decide(gain: Mapping[str, Any]) -> str:
     """The sentence that a user decides by."""
     if gain["interval"] is None:
         return f"too few updates to decide: learning gains {gain['value']:+.2f}"
     low, high = gain["interval"]
-    verdict = "adapting once is not enough" if low > 0 else "adapting once is enough"
+    verdict = "adapting once is not enough" if low > LEAST_GAIN else "adapting once is enough"
     return f"{verdict}; learning gains {gain['value']:+.2f} [{low:+.2f}, {high:+.2f}] tokens per target step"
 
 

@@ -82,6 +82,8 @@ def test_the_sentence_follows_the_interval() -> None:
         "adapting once is enough; learning gains +0.05 [-0."
     )
     assert sentence(count=20, learning=40.0).startswith("adapting once is enough; learning gains -0.20 [")
+    # certain, and too small to pay for a learner
+    assert sentence(count=20, learning=61.0).startswith("adapting once is enough; learning gains +0.01 [+0.0")
     assert sentence(count=1).startswith("too few updates to decide")
 
 
