@@ -18,14 +18,17 @@ from pathlib import Path
 import httpx
 import pytest
 import stand_in_parts
+import torch
 import tyro
 from prometheus_client import CollectorRegistry, generate_latest
 from real_server import START_TIMEOUT_S
+from safetensors.torch import load_file
 from test_serve import write_draft, write_dspark
 from waiting import PATIENCE_S, wait_until
 
 from redraft.eval.engine.process import free_port
 from redraft.heads.catalog import detect_family
+from redraft.heads.files.folder import read_config
 from redraft.heads.files.lock import AlreadyOwnedError
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import load_config
@@ -325,14 +328,20 @@ def test_a_learner_that_keeps_dying_waits_longer_each_time(tmp_path):
     assert said[0].endswith("ValueError: x")
 
 
-def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path):
+def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path, monkeypatch):
+    monkeypatch.setattr(up, "CPU_IDS", 100)
     up.write_new_head(tiny_target, tmp_path / "draft", 3)
     assert detect_family(tmp_path / "draft").name == "eagle3"
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    proposed = {*range(100), *TargetFolder.open(tiny_target).end_ids}
+    assert set((tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()) == proposed
     folder = tmp_path / "all"
     plan = up.make_plan(Config(target=str(tiny_target), folder=folder, vllm_args=("--port", str(free_port()))))
     folder.mkdir()
     (folder / "learner.toml").write_text(up.render_settings(plan, up.DraftSource(source=str(tmp_path / "draft")), 0))
     cfg = load_config(folder / "learner.toml")
+    width = read_config(tiny_target)["hidden_size"]
+    assert (cfg.training.optimizer, cfg.training.lr) == ("muon", pytest.approx(min(2e-3, 1.15 / width), rel=0.05))
     registry = Registry(cfg.registry)
     with registry.owned():
         provide_first_version(cfg, registry, TargetFolder.open(tiny_target))
