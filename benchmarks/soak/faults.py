@@ -4,7 +4,7 @@ kill      kill -9 of a process, or of the engine inside a server        the supe
 stop      SIGSTOP of a process for seconds, then SIGCONT
 fill      a disk is full for seconds
 freeze    every write to a disk hangs for seconds
-hang      a server is asked to swap to a version whose weights never arrive
+pipe      a server is asked to swap to a version with a pipe among its weights, which would never end
 clock     the wall clock of a process jumps, and jumps back
 records   hostile records with right checksums, in the log or in the spool
 tear      a file is torn or a stray one appears while its process is down
@@ -221,57 +221,31 @@ async def count_waiting(world: World, target: str) -> float:
         return float("inf")
 
 
-async def hang_weights(world: World, target: str) -> None:
-    """Ask a server for a version with one more file of weights, a pipe without a writer: reading it never ends."""
+async def offer_pipe(world: World, target: str) -> None:
+    """Ask a server for a version with a pipe without a writer among its weights, which nobody may wait for."""
     stage = world.stage
     registry = stage.registry
-    current = registry.path(registry.current() or "")
     # The registry numbers versions from 1, so this name is never given to a real one.
     folder = registry.folder / "v000000"
-    shutil.copytree(current, folder)
-    weights = folder / "z.safetensors"  # not in the manifest, which is compared before anything is read
-    os.mkfifo(weights)
-    try:
-        async with httpx.AsyncClient(timeout=RECOVERY_S, headers={"Authorization": f"Bearer {stage.token}"}) as http:
-            swap = await _begin_hanging_swap(http, f"{stage.url(target)}/redraft/swap", folder.name)
-            await asyncio.sleep(world.rng.uniform(5, 12))
-            if swap.done():
-                raise NotSurvivedError(f"{target} did not wait for weights that never arrive: {_read_answer(swap)}")
-            _end_reads(weights)
-            await asyncio.wait([swap], timeout=60)
-            swap.cancel()  # does nothing if it has ended
-            with suppress(httpx.HTTPError, asyncio.CancelledError):
-                if (await swap).status_code == 200:
-                    raise NotSurvivedError(f"{target} took a version without weights")
-    finally:
-        _end_reads(weights)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-async def _begin_hanging_swap(http: httpx.AsyncClient, url: str, version: str) -> asyncio.Task[httpx.Response]:
-    """A swap that hangs. The server answers at once if it is busy with another swap; then this one is asked again."""
+    shutil.copytree(registry.path(registry.current() or ""), folder)
+    os.mkfifo(folder / "z.safetensors")
     deadline_s = time.monotonic() + RECOVERY_S
-    while True:
-        swap = asyncio.create_task(http.post(url, json={"version": version}))
-        await asyncio.wait([swap], timeout=2)
-        if not swap.done():
-            return swap
-        if time.monotonic() > deadline_s:
-            raise NotSurvivedError(f"no swap waited for weights that never arrive: {_read_answer(swap)}")
-        await asyncio.sleep(2)
-
-
-def _read_answer(swap: asyncio.Task[httpx.Response]) -> str:
-    error = swap.exception()
-    return swap.result().text if error is None else f"{type(error).__name__} {error}"
-
-
-def _end_reads(pipe: Path) -> None:
-    """Let everyone who reads the pipe see its end."""
-    with suppress(OSError):
-        # The reader sees the end of the file when the last writer closes. Without a reader this fails (ENXIO)
-        # instead of waiting for one.
-        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    try:
+        async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {stage.token}"}) as http:
+            while True:
+                try:
+                    answer = await http.post(f"{stage.url(target)}/redraft/swap", json={"version": folder.name})
+                except httpx.HTTPError as error:
+                    found = f"{type(error).__name__} {error}"
+                else:
+                    found = f"{answer.status_code} {answer.text}"
+                    if answer.status_code == 422:  # others come while the server is busy with another swap
+                        return
+                if time.monotonic() > deadline_s or found.startswith("200"):
+                    raise NotSurvivedError(f"{target} did not refuse a version with a pipe: {found}")
+                await asyncio.sleep(2)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def shift_clock(world: World, target: str) -> None:
@@ -404,7 +378,7 @@ def list_faults(stage: Stage) -> list[Fault]:
         *(Fault("kill", name, kill) for name in processes),
         *(Fault("kill the engine of", name, kill_engine) for name in stage.servers),
         *(Fault("stop", name, stop) for name in processes),
-        *(Fault("hang the weights of", name, hang_weights) for name in stage.servers[:1]),
+        *(Fault("a pipe as weights of", name, offer_pipe) for name in stage.servers[:1]),
         Fault("hostile records to", "broker", poison_log),
         Fault("hostile records to", "spool-learner", poison_spool),
         *(Fault("torn files of", name, tear_learner) for name in learners),
