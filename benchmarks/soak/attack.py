@@ -51,6 +51,9 @@ SECRET = b"draft_version"
 UNAVAILABLE = (502, 503)
 """No server answers the router: another fault's doing, and clearly told."""
 
+KILLED = b"EngineCore encountered an issue"
+"""In vLLM's status 500 after a kill of the engine. A server that nobody killed is a failure of its own (judge.py)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shot:
@@ -411,5 +414,6 @@ def find_broken_rule(answer: bytes, max_answers: int = 2) -> str:
     statuses = [int(status) for status in STATUS.findall(answer)]
     if len(statuses) > max_answers:
         return f"answered {len(statuses)} times"
-    wrong = [status for status in statuses if not (status < 500 or status in (501, 505, *UNAVAILABLE))]
+    told = (501, 505, *UNAVAILABLE, *((500,) if KILLED in answer else ()))
+    wrong = [status for status in statuses if not (status < 500 or status in told)]
     return f"status {wrong[0]}" if wrong else ""

@@ -97,6 +97,7 @@ REFUSED = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n"
         (b"", ""),
         (REFUSED.replace(b"400", b"502"), ""),
         (REFUSED.replace(b"400", b"500"), "status 500"),
+        (REFUSED.replace(b"400", b"500") + b'{"message":"EngineCore encountered an issue. See"}', ""),
         (REFUSED * 3, "answered 3 times"),
         (b'HTTP/1.1 200 OK\r\n\r\n{"draft_version": "v000001"}', "it reached /redraft/status"),
     ],
