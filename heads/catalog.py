@@ -178,7 +178,7 @@ FAMILIES: tuple[Family, ...] = (
             divergence="forward_kl",
             lr=1e-3,
             max_grad_norm=1.0,
-            loop={"steps": 6000, "on_policy": 1.0, "on_policy_tokens": 256},
+            loop={"steps": 6000},
             text_steps=15000,
         ),
     ),

@@ -75,7 +75,7 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
         loop: Loop = changes["loop"]
         changes["optim"] = Optim(lr=1e-3)
         changes["text_steps"] = loop.steps
-        changes["loop"] = replace(loop, steps=16, save_every=16, on_policy=1.0, on_policy_tokens=64)
+        changes["loop"] = replace(loop, steps=16, save_every=16)
     return replace(usual, **changes)
 
 

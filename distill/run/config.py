@@ -120,11 +120,6 @@ class Loop:
     """Rows of --loop.sequence-length tokens per process and micro-batch."""
     sequence_length: int = 4096
     """Tokens per row. Train at the length you serve: a draft is poor beyond the positions it was trained on."""
-    on_policy: float = 0.0
-    """Share of the steps, from 0 to 1, on generated text instead of the data's answers (lambda in GKD). A standalone
-    draft writes the text itself; for a head, the target does. The target labels it either way."""
-    on_policy_tokens: int | None = None
-    """Longest generated text, in tokens; by default the longest answer in the batch."""
     log_every: int = 10
     """Steps between two lines of metrics; the last step always has one."""
     eval_every: int = 200
@@ -140,7 +135,7 @@ class Loop:
     patience: int = 3
     """Number of evaluations (--loop.eval-every) without a higher tau after which --loop.stop-by acceptance ends."""
     seed: int = 0
-    """Random seed for data order, initial weights and generated text."""
+    """Random seed for data order and initial weights."""
     compile: bool = False
     """Compile the layers of the draft, and of a target that is whole in this process, with `torch.compile`: fewer and
     larger kernels between the matrix products. The first step and the first evaluation take a minute or two longer, and
@@ -162,8 +157,6 @@ class Loop:
             raise ValueError("--loop.epochs and --loop.minutes both say how long to train: leave out one of them")
         if self.sequence_length < 2:
             raise ValueError("--loop.sequence-length must be at least 2: a label and a token before it")
-        if not 0 <= self.on_policy <= 1:
-            raise ValueError(f"--loop.on-policy is {self.on_policy}: a share of the steps lies between 0 and 1")
         if self.stop_by == "acceptance" and not self.eval_every:
             raise ValueError("--loop.stop-by acceptance needs evaluations: set --loop.eval-every above 0")
 

@@ -53,7 +53,6 @@ from redraft.eval.forecast.greedy import Forecast, SignalFunction
 from redraft.heads.catalog import require_head
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.families.mtp_layouts import detect_layout
-from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.family import Family, Training
 from redraft.heads.files.artifact import publish, publishing
 from redraft.heads.files.checkpoint import model_class, refuse_quantised
@@ -218,8 +217,7 @@ class Run:
         if isinstance(signal, InProcessTarget) and not signal.packs and self.accelerator.is_main_process:
             self._say_factor()
         distillation = Distillation(draft, signal, divergence, cfg.optim, loop.steps, self.accelerator)
-        writer = StandaloneDraft(self.model) if loop.on_policy and self.family.is_head else None
-        cost = train(distillation, self.data, folder, loop, cfg.prove.num_speculative_tokens, writer)
+        cost = train(distillation, self.data, folder, loop, cfg.prove.num_speculative_tokens)
         weights = distillation.weights()
         if whole is not None:
             whole.load_state_dict(weights)
@@ -242,7 +240,7 @@ class Run:
 
     def train_on_text(self, draft: Any, steps: int) -> Any:
         """The draft after a first stage of `steps` on the text. Every rank loads the weights, in float32."""
-        loop = replace(self.cfg.loop, steps=steps, on_policy=0.0, minutes=None, epochs=None)
+        loop = replace(self.cfg.loop, steps=steps, minutes=None, epochs=None)
         trained, _ = self.train(draft, Divergence(name="cross_entropy"), loop, TEXT_STAGE)
         return self.load(self.publish(trained, "after-text", dtype=None))
 
@@ -337,10 +335,6 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
     if isinstance(cfg, StandaloneConfig):
         return _open(cfg.target)
     check_num_tokens(cfg.prove.num_speculative_tokens, cfg.head.num_tokens)
-    if cfg.loop.on_policy and cfg.signal.kind != "model":
-        raise ValueError("only a target in this process writes text to learn on: --signal.kind model")
-    if cfg.loop.on_policy and cfg.signal.shard:
-        raise ValueError("a target in shards writes no text: --loop.on-policy 0")
     if cfg.init not in row.starts:
         raise ValueError(f"--init {cfg.init} is not for {family.title}: choose {' or '.join(row.starts)}")
     if cfg.layout not in row.layouts:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -23,7 +23,6 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from redraft.distill.data.on_policy import draft_written, is_on_policy
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import SampleStats
 from redraft.distill.run.config import Loop
@@ -34,14 +33,12 @@ from redraft.distill.train.ranks import (
     die_with_launcher,
     join_on_cpu,
     keep_models_whole,
-    shards_parameters,
     uses_deepspeed,
 )
 from redraft.distill.train.step import Distillation, StepOutcome, StepStats
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch
-from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.progress import Progress
 
 PRECISIONS = {"no": "float32", "bf16": "bfloat16, weights in float32,", "fp16": "float16, weights in float32,"}
@@ -143,21 +140,15 @@ def train(
     run: RunFolder,
     loop: Loop,
     num_speculative_tokens: int,
-    writer: StandaloneDraft | None = None,
 ) -> TrainingCost:
     """Train from the newest checkpoint of `run` until `loop.steps`, or until acceptance falls
     (`loop.stop_by`); losses and held-out acceptance go to the metrics.
-    `writer` writes the on-policy text; by default the draft itself. Raises ValueError if the draft
-    is to write text and no rank holds it whole; see also `RunFolder.restore`."""
+    Raises as `RunFolder.restore`."""
     accelerator = distillation.accelerator
-    if loop.on_policy and writer is None and shards_parameters(accelerator):
-        raise ValueError(
-            "a draft that is sharded over the ranks cannot write text: --loop.on-policy 0, or DDP or ZeRO-2"
-        )
     if loop.compile:
         distillation.compile_layers()
     run.restore(distillation.resume)
-    trainer = _Trainer(distillation, data, run, num_speculative_tokens, writer)
+    trainer = _Trainer(distillation, data, run, num_speculative_tokens)
     if loop.minutes is not None:
         loop = replace(loop, steps=trainer.plan_steps(loop))
     elif loop.epochs is not None:
@@ -200,9 +191,8 @@ class _Trainer:
         data: LoadedData,
         run: RunFolder,
         num_speculative_tokens: int,
-        writer: StandaloneDraft | None,
     ) -> None:
-        self.distillation, self.data, self.run, self.writer = distillation, data, run, writer
+        self.distillation, self.data, self.run = distillation, data, run
         self.num_speculative_tokens = num_speculative_tokens
         self.meter = _Meter()
 
@@ -246,10 +236,8 @@ class _Trainer:
             if _is_past_its_best(run.metrics, loop):  # also at once, if a run is resumed that had ended by this
                 bar.close()
                 break
-            batches = upcoming or self._batches(loop, step)
-            # Text that the draft is yet to write depends on this step.
-            is_known = step + 1 < last and not is_on_policy(step + 1, loop.on_policy, loop.seed)
-            upcoming = self._batches(loop, step + 1) if is_known else []
+            batches = upcoming or _batches(distillation, self.data, loop, step)
+            upcoming = _batches(distillation, self.data, loop, step + 1) if step + 1 < last else []
             unread = distillation.take_step(batches, *upcoming[:1])
             self.meter.add(unread)
             done = step + 1
@@ -267,9 +255,6 @@ class _Trainer:
             if loop.save_every and (done % loop.save_every == 0 or is_last):
                 with self.meter.paused():
                     run.save(done, distillation.save)
-
-    def _batches(self, loop: Loop, step: int) -> list[Batch]:
-        return _batches(self.distillation, self.data, loop, step, self.writer)
 
 
 def _describe(stats: StepStats) -> dict[str, Any]:
@@ -299,9 +284,7 @@ def _is_past_its_best(metrics: Sequence[Mapping[str, Any]], loop: Loop) -> bool:
     return len(later) >= loop.patience
 
 
-def _batches(
-    distillation: Distillation, data: LoadedData, loop: Loop, step: int, writer: StandaloneDraft | None
-) -> list[Batch]:
+def _batches(distillation: Distillation, data: LoadedData, loop: Loop, step: int) -> list[Batch]:
     """This rank's micro-batches of `step`, on which alone they depend: a resumed run sees them."""
     accelerator, accumulation = distillation.accelerator, distillation.optim.accumulation
     batches = [
@@ -313,20 +296,7 @@ def _batches(
         )
         for micro in range(accumulation)
     ]
-    batches = [to_device(batch, accelerator.device) for batch in batches]
-    if not is_on_policy(step, loop.on_policy, loop.seed):
-        return batches
-    # different for every step and rank, and the same in a resumed run
-    seed = (loop.seed * 1_000_003 + step) * accelerator.num_processes + accelerator.process_index
-    writer = writer or cast(StandaloneDraft, distillation.draft)
-    # Not compiled, because every written token has another number of keys and would need a graph for it.
-    with torch.compiler.set_stance("force_eager"):
-        return [
-            draft_written(
-                writer, b, pad_id=data.train.pad_id, end_ids=data.end_ids, seed=seed, max_tokens=loop.on_policy_tokens
-            )
-            for b in batches
-        ]
+    return [to_device(batch, accelerator.device) for batch in batches]
 
 
 def _take_held_out(held_out: PackedDataset, loop: Loop, accelerator: Accelerator) -> list[Batch]:

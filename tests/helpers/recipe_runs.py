@@ -37,7 +37,6 @@ def build_command(target: Path, data: Path, output: Path, *flags: str) -> list[s
         "--loop.sequence-length": "128",
         "--loop.save-every": "2",
         "--loop.eval-every": "4",
-        "--loop.on-policy": "0.5",
         "--optim.lr": "1e-3",
         "--prove.max-tokens": "8",
         "--output": str(output),

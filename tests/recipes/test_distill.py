@@ -97,10 +97,9 @@ def test_bad_input_is_one_line_and_exit_status_2(command, flags, words):
 
 @pytest.mark.slow
 def test_a_cached_signal_trains_nearly_as_the_exact_one_does(command, tmp_path):
-    exact = run(command("exact", "--loop.steps", "2", "--loop.on-policy", "0"))
-    cached = run(
-        command("cached", "--loop.steps", "2", "--loop.on-policy", "0", "--signal.kind", "cache", "--signal.k", "256")
-    )
+    two = ("--loop.steps", "2")
+    exact = run(command("exact", *two))
+    cached = run(command("cached", *two, "--signal.kind", "cache", "--signal.k", "256"))
     assert cached.returncode == 0, cached.stderr
     assert exact.returncode == 0, exact.stderr
     assert "bytes per token" in cached.stdout + cached.stderr

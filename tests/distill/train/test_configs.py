@@ -19,7 +19,6 @@ from redraft.distill.train.optim import Optim
         (lambda: Loop(steps=0), r"--loop\.steps is 0"),
         (lambda: Loop(log_every=0), r"--loop\.log-every is 0"),
         (lambda: Loop(sequence_length=1), r"--loop\.sequence-length must be at least 2"),
-        (lambda: Loop(on_policy=1.5), r"--loop\.on-policy is 1\.5"),
         (lambda: Optim(lr=0.0), "learning rate is 0.0"),
         (lambda: Optim(accumulation=0), "accumulation is 0"),
         (lambda: Prove(concurrency=0), r"--prove\.concurrency is 0"),

@@ -16,7 +16,6 @@ from divergences import define, exact_log_probs
 from make_heads import take_rows
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from redraft.distill.data.on_policy import draft_written, is_on_policy
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.train.objective import StepResult, distill_loss, find_rows
 from redraft.distill.train.optim import Optim
@@ -24,7 +23,7 @@ from redraft.distill.train.step import MAX_SKIPPED_IN_A_ROW, Distillation
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families.standalone import StandaloneDraft
 
-VOCABULARY, PAD, END = 40, 0, 2
+VOCABULARY = 40
 
 
 def make_model(seed: int, hidden_size: int = 16) -> StandaloneDraft:
@@ -280,43 +279,6 @@ def test_training_on_one_batch_drives_alpha_towards_one():
         last = distillation.step([batch]).alpha[0]
     assert first < 0.6
     assert last > 0.9
-
-
-def test_the_share_of_on_policy_steps_is_the_fraction_and_depends_on_the_seed_alone():
-    chosen = [is_on_policy(step, 0.3, seed=5) for step in range(2000)]
-    assert 0.27 < sum(chosen) / 2000 < 0.33
-    assert chosen == [is_on_policy(step, 0.3, seed=5) for step in range(2000)]
-    assert not any(is_on_policy(step, 0.0, seed=5) for step in range(100))
-
-
-def test_any_end_ends_what_is_written_and_nothing_behind_it_is_labelled():
-    draft, batch = make_model(1), make_batch([24, 12])
-    ends = tuple(range(5, 60))
-    draft.model.generation_config.top_p = 1e-6  # for users: here it would make the text greedy
-    written = [draft_written(draft, batch, pad_id=PAD, end_ids=ends, seed=seed, max_tokens=8) for seed in range(6)]
-    for one in written:
-        for ids_T, labels_T in zip(one.input_ids_BT, one.loss_mask_BT, strict=True):
-            labelled = ids_T[labels_T].tolist()
-            assert not set(labelled[:-1]) & set(ends)
-    firsts = {int(one.input_ids_BT[0][one.loss_mask_BT[0]][0]) for one in written}
-    assert len(firsts) > 1
-
-
-def test_an_on_policy_batch_keeps_the_prompts_and_repeats_itself_for_the_same_seed():
-    draft, batch = make_model(1), make_batch([24, 12])
-    first, again, other = (draft_written(draft, batch, pad_id=PAD, end_ids=(END,), seed=seed) for seed in (7, 7, 8))
-    assert torch.equal(first.input_ids_BT, again.input_ids_BT)
-    assert first.input_ids_BT.shape != other.input_ids_BT.shape or not torch.equal(
-        first.input_ids_BT, other.input_ids_BT
-    )
-    for row, length in enumerate((24, 12)):
-        prompt = length // 3
-        assert torch.equal(first.input_ids_BT[row, :prompt], batch.input_ids_BT[row, :prompt])
-        assert not first.loss_mask_BT[row, :prompt].any()
-        written = first.document_BT[row] == 0
-        assert first.loss_mask_BT[row, prompt:].equal(written[prompt:])
-        ends = (first.input_ids_BT[row][written][prompt:] == END).nonzero()
-        assert len(ends) == 0 or int(ends[0]) == int(written.sum()) - prompt - 1
 
 
 @pytest.mark.slow

@@ -201,7 +201,7 @@ TRAINING: Sequence[Call] = (
     # evaluations; forecasts in float32, one text at a time
     *((4, 512, None, torch.bfloat16, False), (2, 300, None, torch.bfloat16, False)),
     *((1, tokens, None, torch.float32, False) for tokens in (700, 90, 400)),
-    # batches on policy: one short text, or some
+    # short batches: one text, or some
     *((1, 100, None, torch.bfloat16, True), (3, 60, 30, torch.bfloat16, True), (1, 80, 40, torch.bfloat16, True)),
 )
 

@@ -50,8 +50,6 @@ def settings_of(name: str, old: Path, target: Path, data: Path, output: Path, **
     small = make_settings("eagle1", target, data, output)
     changed = {key: getattr(small, key) for key in ("target", "data", "output", "mixed_precision")}
     loop = replace(SMALL, stop_by="acceptance")
-    if name == "mlp_speculator":
-        loop = replace(loop, on_policy=1.0, on_policy_tokens=4)
     prove = replace(small.prove, engine=False)
     return replace(recipe.default, **{**changed, "prove": prove, "loop": loop, **changes})
 

@@ -20,7 +20,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.data.corpus import stdlib_conversations
-from redraft.distill.run.config import HeadConfig, Loop, Prove, Signal
+from redraft.distill.run.config import HeadConfig, Loop, Prove
 from redraft.distill.run.run import Run
 from redraft.distill.run.run import run as train
 from redraft.distill.run.start import read_last_signals, read_scales, start
@@ -62,7 +62,7 @@ def make_settings(name: str, target: Path, data: Path, output: Path, **changes: 
     if name in ("dflash", "dspark"):
         sizes = {"head": replace(demo.head, aux_layer_ids=(1, 2), num_anchors=16), "draft_vocab_size": 300}
     if name == "mlp_speculator":
-        sizes = {"text_steps": SMALL.steps, "loop": replace(SMALL, on_policy=1.0, on_policy_tokens=4)}
+        sizes = {"text_steps": SMALL.steps}
     return replace(
         demo,
         target=str(target),
@@ -126,8 +126,7 @@ def test_a_head_that_vllm_cannot_serve_has_a_forecast_only(random_target: Path, 
 
 
 def test_the_second_stage_begins_with_the_weights_of_the_first(random_target: Path, data: Path, tmp_path: Path) -> None:
-    nothing = replace(SMALL, on_policy=1.0, on_policy_tokens=4)
-    cfg = make_settings("mlp_speculator", random_target, data, tmp_path / "run", loop=nothing)
+    cfg = make_settings("mlp_speculator", random_target, data, tmp_path / "run")
     train(find_family("mlp_speculator"), replace(cfg, optim=replace(cfg.optim, lr=1e-12)))
     target = Target.from_model(AutoModelForCausalLM.from_pretrained(random_target))
     text, answers = (
@@ -340,7 +339,6 @@ BAD = [
     ("medusa", {"head": {"num_heads": 200}}, "vLLM verifies at most 128 draft tokens"),
     ("medusa", {"head": {"num_heads": 2}}, "3 draft tokens asked of a head that learns 2"),
     ("mlp_speculator", {"head": {"num_stages": 2}}, "3 draft tokens asked of a head that learns 2"),
-    ("mlp_speculator", {"signal": Signal(kind="cache")}, "--signal.kind model"),
     ("mtp", {"head": {"as_mimo": False}}, "has no MTP layout"),
     ("eagle1", {"init": "native"}, "--init native is not for EAGLE-1: choose random"),
     ("medusa", {"layout": "speculators"}, "--layout speculators is not for Medusa"),
