@@ -159,6 +159,11 @@ class Family:
         """A head reads the target's hidden states and borrows embeddings, so loading one takes the target too."""
         return self.reads != "nothing"
 
+    @property
+    def can_recompute(self) -> bool:
+        """Training can compute activations again in the backward pass. Loads torch."""
+        return hasattr(self.draft_class(), "recomputes")
+
     def draft_class(self) -> Any:
         """The class that implements `Draft`."""
         return _import(self.draft)

@@ -28,9 +28,6 @@ class Unrolled:
     """Draft steps trained at once."""
     step_decay: float = 0.8
     """Weight of draft step k in the loss is step_decay^k, with k from 0."""
-    recompute: bool = False
-    """Compute the activations of each draft step again in the backward pass instead of keeping them: more work in the
-    head's layer, and far less memory with long rows."""
 
     @property
     def num_tokens(self) -> int:
@@ -84,9 +81,6 @@ class DFlash(LayerSizes):
     gamma: float = 7.0
     """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma). Usual values are 4 for
     blocks of 8 and 7 for blocks of 16."""
-    recompute: bool = False
-    """Compute the activations of each layer again in the backward pass instead of keeping them: more work in the
-    layers, and far less memory with many anchors."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
@@ -154,9 +148,6 @@ class PEagle(LayerSizes):
     """Norm the concatenated streams before they are mixed (gpt-oss)."""
     fc_norm: bool = False
     """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
-    recompute: bool = False
-    """Compute the activations of each layer again in the backward pass instead of keeping them: more work in the
-    layers, and far less memory with long rows."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_steps < 2:
@@ -169,7 +160,7 @@ class PEagle(LayerSizes):
     def first_layer(self) -> Eagle3:
         """The same options of an EAGLE-3 head, whose layer is the first one here."""
         architecture = ("norm_before_residual", "norm_before_fc", "fc_norm")
-        shared = ("aux_layer_ids", "num_steps", "own_head", "recompute", *architecture)
+        shared = ("aux_layer_ids", "num_steps", "own_head", *architecture)
         sizes = (field.name for field in fields(LayerSizes))
         return Eagle3(**{name: getattr(self, name) for name in (*shared, *sizes)})
 

@@ -132,8 +132,7 @@ def count_model_flops(plan: Plan, counted: Counted) -> int:
     """FLOPs of a step, none counted twice: an MFU is of these (arXiv 2204.02311, appendix B)."""
     if not plan.gradient_checkpointing:
         return count_flops(counted)
-    head = replace(plan.head, recompute=False) if find_family(plan.family).is_head else plan.head
-    return count_flops(count_step(replace(plan, head=head, gradient_checkpointing=False)))
+    return count_flops(count_step(replace(plan, gradient_checkpointing=False)))
 
 
 def make_models(plan: Plan, device: torch.device) -> tuple[Any, Any]:
@@ -274,19 +273,21 @@ class _Borrowed(nn.Module):
 
 def _make_draft(plan: Plan, model: Any) -> Any:
     family = find_family(plan.family)
-    if not family.is_head:
+    draft: Any
+    if family.is_head:
+        target = Target(
+            config=plan.target,
+            embed_VD=model.get_input_embeddings().weight.detach(),
+            head_VD=model.get_output_embeddings().weight.detach(),
+        )
+        size = plan.draft_vocab_size
+        vocabulary = [torch.arange(size, device="cpu")] if size else []
+        draft = family.draft_class()(plan.head, target, *vocabulary)
+    else:
         draft = StandaloneDraft(new_model(plan.head, torch.float32))
-        draft.set_gradient_checkpointing(plan.gradient_checkpointing)
-        return draft.train()
-    target = Target(
-        config=plan.target,
-        embed_VD=model.get_input_embeddings().weight.detach(),
-        head_VD=model.get_output_embeddings().weight.detach(),
-    )
-    if not plan.draft_vocab_size:
-        return family.draft_class()(plan.head, target).train()
-    draft_ids_W = torch.arange(plan.draft_vocab_size, device="cpu")
-    return family.draft_class()(plan.head, target, draft_ids_W).train()
+    if plan.gradient_checkpointing:
+        draft.recomputes = True
+    return draft.train()
 
 
 def make_batch(plan: Plan) -> Batch:

@@ -221,6 +221,9 @@ class TrainConfig:
     mixed_precision: Literal["no", "bf16"] | None = None
     """Precision of training; by default bf16 on a GPU with bfloat16 units, elsewhere as `accelerate config` says. bf16
     keeps the weights in float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, by layer or (EAGLE, MTP) by draft step: slower,
+    with far less memory. Not for Medusa and MLPSpeculator."""
     wandb: str | None = None
     """Weights & Biases project to log to; by default none. Without a login the log is kept offline."""
 
@@ -262,8 +265,6 @@ class StandaloneConfig(TrainConfig):
     """Settings of a standalone draft."""
 
     draft: Standalone
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a third slower, with far less memory."""
 
 
 def make_config(family: Family) -> HeadConfig[Any] | StandaloneConfig:

@@ -201,8 +201,8 @@ class Run:
         cfg, folder = self.cfg, self.folder.beside(stage) if stage else self.folder
         # Before `Distillation`, which may shard the draft in place.
         whole = self._copy(draft) if self.accelerator.is_main_process else None
-        if isinstance(cfg, StandaloneConfig):
-            draft.set_gradient_checkpointing(cfg.gradient_checkpointing)
+        if cfg.gradient_checkpointing:
+            draft.recomputes = True
         layers = draft.aux_layer_ids if self.family.is_head else None
         signal = target_signal(
             cfg.signal,
@@ -332,6 +332,8 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
     require_no_engine(cfg.signal, engine=cfg.prove.engine)
     if cfg.prove.engine and family.method is not None:
         require_runner(family.speculative, way_out=", or leave the engine out with --prove.no-engine")
+    if cfg.gradient_checkpointing and not family.can_recompute:
+        raise ValueError(f"--gradient-checkpointing does not fit {family.title}")
     if isinstance(cfg, StandaloneConfig):
         return _open(cfg.target)
     check_num_tokens(cfg.prove.num_speculative_tokens, cfg.head.num_tokens)

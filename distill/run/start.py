@@ -66,13 +66,10 @@ def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
 
 
 def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
-    """The head of `--start-from`. Its options are those of its training, but for `--head.recompute` of this run."""
+    """The head of `--start-from`, with the options of its training."""
     assert cfg.start_from is not None
     trained_for = (read_provenance(cfg.start_from) or {}).get("target_fingerprint")
-    head = run.load(cfg.start_from, has_moved=trained_for not in (None, run.opened.fingerprint))
-    if hasattr(cfg.head, "recompute"):  # not of Medusa
-        head.config = replace(head.config, recompute=cfg.head.recompute)
-    return head
+    return run.load(cfg.start_from, has_moved=trained_for not in (None, run.opened.fingerprint))
 
 
 def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:

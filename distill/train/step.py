@@ -135,10 +135,7 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
 
 def compile_layers(draft: nn.Module, target: Callable[[Batch], TargetSignal] | None = None) -> None:
     """Compile the layers of a draft, and of a target that is whole in this process (`distill.train.compiled`)."""
-    layers = draft_layers(draft)
-    recomputed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
-    recomputed |= getattr(getattr(draft, "config", None), "recompute", False)
-    compile_in_place(layers, recomputed=recomputed)
+    compile_in_place(draft_layers(draft), recomputed=getattr(draft, "recomputes", False))
     if isinstance(target, InProcessTarget):
         target.compile_layers()
 

@@ -97,6 +97,7 @@ class DFlash(nn.Module):
     float32: tuple[str, ...] = ()  # Tensors whose names begin so are exported in float32.
     is_autoregressive = False
     is_block = True
+    recomputes = False
     engine_output = 0
     sees_anchor = False
     """A block also reads the feature of its anchor, c[a]. No engine has it in time: only the doctor sets this, to find
@@ -202,7 +203,7 @@ class DFlash(nn.Module):
         return torch.cat(outs, dim=1)
 
     def _run(self, layer: Layer, *inputs: Any) -> Tensor:
-        if not (self.config.recompute and torch.is_grad_enabled()):
+        if not (self.recomputes and torch.is_grad_enabled()):
             return cast(Tensor, layer(*inputs))
         return cast(Tensor, checkpoint(layer, *inputs, use_reentrant=False))
 

@@ -45,6 +45,7 @@ class Layer(nn.Module):
 class Eagle1(nn.Module):
     is_autoregressive = False
     is_block = False
+    recomputes = False
     aux_layer_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
     engine_output = 0
@@ -84,7 +85,7 @@ class Eagle1(nn.Module):
             num_steps=num_steps or self.config.num_steps,
             step_decay=self.config.step_decay,
             rule=self.shape.rule,
-            recompute=self.config.recompute,
+            recompute=self.recomputes,
         )
         return [replace(step, extra_loss_BT=self._regression(step, target_BTD)) for step in steps]
 
@@ -104,8 +105,7 @@ class Eagle1(nn.Module):
         like: Path | None = None,
     ) -> None:
         """Write a folder for vLLM's `method: eagle`, which shares embeddings and head."""
-        # `recompute` says how to train, not what was trained; the sizes stand in config.json.
-        left_out = {"recompute", *(field.name for field in fields(options.LayerSizes))}
+        left_out = {field.name for field in fields(options.LayerSizes)}  # they stand in config.json
         kept = {name: value for name, value in asdict(self.config).items() if name not in left_out}
         training = {"family": "eagle1", **kept, TRAINED_WITH: self.shape.record()}
         # For the method eagle, vLLM puts "Eagle" in front of this name itself.

@@ -63,6 +63,7 @@ class Eagle3(nn.Module):
     speculators_architecture = "Eagle3Speculator"  # the class in the package `speculators`
     is_autoregressive = False
     is_block = False
+    recomputes = False
     max_tokens: int | None = None
     engine_output = 0
 
@@ -150,7 +151,7 @@ class Eagle3(nn.Module):
             step_decay=self.config.step_decay,
             draft_ids_W=self._draft_ids_W,
             rule=self.shape.rule,
-            recompute=self.config.recompute,
+            recompute=self.recomputes,
         )
 
     def init_from_layer(self, layer: nn.Module, final_norm: nn.Module) -> None:

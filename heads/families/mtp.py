@@ -48,6 +48,7 @@ AttentionInterface.register(MEMORY_ATTENTION, attend_memory)
 class Mtp(nn.Module):
     is_autoregressive = False
     is_block = False
+    recomputes = False
     max_tokens: int | None = None
 
     def __init__(self, config: Config, target: Target) -> None:
@@ -109,7 +110,7 @@ class Mtp(nn.Module):
             self._head_VD,
             num_steps=num_steps or self.config.num_steps,
             step_decay=self.config.step_decay,
-            recompute=self.config.recompute,
+            recompute=self.recomputes,
         )
 
     def init_from_layer(self, layer: nn.Module, final_norm: nn.Module) -> None:

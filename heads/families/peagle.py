@@ -141,7 +141,7 @@ class PEagle(Eagle3):
         def run(*inputs: Tensor, memory: Memory) -> tuple[Tensor]:
             return (layer(*inputs, cos_sin, memory),)
 
-        if self.config.recompute and torch.is_grad_enabled() and isinstance(memory, StepMemory):
+        if self.recomputes and torch.is_grad_enabled() and isinstance(memory, StepMemory):
             return compute_again(run, memory, *inputs)[0]
         return run(*inputs, memory=memory)[0]
 

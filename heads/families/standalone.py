@@ -96,9 +96,13 @@ class StandaloneDraft(nn.Module):
         self.model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Recompute activations in the backward pass instead of keeping them: about 30% slower, far less memory."""
-        if enabled:
+    @property
+    def recomputes(self) -> bool:
+        return bool(self.model.is_gradient_checkpointing)
+
+    @recomputes.setter
+    def recomputes(self, again: bool) -> None:
+        if again:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             self.model.gradient_checkpointing_disable()

@@ -46,11 +46,14 @@ SERVED_SHARE = 0.8  # of a server's memory, for weights; the rest: keys, values,
 def make_plan(cfg: Config) -> Plan:
     """The sizes of the step: those of the family's command, changed by the flags.
     Raises ValueError: there is no such model, or a flag does not fit the family."""
-    recipe = make_config(find_family(cfg.family))
+    family = find_family(cfg.family)
+    recipe = make_config(family)
     target = find_sizes(cfg.target_name)
     vocabulary = getattr(recipe, "draft_vocab_size", 0) if cfg.draft_vocab_size is None else cfg.draft_vocab_size
     if vocabulary and not getattr(recipe, "draft_vocab_size", 0):
         raise ValueError(f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary")
+    if cfg.gradient_checkpointing and not family.can_recompute:
+        raise ValueError(f"--gradient-checkpointing does not fit {family.title}")
     return Plan(
         family=cfg.family,
         target=target,
@@ -75,14 +78,9 @@ def make_plan(cfg: Config) -> Plan:
 
 def _choose_head(cfg: Config, usual: Any) -> Any:
     """The options of a head: the command's, changed by the flags."""
-    head = usual
-    if cfg.num_steps is not None:
-        head = replace(head, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
-    if not cfg.gradient_checkpointing:
-        return head
-    if not hasattr(head, "recompute"):
-        raise ValueError(f"--gradient-checkpointing does not fit {cfg.family}: its activations are kept")
-    return replace(head, recompute=True)
+    if cfg.num_steps is None:
+        return usual
+    return replace(usual, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
 
 
 def _find_draft(cfg: Config, target: Any) -> Any:
@@ -167,18 +165,13 @@ def fit(cfg: Config, device: Device) -> Config:
     """The step that fits on a device: as given, else with activations computed again, else with fewer rows too."""
     if count(cfg).on[device.name].memory_bytes <= device.memory_bytes:
         return cfg
-    if _can_recompute(cfg) and not cfg.gradient_checkpointing:
+    if find_family(cfg.family).can_recompute and not cfg.gradient_checkpointing:
         return fit(replace(cfg, gradient_checkpointing=True), device)
     # Activations and the signal grow with the rows of a batch. The rest is there for any batch.
     result = count(cfg)
     by_row = (result.step.memory[ACTIVATIONS] + result.step.memory[SIGNAL]) / result.plan.batch_size
     left = device.memory_bytes - result.on[device.name].memory_bytes
     return replace(cfg, batch_size=max(1, result.plan.batch_size + math.floor(left / by_row)))
-
-
-def _can_recompute(cfg: Config) -> bool:
-    family = find_family(cfg.family)
-    return not family.is_head or hasattr(family.options_class(), "recompute")
 
 
 def plan_run(cfg: Config, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:

@@ -52,8 +52,7 @@ class Config:
     precision: Literal["bf16", "no"] = "bf16"
     """Mixed precision of training. The draft's weights are in float32 either way."""
     gradient_checkpointing: bool = False
-    """Recompute the activations: of a standalone draft, P-EAGLE, DFlash and DSpark layer by layer, of EAGLE and MTP
-    draft step by draft step (--head.recompute)."""
+    """Recompute activations in the backward pass, as the flag of `redraft train` does."""
     devices: int = 1
     """GPUs of the whole training."""
     sharding: ShardingKind = "none"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from launches import ENVIRONMENT, ROOT, accelerate_launch, run_all
-from make_heads import VOCAB, make_batch, make_ids, make_signal, make_target
+from make_heads import make_batch, make_ids, make_signal, make_target
 from train_on_ranks import FAMILIES, make_family_target, micro_batches
 
 from redraft.distill.loss.choice import Divergence
@@ -90,12 +90,8 @@ def three_losses(draft: Any, target: Any, *, compiles: bool) -> list[float]:
 
 def make_draft(name: str, target: Any) -> Any:
     torch.manual_seed(1)
-    if name == "eagle3-recompute":
-        options = eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=3, recompute=True)
-        return eagle3.Eagle3(options, Target.from_model(target), torch.arange(0, VOCAB, 3))
     draft: Any = FAMILIES[name.removesuffix("-recompute")](target)
-    if name == "standalone-recompute":
-        draft.set_gradient_checkpointing(True)
+    draft.recomputes = name.endswith("-recompute")
     return draft
 
 

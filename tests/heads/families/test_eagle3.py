@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def test_steps_that_are_computed_again_have_the_same_gradients() -> None:
     signal = make_signal(model, batch, head.aux_layer_ids)
     results = []
     for recompute in (False, True):
-        head.config = replace(head.config, recompute=recompute)
+        head.recomputes = recompute
         head.zero_grad()
         hidden = [step.hidden_BTD for step in head.draft_steps(batch, signal)]
         torch.stack(hidden).square().sum().backward()

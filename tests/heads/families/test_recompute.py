@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,14 +26,16 @@ SLOTS: dict[str, Any] = {"aux_layer_ids": (1, 2, 4), "num_layers": 3, "num_steps
 
 def make_head(family: str, target: Target, *, recompute: bool) -> nn.Module:
     torch.manual_seed(0)
-    if family == "eagle1":
-        return Eagle1(Eagle1Config(num_steps=3, recompute=recompute), target)
-    if family == "peagle":
-        return PEagle(PEagleConfig(**SLOTS, recompute=recompute), target)
-    if family == "dspark":
-        return DSpark(DSparkConfig(**BLOCKS, markov_rank=4, recompute=recompute), target)
-    # More anchors than a chunk holds, of 90 tokens.
-    return DFlash(DFlashConfig(**BLOCKS, num_anchors=80, recompute=recompute), target)
+    made: dict[str, Callable[[], nn.Module]] = {
+        "eagle1": lambda: Eagle1(Eagle1Config(num_steps=3), target),
+        "peagle": lambda: PEagle(PEagleConfig(**SLOTS), target),
+        "dspark": lambda: DSpark(DSparkConfig(**BLOCKS, markov_rank=4), target),
+        # More anchors than a chunk holds, of 90 tokens.
+        "dflash": lambda: DFlash(DFlashConfig(**BLOCKS, num_anchors=80), target),
+    }
+    head: Any = made[family]()
+    head.recomputes = recompute
+    return head
 
 
 def run(family: str, model: Any, *, recompute: bool) -> tuple[list[Tensor], int]:

@@ -160,12 +160,12 @@ def test_gradient_checkpointing_changes_no_gradient_and_switches_off():
     draft, batch = StandaloneDraft(make_llama()).train(), make_batch(10)
     grads = []
     for enabled in (False, True):
-        draft.set_gradient_checkpointing(enabled)
+        draft.recomputes = enabled
         assert draft.model.is_gradient_checkpointing == enabled
         draft.zero_grad()
         step_logits(draft, batch).square().mean().backward()
         grads.append([parameter.grad.clone() for parameter in draft.parameters()])
-    draft.set_gradient_checkpointing(False)
+    draft.recomputes = False
     assert not draft.model.is_gradient_checkpointing
     for plain, recomputed in zip(*grads, strict=True):
         torch.testing.assert_close(plain, recomputed)

@@ -1,4 +1,4 @@
-"""`--head.recompute` by count: every family that has it keeps less for the backward pass, and computes more."""
+"""`--gradient-checkpointing` by count: heads keep less for the backward pass, and compute more."""
 
 from __future__ import annotations
 

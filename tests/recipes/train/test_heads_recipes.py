@@ -20,7 +20,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.data.corpus import stdlib_conversations
-from redraft.distill.run.config import HeadConfig, Loop, Prove
+from redraft.distill.run.config import Loop, Prove
 from redraft.distill.run.run import Run
 from redraft.distill.run.run import run as train
 from redraft.distill.run.start import read_last_signals, read_scales, start
@@ -307,12 +307,17 @@ def test_a_head_continues_from_an_exported_one(random_target: Path, data: Path, 
     assert further["offline"]["alpha_before"] == pytest.approx(trained["offline"]["alpha_after"], abs=1e-5)
 
 
-def test_a_head_that_continues_is_recomputed_as_this_run_asks() -> None:
-    cfg = HeadConfig(start_from=Path("head"), head=eagle3.Config(num_steps=5, recompute=True))
-    trained = SimpleNamespace(config=eagle3.Config(num_steps=3))
-    run = SimpleNamespace(cfg=cfg, load=lambda *_, **__: trained, opened=SimpleNamespace(fingerprint="target"))
-    head = start(run)  # type: ignore[arg-type]
-    assert (head.config.num_steps, head.config.recompute) == (3, True), "the rest is as it was trained"
+def test_a_head_computes_again_if_asked_to(random_target: Path, data: Path, tmp_path: Path) -> None:
+    passes = []
+    for again in (False, True):
+        output = tmp_path / str(again)
+        cfg = make_settings("eagle1", random_target, data, output, gradient_checkpointing=again)
+        training, calls = Run(find_family("eagle1"), cfg), []
+        head = start(training)
+        head.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        training.train(head, cfg.divergence, replace(cfg.loop, eval_every=0))
+        passes.append(len(calls))
+    assert 0 < passes[1] == 2 * passes[0]
 
 
 def test_runs_share_the_targets_answers(random_target: Path, data: Path, tmp_path: Path) -> None:
@@ -343,6 +348,7 @@ BAD = [
     ("eagle1", {"init": "native"}, "--init native is not for EAGLE-1: choose random"),
     ("medusa", {"layout": "speculators"}, "--layout speculators is not for Medusa"),
     ("mtp", {"draft_vocab_size": 100}, "--draft-vocab-size does not fit MTP"),
+    ("medusa", {"gradient_checkpointing": True}, "--gradient-checkpointing does not fit Medusa"),
 ]
 
 
