@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def main(cfg: Config) -> None:
         "advice": advice.to_json(),
         "verdicts": verdicts,
         "loads": [
-            {"concurrency": b, "num_speculative_tokens": k, "rounds": [run.to_json() for run in runs]}
+            {"concurrency": b, "num_speculative_tokens": k, "rounds": [asdict(run) for run in runs]}
             for (b, k), runs in cells.items()
         ],
     }

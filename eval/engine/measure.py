@@ -102,6 +102,7 @@ def measure(
         _require_equal_counters(server, before, counts)
     expected = decode.requests + len(prompts)
     now = wait_for_decode_time(server, expected)
+    step_s, half_step_s = time_steps([output.times_s for output in outputs])
     return Measurement(
         prompts=prompts,
         # Only the medians are kept of the times.
@@ -110,7 +111,8 @@ def measure(
         dtype=server.dtype,
         counts=counts,
         decode_s=now.seconds - decode.seconds if now.requests == expected else None,
-        **time_steps([output.times_s for output in outputs]),
+        step_s=step_s,
+        half_step_s=half_step_s,
     )
 
 
@@ -119,8 +121,10 @@ def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
     return half_step_s is not None and max(half_step_s) > CHANGED * min(half_step_s)
 
 
-def time_steps(requests: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """`step_s` and `half_step_s` of a `Measurement`, without steps with a prefill; {} if few. A
+def time_steps(
+    requests: Sequence[Sequence[float]],
+) -> tuple[float, tuple[float, float]] | tuple[None, None]:
+    """`step_s` and `half_step_s` of a `Measurement`, without steps with a prefill; None if few. A
     request is the times of sending, and of the tokens of each step."""
     prefills = [(times_s[0], times_s[1]) for times_s in requests if len(times_s) > 1]
     steps: list[tuple[float, float]] = []
@@ -131,10 +135,10 @@ def time_steps(requests: Sequence[Sequence[float]]) -> dict[str, Any]:
     steps.sort()
     half = len(steps) // 2
     if half < LEAST_STEPS:
-        return {}
+        return None, None
     durations_s = [duration_s for _, duration_s in steps]
     fast = [sorted(part)[int(FAST_STEPS * len(part))] for part in (durations_s[:half], durations_s[half:])]
-    return {"step_s": statistics.median(durations_s), "half_step_s": (fast[0], fast[1])}
+    return statistics.median(durations_s), (fast[0], fast[1])
 
 
 async def complete_all(

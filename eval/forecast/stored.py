@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from redraft.eval.counts import AcceptanceCounts
@@ -33,26 +34,12 @@ class StoredForecast:
         return 1 + sum(accepted for _, accepted in counts) / max(sum(drafts for drafts, _ in counts), 1)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "tau": self.tau,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "max_tokens": self.max_tokens,
-            "end_ids": list(self.end_ids),
-            "dtype": self.dtype,
-            "by_prompt": {digest: list(counts) for digest, counts in self.by_prompt.items()},
-        }
+        return {"tau": self.tau, **msgspec.to_builtins(self)}
 
     @staticmethod
     def from_json(stored: Mapping[str, Any] | None) -> StoredForecast | None:
-        if not stored:
-            return None
-        return StoredForecast(
-            num_speculative_tokens=stored["num_speculative_tokens"],
-            max_tokens=stored["max_tokens"],
-            end_ids=tuple(stored["end_ids"]),
-            dtype=stored.get("dtype"),
-            by_prompt={digest: (drafts, accepted) for digest, (drafts, accepted) in stored["by_prompt"].items()},
-        )
+        """The inverse of `to_json`; None without one. Raises ValueError: it is malformed."""
+        return msgspec.convert(stored, StoredForecast) if stored else None
 
     def expected(self, prompts: Sequence[Sequence[int]]) -> list[AcceptanceCounts | None]:
         """The counts expected on each of these prompts; None for one that is not in the forecast."""

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 from redraft.eval.counts import tau
 from redraft.heads.catalog import find_speculative
 
@@ -87,13 +89,7 @@ class StepCosts:
         """The inverse of `to_json`. Raises ValueError for another version, or if malformed."""
         if value.get("version") != STEP_COSTS_VERSION:
             raise ValueError(f"step costs of version {value.get('version')}, this redraft reads {STEP_COSTS_VERSION}")
-        try:
-            return StepCosts(
-                target_s={int(b): {int(k): float(s) for k, s in by_k.items()} for b, by_k in value["target_s"].items()},
-                draft_s={int(b): float(s) for b, s in value["draft_s"].items()},
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"malformed step costs: {error!r}") from error
+        return msgspec.convert(value, StepCosts, str_keys=True)
 
 
 def _requests(count: int) -> str:

@@ -99,19 +99,6 @@ class LoadResult:
     half_step_s: tuple[float, float] | None = None  # As of `Measurement`, by the client's clock.
     repeats: int = 0  # earlier runs discarded because the server changed its speed
 
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> LoadResult:
-        latencies = {key: Latency(**value[key]) for key in ("ttft_ms", "tpot_ms", "e2e_ms")}
-        halves = value.get("half_step_s")
-        tuples = {
-            "acceptance_per_position": tuple(value["acceptance_per_position"]),
-            "half_step_s": tuple(halves) if halves else None,
-        }
-        return LoadResult(**{**value, **latencies, **tuples})
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
     """Run a load on a server. Generated prompts and the generator's output are kept in `folder`.
@@ -175,7 +162,7 @@ def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:
         acceptance_per_position=tuple(
             rate * drafts / steps for rate in result.get("spec_decode_per_position_acceptance_rates", ())
         ),
-        half_step_s=time_steps(_arrivals(result)).get("half_step_s"),
+        half_step_s=time_steps(_arrivals(result))[1],
     )
 
 

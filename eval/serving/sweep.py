@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from redraft.eval.engine.draft_source import NGRAM, DraftSource
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.intervals import paired_ratio_interval
@@ -151,6 +153,14 @@ ITSELF = Ratios(speed=1.0, e2e=1.0, step=1.0, interval=None)  # The ratios of th
 FORMAT = 2  # of the files of cells; the first had no run of the target alone beside
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """The content of a finished cell's file, without its settings."""
+
+    served: LoadResult
+    alone: LoadResult  # the target alone at this load, in the same pass
+
+
 class Results:
     """The finished cells of a folder, one file each: cells/<hash>.json."""
 
@@ -172,25 +182,26 @@ class Results:
         return self.path(cell, repeat).is_file()
 
     def add(self, cell: Cell, repeat: int, result: LoadResult, alone: LoadResult) -> None:
-        """Write a finished cell atomically. `alone` is the target's run at this load in the same
-        pass; `result` itself without a draft."""
-        content = {"cell": asdict(cell), "repeat": repeat, "served": result.to_json(), "alone": alone.to_json()}
+        """Write a finished cell atomically. `alone` is `result` itself without a draft."""
+        content = {"cell": asdict(cell), "repeat": repeat}
+        content |= asdict(Pass(served=result, alone=alone))
         write_whole(self.path(cell, repeat), json.dumps(content, indent=1))
 
     def runs(self, cell: Cell, num_repeats: int) -> list[LoadResult]:
-        return self._read(cell, num_repeats, "served")
+        return [one.served for one in self._read(cell, num_repeats)]
 
     def median(self, cell: Cell, num_repeats: int) -> LoadResult | None:
         runs = self.runs(cell, num_repeats)
         return median_run(runs) if runs else None
 
     def ratios(self, cell: Cell, num_repeats: int) -> Ratios | None:
-        runs = self.runs(cell, num_repeats)
-        return Ratios.from_passes(runs, self._read(cell, num_repeats, "alone")) if runs else None
+        passes = self._read(cell, num_repeats)
+        served, alone = [one.served for one in passes], [one.alone for one in passes]
+        return Ratios.from_passes(served, alone) if passes else None
 
-    def _read(self, cell: Cell, num_repeats: int, key: str) -> list[LoadResult]:
-        files = [json.loads(self.path(cell, r).read_text()) for r in range(num_repeats) if self.has(cell, r)]
-        return [LoadResult.from_json(content[key]) for content in files]
+    def _read(self, cell: Cell, num_repeats: int) -> list[Pass]:
+        files = [self.path(cell, r) for r in range(num_repeats) if self.has(cell, r)]
+        return [msgspec.json.decode(file.read_bytes(), type=Pass) for file in files]
 
 
 def build_tables(
@@ -232,7 +243,7 @@ def build_row(cell: Cell, result: LoadResult, ratios: Ratios | None, ideal: Rati
         "draft": cell.variant.draft,
         "num_speculative_tokens": k,
         **load,
-        "measured": result.to_json(),
+        "measured": asdict(result),
         "speedup": ratios.speed if ratios else None,
         "speedup_interval": ratios.interval if ratios else None,
         "speedup_e2e": ratios.e2e if ratios else None,
