@@ -35,7 +35,7 @@ from benchmarks.planted import measure_doctor
 from benchmarks.served import ServedCase, measure_served
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.intervals import estimate_gain, estimate_ratio
-from redraft.eval.report.regression import compare_reports
+from redraft.eval.report.regression import Counted, Draft, PromptId, Report, Target, compare_reports
 from redraft.heads.files.artifact import write_whole
 from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss_by_domain
 from redraft.online.learning.config import BufferConfig, Judging, Training
@@ -407,38 +407,41 @@ def simulate_baseline(trials: int, seed: int = 0) -> dict[str, Any]:
         failed = 0
         for _ in range(trials):
             baseline, report = _make_reports(rng, 64, loss)
-            failed += compare_reports(report, baseline, 0.02)["num_fell"] > 0
+            failed += compare_reports(report, baseline, 0.02).num_fell > 0
         rates[name] = failed / trials
     return rates
 
 
-def _make_reports(rng: np.random.Generator, num_prompts: int, loss: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def _make_reports(rng: np.random.Generator, num_prompts: int, loss: float) -> tuple[Report, Report]:
     """Two reports on the same prompts; the second draft's tau is truly lower by the share `loss`."""
     steps_N = np.maximum(rng.lognormal(np.log(24), 0.6, num_prompts).round(), 2.0)
     rate_N = 1.0 + BETWEEN_REQUESTS * rng.uniform(-1.7, 1.7, num_prompts)
     # two drafts that are equal on the whole differ on each prompt
     other_N = rate_N - loss * (1 + rate_N) + 0.12 * rng.standard_normal(num_prompts)
-    prompts = [{"id": str(i), "domain": ("code", "prose")[i % 2]} for i in range(num_prompts)]
+    prompts = [PromptId(id=str(i), domain=("code", "prose")[i % 2]) for i in range(num_prompts)]
     reports = []
     for rates_N in (rate_N, other_N):
-        rows = []
         # Two numbers of tokens on the same prompts: two correlated chances to report a fall.
-        for k, share in ((3, 1.0), (4, 1.1)):
-            accepted_N = steps_N * np.maximum(rates_N, 0) * share
-            rows.append(
-                {
-                    "draft": "draft", "temperature": 0.0, "num_speculative_tokens": k,
-                    "steps": steps_N.tolist(), "accepted": accepted_N.tolist(),
-                }
-            )  # fmt: skip
+        rows = [
+            Counted(
+                draft="draft",
+                temperature=0.0,
+                num_speculative_tokens=k,
+                steps=steps_N.tolist(),
+                accepted=(steps_N * np.maximum(rates_N, 0) * share).tolist(),
+            )
+            for k, share in ((3, 1.0), (4, 1.1))
+        ]
         reports.append(
-            {
-                "drafts": [{"name": "draft", "family": "model"}],
-                "settings": {},
-                "domains": ["code", "prose"],
-                "prompts": prompts,
-                "per_prompt": rows,
-            }
+            Report(
+                schema_version=0,
+                target=Target(name="target", fingerprint=""),
+                drafts=[Draft(name="draft", family="model")],
+                settings={},
+                domains=["code", "prose"],
+                prompts=prompts,
+                per_prompt=rows,
+            )
         )
     return reports[0], reports[1]
 

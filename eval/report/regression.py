@@ -1,11 +1,11 @@
 """Compare a report with an earlier one: losses of tau by draft, temperature, domain and number of draft tokens."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_gain, estimate_ratio, subtract_independent
@@ -14,7 +14,43 @@ from redraft.heads.catalog import list_lookups
 
 FALSE_ALARMS = 0.02  # that a report names any fall of an equal draft, over all comparisons
 MIN_PAIRED_SHARE = 0.5  # of the baseline's prompts, to pair them; below: two samples
-REQUIRED_KEYS = ("drafts", "per_prompt", "prompts", "settings")  # needed of every baseline
+
+
+class Target(msgspec.Struct):
+    name: str
+    fingerprint: str
+
+
+class Draft(msgspec.Struct):
+    name: str
+    family: str
+
+
+class PromptId(msgspec.Struct):
+    domain: str
+    id: str
+
+
+class Counted(msgspec.Struct):
+    """Accepted tokens and target steps of every prompt."""
+
+    draft: str
+    temperature: float
+    num_speculative_tokens: int
+    accepted: list[float]
+    steps: list[float]
+
+
+class Report(msgspec.Struct):
+    """The keys of a report of `redraft eval` that a comparison reads."""
+
+    schema_version: int
+    target: Target
+    drafts: list[Draft]
+    settings: dict[str, Any]
+    prompts: list[PromptId]
+    per_prompt: list[Counted]
+    domains: list[str] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +68,31 @@ class Change:
     high: float  # Upper end of the same interval.
     is_paired: bool  # Both taus are from the same prompts.
     num_prompts: int  # Number of prompts compared.
+    fell: bool = False  # Proven, and by more than is allowed.
 
 
-def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The `baseline` section of a report: every change, the falls first."""
+
+    max_loss: float
+    num_fell: int
+    changes: list[Change]
+
+
+def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> Report:
     """An earlier report of the same target. Raises FileNotFoundError; ValueError: it is none."""
     if not path.is_file():
         raise FileNotFoundError(f"the baseline {path} does not exist: give an earlier report.json of `redraft eval`")
     try:
-        baseline: dict[str, Any] = json.loads(path.read_bytes())
-        version, target = baseline["schema_version"], baseline["target"]
-        fingerprint, name = target["fingerprint"], target["name"]
-        missing = [key for key in REQUIRED_KEYS if key not in baseline]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not an acceptance report of `redraft eval` ({error!r})") from None
-    if missing:
-        raise ValueError(f"{path} is not an acceptance report of `redraft eval`: it has no {', '.join(missing)}")
+        baseline = msgspec.json.decode(path.read_bytes(), type=Report)
+    except ValueError as error:
+        raise ValueError(f"{path} is not an acceptance report of `redraft eval`: {error}") from None
+    version, target = baseline.schema_version, baseline.target
     if version != schema_version:
         raise ValueError(f"{path} has schema version {version}; this redraft reads version {schema_version}")
-    if fingerprint != target_fingerprint:
-        raise ValueError(f"{path} is a baseline of another target ({name}): measure one with this target first")
+    if target.fingerprint != target_fingerprint:
+        raise ValueError(f"{path} is a baseline of another target, {target.name}: measure one of this")
     return baseline
 
 
@@ -67,18 +109,19 @@ SAME_SETTINGS: Mapping[str, Any] = {
 
 
 def match_drafts(
-    drafts: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], baseline: Mapping[str, Any]
+    families: Mapping[str, str],
+    settings: Mapping[str, Any],
+    baseline: Report,
 ) -> dict[str, str]:
     """Name of each draft -> name of the draft in the baseline to compare it with.
     Drafts of the same name are compared. If one draft on each side is left over, these two are
-    compared as well. `drafts` are mappings with `name` and `family`. Raises ValueError if a draft
-    has no counterpart, or the baseline was measured with other settings."""
+    compared as well. `families` are the drafts' families by name. Raises ValueError if a draft has
+    no counterpart, or the baseline was measured with other settings."""
     for name, default in SAME_SETTINGS.items():
-        now, was = settings.get(name, default), baseline["settings"].get(name, default)
+        now, was = settings.get(name, default), baseline.settings.get(name, default)
         if now != was:
             raise ValueError(f"the baseline was measured with {name} {was}, not {now}: measure both with the same")
-    families = {draft["name"]: draft["family"] for draft in drafts}
-    baseline_families = {draft["name"]: draft["family"] for draft in baseline["drafts"]}
+    baseline_families = {draft.name: draft.family for draft in baseline.drafts}
     pairs = {name: name for name in families if name in baseline_families}
     new = [name for name in families if name not in pairs]
     old = [name for name in baseline_families if name not in pairs]
@@ -97,11 +140,10 @@ def match_drafts(
     return pairs
 
 
-def compare_reports(report: Mapping[str, Any], baseline: Mapping[str, Any], max_loss: float) -> dict[str, Any]:
-    """The `baseline` section of a report: every change, the falls first, and the number of falls.
-    Raises ValueError if a draft has no measurement in common with its counterpart."""
+def compare_reports(report: Report, baseline: Report, max_loss: float) -> Comparison:
+    """Raises ValueError if a draft has no measurement in common with its counterpart."""
     changes = list(_list_changes(report, baseline))
-    forecast = {row["draft"] for row in report["per_prompt"]}
+    forecast = {row.draft for row in report.per_prompt}
     if missing := sorted(forecast - {change.draft for change, _ in changes}):
         raise ValueError(
             f"the baseline has no measurement of {', '.join(missing)} to compare with: measure at temperatures "
@@ -110,30 +152,28 @@ def compare_reports(report: Mapping[str, Any], baseline: Mapping[str, Any], max_
     # Every comparison could fall by chance, so each gets an equal share of the false alarms (Bonferroni).
     # Twice, because a two-sided interval misses on either side, and only the lower end counts as a fall.
     confidence = 1 - 2 * FALSE_ALARMS / len(changes) if changes else CONFIDENCE
-    entries = []
+    judged = []
     for change, loss in changes:
         is_proven = loss.interval(confidence)[0] > 0
-        entries.append({**asdict(change), "fell": change.loss > max_loss and is_proven})
-    return {
-        "max_loss": max_loss,
-        "num_fell": sum(entry["fell"] for entry in entries),
-        "changes": sorted(entries, key=lambda entry: (not entry["fell"], -entry["loss"])),
-    }
+        judged.append(replace(change, fell=change.loss > max_loss and is_proven))
+    judged.sort(key=lambda change: (not change.fell, -change.loss))
+    return Comparison(max_loss=max_loss, num_fell=sum(c.fell for c in judged), changes=judged)
 
 
-def describe_change(change: Mapping[str, Any]) -> str:
-    domain = f" on {change['domain']}" if change["domain"] else ""
+def describe_change(change: Change) -> str:
+    domain = f" on {change.domain}" if change.domain else ""
     return (
-        f"{change['draft']}{domain}, k = {change['num_speculative_tokens']}, temperature {change['temperature']:g}: "
-        f"tau {change['before']:.3f} -> {change['after']:.3f} ({-change['loss']:+.1%}; 95% interval of the loss "
-        f"{change['low']:+.3f} to {change['high']:+.3f})"
+        f"{change.draft}{domain}, k = {change.num_speculative_tokens}, "
+        f"temperature {change.temperature:g}: tau {change.before:.3f} -> {change.after:.3f} "
+        f"({-change.loss:+.1%}; 95% interval of the loss {change.low:+.3f} to {change.high:+.3f})"
     )
 
 
-def _list_changes(report: Mapping[str, Any], baseline: Mapping[str, Any]) -> Iterator[tuple[Change, Estimate]]:
+def _list_changes(report: Report, baseline: Report) -> Iterator[tuple[Change, Estimate]]:
     before, after = _read_sums(baseline), _read_sums(report)
-    baseline_names = match_drafts(report["drafts"], report["settings"], baseline)
-    domains = [None, *report["domains"]] if len(report["domains"]) > 1 else [None]
+    families = {draft.name: draft.family for draft in report.drafts}
+    baseline_names = match_drafts(families, report.settings, baseline)
+    domains = [None, *report.domains] if len(report.domains) > 1 else [None]
     for (draft, temperature, k), now in after.items():
         was = before.get((baseline_names[draft], temperature, k), {})
         for domain in domains:
@@ -146,13 +186,14 @@ Sums = dict[tuple[str, str], tuple[float, float]]
 """(accepted tokens, target steps) of every prompt, by (domain, id)."""
 
 
-def _read_sums(report: Mapping[str, Any]) -> dict[tuple[str, float, int], Sums]:
+def _read_sums(report: Report) -> dict[tuple[str, float, int], Sums]:
     """The sums of a report by (draft, temperature, num_speculative_tokens)."""
-    ids = [(prompt["domain"], prompt["id"]) for prompt in report["prompts"]]
+    ids = [(prompt.domain, prompt.id) for prompt in report.prompts]
     sums = {}
-    for row in report["per_prompt"]:
-        counts = zip(row["accepted"], row["steps"], strict=True)
-        sums[row["draft"], row["temperature"], row["num_speculative_tokens"]] = dict(zip(ids, counts, strict=True))
+    for row in report.per_prompt:
+        counts = zip(row.accepted, row.steps, strict=True)
+        measured = row.draft, row.temperature, row.num_speculative_tokens
+        sums[measured] = dict(zip(ids, counts, strict=True))
     return sums
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from redraft.distill.data.conversations import load_conversations, split_held_out
@@ -27,8 +28,8 @@ from redraft.eval.engine.target_dtype import open_target
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, load_drafts
 from redraft.eval.forecast.teacher_forced import Protocol, Rows, forecast_drafts
 from redraft.eval.prompts import Prompt
+from redraft.eval.report import regression
 from redraft.eval.report.acceptance import SCHEMA_VERSION, build_acceptance_report, write_acceptance_report
-from redraft.eval.report.regression import compare_reports, describe_change, match_drafts, read_baseline
 from redraft.eval.report.results import Measured
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.target_folder import TargetFolder
@@ -50,20 +51,24 @@ def main(cfg: Config) -> None:
     target = LoadedTarget(opened=opened, model=load(opened, whole=cfg.forecast))
     # An empty name adds no folder.
     kept = cfg.output / "kept" / (cfg.target_dtype or "")
-    baseline = read_baseline(cfg.baseline, opened.fingerprint, SCHEMA_VERSION) if cfg.baseline else None
+    baseline = None
+    if cfg.baseline:
+        baseline = regression.read_baseline(cfg.baseline, opened.fingerprint, SCHEMA_VERSION)
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
     for draft in drafts if cfg.engine else ():
         require_runner(draft.speculative, way_out=", or forecast with --no-engine")
     if baseline:
         # Refuse an unfit baseline before hours of measuring, not at the report.
-        match_drafts([vars(draft) for draft in drafts], settings(cfg, opened, sampling), baseline)
+        families = {draft.name: draft.family for draft in drafts}
+        regression.match_drafts(families, settings(cfg, opened, sampling), baseline)
     if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
         raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
     if not cfg.forecast and (unserved := [draft.name for draft in drafts if draft.speculative is None]):
         raise ValueError(f"{unserved[0]} has no proposer in vLLM, and is forecast only: leave out --no-forecast")
 
     # 2. prompts
-    day = choose_day(cfg, baseline) if opened.writes_date else None
+    earlier = baseline.settings if baseline else {}
+    day = choose_day(cfg, earlier) if opened.writes_date else None
     prompts = load_prompts(cfg, opened.tokenizer, day)
     protocol = Protocol(
         temperatures=tuple(dict.fromkeys(cfg.temperature)) or (sampling.temperature,),
@@ -98,13 +103,16 @@ def main(cfg: Config) -> None:
         drafts=drafts,
         settings=settings(cfg, opened, sampling) | ({"date": day.isoformat()} if day else {}),
     )
+    comparison = None
     if baseline:
-        report["baseline"] = compare_reports(report, baseline, cfg.max_loss)
+        now = msgspec.convert(report, regression.Report)
+        comparison = regression.compare_reports(now, baseline, cfg.max_loss)
+        report["baseline"] = asdict(comparison)
     page = write_acceptance_report(cfg.output, report)
     write_run(cfg, time.perf_counter() - started)
-    tell(report, page)
+    tell(report, comparison, page)
     # Last: the report is there when a pipeline stops at the status.
-    if baseline and report["baseline"]["num_fell"]:
+    if comparison and comparison.num_fell:
         raise SystemExit(1)
 
 
@@ -149,11 +157,11 @@ def load(target: TargetFolder, *, whole: bool = True) -> Any:
     return load_target(target, Signal(), device)
 
 
-def choose_day(cfg: Config, baseline: Mapping[str, Any] | None) -> datetime.date:
-    """The date for a chat template that writes today's. It is the baseline's, or that of earlier
-    measurements in --output, so the same prompts stay the same on another day. Otherwise it is
-    today, and kept in --output. Raises ValueError if the baseline's date cannot be read."""
-    if baseline and (recorded := baseline["settings"].get("date")):
+def choose_day(cfg: Config, earlier: Mapping[str, Any]) -> datetime.date:
+    """The date for a chat template that writes today's: that in the settings of an `earlier`
+    report, or of earlier measurements in --output, so the same prompts stay the same on another
+    day. Otherwise it is today, and kept in --output. Raises ValueError if it cannot be read."""
+    if recorded := earlier.get("date"):
         return datetime.date.fromisoformat(recorded)
     return keep_day(cfg.output / "kept" / "date")
 
@@ -202,13 +210,14 @@ def write_run(cfg: Config, duration_s: float) -> None:
     write_whole(cfg.output / "run.json", json.dumps(run, indent=2, default=str) + "\n")
 
 
-def tell(report: Mapping[str, Any], page: Path) -> None:
+def tell(report: Mapping[str, Any], comparison: regression.Comparison | None, page: Path) -> None:
     print("\n".join(report["answer"]))
     for note in report["notes"]:
         print(f"note: {note}")
-    if section := report["baseline"]:
-        fallen = [change for change in section["changes"] if change["fell"]]
-        print(f"baseline: {len(fallen)} of {len(section['changes'])} fell by more than {section['max_loss']:.1%}")
+    if comparison:
+        fallen = [change for change in comparison.changes if change.fell]
+        among = f"{len(fallen)} of {len(comparison.changes)}"
+        print(f"baseline: {among} fell by more than {comparison.max_loss:.1%}")
         for change in fallen:
-            print(f"  {describe_change(change)}")
+            print(f"  {regression.describe_change(change)}")
     print(f"report: {page}")

@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 from chromium import browser, open_in_chromium
@@ -21,13 +22,14 @@ from redraft.eval.forecast.ngram import Ngram
 from redraft.eval.forecast.teacher_forced import Forecastable, PromptRows
 from redraft.eval.prompts import Prompt
 from redraft.eval.report import acceptance as acceptance_report_module
+from redraft.eval.report import regression
 from redraft.eval.report.acceptance import (
     SCHEMA_VERSION,
     build_acceptance_report,
     render_markdown,
     write_acceptance_report,
 )
-from redraft.eval.report.regression import compare_reports, describe_change, read_baseline
+from redraft.eval.report.regression import Comparison, describe_change, read_baseline
 from redraft.eval.report.results import Measured
 
 SCHEMA = json.loads(Path(acceptance_report_module.__file__).with_name("acceptance.schema.json").read_text())
@@ -216,6 +218,11 @@ def test_two_drafts_within_chance_cannot_be_told_apart() -> None:
     assert any("Few prompts of code (2) and prose (2)" in note for note in told["notes"])
 
 
+def compare_reports(report: object, baseline: object, max_loss: float) -> Comparison:
+    now, before = (msgspec.convert(one, regression.Report) for one in (report, baseline))
+    return regression.compare_reports(now, before, max_loss)
+
+
 def validate(report: Mapping[str, Any]) -> None:
     jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(json.dumps(report)))
 
@@ -224,7 +231,7 @@ def test_the_report_follows_its_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert SCHEMA["properties"]["schema_version"]["const"] == SCHEMA_VERSION
     report = make_report()
-    report["baseline"] = compare_reports(report, make_report(), 0.02)
+    report["baseline"] = asdict(compare_reports(report, make_report(), 0.02))
     validate(report)
     for path in (("results", 0, "alpha"), ("target",), ("per_prompt", 0, "steps")):
         broken: Any = deepcopy(report)
@@ -256,9 +263,10 @@ def test_equal_measurements_give_equal_bytes(tmp_path: Path) -> None:
 
 def test_a_report_compared_with_itself_lost_nothing() -> None:
     section = compare_reports(make_report(), make_report(), 0.0)
-    assert section["num_fell"] == 0
-    assert {(c["loss"], c["low"], c["high"], c["is_paired"]) for c in section["changes"]} == {(0, 0, 0, True)}
-    assert len(section["changes"]) == 3 * 2 * 3 * 2  # drafts, temperatures, domains and all of them together, k
+    assert section.num_fell == 0
+    assert {(c.loss, c.low, c.high, c.is_paired) for c in section.changes} == {(0, 0, 0, True)}
+    # drafts, temperatures, domains and all of them together, k
+    assert len(section.changes) == 3 * 2 * 3 * 2
 
 
 def test_falls_are_listed_by_draft_domain_and_k() -> None:
@@ -267,25 +275,25 @@ def test_falls_are_listed_by_draft_domain_and_k() -> None:
         if prompt.domain == "code":
             row["one"] = make_rows(prompt, "one", 0.0, 0.8)
     section = compare_reports(make_report(worse), make_report(), 0.02)
-    fell = {(c["draft"], c["domain"], c["num_speculative_tokens"]) for c in section["changes"] if c["fell"]}
+    fell = {(c.draft, c.domain, c.num_speculative_tokens) for c in section.changes if c.fell}
     assert fell == {("one", domain, k) for domain in ("code", None) for k in KS}
-    assert section["changes"][0]["fell"]
-    assert describe_change(section["changes"][0]).startswith("one on code, k = 3, temperature 0: tau ")
-    assert compare_reports(make_report(worse), make_report(), 0.5)["num_fell"] == 0
+    assert section.changes[0].fell
+    assert describe_change(section.changes[0]).startswith("one on code, k = 3, temperature 0: tau ")
+    assert compare_reports(make_report(worse), make_report(), 0.5).num_fell == 0
 
 
 def test_different_prompts_are_not_paired_and_a_loss_within_chance_is_no_fall() -> None:
     baseline = make_report(make_measured(make_prompts(40, first=1000)))
     same = compare_reports(make_report(make_measured(scale=0.99)), baseline, 0.001)
-    assert not any(change["is_paired"] for change in same["changes"])
-    assert same["num_fell"] == 0
-    assert compare_reports(make_report(make_measured(scale=0.7)), baseline, 0.02)["num_fell"] > 0
+    assert not any(change.is_paired for change in same.changes)
+    assert same.num_fell == 0
+    assert compare_reports(make_report(make_measured(scale=0.7)), baseline, 0.02).num_fell > 0
 
 
 def test_a_single_draft_is_compared_under_any_name() -> None:
     now = make_report(make_measured(drafts=["one"]), drafts=[make_draft("one")])
     renamed = json.loads(json.dumps(now).replace('"one"', '"v11"'))
-    assert {change["draft"] for change in compare_reports(now, renamed, 0.02)["changes"]} == {"one"}
+    assert {change.draft for change in compare_reports(now, renamed, 0.02).changes} == {"one"}
 
 
 def test_nothing_in_common_is_refused() -> None:
@@ -306,11 +314,11 @@ def test_a_renamed_draft_is_compared_even_beside_ngrams() -> None:
         row["one"] = make_rows(prompt, "one", 0.0, 0.5)
     after = json.loads(json.dumps(make_report(worse, drafts=drafts)).replace('"one"', '"v13"'))
     section = compare_reports(after, before, 0.02)
-    assert {change["draft"] for change in section["changes"]} == {"v13", "ngram"}
-    assert {change["draft"] for change in section["changes"] if change["fell"]} == {"v13"}
+    assert {change.draft for change in section.changes} == {"v13", "ngram"}
+    assert {change.draft for change in section.changes if change.fell} == {"v13"}
     alone = make_report(make_measured(drafts=["one"]), drafts=drafts[:1])
     renamed = json.loads(json.dumps(alone).replace('"one"', '"v13"'))
-    assert {change["draft"] for change in compare_reports(renamed, before, 0.02)["changes"]} == {"v13"}
+    assert {change.draft for change in compare_reports(renamed, before, 0.02).changes} == {"v13"}
 
 
 @pytest.mark.parametrize(
@@ -337,9 +345,9 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 def test_a_baseline_is_an_acceptance_report_of_this_target_and_version(tmp_path: Path) -> None:
-    assert read_baseline(written(tmp_path), FINGERPRINT, SCHEMA_VERSION)["target"]["name"] == "a/target"
+    assert read_baseline(written(tmp_path), FINGERPRINT, SCHEMA_VERSION).target.name == "a/target"
     for changes, message in (
-        ({"target": {"name": "b", "fingerprint": "cd" * 32}}, r"a baseline of another target \(b\)"),
+        ({"target": {"name": "b", "fingerprint": "cd" * 32}}, "a baseline of another target, b:"),
         ({"schema_version": 99}, "schema version 99"),
         ({"per_prompt": None, "target": 3}, "is not an acceptance report"),
     ):
@@ -354,7 +362,8 @@ def test_a_baseline_is_an_acceptance_report_of_this_target_and_version(tmp_path:
 
 def test_the_markdown_has_a_row_for_every_draft_and_domain() -> None:
     report = make_report()
-    report["baseline"] = compare_reports(make_report(make_measured(scale=0.8)), make_report(), 0.02)
+    worse = make_report(make_measured(scale=0.8))
+    report["baseline"] = asdict(compare_reports(worse, make_report(), 0.02))
     text = render_markdown(report)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert [len(table.splitlines()) - 2 for table in tables] == [9, 9, 36]
@@ -378,7 +387,8 @@ def test_the_page_is_small_and_refers_to_nothing_outside(tmp_path: Path) -> None
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_chart_of_the_acceptance_report_renders_without_an_error_or_a_request(tmp_path: Path, dark: bool) -> None:
     report = make_report()
-    report["baseline"] = compare_reports(make_report(make_measured(scale=0.8)), make_report(), 0.02)
+    worse = make_report(make_measured(scale=0.8))
+    report["baseline"] = asdict(compare_reports(worse, make_report(), 0.02))
     page = write_acceptance_report(tmp_path, report)
     dom, console, asked = open_in_chromium(
         page, tmp_path, *(["--blink-settings=preferredColorScheme=0"] if dark else [])

@@ -402,8 +402,7 @@ def test_the_real_engine_asks_the_head_where_no_ngram_matches(run: Run, tiny_tar
 
 def test_prompts_keep_their_date_on_another_day_and_beside_a_baseline(tmp_path: Path) -> None:
     cfg = Config(output=tmp_path)
-    assert choose_day(cfg, None) == datetime.date.today()
+    assert choose_day(cfg, {}) == datetime.date.today()
     (tmp_path / "kept" / "date").write_text("2024-02-28")  # measured until then, and killed
-    assert choose_day(cfg, None) == datetime.date(2024, 2, 28)
-    assert choose_day(cfg, {"settings": {"date": "2024-02-29"}}) == datetime.date(2024, 2, 29)
-    assert choose_day(cfg, {"settings": {}}) == datetime.date(2024, 2, 28)
+    assert choose_day(cfg, {}) == datetime.date(2024, 2, 28)
+    assert choose_day(cfg, {"date": "2024-02-29"}) == datetime.date(2024, 2, 29)
