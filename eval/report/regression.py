@@ -92,7 +92,7 @@ def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> R
     if version != schema_version:
         raise ValueError(f"{path} has schema version {version}; this redraft reads version {schema_version}")
     if target.fingerprint != target_fingerprint:
-        raise ValueError(f"{path} is a baseline of another target, {target.name}: measure one of this")
+        raise ValueError(f"{path} is a baseline of another target, {target.name}: measure one")
     return baseline
 
 

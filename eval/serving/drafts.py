@@ -1,13 +1,13 @@
 """From rounds of a draft with one number of tokens to its speed with any: which draft, and how many tokens?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.lookup_first import is_mixed
 from redraft.eval.serving.cost import Prediction, StepCosts, advise
-from redraft.eval.serving.rounds import PLAIN, Results, compare, count, measure_prefill
+from redraft.eval.serving.rounds import PLAIN, Compared, Results, compare, count, measure_prefill
 from redraft.heads.catalog import find_speculative
 
 
@@ -39,7 +39,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Choice:
     candidate: Candidate
-    measured: Mapping[str, Mapping[str, Any]]  # As of `compare`, by requests in flight.
+    measured: Mapping[str, Compared]  # by requests in flight
     costs: StepCosts
     by_tokens: Mapping[str, Sequence[Prediction]]
     """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if the draft chooses them."""
@@ -63,7 +63,7 @@ class Choice:
             **{key: getattr(self.candidate, key) for key in ("name", "title", "parameters", "training")},
             **{key: getattr(self.candidate, key) for key in ("is_lookup", "chooses_length")},
             "num_speculative_tokens": self.candidate.num_speculative_tokens,
-            "measured": self.measured,
+            "measured": {load: asdict(row) for load, row in self.measured.items()},
             "token_ms": {str(b): 1000 * seconds for b, seconds in self.costs.draft_s.items()},
             "by_tokens": {load: [vars(row) for row in rows] for load, rows in self.by_tokens.items()},
             "best": {load: row.num_speculative_tokens for load, row in self.best.items()},
@@ -97,7 +97,7 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
     measured = {str(load): compare(results, name, load) for load in loads}
     if candidate.chooses_length:
         # Counted answers propose less in a step of many requests, so every load has rates and an advice.
-        rates = {load: measured[str(load)]["acceptance_per_position"] for load in loads}
+        rates = {load: measured[str(load)].acceptance_per_position for load in loads}
         by_load = {load: advise(rates[load], costs, choices=[k]) for load in loads}
         config: Mapping[str, Any] = candidate.speculative_config
     else:
@@ -107,7 +107,7 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
         by_load = dict.fromkeys(loads, advice)
         config = advice.speculative_config(candidate.config) or candidate.speculative_config
     # 4. The speed of whole answers, with the prefills added again.
-    tokens = {load: measured[str(load)]["tokens_per_request"] for load in loads}
+    tokens = {load: measured[str(load)].tokens_per_request for load in loads}
     by_tokens = {}
     for load, advice in by_load.items():
         rows = [row for row in advice.table if row.batch_size == load]
@@ -115,12 +115,13 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
     return Choice(candidate, measured, costs, by_tokens, config)
 
 
-def _decode_step_s(measured: Mapping[str, Any], load: int, prefill_s: float) -> float:
+def _decode_step_s(measured: Compared, load: int, prefill_s: float) -> float:
     """Seconds of a step without prefills: those of the answers with `load` * tau tokens are taken out."""
     # A step emits load * tau tokens, so it ends this many answers, and as many new ones begin with a prefill.
-    prefills = load * measured["tau"] / measured["tokens_per_request"]
-    step_s = measured["step_ms"] / 1000
-    return float(max(step_s - prefills * prefill_s, 0.1 * step_s))  # noise must not leave a step without time
+    prefills = load * measured.tau / measured.tokens_per_request
+    step_s = measured.step_ms / 1000
+    # Noise must not leave a step without time.
+    return max(step_s - prefills * prefill_s, 0.1 * step_s)
 
 
 def _add_prefills(rows: Sequence[Prediction], tokens: float, plain_s: float, drafting_s: float) -> list[Prediction]:

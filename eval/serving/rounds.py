@@ -172,27 +172,39 @@ def count(results: Results, name: str, concurrency: int) -> AcceptanceCounts:
     return sum(map(count_steps, outputs), AcceptanceCounts.zero())
 
 
-def compare(results: Results, name: str, concurrency: int) -> dict[str, Any]:
-    """A server's speed-up over the one without a draft, with its 95% interval over rounds, and
-    where it comes from. tokens/s = requests in flight * tau / step, so the ratio is tau over the
-    ratio of the steps. A step so counted has a share of the prefills in it."""
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A server's speed-up over the one without a draft, and where it comes from: tokens/s =
+    requests in flight * tau / step, so the ratio is tau over the ratio of the steps."""
+
+    ratio: float
+    interval: tuple[float, float] | None  # 95%, over rounds; None with fewer than 6
+    ratios: list[float]
+    tokens_per_s: float
+    tau: float
+    acceptance_per_position: list[float]
+    step_ms: float  # with a share of the prefills
+    tokens_per_request: float
+
+
+def compare(results: Results, name: str, concurrency: int) -> Compared:
     ours, plain = results[name, concurrency], results[PLAIN, concurrency]
     ratios = [run.tokens_per_s / alone.tokens_per_s for run, alone in zip(ours, plain, strict=True)]
     ratio, interval = median_interval(ratios)
     counts = count(results, name, concurrency)
     rate = float(np.median([run.tokens_per_s for run in ours]))
     outputs = [len(output.token_ids) for run in ours for output in run.outputs]
-    return {
-        "ratio": ratio,
+    return Compared(
+        ratio=ratio,
         # With fewer it is infinite, and JSON has no infinity.
-        "interval": interval if len(ratios) >= 6 else None,
-        "ratios": ratios,
-        "tokens_per_s": rate,
-        "tau": counts.tau,
-        "acceptance_per_position": counts.acceptance_per_position,
-        "step_ms": 1000 * concurrency * counts.tau / rate,
-        "tokens_per_request": float(np.mean(outputs)),
-    }
+        interval=interval if len(ratios) >= 6 else None,
+        ratios=ratios,
+        tokens_per_s=rate,
+        tau=counts.tau,
+        acceptance_per_position=counts.acceptance_per_position,
+        step_ms=1000 * concurrency * counts.tau / rate,
+        tokens_per_request=float(np.mean(outputs)),
+    )
 
 
 def measure_prefill(results: Results, name: str) -> float:

@@ -24,7 +24,6 @@ from redraft.eval.serving.rounds import (
     PLAIN,
     Plan,
     Results,
-    compare,
     keep_rounds,
     plain_runs,
     run_rounds,
@@ -37,7 +36,14 @@ from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
 from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, Config
-from redraft.recipes.decide.compare_report import LOADS, compose_answer, describe_head, describe_speed, verdict
+from redraft.recipes.decide.compare_report import (
+    LOADS,
+    by_load,
+    compose_answer,
+    describe_head,
+    describe_speed,
+    verdict,
+)
 from redraft.recipes.decide.made_drafts import MAX_PROMPT_TOKENS, Making, finished_drafts, make_lookups, make_trained
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
 
@@ -82,7 +88,7 @@ def main(cfg: Config) -> None:
     # 4. the report
     rows: list[dict[str, Any]] = [
         {"name": choice.candidate.name, "title": choice.candidate.title, "predicted": choice.speedups}
-        | {str(load): compare(confirmed[choice.candidate.name], choice.candidate.name, load) for load in LOADS}
+        | by_load(confirmed[choice.candidate.name], choice.candidate.name)
         for choice in best
     ]
     baseline = describe_baseline(
@@ -99,7 +105,7 @@ def main(cfg: Config) -> None:
         "baseline": asdict(baseline),
         "drafts": [choice.to_json() for choice in choices],
         "confirmed": sorted(rows, key=lambda row: -row["1"]["ratio"]),
-        "plain": {str(load): compare(next(iter(confirmed.values())), PLAIN, load) for load in LOADS},
+        "plain": by_load(next(iter(confirmed.values())), PLAIN),
         **describe_speed(target.name, choices, best, confirmed, measured),
         **describe_head(target.name, cfg.output, choices, measured),
         "settings": {

@@ -25,7 +25,7 @@ FREE_AT_MANY = 0.95
 
 def verdict(choice: Choice) -> str:
     """The measured speed of a draft in the first rounds, and the best number of tokens."""
-    one, many = (choice.measured[str(load)]["ratio"] for load in LOADS)
+    one, many = (choice.measured[str(load)].ratio for load in LOADS)
     text = f"{choice.candidate.title}: {one:.2f}x as fast as no draft at one request, {many:.2f}x at eight"
     if choice.candidate.chooses_length:
         return text
@@ -51,10 +51,10 @@ def describe_speed(
     """The sections `speed`, `served` and `titles`: the draft to serve, chosen in the first rounds and measured in the
     last ones."""
     served = choose_served(best)
-    rows = {name: _by_load(results, name) for name, results in confirmed.items()}
-    rows[PLAIN] = _by_load(next(iter(confirmed.values())), PLAIN)
-    pilot = {choice.candidate.name: choice.measured for choice in choices}
-    pilot[PLAIN] = _by_load(first[0], PLAIN)
+    rows = {name: by_load(results, name) for name, results in confirmed.items()}
+    rows[PLAIN] = by_load(next(iter(confirmed.values())), PLAIN)
+    pilot = {choice.candidate.name: choice.to_json()["measured"] for choice in choices}
+    pilot[PLAIN] = by_load(first[0], PLAIN)
     head = find_head(choices)
     mine = rows[served]
     return {
@@ -76,8 +76,8 @@ def describe_speed(
     }
 
 
-def _by_load(results: Results, name: str) -> dict[str, Any]:
-    return {str(load): compare(results, name, load) for load in LOADS}
+def by_load(results: Results, name: str) -> dict[str, Any]:
+    return {str(load): asdict(compare(results, name, load)) for load in LOADS}
 
 
 def _describe_served(

@@ -57,7 +57,7 @@ def test_the_speed_with_fewer_tokens_follows_from_acceptance_by_position_and_the
     one = {row.num_speculative_tokens: row for row in choice.by_tokens["1"]}
     assert [row.tau for row in one.values()] == pytest.approx([1.0, 1.6, 1.9, 1.96])
     assert one[3].speedup == pytest.approx(1.96 * 10 / 16)
-    assert one[3].speedup == pytest.approx(choice.measured["1"]["ratio"])
+    assert one[3].speedup == pytest.approx(choice.measured["1"].ratio)
     assert one[1].speedup == pytest.approx(1.6 * 10 / 12)
     assert choice.best["1"].num_speculative_tokens == 2
     assert choice.speedups["1"] == pytest.approx(1.9 * 10 / 14)
@@ -93,7 +93,7 @@ def test_a_draft_that_chooses_its_length_keeps_its_measured_speed(candidate: Can
     choice = predict(candidate, make_rounds(candidate.name, {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS)
     assert {row.num_speculative_tokens for row in choice.by_tokens["1"]} == {0, 4}
     for load in ("1", "8"):
-        assert choice.speedups[load] == pytest.approx(choice.measured[load]["ratio"])
+        assert choice.speedups[load] == pytest.approx(choice.measured[load].ratio)
     assert choice.speculative_config == candidate.speculative_config
 
 

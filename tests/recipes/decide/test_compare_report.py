@@ -17,9 +17,10 @@ from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.baseline import Baseline
 from redraft.eval.serving.drafts import Candidate, Choice, choose, predict
 from redraft.eval.serving.drafts_charts import build_charts
-from redraft.eval.serving.rounds import PLAIN, compare
+from redraft.eval.serving.rounds import PLAIN
 from redraft.recipes.decide.compare_report import (
     LOADS,
+    by_load,
     choose_served,
     compose_answer,
     describe_head,
@@ -106,7 +107,7 @@ def make_report(first: Speeds, last: Speeds, target: Path, **baseline: Any) -> d
     )
     rows: list[dict[str, Any]] = [
         {"title": choice.candidate.title, "predicted": choice.speedups}
-        | {str(load): compare(confirmed[choice.candidate.name], choice.candidate.name, load) for load in LOADS}
+        | by_load(confirmed[choice.candidate.name], choice.candidate.name)
         for choice in best
     ]
     return {
@@ -115,7 +116,7 @@ def make_report(first: Speeds, last: Speeds, target: Path, **baseline: Any) -> d
         "baseline": vars(replace(alone, **baseline)),
         "drafts": [choice.to_json() for choice in choices],
         "confirmed": rows,
-        "plain": {str(load): compare(make_results(last), PLAIN, load) for load in LOADS},
+        "plain": by_load(make_results(last), PLAIN),
         **describe_speed(str(target), choices, best, confirmed, [make_results(first)]),
         "settings": {"minutes": 2.5, "trained": 1, "rounds": 3, "confirm_rounds": 6},
         "environment": {"date": "2026-01-02", "processor": "an abacus"},
