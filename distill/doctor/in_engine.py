@@ -70,6 +70,7 @@ class EngineCheck:
     prompts: str | None = None
     num_prompts: int = 16
     max_tokens: int | None = None  # None: that of the published forecast, or DEFAULT_MAX_TOKENS
+    on_cpu: bool = field(default_factory=engine_is_cpu)
 
 
 @dataclass(kw_only=True)
@@ -84,7 +85,7 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine 
     """The run of a draft with `num_tokens` tokens a step; by default on this machine.
     Raises ValueError: the target, which judges the run afterwards in this process, does not fit."""
     stored, machine = read_forecast(pair), machine or this_machine()
-    dtype = engine.dtype or _choose_dtype(pair, stored, machine)
+    dtype = engine.dtype or _choose_dtype(pair, stored, machine, on_cpu=engine.on_cpu)
     if pair.family.is_head:
         require_model_heads(f"the target {pair.target.name}", pair.target.text_config, getattr(torch, dtype), machine)
         way_out = "give --no-engine, which reads configs and tensors only, and count with redraft eval --no-forecast"
@@ -110,9 +111,14 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine 
     return Plan(run=run, stored=stored, are_held_out=are_held_out, notes=notes)
 
 
-def _choose_dtype(pair: Pair, stored: StoredForecast | None, machine: Machine) -> TargetDtype:
+def _choose_dtype(
+    pair: Pair,
+    stored: StoredForecast | None,
+    machine: Machine,
+    *,
+    on_cpu: bool,
+) -> TargetDtype:
     """The type of an engine's run, if the user names none. In the forecast's, an engine counts as it does."""
-    on_cpu = engine_is_cpu()
     known = stored.dtype if stored else None
     if known and (not on_cpu or known == "float32" or (known == "bfloat16" and machine.cpu_has_bfloat16)):
         return cast(TargetDtype, known)

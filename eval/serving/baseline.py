@@ -70,6 +70,8 @@ def choose_mode(
     logs: Path,
     kept: Path,
     key: object,
+    *,
+    on_cpu: bool | None = None,
     **options: Any,
 ) -> tuple[Mode, dict[Mode, float]]:
     """(mode in which vLLM serves the target fastest, median tokens/s by mode), from interleaved
@@ -84,7 +86,7 @@ def choose_mode(
 
     def measure() -> dict[Mode, list[float]]:
         found: dict[Mode, list[float]] = {mode: [] for mode in MODES}
-        if engine_is_cpu():
+        if engine_is_cpu() if on_cpu is None else on_cpu:
             # At once: a CPU is noisy, and its servers share the memory.
             with exiting_on_sigterm(), contextlib.ExitStack() as stack:
                 servers = {mode: stack.enter_context(start(mode)) for mode in MODES}

@@ -41,7 +41,12 @@ class Plan:
 
 @contextlib.contextmanager
 def start_servers(
-    target: str, drafts: Mapping[str, Mapping[str, Any] | None], logs: Path, **options: Any
+    target: str,
+    drafts: Mapping[str, Mapping[str, Any] | None],
+    logs: Path,
+    *,
+    on_cpu: bool | None = None,
+    **options: Any,
 ) -> Iterator[dict[str, VllmServer]]:
     """A server for each draft's --speculative-config, by name. `options` are those of
     `vllm_server`. The servers compute in turns, so they share the cores, and the memory of a GPU in
@@ -49,7 +54,7 @@ def start_servers(
     a server is ready, vLLM counts all new use of the GPU's memory as this server's. Raises as
     `vllm_server`, as soon as one server does not start."""
     given_up = threading.Event()
-    on_cpu = engine_is_cpu()
+    on_cpu = engine_is_cpu() if on_cpu is None else on_cpu
     if not on_cpu:
         options["extra_args"] = share_memory(options.get("extra_args", ()), len(drafts))
     # a server ends with the thread that started it, so the threads stay until all are stopped

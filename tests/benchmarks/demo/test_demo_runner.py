@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.demo import fleet, online
 from benchmarks.demo.fleet import runner_environment, start_server
+from redraft.eval.engine.server import engine_is_cpu
 
 
 @pytest.fixture
@@ -21,20 +22,18 @@ def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "triton-for-v2"
     folder.mkdir()
     monkeypatch.setattr(fleet, "TRITON", folder)
-    monkeypatch.setattr(fleet, "engine_is_cpu", lambda: True)
     return folder
 
 
-def test_vllm_chooses_unless_a_runner_is_asked_for(triton: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_chooses_unless_a_runner_is_asked_for() -> None:
     assert runner_environment(None) == {}
     assert runner_environment("v1") == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    monkeypatch.setattr(fleet, "engine_is_cpu", lambda: False)
-    assert runner_environment("v2") == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    assert runner_environment("v2", on_cpu=False) == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 def test_on_a_cpu_v2_runs_in_tritons_interpreter(triton: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    found = runner_environment("v2")
+    found = runner_environment("v2", on_cpu=True)
     assert (found["VLLM_USE_V2_MODEL_RUNNER"], found["TRITON_INTERPRET"]) == ("1", "1")
     first, backend, last = found["PYTHONPATH"].split(":")
     assert (first, last) == (str(triton), "elsewhere")
@@ -42,6 +41,7 @@ def test_on_a_cpu_v2_runs_in_tritons_interpreter(triton: Path, monkeypatch: pyte
     assert found["VLLM_PLUGINS"] == "redraft,cpu_triton"
 
 
+@pytest.mark.skipif(not engine_is_cpu(), reason="vLLM for CPUs alone needs Triton from us")
 def test_without_triton_the_demo_is_refused_before_an_older_one_is_deleted(triton: Path, tmp_path: Path) -> None:
     triton.rmdir()
     output = tmp_path / "demo"
@@ -58,7 +58,7 @@ def test_elsewhere_than_in_the_source_tree_v2_is_refused_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="start from the top of redraft's source tree"):
-        runner_environment("v2")
+        runner_environment("v2", on_cpu=True)
 
 
 def test_a_server_gets_type_cache_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
-from redraft.distill.doctor import in_engine
 from redraft.distill.doctor.in_engine import EngineCheck, Plan, Served, ask_fallback, judge_acceptance, plan_run
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.hardware import Machine
@@ -27,12 +26,6 @@ DRAFTS, ACCEPTED = 40, 30
 FAST, SLOW = Machine(cpu_has_bfloat16=True), Machine()
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is built for the CPU."""
-    monkeypatch.setattr(in_engine, "engine_is_cpu", lambda: True)
-
-
 def make_pair(target: Path, folder: Path, dtype: str | None, **provenance: Any) -> Pair:
     """A head of the target with a forecast on the fallback questions, made in `dtype`."""
     stored = StoredForecast(
@@ -47,8 +40,16 @@ def make_pair(target: Path, folder: Path, dtype: str | None, **provenance: Any) 
     return Pair.read(TargetFolder.open(target), folder)
 
 
-def make_plan(pair: Pair, folder: Path, dtype: str | None = None, machine: Machine = FAST) -> Plan:
-    return plan_run(pair, NUM_TOKENS, EngineCheck(folder=folder, dtype=dtype), machine)
+def make_plan(
+    pair: Pair,
+    folder: Path,
+    dtype: Any = None,
+    machine: Machine = FAST,
+    *,
+    on_cpu: bool = True,
+) -> Plan:
+    check = EngineCheck(folder=folder, dtype=dtype, on_cpu=on_cpu)
+    return plan_run(pair, NUM_TOKENS, check, machine)
 
 
 def judge(pair: Pair, plan: Plan, changes: list[int]) -> list[str]:
@@ -64,7 +65,6 @@ TIES = [1, -1, 0, 0] * 4
 """Half of the prompts count otherwise, and the mean is the forecast's."""
 
 
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     ("forecast", "engine", "is_broken"),
     [
@@ -86,20 +86,16 @@ def test_prompts_are_compared_one_by_one_only_if_forecast_and_engine_computed_in
     assert "serving sees 1.500" in worse, "the mean counts in every type"
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_the_engine_runs_in_the_type_of_the_forecast(
-    random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_runs_in_the_type_of_the_forecast(random_target: Path, tmp_path: Path) -> None:
     for dtype in ("bfloat16", "float32"):
         pair = make_pair(random_target, tmp_path / dtype, dtype)
         assert make_plan(pair, tmp_path).run.dtype == dtype
         assert make_plan(pair, tmp_path, "float32").run.dtype == "float32", "as asked for"
     pair = make_pair(random_target, tmp_path / "elsewhere", "bfloat16")
     assert make_plan(pair, tmp_path, machine=SLOW).run.dtype == "float32", "this CPU has no instructions for bfloat16"
-    monkeypatch.setattr(in_engine, "engine_is_cpu", lambda: False)
-    assert make_plan(pair, tmp_path).run.dtype == "bfloat16"
+    assert make_plan(pair, tmp_path, on_cpu=False).run.dtype == "bfloat16"
     unknown = make_pair(random_target, tmp_path / "unknown", None)
-    assert make_plan(unknown, tmp_path).run.dtype == "bfloat16", "on a GPU"
+    assert make_plan(unknown, tmp_path, on_cpu=False).run.dtype == "bfloat16", "on a GPU"
 
 
 CPU, GPU = {"gpu": "none"}, {"gpu": "NVIDIA H100"}

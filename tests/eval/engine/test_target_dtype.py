@@ -13,9 +13,9 @@ import torch
 from local_hub import run_with_hub, serve_model
 
 from redraft.distill.run import proof as prove
-from redraft.eval.engine import server, target_dtype
+from redraft.eval.engine import server
 from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.eval.engine.server import vllm_server
+from redraft.eval.engine.server import engine_is_cpu, vllm_server
 from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.prompts import Prompt
 from redraft.heads.files.target_folder import TargetFolder
@@ -73,17 +73,15 @@ class StartedError(Exception):
     """Raised where an engine would start."""
 
 
+QUANTISED = {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
+
+
 @pytest.mark.parametrize(
-    ("on_cpu", "computes", "given", "asked"),
-    [
-        (True, True, None, "bfloat16"),
-        (True, False, None, "float32"),
-        (True, True, "float32", "float32"),
-        (False, True, None, "auto"),
-    ],
+    ("config", "given"),
+    [({"dtype": "bfloat16"}, None), ({"dtype": "bfloat16"}, "float32"), (QUANTISED, None)],
 )
 def test_an_engine_is_started_in_the_same_type(
-    on_cpu: bool, computes: bool, given: str | None, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
 
@@ -91,19 +89,18 @@ def test_an_engine_is_started_in_the_same_type(
         started.extend(command)
         raise StartedError
 
-    monkeypatch.setattr(target_dtype, "this_machine", lambda: FAST if computes else SLOW)
-    monkeypatch.setattr(server, "engine_is_cpu", lambda: on_cpu)
     monkeypatch.setattr(server, "process_group", start)
-    target = write_config(tmp_path / "target", {"dtype": "bfloat16"})
+    target = write_config(tmp_path / "target", config)
+    asked = given or default_target_dtype(target, on_cpu=engine_is_cpu()) or "auto"
     with pytest.raises(StartedError), vllm_server(target, log=tmp_path / "vllm.log", dtype=given):
         pass
     assert started[:2] == [sys.executable, "-m"]
     assert started[started.index("--dtype") + 1] == asked
+    assert (config is QUANTISED) <= (asked == "auto")
 
 
-@pytest.mark.parametrize(("computes", "asked"), [(True, "bfloat16"), (False, "float32")])
 def test_the_proof_serves_a_copy_of_the_target_in_the_type_of_the_target(
-    computes: bool, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
 
@@ -111,16 +108,14 @@ def test_the_proof_serves_a_copy_of_the_target_in_the_type_of_the_target(
         started.append((model, dtype))
         raise StartedError
 
-    monkeypatch.setattr(target_dtype, "this_machine", lambda: FAST if computes else SLOW)
-    monkeypatch.setattr(prove, "engine_is_cpu", lambda: True)
     monkeypatch.setattr(prove, "vllm_server", start)
-    target = write_config(tmp_path / "target", {"dtype": "bfloat16"})
-    copy = write_config(tmp_path / "copy", {})
+    target = write_config(tmp_path / "target", QUANTISED)
+    copy = write_config(tmp_path / "copy", {})  # on a CPU it would be float32
+    opened, prompts = TargetFolder.open(target), [Prompt(token_ids=[1])]
+    given = (prove.Prove(), opened, {"method": "mtp"}, prompts, tmp_path)
     with pytest.raises(StartedError):
-        prove.prove_in_engine(
-            prove.Prove(), TargetFolder.open(target), {"method": "mtp"}, [Prompt(token_ids=[1])], tmp_path, served=copy
-        )
-    assert started == [(copy, asked)]
+        prove.prove_in_engine(*given, served=copy)
+    assert started == [(copy, None)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")

@@ -214,11 +214,17 @@ def test_the_faster_mode_is_chosen_once(tmp_path: Path, monkeypatch: pytest.Monk
 
     speeds = {"compiled": [20.0, 60.0, 25.0], "eager": [30.0, 1.0, 40.0]}
     monkeypatch.setattr(baseline, "vllm_server", start)
-    monkeypatch.setattr(baseline, "engine_is_cpu", lambda: on_cpu)
 
     def choose(*arguments: str) -> tuple[Mode, dict[Mode, float]]:
         return choose_mode(
-            "t", lambda server: speeds[server.mode].pop(), 3, tmp_path, tmp_path, "key", extra_args=arguments
+            "t",
+            lambda server: speeds[server.mode].pop(),
+            3,
+            tmp_path,
+            tmp_path,
+            "key",
+            on_cpu=on_cpu,
+            extra_args=arguments,
         )
 
     assert choose() == ("eager", {"compiled": 25.0, "eager": 30.0}), "by medians"

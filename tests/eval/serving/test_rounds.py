@@ -91,11 +91,9 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
 FOUR: dict[str, Any] = dict.fromkeys(("none", "ngram", "retrieval", "eagle3"))
 
 
-def test_servers_on_a_gpu_start_in_turn_and_take_equal_parts_of_the_memory(
-    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rounds, "engine_is_cpu", lambda: False)
-    with start_servers("t", FOUR, tmp_path, extra_args=("--seed=1",), max_num_seqs=8) as started:
+def test_servers_on_a_gpu_start_in_turn_and_share_memory(servers: Servers, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"extra_args": ("--seed=1",), "max_num_seqs": 8}
+    with start_servers("t", FOUR, tmp_path, on_cpu=False, **options) as started:
         assert started == {name: f"vllm-{name}" for name in FOUR}
     assert servers.most_starting == 1
     for options in servers.options.values():
@@ -103,22 +101,18 @@ def test_servers_on_a_gpu_start_in_turn_and_take_equal_parts_of_the_memory(
         assert options["max_num_seqs"] == 8
 
 
-def test_servers_on_a_cpu_start_together_and_name_no_share(
-    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rounds, "engine_is_cpu", lambda: True)
-    with start_servers("t", {**FOUR, "runs/a": None}, tmp_path, extra_args=("--seed=1",)):
+def test_servers_on_a_cpu_start_together_without_a_share(servers: Servers, tmp_path: Path) -> None:
+    five = {**FOUR, "runs/a": None}
+    with start_servers("t", five, tmp_path, on_cpu=True, extra_args=("--seed=1",)):
         assert servers.most_starting == 5
     assert "vllm-runs-a" in servers.options, "the log of a draft that is named by its path"
     assert all(options["extra_args"] == ("--seed=1",) for options in servers.options.values())
 
 
-def test_after_a_failed_start_on_a_gpu_no_further_server_starts(
-    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rounds, "engine_is_cpu", lambda: False)
+def test_after_a_failed_start_on_a_gpu_no_other_begins(servers: Servers, tmp_path: Path) -> None:
     servers.refused = "vllm-ngram"
-    with pytest.raises(ChildProcessError, match="no such draft"), start_servers("t", FOUR, tmp_path):
+    starting = start_servers("t", FOUR, tmp_path, on_cpu=False)
+    with pytest.raises(ChildProcessError, match="no such draft"), starting:
         pass
     # The next one begins to start before the failure is known.
     assert list(servers.options)[:2] == ["vllm-none", "vllm-ngram"]

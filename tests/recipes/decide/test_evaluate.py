@@ -13,11 +13,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from redraft.eval.engine import target_dtype
-from redraft.eval.engine.hardware import Machine
 from redraft.eval.engine.measure import WARM_UP_TOKENS, measure, read_counters
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.engine.server import VllmServer
+from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast import teacher_forced
 from redraft.eval.forecast.greedy import generate_answers
 from redraft.eval.prompts import Prompt
@@ -123,21 +122,16 @@ def test_the_same_command_gives_the_same_bytes_in_another_folder(run: Run, serve
     assert (tmp_path / "one/run.json").is_file()
 
 
-def test_the_report_names_the_type_and_another_one_is_measured_again(
-    run: Run, served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_names_its_type_and_another_is_measured_again(run: Run, served_pair, tmp_path: Path) -> None:
     stored = tmp_path / "stored"
     LlamaForCausalLM.from_pretrained(served_pair[0], dtype=torch.bfloat16).save_pretrained(stored)
     load_tokenizer(served_pair[0]).save_pretrained(stored)
     flags, kept = ("--no-engine", "--target", str(stored), "--draft", "ngram"), tmp_path / "out" / "kept"
-    for computes, chosen in ((False, "float32"), (True, "bfloat16")):
-        machine = Machine(cpu_has_bfloat16=computes)
-        monkeypatch.setattr(target_dtype, "this_machine", lambda machine=machine: machine)
-        assert run(*flags) == 0
+    for named in ((), ("--target-dtype", "float32"), ("--target-dtype", "bfloat16")):
+        chosen = named[1] if named else default_target_dtype(stored, on_cpu=True)
+        assert run(*flags, *named) == 0
         assert report_of(tmp_path / "out")["settings"]["target_dtype"] == chosen
-        assert list((kept / chosen).iterdir())
-    assert run(*flags, "--target-dtype", "float32") == 0
-    assert report_of(tmp_path / "out")["settings"]["target_dtype"] == "float32"
+        assert list((kept / str(chosen)).iterdir())
 
 
 def test_a_killed_run_goes_on_with_the_batch_it_was_killed_in(

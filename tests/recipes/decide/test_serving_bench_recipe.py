@@ -19,10 +19,9 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.advice import Config as AdviceConfig
 from benchmarks.advice import cells_acceptance, cells_costs, lines, verdict
-from redraft.eval.engine import target_dtype
 from redraft.eval.engine.draft_source import DraftSource
-from redraft.eval.engine.hardware import Machine
-from redraft.eval.engine.server import VllmServer
+from redraft.eval.engine.server import VllmServer, engine_is_cpu
+from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.load import LoadResult
@@ -214,22 +213,16 @@ def test_another_sampling_is_measured_again(served_pair: tuple[Path, Path], tmp_
 
 
 def test_another_type_of_the_target_is_measured_again_also_by_default(
-    served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     target = shutil.copytree(served_pair[0], tmp_path / "target")
     stored = json.loads((target / "config.json").read_text()) | {"dtype": "bfloat16"}
     (target / "config.json").write_text(json.dumps(stored))
     cfg = make_config((target, served_pair[1]), tmp_path / "bench")
-    monkeypatch.setattr(bench, "engine_is_cpu", lambda: True)
-    served = {}
-    for computes in (True, False):
-        machine = Machine(cpu_has_bfloat16=computes)
-        monkeypatch.setattr(target_dtype, "this_machine", lambda machine=machine: machine)
-        served[computes] = bench.served(cfg, "compiled")
-        assert bench.served(replace(cfg, target_dtype="float32"), "compiled")["dtype"] == "float32"
-    assert (served[True]["dtype"], served[False]["dtype"]) == ("bfloat16", "float32")
-    monkeypatch.setattr(bench, "engine_is_cpu", lambda: False)
-    assert bench.served(cfg, "compiled")["dtype"] is None, "as stored"
+    # None, as stored, on a GPU alone.
+    default = default_target_dtype(target, on_cpu=engine_is_cpu())
+    for given, dtype in ((None, default), ("float32", "float32"), ("bfloat16", "bfloat16")):
+        assert bench.served(replace(cfg, target_dtype=given), "compiled")["dtype"] == dtype
 
 
 def test_a_draft_that_only_v2_serves_is_refused_before_any_server_starts(

@@ -15,10 +15,9 @@ import torch
 import tyro
 from safetensors.torch import save_file
 
-from redraft.eval.engine import server, target_dtype
-from redraft.eval.engine.hardware import Machine
 from redraft.eval.engine.lookups import lookup_env
-from redraft.eval.engine.server import vllm_keys
+from redraft.eval.engine.server import engine_is_cpu, vllm_keys
+from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
 from redraft.online.engine.config import is_enabled, read_config
@@ -152,12 +151,10 @@ def test_what_is_probably_not_meant_is_warned_of_before_the_server_starts(random
     assert any("64" in line for line in warnings())
 
 
-@pytest.mark.parametrize(("on_cpu", "asked"), [(True, "float32"), (False, "auto")])
-def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(tmp_path, monkeypatch, on_cpu, asked):
+def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(tmp_path):
     """A CPU without instructions for bfloat16 computes it a hundred times slower, and vLLM would still do so."""
-    monkeypatch.setattr(target_dtype, "this_machine", Machine)
-    monkeypatch.setattr(server, "engine_is_cpu", lambda: on_cpu)
     write_draft(tmp_path, dtype="bfloat16")
+    asked = default_target_dtype(tmp_path, on_cpu=engine_is_cpu()) or "auto"
     for command in (
         server_command(parse(str(tmp_path), "--draft", str(tmp_path), "--", "--dtype", "half")),
         serve_features.server_command(serve_features.Config(target=str(tmp_path), vllm_args=("--dtype", "half")), 4),
