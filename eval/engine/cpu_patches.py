@@ -46,7 +46,7 @@ def patch_gemm_release() -> None:
     A draft that takes the target's embedding or output head drops its own, with a handle of oneDNN.
     Python may collect the handle while torch traces the draft. Its finaliser reads a tensor, torch
     formats that tensor for an error message, and the formatting reads it again, until the stack
-    overflows and the engine dies. A copy on the meta device has no address."""
+    overflows and the engine dies."""
     from vllm._custom_ops import CPUDNNLGEMMHandler
 
     CPUDNNLGEMMHandler.__del__ = release_outside_traces(CPUDNNLGEMMHandler.__del__)
@@ -57,7 +57,8 @@ def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], No
 
     def outside(handler: Any) -> None:
         with no_python_dispatcher(), _disable_current_modes(), torch._C.DisableTorchFunction():
-            if handler.handler_tensor is not None and not handler.handler_tensor.is_meta:
+            # vLLM's copies for tracing, fake tensors or on the meta device, have no address
+            if type(handler.handler_tensor) is Tensor and not handler.handler_tensor.is_meta:
                 release(handler)
 
     return outside

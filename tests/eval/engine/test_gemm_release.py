@@ -34,6 +34,8 @@ def test_a_handle_is_released_while_torch_traces() -> None:
 def test_a_copy_without_an_address_is_dropped() -> None:
     released: list[int] = []
     handle = Handle(released)
-    handle.handler_tensor = handle.handler_tensor.to("meta")
-    release_outside_traces(Handle.release)(handle)
+    fake = FakeTensorMode().from_tensor(handle.handler_tensor)
+    for copy in (handle.handler_tensor.to("meta"), fake, None):
+        handle.handler_tensor = copy
+        release_outside_traces(Handle.release)(handle)
     assert released == []
