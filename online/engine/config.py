@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from redraft.online.records.nats_config import Nats
-from redraft.online.records.outlet import Recording
+from redraft.online.records.outlet import Recording, Sample
 from redraft.online.records.states import HiddenFormat
 from redraft.online.tokens import read_token
 
@@ -17,7 +17,16 @@ SPOOL_RECORD_BYTES = 32 << 20  # longer ones: a head has more tokens to attend t
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureConfig(Recording):
+class ServerSample(Sample):
+    """The recorded part of a server's traffic."""
+
+    hidden_format: HiddenFormat = "bfloat16"
+    """Format of the recorded hidden states. With float8 they take half of the space; a learner of an earlier release
+    cannot read them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureConfig(ServerSample, Recording):
     """Settings of the plugin's capture. The environment sets them as REDRAFT_CAPTURE_SPOOL and so
     on, with tenants separated by commas, and those of the ingest log as REDRAFT_NATS_FLEET,
     REDRAFT_NATS_CREDENTIALS, REDRAFT_NATS_CA and REDRAFT_NATS_CERTIFICATE."""
@@ -25,9 +34,6 @@ class CaptureConfig(Recording):
     hidden_states: bool = False
     """Also record the hidden states of the target; a draft head such as EAGLE learns from them. Size per token: 2 bytes
     times the hidden size times the number of layers read. Lower --capture.fraction to record less."""
-    hidden_format: HiddenFormat = "bfloat16"
-    """Format of the recorded hidden states. With float8 they take half of the space; a learner of an earlier release
-    cannot read them."""
 
     @property
     def record_bytes(self) -> int:
@@ -92,7 +98,7 @@ def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
         token=_read_token(environment),
         allow_remote=environment.get("REDRAFT_ALLOW_REMOTE") == "1",
         capture=_read_capture(environment),
-        swap=_read_swap(environment),
+        swap=SwapConfig(cache=_read_choice(environment, "SWAP_CACHE", get_args(SwapCache), "auto")),
     )
 
 
@@ -105,22 +111,17 @@ def check_pace(pace: str, most: int | None = None) -> str:
     return pace
 
 
-def _read_swap(environment: Mapping[str, str]) -> SwapConfig:
-    cache = environment.get("REDRAFT_SWAP_CACHE")
-    if not cache:
-        return SwapConfig()
-    known: tuple[SwapCache, ...] = get_args(SwapCache)
-    if cache not in known:
-        raise ValueError(f"REDRAFT_SWAP_CACHE={cache} is not one of {', '.join(known)}")
-    return SwapConfig(cache=cache)
+def _read_choice(environment: Mapping[str, str], name: str, known: tuple[Any, ...], default: str) -> Any:
+    """The one of the `known` that a variable of the plugin names. Raises ValueError."""
+    found = environment.get(f"REDRAFT_{name}") or default
+    if found not in known:
+        raise ValueError(f"REDRAFT_{name}={found} is not one of {', '.join(known)}")
+    return found
 
 
 def _read_token(environment: Mapping[str, str]) -> str | None:
-    token = environment.get("REDRAFT_TOKEN")
     file = environment.get("REDRAFT_TOKEN_FILE")
-    if not token and file:
-        token = read_token(Path(file))
-    return token or None
+    return environment.get("REDRAFT_TOKEN") or (read_token(Path(file)) if file else None)
 
 
 def _read_capture(environment: Mapping[str, str]) -> CaptureConfig | None:
@@ -137,16 +138,8 @@ def _read_capture(environment: Mapping[str, str]) -> CaptureConfig | None:
         top_k=int(environment.get("REDRAFT_CAPTURE_TOP_K", CaptureConfig.top_k)),
         spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
         hidden_states=environment.get("REDRAFT_CAPTURE_HIDDEN_STATES") == "1",
-        hidden_format=_read_format(environment),
+        hidden_format=_read_choice(environment, "CAPTURE_HIDDEN_FORMAT", get_args(HiddenFormat), "bfloat16"),
     )
-
-
-def _read_format(environment: Mapping[str, str]) -> HiddenFormat:
-    name = environment.get("REDRAFT_CAPTURE_HIDDEN_FORMAT", CaptureConfig.hidden_format)
-    for hidden_format in get_args(HiddenFormat):
-        if name == hidden_format:
-            return cast(HiddenFormat, hidden_format)
-    raise ValueError(f"REDRAFT_CAPTURE_HIDDEN_FORMAT is {name}: choose one of {', '.join(get_args(HiddenFormat))}")
 
 
 def _read_nats(environment: Mapping[str, str]) -> Nats:

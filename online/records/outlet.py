@@ -14,15 +14,9 @@ from redraft.online.records.spool import SpoolWriter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
-    """Settings for recording live traffic. Nothing is recorded unless `spool` or `ingest` is set."""
+class Sample:
+    """The recorded part of live traffic."""
 
-    spool: Path | None = None
-    """Folder to write records to. The learner must be able to read it. Set spool or ingest, not both."""
-    ingest: str = field(default="", repr=False)
-    """Address of the NATS server to send records to: nats://HOST:4222, or tls://HOST:4222 for TLS. Separate the servers
-    of a cluster by commas. Set spool or ingest, not both."""
-    nats: Nats = field(default_factory=Nats)
     fraction: float = 1.0
     """Fraction of all requests to record, from 0 to 1."""
     tenants: tuple[str, ...] = ()
@@ -38,6 +32,21 @@ class Recording:
             raise ValueError(f"fraction is {self.fraction}: it must be between 0 and 1")
         if self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}: it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording(Sample):
+    """Settings for recording live traffic. Nothing is recorded unless `spool` or `ingest` is set."""
+
+    spool: Path | None = None
+    """Folder to write records to. The learner must be able to read it. Set spool or ingest, not both."""
+    ingest: str = field(default="", repr=False)
+    """Address of the NATS server to send records to: nats://HOST:4222, or tls://HOST:4222 for TLS. Separate the servers
+    of a cluster by commas. Set spool or ingest, not both."""
+    nats: Nats = field(default_factory=Nats)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.ingest and self.spool:
             raise ValueError("records go to a spool or to an ingest log: set one of them")
         if self.ingest:

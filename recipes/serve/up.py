@@ -18,10 +18,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -35,7 +34,6 @@ from redraft.heads.files.folder import fetch_model, open_folder, read_config
 from redraft.heads.files.lock import own
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig, load_config
-from redraft.online.engine.config import CaptureConfig
 from redraft.online.fleet.discovery import list_servers
 from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
@@ -59,7 +57,6 @@ REFUSED = {
 }
 """Flags of vLLM that contradict this command, with the reason."""
 
-SET_HERE = {"spool", "ingest", "nats", "hidden_states"}  # of --capture
 RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the other one does not choose a number of draft tokens
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
 CPU_IDS = 16384  # draft vocabulary of a new head on a CPU, which spends most of its time on the output head
@@ -72,23 +69,19 @@ LEARNER_STOP_S = 120  # for a checkpoint
 class Plan:
     """Everything to start, checked."""
 
+    cfg: Config
     folder: Path
-    given: str  # Folder or hub name of the target, as clients call it.
     target: Path
     draft: DraftSource | None  # None for a new head.
     url: str
     page_port: int
     flags: Mapping[str, str]
-    vllm_args: tuple[str, ...]
-    num_tokens: int
-    capture: Mapping[str, Any]  # Settings that are not the defaults.
-    is_joining: bool
     has_begun: bool  # The folder has a version, and settings that the user may have changed.
 
     @property
     def name(self) -> str:
         """Name of the server in lines and logs."""
-        return f"server-{httpx.URL(self.url).port}" if self.is_joining else "server"
+        return f"server-{httpx.URL(self.url).port}" if self.cfg.join else "server"
 
 
 def main(cfg: Config) -> None:
@@ -102,11 +95,11 @@ def main(cfg: Config) -> None:
     plan = make_plan(cfg)
     plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
     with contextlib.ExitStack() as stack:
-        if not plan.is_joining:
+        if not cfg.join:
             stack.enter_context(own(plan.folder / LOCK, "a redraft up"))
         stack.enter_context(exiting_on_sigterm())
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-        run(plan, learns=plan.is_joining or prepare(plan))
+        run(plan, learns=bool(cfg.join) or prepare(plan))
 
 
 def make_plan(cfg: Config) -> Plan:
@@ -120,15 +113,7 @@ def make_plan(cfg: Config) -> Plan:
     for name in sorted(name for name in REFUSED.keys() & flags.keys() if flags[name] != "1"):
         raise ValueError(f"--{name.replace('_', '-')} contradicts redraft up, because {REFUSED[name]}: leave it out")
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
-        raise ValueError(
-            "vLLM's V2 model runner cannot choose a number of draft tokens: unset VLLM_USE_V2_MODEL_RUNNER"
-        )
-    capture = list_changes(cfg.capture)
-    for name in SET_HERE & capture.keys():
-        raise ValueError(
-            f"--capture.{name.replace('_', '-')} is not for redraft up, which sets spool and hidden states: "
-            "leave it out"
-        )
+        raise ValueError("vLLM's V2 runner cannot choose a number of draft tokens: unset VLLM_USE_V2_MODEL_RUNNER")
     folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
     if not cfg.join and (folder / LOCK).exists():
         with own(folder / LOCK, "a redraft up"):  # the cause of taken ports
@@ -147,25 +132,15 @@ def make_plan(cfg: Config) -> Plan:
     host = flags.get("host") or "127.0.0.1"
     host = "127.0.0.1" if host in ("0.0.0.0", "::", "localhost") else host
     return Plan(
+        cfg=cfg,
         folder=folder,
-        given=cfg.target,
         target=settings.target if settings else target,
         draft=draft,
         url=f"http://{f'[{host}]' if ':' in host else host}:{port}",
         page_port=page_port,
         flags=flags,
-        vllm_args=cfg.vllm_args,
-        num_tokens=cfg.num_speculative_tokens,
-        capture=capture,
-        is_joining=cfg.join is not None,
         has_begun=settings is not None,
     )
-
-
-def list_changes(capture: CaptureConfig) -> dict[str, Any]:
-    """Settings that are not the defaults, by name."""
-    pairs = ((one.name, getattr(capture, one.name)) for one in fields(capture))
-    return {name: value for name, value in pairs if value != getattr(CaptureConfig(), name)}
 
 
 def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | None) -> LearnerConfig | None:
@@ -224,8 +199,8 @@ def prepare(plan: Plan) -> bool:
         (folder / name).mkdir(exist_ok=True)
     if plan.has_begun:
         return True
-    fetch_model(plan.given)
-    draft = plan.draft or make_new_head(plan.target, folder / "draft", plan.num_tokens)
+    fetch_model(plan.cfg.target)
+    draft = plan.draft or make_new_head(plan.target, folder / "draft", plan.cfg.num_speculative_tokens)
     if draft.is_lookup or draft.family.is_in_target or not draft.family.learns_online:
         print(f"the draft {draft} does not learn: there is no learner", flush=True)
         return False
@@ -339,21 +314,21 @@ def list_gpus() -> list[str]:
 def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = ()) -> list[str]:
     folder = plan.folder
     command = [*COMMAND, "serve", str(plan.target), "--pace", "auto", "--token-file", str(folder / TOKEN)]
-    command += ["--num-speculative-tokens", str(plan.num_tokens)]
+    command += ["--num-speculative-tokens", str(plan.cfg.num_speculative_tokens)]
     # The learner connects to the address given, where the token protects the routes.
     command += [] if is_local(httpx.URL(plan.url).host) else ["--allow-remote"]
     if learns:
         command += ["--registry", str(folder / "registry"), "--capture.spool", str(folder / "spool")]
         is_head = load_config(folder / SETTINGS).draft.family != "standalone"
         command += ["--capture.hidden-states"] if is_head else []
-        for name, value in plan.capture.items():
+        for name, value in vars(plan.cfg.capture).items():
             command += [f"--capture.{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
     else:
         command += ["--draft", str(plan.draft or NGRAM)]
     # before the given arguments, which win; the status line and the learner ask all the time
     quiet = ("--disable-access-log-for-endpoints", "/metrics,/redraft/status")
-    alias = () if "served_model_name" in plan.flags else ("--served-model-name", plan.given)
-    return [*command, "--", *alias, *quiet, *more, *plan.vllm_args]
+    alias = () if "served_model_name" in plan.flags else ("--served-model-name", plan.cfg.target)
+    return [*command, "--", *alias, *quiet, *more, *plan.cfg.vllm_args]
 
 
 def run(plan: Plan, *, learns: bool) -> None:
@@ -362,7 +337,7 @@ def run(plan: Plan, *, learns: bool) -> None:
     screen.say(f"all files are in {plan.folder}; records hold users' text")
     learner: Part | None = None
     more: tuple[str, ...] = ()
-    if learns and not plan.is_joining:
+    if learns and not plan.cfg.join:
         line, gpu, more = place_learner(list_gpus(), plan.flags)
         screen.say(line)
         write_fleet(plan.folder, [plan.url])
@@ -380,7 +355,7 @@ def run(plan: Plan, *, learns: bool) -> None:
             screen.say("stops the server, then the learner" if learner else "stops the server")
         try:
             server.stop(SERVER_STOP_S)
-            if plan.is_joining:
+            if plan.cfg.join:
                 write_fleet(plan.folder, [url for url in read_fleet(plan.folder) if url != plan.url])
         finally:
             if learner is not None:
@@ -421,7 +396,7 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None) -> Non
             learned.fault = ""
             restarts.follow(learner, now_s, screen.say)
         with contextlib.suppress(OSError, ValueError):  # someone edits the file, and is not done
-            if plan.is_joining and plan.url not in (urls := read_fleet(plan.folder)):
+            if plan.cfg.join and plan.url not in (urls := read_fleet(plan.folder)):
                 write_fleet(plan.folder, [*urls, plan.url])  # the other one has started again
         was_ready, shown = meter.is_ready, meter.read(now_s)
         if meter.is_ready and not was_ready:

@@ -5,8 +5,7 @@
 
 Everything is in one folder: token, versions of the draft, records of the traffic, the learner's settings and logs. The
 same command continues there. Ctrl-C ends the server, then the learner. A learner that dies is started again, while the
-server serves on. `redraft fleet` operates it with `--config FOLDER/learner.toml`. Of --capture, spool and hidden states
-are set here, and an ingest log is for `redraft serve`.
+server serves on. `redraft fleet` operates it with `--config FOLDER/learner.toml`.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.online.engine.config import CaptureConfig
+from redraft.online.engine.config import ServerSample
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 
 
@@ -27,7 +26,8 @@ class Config:
     """Arguments of vLLM's server, after `--`."""
     draft: str | None = None
     """First draft: a folder or hub name, or `ngram` or `suffix`, which learn nothing. By default a new EAGLE-3 head,
-    which drafts once it has learned enough to be faster, or `ngram` for a target without the layers of one."""
+    which drafts once it has learned enough to be faster, or `ngram` for a target without the layers of one. Nothing is
+    looked up before the head: vLLM would then schedule no step ahead, which on a GPU is slower than plain vLLM."""
     folder: Path | None = None
     """Folder for everything. By default `redraft-` and the name of the target."""
     join: Path | None = None
@@ -35,4 +35,4 @@ class Config:
     CUDA_VISIBLE_DEVICES."""
     num_speculative_tokens: int = ServeConfig.num_speculative_tokens
     """Most draft tokens of a step."""
-    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    capture: ServerSample = field(default_factory=ServerSample)

@@ -33,7 +33,7 @@ from redraft.heads.files.lock import AlreadyOwnedError
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import load_config
 from redraft.online.daemon.opening import provide_first_version
-from redraft.online.engine.config import CaptureConfig
+from redraft.online.engine.config import CaptureConfig, ServerSample
 from redraft.online.engine.pace import PaceMetrics
 from redraft.online.fleet.registry import Registry
 from redraft.recipes.operate.watch import read_server
@@ -179,8 +179,9 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
         refuse(ValueError, f"^{flags[0]} ", *flags)
     refuse(ValueError, "^--data-parallel-size ", "-dp", "2")
     refuse(ValueError, "^--pipeline-parallel-size ", "-pp=2")
-    refuse(ValueError, "--capture.spool", capture=CaptureConfig(spool=used))
-    refuse(ValueError, "--capture.hidden-states", capture=CaptureConfig(hidden_states=True))
+    for name in ("spool", "ingest", "nats.fleet", "hidden-states"):  # set here, or for others
+        with pytest.raises(SystemExit):
+            tyro.cli(Config, args=[target, f"--capture.{name}", "x"])
     (block := tmp_path / "block").mkdir()
     write_dspark(block)
     refuse(ValueError, "DSpark needs", draft=str(block))
@@ -222,7 +223,7 @@ def test_a_folder_follows_the_snapshot_of_the_hub_with_which_it_began(target, tm
 
 def test_what_the_user_gives_reaches_the_server(target, tmp_path):
     draft, folder = write_draft(tmp_path / "draft"), tmp_path / "all"
-    capture = CaptureConfig(fraction=0.1, tenants=("a", "b"), hidden_format="float8")
+    capture = ServerSample(fraction=0.1, tenants=("a", "b"), hidden_format="float8")
     args = ("--port", str(free_port()), "--host", "10.0.0.5", "--served-model-name", "mine")
     given = Config(target=target, folder=folder, draft=draft, vllm_args=args, capture=capture, num_speculative_tokens=5)
     plan = up.make_plan(given)
@@ -234,7 +235,10 @@ def test_what_the_user_gives_reaches_the_server(target, tmp_path):
     assert "--capture.hidden-format float8" in before
     assert after.count("--served-model-name") == 1
     cfg = tyro.cli(ServeConfig, args=[*before.split()[4:], "--", *after.split()])
-    assert replace(cfg.capture, spool=None) == capture
+    assert cfg.capture == CaptureConfig(spool=folder / "spool", **vars(capture))
+    plain = replace(plan, cfg=replace(given, capture=ServerSample()))
+    options, _ = split_at(up.serve_command(plain, learns=True), "--")
+    assert tyro.cli(ServeConfig, args=options[4:]).capture == CaptureConfig(spool=folder / "spool")
 
 
 def split_at(items, mark):
