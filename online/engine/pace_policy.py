@@ -13,8 +13,9 @@ while requests come and go, and a machine whose speed drifts misleads nobody. lo
 process over batch size and arm (Rasmussen and Williams, 2006): a probe at 4 requests tells nearly
 as much about 5, and a little about 16.
 
-Time lost in probes is paid from an account, which gets SHARE of all busy time: a draft that never
-pays costs no more. Knowledge fades, so a question opens again after a change of load or machine."""
+Time lost in probes is paid from an account, which gets SHARE of all busy time, and no more when a
+draft or target changes: a draft that never pays costs no more. Knowledge fades, so a question opens
+again after a change of load or machine."""
 
 import math
 from bisect import bisect_left
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHARE = 0.01  # Part of the busy time for probes.
-START_STEPS = 16  # Steps' worth of time on the account at the start and after a swap, and at most.
+MOST_STEPS = 16  # Steps' worth of time on the account, at the start and at most.
 STEPS, AROUND = 5, 12  # Steady steps of a probe, and steps without a probe on both sides.
 MARGIN = 0.015  # Relative gain for which the base changes.
 DOUBT = 1.6  # Standard errors by which an arm may be better than it looks, to be worth a probe.
@@ -97,9 +98,9 @@ class Policy:
         self.base = [0] * len(self.sizes)
         self.steps = [0] * len(self.sizes)
         self.tried, self.hit = [0.0] * most, [0.0] * most
-        self.account_s = self.lost_s = self.busy_s = 0.0
+        self.account_s = math.inf  # and so the most, at the first look
+        self.lost_s = self.busy_s = 0.0
         self.num_probes = 0
-        self.is_granted = True
         self._levels: dict[tuple[int, int], Level] = {}
         self._recent: deque[float] = deque(maxlen=AROUND)
         self._drift = 0.0
@@ -151,7 +152,6 @@ class Policy:
         for i, tried in enumerate(self.tried):
             keep = min(1.0, 3 / max(tried, 1e-9))
             self.tried[i], self.hit[i] = tried * keep, self.hit[i] * keep
-        self.is_granted = True
         self._believe()
 
     def _update_base(self, place: int) -> None:
@@ -175,8 +175,7 @@ class Policy:
         rivals = {arm: self.speed(place, arm).at(DOUBT) for arm in self.arms[1:] if arm != base}
         gains = {arm: (most - own.mean) / self._cost(place, arm) for arm, most in rivals.items()}
         arm = max(gains, key=gains.__getitem__, default=None)
-        is_open = arm is not None and rivals[arm] > own.mean * (1 + MARGIN)
-        return arm if is_open else None
+        return arm if arm is not None and rivals[arm] > own.mean * (1 + MARGIN) else None
 
     def _cost(self, place: int, arm: int) -> float:
         """Time that a step with the arm may lose, relative to one with the base."""
@@ -186,9 +185,7 @@ class Policy:
 
     def _can_pay(self, place: int, arm: int) -> bool:
         step_s = math.exp(self._levels[place, self.base[place]].mean + self._drift)
-        if self.is_granted:
-            self.account_s, self.is_granted = START_STEPS * step_s, False
-        self.account_s = min(self.account_s, START_STEPS * step_s)
+        self.account_s = min(self.account_s, MOST_STEPS * step_s)
         return (STEPS + 1) * step_s * self._cost(place, arm) <= self.account_s
 
     # --- observations
@@ -208,7 +205,8 @@ class Policy:
         is_probe = probe is not None and not probe.is_over and drafted == probe.arm
         if probe and is_probe:
             probe.num_steps += 1
-            self._pay(place, verified, seconds)
+            tokens = 1 + sum(accepted) / len(accepted) if accepted else self._taus[verified][0]
+            self._pay(place, tokens, seconds)
         if not is_clean or drafted != verified or seconds <= 0:
             return
         level = self._levels.setdefault((place, drafted), Level())
@@ -257,12 +255,12 @@ class Policy:
             error += math.sqrt(rate * (1 - rate) / (tried + 2))
             self._taus[i + 1] = tau, error
 
-    def _pay(self, place: int, verified: int, seconds: float) -> None:
-        """Pay for a step of a probe: the time less that of the base for as many tokens."""
+    def _pay(self, place: int, tokens: float, seconds: float) -> None:
+        """Pay for a step of a probe: the time less that of the base for as many tokens per request."""
         base = self.base[place]
         if self._is_known(place, base):
             base_s = math.exp(self._levels[place, base].mean + self._drift)
-            loss_s = min(seconds, 3 * base_s) - base_s * self._taus[verified][0] / self._taus[base][0]
+            loss_s = min(seconds, 3 * base_s) - base_s * tokens / self._taus[base][0]
             self.account_s -= loss_s
             self.lost_s += loss_s
 

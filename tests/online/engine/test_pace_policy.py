@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from redraft.online.engine.pace_policy import Policy
+from redraft.online.engine.pace_policy import MOST_STEPS, SHARE, Policy
 
 MOST, STEPS, LEARNED_STEPS = 5, 6000, 2000
 
@@ -63,8 +63,9 @@ class Outcome:
     policy: Policy
 
 
-def simulate(draft: str, clients: str, noise: float, seed: int, steps: int = STEPS) -> Outcome:
-    """One load. Its speeds are those expected, without the noise that the policy sees."""
+def simulate(draft: str, clients: str, noise: float, seed: int, steps: int = STEPS, pushes: int = 0) -> Outcome:
+    """One load. Its speeds are those expected, without the noise that the policy sees. Every so many `pushes` steps a
+    trainer moves the target, by too little to change what is accepted."""
     rng, machine, policy, rates = random.Random(seed), Machine(seed), Policy(MOST, 64), DRAFTS[draft]
     taus = {arm: 1 + sum(math.prod(rates[: i + 1]) for i in range(arm)) for arm in policy.arms}
     size_of, verified, drift, stall = CLIENTS[clients](seed), 0, 0.0, 0
@@ -72,6 +73,8 @@ def simulate(draft: str, clients: str, noise: float, seed: int, steps: int = STE
     fixed = dict.fromkeys(policy.arms, 0.0)
     for step in range(steps):
         size = size_of(step)
+        if pushes and step % pushes == 0:
+            policy.swapped()
         drafted = policy.choose(size)
         stall = rng.randrange(5, 60) if rng.random() < 0.002 else stall - 1
         drift = min(max(drift + rng.gauss(0, 0.01), -0.35), 0.4)
@@ -128,6 +131,15 @@ def test_a_swap_opens_the_question_again() -> None:
         policy.observe(1, drafted, verified, 1 + 0.1 * verified, [verified], is_clean=True)
     assert policy.num_probes > probes
     assert policy.base[0] > 0
+
+
+@pytest.mark.parametrize("pushes", [30, 100])  # every few seconds
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_frequent_pushes_of_a_target_give_no_more_time_for_probes(draft: str, pushes: int) -> None:
+    outcome = simulate(draft, "1", 0.25, 0, 3 * STEPS, pushes)
+    policy = outcome.policy
+    assert policy.lost_s <= (SHARE + 2 * MOST_STEPS / (3 * STEPS)) * policy.busy_s  # and what the account begins with
+    assert outcome.off >= 0.985
 
 
 @pytest.mark.slow
