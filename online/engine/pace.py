@@ -266,6 +266,8 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     pacer = Pacer(most, scheduler.scheduler_config.max_num_seqs, pace, has_keys=has_keys)
     scheduler.redraft_pacer = scheduler.dynamic_sd_lookup = pacer
     logger.info("redraft: --pace %s decides on the draft tokens of a step, at most %d", pace, most)
+    off = "only reads prompts" if has_keys else "is not called"
+    logger.info("redraft: --pace at 0 tokens: the draft %s, and a step of answers is the target's", off)
 
 
 def is_asked() -> bool:

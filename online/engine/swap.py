@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from redraft.heads.files.artifact import VOLATILE_CONFIG_KEYS, safetensors_header
 from redraft.heads.files.folder import find_quantization, read_config
@@ -148,6 +149,17 @@ def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
 
 def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:
     return {name for _, name, _ in _find_shared(draft, {id(module) for module in target.modules()})}
+
+
+def count_cache(draft: nn.Module, target: nn.Module) -> int:
+    """Bytes of the KV cache that the layers of a draft take, without those of the target that it reads."""
+
+    def find(model: nn.Module) -> dict[int, int]:
+        tensors = tree_leaves([getattr(module, "kv_cache", ()) for module in model.modules()])
+        return {tensor.data_ptr(): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)}
+
+    theirs = find(target)
+    return sum(num_bytes for place, num_bytes in find(draft).items() if place not in theirs)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from redraft.online.engine.runners import (
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.slices import trace_slices
 from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, list_weights, pin_on, plan_folder
-from redraft.online.engine.swap import Layout, checksum, load_draft, shared_modules
+from redraft.online.engine.swap import Layout, checksum, count_cache, load_draft, shared_modules
 from redraft.online.engine.target_watch import (
     TargetWatch,
     is_clear,
@@ -72,6 +72,7 @@ class WorkerState:
     target_watch: TargetWatch | None = None  # None if the target weights move by themselves.
     draft_version: str = ""
     draft: Layout | None = None  # The last good draft; None if the server runs without a draft.
+    draft_bytes: dict[str, int] = field(default_factory=dict)  # by rank: weights, as in its files, and KV cache
     loaded_version: str = ""  # Of `draft`; the one served is another after a trainer has pushed one.
     is_draft_intact: bool = True  # False from a load's beginning to its end on all ranks, or undo
     manifest_sha256: str = ""  # of the last good draft's manifest; empty outside a registry
@@ -261,6 +262,10 @@ def _prepare_staging(worker: Any) -> None:
     state.memory.reserve(num_bytes)
     kind = "pinned" if state.memory.pinned_bytes else "pageable"
     logger.info("redraft: a swap reads %.3f GB of a draft into %s memory", num_bytes / 1e9, kind)
+    state.draft_bytes = {"weights": num_bytes, "kv_cache": (num_cached := count_cache(draft, target))}
+    if _is_recording_rank():
+        sizes = num_bytes / 1e9, num_cached / 1e9
+        logger.info("redraft: the draft takes %.3f GB for weights and %.3f GB of the KV cache", *sizes)
 
 
 def _start_capture(worker: Any, config: CaptureConfig) -> None:
@@ -283,6 +288,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "server_id": state.server_id,
         "draft_version": state.draft_version,
         "draft_intact": state.is_draft_intact,
+        "draft_bytes": state.draft_bytes,
         "asleep": bool(state.asleep),
         "manifest_sha256": state.manifest_sha256,
         "method": speculative.method if speculative else None,

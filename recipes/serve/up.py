@@ -41,7 +41,7 @@ from redraft.online.tokens import is_local, write_token
 from redraft.recipes.serve.serve import speculative_config
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config
-from redraft.recipes.serve.up_parts import Learned, Meter, Part, Restarts, Screen, show_errors
+from redraft.recipes.serve.up_parts import Learned, Meter, Part, Restarts, Screen, show_lines
 from redraft.recipes.serve.vllm_flags import read_flags, require_agreement
 
 COMMAND = (sys.executable, "-m", "redraft.recipes.cli")
@@ -384,12 +384,12 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None) -> Non
         needed = learner if learner and server.process is None else server
         if needed.has_ended:
             raise ChildProcessError(f"the {needed.name} ended: {last_error(needed.log)} (log: {needed.log})")
-        show_errors(screen, server, server.read_lines())
+        show_lines(screen, server, server.read_lines())
         if learner is not None:
             lines = learner.read_lines()
             for line in lines:
                 learned.read(line)
-            show_errors(screen, learner, lines)
+            show_lines(screen, learner, lines)
             # until it is ready, the server is unreachable because it loads
             if learned.fault and (meter.is_ready or not learned.fault.startswith("server_unreachable")):
                 screen.say(f"learner: {learned.fault}")

@@ -26,6 +26,9 @@ PLAIN_LINE_S = 60  # between two status lines if the output is no terminal
 ERROR = re.compile(r"\b(?:ERROR|CRITICAL)\b|^(?:redraft: |[\w.]*(?:Error|Exception)\b)")
 """A line of an error in the log of a part."""
 
+TOLD = re.compile(r"redraft: ((?:--pace|the draft takes) .*)")
+"""A line of the plugin about a draft and its costs, in the log of a server that starts."""
+
 
 @dataclass
 class Part:
@@ -112,8 +115,10 @@ class Learned:
                 self.fault = f"{entry['what']} {entry.get('detail') or ''}: {entry.get('reason', '')}"
 
 
-def show_errors(screen: Screen, part: Part, lines: Sequence[str]) -> None:
-    """The last of the new errors: a traceback of vLLM is dozens of lines of them."""
+def show_lines(screen: Screen, part: Part, lines: Sequence[str]) -> None:
+    """The new lines for people. Of errors the last one: a traceback of vLLM is dozens of lines of them."""
+    for found in filter(None, map(TOLD.search, lines)):
+        screen.say(f"{part.name}: {found[1]}")
     errors = [line.strip() for line in lines if ERROR.search(line) and not line.startswith("{")]
     if errors:
         more = f" ({len(errors) - 1} more in {part.log})" if len(errors) > 1 else ""

@@ -94,9 +94,12 @@ def test_one_decides_and_says_so(config, told, caplog):
     )
     with caplog.at_level(logging.INFO, hooks.logger.name):
         install_pacer(scheduler, "auto")
-    (line,) = caplog.messages
-    assert line == (f"redraft: --pace auto is off: {found}" if told else "redraft: --pace auto decides on the draft "
-                    "tokens of a step, at most 3")  # fmt: skip
+    if told:
+        assert caplog.messages == [f"redraft: --pace auto is off: {found}"]
+    else:
+        decides, off = caplog.messages
+        assert decides == "redraft: --pace auto decides on the draft tokens of a step, at most 3"
+        assert ("only reads prompts" in off) == (config.speculative_config.method == "eagle3")
     assert isinstance(scheduler.dynamic_sd_lookup, Pacer) is not told
     engine = SimpleNamespace(scheduler=scheduler)
     assert (answer_pace(engine) is None) is bool(told)

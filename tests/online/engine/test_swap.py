@@ -27,7 +27,7 @@ from redraft.heads.target import Target
 from redraft.online.engine.config import PluginConfig, read_config
 from redraft.online.engine.copies import refill_columns, refill_projections
 from redraft.online.engine.routes import authorize
-from redraft.online.engine.swap import Layout, checksum, require_same_layout, without_shared_modules
+from redraft.online.engine.swap import Layout, checksum, count_cache, require_same_layout, without_shared_modules
 
 # --- the parts
 
@@ -64,6 +64,16 @@ def test_a_shared_tensor_in_a_module_of_its_own_is_refused():
     draft.embed_tokens.weight = target.embed_tokens.weight
     with pytest.raises(ValueError, match="is a tensor of the target"), without_shared_modules(draft, target):
         pass
+
+
+def test_the_cache_of_a_draft_is_that_of_its_layers_without_the_targets():
+    target, draft = Model(), Model()
+    whole = torch.zeros(2, 5, 8, dtype=torch.bfloat16)
+    target.block[0].kv_cache, target.block[1].kv_cache = whole[0], torch.zeros(3)
+    draft.block[0].kv_cache, draft.block[1].kv_cache = whole[1], target.block[1].kv_cache
+    draft.kv_cache = (torch.zeros(7), torch.zeros(2, dtype=torch.float64))  # of a recurrent layer
+    assert count_cache(draft, target) == 2 * 5 * 8 + 4 * 7 + 8 * 2
+    assert count_cache(Model(), target) == 0
 
 
 class Largest(TorchDispatchMode):

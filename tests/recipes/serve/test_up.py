@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import signal
@@ -11,9 +10,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -36,6 +37,7 @@ from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.config import CaptureConfig, ServerSample
 from redraft.online.engine.pace import PaceMetrics
 from redraft.online.fleet.registry import Registry
+from redraft.online.journal import BufferEntry, Entry, Journal
 from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import up, up_parts
 from redraft.recipes.serve.serve_config import Config as ServeConfig
@@ -54,12 +56,13 @@ def target(tmp_path):
 class Running:
     """A `redraft up` in a process of its own."""
 
-    def __init__(self, log: Path, command: list[str]) -> None:
+    def __init__(self, log: Path, command: list[str], environment: Mapping[str, str] | None = None) -> None:
         self.log = log
         with log.open("wb") as output:
             # a shell's job in the background ignores SIGINT, and so would this process
             heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=heeds)
+            env = {**os.environ, **(environment or {})}
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=heeds, env=env)
 
     def until(self, text: str, timeout_s: float = PATIENCE_S) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -101,6 +104,7 @@ def test_one_command_begins_continues_and_ends_in_order(start, target, tmp_path)
     first.until(f"ready: http://127.0.0.1:{port}")
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
     first.until("learner: disk_full 28")
+    first.until("\nserver: the draft takes 0.1 GB\n")
     settings = load_config(folder / "learner.toml")
     assert (str(settings.target), str(settings.draft.initial)) == (target, draft)
     assert settings.draft.family == "standalone"
@@ -301,14 +305,16 @@ def test_the_status_line_counts_since_the_last_reading():
 def test_of_a_tracebacks_lines_the_last_one_is_shown(tmp_path, capsys):
     part, screen = up_parts.Part("server", [], tmp_path / "log"), up_parts.Screen(is_terminal=False)
     lines = [
+        "WARNING 11-27 [pace.py:1] redraft: --pace auto is off: x",
         "INFO well",
         "(EngineCore) ERROR 11-27 Traceback",
         "(EngineCore) ERROR 11-27 ValueError: x",
         '{"ERROR": 1}',
     ]
-    up_parts.show_errors(screen, part, lines)
-    up_parts.show_errors(screen, part, lines[:1])
-    assert capsys.readouterr().out == f"server: {lines[2]} (1 more in {part.log})\n"
+    up_parts.show_lines(screen, part, lines)
+    up_parts.show_lines(screen, part, lines[:1])
+    told = "server: --pace auto is off: x\n"
+    assert capsys.readouterr().out == f"{told}server: {lines[3]} (1 more in {part.log})\n{told}"
 
 
 def test_a_learner_that_keeps_dying_waits_longer_each_time(tmp_path):
@@ -362,38 +368,57 @@ def test_a_target_of_too_few_layers_has_n_grams(random_target, tmp_path, capsys,
 # --- the engine
 
 
+def up_command(target: Path, port: str, *options: str) -> list[str]:
+    command = [sys.executable, "-m", "redraft.recipes.cli", "up", str(target), *options]
+    command += ["--", "--port", port, "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512"]
+    command += ["--enforce-eager", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
+    return [*command, "--kv-cache-memory-bytes", str(64 << 20), "--served-model-name", "m"]
+
+
+def read_status(folder: Path, port: str) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {(folder / 'token').read_text().strip()}"}
+    return httpx.get(f"http://127.0.0.1:{port}/redraft/status", headers=headers, timeout=600).json()
+
+
+def answer(port: str, prompt: list[int]) -> list[int]:
+    """24 greedy tokens."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body | {"return_token_ids": True}, timeout=600)
+    assert found.status_code == 200, found.text
+    return found.json()["choices"][0]["token_ids"]
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_target, tmp_path):
     folder, port = tmp_path / "all", str(free_port())
-    command = [sys.executable, "-m", "redraft.recipes.cli", "up", str(tiny_target), "--folder", str(folder)]
-    command += ["--", "--port", port, "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512"]
-    command += ["--enforce-eager", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
-    command += ["--kv-cache-memory-bytes", str(64 << 20), "--served-model-name", "m"]
+    command = up_command(tiny_target, port, "--folder", str(folder))
     run = Running(tmp_path / "log", command)
     try:
         run.until("ready: ", START_TIMEOUT_S)
-        url = f"http://127.0.0.1:{port}"
-        body = {"model": "m", "prompt": list(range(20, 60)), "max_tokens": 24, "temperature": 0, "ignore_eos": True}
         for _ in range(8):
-            assert httpx.post(f"{url}/v1/completions", json=body, timeout=600).status_code == 200
-        token = (folder / "token").read_text().strip()
-        status = httpx.get(f"{url}/redraft/status", headers={"Authorization": f"Bearer {token}"}, timeout=600).json()
+            answer(port, list(range(20, 60)))
+        status = read_status(folder, port)
         assert status["draft_version"] == "v000001"
         assert status["pace"]["line"].startswith("pace auto: ")
+        # Its one layer is as large as each of the target's seven.
+        assert status["draft_bytes"]["kv_cache"] == pytest.approx((64 << 20) / 8, rel=0.05)
+        weights = (folder / "registry" / "v000001" / "model.safetensors").stat().st_size
+        assert status["draft_bytes"]["weights"] == pytest.approx(weights, rel=0.05)
+        sizes = (size / 1e9 for size in status["draft_bytes"].values())
+        run.until("server: the draft takes {:.3f} GB for weights and {:.3f} GB of the KV cache".format(*sizes))
+        run.until("server: --pace at 0 tokens: the draft only reads prompts")
+        url = f"http://127.0.0.1:{port}"
         wait_until(lambda: read_server(url).pace)
         watch = [*command[:3], "fleet", "watch", url, "--polls", "1", "--interval-s", "0.1"]
         shown = subprocess.run(watch, capture_output=True, text=True, check=True).stdout
         assert shown.count("pace auto: ") == 2, shown
-        journal = folder / "learner" / "journal"
-
-        def has_records():
-            lines = [line for file in journal.glob("*.jsonl") for line in file.read_text().splitlines()]
-            entries = [entry for entry in map(json.loads, lines) if entry["kind"] == "buffer"]
-            return entries and entries[-1]["records"] + entries[-1]["held_out"] >= 8
-
-        wait_until(has_records)
+        wait_until(lambda: [e for e in journal(folder) if isinstance(e, BufferEntry) and e.records + e.held_out >= 8])
     finally:
         code = run.end()
     assert code == 0, run.log.read_text()
     assert (folder / "logs" / "server.log").exists()
+
+
+def journal(folder: Path) -> list[Entry]:
+    return Journal(folder / "learner" / "journal").read().entries
