@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-SHARE = 0.01  # Part of the busy time for probes.
+SHARE = 0.009  # Part of the busy time for probes.
 MOST_STEPS = 16  # Steps' worth of time on the account, at the start and at most.
 STEPS, AROUND = 5, 12  # Steady steps of a probe, and steps without a probe on both sides.
 MARGIN = 0.015  # Relative gain for which the base changes.
@@ -273,10 +273,10 @@ class Policy:
 
     def _settle(self, probe: Probe) -> None:
         """Both sides of a probe are known."""
-        around = (probe.before + _typical(self._recent)) / 2
-        middle = _typical([residual for _, _, residual in probe.residuals])
-        # Each step measures one batch size. All share the error of those around.
-        variance = self._variance * (1 + len(probe.residuals) / (2 * AROUND))
+        after, count = _typical(self._recent), len(probe.residuals)
+        around, middle = (probe.before + after) / 2, _typical([residual for _, _, residual in probe.residuals])
+        # Each step measures one batch size. All share the error of those around, which a stall makes large.
+        variance = self._variance * (1 + count / (2 * AROUND)) + count * (probe.before - after) ** 2 / 4
         for place, base, residual in probe.residuals:
             self._learn_time(place, probe.arm, base, max(middle - 0.4, min(middle + 0.4, residual)) - around, variance)
         self._believe()

@@ -128,7 +128,7 @@ def test_a_swap_opens_the_question_again() -> None:
     drafted = 0
     for _ in range(1500):  # the new draft is always right
         verified, drafted = drafted, policy.choose(1)
-        policy.observe(1, drafted, verified, 1 + 0.1 * verified, [verified], is_clean=True)
+        policy.observe(1, drafted, verified, (1 + 0.1 * verified) / 100, [verified], is_clean=True)
     assert policy.num_probes > probes
     assert policy.base[0] > 0
 
