@@ -89,8 +89,7 @@ def require_same_layout(current: Layout, candidate: Layout) -> None:
 
 def require_same_quantization(version: str, settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise ValueError unless the config.json of a version quantises as that of the loaded draft.
-    vLLM makes the layers of a quantised draft when it starts, and these cannot take other weights.
-    Raises ValueError with the cure."""
+    vLLM makes the layers of a quantised draft when it starts, and these cannot take other weights."""
     found, served = find_quantization(settings), find_quantization(wanted)
     if found != served:
         raise ValueError(
@@ -120,21 +119,12 @@ def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
     """Load a checkpoint's tensors into the draft of a worker, between two engine steps.
     Whatever happens, the target stays as it was, and the draft can still run and be loaded again.
     After an exception the draft's values are undefined until a load succeeds."""
-    from vllm.config import set_current_vllm_config
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    runner, vllm_config = worker.model_runner, worker.vllm_config
-    draft = runner.get_draft_model()
-    draft_config = vllm_config.speculative_config.draft_model_config
-    with (
-        set_current_vllm_config(vllm_config),
-        torch.inference_mode(False),  # a tensor made in inference mode could not be written in place later
-        torch.no_grad(),
-        torch.device(worker.device),
-        without_shared_modules(draft, runner.get_model()) as shared,
-        without_build(draft),
-    ):
+    runner = worker.model_runner
+    draft, target = runner.get_draft_model(), runner.get_model()
+    with loading(worker), without_shared_modules(draft, target) as shared, without_build(draft):
         mine = {name: tensor for name, tensor in tensors.items() if shared.isdisjoint(name.split("."))}
         # vLLM repacks weights (for the CPU, for quantization) and frees the tensors load_weights writes to.
         initialize_layerwise_reload(draft)
@@ -142,9 +132,39 @@ def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
             draft.load_weights(iter(mine.items()))
         finally:
             # Also after an error: until this call the layers are meta tensors, and the next step would end the engine.
-            finalize_layerwise_reload(draft, draft_config)
+            finalize_layerwise_reload(draft, worker.vllm_config.speculative_config.draft_model_config)
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         refill(runner, draft, mine, rank, num_ranks)
+
+
+@contextmanager
+def loading(worker: Any) -> Iterator[None]:
+    """The context in which loaders of vLLM run."""
+    from vllm.config import set_current_vllm_config
+
+    with (
+        set_current_vllm_config(worker.vllm_config),
+        torch.inference_mode(False),  # a tensor made in inference mode could not be written in place later
+        torch.no_grad(),
+        torch.device(worker.device),
+    ):
+        yield
+
+
+def keep_pushes(worker: Any) -> dict[str, Tensor]:
+    """Let vLLM's updates of the draft load nothing: they would overwrite the target's modules, and
+    copy weights that have no values yet. Returns where each leaves its tensors, for `load_draft`."""
+    draft, kept = worker.model_runner.get_draft_model(), dict[str, Tensor]()
+    load = draft.load_weights
+
+    def load_or_keep(weights: Any) -> Any:
+        if not (worker._weight_update_active and worker._weight_update_is_draft):
+            return load(weights)
+        kept.update((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
+        return set()
+
+    draft.load_weights = load_or_keep
+    return kept
 
 
 def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:

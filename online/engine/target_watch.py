@@ -22,7 +22,7 @@ from torch import nn
 
 from redraft.heads.files.target_folder import TARGET_VERSION
 from redraft.online.engine.copies import repack_tied_heads
-from redraft.online.engine.swap import compute_sums, find_weights
+from redraft.online.engine.swap import compute_sums, find_weights, loading
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -171,19 +171,16 @@ def _writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
 def _end_reload(worker: Any) -> None:
     """Give the layers that wait for weights the old ones back, after a load has failed. vLLM leaves them on `meta`,
     where the next step ends the engine, and the next load would count what they have received."""
-    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+    runner, config = worker.model_runner, worker.vllm_config
     try:
-        with (
-            set_current_vllm_config(worker.vllm_config),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.device(worker.device),
-        ):
-            finalize_layerwise_reload(worker.model_runner.get_model(), worker.vllm_config.model_config)
+        with loading(worker):
+            finalize_layerwise_reload(runner.get_model(), config.model_config)
+            if (draft := runner.get_draft_model()) is not None:
+                finalize_layerwise_reload(draft, config.speculative_config.draft_model_config)
     except Exception:
-        logger.exception("redraft: a failed load of the target could not be ended")
+        logger.exception("redraft: a failed load could not be ended")
 
 
 def is_clear(worker: Any) -> bool:

@@ -4,8 +4,7 @@
     update_weights {"path": FILE or FOLDER}      safetensors, e.g. in /dev/shm; as often as there are parts
     finish_weight_update                         reads and loads all parts: until then the old weights stay
 
-An update of a draft by other backends overwrites modules shared with the target. Here these are left out, and
-copies are refilled, as in a swap.
+An update of a draft, by any backend, is loaded at the end as in a swap: without modules shared with the target.
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,6 @@ from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
-from redraft.online.engine.copies import has_copies
 from redraft.online.engine.reread import Rereader
 from redraft.online.engine.runners import (
     describe_runner,
@@ -31,7 +30,7 @@ from redraft.online.engine.runners import (
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.slices import trace_slices
 from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, list_weights, pin_on, plan_folder
-from redraft.online.engine.swap import Layout, checksum, count_cache, load_draft, shared_modules
+from redraft.online.engine.swap import Layout, checksum, count_cache, keep_pushes, load_draft, shared_modules
 from redraft.online.engine.target_watch import (
     TargetWatch,
     is_clear,
@@ -163,17 +162,20 @@ def watch_pushes(worker: Any) -> None:
     """Name drafts pushed by a vLLM update `pushed-1` and so on: records of these judge no version of the registry."""
     state, numbers, finish = worker.redraft, itertools.count(1), worker.finish_weight_update
     worker.weight_transfer_engine.worker = worker  # ours loads through it
+    is_ours = worker.vllm_config.weight_transfer_config.backend == "redraft"
+    kept = {} if is_ours or worker.model_runner.get_draft_model() is None else keep_pushes(worker)
 
     def finish_and_name(*args: Any, **kwargs: Any) -> Any:
         if not worker._weight_update_is_draft:
             return finish(*args, **kwargs)
         state.is_draft_intact = False
         result = finish(*args, **kwargs)
-        # other backends leave copies of the weights as they were
-        is_ours = worker.vllm_config.weight_transfer_config.backend == "redraft"
-        state.is_draft_intact = is_ours or not has_copies(worker.model_runner.get_draft_model())
         state.manifest_sha256 = ""
         state.name_draft(f"pushed-{next(numbers)}")
+        if not is_ours:
+            load_draft(worker, kept)
+            kept.clear()
+        state.is_draft_intact = True
         return result
 
     worker.finish_weight_update = finish_and_name

@@ -9,6 +9,8 @@ Runs one engine after the other. `speculative` adds to vLLM's --speculative-conf
     forget FOLDER       the worker's memory holds that draft, and it does not know
     damage FOLDER       a bit on the disk is another one
     sleep LEVEL FOLDER  sleep, and wake up part by part; a CPU worker keeps its memory, so level 2 forgets here
+    push FOLDER         vLLM's own update of the draft, tensor by tensor as over NCCL
+    reload FOLDER       vLLM's own reload of the target
 
 Prints one line of JSON: for each engine a list of reports, of the start and of each swap, with `result` (what the
 worker said), `status`, `output` (token ids), `drafted` (the token ids of every block) and `accepted`.
@@ -27,6 +29,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 os.environ.setdefault("VLLM_PLUGINS", "redraft")
 
 from safetensors.torch import load_file
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from redraft.eval.parity.dump import keep_imports_frozen
 from redraft.online.engine.swap import load_draft
@@ -86,6 +89,16 @@ def damage(worker: Any, folder: str) -> None:
     file.write_bytes(content)
 
 
+def push(worker: Any, folder: str) -> None:
+    worker.start_draft_weight_update()
+    worker.update_weights({"path": f"{folder}/model.safetensors"})
+    worker.finish_weight_update()
+
+
+def reload(worker: Any, folder: str) -> None:
+    worker.reload_weights(weights_path=folder)
+
+
 def forget_in_sleep(worker: Any, folder: str) -> None:
     fall_asleep = worker.sleep
 
@@ -126,7 +139,15 @@ def watch_drafts(worker: Any, drafted: list[list[int]]) -> None:
     setattr(owner, name, propose_and_note)
 
 
-METHODS = {"load": load, "fail": fail, "restore": restore, "forget": forget, "damage": damage}
+METHODS = {
+    "load": load,
+    "fail": fail,
+    "restore": restore,
+    "forget": forget,
+    "damage": damage,
+    "push": push,
+    "reload": reload,
+}
 
 
 def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -143,6 +164,7 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
         max_num_seqs=2,
         disable_log_stats=False,
         enable_prefix_caching=False,
+        weight_transfer_config={"backend": "as_nccl"},
         speculative_config={"model": spec["draft"], "method": spec["method"], "num_speculative_tokens": 3}
         | spec.get("speculative", {}),
     )
@@ -179,6 +201,7 @@ def main(specs: list[dict[str, Any]]) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     keep_imports_frozen()
+    WeightTransferEngineFactory.register_engine("as_nccl", "weight_transfers", "AsNccl")
     reports = []
     for spec in specs:
         reports.append(run(spec))

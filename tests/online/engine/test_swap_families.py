@@ -1,10 +1,14 @@
-"""A swapped draft drafts exactly as one loaded at the start: every family, on each of vLLM's model runners."""
+"""A draft that has been swapped, or pushed by vLLM's own update, drafts exactly as one loaded at the start, and goes on
+as it would beside a target that vLLM has reloaded: every family, on each of vLLM's model runners."""
 
+import functools
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from swapping import run_engines
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -63,15 +67,27 @@ class Pair:
     poor: Path
     good: Path
 
-    def spec(self, name, draft, *swapped):
+    @property
+    def moved(self):
+        """Another target of the same layout."""
+        folder = self.target.with_name(f"{self.target.name}-moved")
+        if not folder.exists():
+            shutil.copytree(self.target, folder)
+            torch.manual_seed(1)
+            for path in folder.glob("*.safetensors"):
+                tensors = {name: x + 0.1 * x.std() * torch.randn_like(x) for name, x in load_file(path).items()}
+                save_file(tensors, path, {"format": "pt"})
+        return folder
+
+    def spec(self, name, target, draft, *swaps):
         family, _, variant = name.partition(":")
         options = {"draft_sample_method": "probabilistic"} if "sampled" in variant else {}
         speculative = find_family(family).speculative
         return {
-            "target": str(self.target),
+            "target": str(target),
             "draft": str(draft),
             "method": speculative["method"],
-            "swaps": [["load", str(folder)] for folder in swapped],
+            "swaps": [[how, str(folder)] for how, folder in swaps],
             "speculative": speculative | options,
         }
 
@@ -129,16 +145,22 @@ def make_folder(folder):
 
 
 @pytest.fixture(scope="module")
-def swapped(request, pairs):
-    """By family: the reports of an engine that swaps from the poor draft to the good one and back, and the report of
-    one that started with the good one."""
-    names = [name for name in DRAFTS if request.param in decoders(name)]
-    specs = []
-    for name in names:
-        pair = pairs[name]
-        specs += [pair.spec(name, pair.poor, pair.good, pair.poor), pair.spec(name, pair.good)]
-    reports = run_engines(specs, request.param)
-    return {name: (*reports[2 * i], reports[2 * i + 1][0]) for i, name in enumerate(names)}
+def swapped(pairs):
+    """By runner and family: the reports of an engine that swaps from the poor draft to the good one and back, gets the
+    good one pushed, and reloads another target; and those of two that started with the good draft, on each target."""
+
+    @functools.cache  # a fixture with a parameter would run all families again for each test
+    def run(runner):
+        names, specs = [name for name in DRAFTS if runner in decoders(name)], []
+        for name in names:
+            pair = pairs[name]
+            swaps = [("load", pair.good), ("load", pair.poor), ("push", pair.good), ("reload", pair.moved)]
+            specs.append(pair.spec(name, pair.target, pair.poor, *swaps))
+            specs += [pair.spec(name, target, pair.good) for target in (pair.target, pair.moved)]
+        engines = iter(run_engines(specs, runner))
+        return {name: [*next(engines), *next(engines), *next(engines)] for name in names}
+
+    return run
 
 
 CASES = [(runner, name) for runner in ("v1", "v2") for name in DRAFTS if runner in decoders(name)]
@@ -146,9 +168,9 @@ CASES = [(runner, name) for runner in ("v1", "v2") for name in DRAFTS if runner 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize(("swapped", "name"), CASES, indirect=["swapped"])
-def test_a_swapped_draft_drafts_as_one_loaded_at_the_start(swapped, name):
-    start, forth, back, fresh = swapped[name]
+@pytest.mark.parametrize(("runner", "name"), CASES)
+def test_a_swapped_draft_drafts_as_one_loaded_at_the_start(swapped, runner, name):
+    start, forth, back, pushed, moved, fresh, fresh_on_moved = swapped(runner)[name]
     for report in (forth, back):
         assert report["result"]["ok"], report["result"]
         assert report["result"]["checksum_before"] == report["result"]["checksum_after"]
@@ -157,6 +179,11 @@ def test_a_swapped_draft_drafts_as_one_loaded_at_the_start(swapped, name):
     assert forth["drafted"] == fresh["drafted"]
     assert back["drafted"] == start["drafted"]
     assert start["accepted"] < forth["accepted"], "the drafts must differ, or nothing is proven"
+    # vLLM's own update would write the target's modules and leave copies of weights as they were.
+    assert (pushed["output"], pushed["drafted"]) == (fresh["output"], fresh["drafted"])
+    assert (pushed["status"]["draft_version"], pushed["status"]["draft_intact"]) == ("pushed-1", True)
+    assert moved["output"] != start["output"]
+    assert (moved["output"], moved["drafted"]) == (fresh_on_moved["output"], fresh_on_moved["drafted"])
 
 
 def test_every_family_that_vllm_serves_is_here():

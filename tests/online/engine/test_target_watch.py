@@ -10,6 +10,7 @@ from torch import nn
 
 from redraft.heads.files.target_folder import TARGET_VERSION
 from redraft.online.engine import swap, target_watch
+from redraft.online.engine import worker as engine_worker
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.target_watch import (
     TargetWatch,
@@ -295,6 +296,30 @@ def test_a_draft_that_a_trainer_pushes_has_another_name(worker):
         worker.finish_weight_update()
         assert state.draft_version == state.capture.draft_version == f"pushed-{number}"
     assert (state.loaded_version, state.is_draft_intact) == ("v000003", True)
+
+
+def test_another_backends_push_of_a_draft_is_loaded_at_its_end_as_in_a_swap(worker, monkeypatch):
+    at_once, loaded, state = [], [], worker.redraft
+    draft = SimpleNamespace(load_weights=lambda weights: at_once.extend(dict(weights)))
+    worker.model_runner.get_draft_model = lambda: draft
+    worker.vllm_config.weight_transfer_config = SimpleNamespace(backend="nccl")
+    worker.weight_transfer_engine, worker._weight_update_is_draft = SimpleNamespace(), False
+    monkeypatch.setattr(engine_worker, "load_draft", lambda worker, tensors: loaded.append(dict(tensors)))
+    watch_pushes(worker)
+    draft.load_weights([("swapped", torch.ones(2))])
+    worker._weight_update_active = worker._weight_update_is_draft = True
+    buffer = torch.ones(2)
+    for name in ("a", "b"):
+        draft.load_weights(iter([(name, buffer)]))
+        buffer += 1  # the memory is the backend's
+    assert (at_once, loaded) == (["swapped"], [])
+    worker.finish_weight_update()
+    assert [{name: tensor.tolist() for name, tensor in one.items()} for one in loaded] == [{"a": [1, 1], "b": [2, 2]}]
+    assert (at_once, state.draft_version, state.is_draft_intact) == (["swapped"], "pushed-1", True)
+    monkeypatch.setattr(engine_worker, "load_draft", lambda worker, tensors: {}["k_proj"])
+    with pytest.raises(KeyError):
+        worker.finish_weight_update()
+    assert not state.is_draft_intact
 
 
 class Loader(Worker):
