@@ -262,7 +262,7 @@ class Swaps:
                 if move:
                     await self._move(move, resets=resets)
                     has_moved = bool(move.folder)
-                loaded = await self._load(found, serving, resets=resets) if found else {}
+                loaded = await self._load(found, serving, resets=resets, has_moved=has_moved) if found else {}
         except TimeoutError:
             name = found.name if found else "the target"
             raise RefusedError(
@@ -351,11 +351,11 @@ class Swaps:
             return any(rank["asleep"] for rank in await self.calls.ask("redraft_status"))
         return False
 
-    async def _load(self, found: _Found, serving: str, *, resets: bool) -> dict[str, Any]:
+    async def _load(self, found: _Found, serving: str, *, resets: bool, has_moved: bool) -> dict[str, Any]:
         """Load on all ranks, then empty the cache if it `resets`. If either fails, restore the last good draft."""
         try:
             # All ranks load, or all go back.
-            ranks = await self.calls.ask_for_draft("redraft_load", str(found.folder))
+            ranks = await self.calls.ask_for_draft("redraft_load", str(found.folder), has_moved)
         # The engine has died, or has no draft: there is nothing to restore.
         except RefusedError:
             raise

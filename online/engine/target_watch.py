@@ -94,6 +94,10 @@ class TargetWatch:
         self.next_look_s = now_s + LOOK_S
         return True
 
+    def is_whole(self) -> bool:
+        """Whether all weights are those of the last `settle`."""
+        return self._compute(range(len(self._pieces))) == self._sums
+
     def is_changed(self) -> bool:
         """Whether the watched matrix or the next piece differs from the last `settle`."""
         looked = [*self._watched, *([self._next] if self._pieces else [])]

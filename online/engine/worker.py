@@ -407,9 +407,9 @@ def _end_swap(state: WorkerState) -> None:
     state.stuck = [staging for staging in state.stuck if not staging.is_done]
 
 
-def redraft_load(worker: Any, folder: str) -> dict[str, Any] | None:
+def redraft_load(worker: Any, folder: str, has_moved: bool = False) -> dict[str, Any] | None:
     """Load the draft of `folder` from memory. Returns `{"ok", "load_ms", ...}`, or `{"ok": False,
-    "error", "touched"}`.
+    "error", "touched"}`. `has_moved`: the target was loaded in the same pause.
     It counts as intact after `redraft_commit`: another rank may have failed."""
     state: WorkerState = worker.redraft
     if _is_stage_without_draft(worker):
@@ -421,7 +421,7 @@ def redraft_load(worker: Any, folder: str) -> dict[str, Any] | None:
         return {"ok": False, "touched": False, "error": UPDATING}
     if staging is None or staging.folder != Path(folder) or not staging.is_done or staging.error:
         return {"ok": False, "touched": False, "error": f"{folder} was not read into memory"}
-    return _load(worker, staging)
+    return _load(worker, staging, state.target_watch if has_moved else None)
 
 
 def redraft_restore(worker: Any) -> dict[str, Any] | None:
@@ -449,15 +449,16 @@ def redraft_commit(worker: Any, version: str) -> None:
     state.name_draft(version)
 
 
-def _load(worker: Any, staging: Staging) -> dict[str, Any]:
-    state: WorkerState = worker.redraft
+def _load(worker: Any, staging: Staging, known: TargetWatch | None) -> dict[str, Any]:
+    """`known` has the sums of the target weights as they are."""
+    state, target = worker.redraft, worker.model_runner.get_model()
     began_s = time.perf_counter()
     state.is_draft_intact = False
     try:
         # Compared with itself, not with the start: replicas move experts between them.
-        before = checksum(worker.model_runner.get_model())
+        before = known.digest if known else checksum(target)
         load_draft(worker, staging.tensors)
-        after = checksum(worker.model_runner.get_model())
+        after = checksum(target) if not known else before if known.is_whole() else "changed"
     except Exception as error:
         # The load may have overwritten a part already. `touched` makes the routes restore the last good draft.
         logger.exception("loading the draft of %s failed", staging.folder)

@@ -21,6 +21,7 @@ from redraft.online.engine import worker as plugin_worker
 from redraft.online.engine.slices import Slice
 from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, plan_folder
 from redraft.online.engine.swap import Layout
+from redraft.online.engine.target_watch import TargetWatch
 from redraft.online.fleet.registry import hash_manifest
 
 TENSORS = {"a.weight": torch.randn(8, 4), "embed.weight": torch.randn(16, 4), "b": torch.randn(3).to(torch.bfloat16)}
@@ -284,14 +285,16 @@ def test_a_stage_of_a_pipeline_without_the_draft_takes_part_in_nothing_but_the_v
     assert "no draft model" in plugin_worker.redraft_stage(worker, folder, "me")["error"]
 
 
-def test_a_target_that_changes_in_a_load_stays_marked(worker, folders, monkeypatch):
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_a_target_that_changes_in_a_load_stays_marked(worker, folders, monkeypatch, has_moved):
     target = worker.model_runner.get_model()
+    worker.redraft.target_watch = TargetWatch(target)
     for load in (lambda *args: nn.init.ones_(target.weight), lambda *args: None):
         monkeypatch.setattr(plugin_worker, "load_draft", load)
         while plugin_worker.redraft_stage(worker, str(folders[1]), "me").get("is_busy"):
             time.sleep(0.01)
         wait(worker)
-        assert plugin_worker.redraft_load(worker, str(folders[1]))["ok"]
+        assert plugin_worker.redraft_load(worker, str(folders[1]), has_moved)["ok"]
         assert not worker.redraft.is_target_intact
     plugin_worker.redraft_discard(worker, "me")
 
