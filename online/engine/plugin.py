@@ -21,7 +21,8 @@ def register() -> None:
     from redraft.online.engine.worker import register_worker
 
     # The last five change nothing in a process without engine core or worker.
-    for step in (*list_patches(), patch_pace, count_domains, pass_labels, register_backend, register_worker):
+    # `patch_pace` after `pass_labels`: it has to see the calls that the latter replaces.
+    for step in (*list_patches(), pass_labels, patch_pace, count_domains, register_backend, register_worker):
         try:
             step()
         except Exception:

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ spins for a second after each message."""
 
 UPDATES = ("reload_weights", "start_weight_update", "update_weights", "finish_weight_update")
 """Methods of vLLM's worker, which replace weights."""
+
+LOADS = (*UPDATES, "redraft_load_target", "redraft_move")
 
 MAX_LABEL_CHARS = 100
 
@@ -289,8 +292,48 @@ def _set_version(worker: Any, version: str | None) -> None:
         worker.vllm_config.additional_config[TARGET_VERSION] = version  # for the states of `redraft serve-features`
 
 
+def update_rank(worker: Any, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, str, bool | None]:
+    """(result, error, state) of one of LOADS. The state: whether it succeeded, or None if weights may be half new."""
+    result, error = None, ""
+    try:
+        result = getattr(worker, method)(*args, **kwargs)
+    except Exception as failure:
+        logger.exception("redraft: %s failed", method)
+        error = f"{type(failure).__name__}: {failure}"
+    is_done = not error and not (isinstance(result, dict) and result.get("error"))
+    is_of_draft = method in UPDATES[2:] and worker._weight_update_is_draft
+    return result, error, None if is_of_draft or not is_clear(worker) else is_done
+
+
+def doubt_target(worker: Any) -> None:
+    """Other ranks have other weights: these have no name until a load succeeds."""
+    if (watch := worker.redraft.target_watch) is not None:
+        watch.is_torn, watch.digest = True, ""
+        settle(worker)
+
+
+def compare_ranks(call: Any) -> Any:
+    """An engine core's `collective_rpc`, after which no rank names its weights if a load failed on some ranks only.
+
+    vLLM's ends at the first rank that fails. The answers of the ranks after it would be those of the next call.
+    """
+
+    @wraps(call)  # vLLM converts the arguments of a utility call by the signature
+    def call_and_compare(engine: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        if method not in LOADS or engine.vllm_config.parallel_config.world_size == 1:
+            return call(engine, method, timeout, args, kwargs)
+        ranks = call(engine, "redraft_update_rank", timeout, (method, args, kwargs or {}))
+        if len({state for _, _, state in ranks}) > 1:
+            call(engine, "redraft_doubt_target")
+        if errors := [error for _, error, _ in ranks if error]:
+            raise RuntimeError(f"{method} failed on {len(errors)} of {len(ranks)} ranks: {errors[0]}")
+        return [result for result, _, _ in ranks]
+
+    return call_and_compare
+
+
 def pass_labels() -> None:
-    """Tell the workers how a trainer names its weights. Safe to call again."""
+    """Tell the workers how a trainer names its weights, and whether all have them. Safe to call again."""
     from vllm.v1.engine.core import EngineCore
 
     set_version = EngineCore.set_weight_version
@@ -301,7 +344,7 @@ def pass_labels() -> None:
         set_version(engine, weight_version)
         engine.collective_rpc("redraft_name_target", args=(weight_version,))
 
-    EngineCore.set_weight_version = set_and_pass
+    EngineCore.set_weight_version, EngineCore.collective_rpc = set_and_pass, compare_ranks(EngineCore.collective_rpc)
 
 
 def register_backend() -> None:

@@ -33,10 +33,12 @@ from redraft.online.engine.staging import HostMemory, Share, Staging, count_byte
 from redraft.online.engine.swap import Layout, checksum, count_cache, keep_pushes, load_draft, shared_modules
 from redraft.online.engine.target_watch import (
     TargetWatch,
+    doubt_target,
     is_clear,
     load_target,
     look_at_target,
     name_target,
+    update_rank,
     watch_target,
 )
 from redraft.online.fleet.registry import hash_manifest
@@ -44,6 +46,11 @@ from redraft.online.fleet.registry import hash_manifest
 logger = logging.getLogger("vllm.redraft")
 
 MAX_STUCK_READS = 4  # hung versions before drafts are refused: each reader keeps memory
+SHOWN = (
+    *("server_id", "draft_version", "manifest_sha256", "num_swaps", "swap_cache", "runner", "swap_off", "capture_off"),
+    *("target_fingerprint", "target_lineage", "target_checksum", "target_version"),
+)
+"""Fields of a worker's state that its status shows."""
 UPDATING = "an update of the target weights is open, or has failed: finish or repeat it, then swap again"
 
 SWAP_LEASE_S = 300.0
@@ -101,10 +108,10 @@ def register_worker() -> None:
 
     if hasattr(WorkerBase, "redraft_status"):
         return
-    WorkerBase.redraft_name_target, WorkerBase.redraft_load_target = name_target, load_target
     of_a_swap = (redraft_stage, redraft_staged, redraft_discard, redraft_load, redraft_restore, redraft_commit)
-    for method in (redraft_status, redraft_move, *of_a_swap):
-        setattr(WorkerBase, method.__name__, method)
+    of_a_target = (name_target, load_target, update_rank, doubt_target)
+    for method in (redraft_status, redraft_move, *of_a_swap, *of_a_target):
+        setattr(WorkerBase, f"redraft_{method.__name__.removeprefix('redraft_')}", method)
     initialize = WorkerWrapperBase.initialize_from_config
 
     # vLLM calls this on every worker, after the target and the draft are loaded.
@@ -287,27 +294,16 @@ def redraft_status(worker: Any) -> dict[str, Any]:
     state: WorkerState = worker.redraft
     speculative = worker.vllm_config.speculative_config
     return {
-        "server_id": state.server_id,
-        "draft_version": state.draft_version,
+        **{name: getattr(state, name) for name in SHOWN},
         "draft_intact": state.is_draft_intact,
         "draft_bytes": state.draft_bytes,
         "asleep": bool(state.asleep),
-        "manifest_sha256": state.manifest_sha256,
         "method": speculative.method if speculative else None,
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
         "draft_sample_method": speculative.draft_sample_method if speculative else None,
-        "target_fingerprint": state.target_fingerprint,
-        "target_lineage": state.target_lineage,
-        "target_checksum": state.target_checksum,
-        "target_version": state.target_version,
         "target_intact": state.is_target_intact,
-        "num_swaps": state.num_swaps,
-        "swap_cache": state.swap_cache,
         "reread_tokens": state.rereader.num_tokens if state.rereader else 0,
         "reread_error": state.rereader.error if state.rereader else "",
-        "runner": state.runner,
-        "swap_off": state.swap_off,
-        "capture_off": state.capture_off,
         "capture": state.capture.status() if state.capture else None,
     }
 

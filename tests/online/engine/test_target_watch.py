@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from waiting import in_event_loop
 
+from redraft.heads.files.folder import lineage
 from redraft.heads.files.target_folder import TARGET_VERSION
 from redraft.online.engine import swap, target_watch
 from redraft.online.engine import worker as engine_worker
+from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.sleep import watch_sleep
+from redraft.online.engine.swap_transaction import Move, Swaps
 from redraft.online.engine.target_watch import (
     TargetWatch,
+    compare_ranks,
+    doubt_target,
     is_clear,
     load_target,
     look_at_target,
     name_target,
+    update_rank,
     watch_target,
 )
-from redraft.online.engine.worker import WorkerState, redraft_status, watch_pushes
+from redraft.online.engine.worker import WorkerState, redraft_move, redraft_status, watch_pushes
 
 
 class Model(nn.Sequential):
@@ -337,7 +346,7 @@ class Loader(Worker):
         if weights_path is not None:
             source.model, source.revision = weights_path, None
         for weight, start in zip(self.model_runner.get_model().parameters(), self.start, strict=True):
-            weight.copy_(start + float(source.model.rstrip("!")))  # raises ValueError for a folder that is none
+            weight.copy_(start + float(Path(source.model.rstrip("!")).name))  # raises ValueError if it is no number
             if source.model.endswith("!"):
                 raise OSError("the disk went away")
 
@@ -385,3 +394,158 @@ def test_a_name_is_that_of_weights_written_in_place_just_before(worker):
         worker.model_runner.get_model()[1].weight += 1
     name_target(worker, "17")
     assert version_of(worker).startswith("17@")
+
+
+class Rank(Loader):
+    """One of several ranks, which fails as told."""
+
+    redraft_update_rank, redraft_doubt_target, redraft_move = update_rank, doubt_target, redraft_move
+    redraft_load_target, redraft_name_target, redraft_status = load_target, name_target, redraft_status
+    fails, _weight_update_is_draft = "", False
+
+    def __init__(self):
+        super().__init__()
+        self.vllm_config.speculative_config = None
+        self.answers = []
+        """Those that vLLM has not read yet."""
+        watch_target(self)
+
+    @property
+    def folder(self):
+        """That of which the rank has the weights."""
+        weight = next(self.model_runner.get_model().parameters())
+        return round((weight - self.start[0]).mean().item())
+
+    def reload_weights(self, *, weights_path=None):
+        if self.fails == "at once" and weights_path:
+            raise OSError("no such folder")
+        super().reload_weights(weights_path=weights_path and weights_path + "!" * (self.fails == "half-way"))
+
+    def update_weights(self, weights_path):
+        self._weight_update_active = False  # as vLLM after a failed part
+        self.reload_weights(weights_path=weights_path)
+        self._weight_update_active = True
+
+
+class Ranks:
+    """An engine of two ranks, as vLLM's: the first failure ends a call, and the next one gets the answers left."""
+
+    def __init__(self):
+        self.all = [Rank(), Rank()]
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+        self.errored = self.is_held = False
+
+    @compare_ranks
+    def call(self, method, timeout=None, args=(), kwargs=None):
+        for rank in self.all:
+            try:
+                rank.answers.append(getattr(rank, method)(*args, **kwargs or {}))
+            except Exception as error:
+                rank.answers.append(error)
+        results = []
+        for rank in self.all:
+            results.append(rank.answers.pop(0))
+            if isinstance(results[-1], Exception):
+                raise RuntimeError(str(results[-1]))
+        return results
+
+    def push(self, how, path):
+        """Load weights by one of three ways. Returns whether it succeeded."""
+        try:
+            if how == "move":
+                return not any(rank["error"] for rank in self.call("redraft_move", args=("", path)))
+            if how == "reload":
+                self.call("reload_weights", kwargs={"weights_path": path})
+            else:
+                for method, *args in (("start_weight_update",), ("update_weights", path), ("finish_weight_update",)):
+                    self.call(method, args=tuple(args))
+        except RuntimeError:
+            return False
+        return True
+
+    async def collective_rpc(self, method, args=()):
+        return self.call(method, args=args)
+
+    async def is_paused(self):
+        return self.is_held
+
+    async def pause_generation(self, **how):
+        self.is_held = True
+
+    async def resume_generation(self):
+        self.is_held = False
+
+
+@pytest.mark.parametrize("how", ["reload", "update", "move"])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("fails", ["at once", "half-way"])
+def test_ranks_of_which_one_has_failed_name_no_weights_until_all_have_the_same(how, failing, fails):
+    ranks = Ranks()
+    ranks.all[failing].fails = fails
+    assert not ranks.push(how, "17")
+    assert [version_of(rank) for rank in ranks.all] == [None, None]
+    ranks.call("finish_weight_update")  # no update is open any more
+    assert [version_of(rank) for rank in ranks.all] == [None, None]
+    assert [rank.answers for rank in ranks.all] == [[], []], "or the next call would get these"
+    ranks.all[failing].fails = ""
+    assert ranks.push(how, "17")
+    versions = {version_of(rank) for rank in ranks.all}
+    assert len(versions) == 1
+    assert versions.pop().startswith("@")
+    assert ranks.push(how, "0")
+    assert {version_of(rank) for rank in ranks.all} == {""}
+
+
+def test_a_push_of_a_draft_that_fails_on_one_rank_says_nothing_of_the_target():
+    ranks = Ranks()
+    for rank in ranks.all:
+        rank._weight_update_is_draft = True
+    ranks.call("start_weight_update")
+    ranks.all[1].fails = "at once"
+    with pytest.raises(RuntimeError, match="1 of 2 ranks"):
+        ranks.call("update_weights", args=("0",))
+    ranks.call("finish_weight_update")
+    assert [version_of(rank) for rank in ranks.all] == ["", ""]
+
+
+@pytest.mark.parametrize("how", ["reload", "update", "move"])
+def test_ranks_that_all_keep_their_weights_keep_their_name(how):
+    ranks = Ranks()
+    for rank in ranks.all:
+        rank.fails = "at once"
+    assert not ranks.push(how, "17")
+    assert [version_of(rank) for rank in ranks.all] == ["", ""]
+
+
+@in_event_loop
+async def test_of_100_pushes_those_that_fail_on_one_server_leave_it_whole_and_the_others_go_on(tmp_path):
+    start = tmp_path / "0"
+    start.mkdir()
+    (start / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"w": torch.zeros(2)}, start / "model.safetensors")
+    servers = {name: Ranks() for name in ("good", "failing")}
+    swaps = {name: Swaps(None, server, targets=(tmp_path,)) for name, server in servers.items()}
+    for rank in (rank for server in servers.values() for rank in server.all):
+        rank.redraft.target_lineage, rank.redraft.capture.status = lineage(start), lambda: {"records": 0}
+    digests, refused = {0: ""}, []
+    for step in range(1, 101):
+        start = start.rename(tmp_path / str(step))
+        move = Move(folder=str(start), label=f"step-{step}")
+        fails = {3: "at once", 5: "half-way"}.get(step % 7, "")
+        servers["failing"].all[step % 2].fails = fails
+        for name, server in servers.items():
+            expected = step
+            try:
+                moved = await swaps[name].move(move)
+                label, digests[step] = moved["target_version"].split("@")
+                assert label == move.label
+            except RefusedError as refusal:
+                expected = step - 1
+                refused.append((name, fails != "", refusal.code))
+            assert not server.is_held
+            for rank in server.all:
+                rank.fails = ""
+                assert rank.folder == expected
+                assert version_of(rank).partition("@")[2] == digests[expected]
+    assert refused == [("failing", True, 500)] * 28
+    assert len(set(digests.values())) == 101
