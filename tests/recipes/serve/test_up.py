@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import functools
 import os
 import shutil
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import stand_in_parts
 import torch
@@ -27,8 +30,11 @@ from safetensors.torch import load_file
 from test_serve import write_draft, write_dspark
 from waiting import PATIENCE_S, wait_until
 
+from benchmarks.demo.fleet import Traffic
 from redraft.eval.engine.process import free_port
+from redraft.eval.prompts import Prompt
 from redraft.heads.catalog import detect_family
+from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import read_config
 from redraft.heads.files.lock import AlreadyOwnedError
 from redraft.heads.files.target_folder import TargetFolder
@@ -37,7 +43,7 @@ from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.config import CaptureConfig, ServerSample
 from redraft.online.engine.pace import PaceMetrics
 from redraft.online.fleet.registry import Registry
-from redraft.online.journal import BufferEntry, Entry, Journal
+from redraft.online.journal import BufferEntry, Entry, Journal, ServerEntry, SwapEntry
 from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import up, up_parts
 from redraft.recipes.serve.serve_config import Config as ServeConfig
@@ -422,3 +428,62 @@ def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_t
 
 def journal(folder: Path) -> list[Entry]:
     return Journal(folder / "learner" / "journal").read().entries
+
+
+QUICK_LEARNER = {
+    "training": "records_per_candidate = 64\nsequence_length = 128",
+    "fleet": "poll_s = 1",
+    "gate": "min_gain = 0.0\nconfidence = 0.6\nmin_requests = 10\nmin_domain_requests = 10",
+    "rollout": "warm_up_s = 0\nmin_drafts = 200\nmax_loss = 0.5\npoll_s = 0.5\nwatch_s = 1",
+}
+"""Settings of a learner that promotes what a minute of training has made better."""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_version_is_promoted_and_swapped_and_a_server_that_joins_serves_it(tiny_target, tmp_path):
+    folder, ports = tmp_path / "all", [str(free_port()), str(free_port())]
+    command = up_command(tiny_target, ports[0], "--folder", str(folder))
+    one_core = [{"VLLM_CPU_OMP_THREADS_BIND": str(core)} for core in range(2)]
+    run = Running(tmp_path / "first", command)
+    wait_until((folder / "registry" / "current").exists)
+    assert run.end() == 0, run.log.read_text()
+    settings = (folder / "learner.toml").read_text()
+    for table, lines in QUICK_LEARNER.items():
+        before, _, after = settings.partition(f"[{table}]\n")
+        settings = f"{before}[{table}]\n{lines}\n{after}"
+    (folder / "learner.toml").write_text(settings)
+
+    tokens = load_tokenizer(tiny_target)(Path(argparse.__file__).read_text())["input_ids"]
+    prompts = [Prompt(token_ids=tokens[i : i + 32], domain="code") for i in range(0, len(tokens) - 32, 11)]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    traffic = Traffic(urls[:1], {"code": prompts}, clients=4, max_tokens=24, pause_s=0.1)
+
+    async def until_promoted() -> None:
+        async with asyncio.timeout(900), traffic.flowing():
+            while (await asyncio.to_thread(read_status, folder, ports[0]))["draft_version"] == "v000001":
+                await asyncio.sleep(1)
+
+    runs = [Running(tmp_path / "again", command, one_core[0])]
+    try:
+        runs[0].until("ready: ", START_TIMEOUT_S)
+        asyncio.run(until_promoted())
+        assert traffic.failures == []
+        joining = up_command(tiny_target, ports[1], "--join", str(folder))
+        runs.append(Running(tmp_path / "joined", joining, one_core[1]))
+        runs[1].until("ready: ", START_TIMEOUT_S)
+        registry = Registry(folder / "registry")
+        wait_until(lambda: {read_status(folder, port)["draft_version"] for port in ports} == {registry.current()})
+        assert registry.current() != "v000001"
+        assert urls[0] in {e.server for e in journal(folder) if isinstance(e, SwapEntry) and e.outcome == "swapped"}
+        changes = [(e.server, e.change) for e in journal(folder) if isinstance(e, ServerEntry)]
+        assert changes == [(url, "joined") for url in urls]
+        assert answer(ports[0], tokens[:32]) == answer(ports[1], tokens[:32])
+    finally:
+        parts = [part for run in runs for part in psutil.Process(run.process.pid).children(recursive=True)]
+        codes = [run.end() for run in reversed(runs)]
+    assert codes == [0, 0], [run.log.read_text() for run in runs]
+    assert len(parts) >= 5
+    assert not any(part.is_running() for part in parts)
+    assert "stops the server, then the learner" in runs[0].log.read_text()
+    assert up.read_fleet(folder) == urls[:1]
