@@ -82,7 +82,9 @@ def test_the_servers_refusal_of_a_policy_reaches_the_user(
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_each_policy_is_served_and_named(tiny_target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99), ("bfloat16", 0.93)])
+def test_each_policy_is_served_and_named(tiny_target: Path, tmp_path: Path, dtype: str, least: float) -> None:
+    """Policies are pushed in bfloat16, the target's. One served in float32 computes what transformers does."""
     registry, policies, token = tmp_path / "registry", tmp_path / "policies", tmp_path / "token"
     head = tiny_target.parent / "tiny-eagle3"
     publish(registry / "v000001", lambda folder: shutil.copytree(head, folder, dirs_exist_ok=True), {})
@@ -93,7 +95,7 @@ def test_each_policy_is_served_and_named(tiny_target: Path, tmp_path: Path) -> N
     answer = {"role": "assistant", "content": "-"}
     rows = [{"messages": [{"role": "user", "content": f"What does f{n} do?"}, answer]} for n in range(32)]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    arguments = ["--logprobs-mode", "processed_logprobs"]
+    arguments = ["--logprobs-mode", "processed_logprobs", "--dtype", dtype]
     environment = {"REDRAFT_TARGETS": str(policies)}
     with running_server(tiny_target, registry, tmp_path, [], arguments=arguments, environment=environment) as server:
         command = [sys.executable, "recipes/rl_grpo.py", "--target", str(tiny_target), "--token-file", str(token)]
@@ -112,13 +114,13 @@ def test_each_policy_is_served_and_named(tiny_target: Path, tmp_path: Path) -> N
     kept = {path.name: LlamaForCausalLM.from_pretrained(path, dtype=torch.float32) for path in policies.glob("step-*")}
     assert set(kept) == {"step-2", "step-3"}
     text = kept["step-3"].generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
-    assert answered == text[0, len(prompt) :].tolist()
+    assert dtype == "bfloat16" or answered == text[0, len(prompt) :].tolist()
     kept[""] = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     assert {record.target_version.partition("@")[0] for record in records} == set(kept)
     right = [hit for record in records for hit in compare(record, kept[record.target_version.partition("@")[0]])]
     others = [hit for record in records if record.target_version == served for hit in compare(record, kept[""])]
-    assert sum(right) >= 0.99 * len(right) > 0
-    assert sum(others) < 0.97 * len(others), "the policies are alike, and no wrong name could be seen"
+    assert sum(right) >= least * len(right) > 0
+    assert sum(others) < (least - 0.02) * len(others), "the policies are alike, and no wrong name could be seen"
 
 
 @torch.no_grad()
