@@ -75,8 +75,9 @@ class Cursor:
                 self.forgotten[tenant_sha256] = max(time_s, self.forgotten.get(tenant_sha256, time_s))
         if cursor and again:
             return
-        # A folder without records has nothing to lose. In one with records a missing file is damage, and is told.
-        is_new = not cursor and not again and not self.damage and not any(folder.glob("records-*.db"))
+        # A folder without records has nothing to lose: a learner may have ended between the two files. In one with
+        # records a missing file is damage, and is told.
+        is_new = not (self.forgotten or self.commits or self.damage or any(folder.glob("records-*.db")))
         if not is_new:
             self._tell(folder, "" if cursor else CURSOR, "" if again else FORGOTTEN)
         write_sealed(folder / FORGOTTEN, {"forgotten": self.forgotten})

@@ -18,6 +18,7 @@ from redraft.heads.files.lock import AlreadyOwnedError
 from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer
 from redraft.online.learning.buffer_file import PAGE_BYTES, BufferFullError
 from redraft.online.learning.config import BufferConfig, Replay
+from redraft.online.learning.cursor import Cursor
 from redraft.online.records.record import Record, Sampling, encode_record, read_frames
 
 NOISE = random.Random(0).randbytes(1 << 20)
@@ -599,3 +600,12 @@ def test_a_segment_whose_text_was_lost_is_counted_and_not_stored():
         buffer.delete_tenant("acme", 0.0)
         later = make_segment(4, [104], 6, time_s=CLOCK_SLACK_S + 1)
         assert buffer.append(frames_of(later, make_segment(4, [104], 6)), 0.0) == {"textless": 1, "forgotten": 1}
+
+
+def test_a_learner_that_ended_while_it_began_has_damaged_nothing(tmp_path):
+    Cursor(tmp_path)
+    (tmp_path / "cursor.json").unlink()  # written after forgotten.json
+    assert Cursor(tmp_path).damage == []
+    Cursor(tmp_path).forget("a" * 64, 1.0)
+    (tmp_path / "cursor.json").unlink()
+    assert "cursor.json was missing" in Cursor(tmp_path).damage[0]
