@@ -58,17 +58,17 @@ def restore(worker: Any) -> dict[str, Any]:
 
 
 def fail(worker: Any, folder: str) -> dict[str, Any]:
-    draft = type(worker.model_runner.get_draft_model())
+    draft = worker.model_runner.get_draft_model()
     whole = draft.load_weights
 
-    def load_some(self: Any, weights: Any) -> Any:
+    def load_some(weights: Any) -> Any:
         def some() -> Any:
             for index, item in enumerate(weights):
                 if index == 3:
                     raise OSError("the disk went away")
                 yield item
 
-        return whole(self, some())
+        return whole(some())
 
     draft.load_weights = load_some
     stage(worker, folder)
