@@ -46,16 +46,13 @@ from redraft.online.fleet.registry import hash_manifest
 logger = logging.getLogger("vllm.redraft")
 
 MAX_STUCK_READS = 4  # hung versions before drafts are refused: each reader keeps memory
-SHOWN = (
+SHOWN = (  # of a worker's state, in its status
     *("server_id", "draft_version", "manifest_sha256", "num_swaps", "swap_cache", "runner", "swap_off", "capture_off"),
     *("target_fingerprint", "target_lineage", "target_checksum", "target_version"),
 )
-"""Fields of a worker's state that its status shows."""
 UPDATING = "an update of the target weights is open, or has failed: finish or repeat it, then swap again"
 
-SWAP_LEASE_S = 300.0
-"""Seconds after which a swap is given up if nobody ends it, e.g. because its API process was killed. Longer than all
-deadlines of a swap together."""
+SWAP_LEASE_S = 300.0  # then a swap that nobody ends is given up; longer than all deadlines of a swap together
 
 
 @dataclass(kw_only=True)
@@ -73,8 +70,7 @@ class WorkerState:
     target_checksum: str = ""
     target_version: str | None = ""  # of the target's weights: "" at the start, None if unclear
     is_target_intact: bool = True  # False once a swap has overwritten a part of it.
-    target_source: tuple[str, str, str | None] = ("", "", None)
-    """Model, object storage and revision of the weights before the last load from a folder."""
+    target_source: tuple[str, str, str | None] = ("", "", None)  # model, object storage, revision before a load
     target_watch: TargetWatch | None = None  # None if the target weights move by themselves.
     draft_version: str = ""
     draft: Layout | None = None  # The last good draft; None if the server runs without a draft.
@@ -124,9 +120,8 @@ def register_worker() -> None:
 
 
 def install(worker: Any) -> None:
-    """Set up the state of a worker that has loaded the models, and start capture if it is
-    configured. Raises nothing, because vLLM would not start: whatever fails switches capture or
-    swaps off, with the reason."""
+    """Set up the state of a worker that has loaded the models, and start capture if it is configured. Raises
+    nothing, because vLLM would not start: whatever fails switches capture or swaps off, with the reason."""
     worker.redraft = state = WorkerState(server_id=uuid.uuid4().hex[:16])
     with _switching_off(state, "capture"):
         state.runner = describe_runner(find_runner(worker.model_runner), worker.vllm_config)
