@@ -303,19 +303,23 @@ class Cycle:
         latest = self.registry.latest()
         if latest and self._holds(latest, files):
             return latest  # a kill came between publication and the saved state
-        progress = self.trainer.progress
         return self.registry.publish(
-            lambda partial: copy_model(folder / DRAFT, partial), target_fingerprint=self.target_fingerprint,
+            lambda partial: copy_model(folder / DRAFT, partial),
+            target_fingerprint=self.target_fingerprint,
             provenance={
                 "target_lineage": TargetFolder.open(self.cfg.target).lineage,
                 "target_version": "".join(self.judge.buffer.served_target().rpartition("@")[1:]),
-                "trained_from": self.current, "records": progress.records,
-                TRAINED_UNTIL: progress.until_s, TRAINED_THROUGH: progress.through,
+                "trained_from": self.current,
+                "records": self.trainer.progress.records,
+                TRAINED_UNTIL: self.trainer.progress.until_s,
+                TRAINED_THROUGH: self.trainer.progress.through,
             },
             evaluation={
-                "verdict": self.state.reason, "judging": asdict(self.judge.judging), "gate": asdict(self.cfg.gate),
+                "verdict": self.state.reason,
+                "judging": asdict(self.judge.judging),
+                "gate": asdict(self.cfg.gate),
             },
-        )  # fmt: skip
+        )
 
     def _holds(self, version: str, files: Mapping[str, FileEntry]) -> bool:
         """Whether the version has these files. A damaged one has not."""

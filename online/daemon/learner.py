@@ -308,14 +308,18 @@ class Learner:
         else:
             self.account.end_faults("clock_jumped")
         untrained = self.trainer.oldest_untrained()
-        dropped = {name: count for name, count in status.counts.items() if name != "stored"} | self._lost
-        entry = BufferEntry(
-            records=sum(status.num_training.values()), held_out=sum(status.num_held_out.values()),
-            bytes=status.num_bytes, max_bytes=self.buffer.config.max_bytes, dropped=dropped,
-            oldest_s=None if status.oldest_s is None else now_s - status.oldest_s,
-            lag_s=max(0.0, now_s - untrained.time_s) if untrained else None, lag_records=self.trainer.lag(),
-        )  # fmt: skip
-        self.account.write(entry)
+        self.account.write(
+            BufferEntry(
+                records=sum(status.num_training.values()),
+                bytes=status.num_bytes,
+                max_bytes=self.buffer.config.max_bytes,
+                held_out=sum(status.num_held_out.values()),
+                dropped={**{name: count for name, count in status.counts.items() if name != "stored"}, **self._lost},
+                oldest_s=None if status.oldest_s is None else now_s - status.oldest_s,
+                lag_s=max(0.0, now_s - untrained.time_s) if untrained else None,
+                lag_records=self.trainer.lag(),
+            )
+        )
 
     async def _keep_ranks_awake(self) -> None:
         while True:

@@ -148,8 +148,8 @@ class Feed:
                 proposer=batch.proposers[i],
                 first_row=batch.first_rows[i],
                 first_draft=batch.first_drafts[i],
-                first_read=batch.first_reads[i],
                 num_read=batch.first_reads[i + 1] - batch.first_reads[i],
+                first_read=batch.first_reads[i],
             )
             for i, info in enumerate(batch.infos)
             if info is not None and (with_partial or not batch.is_partial[i])
@@ -173,11 +173,15 @@ class Feed:
         # The engine also ends an answer at the model's length, whatever max_tokens says.
         max_tokens = self.max_model_len - len(request.prompt_token_ids)
         return RequestInfo(
-            request_id=request.req_id, prompt_ids=list(request.prompt_token_ids),
-            sampling=_read_sampling(params), max_tokens=min(params.max_tokens or max_tokens, max_tokens),
+            request_id=request.req_id,
+            prompt_ids=list(request.prompt_token_ids),
+            sampling=_read_sampling(params),
+            max_tokens=min(params.max_tokens or max_tokens, max_tokens),
             stop_ids=frozenset(params.stop_token_ids or ()) | ({params.eos_token_id} - {None}),
-            domain=origin.domain, tenant=origin.tenant, text_begin=_find_text(request),
-        )  # fmt: skip
+            domain=origin.domain,
+            tenant=origin.tenant,
+            text_begin=_find_text(request),
+        )
 
 
 def record_event(tensor: Tensor) -> torch.cuda.Event | None:
@@ -225,10 +229,14 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
 
 def _read_sampling(params: Any) -> Sampling:
     return Sampling(
-        temperature=params.temperature, top_p=params.top_p, top_k=max(0, params.top_k), min_p=params.min_p,
-        presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
-    )  # fmt: skip
+    )
 
 
 def _read_states(parts: list[StepPart], streams_ND: Sequence[Tensor]) -> Tensor:

@@ -204,13 +204,23 @@ class RequestLog:
         if states is not None:
             self.add_states([states.newest(min(KEPT_STATES * states.words_HLD[0].nbytes, self.max_bytes // 4))])
         return Record(
-            server_id=server_id, request_id=self.info.request_id, sequence=self.sequence - 1, time_s=time.time(),
-            domain=self.info.domain, tenant=self.info.tenant, sampling=self.info.sampling,
-            target_fingerprint=fingerprint, target_version=self.target_version, draft_version=self.draft_version,
-            num_prompt_tokens=len(self.info.prompt_ids), top_k=columns["row_topk_ids"].shape[1],
-            context=_pack_ids(context[num_left_out:]), context_begin=num_left_out, output=_pack_ids(output),
+            server_id=server_id,
+            request_id=self.info.request_id,
+            sequence=self.sequence - 1,
+            time_s=time.time(),
+            domain=self.info.domain,
+            tenant=self.info.tenant,
+            target_fingerprint=fingerprint,
+            target_version=self.target_version,
+            draft_version=self.draft_version,
+            sampling=self.info.sampling,
+            num_prompt_tokens=len(self.info.prompt_ids),
+            top_k=columns["row_topk_ids"].shape[1],
+            context=_pack_ids(context[num_left_out:]),
+            context_begin=num_left_out,
+            output=_pack_ids(output),
             **_encode_arrays(columns, states),
-        )  # fmt: skip
+        )
 
     def _forget(self, begin: int) -> None:
         """Drop the output from `begin` on: the scheduler discards those tokens when it preempts a request."""

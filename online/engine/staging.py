@@ -154,10 +154,17 @@ def plan_parts(header: Mapping[str, Any], slices: Slices, shared: set[str], at: 
         whole_bytes = math.prod(shape) * dtype.itemsize
         at = -(-at // ALIGNMENT) * ALIGNMENT
         part = Part(
-            name=name, whole=shape, slice=cut, dtype=dtype, rows=rows, row_bytes=whole_bytes // rows if rows else 0,
-            first_byte=cut.first * inner if cut else 0, num_bytes=cut.size * inner if cut else whole_bytes,
-            begin=entry["data_offsets"][0], at=at,
-        )  # fmt: skip
+            name=name,
+            whole=shape,
+            slice=cut,
+            dtype=dtype,
+            rows=rows,
+            row_bytes=whole_bytes // rows if rows else 0,
+            first_byte=cut.first * inner if cut else 0,
+            num_bytes=cut.size * inner if cut else whole_bytes,
+            begin=entry["data_offsets"][0],
+            at=at,
+        )
         parts.append(part)
         at = part.end
     return parts

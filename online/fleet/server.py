@@ -186,14 +186,21 @@ class FleetServer:
         try:
             body = _status_decoder.decode(content)
             return Status(
-                boot=body.server_id, draft_version=body.draft_version,
+                boot=body.server_id,
+                draft_version=body.draft_version,
                 is_intact=body.draft_intact and body.target_intact,
-                target_fingerprint=body.target_fingerprint, target_version=body.target_version,
-                drafting=_read_drafting(body), lost=_count_lost(body.capture or {}),
-                manifest_sha256=body.manifest_sha256, capture_off=body.capture_off, swap_off=body.swap_off,
-                notes=body.notes, pace=body.pace.line if body.pace else "",
-                total=_read_total(body) if body.draft_version else None, by_domain=_read_domains(body),
-            )  # fmt: skip
+                target_fingerprint=body.target_fingerprint,
+                target_version=body.target_version,
+                drafting=_read_drafting(body),
+                lost=_count_lost(body.capture or {}),
+                manifest_sha256=body.manifest_sha256,
+                capture_off=body.capture_off,
+                swap_off=body.swap_off,
+                notes=body.notes,
+                pace=body.pace.line if body.pace else "",
+                total=_read_total(body) if body.draft_version else None,
+                by_domain=_read_domains(body),
+            )
         except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
             raise NonsenseError(f"{self.url} answers with something other than a status: {error}") from error
 

@@ -88,21 +88,28 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
     buffer = history.select(BufferEntry, begin_s)
     draft, state = find_served_draft(history), history.last(StateEntry)
     staleness = history.last(StalenessEntry)
-    is_asleep = staleness is not None and staleness.is_asleep
     return Overview(
-        now_s=now_s, begin_s=begin_s, width_s=width_s, gap_s=max(SILENT_S, 4.0 * domain_width_s),
-        headline=compose_headline(draft, state, now_s, is_asleep=is_asleep), state=state, staleness=staleness,
+        now_s=now_s,
+        begin_s=begin_s,
+        width_s=width_s,
+        gap_s=max(SILENT_S, 4.0 * domain_width_s),
+        headline=compose_headline(draft, state, now_s, is_asleep=staleness is not None and staleness.is_asleep),
+        state=state,
         servers=build_curves(
             engine, lambda entry: entry.server or "all servers", width_s, lambda n, accepted: -accepted / n
         ),
         paces={server: pace for server, pace in {entry.server or "": entry.pace for entry in engine}.items() if pace},
         domains=build_curves(captured, lambda entry: entry.domain or "no domain", domain_width_s, lambda n, _: n),
         marks=[mark for mark in find_marks(swaps) if mark.time_s >= begin_s],
-        positions=_build_positions(draft), training=_thin(history.select(TrainingEntry, begin_s), width_s),
-        buffer=_thin(buffer, width_s), drops=_sum_drops(buffer, width_s),
-        gates=history.select(GateEntry)[-12:][::-1], swaps=_drop_repeats(swaps)[-30:][::-1],
+        positions=_build_positions(draft),
+        buffer=_thin(buffer, width_s),
+        drops=_sum_drops(buffer, width_s),
+        training=_thin(history.select(TrainingEntry, begin_s), width_s),
+        gates=history.select(GateEntry)[-12:][::-1],
+        staleness=staleness,
+        swaps=_drop_repeats(swaps)[-30:][::-1],
         faults=[fault for fault in history.select(FaultEntry) if fault.time_s > now_s - 86400][-12:][::-1],
-    )  # fmt: skip
+    )
 
 
 def build_curves(
