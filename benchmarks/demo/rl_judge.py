@@ -27,6 +27,7 @@ from redraft.eval.report.charts import Spec, color, panel, tips, to_spec
 from redraft.heads.catalog import detect_family
 from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.target import Target
+from redraft.online.learning import gate
 from redraft.online.learning.candidate import choose_reads
 from redraft.online.learning.scoring import score
 from redraft.online.records.record import Record
@@ -180,16 +181,12 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
     return {"value": estimate.value, "interval": interval}
 
 
-LEAST_GAIN = 0.02
-"""Tokens per target step. A learner costs more than a smaller gain is worth, however certain that is."""
-
-
 def decide(gain: Mapping[str, Any]) -> str:
-    """The sentence that a user decides by."""
+    """The sentence that a user decides by. A gain for which the gate would promote no candidate is none."""
     if gain["interval"] is None:
         return f"too few updates to decide: learning gains {gain['value']:+.2f}"
     low, high = gain["interval"]
-    verdict = "adapting once is not enough" if low > LEAST_GAIN else "adapting once is enough"
+    verdict = "adapting once is not enough" if low > gate.Policy.min_gain else "adapting once is enough"
     return f"{verdict}; learning gains {gain['value']:+.2f} [{low:+.2f}, {high:+.2f}] tokens per target step"
 
 

@@ -236,12 +236,12 @@ async def offer_pipe(world: World, target: str) -> None:
                 try:
                     answer = await http.post(f"{stage.url(target)}/redraft/swap", json={"version": folder.name})
                 except httpx.HTTPError as error:
-                    found = f"{type(error).__name__} {error}"
+                    found, is_taken = f"{type(error).__name__} {error}", False
                 else:
-                    found = f"{answer.status_code} {answer.text}"
+                    found, is_taken = f"{answer.status_code} {answer.text}", answer.is_success
                     if answer.status_code == 422:  # others come while the server is busy with another swap
                         return
-                if time.monotonic() > deadline_s or found.startswith("200"):
+                if is_taken or time.monotonic() > deadline_s:
                     raise NotSurvivedError(f"{target} did not refuse a version with a pipe: {found}")
                 await asyncio.sleep(2)
     finally:
