@@ -26,38 +26,34 @@ MUCH_FASTER = 1.2
 decide, and a run would not repeat itself exactly."""
 
 
-def matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the products of `x`: that of `x` or of autocast, or float32 on a CPU where that is faster."""
+def time_product(left_MD: Tensor, right_WD: Tensor) -> float:
+    started = time.perf_counter()
+    torch.mm(left_MD, right_WD.T)
+    return time.perf_counter() - started
+
+
+def matmul_dtype(x: Tensor, seconds: Callable[[Tensor, Tensor], float] = time_product) -> torch.dtype:
+    """The dtype of the products of `x`: that of `x` or of autocast, or float32 on a CPU where that
+    is faster. `seconds` are those of a product."""
     dtype = product_dtype(x)
     is_narrow = dtype in (torch.bfloat16, torch.float16)
-    if is_narrow and x.device.type == "cpu" and _prefers_float32(dtype, torch.get_num_threads()):
+    if is_narrow and x.device.type == "cpu" and _prefers_float32(dtype, seconds, torch.get_num_threads()):
         return torch.float32
     return dtype
 
 
 @functools.cache
-def _prefers_float32(dtype: torch.dtype, num_threads: int) -> bool:
+def _prefers_float32(dtype: torch.dtype, seconds: Callable[[Tensor, Tensor], float], num_threads: int) -> bool:
     """Whether products in float32 are faster here than in `dtype`, timed once for each number of threads."""
+
+    def fastest(dtype: torch.dtype) -> float:
+        left_MD, right_WD = torch.ones(256, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
+        # The first run allocates; of the others the fastest is the least disturbed.
+        return min([seconds(left_MD, right_WD) for _ in range(6)][1:])
+
     # In a thread of its own, autocast does not apply, and nobody counts or records the operations.
     with ThreadPoolExecutor(1) as alone:
-        return alone.submit(_is_float32_faster, dtype).result()
-
-
-def _is_float32_faster(dtype: torch.dtype) -> bool:
-    left_MD, right_WD = torch.ones(256, 512), torch.ones(2048, 512)
-
-    def seconds(dtype: torch.dtype) -> float:
-        left, right = left_MD.to(dtype), right_WD.to(dtype)
-        # The first run allocates; of the others the fastest is the least disturbed.
-        return min([_seconds(lambda: left @ right.T) for _ in range(6)][1:])
-
-    return MUCH_FASTER * seconds(torch.float32) < seconds(dtype)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+        return alone.submit(lambda: MUCH_FASTER * fastest(torch.float32) < fastest(dtype)).result()
 
 
 # ------------------------------------------------------------------------------------------------- products with a head

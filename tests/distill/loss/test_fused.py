@@ -11,7 +11,7 @@ from divergences import cross_entropy, define, draft_columns, exact_log_probs, l
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from redraft.distill.loss import blocks, products
+from redraft.distill.loss import blocks
 from redraft.distill.loss.choice import DIVERGENCES, Divergence
 from redraft.distill.loss.fused import (
     DraftRows,
@@ -507,10 +507,9 @@ def test_steps_with_one_head_share_its_products_and_each_row_is_gathered_once() 
     assert (additions, gathers) == (4, 4)  # chunks
 
 
-def test_a_head_that_steps_share_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_prefers_float32", lambda *_: False)
+def test_a_head_that_steps_share_is_converted_once() -> None:
     exact = make_exact(dtype=torch.float32)
-    head = torch.randn(V, 4, requires_grad=True)
+    head = torch.randn(V, 4, dtype=torch.float64, requires_grad=True)  # to bfloat16, or to float32
     drafts = [make_draft([1, 2, 3], head=head, dtype=torch.float32, seed=seed) for seed in range(3)]
     conversions = 0
 
