@@ -51,14 +51,14 @@ def sizes_of(family: str) -> Sizes:
     return FAMILIES[family].sizes
 
 
-def head_cases() -> list[Case]:
-    return [head_case(family, dtype) for family in FAMILIES for dtype in DTYPES] + [lk_hybrid_case()]
+def head_cases(device: str) -> list[Case]:
+    return [head_case(family, dtype, device) for family in FAMILIES for dtype in DTYPES] + [lk_hybrid_case()]
 
 
-def head_case(family: str, dtype: DtypeName) -> Case:
+def head_case(family: str, dtype: DtypeName, device: str) -> Case:
     """The case of one family, with all weights in `dtype`."""
     naive = Against(description="the same head, each step's logits in full, autograd", peer=NAIVE)
-    against = {NAIVE: naive, **list_sides(PEERS[family])}
+    against = {NAIVE: naive, **list_sides(PEERS[family], device)}
     speeds = FAMILIES[family].aims
     return Case(
         name=f"{family}, {sizes_of(family).steps} steps, vocabulary 32k, {dtype}",
@@ -69,7 +69,7 @@ def head_case(family: str, dtype: DtypeName) -> Case:
         matmuls=FAMILIES[family].matmuls(),
         build=functools.partial(build_head, family, dtype),
         required={name: Required(speed=speeds.get(name), memory=0.5) for name in against},
-        note=describe_absent(PEERS[family]),
+        note=describe_absent(PEERS[family], device),
         compiles=True,
     )
 

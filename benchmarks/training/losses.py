@@ -183,12 +183,12 @@ Precision = Literal["mixed", "weights"]
 """mixed: float32 weights under autocast, the default of TRL and of redraft; weights: all weights in bfloat16."""
 
 
-def kl_step_cases() -> list[Case]:
+def kl_step_cases(device: str) -> list[Case]:
     steps: list[tuple[int, Precision]] = [(32, "mixed"), (32, "weights"), (128, "mixed")]
-    return [kl_step_case(thousands, precision) for thousands, precision in steps]
+    return [kl_step_case(thousands, precision, device) for thousands, precision in steps]
 
 
-def kl_step_case(thousands: int, precision: Precision) -> Case:
+def kl_step_case(thousands: int, precision: Precision, device: str) -> Case:
     """A small Llama learns the distribution of a larger one. A step is both models, loss, backward and AdamW."""
     vocabulary = 1024 * thousands
     # One pass of the target; for the student one forward, and a backward of twice its cost. Without attention scores.
@@ -196,7 +196,7 @@ def kl_step_case(thousands: int, precision: Precision) -> Case:
     return Case(
         name=f"KL step, vocabulary {thousands}k, bfloat16 {precision}",
         family="kl",
-        against=list_sides(KL_PEERS),
+        against=list_sides(KL_PEERS, device),
         tokens=STEP_BATCH * STEP_LENGTH,
         dtype="bfloat16",
         matmuls=(*target, *student),
@@ -207,7 +207,7 @@ def kl_step_case(thousands: int, precision: Precision) -> Case:
             LIGER: Required(memory=0.5),
             LIGER_COMPILED: Required(speed=1.4, memory=0.5),
         },
-        note=describe_absent(KL_PEERS),
+        note=describe_absent(KL_PEERS, device),
         compiles=True,
     )
 

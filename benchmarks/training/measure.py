@@ -132,8 +132,8 @@ class Case:
     compiles: bool = False
     """Our side has a compiled form, which `build` knows too."""
 
-    def own_sides(self) -> tuple[str, ...]:
-        return (OURS, OURS_COMPILED) if self.compiles and can_compile() else (OURS,)
+    def own_sides(self, device: str) -> tuple[str, ...]:
+        return (OURS, OURS_COMPILED) if self.compiles and can_compile(device) else (OURS,)
 
     def own_side(self, other: str, ran: Iterable[str]) -> str:
         """Our side in the comparison with another one: ours compiled for a compiled peer, if it is among `ran`."""
@@ -174,9 +174,9 @@ class Measurement:
     """Sides that do not compile here, with the first line of the error."""
 
 
-def can_compile() -> bool:
-    """Whether `torch.compile` finds the compiler it needs here: Triton on a GPU, else one for C++."""
-    if torch.cuda.is_available():
+def can_compile(device: str) -> bool:
+    """Whether `torch.compile` finds the compiler it needs: Triton for a GPU, else one for C++."""
+    if device != "cpu":
         return importlib.util.find_spec("triton") is not None
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
@@ -251,7 +251,7 @@ def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], d
     runs: dict[str, Run] = {}
     losses: dict[str, float] = {}
     left_out: dict[str, str] = {}
-    for name in (*case.own_sides(), *case.against):
+    for name in (*case.own_sides(device), *case.against):
         try:
             run = case.build(name, device)
             losses[name] = float(run())  # warms up too

@@ -73,17 +73,17 @@ class Peer:
     """`torch.compile` is applied, by us or by the peer."""
     needs_gpu: bool = False
 
-    def can_run(self, device: str = "cpu") -> bool:
+    def can_run(self, device: str) -> bool:
         if self.needs_gpu and device == "cpu":
             return False
-        return self.is_installed and (can_compile() or not self.is_compiled)
+        return self.is_installed and (can_compile(device) or not self.is_compiled)
 
     @property
     def is_installed(self) -> bool:
         return importlib.util.find_spec(self.package) is not None
 
 
-def list_sides(peers: Mapping[str, Peer], device: str = "cpu") -> dict[str, Against]:
+def list_sides(peers: Mapping[str, Peer], device: str) -> dict[str, Against]:
     """The peers that can run on a device of this machine, as sides of a case."""
     return {
         name: Against(description=peer.description, peer=peer.name, is_compiled=peer.is_compiled)
@@ -92,7 +92,7 @@ def list_sides(peers: Mapping[str, Peer], device: str = "cpu") -> dict[str, Agai
     }
 
 
-def describe_absent(peers: Mapping[str, Peer], device: str = "cpu") -> str:
+def describe_absent(peers: Mapping[str, Peer], device: str) -> str:
     """The peers that cannot run on the device, and why, in one line; empty if all can."""
     absent = [f"not installed here, recorded: {peer.recorded}" for peer in peers.values() if not peer.is_installed]
     absent += [
