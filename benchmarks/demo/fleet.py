@@ -32,9 +32,9 @@ from redraft.eval.engine.hardware import this_machine
 from redraft.eval.engine.measure import Measurement
 from redraft.eval.engine.process import process_group
 from redraft.eval.engine.sampling import GREEDY, PENALTIES
-from redraft.eval.engine.server import EAGER, Mode, VllmServer, engine_is_cpu, wait_until_healthy
+from redraft.eval.engine.server import EAGER, Mode, VllmServer, wait_until_healthy
 from redraft.eval.engine.target_dtype import TargetDtype
-from redraft.eval.machine import environment
+from redraft.eval.machine import ENGINE_IS_CPU, environment
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.artifact import require_free, write_whole
@@ -223,7 +223,7 @@ async def start_learner(folder: Path) -> AsyncIterator[None]:
             raise ChildProcessError(f"the learner ended early: see {log}")
 
 
-def runner_environment(runner: Runner | None, *, on_cpu: bool | None = None) -> dict[str, str]:
+def runner_environment(runner: Runner | None, *, on_cpu: bool = ENGINE_IS_CPU) -> dict[str, str]:
     """Variables of a server with this model runner; empty if vLLM chooses.
 
     Raises:
@@ -232,7 +232,7 @@ def runner_environment(runner: Runner | None, *, on_cpu: bool | None = None) -> 
     if runner is None:
         return {}
     chosen = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "v2" else "0"}
-    if runner == "v1" or not (engine_is_cpu() if on_cpu is None else on_cpu):
+    if runner == "v1" or not on_cpu:
         return chosen
     if not TRITON_BACKEND.is_dir():
         raise FileNotFoundError(f"V2 on a CPU needs {TRITON_BACKEND}: start from the top of redraft's source tree")

@@ -25,8 +25,8 @@ from redraft.distill.data.conversations import Conversation, load_conversations,
 from redraft.distill.data.samples import build_samples, held_out_prompts
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.engine.process import free_port
-from redraft.eval.engine.server import engine_is_cpu
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
+from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import Init, make_draft
 from redraft.heads.files.checkpoint import load_causal_lm
@@ -75,7 +75,7 @@ def make_scene(cfg: Config) -> Scene:
     if cfg.target == SMALL:
         return small_scene(cfg.target, cfg.target_dtype or "float32")
     target = make_target(cfg.parts) if cfg.target == SMOLLM2 else cfg.target
-    dtype = cfg.target_dtype or default_target_dtype(target, on_cpu=engine_is_cpu()) or "bfloat16"
+    dtype = cfg.target_dtype or default_target_dtype(target, on_cpu=ENGINE_IS_CPU) or "bfloat16"
     return real_scene(target, dtype, cfg.parts)
 
 

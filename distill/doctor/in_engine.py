@@ -21,9 +21,9 @@ from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.engine.head_size import require_model_heads
-from redraft.eval.engine.server import engine_is_cpu
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.stored import StoredForecast
+from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.eval.parity.acceptance import (
     MIN_DRAFTS,
     find_dead,
@@ -70,7 +70,7 @@ class EngineCheck:
     prompts: str | None = None
     num_prompts: int = 16
     max_tokens: int | None = None  # None: that of the published forecast, or DEFAULT_MAX_TOKENS
-    on_cpu: bool = field(default_factory=engine_is_cpu)
+    on_cpu: bool = ENGINE_IS_CPU
 
 
 @dataclass(kw_only=True)

@@ -22,7 +22,7 @@ from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.eval.engine.lossless import Lossless, compare_lossless
 from redraft.eval.engine.measure import Measurement, measure
-from redraft.eval.engine.server import Mode, VllmServer, engine_is_cpu, read_runner, vllm_server
+from redraft.eval.engine.server import Mode, VllmServer, read_runner, vllm_server
 from redraft.eval.engine.target_dtype import TargetDtype, default_target_dtype
 from redraft.eval.forecast.greedy import (
     Continuation,
@@ -34,7 +34,7 @@ from redraft.eval.forecast.greedy import (
     greedy_continuations,
 )
 from redraft.eval.forecast.stored import StoredForecast, store_forecast
-from redraft.eval.machine import engine_environment, environment
+from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_report
 from redraft.eval.serving.baseline import (
@@ -193,7 +193,7 @@ def prove_in_engine(
     the draft if the draft's tensors are inside a copy of the target (MTP); by default, the target
     itself. `dtype` is the engine's, by default that of training (`default_target_dtype`). Raises
     ChildProcessError with the engine's message; ConnectionError."""
-    dtype = dtype or default_target_dtype(target.folder, on_cpu=engine_is_cpu())
+    dtype = dtype or default_target_dtype(target.folder, on_cpu=ENGINE_IS_CPU)
 
     options: dict[str, Any] = {
         # The last block may reach past the answer by all of the draft tokens.

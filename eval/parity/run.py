@@ -13,7 +13,8 @@ from torch import Tensor
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.process import process_group
-from redraft.eval.engine.server import engine_is_cpu, last_error
+from redraft.eval.engine.server import last_error
+from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.heads.progress import Progress
 
 
@@ -83,7 +84,7 @@ def run_engine(runs: Sequence[EngineRun], folder: Path, environment: Mapping[str
     spec, log = folder / "runs.json", folder / "vllm.log"
     spec.write_text(json.dumps(jobs))
     # torch and vLLM in one process share OpenMP on a CPU, and several threads wait for each other
-    threads = {"OMP_NUM_THREADS": "1"} if engine_is_cpu() else {}
+    threads = {"OMP_NUM_THREADS": "1"} if ENGINE_IS_CPU else {}
     env = {**(environment or {}), **threads, "VLLM_NO_USAGE_STATS": "1"}
     with process_group([sys.executable, "-m", "redraft.eval.parity.dump", str(spec)], log=log, env=env) as process:
         _wait(process)

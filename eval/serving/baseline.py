@@ -10,6 +10,7 @@ a gain over a server far below it may be a gain over a fault."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import statistics
 import time
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from redraft.eval.engine.measure import CHANGED
 from redraft.eval.engine.process import exiting_on_sigterm
-from redraft.eval.engine.server import EAGER, Mode, VllmServer, engine_is_cpu, read_threads, vllm_server
-from redraft.eval.machine import engine_environment
+from redraft.eval.engine.server import EAGER, Mode, VllmServer, read_threads, vllm_server
+from redraft.eval.machine import ENGINE_IS_CPU, engine_environment
 from redraft.heads.files.folder import model_folder, weight_files
 from redraft.heads.files.kept import compute_once
 
@@ -71,7 +72,7 @@ def choose_mode(
     kept: Path,
     key: object,
     *,
-    on_cpu: bool | None = None,
+    on_cpu: bool = ENGINE_IS_CPU,
     **options: Any,
 ) -> tuple[Mode, dict[Mode, float]]:
     """(mode in which vLLM serves the target fastest, median tokens/s by mode), from interleaved
@@ -86,7 +87,7 @@ def choose_mode(
 
     def measure() -> dict[Mode, list[float]]:
         found: dict[Mode, list[float]] = {mode: [] for mode in MODES}
-        if engine_is_cpu() if on_cpu is None else on_cpu:
+        if on_cpu:
             # At once: a CPU is noisy, and its servers share the memory.
             with exiting_on_sigterm(), contextlib.ExitStack() as stack:
                 servers = {mode: stack.enter_context(start(mode)) for mode in MODES}
@@ -150,11 +151,12 @@ def count_speeds(runs: Sequence[Timed]) -> int:
     return 1 + sum(later > CHANGED * earlier for earlier, later in itertools.pairwise(steps_s))
 
 
+@functools.cache
 def measure_bandwidth() -> float:
     """Bytes/s at which this machine reads memory: the GPU's if the engine runs on one, else the CPU's, all cores."""
     import torch
 
-    device = torch.device("cpu" if engine_is_cpu() else "cuda")
+    device = torch.device("cpu" if ENGINE_IS_CPU else "cuda")
     # The fastest: a limit is not what neighbours leave at the moment.
     fastest_s = min(_time_reads(torch.ones(BANDWIDTH_BYTES // 4, dtype=torch.float32, device=device)))
     if device.type == "cuda":

@@ -21,8 +21,9 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import MOST_REPEATS, Measurement, Output, changed_speed, measure
 from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.served import count_steps
-from redraft.eval.engine.server import IDLE_S, VllmServer, engine_is_cpu, vllm_server
+from redraft.eval.engine.server import IDLE_S, VllmServer, vllm_server
 from redraft.eval.intervals import median_interval
+from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.eval.prompts import Prompt
 from redraft.heads.files.kept import compute_once
 from redraft.heads.progress import Progress
@@ -45,7 +46,7 @@ def start_servers(
     drafts: Mapping[str, Mapping[str, Any] | None],
     logs: Path,
     *,
-    on_cpu: bool | None = None,
+    on_cpu: bool = ENGINE_IS_CPU,
     **options: Any,
 ) -> Iterator[dict[str, VllmServer]]:
     """A server for each draft's --speculative-config, by name. `options` are those of
@@ -54,7 +55,6 @@ def start_servers(
     a server is ready, vLLM counts all new use of the GPU's memory as this server's. Raises as
     `vllm_server`, as soon as one server does not start."""
     given_up = threading.Event()
-    on_cpu = engine_is_cpu() if on_cpu is None else on_cpu
     if not on_cpu:
         options["extra_args"] = share_memory(options.get("extra_args", ()), len(drafts))
     # a server ends with the thread that started it, so the threads stay until all are stopped

@@ -12,9 +12,9 @@ from typing import Any
 
 from redraft.eval.engine.draft_source import DraftSource, shorten_name
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
-from redraft.eval.engine.server import Mode, VllmServer, engine_is_cpu, forget_requests, require_servable, vllm_server
+from redraft.eval.engine.server import Mode, VllmServer, forget_requests, require_servable, vllm_server
 from redraft.eval.engine.target_dtype import default_target_dtype
-from redraft.eval.machine import engine_environment, environment
+from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
 from redraft.eval.serving.baseline import MODE_ROUNDS, choose_mode, describe_baseline, describe_modes, measure_bandwidth
 from redraft.eval.serving.load import Load, LoadResult, run_load
 from redraft.eval.serving.report import GRID, build_serving_report, compose_answer, write_serving
@@ -33,12 +33,14 @@ from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.progress import Progress
 from redraft.recipes.decide.bench_config import Config
 
+ENGINE_HAS_IDEAL = not ENGINE_IS_CPU  # the CPU's kernels ignore synthetic acceptance
 
-def main(cfg: Config) -> None:
+
+def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
     started = time.monotonic()
     # 1. the cells of every table, and the configuration of each draft
     configs = {draft: DraftSource.parse(draft).speculative(cfg.draft_sample_method) for draft in cfg.draft}
-    questions = plan(sweep(cfg))
+    questions = plan(sweep(cfg, engine_has_ideal=engine_has_ideal))
     cells = group_by_variant(cell for some in questions.values() for cell in some)
     for variant in cells:
         require_servable(speculative_config(variant, configs))  # now, not when its turn comes hours later
@@ -70,7 +72,7 @@ def main(cfg: Config) -> None:
         settings=settings(cfg),
         baseline=asdict(baseline),
         refused=refused,
-        ideal_source="cost model" if engine_is_cpu() else "engine",
+        ideal_source="engine" if engine_has_ideal else "cost model",
         environment=environment(),
         duration_s=round(time.monotonic() - started, 1),
     )
@@ -81,7 +83,7 @@ def main(cfg: Config) -> None:
     print(f"report: {page}")
 
 
-def sweep(cfg: Config) -> Sweep:
+def sweep(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> Sweep:
     """The benchmark's questions. Raises ValueError: the prompts do not fit the servers."""
     if cfg.repeats < 1:
         raise ValueError(f"--repeats {cfg.repeats} measures nothing: give 1 or more")
@@ -97,7 +99,7 @@ def sweep(cfg: Config) -> Sweep:
         output_tokens=cfg.output_tokens,
         prompts_per_client=cfg.prompts_per_client,
         sampling=sampling(cfg),
-        engine_has_ideal=not engine_is_cpu(),  # the CPU's kernels ignore synthetic acceptance
+        engine_has_ideal=engine_has_ideal,
     )
 
 
@@ -244,4 +246,4 @@ def name(variant: Variant) -> str:
 
 def target_dtype(cfg: Config) -> str | None:
     """The type of the target in every server; None for as stored, on a GPU."""
-    return cfg.target_dtype or default_target_dtype(cfg.target, on_cpu=engine_is_cpu())
+    return cfg.target_dtype or default_target_dtype(cfg.target, on_cpu=ENGINE_IS_CPU)

@@ -13,8 +13,8 @@ from redraft.distill.data.conversations import Conversation, load_conversations
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.eval.engine.draft_source import NGRAM
-from redraft.eval.engine.server import Mode, VllmServer, engine_is_cpu
-from redraft.eval.machine import engine_environment, environment
+from redraft.eval.engine.server import Mode, VllmServer
+from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.baseline import choose_mode, describe_baseline, describe_modes, measure_bandwidth
@@ -282,7 +282,7 @@ def known_answers(cfg: Config) -> str | None:
 
 
 def num_together(cfg: Config) -> int:
-    return max(2, cfg.together or (5 if engine_is_cpu() else 2))
+    return max(2, cfg.together or (5 if ENGINE_IS_CPU else 2))
 
 
 def num_prompts(cfg: Config) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 from redraft.eval.engine.command import vllm_command
 from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
 from redraft.eval.engine.lookups import lookup_env
-from redraft.eval.engine.server import engine_dtype, engine_is_cpu, find_two_speeds, require_servable, vllm_keys
-from redraft.eval.machine import count_cores
+from redraft.eval.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
+from redraft.eval.machine import ENGINE_IS_CPU, count_cores
 from redraft.heads.files.folder import INDEX, read_provenance, weight_files
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, one_number, read_config
 from redraft.recipes.serve.serve_config import Config
@@ -46,7 +46,7 @@ def main(cfg: Config) -> None:
     command = server_command(cfg)
     for warning in list_warnings(read_flags(cfg.vllm_args), cfg.target, _draft(cfg).folder, speculative_config(cfg)):
         print(f"warning: {warning}", file=sys.stderr)
-    if engine_is_cpu() and (warning := find_two_speeds(environment, count_cores())):
+    if ENGINE_IS_CPU and (warning := find_two_speeds(environment, count_cores())):
         print(f"warning: {warning}", file=sys.stderr)
     # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
     os.execve(command[0], command, environment | lookup_env(speculative_config(cfg)))

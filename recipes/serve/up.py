@@ -27,7 +27,8 @@ import psutil
 
 from redraft.eval.engine.draft_source import NGRAM, DraftSource
 from redraft.eval.engine.process import exiting_on_sigterm
-from redraft.eval.engine.server import engine_is_cpu, last_error
+from redraft.eval.engine.server import last_error
+from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.eval.serving.baseline import weight_bytes
 from redraft.heads.files.artifact import publish, require_space, write_whole
 from redraft.heads.files.folder import fetch_model, open_folder, read_config
@@ -59,7 +60,7 @@ REFUSED = {
 
 RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the other one does not choose a number of draft tokens
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
-CPU_IDS = 16384  # draft vocabulary of a new head on a CPU, which spends most of its time on the output head
+MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize  # of a new head: its logits take a CPU longest
 SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
 SERVER_STOP_S = 45  # running answers have 30 s, then their records are written
 LEARNER_STOP_S = 120  # for a checkpoint
@@ -186,7 +187,7 @@ def require_memory(target: Path) -> None:
     """Raise ValueError if vLLM on this CPU could not load the target."""
     need = weight_bytes(target)  # 0 for a hub name without weights yet: vLLM says it then
     free = psutil.virtual_memory().available
-    if engine_is_cpu() and need > free:
+    if ENGINE_IS_CPU and need > free:
         raise ValueError(f"{target} takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: free some")
 
 
@@ -258,7 +259,7 @@ def make_new_head(target: Path, folder: Path, num_tokens: int) -> DraftSource:
     return DraftSource(source=str(folder))
 
 
-def write_new_head(target: Path, folder: Path, num_tokens: int) -> None:
+def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = MOST_IDS) -> None:
     """Publish a head with the weights of the last layer of the target.
 
     Raises: ValueError, OSError if the target has too few layers, or others than such a head.
@@ -272,10 +273,10 @@ def write_new_head(target: Path, folder: Path, num_tokens: int) -> None:
 
     opened, weights = TargetFolder.open(target), Target.from_folder(target)
     size, ids_W = len(weights.head_VD), None
-    if engine_is_cpu() and size > CPU_IDS:
+    if size > most_ids:
         # Merges of a tokenizer come in the order of their frequency.
-        ids_W = torch.tensor(sorted({*range(CPU_IDS), *opened.end_ids}))
-        print(f"the new head proposes the first {CPU_IDS} of {size} ids; for others, train one and give --draft")
+        ids_W = torch.tensor(sorted({*range(most_ids), *opened.end_ids}))
+        print(f"the new head proposes the first {most_ids} of {size} ids; for others, train one and give --draft")
     torch.manual_seed(0)
     head = Eagle3(Options(num_steps=num_tokens), weights, ids_W)
     head.init_from_layers(*read_last_layers(opened, torch.float32, 1))
@@ -303,7 +304,7 @@ def place_learner(gpus: Sequence[str], flags: Mapping[str, str]) -> tuple[str, s
 def list_gpus() -> list[str]:
     """Visible GPUs of a CUDA build, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if engine_is_cpu() or visible == "" or not shutil.which("nvidia-smi"):
+    if ENGINE_IS_CPU or visible == "" or not shutil.which("nvidia-smi"):
         return []
     if visible:
         return visible.split(",")

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.demo import fleet, online
 from benchmarks.demo.fleet import runner_environment, start_server
-from redraft.eval.engine.server import engine_is_cpu
+from redraft.eval.machine import ENGINE_IS_CPU
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_on_a_cpu_v2_runs_in_tritons_interpreter(triton: Path, monkeypatch: pyte
     assert found["VLLM_PLUGINS"] == "redraft,cpu_triton"
 
 
-@pytest.mark.skipif(not engine_is_cpu(), reason="vLLM for CPUs alone needs Triton from us")
+@pytest.mark.skipif(not ENGINE_IS_CPU, reason="vLLM for CPUs alone needs Triton from us")
 def test_without_triton_the_demo_is_refused_before_an_older_one_is_deleted(triton: Path, tmp_path: Path) -> None:
     triton.rmdir()
     output = tmp_path / "demo"

@@ -17,6 +17,8 @@ from benchmarks.demo import online_stage
 from benchmarks.demo.fleet import KV_CACHE_BYTES, clear
 from benchmarks.demo.online_config import MAX_MODEL_LEN, PRESETS, SMALL, SMOLLM2, Config
 from benchmarks.demo.online_stage import Stage, count_kv_bytes, make_scene
+from redraft.eval.engine.target_dtype import default_target_dtype
+from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.folder import read_config
 from redraft.online.learning.anchors import read_anchors
@@ -82,13 +84,10 @@ def test_a_real_model_is_tested_on_humaneval_of_which_nothing_is_in_the_traffic(
     assert not first_questions(scene.test["prose"]) & first_questions(scene.training)
 
 
-def test_a_real_model_computes_in_the_type_that_is_the_default_everywhere(
-    random_target: Path, parts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for default in ("bfloat16", "float32"):
-        monkeypatch.setattr(online_stage, "default_target_dtype", lambda target, *, on_cpu, default=default: default)
-        assert make_scene(Config(target=random_target, parts=parts)).dtype == default
-    assert make_scene(Config(target=random_target, parts=parts, target_dtype="bfloat16")).dtype == "bfloat16"
+def test_a_real_model_computes_in_the_type_that_is_the_default_everywhere(random_target: Path, parts: Path) -> None:
+    default = default_target_dtype(random_target, on_cpu=ENGINE_IS_CPU) or "bfloat16"
+    for given, dtype in ((None, default), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        assert make_scene(Config(target=random_target, parts=parts, target_dtype=given)).dtype == dtype
 
 
 def test_the_word_smollm2_names_the_folder_below_parts(random_target: Path, parts: Path) -> None:

@@ -30,11 +30,7 @@ BLOCKS = {
 """The config.json of drafts of three tokens, by family."""
 
 
-@pytest.fixture(autouse=True)
-def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last vLLM that serves every family, on a machine where it may choose the model runner."""
-    monkeypatch.setattr(server, "_find_version", {"vllm": "0.32.4"}.get)
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+EVERY = "0.32.4"  # the last vLLM that serves every family
 
 
 @pytest.mark.parametrize(
@@ -43,25 +39,42 @@ def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_draft_is_refused_if_the_variable_asks_for_a_runner_without_its_proposer(
-    family: Family, asked: str, needed: str, taken: str, monkeypatch: pytest.MonkeyPatch
+    family: Family, asked: str, needed: str, taken: str
 ) -> None:
-    require_runner(family.speculative)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    require_runner(family.speculative, {}, on_cpu=False, version=EVERY)
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": asked}
     variable = f"VLLM_USE_V2_MODEL_RUNNER={asked}"
     message = f"only vLLM's {needed} model runner serves {family.title}, and {variable} asks for {taken}: unset it"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        require_runner(family.speculative)
+        require_runner(family.speculative, environment, version=EVERY)
     with pytest.raises(ValueError, match=f"{re.escape(message)}, or wait$"):
-        require_runner(family.speculative, way_out=", or wait")
+        require_runner(family.speculative, environment, way_out=", or wait", version=EVERY)
 
 
-def test_p_eagle_is_among_the_drafts_of_v1_and_eagle_3_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_vllm_takes_v1_and_refuses_the_drafts_of_v2() -> None:
+    for family in V2_ONLY:
+        with pytest.raises(ValueError, match=rf"{family.title}.*CPU.*V1.*GPU"):
+            require_runner(family.speculative, {}, on_cpu=True)
+    for family in V1_ONLY:
+        require_runner(family.speculative, {}, on_cpu=True, version=EVERY)
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.1+cu130", "1.0"])
+def test_a_newer_vllm_that_no_longer_has_the_proposer_is_refused(version: str) -> None:
+    require_runner(find_family("eagle3").speculative, {}, version=version)
+    medusa = find_family("medusa").speculative
+    require_runner(medusa, {}, version=EVERY)
+    with pytest.raises(ValueError, match=f"^vLLM {re.escape(version)} no longer serves Medusa: install vLLM 0.32, or "):
+        require_runner(medusa, {}, version=version)
+
+
+def test_p_eagle_is_among_the_drafts_of_v1_and_eagle_3_is_not() -> None:
     assert {family.name for family in V1_ONLY} == {"peagle", "medusa", "suffix"}
     assert [family.name for family in V2_ONLY] == ["dspark"]
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    require_runner(find_family("eagle3").speculative)  # the same method without the flag
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    require_runner(find_family("eagle3").speculative, environment)  # the same method without the flag
     with pytest.raises(ValueError, match="V1 model runner serves suffix decoding"):
-        require_runner(DraftSource.parse("suffix").speculative())
+        require_runner(DraftSource.parse("suffix").speculative(), environment)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -75,11 +88,13 @@ def test_more_tokens_than_a_draft_proposes_are_refused_before_a_server_starts(
     (tmp_path / "config.json").write_text(json.dumps(BLOCKS[name]))
     family = find_family(name)
     config = {**family.speculative, "model": str(tmp_path), "num_speculative_tokens": 3}
-    require_servable(config)
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": "0" if "v1" in family.decoders else "1"}
+    require_servable(config, runner)
     asked = f"4 draft tokens asked of {tmp_path}, a {family.title} draft that proposes 3: "
+    four = {**config, "num_speculative_tokens": 4}
     with (
         pytest.raises(ValueError, match=f"^{re.escape(asked)}give --num-speculative-tokens 3 at most$"),
-        vllm_server("target", log=tmp_path / "vllm.log", speculative_config={**config, "num_speculative_tokens": 4}),
+        vllm_server("target", log=tmp_path / "vllm.log", speculative_config=four, extra_env=runner),
     ):
         pass
     assert not (tmp_path / "vllm.log").exists()

@@ -15,8 +15,9 @@ from local_hub import run_with_hub, serve_model
 from redraft.distill.run import proof as prove
 from redraft.eval.engine import server
 from redraft.eval.engine.hardware import Machine, this_machine
-from redraft.eval.engine.server import engine_is_cpu, vllm_server
+from redraft.eval.engine.server import vllm_server
 from redraft.eval.engine.target_dtype import default_target_dtype
+from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.eval.prompts import Prompt
 from redraft.heads.files.target_folder import TargetFolder
 
@@ -91,7 +92,7 @@ def test_an_engine_is_started_in_the_same_type(
 
     monkeypatch.setattr(server, "process_group", start)
     target = write_config(tmp_path / "target", config)
-    asked = given or default_target_dtype(target, on_cpu=engine_is_cpu()) or "auto"
+    asked = given or default_target_dtype(target, on_cpu=ENGINE_IS_CPU) or "auto"
     with pytest.raises(StartedError), vllm_server(target, log=tmp_path / "vllm.log", dtype=given):
         pass
     assert started[:2] == [sys.executable, "-m"]

@@ -247,7 +247,6 @@ def test_the_proof_of_a_training_serves_in_the_faster_mode(
 
     for module in (baseline, proof):
         monkeypatch.setattr(module, "vllm_server", start)
-        monkeypatch.setattr(module, "measure_bandwidth", lambda: 1e10)
     rates = {"compiled": 0.02, "eager": 0.01}
     monkeypatch.setattr(proof, "measure", lambda server, *_, **__: make_run(rates[server.mode]))
     with pytest.raises(ChildProcessError):

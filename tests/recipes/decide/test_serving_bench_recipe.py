@@ -20,8 +20,9 @@ from transformers import LlamaForCausalLM
 from benchmarks.advice import Config as AdviceConfig
 from benchmarks.advice import cells_acceptance, cells_costs, lines, verdict
 from redraft.eval.engine.draft_source import DraftSource
-from redraft.eval.engine.server import VllmServer, engine_is_cpu
+from redraft.eval.engine.server import VllmServer
 from redraft.eval.engine.target_dtype import default_target_dtype
+from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts
 from redraft.eval.serving.load import LoadResult
@@ -70,7 +71,6 @@ class Servers:
 def mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounds that choose the mode are tested with `choose_mode`."""
     monkeypatch.setattr(bench, "choose_baseline", lambda *_: ("compiled", {}))
-    monkeypatch.setattr(bench, "measure_bandwidth", lambda: 1e10)
 
 
 @pytest.mark.vllm
@@ -78,16 +78,15 @@ def test_a_run_that_was_interrupted_measures_what_is_missing(
     engine_with_draft: VllmServer, served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = make_config(served_pair, tmp_path)
-    monkeypatch.setattr(bench, "engine_is_cpu", lambda: False)  # asks for the ideal too
     monkeypatch.setattr(bench, "vllm_server", Servers(engine_with_draft, dies_at=1))
     with pytest.raises(KeyboardInterrupt):
-        main(cfg)
+        main(cfg, engine_has_ideal=True)
     assert len(list((tmp_path / "cells").glob("*.json"))) == 2, "two loads without a draft"
     assert not (tmp_path / "serving.json").exists()
 
     again = Servers(engine_with_draft)
     monkeypatch.setattr(bench, "vllm_server", again)
-    main(cfg)
+    main(cfg, engine_has_ideal=True)
     assert [bool(config) for config in again.started] == [False, True], "the draft, and the target alone beside it"
     report = json.loads((tmp_path / "serving.json").read_text())
     schema = json.loads((Path(serving_report.__file__).parent / "serving.schema.json").read_text())
@@ -101,10 +100,10 @@ def test_a_run_that_was_interrupted_measures_what_is_missing(
 
     third = Servers(engine_with_draft)
     monkeypatch.setattr(bench, "vllm_server", third)
-    main(cfg)
+    main(cfg, engine_has_ideal=True)
     assert third.started == [], "everything is there"
     assert json.loads((tmp_path / "serving.json").read_text())["tables"] == report["tables"]
-    main(replace(cfg, overwrite=True))
+    main(replace(cfg, overwrite=True), engine_has_ideal=True)
     assert len(third.started) == 2
 
 
@@ -127,17 +126,16 @@ def test_a_draft_that_is_added_on_another_day_is_compared_with_the_target_of_tha
 
     monkeypatch.setattr(bench, "vllm_server", serve)
     monkeypatch.setattr(bench, "run_load", run_load)
-    monkeypatch.setattr(bench, "engine_is_cpu", lambda: False)  # asks for the ideal too
     draft = str(served_pair[1])
     cfg = make_config(served_pair, tmp_path, repeats=2)
-    main(cfg)
+    main(cfg, engine_has_ideal=True)
     assert started == [None, "draft_model"] * 2
     # Nothing new, but the ideal: the target is not measured for a draft that the engine refuses again.
-    main(cfg)
+    main(cfg, engine_has_ideal=True)
     assert started == [None, "draft_model"] * 2
     # a machine with nothing else to do
     day = 3.0
-    main(replace(cfg, draft=(draft, "ngram")))
+    main(replace(cfg, draft=(draft, "ngram")), engine_has_ideal=True)
     assert started[4:] == [None, "ngram"] * 2
     report = json.loads((tmp_path / "serving.json").read_text())
     rows = {row["draft"]: row for row in report["tables"]["draft"]}
@@ -220,7 +218,7 @@ def test_another_type_of_the_target_is_measured_again_also_by_default(
     (target / "config.json").write_text(json.dumps(stored))
     cfg = make_config((target, served_pair[1]), tmp_path / "bench")
     # None, as stored, on a GPU alone.
-    default = default_target_dtype(target, on_cpu=engine_is_cpu())
+    default = default_target_dtype(target, on_cpu=ENGINE_IS_CPU)
     for given, dtype in ((None, default), ("float32", "float32"), ("bfloat16", "bfloat16")):
         assert bench.served(replace(cfg, target_dtype=given), "compiled")["dtype"] == dtype
 

@@ -199,9 +199,7 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         refuse(ValueError, "VLLM_USE_V2_MODEL_RUNNER")
-    with monkeypatch.context() as patch:
-        patch.setattr(up, "LEAST_FREE_BYTES", 1 << 60)
-        refuse(OSError, "no space left")
+    refuse(OSError, "no space left", folder=Path("/proc/all"))
     with socket.create_server(("127.0.0.1", port)):
         refuse(ValueError, f"port {port} is in use")
 
@@ -344,9 +342,8 @@ def test_a_learner_that_keeps_dying_waits_longer_each_time(tmp_path):
     assert said[0].endswith("ValueError: x")
 
 
-def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path, monkeypatch):
-    monkeypatch.setattr(up, "CPU_IDS", 100)
-    up.write_new_head(tiny_target, tmp_path / "draft", 3)
+def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path):
+    up.write_new_head(tiny_target, tmp_path / "draft", 3, most_ids=100)
     assert detect_family(tmp_path / "draft").name == "eagle3"
     tensors = load_file(tmp_path / "draft" / "model.safetensors")
     proposed = {*range(100), *TargetFolder.open(tiny_target).end_ids}
