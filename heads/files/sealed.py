@@ -2,17 +2,20 @@
 
     {"layout": 1, "crc32": "5d41a0c2", "phase": "idle", ...}
 
-Files of releases before this had neither, and are read as they are. Standard library only."""
+Files of releases before this had neither, and are read as they are."""
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from redraft.heads.files.artifact import write_whole
 
 T = TypeVar("T")
+D = TypeVar("D")
 LAYOUT, CRC = "layout", "crc32"
 
 
@@ -47,17 +50,17 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
     return content
 
 
-def read_sealed_as(path: Path, make: Callable[[Any], T], otherwise: T) -> T:
-    """Apply `make` to the fields; `otherwise` without a file. Raises DamagedError;
-    ValueError if a later release wrote it."""
+def read_sealed_as(path: Path, kind: type[T], otherwise: D) -> T | D:
+    """The fields as a record; `otherwise` without a file. Raises DamagedError, also if it is another
+    record. Raises ValueError if a later release wrote it. Raises OSError if it cannot be read."""
     if not path.exists():
         return otherwise
     content = read_sealed(path)
     try:
-        return make(content)
-    except (ValueError, KeyError, TypeError) as error:
-        kind = type(otherwise).__name__.lower()
-        raise DamagedError(f"{path} does not hold a {kind} ({error})") from error
+        return msgspec.convert(content, kind)
+    except ValueError as error:
+        name = kind.__name__.strip("_").lower()
+        raise DamagedError(f"{path} is damaged (it does not hold a {name}: {error})") from error
 
 
 def set_aside(path: Path) -> Path:

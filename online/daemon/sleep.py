@@ -3,7 +3,6 @@ saved over kills."""
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from redraft.heads.files.sealed import read_sealed_as, write_sealed
 from redraft.online.daemon.account import Account
@@ -72,9 +71,4 @@ def save_sleep(sleep: Sleep, path: Path) -> None:
 
 def load_sleep(path: Path) -> Sleep:
     """The sleep saved last, or awake without a reference. Raises as `read_sealed_as`."""
-    return read_sealed_as(path, _make_sleep, Sleep())
-
-
-def _make_sleep(content: dict[str, Any]) -> Sleep:
-    then = [(str(domain), float(drafts), float(accepted)) for domain, drafts, accepted in content["then"]]
-    return Sleep(**{**content, "then": tuple(then)})
+    return read_sealed_as(path, Sleep, Sleep())

@@ -10,9 +10,9 @@ repeated from the start: after a restart, load the state and enter its phase."""
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from redraft.heads.files.sealed import read_sealed_as, write_sealed
+from redraft.heads.files.sealed import DamagedError, read_sealed_as, write_sealed
 
 
 class Phase(Enum):
@@ -142,12 +142,7 @@ class SavedState:
 
 def load(path: Path) -> State:
     """The state saved last; idle if there is none yet. Raises: as `read_sealed_as`."""
-    return read_sealed_as(path, _make_state, State())
-
-
-def _make_state(content: dict[str, Any]) -> State:
-    # A file of an earlier release may lack the last fields.
-    state = State(**{**content, "phase": Phase(content["phase"])})
+    state = read_sealed_as(path, State, State())
     if state.candidate is None and state.phase in NEEDS_CANDIDATE:
-        raise ValueError(f"{state.phase.value} without a candidate")
+        raise DamagedError(f"{path} is damaged ({state.phase.value} without a candidate)")
     return state

@@ -25,11 +25,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from redraft.heads.files import artifact
 from redraft.heads.files.lock import own
-from redraft.heads.files.sealed import DamagedError, read_sealed, set_aside, write_sealed
+from redraft.heads.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
 
 STABLE = "STABLE"
 EVALUATION = "evaluation.json"
@@ -39,7 +41,21 @@ TRAINED_UNTIL, TRAINED_THROUGH = "trained_until_s", "trained_through"
 """Key in a version's provenance: the time of the last training step, in seconds since the epoch."""
 
 _VERSION = re.compile(r"v(\d{6,})")
-_ID = re.compile(r"[0-9a-f]{32}")
+_Id = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+
+
+class _Promoted(msgspec.Struct, frozen=True):
+    """The content of promoted.json."""
+
+    registry: _Id = ""  # the registry's id
+    versions: list[Annotated[str, msgspec.Meta(pattern=rf"^{_VERSION.pattern}\Z")]] = []
+
+
+class _Numbers(msgspec.Struct, frozen=True):
+    """The content of registry.json."""
+
+    id: _Id = ""
+    highest_number: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +69,15 @@ class Identity:
 def read_id(folder: Path) -> str:
     """The id of the registry in `folder`; empty if it has none, because no learner has owned it so
     far. Raises OSError if the file exists and cannot be read."""
-    return _read_registry(folder)[0] or _read_id_beside_promoted(folder)
+    return _read_numbers(folder).id or _read_id_beside_promoted(folder)
 
 
 def _read_id_beside_promoted(folder: Path) -> str:
     """The id in promoted.json. A second copy, because servers refuse the versions of a registry with another id."""
     try:
-        known = read_sealed(folder / PROMOTED)["registry"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return read_sealed_as(folder / PROMOTED, _Promoted, _Promoted()).registry
+    except ValueError:
         return ""
-    return known if isinstance(known, str) and _ID.fullmatch(known) else ""
 
 
 def hash_manifest(version: Path) -> str:
@@ -123,7 +138,7 @@ class Registry:
         a version. Raises ValueError if nothing shows which of several versions was current, or none
         that ever was is intact."""
         # The list first: the link is restored from it, and so is the way back from a damaged version.
-        if (is_damaged := self._is_damaged(PROMOTED)) or self._has_lost(PROMOTED):
+        if (is_damaged := self._is_damaged(PROMOTED, _Promoted)) or self._has_lost(PROMOTED):
             promoted = self.promoted()
             consequence = f"the way back is now {', '.join(promoted) or 'empty'}"
             if is_damaged:
@@ -261,12 +276,10 @@ class Registry:
         return ends
 
     def _read_promoted(self) -> list[str]:
-        try:
-            promoted = _read(self.folder / PROMOTED)
-        except (DamagedError, FileNotFoundError):
-            return self._guess_promoted()
-        versions: list[str] = promoted["versions"]
-        return versions
+        promoted = None
+        with suppress(DamagedError):
+            promoted = read_sealed_as(self.folder / PROMOTED, _Promoted, None)
+        return promoted.versions if promoted else self._guess_promoted()
 
     def _guess_promoted(self) -> list[str]:
         """The versions that were current, in order, as far as the rest of the folder shows.
@@ -293,13 +306,11 @@ class Registry:
         content = {"registry": read_id(self.folder), "versions": versions}
         write_sealed(self.folder / PROMOTED, content, mode=0o644)
 
-    def _is_damaged(self, name: str) -> bool:
+    def _is_damaged(self, name: str, kind: type) -> bool:
         try:
-            _read(self.folder / name)
+            read_sealed_as(self.folder / name, kind, None)
         except DamagedError:
             return True
-        except FileNotFoundError:
-            pass
         return False
 
     def _has_lost(self, name: str) -> bool:
@@ -327,41 +338,26 @@ class Registry:
         # Incomplete folders count too, and so do versions that somebody deleted.
         names = [*(path.name for path in self.folder.iterdir()), *self._read_promoted()]
         given = [_number(name) for name in names if _VERSION.fullmatch(name)]
-        return max([*given, _read_registry(self.folder)[1]], default=0)
+        return max([*given, _read_numbers(self.folder).highest_number], default=0)
 
     def _note_numbers(self) -> None:
         """Write the registry's id and highest number. On a full disk this waits until the next version."""
-        known, noted = _read_registry(self.folder)
-        highest = self._highest_number()
-        if known and highest == noted:
+        noted, highest = _read_numbers(self.folder), self._highest_number()
+        if noted.id and highest == noted.highest_number:
             return
         with suppress(OSError):
-            known = known or read_id(self.folder) or uuid.uuid4().hex
-            if self._is_damaged(REGISTRY):
+            known = noted.id or read_id(self.folder) or uuid.uuid4().hex
+            if self._is_damaged(REGISTRY, _Numbers):
                 self._set_aside(REGISTRY, f"the registry's id is {known}, its highest version number {highest}")
             write_sealed(self.folder / REGISTRY, {"id": known, "highest_number": highest}, mode=0o644)
 
 
-def _read(path: Path) -> Any:
-    """The fields of one of the registry's files.
-    Raises FileNotFoundError if there is no such file. Raises DamagedError if it holds something
-    else. Raises ValueError if a later release wrote it."""
-    content = read_sealed(path)
-    names = content if isinstance(content, list) else content.get("versions", []) if isinstance(content, dict) else None
-    if names is None or not all(isinstance(name, str) and _VERSION.fullmatch(name) for name in names):
-        raise DamagedError(f"{path} is damaged (it lists no versions)")
-    return content
-
-
-def _read_registry(folder: Path) -> tuple[str, int]:
-    """The registry's id and the highest number in registry.json; an empty id and 0 if it is missing or damaged."""
+def _read_numbers(folder: Path) -> _Numbers:
+    """An empty id and 0 if registry.json is missing or damaged."""
     try:
-        content = read_sealed(folder / REGISTRY)
-        known, highest = content["id"], content["highest_number"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return "", 0
-    is_valid = isinstance(known, str) and _ID.fullmatch(known) and isinstance(highest, int)
-    return (known, highest) if is_valid else ("", 0)
+        return read_sealed_as(folder / REGISTRY, _Numbers, _Numbers())
+    except ValueError:
+        return _Numbers()
 
 
 def _number(version: str) -> int:

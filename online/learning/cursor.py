@@ -9,10 +9,11 @@ A damaged file is set aside and reported. The commits are then read from the che
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from redraft.heads.files.lock import own
-from redraft.heads.files.sealed import DamagedError, read_sealed, set_aside, write_sealed
+from redraft.heads.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
 
 MAX_COMMITS = 1000
 SERVED = "served"  # commit without a checkpoint: training began again from the served version
@@ -25,6 +26,14 @@ class Commit:
 
     checkpoint_id: str
     through: int
+
+
+class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of both files; forgotten.json has the tenants only."""
+
+    trained: tuple[Commit, ...] = ()  # newest first
+    forgotten: dict[str, float] = {}
+    past: frozenset[str] = frozenset()
 
 
 class Cursor:
@@ -67,11 +76,11 @@ class Cursor:
 
     def _read(self, folder: Path) -> None:
         cursor, again = self._read_one(folder / CURSOR), self._read_one(folder / FORGOTTEN)
-        self.commits = tuple(Commit(**fields) for fields in cursor.get("trained", ()))
-        self.past = frozenset(cursor.get("past", ()))
+        if cursor:
+            self.commits, self.past = cursor.trained, cursor.past
         # The union: a tenant is forgotten if either file says so, with the later time.
-        for file in (cursor, again):
-            for tenant_sha256, time_s in file.get("forgotten", {}).items():
+        for file in filter(None, (cursor, again)):
+            for tenant_sha256, time_s in file.forgotten.items():
                 self.forgotten[tenant_sha256] = max(time_s, self.forgotten.get(tenant_sha256, time_s))
         if cursor and again:
             return
@@ -93,15 +102,13 @@ class Cursor:
         if all(lost):
             self.damage.append("the list of forgotten tenants is lost: repeat `redraft fleet forget` for each of them")
 
-    def _read_one(self, path: Path) -> dict[str, Any]:
-        """The file's fields; empty if it is missing or damaged."""
+    def _read_one(self, path: Path) -> _Fields | None:
+        """The file's fields; None if it is missing or damaged."""
         try:
-            return dict(read_sealed(path))
-        except FileNotFoundError:
-            return {}
-        except (DamagedError, TypeError) as error:
+            return read_sealed_as(path, _Fields, None)
+        except DamagedError as error:
             self.damage.append(f"{error}: it is now {set_aside(path).name}")
-            return {}
+            return None
 
 
 def begin_training_again(folder: Path | None) -> None:

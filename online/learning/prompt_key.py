@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from redraft.heads.files.artifact import sync
-from redraft.heads.files.sealed import DamagedError, read_sealed, set_aside, write_sealed
+from redraft.heads.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
 from redraft.online.records.record import Record
 
 KEY_BYTES = 32
@@ -77,7 +77,7 @@ def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
     secret, damage = _read_secret(folder / KEY), list[str]()
     saved: _Note | None = None
     try:
-        note = saved = _read_note(folder / NOTE)
+        note = saved = read_sealed_as(folder / NOTE, _Note, None)
     except DamagedError as error:
         damage.append(f"{error}: it was written again, for the {KEY} that is there")
         # It may have told of records with hashes by another key. The same key gives the same hashes again.
@@ -124,17 +124,6 @@ def _read_secret(path: Path) -> bytes | None:
         return None
     path.chmod(0o600)
     return path.read_bytes()
-
-
-def _read_note(path: Path) -> _Note | None:
-    """Raises: DamagedError if the file does not hold a note; ValueError if a later release wrote it."""
-    if not path.exists():
-        return None
-    content = read_sealed(path)
-    try:
-        return _Note(**content)
-    except TypeError as error:
-        raise DamagedError(f"{path} is damaged ({error})") from error
 
 
 def _write_note(path: Path, note: _Note) -> None:

@@ -187,7 +187,7 @@ def test_a_damaged_sleep_is_told(tmp_path: Path) -> None:
     path = tmp_path / "sleep.json"
     save_sleep(Sleep().refer("v000002", 500, make_rows(2.0, 30, 0)), path)
     whole = path.read_text()
-    for damaged in (whole[: len(whole) // 2], "", "[]", '{"version": "v000002"}', whole.replace("500", "501")):
+    for damaged in (whole[: len(whole) // 2], "", "[]", '{"version": 2}', whole.replace("500", "501")):
         path.write_text(damaged)
         with pytest.raises(DamagedError, match=r"sleep\.json"):
             load_sleep(path)
