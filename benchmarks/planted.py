@@ -351,7 +351,7 @@ class Examiner:
 
     def _judge(self, pair: Pair) -> list[Finding]:
         head = self._load(pair)
-        stored = StoredForecast.from_json((pair.provenance or {}).get("forecast"))
+        stored = StoredForecast.from_json(pair.provenance.forecast)
         served = Served(outputs=[answer.output_ids for answer in self.answers], counts=self._count(head))
         plan = Plan(run=self.run, stored=stored, are_held_out=False)
         judged = judge_acceptance(pair, plan, served, head, InProcessTarget(self.model, head.aux_layer_ids), {})

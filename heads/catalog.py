@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.heads.family import Family, FixedTokens, Training
-from redraft.heads.files.folder import CONFIG, names_lineage, read_config, read_provenance, tensor_files
+from redraft.heads.files.folder import CONFIG, read_config, tensor_files
 from redraft.heads.files.foreign import find_foreign
+from redraft.heads.files.provenance import read_provenance
 from redraft.heads.files.target_folder import TargetFolder
 
 # Order matters for `tensors` only: the row whose tensor is rarer comes first.
@@ -340,10 +341,6 @@ def require_trained_for(folder: Path, target: TargetFolder) -> None:
     """Raise ValueError if a draft's provenance names a target of another lineage
     (`heads.files.folder.lineage`). A draft of another trainer names none. Another version of the
     target, such as a fine-tune, passes."""
-    provenance = read_provenance(folder) or {}
-    if provenance.get("target_fingerprint") in (None, target.fingerprint):
-        return
-    if not names_lineage(provenance, target.lineage):
-        raise ValueError(
-            f"{folder} was trained for another target than {target.name}: {provenance.get('target', 'unnamed')}"
-        )
+    made = read_provenance(folder)
+    if made.target_fingerprint not in ("", target.fingerprint) and not made.names_lineage(target.lineage):
+        raise ValueError(f"{folder} was trained for another target than {target.name}: {made.target or 'unnamed'}")

@@ -20,7 +20,8 @@ from typing import Any
 from redraft.distill.run.config import HeadConfig, StandaloneConfig, make_config
 from redraft.heads.catalog import detect_family
 from redraft.heads.family import Family
-from redraft.heads.files.folder import CONFIG, read_config, read_provenance, tensor_files
+from redraft.heads.files.folder import CONFIG, read_config, tensor_files
+from redraft.heads.files.provenance import read_provenance
 from redraft.heads.options import Standalone
 from redraft.recipes.cli.run import Recipe
 from redraft.recipes.train import COMMON
@@ -98,10 +99,10 @@ def _answer(old: Path, cfg: Any) -> Path:
     from redraft.recipes.data import regenerate
     from redraft.recipes.data.regenerate_config import Config
 
-    asked = ((read_provenance(old) or {}).get("config") or {}).get("data")
-    if not asked:
+    asked = read_provenance(old).config.data
+    if not asked.source:
         raise ValueError(f"{old} does not name the data of its training: give --data, best answers of {cfg.target}")
     output: Path = cfg.output.with_name(f"{cfg.output.name}-answers.jsonl")
-    print(f"{cfg.target} answers the questions of {asked['source']}")
-    regenerate.main(Config(data=asked["source"], split=asked["split"], target=cfg.target, output=output))
+    print(f"{cfg.target} answers the questions of {asked.source}")
+    regenerate.main(Config(data=asked.source, split=asked.split, target=cfg.target, output=output))
     return output

@@ -8,7 +8,7 @@ readings    would the same weights accept more, read otherwise?    distill.docto
 
 from dataclasses import dataclass, field
 
-from redraft.distill.doctor.in_engine import EngineCheck, day_of_training, judge_dump, plan_run, read_section
+from redraft.distill.doctor.in_engine import EngineCheck, day_of_training, judge_dump, plan_run
 from redraft.distill.doctor.label_probe import compare_probes, label_probe
 from redraft.eval.engine.server import require_runner
 from redraft.eval.parity.run import run_engine
@@ -55,7 +55,7 @@ def check_draft(
 
 
 def check_folder(pair: Pair, method: str | None, num_speculative_tokens: int | None) -> tuple[Checked, int]:
-    recorded = read_section(pair, "prove").get("num_speculative_tokens")
+    recorded = pair.provenance.config.prove.num_speculative_tokens
     # As many as it was published with, so the forecast can be compared; else 3, or fewer for a short head.
     most = pair.family.max_tokens(pair.config) or DEFAULT_NUM_TOKENS
     num_tokens = num_speculative_tokens or recorded or min(DEFAULT_NUM_TOKENS, most)
@@ -70,7 +70,7 @@ def check_folder(pair: Pair, method: str | None, num_speculative_tokens: int | N
 
 
 def _check_labels(pair: Pair, checked: Checked) -> None:
-    trained = (pair.provenance or {}).get("label_probe")
+    trained = pair.provenance.label_probe
     if trained is None:
         checked.notes.append("no label_probe in its provenance: template and loss mask of training are not known")
         return

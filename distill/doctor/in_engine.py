@@ -4,7 +4,7 @@ plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, accept
 
 import datetime
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,6 @@ from redraft.distill.data.day import choose_day
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.doctor.readings import find_better_readings
-from redraft.distill.run.config import Data
 from redraft.distill.run.memory import require_target_room
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
@@ -84,7 +83,7 @@ class Plan:
 def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine | None = None) -> Plan:
     """The run of a draft with `num_tokens` tokens a step; by default on this machine.
     Raises ValueError: the target, which judges the run afterwards in this process, does not fit."""
-    stored, machine = read_forecast(pair), machine or this_machine()
+    stored, machine = StoredForecast.from_json(pair.provenance.forecast), machine or this_machine()
     dtype = engine.dtype or _choose_dtype(pair, stored, machine, on_cpu=engine.on_cpu)
     if pair.family.is_head:
         require_model_heads(f"the target {pair.target.name}", pair.target.text_config, getattr(torch, dtype), machine)
@@ -188,9 +187,9 @@ def _in_forecast(plan: Plan, served: Served) -> list[tuple[AcceptanceCounts, Acc
 def _judge_without_forecast(pair: Pair, plan: Plan, counts: AcceptanceCounts) -> Iterator[Finding | str]:
     """Against training's tau on held-out text, if there is one."""
     yield from find_too_good(counts)
-    metrics = (pair.provenance or {}).get("metrics", ())
-    measured = [entry["held_out_tau"] for entry in metrics if "held_out_tau" in entry]
-    same_tokens = read_section(pair, "prove").get("num_speculative_tokens") == plan.run.num_speculative_tokens
+    made = pair.provenance
+    measured = [entry["held_out_tau"] for entry in made.metrics if "held_out_tau" in entry]
+    same_tokens = made.config.prove.num_speculative_tokens == plan.run.num_speculative_tokens
     if measured and plan.are_held_out and same_tokens:
         why = "these are not the prompts of the published forecast" if plan.stored else "no forecast was published"
         yield f"{why}: acceptance was held to 75% of training's on held-out text"
@@ -206,13 +205,11 @@ def _prompts(
 ) -> tuple[list[list[int]], bool]:
     """Token ids of the prompts to answer, and whether they come from the data of the draft's training."""
     tokenizer = pair.target.tokenizer
-    recorded, day = read_section(pair, "data"), day_of_training(pair)
+    data, day = pair.provenance.config.data, day_of_training(pair)
     # A held-out prompt must leave room for the answer and the last block.
     room = pair.target_config.max_position_embeddings - max_tokens - num_tokens
-    if engine.prompts is None and not recorded:
+    if engine.prompts is None and not data.source:
         return ask_fallback(tokenizer, engine.num_prompts, day), False
-    # Keys of another release are left out.
-    data = replace(Data(), **{k: v for k, v in recorded.items() if k in asdict(Data())})
     if engine.prompts is not None:
         conversations = load_conversations(engine.prompts)
     else:
@@ -226,7 +223,7 @@ def _prompts(
         tokenizer,
         num_prompts=engine.num_prompts,
         max_length=min(room, data.max_prompt_tokens),
-        template_options=arguments_of_training(pair),
+        template_options=pair.provenance.template_arguments,
         day=day,
     )
     return [prompt.token_ids for prompt in prompts], True
@@ -253,20 +250,7 @@ def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | No
     return head, InProcessTarget(model, head.aux_layer_ids)
 
 
-def read_section(pair: Pair, section: str) -> dict[str, Any]:
-    return dict((pair.provenance or {}).get("config", {}).get(section) or {})
-
-
 def day_of_training(pair: Pair) -> datetime.date:
     """The date that the template wrote in training, so a template with today's date is no
     difference on another day. Today, if the provenance does not hold it."""
-    return choose_day((pair.provenance or {}).get("date"), "the date in the draft's provenance")
-
-
-def arguments_of_training(pair: Pair) -> dict[str, Any]:
-    """The arguments of the chat template with which most answers of the training began; empty if not known."""
-    return dict((pair.provenance or {}).get("template_arguments") or {})
-
-
-def read_forecast(pair: Pair) -> StoredForecast | None:
-    return StoredForecast.from_json((pair.provenance or {}).get("forecast"))
+    return choose_day(pair.provenance.date, "the date in the draft's provenance")

@@ -26,9 +26,9 @@ from redraft.eval.forecast.greedy import Forecast
 from redraft.eval.intervals import CONFIDENCE, estimate_tau_gain
 from redraft.heads.family import Family
 from redraft.heads.files.artifact import write_whole
-from redraft.heads.files.folder import is_hub_name, read_provenance
+from redraft.heads.files.folder import is_hub_name
 from redraft.heads.files.kept import compute_once
-from redraft.heads.options import Standalone
+from redraft.heads.files.provenance import read_provenance
 
 VERDICT = "adapt.json"
 CANDIDATE = "candidate"  # Folder of the trained draft in the run, until the gain is proven.
@@ -128,10 +128,9 @@ def _new_start(training: Run, old: Path, loaded: Any) -> Config | None:
             print(f"no new start: {error}")
             return None
         return new
-    made = ((read_provenance(old) or {}).get("config") or {}).get("draft")
-    if made is None:
+    options = read_provenance(old).config.draft
+    if options is None:
         return None
-    options = Standalone(**{**made, "layers": tuple(made["layers"])})
     name = options.checkpoint
     if not options.layers and not options.num_layers and not (Path(str(name)).exists() or is_hub_name(str(name))):
         return None

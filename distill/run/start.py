@@ -21,7 +21,7 @@ from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.eagle3_start import start_by_least_squares
 from redraft.heads.families.standalone import make_draft
-from redraft.heads.files.folder import read_provenance
+from redraft.heads.files.provenance import read_provenance
 from redraft.heads.nn.causal_lm import final_norm
 from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.progress import Progress
@@ -68,8 +68,8 @@ def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
 def _continue(run: Run, cfg: HeadConfig[Any]) -> Any:
     """The head of `--start-from`, with the options of its training."""
     assert cfg.start_from is not None
-    trained_for = (read_provenance(cfg.start_from) or {}).get("target_fingerprint")
-    return run.load(cfg.start_from, has_moved=trained_for not in (None, run.opened.fingerprint))
+    trained_for = read_provenance(cfg.start_from).target_fingerprint
+    return run.load(cfg.start_from, has_moved=trained_for not in ("", run.opened.fingerprint))
 
 
 def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:

@@ -31,6 +31,7 @@ from redraft.distill.signal.apart import documents
 from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal, label_rows
 from redraft.heads.files.artifact import require_space, sync, write_whole
+from redraft.heads.files.folder import read_as
 from redraft.heads.progress import Progress
 
 SHARD_BYTES = 256 << 20  # in memory while writing, and lost with a killed writer
@@ -268,10 +269,7 @@ def read_header(folder: Path) -> CacheHeader:
     path = folder / HEADER
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no cache of target signals (no {HEADER})")
-    try:
-        return CacheHeader(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is corrupt ({error}): write the cache again") from error
+    return read_as(path, CacheHeader, "write the cache again")
 
 
 def _count_missing(folder: Path, header: CacheHeader) -> int:

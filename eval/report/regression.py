@@ -11,6 +11,7 @@ import numpy as np
 from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_gain, estimate_ratio, subtract_independent
 from redraft.eval.report.results import DIGITS
 from redraft.heads.catalog import list_lookups
+from redraft.heads.files.folder import read_as
 
 FALSE_ALARMS = 0.02  # that a report names any fall of an equal draft, over all comparisons
 MIN_PAIRED_SHARE = 0.5  # of the baseline's prompts, to pair them; below: two samples
@@ -84,10 +85,7 @@ def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> R
     """An earlier report of the same target. Raises FileNotFoundError; ValueError: it is none."""
     if not path.is_file():
         raise FileNotFoundError(f"the baseline {path} does not exist: give an earlier report.json of `redraft eval`")
-    try:
-        baseline = msgspec.json.decode(path.read_bytes(), type=Report)
-    except ValueError as error:
-        raise ValueError(f"{path} is not an acceptance report of `redraft eval`: {error}") from None
+    baseline = read_as(path, Report, "give an earlier report.json of `redraft eval`")
     version, target = baseline.schema_version, baseline.target
     if version != schema_version:
         raise ValueError(f"{path} has schema version {version}; this redraft reads version {schema_version}")

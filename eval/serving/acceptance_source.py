@@ -1,6 +1,5 @@
 """Read acceptance by position from any report about a draft, as far as it was measured with the served sampling."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,9 @@ from typing import Any
 from redraft.eval.engine.sampling import GREEDY, Sampling
 from redraft.eval.report.answer import advise_sample_method
 from redraft.eval.serving.report import read_served_sampling
+from redraft.heads.files.folder import read_as, read_json
 
+REPORTS = "give a report of `redraft eval`, `redraft bench` or a training run"
 FILTERS = ("top_p", "top_k", "min_p")
 
 
@@ -33,15 +34,9 @@ def read_acceptance(path: Path, draft: str | None, served: Sampling) -> Acceptan
     Raises: FileNotFoundError; ValueError if it is none of these, has several drafts and `draft` is None, or was
     measured with other samplings only.
     """
-    try:
-        report = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not a report: {error}") from error
-    found = list(_list_acceptances(report)) if isinstance(report, dict) else []
+    found = list(_list_acceptances(read_as(path, dict[str, Any], REPORTS)))
     if not found:
-        raise ValueError(
-            f"{path} has no acceptance by position: give a report of `redraft eval`, `redraft bench` or a training run"
-        )
+        raise ValueError(f"{path} has no acceptance by position: {REPORTS}")
     names = list(dict.fromkeys(one.draft for one in found))
     if draft is None and len(names) > 1:
         raise ValueError(f"{path} has several drafts: choose one of {', '.join(names)}")
@@ -62,7 +57,7 @@ def read_acceptance(path: Path, draft: str | None, served: Sampling) -> Acceptan
 def read_sample_method_advice(path: Path, draft: str | None, temperature: float) -> list[str]:
     """Sentences on vLLM's draft_sample_method at a temperature from a report of `redraft eval`.
     Empty for any other report, and for a draft that is greedy in any case."""
-    report = json.loads(path.read_text())
+    report = read_json(path)
     sampled = {about["name"]: about["is_sampled"] for about in report.get("drafts", ()) if "is_sampled" in about}
     sentences = []
     for row in report.get("results", ()):

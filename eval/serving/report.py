@@ -12,7 +12,6 @@
 | `ideal_source` | `engine` if `speedup_ideal` was measured, `cost model` if it was computed from the measured steps |
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from redraft.eval.report.page import TEMPLATES, charts_of, write_page
 from redraft.eval.serving.cost import advise
 from redraft.eval.serving.sweep import QUESTIONS, fit_step_costs, pool_acceptance
 from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.folder import read_as
 
 VERSION = 1
 GRID = "tokens"  # The question that varies two settings, so its table is two-dimensional.
@@ -60,12 +60,8 @@ def read_serving(path: Path) -> dict[str, Any]:
     """Read a serving.json. Raises FileNotFoundError; ValueError: it is none of this version."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: `redraft bench` measures one")
-    try:
-        report: dict[str, Any] = json.loads(path.read_text())
-        version, has_tables = report.get("version"), "tables" in report
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not a serving.json: {error}") from error
-    if version != VERSION or not has_tables:
+    report = read_as(path, dict[str, Any], "give the serving.json of `redraft bench`")
+    if report.get("version") != VERSION or "tables" not in report:
         raise ValueError(f"{path} is not a serving.json of version {VERSION}: measure again with `redraft bench`")
     return report
 

@@ -11,7 +11,7 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.files.artifact import MANIFEST, PROVENANCE, verify
 from redraft.heads.files.checkpoint import load_causal_lm
-from redraft.heads.files.folder import model_folder, names_lineage
+from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.files.tensors import list_tensors, read_tensors
 from redraft.heads.target import Target
@@ -50,11 +50,11 @@ def notes(pair: Pair) -> Iterator[str]:
         yield f"vLLM has no proposer for {pair.family.title}: nothing but a forecast is known of it"
     if not (pair.draft / MANIFEST).is_file():
         yield f"{pair.draft} has no {MANIFEST}: it is not known whether its files are intact"
-    if pair.provenance is None:
+    if not (pair.draft / PROVENANCE).is_file():
         yield f"{pair.draft} has no {PROVENANCE}: the target and the acceptance of its training are not known"
     if pair.trained_with is None and pair.family.layers_key:
         yield "its config does not record how it was trained: aux layers and norms are taken as the config says"
-    trained_length = ((pair.provenance or {}).get("config", {}).get("loop") or {}).get("sequence_length")
+    trained_length = pair.provenance.config.loop.sequence_length
     served_length = pair.target_config.max_position_embeddings
     if trained_length is not None and trained_length < served_length:
         yield f"trained on {trained_length} positions, the target serves {served_length}: measure acceptance far out"
@@ -73,12 +73,12 @@ def manifest(pair: Pair) -> Iterator[Finding]:
 
 def target_fingerprint(pair: Pair) -> Iterator[Finding]:
     """The provenance names the given target; another version of it is a doubt."""
-    trained_for = (pair.provenance or {}).get("target_fingerprint")
+    trained_for = pair.provenance.target_fingerprint
     # A folder with the layer in it differs from the target of the layer's training.
-    if trained_for is None or pair.is_own_target or trained_for == pair.target.fingerprint:
+    if pair.is_own_target or trained_for in ("", pair.target.fingerprint):
         return
-    name = (pair.provenance or {}).get("target", "another model")
-    if names_lineage(pair.provenance, pair.target.lineage):
+    name = pair.provenance.target or "another model"
+    if pair.provenance.names_lineage(pair.target.lineage):
         yield Finding(
             f"the draft was trained for another version of this target: {name}, fingerprint {trained_for[:12]}",
             "measure the acceptance with `redraft eval`, or run `redraft adapt`",

@@ -17,7 +17,8 @@ from typing import Any
 from redraft.heads.catalog import detect_family_by_tensors
 from redraft.heads.family import Family
 from redraft.heads.files.artifact import safetensors_header
-from redraft.heads.files.folder import TRAINED_WITH, check_model_folder, read_config, read_provenance, tensor_files
+from redraft.heads.files.folder import TRAINED_WITH, check_model_folder, read_config, tensor_files
+from redraft.heads.files.provenance import Provenance, read_provenance
 from redraft.heads.files.target_folder import TargetFolder
 
 
@@ -38,7 +39,7 @@ class Pair:
     shapes: Mapping[str, tuple[int, ...]]  # Shapes of the draft's tensors, by name.
     dtypes: Mapping[str, str]  # by tensor, as safetensors spells them (F32, BF16, I64)
     family: Family
-    provenance: Mapping[str, Any] | None  # None if the folder has no provenance.json.
+    provenance: Provenance
 
     @staticmethod
     def read(target: TargetFolder, draft: Path) -> Pair:

@@ -1,7 +1,7 @@
 """The one reader of model folders: where a model is, its config.json and other JSON files, the file
 of each tensor, whether all files are there, and the model's fingerprint.
 
-Standard library only, apart from the hub's client for a hub name: help texts and control planes read
+Standard library and msgspec only, apart from the hub's client for a hub name: help texts and control planes read
 folders too. What needs transformers is in `heads.files.checkpoint`."""
 
 import hashlib
@@ -10,11 +10,12 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from redraft.heads.files.artifact import (
     MANIFEST,
-    PROVENANCE,
     VOLATILE_CONFIG_KEYS,
     safetensors_header,
     safetensors_samples,
@@ -43,7 +44,12 @@ TRAINED_WITH = "trained_with"
 """Key in an export's `redraft` section: the trained architecture, under the engines' keys. The engines' copies at the
 top level may be edited after the export; these are not."""
 
+T = TypeVar("T")
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -63,14 +69,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError, with the file's name, if it is corrupt."""
+    """The object in a JSON file. Raises: as `read_as`."""
+    return read_as(path, dict[str, Any])
+
+
+def read_as(path: Path, kind: type[T], cure: str = "fetch or export it again") -> T:
+    """The record in a JSON file. A missing key has its default, and an unknown one is passed over.
+    Raises ValueError, with the file's name and the cure, if it is corrupt or another record."""
     try:
-        value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise ValueError("it holds no object")
-        return value
+        # msgspec's decoder refuses NaN, which other programs write.
+        return msgspec.convert(json.loads(path.read_bytes()), kind)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is corrupt ({error}): fetch or export it again") from error
+        raise ValueError(f"{path} is corrupt ({error}): {cure}") from error
 
 
 def text_sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -107,34 +117,21 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def read_provenance(folder: Path) -> dict[str, Any] | None:
-    """The provenance.json of a folder; None without one. Raises ValueError if it is corrupt."""
-    path = folder / PROVENANCE
-    return read_json(path) if path.is_file() else None
-
-
 def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of each tensor of a safetensors folder, by the tensor's name.
     Raises FileNotFoundError: the folder has no weights. Raises ValueError: a file is truncated; the
     message names it."""
     first = weight_files(folder)[0]
     if (folder / INDEX).is_file():
-        return {name: folder / file for name, file in _read_index(folder / INDEX).items()}
+        return {name: folder / file for name, file in read_as(folder / INDEX, _Index).weight_map.items()}
     if first.name != WEIGHTS:
         raise FileNotFoundError(f"{folder} has its weights in {first.name}: {TO_SAFETENSORS}")
     return dict.fromkeys(safetensors_header(first), first)
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    files: dict[str, str] | None = read_json(path).get("weight_map")
-    if not isinstance(files, dict):
-        raise ValueError(f"{path} is corrupt (it has no weight_map): fetch it again")
-    return files
-
-
 def _refuse_two(folder: Path) -> None:
     """Raise ValueError if a folder has two sets of weights: transformers reads the whole file, vLLM the index."""
-    if (folder / WEIGHTS).is_file() and WEIGHTS not in _read_index(folder / INDEX).values():
+    if (folder / WEIGHTS).is_file() and WEIGHTS not in read_as(folder / INDEX, _Index).weight_map.values():
         raise ValueError(
             f"{folder} has both {WEIGHTS} and {INDEX}, which transformers and vLLM do not choose alike: remove the one "
             "that is left over"
@@ -257,7 +254,7 @@ def _check_weights(folder: Path) -> None:
     if (folder / INDEX).is_file():
         _refuse_two(folder)
     for path in folder.glob("*.safetensors.index.json"):
-        shards = set(_read_index(path).values())
+        shards = set(read_as(path, _Index).weight_map.values())
         if missing := sorted(shard for shard in shards if not (folder / shard).is_file()):
             raise ValueError(f"{folder / missing[0]} is missing: {path.name} names it; fetch it again")
 
@@ -268,7 +265,7 @@ def weight_files(folder: Path) -> list[Path]:
     them."""
     if (folder / INDEX).is_file():
         _refuse_two(folder)
-        return sorted({folder / name for name in _read_index(folder / INDEX).values()})
+        return sorted({folder / name for name in read_as(folder / INDEX, _Index).weight_map.values()})
     whole = folder / WEIGHTS
     if files := [whole] if whole.is_file() else sorted(folder.glob(OLD_WEIGHTS)):
         return files
@@ -323,11 +320,6 @@ def lineage(folder: Path) -> str:
     types = [section.get("model_type") for section in text_sections(config)]
     known = json.dumps([types, shapes, _digest_vocabulary(folder)], sort_keys=True)
     return hashlib.sha256(known.encode()).hexdigest()
-
-
-def names_lineage(provenance: Mapping[str, Any] | None, lineage: str) -> bool:
-    """Whether a draft's provenance names this lineage of a target. An empty one is unknown, and equals none."""
-    return bool(lineage) and (provenance or {}).get("target_lineage") == lineage
 
 
 def _digest_vocabulary(folder: Path) -> str:

@@ -32,7 +32,7 @@ from redraft.online.daemon.memory import release_memory
 from redraft.online.daemon.rollouts import Rollouts
 from redraft.online.daemon.sleep import Sleeper
 from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, SavedState, State, advance, load
-from redraft.online.fleet.registry import TRAINED_THROUGH, TRAINED_UNTIL, Registry, copy_model
+from redraft.online.fleet.registry import Registry, copy_model
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
 from redraft.online.fleet.server import ask_drafting
 from redraft.online.fleet.watch import JournaledServer
@@ -311,8 +311,8 @@ class Cycle:
                 "target_version": "".join(self.judge.buffer.served_target().rpartition("@")[1:]),
                 "trained_from": self.current,
                 "records": self.trainer.progress.records,
-                TRAINED_UNTIL: self.trainer.progress.until_s,
-                TRAINED_THROUGH: self.trainer.progress.through,
+                "trained_until_s": self.trainer.progress.until_s,
+                "trained_through": self.trainer.progress.through,
             },
             evaluation={
                 "verdict": self.state.reason,

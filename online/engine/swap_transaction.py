@@ -9,7 +9,6 @@ A move loads or names the target weights in the same pause, before the draft if 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import threading
@@ -23,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from redraft.heads.files.artifact import PROVENANCE
 from redraft.heads.files.folder import lineage
+from redraft.heads.files.provenance import Provenance, read_provenance
 from redraft.online.engine.engine_calls import EngineCalls, RefusedError, say
 from redraft.online.fleet.registry import hash_manifest, read_id
 
@@ -418,8 +417,7 @@ class _Found:
     folder: Path
     manifest_sha256: str
     registry: str  # The registry's id; empty if it has none.
-    target_fingerprint: str  # Empty if its provenance names none.
-    target_lineage: str
+    provenance: Provenance
 
     @property
     def name(self) -> str:
@@ -461,14 +459,11 @@ def _read_version(folder: Path) -> _Found:
     if not folder.is_dir():
         raise _no_version(folder.name)
     try:
-        path = folder / PROVENANCE
-        provenance = json.loads(path.read_text()) if path.is_file() else {}
         return _Found(
             folder=folder,
             manifest_sha256=hash_manifest(folder),
             registry=read_id(folder.parent),
-            target_fingerprint=str(provenance.get("target_fingerprint") or ""),
-            target_lineage=str(provenance.get("target_lineage") or ""),
+            provenance=read_provenance(folder),
         )
     except (ValueError, OSError, AttributeError, RecursionError) as error:
         raise RefusedError(422, f"{folder.name} is damaged: {error}") from error
@@ -488,8 +483,8 @@ def _read_lineage(targets: tuple[Path, ...], folder: Path) -> tuple[Path, str]:
 
 
 def _require_target(found: _Found, fingerprint: str, lineage: str) -> None:
-    wanted = found.target_fingerprint
-    if wanted and wanted != fingerprint and (not lineage or found.target_lineage != lineage):
+    wanted = found.provenance.target_fingerprint
+    if wanted not in ("", fingerprint) and not found.provenance.names_lineage(lineage):
         raise RefusedError(
             409,
             f"{found.name} was trained for target {wanted[:12]}, but this server runs {fingerprint[:12]}: "

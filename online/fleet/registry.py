@@ -16,7 +16,6 @@ a damaged current version gives way to the one before."""
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -25,20 +24,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from redraft.heads.files import artifact
 from redraft.heads.files.lock import own
+from redraft.heads.files.provenance import Provenance, read_provenance
 from redraft.heads.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
 
+T = TypeVar("T")
 STABLE = "STABLE"
 EVALUATION = "evaluation.json"
 REGISTRY = "registry.json"
 PROMOTED = "promoted.json"
-TRAINED_UNTIL, TRAINED_THROUGH = "trained_until_s", "trained_through"
-"""Key in a version's provenance: the time of the last training step, in seconds since the epoch."""
 
 _VERSION = re.compile(r"v(\d{6,})")
 _Id = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
@@ -69,15 +68,8 @@ class Identity:
 def read_id(folder: Path) -> str:
     """The id of the registry in `folder`; empty if it has none, because no learner has owned it so
     far. Raises OSError if the file exists and cannot be read."""
-    return _read_numbers(folder).id or _read_id_beside_promoted(folder)
-
-
-def _read_id_beside_promoted(folder: Path) -> str:
-    """The id in promoted.json. A second copy, because servers refuse the versions of a registry with another id."""
-    try:
-        return read_sealed_as(folder / PROMOTED, _Promoted, _Promoted()).registry
-    except ValueError:
-        return ""
+    # A second copy, because servers refuse the versions of a registry with another id.
+    return _read_or_empty(folder / REGISTRY, _Numbers).id or _read_or_empty(folder / PROMOTED, _Promoted).registry
 
 
 def hash_manifest(version: Path) -> str:
@@ -266,14 +258,15 @@ class Registry:
         version, by version. A copy of a draft from elsewhere learned from no record: 0. Infinite if
         the version does not say. Numbers, not times: a clock may be set back between a record's
         arrival and its training."""
-        ends = {}
-        for version in self.versions():
-            try:
-                provenance = json.loads((self.folder / version / artifact.PROVENANCE).read_bytes())
-            except (OSError, ValueError):
-                provenance = {}
-            ends[version] = 0.0 if "copied_from" in provenance else provenance.get(TRAINED_THROUGH, math.inf)
-        return ends
+        made = {version: self._read_provenance(version) for version in self.versions()}
+        return {version: 0.0 if known.copied_from else known.trained_through for version, known in made.items()}
+
+    def _read_provenance(self, version: str) -> Provenance:
+        """Without any key if it cannot be read."""
+        try:
+            return read_provenance(self.folder / version)
+        except (OSError, ValueError):
+            return Provenance()
 
     def _read_promoted(self) -> list[str]:
         promoted = None
@@ -292,15 +285,9 @@ class Registry:
         # E.g. v4 trained from v2, which trained from v1: v1, v2, v4. v3 was published, but never current.
         found = [current]
         # a version found twice would be a circle, which only damage makes
-        while (parent := self._read_parent(found[0])) in known and parent not in found:
+        while (parent := self._read_provenance(found[0]).trained_from) in known and parent not in found:
             found.insert(0, parent)
         return found if len(found) > 1 else known[: known.index(current) + 1]
-
-    def _read_parent(self, version: str) -> str:
-        try:
-            return str(json.loads((self.folder / version / artifact.PROVENANCE).read_bytes())["trained_from"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""
 
     def _write_promoted(self, versions: list[str]) -> None:
         content = {"registry": read_id(self.folder), "versions": versions}
@@ -338,11 +325,11 @@ class Registry:
         # Incomplete folders count too, and so do versions that somebody deleted.
         names = [*(path.name for path in self.folder.iterdir()), *self._read_promoted()]
         given = [_number(name) for name in names if _VERSION.fullmatch(name)]
-        return max([*given, _read_numbers(self.folder).highest_number], default=0)
+        return max([*given, _read_or_empty(self.folder / REGISTRY, _Numbers).highest_number], default=0)
 
     def _note_numbers(self) -> None:
         """Write the registry's id and highest number. On a full disk this waits until the next version."""
-        noted, highest = _read_numbers(self.folder), self._highest_number()
+        noted, highest = _read_or_empty(self.folder / REGISTRY, _Numbers), self._highest_number()
         if noted.id and highest == noted.highest_number:
             return
         with suppress(OSError):
@@ -352,12 +339,12 @@ class Registry:
             write_sealed(self.folder / REGISTRY, {"id": known, "highest_number": highest}, mode=0o644)
 
 
-def _read_numbers(folder: Path) -> _Numbers:
-    """An empty id and 0 if registry.json is missing or damaged."""
+def _read_or_empty(path: Path, kind: type[T]) -> T:
+    """The record in a file; one without values if the file is missing or damaged."""
     try:
-        return read_sealed_as(folder / REGISTRY, _Numbers, _Numbers())
+        return read_sealed_as(path, kind, None) or kind()
     except ValueError:
-        return _Numbers()
+        return kind()
 
 
 def _number(version: str) -> int:

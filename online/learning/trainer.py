@@ -8,7 +8,6 @@ A checkpoint counts once the buffer has committed it together with the sequence 
 every record is trained as new exactly once, also over a kill: before the resumed checkpoint, or after it.
 """
 
-import json
 import re
 import shutil
 import time
@@ -16,8 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from redraft.distill.train.step import StepStats
-from redraft.heads.files.artifact import PROVENANCE, publishing, verify
+from redraft.heads.files.artifact import publishing, verify
+from redraft.heads.files.provenance import read_provenance
 from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.candidate import Candidate, Ranks
@@ -65,7 +67,7 @@ class Trainer:
                 break
             if self._is_intact(folder):
                 self.ranks.do(Candidate.resume, self._served(), folder)
-                self.progress = Progress(**json.loads((folder / PROVENANCE).read_text())["progress"])
+                self.progress = msgspec.convert(read_provenance(folder).progress, Progress)
                 # A later commit may have given the same checkpoint a later position, and a new buffer begins at 0.
                 self.progress.through = commit.through
                 return commit.checkpoint_id
@@ -81,7 +83,7 @@ class Trainer:
         is_kept = self.buffer.config.folder is not None  # without a folder, every start begins at the served version
         for folder in reversed(self._checkpoints()):
             if is_kept and self._is_intact(folder):
-                progress = Progress(**json.loads((folder / PROVENANCE).read_text())["progress"])
+                progress = msgspec.convert(read_provenance(folder).progress, Progress)
                 # Of a buffer that was removed, the position means nothing.
                 found.append(Commit(checkpoint_id=folder.name, through=min(progress.through, self.buffer.newest())))
         return found

@@ -20,8 +20,9 @@ from typing import Any
 from huggingface_hub import model_info, snapshot_download
 
 from redraft.distill.data.corpus import ask_to_complete
-from redraft.heads.files.artifact import PROVENANCE, publish, sha256
+from redraft.heads.files.artifact import publish, sha256
 from redraft.heads.files.folder import MODEL_FILES
+from redraft.heads.files.provenance import read_provenance
 from redraft.recipes.data import import_gguf
 
 
@@ -94,11 +95,10 @@ def download(name: str, target: Path) -> str:
 
 def read_origin(target: Path) -> str:
     """The weights of a folder that `make_target` has made, e.g. "SmolLM2-135M-Instruct.Q4_1.gguf"."""
-    provenance = json.loads((target / PROVENANCE).read_text())
-    if "imported_from" in provenance:
-        return str(provenance["imported_from"]["file"])
-    origin = provenance["downloaded_from"]
-    return f"{origin['name']} at {origin['revision'][:8]}"
+    made = read_provenance(target)
+    if made.imported_from:
+        return str(made.imported_from["file"])
+    return "{name} at {revision:.8}".format_map(made.downloaded_from)
 
 
 def read_problems(folder: Path) -> list[Mapping[str, Any]]:

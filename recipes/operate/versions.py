@@ -7,11 +7,11 @@ With --config, also show the version on every server and the state of the learne
 """
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from redraft.heads.files.artifact import PROVENANCE
+from redraft.heads.files.folder import read_json
+from redraft.heads.files.provenance import read_provenance
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.fleet.discovery import discover
@@ -75,8 +75,8 @@ async def _server_line(server: FleetServer) -> str:
 
 
 def _origin(folder: Path) -> str:
-    provenance = json.loads((folder / PROVENANCE).read_text())
-    evaluation = json.loads((folder / EVALUATION).read_text()) if (folder / EVALUATION).is_file() else {}
-    if "copied_from" in provenance:
-        return f"copy of {provenance['copied_from']}"
-    return f"from {provenance.get('trained_from', '?')}, {evaluation.get('verdict', 'not judged')}"
+    made = read_provenance(folder)
+    if made.copied_from:
+        return f"copy of {made.copied_from}"
+    evaluation = read_json(folder / EVALUATION) if (folder / EVALUATION).is_file() else {}
+    return f"from {made.trained_from or '?'}, {evaluation.get('verdict', 'not judged')}"

@@ -15,7 +15,8 @@ from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
 from redraft.eval.machine import ENGINE_IS_CPU, count_cores
-from redraft.heads.files.folder import INDEX, read_provenance, weight_files
+from redraft.heads.files.folder import INDEX, weight_files
+from redraft.heads.files.provenance import read_provenance
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, one_number, read_config
 from redraft.recipes.serve.serve_config import Config
 from redraft.recipes.serve.vllm_flags import list_warnings, read_flags, require_agreement, require_private
@@ -74,7 +75,7 @@ def server_command(cfg: Config) -> list[str]:
 
 def template_arguments(draft: Path) -> list[str]:
     """vLLM's arguments for the chat template of a draft's training, e.g. to answer without reasoning."""
-    found = (read_provenance(draft) or {}).get("template_arguments")
+    found = read_provenance(draft).template_arguments
     return ["--default-chat-template-kwargs", json.dumps(found)] if found else []
 
 

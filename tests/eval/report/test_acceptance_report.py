@@ -349,12 +349,12 @@ def test_a_baseline_is_an_acceptance_report_of_this_target_and_version(tmp_path:
     for changes, message in (
         ({"target": {"name": "b", "fingerprint": "cd" * 32}}, "a baseline of another target, b:"),
         ({"schema_version": 99}, "schema version 99"),
-        ({"per_prompt": None, "target": 3}, "is not an acceptance report"),
+        ({"per_prompt": None, "target": 3}, r"report\.json is corrupt"),
     ):
         with pytest.raises(ValueError, match=message):
             read_baseline(written(tmp_path, **changes), FINGERPRINT, SCHEMA_VERSION)
     (tmp_path / "report.json").write_text("{")
-    with pytest.raises(ValueError, match="is not an acceptance report"):
+    with pytest.raises(ValueError, match=r"report\.json is corrupt"):
         read_baseline(tmp_path / "report.json", FINGERPRINT, SCHEMA_VERSION)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         read_baseline(tmp_path / "nowhere.json", FINGERPRINT, SCHEMA_VERSION)

@@ -133,7 +133,7 @@ def test_the_advice_is_of_the_forecast_that_is_served(
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--draft", "other"], "has no draft 'other': choose one of ngram, runs/good/draft"),
         (["--temperature", "0"], "and the served requests are sampled at temperature 0: measure"),
-        (["--acceptance", "pyproject.toml"], "pyproject.toml is not a report"),
+        (["--acceptance", "pyproject.toml"], "pyproject.toml is corrupt"),
     ],
 )
 def test_what_cannot_be_advised_on_is_one_line_and_2(

@@ -19,7 +19,6 @@ from waiting import until
 from redraft.heads.files.folder import fingerprint
 from redraft.online.daemon import control
 from redraft.online.fleet.discovery import FleetConfig
-from redraft.online.fleet.registry import TRAINED_THROUGH, TRAINED_UNTIL
 from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer
 from redraft.online.learning.cursor import SERVED
@@ -66,7 +65,7 @@ def fill(world, records):
 
 def publish(world, *, through=None, copied=False):
     """A version that learned from the first `through` records of the buffer; None does not say."""
-    says = {} if through is None else {TRAINED_THROUGH: through, TRAINED_UNTIL: time.time() + 1e6}
+    says = {} if through is None else {"trained_through": through, "trained_until_s": time.time() + 1e6}
     provenance = {"copied_from": "somewhere"} if copied else {"trained_from": "v000001", **says}
     version = world.registry.publish(
         lambda folder: shutil.copytree(world.draft, folder, dirs_exist_ok=True),

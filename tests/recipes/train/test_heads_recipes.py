@@ -27,10 +27,12 @@ from redraft.distill.run.start import read_last_signals, read_scales, start
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
 from redraft.eval.forecast.greedy import QuickMetrics
+from redraft.eval.forecast.stored import StoredForecast
 from redraft.heads.catalog import detect_family, find_family
 from redraft.heads.families import eagle3
 from redraft.heads.files.artifact import verify
 from redraft.heads.files.folder import fingerprint
+from redraft.heads.files.provenance import read_provenance
 from redraft.heads.target import Target
 
 FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator")
@@ -94,9 +96,19 @@ def test_a_recipe_publishes_a_head_that_its_family_loads(
     report = run(name, random_target, data, tmp_path / "run")
     draft = tmp_path / "run/draft"
     verify(draft)
-    provenance = json.loads((draft / "provenance.json").read_text())
-    assert provenance["target_fingerprint"] == fingerprint(random_target)
-    assert provenance["label_probe"]["labels"], "what `redraft doctor` compares the served template with"
+    made = read_provenance(draft)
+    assert made.target_fingerprint == fingerprint(random_target)
+    assert made.label_probe is not None
+    assert made.label_probe["labels"], "what `redraft doctor` compares the served template with"
+    asked, cfg = made.config.data, make_settings(name, random_target, data, tmp_path)
+    assert (asked.source, asked.split) == (cfg.data.source, cfg.data.split), "for `redraft adapt`"
+    assert (asked.held_out, asked.max_prompt_tokens) == (0.2, 128)
+    assert made.config.loop.sequence_length == SMALL.sequence_length
+    assert made.config.prove.num_speculative_tokens == cfg.prove.num_speculative_tokens
+    assert any(entry.get("held_out_tau", 0) >= 1 for entry in made.metrics)
+    stored = StoredForecast.from_json(made.forecast)
+    assert stored is not None
+    assert stored.tau == pytest.approx(report["offline"]["tau_forecast"])
     assert detect_family(draft).name == name
     served = tmp_path / "run/target" if name == "mtp" else random_target
     head = find_family(name).draft_class().load(draft, Target.from_model(AutoModelForCausalLM.from_pretrained(served)))
