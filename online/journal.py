@@ -233,7 +233,7 @@ class Journal:
         for begin, path in files:
             after = max(after, begin)  # what lay before the oldest file is unlinked
             lines = _read_complete_lines(path, after - begin)
-            entries += [entry for line in lines if (entry := _decode(line)) is not None]
+            entries += [entry for line in lines if (entry := decode(line)) is not None]
             after += sum(map(len, lines))
         return Entries(entries, after)
 
@@ -312,7 +312,7 @@ def _seal(line: bytes) -> bytes:
     return b'%b,"crc32":"%08x"}\n' % (line[:-1], zlib.crc32(line))
 
 
-def _decode(line: bytes) -> Entry | None:
+def decode(line: bytes) -> Entry | None:
     """The entry; None if the line is damaged or unknown. Lines of earlier releases have no checksum."""
     if sealed := _CHECKSUM.search(line):
         line = line[: sealed.start()] + b"}"

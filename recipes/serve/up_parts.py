@@ -1,7 +1,6 @@
 """The parts of `redraft up`: processes with logs, and all that the terminal shows of them."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from redraft.eval.engine.counters import find_counts, read_samples
 from redraft.eval.engine.process import start_group, stop_group
 from redraft.eval.engine.server import last_error
 from redraft.online.engine.pace import describe_pace, read_gauges
+from redraft.online.journal import AcceptanceEntry, FaultEntry, StateEntry, SwapEntry, decode
 
 LONGEST_PAUSE_S = 60  # before a learner that died is started again
 PLAIN_LINE_S = 60  # between two status lines if the output is no terminal
@@ -102,17 +102,15 @@ class Learned:
     fault: str = ""
 
     def read(self, line: str) -> None:
-        with contextlib.suppress(ValueError, AttributeError):
-            entry = json.loads(line)
-            kind = entry.get("kind")
-            if kind == "state":
-                self.phase = entry["phase"]
-            elif kind == "swap" and entry["outcome"] in ("swapped", "rolled_back"):
-                self.version = entry["version"]
-            elif kind == "acceptance" and entry.get("server"):
-                self.version = entry["draft_version"]
-            elif kind == "fault":
-                self.fault = f"{entry['what']} {entry.get('detail') or ''}: {entry.get('reason', '')}"
+        match decode(line.encode()):
+            case StateEntry() as entry:
+                self.phase = entry.phase
+            case SwapEntry(outcome="swapped" | "rolled_back") as entry:
+                self.version = entry.version
+            case AcceptanceEntry(server=str()) as entry:
+                self.version = entry.draft_version
+            case FaultEntry() as entry:
+                self.fault = f"{entry.what} {entry.detail or ''}: {entry.reason}"
 
 
 def show_lines(screen: Screen, part: Part, lines: Sequence[str]) -> None:

@@ -43,7 +43,17 @@ from redraft.online.daemon.opening import provide_first_version
 from redraft.online.engine.config import CaptureConfig, ServerSample
 from redraft.online.engine.pace import PaceMetrics
 from redraft.online.fleet.registry import Registry
-from redraft.online.journal import BufferEntry, Entry, Journal, ServerEntry, SwapEntry
+from redraft.online.journal import (
+    AcceptanceEntry,
+    BufferEntry,
+    Entry,
+    FaultEntry,
+    Journal,
+    ServerEntry,
+    StateEntry,
+    SwapEntry,
+    to_stderr,
+)
 from redraft.recipes.operate.watch import read_server
 from redraft.recipes.serve import up, up_parts
 from redraft.recipes.serve.serve_config import Config as ServeConfig
@@ -319,6 +329,36 @@ def test_of_a_tracebacks_lines_the_last_one_is_shown(tmp_path, capsys):
     up_parts.show_lines(screen, part, lines[:1])
     told = "server: --pace auto is off: x\n"
     assert capsys.readouterr().out == f"{told}server: {lines[3]} (1 more in {part.log})\n{told}"
+
+
+def test_the_log_of_a_learner_tells_phase_version_and_fault(tmp_path, capsys):
+    learned, journal = up_parts.Learned(), Journal(tmp_path, observers=[to_stderr])
+
+    def tell(*entries):
+        for entry in entries:
+            journal.write(entry)
+        for line in capsys.readouterr().err.splitlines():
+            learned.read(line)
+        return learned.phase, learned.version, learned.fault
+
+    for line in ("Traceback", "{", "[]", "3", '{"kind": "mood"}', '{"kind": "state", "phase": "cheerful"}'):
+        learned.read(line)
+    assert tell() == ("starts", "", "")
+    counts = {"drafts": 1.0, "accepted": 1.0, "tau": 2.0}
+    told = AcceptanceEntry(server="http://a", draft_version="v000001", **counts)
+    assert tell(StateEntry(phase="training"), told) == ("training", "v000001", "")
+    assert tell(AcceptanceEntry(draft_version="v000000", **counts))[1] == "v000001", "of records, not of a server"
+    refused, swapped = (
+        SwapEntry(server="http://a", version=version, outcome=outcome)
+        for version, outcome in (("v000003", "refused"), ("v000002", "swapped"))
+    )
+    assert tell(refused)[1] == "v000001"
+    assert tell(swapped, FaultEntry(what="disk_full", detail="28", reason="no space")) == (
+        "training",
+        "v000002",
+        "disk_full 28: no space",
+    )
+    assert tell(SwapEntry(server="http://a", version="v000001", outcome="rolled_back"))[1] == "v000001"
 
 
 def test_a_learner_that_keeps_dying_waits_longer_each_time(tmp_path):
