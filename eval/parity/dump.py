@@ -2,17 +2,16 @@
 
     python -m eval.parity.dump runs.json
 
-The file holds a list of `eval.parity.run.EngineRun` as JSON objects. The result of each is saved to the file `out` with
-torch: `outputs` (token ids by prompt) and `blocks`, one per drafted block. A block has `request`, `num_output`
-(tokens emitted before it), `drafted` (token ids) and, for the first blocks of a prompt, `passes`, the drafter's forward
-passes with inputs by name and outputs as a list, and `confidence`, the estimates of acceptance if there are any.
-Requests run one after the other, so the rows and the request of every pass are known.
+The file holds a list of `eval.parity.run.EngineRun`. The results are saved beside it with torch, as dump-0.pt and so
+on: `outputs` (token ids by prompt) and `blocks`, one per drafted block. A block has `request`, `num_output` (tokens
+emitted before it), `drafted` (token ids) and, for the first blocks of a prompt, `passes`, the drafter's forward passes
+with inputs by name and outputs as a list, and `confidence`, the estimates of acceptance if there are any. Requests
+run one after the other, so the rows and the request of every pass are known.
 """
 
 import functools
 import gc
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -23,9 +22,11 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+import msgspec
 import torch
 
 from redraft.eval.engine.cpu_patches import patch_grouped_norm
+from redraft.eval.parity.run import EngineRun
 
 
 class Recorder:
@@ -108,32 +109,31 @@ def copied(value: Any) -> Any:
     return value.detach().cpu().clone() if torch.is_tensor(value) else None
 
 
-def dump(run: dict[str, Any]) -> dict[str, Any]:
+def dump(run: EngineRun) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    longest = max(map(len, run["prompts"]))
-    max_model_len = longest + run["max_tokens"] + run["speculative_config"]["num_speculative_tokens"]
+    max_model_len = max(map(len, run.prompts)) + run.max_tokens + run.num_speculative_tokens
     llm = LLM(
-        model=run["target"],
-        speculative_config=run["speculative_config"],
-        dtype=run["dtype"],
+        model=run.target,
+        speculative_config=run.speculative_config,
+        dtype=run.dtype,
         max_model_len=max_model_len,
         max_num_seqs=1,  # every row of a pass belongs to one request
         max_num_batched_tokens=max(2048, max_model_len),  # no prompt is prefilled in pieces
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
-        kv_cache_memory_bytes=run["kv_cache_bytes"],
-        **run["engine"],
+        kv_cache_memory_bytes=run.kv_cache_bytes,
+        **run.engine,
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    recorder = Recorder(runner, run["recorded_prompts"], run["blocks_a_prompt"])
-    ends = list(run["end_ids"])  # without a tokenizer the engine knows no end of text
+    recorder = Recorder(runner, run.recorded_prompts, run.blocks_a_prompt)
+    ends = list(run.end_ids)  # without a tokenizer the engine knows no end of text
     sampling = SamplingParams(
-        temperature=0, max_tokens=run["max_tokens"], ignore_eos=True, stop_token_ids=ends, detokenize=False
+        temperature=0, max_tokens=run.max_tokens, ignore_eos=True, stop_token_ids=ends, detokenize=False
     )
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in run["prompts"]], sampling, use_tqdm=False)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in run.prompts], sampling, use_tqdm=False)
     return {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "blocks": recorder.blocks}
 
 
@@ -153,7 +153,7 @@ def keep_imports_frozen() -> None:
     gc.freeze = gc.unfreeze = lambda: None
 
 
-def main(runs: list[dict[str, Any]]) -> None:
+def main(spec: Path) -> None:
     import vllm.entrypoints.llm  # noqa: F401
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
@@ -161,12 +161,12 @@ def main(runs: list[dict[str, Any]]) -> None:
     keep_imports_frozen()
     if current_platform.is_cpu():
         patch_grouped_norm()
-    for run in runs:
-        if run["native_rotary"]:
+    for number, run in enumerate(msgspec.json.decode(spec.read_bytes(), type=list[EngineRun])):
+        if run.native_rotary:
             rotate_in_pytorch()
-        torch.save(dump(run), run["out"])
+        torch.save(dump(run), spec.with_name(f"dump-{number}.pt"))
         cleanup_dist_env_and_memory()
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    main(Path(sys.argv[1]))

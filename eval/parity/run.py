@@ -1,13 +1,13 @@
 """Run drafts in a real vLLM in a separate process, and read back the inputs and outputs of the drafter."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -80,9 +80,8 @@ def run_engine(runs: Sequence[EngineRun], folder: Path, environment: Mapping[str
     is added to its variables. Raises ChildProcessError."""
     folder.mkdir(parents=True, exist_ok=True)
     outs = [folder / f"dump-{i}.pt" for i in range(len(runs))]
-    jobs = [{**asdict(run), "out": str(out)} for run, out in zip(runs, outs, strict=True)]
     spec, log = folder / "runs.json", folder / "vllm.log"
-    spec.write_text(json.dumps(jobs))
+    spec.write_bytes(msgspec.json.encode(runs))
     # torch and vLLM in one process share OpenMP on a CPU, and several threads wait for each other
     threads = {"OMP_NUM_THREADS": "1"} if ENGINE_IS_CPU else {}
     env = {**(environment or {}), **threads, "VLLM_NO_USAGE_STATS": "1"}
