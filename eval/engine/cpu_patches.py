@@ -56,7 +56,9 @@ def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], No
     """`release`, run on real tensors even if torch is tracing."""
 
     def outside(handler: Any) -> None:
-        with no_python_dispatcher(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        keys = torch._C._PreserveDispatchKeyGuard()
+        with keys, no_python_dispatcher(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            torch._C._set_meta_in_tls_dispatch_include(False)  # on while a fake tensor is computed
             # vLLM's copies for tracing, fake tensors or on the meta device, have no address
             if type(handler.handler_tensor) is Tensor and not handler.handler_tensor.is_meta:
                 release(handler)

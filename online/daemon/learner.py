@@ -217,6 +217,8 @@ class Learner:
         self._report_laggards(behind)
         # A server on another version is brought to the current one below, whatever its acceptance.
         alarming = [one for one in answering if one.is_alarming and one.status and one.status.draft_version == current]
+        if self.rollouts.registry.previous() is None:  # a new head: off on a paced server until it has learned
+            alarming = [one for one in alarming if one.status and not one.status.is_paced]
         self._report_alarm(alarming, current)
         self.rollouts.reconcile(behind)
 

@@ -35,6 +35,7 @@ MAX_ANSWER_BYTES = 8 << 20  # Longest answer that is read.
 MAX_QUOTED = 300  # Most characters of a server's words in an error.
 MAX_COUNTER = 1 << 53  # counters above are nonsense: they do not fit a float
 MAX_POSITIONS = 256
+PACED = "pace auto"  # Begin of such a line if the server drafts only while that is faster.
 MAX_PACE_CHARS = 400  # Longest line about the pace of a server.
 MAX_DOMAINS = 64  # Domains whose counters are read from a server. It counts 33 at most.
 ALARM_TAU = 1.05  # a draft below is useless: wrong weights, or made for another target
@@ -150,8 +151,7 @@ class Status:
 
     @property
     def is_paced(self) -> bool:
-        """Whether it drafts only while that is faster."""
-        return self.pace.startswith("pace auto")
+        return self.pace.startswith(PACED)
 
     @property
     def target(self) -> str | None:

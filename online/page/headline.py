@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from redraft.online.fleet.server import ALARM_TAU
+from redraft.online.fleet.server import ALARM_TAU, PACED
 from redraft.online.journal import AcceptanceEntry, StateEntry, SwapEntry
 from redraft.online.page.history import History
 
@@ -50,7 +50,8 @@ def compose_headline(
         f"{_describe_learner(state, is_asleep)} {_describe_traffic(draft, now_s)}",
     )
     number = f"{tau:.2f} tokens"
-    if tau < ALARM_TAU:
+    is_new = not before and draft.entries[-1].pace.startswith(PACED)  # off until it has learned
+    if tau < ALARM_TAU and not is_new:
         remedy = "If the learner does not roll it back, run redraft fleet rollback."
         return Headline(
             before=f"Draft {name} is hardly accepted:",

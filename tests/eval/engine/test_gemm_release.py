@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from redraft.eval.engine.cpu_patches import release_outside_traces
 
@@ -29,6 +29,18 @@ def test_a_handle_is_released_while_torch_traces() -> None:
         release_outside_traces(Handle.release)(handle)
         assert isinstance(torch.ones(2), torch._subclasses.FakeTensor), "the trace continues"
     assert released == [1 << 40]
+
+
+def test_a_handle_is_released_while_a_fake_tensor_is_computed() -> None:
+    released: list[int] = []
+    handle = Handle(released)
+    with FakeTensorMode() as mode, in_kernel_invocation_manager(mode):
+        with pytest.raises(RuntimeError):
+            Handle.release(handle)
+        release_outside_traces(Handle.release)(handle)
+        assert torch._C._meta_in_tls_dispatch_include(), "the kernel continues"
+    assert released == [1 << 40]
+    assert not torch._C._meta_in_tls_dispatch_include()
 
 
 def test_a_copy_without_an_address_is_dropped() -> None:

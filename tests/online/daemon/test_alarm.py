@@ -157,6 +157,26 @@ def test_a_bad_version_is_rolled_back_once_and_no_further(world, records):
     assert world.registry.current() == GOOD
 
 
+@pytest.mark.parametrize("line", ["pace auto: 0 tokens at 1", "pace 3", ""])
+def test_a_first_version_alarms_unless_the_server_leaves_it_off(world, records, line):
+    """A new head is hardly accepted, and at an automatic pace costs nothing."""
+    world.registry.rollback()
+    world.registry.rollback()
+    for fake in world.fakes:
+        fake.drafting = {"pace": {"line": line}} if line else {}
+
+    async def script(task):
+        await start(world, records, task)
+        spoil_counters(world)
+        before = [len(fake.asked) for fake in world.fakes]
+        await until(lambda: all(len(f.asked) > n + 10 for f, n in zip(world.fakes, before, strict=True)), task)
+
+    play(world, script)
+    alarms = {"acceptance_alarm", "nothing_to_go_back_to"}
+    seen = {entry.what for entry in world.entries("fault")} & alarms
+    assert seen == (set() if line.startswith("pace auto") else alarms)
+
+
 def test_without_enough_held_out_requests_the_fleet_stays_and_says_so(world, records):
     async def script(task):
         ship(world.spool, records[:3])

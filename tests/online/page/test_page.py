@@ -96,6 +96,18 @@ def test_a_draft_that_is_hardly_accepted_is_said_in_red(tmp_path: Path):
     assert headline.tone == "bad"
 
 
+def test_a_first_draft_that_a_paced_server_leaves_off_is_no_fault(tmp_path: Path):
+    journal, clock = make_empty(tmp_path)
+    accept(journal, "v000001", 500, 1.02, pace="pace auto: 0 tokens at 1")
+    headline = look(journal).headline
+    assert sentence(headline) == "Draft v1 emits 1.02 tokens per target step."
+    assert headline.tone == "plain"
+    clock.now_s += 60
+    swap(journal, "v000002", "v000001")
+    accept(journal, "v000002", 500, 1.01, pace="pace auto: 0 tokens at 1")
+    assert look(journal, clock.now_s).headline.tone == "bad"
+
+
 def test_old_numbers_are_said_to_be_old(tmp_path: Path):
     journal, clock = make_empty(tmp_path)
     accept(journal, "v000001", 100, 2.0)
