@@ -21,8 +21,8 @@ domains are compared by their totals.
 A trainer may move the target's weights meanwhile. A poll counts if all servers have the
 same weights at both ends, so a fleet that moves together is compared as any other.
 
-Servers with `--pace auto` may draft nothing. Then there is nothing to compare, and the candidate passes:
-a server drafts with it only while that is faster.
+Servers with `--pace auto` may draft little or nothing. If there is nothing to compare, or not enough until
+time is up, the candidate passes: a server drafts with it only while that is faster.
 
 With a control group, before and after are never compared: traffic changes by the minute, and harder traffic would be
 held against the candidate. Neither function raises for a server's failure; both can be repeated after a kill.
@@ -352,7 +352,8 @@ async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls |
                 return polls
         if time.monotonic() > deadline_s:
             too_few = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s"
-            return polls if has_enough else f"{Finding.INCONCLUSIVE.value}: {too_few}: tau {_describe(polls.total)}"
+            is_known = has_enough or polls.is_paced
+            return polls if is_known else f"{Finding.INCONCLUSIVE.value}: {too_few}: tau {_describe(polls.total)}"
 
 
 async def _compare(
@@ -396,6 +397,8 @@ async def _compare(
             finding, reason = _look(ours, theirs, taus, policy, is_paired=before is None)
             if finding is not Finding.INCONCLUSIVE:
                 return Comparison(ours.total, theirs.total, finding, reason)
+        if is_late and ours.is_paced and theirs.is_paced:
+            return Comparison(ours.total, theirs.total, Finding.PASSED, f"too little is drafted to compare: {taus}")
         if is_late and not policy.keep_inconclusive:
             return Comparison(ours.total, theirs.total, Finding.INCONCLUSIVE, f"{Finding.INCONCLUSIVE.value}: {reason}")
         # `keep_inconclusive`: compare until the interval decides

@@ -230,6 +230,12 @@ token_file = "{TOKEN}"
 max_bytes = {buffer_bytes}
 [page]
 port = {page_port}
+[rollout]
+# Nothing is trained during a rollout. The server drafts only while that is faster, so a short comparison is enough.
+warm_up_s = 10
+poll_s = 2
+min_drafts = 1000
+window_timeout_s = 120
 {"" if plan.draft else render_training(draft)}"""
 
 

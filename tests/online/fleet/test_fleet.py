@@ -104,6 +104,20 @@ async def test_where_a_pace_keeps_drafting_off_a_candidate_passes_without_a_comp
 
 
 @in_event_loop
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("line", ["pace auto: 2 tokens at 1; 0.1% explored", "pace 2"])
+async def test_servers_with_little_traffic_that_pace_themselves_take_the_candidate(count, line):
+    """Never as many drafts as a comparison takes. The gate has proven the gain."""
+    traffic, pace = Traffic(drafts_per_reading=30), {"pace": {"line": line}}
+    fakes = [FakeServer(traffic, drafting=pace) for _ in range(count)]
+    async with running(*fakes) as servers:
+        outcome = await try_canary(servers, NEW, OLD, replace(QUICK, min_drafts=10**6, window_timeout_s=0.5))
+    is_auto = line.startswith("pace auto")
+    assert (outcome.passed, fakes[0].version) == ((True, NEW) if is_auto else (False, OLD)), outcome.reason
+    assert outcome.is_inconclusive is not is_auto
+
+
+@in_event_loop
 async def test_traffic_that_gets_harder_at_the_swap_is_not_held_against_the_canary():
     """Compared before and after, the good candidate would look 0.5 worse; over the same window it is 0.5 better."""
     traffic = Traffic()

@@ -1,0 +1,179 @@
+"""Check `--pace auto` against every fixed number of draft tokens, in one running server.
+
+$ python -m benchmarks.pace --draft outputs/demo-up/up/registry/v000003    # a version of `make demo-up`
+
+The modes take turns in a server of `redraft serve --pace auto`: no drafts, `auto`, and each fixed number. In a round
+all modes answer the same questions of HumanEval, at 1, 4 and 8 clients and at a number that moves; every round begins
+with another mode. Speeds are medians over rounds of the ratio to no drafts. Before the first round `auto` sees
+WARM_UP_STEPS steps. A ratio below its requirement is printed, and is not an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.demo.fleet import MAX_NUM_SEQS, measure_tokens_per_s
+from benchmarks.demo.online_config import MAX_MODEL_LEN, SMOLLM2
+from benchmarks.demo.online_config import Config as SceneConfig
+from benchmarks.demo.online_stage import count_kv_bytes, make_scene
+from benchmarks.demo.up import cycle_blocks
+from benchmarks.results import write_results
+from redraft.distill.data.day import choose_day
+from redraft.distill.data.samples import held_out_prompts
+from redraft.eval.engine.process import free_port, start_group, stop_group
+from redraft.eval.engine.server import wait_until_healthy
+from redraft.eval.intervals import median_interval
+from redraft.eval.prompts import Prompt
+from redraft.heads.files.target_folder import TargetFolder
+from redraft.heads.progress import Progress
+from redraft.online.tokens import read_token, write_token
+from redraft.recipes.cli.run import run_recipe
+
+LOADS = {"1": (1,), "4": (4,), "8": (8,), "moving": (1, 8, 2, 6)}
+"""Clients of successive blocks of questions."""
+
+WARM_UP_STEPS = 2000
+OF_OFF, OF_BEST = 0.97, 0.95
+"""Smallest passing ratios: the lower bound to no drafts, and the speed to that of the best fixed number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    draft: Path
+    """Folder of the draft."""
+    target: Path = SMOLLM2
+    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
+    num_speculative_tokens: int = 3
+    """Most draft tokens of a step. Each smaller number is measured, too."""
+    rounds: int = 8
+    """Number of times every mode answers every load; at least 6, for an interval."""
+    max_tokens: int = 48
+    """Maximum length of an answer, in tokens."""
+    output: Path = Path("outputs/bench/pace.json")
+    """File that receives the results."""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 6:
+            raise ValueError(f"--rounds {self.rounds} give no 95% interval: 6 or more")
+
+
+Rates = dict[str, dict[str, list[float]]]
+"""Tokens/s of the rounds, by load and mode."""
+
+
+def main(cfg: Config) -> None:
+    scene = make_scene(SceneConfig(target=cfg.target))
+    opened = TargetFolder.open(scene.target)
+    questions = held_out_prompts(
+        scene.test["code"], opened.tokenizer, num_prompts=400, max_length=160, day=choose_day()
+    )
+    server = Server(cfg, scene.target, scene.dtype, count_kv_bytes(opened.text_config, 1, scene.dtype))
+    try:
+        rates = asyncio.run(measure(cfg, server, questions))
+    finally:
+        server.stop()
+    verdicts = {load: judge(found) for load, found in rates.items()}
+    for load, verdict in verdicts.items():
+        print(f"{load} clients: {verdict['line']}")
+    write_results(cfg.output, {"draft": str(cfg.draft), "verdicts": verdicts, "rates": rates, "pace": server.line})
+
+
+class Server:
+    def __init__(self, cfg: Config, target: Path, dtype: str, kv_bytes: int) -> None:
+        folder = cfg.output.absolute().parent / "pace"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "token").exists():
+            write_token(folder / "token")
+        port = free_port()
+        self.url, self.line = f"http://127.0.0.1:{port}", ""
+        self._headers = {"Authorization": f"Bearer {read_token(folder / 'token')}"}
+        own = {"draft": cfg.draft, "num-speculative-tokens": cfg.num_speculative_tokens, "token-file": folder / "token"}
+        vllm = {
+            "port": port, "served-model-name": "m", "dtype": dtype, "max-model-len": MAX_MODEL_LEN,
+            "max-num-seqs": MAX_NUM_SEQS, "kv-cache-memory-bytes": kv_bytes,
+        }  # fmt: skip
+        command = ["serve", str(target), *to_flags(own | {"pace": "auto"}), "--", *to_flags(vllm)]
+        # All modes read the same prompts: without a cache, none finds those of another.
+        command = [sys.executable, "-m", "redraft.recipes.cli", *command, "--no-enable-prefix-caching"]
+        environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+        self._process = start_group(command, log=folder / "server.log", env=environment)
+        wait_until_healthy(self.url, self._process, folder / "server.log", name="redraft serve")
+
+    async def take(self, pace: str) -> dict[str, Any]:
+        """Change the pace; returns the status of the one before. Raises: httpx.HTTPError."""
+        async with httpx.AsyncClient(timeout=60, headers=self._headers) as http:
+            status = await http.get(f"{self.url}/redraft/status")
+            (await http.post(f"{self.url}/redraft/pace", json={"pace": pace})).raise_for_status()
+            found: dict[str, Any] = status.raise_for_status().json()["pace"]
+            return found
+
+    def stop(self) -> None:
+        stop_group(self._process)
+
+
+def to_flags(values: Mapping[str, object]) -> list[str]:
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> Rates:
+    waiting = cycle_blocks(questions)
+    modes = ["off", "auto", *map(str, range(1, cfg.num_speculative_tokens + 1))]
+    rates: Rates = {load: {mode: [] for mode in modes} for load in LOADS}
+
+    def ask(clients: Sequence[int]) -> list[list[Prompt]]:
+        """A block for each number of clients. With few questions, most of eight clients would soon have none."""
+        return [[*next(waiting), *(next(waiting) if count >= 4 else ())] for count in clients]
+
+    async def answer(clients: Sequence[int], asked: Sequence[Sequence[Prompt]]) -> float:
+        """Geometric mean of the tokens/s of the blocks: a slow one with one client counts as much as a fast one."""
+        speeds = [
+            await measure_tokens_per_s([server.url], block, clients=count, max_tokens=cfg.max_tokens, captured=0.0)
+            for count, block in zip(clients, asked, strict=True)
+        ]
+        return statistics.geometric_mean(speeds)
+
+    with Progress(total=WARM_UP_STEPS, desc="warm-up", unit="step") as bar:
+        while bar.n < WARM_UP_STEPS:
+            await answer(LOADS["moving"], ask(LOADS["moving"]))
+            status = await server.take("auto")
+            bar.update(sum(size["steps"] for size in status["sizes"]) - bar.n)
+    with Progress(total=cfg.rounds * len(LOADS) * len(modes), desc="modes", unit="block") as bar:
+        for number in range(cfg.rounds):
+            for load, clients in LOADS.items():
+                asked, turn = ask(clients), number % len(modes)
+                for mode in (*modes[turn:], *modes[:turn]):
+                    await server.take(mode)
+                    rates[load][mode].append(await answer(clients, asked))
+                    bar.update()
+    await server.take("auto")
+    server.line = (await server.take("auto"))["line"]
+    return rates
+
+
+def judge(rates: dict[str, list[float]]) -> dict[str, Any]:
+    """The speed of every mode against no drafts, and of `auto` against the best fixed number, 0 included."""
+
+    def against(mode: str, other: str) -> tuple[float, tuple[float, float]]:
+        return median_interval([one / two for one, two in zip(rates[mode], rates[other], strict=True)])
+
+    speeds = {mode: against(mode, "off") for mode in rates if mode != "off"}
+    fixed = {mode: speed for mode, (speed, _) in speeds.items() if mode != "auto"}
+    best = max(["off", *fixed], key=lambda mode: fixed.get(mode, 1.0))
+    of_best, interval = against("auto", best)
+    low = speeds["auto"][1][0]
+    words = ", ".join(f"{mode} {speed:.3f}x [{low:.3f}, {high:.3f}]" for mode, (speed, (low, high)) in speeds.items())
+    passed = "PASS" if low >= OF_OFF and of_best >= OF_BEST else "BELOW TARGET"
+    line = f"against no drafts {words}; auto is {of_best:.3f} of the best ({best})  {passed}"
+    return {"speeds": speeds, "best": best, "of_best": of_best, "of_best_interval": interval, "line": line}
+
+
+if __name__ == "__main__":
+    run_recipe(main, Config, __doc__)
