@@ -103,8 +103,7 @@ class Server:
         command = ["serve", str(target), *to_flags(own | {"pace": "auto"}), "--", *to_flags(vllm)]
         # All modes read the same prompts: without a cache, none finds those of another.
         command = [sys.executable, "-m", "redraft.recipes.cli", *command, "--no-enable-prefix-caching"]
-        environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-        self._process = start_group(command, log=folder / "server.log", env=environment)
+        self._process = start_group(command, log=folder / "server.log", env={"VLLM_NO_USAGE_STATS": "1"})
         wait_until_healthy(self.url, self._process, folder / "server.log", name="redraft serve")
 
     async def take(self, pace: str) -> dict[str, Any]:

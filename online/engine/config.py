@@ -44,9 +44,14 @@ class CaptureConfig(ServerSample, Recording):
 TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's: draft tokens by batch size
 
 
-def one_number(most: int) -> list[list[int]]:
-    """vLLM's table with one number for every batch size: vLLM then prepares for numbers that change."""
-    return [[1, 1, most]]
+def list_arms(most: int) -> list[int]:
+    """The numbers of draft tokens of which `--pace auto` chooses."""
+    return [0, *(arm for arm in (1, 2, 3, 5, 8, 12) if arm < most), most]
+
+
+def make_table(most: int) -> list[list[int]]:
+    """vLLM's table with each of these numbers once: the V2 runner then captures CUDA graphs for all."""
+    return [[size, size, arm] for size, arm in enumerate(list_arms(most), start=1)]
 
 
 SwapCache = Literal["auto", "keep", "draft", "clear"]

@@ -1,11 +1,11 @@
-"""Hooks of the policy in vLLM's scheduler and V1 runner: a number of draft tokens for every step.
+"""Hooks of the policy in vLLM's scheduler and runner: a number of draft tokens for every step.
 
     schedule ─► dynamic_sd_lookup[requests] ─► number ─► worker: at 0 the draft is not called
     update_from_output ─► seconds, accepted tokens ─► Policy ─► redraft_pace ─► /redraft/status, /metrics
     CHANGING ─► Policy.swapped
 
-vLLM's scheduler asks a table for the number. `redraft serve --pace` gives vLLM a table of one row: then
-vLLM prepares for numbers that change, and a `Pacer` takes its place.
+vLLM's scheduler asks a table for the number. `redraft serve --pace` gives vLLM a table of all numbers:
+then vLLM prepares for each, and a `Pacer` takes its place.
 
 At 0 a draft with keys reads prompts alone; vLLM would run it in each step to keep the keys whole. Keys of
 tokens answered meanwhile stay unwritten until the request ends, and longer for a later one that finds
@@ -28,7 +28,7 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from redraft.eval.engine.counters import read_samples
-from redraft.online.engine.config import TABLE, check_pace, one_number
+from redraft.online.engine.config import TABLE, check_pace, make_table
 from redraft.online.engine.pace_policy import Policy
 
 logger = logging.getLogger("vllm.redraft")
@@ -52,17 +52,15 @@ def find_decider(vllm_config: Any) -> str:
         return "pipeline stages compute several batches in turn, and each has drafts of another step"
     if speculative.enable_adaptive_verification:
         return "adaptive verification decides"
-    if vllm_config.use_v2_model_runner:
-        return "vLLM's V2 model runner is not followed: set VLLM_USE_V2_MODEL_RUNNER=0"
-    if speculative.use_ngram_gpu():
+    if speculative.use_ngram_gpu() and not vllm_config.use_v2_model_runner:
         return "ngram_gpu must see every step: draft with ngram"
     is_sampled = speculative.draft_sample_method == "probabilistic"
     if is_sampled and keeps_keys(speculative) and vllm_config.model_config.enable_sleep_mode:
         return "sampled drafts need whole keys after a sleep: leave out --enable-sleep-mode"
-    table, one_row = speculative.num_speculative_tokens_per_batch_size, one_number(speculative.num_speculative_tokens)
+    table, own = speculative.num_speculative_tokens_per_batch_size, make_table(speculative.num_speculative_tokens)
     if not table:
-        return f'give "{TABLE}": {one_row} in the speculative config'
-    return "" if [list(row) for row in table] == one_row else f"{TABLE} decides"
+        return f'give "{TABLE}": {own} in the speculative config'
+    return "" if [list(row) for row in table] == own else f"{TABLE} decides"
 
 
 def keeps_keys(speculative: Any) -> bool:
@@ -261,6 +259,8 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     scheduler.redraft_pacer = None
     if decider := find_decider(scheduler.vllm_config):
         logger.warning("redraft: --pace %s is off: %s", pace, decider)
+        if scheduler.dynamic_sd_lookup and TABLE not in decider:  # a table of all numbers must not decide
+            scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * len(scheduler.dynamic_sd_lookup)
         return
     most, has_keys = scheduler.num_spec_tokens, keeps_keys(scheduler.vllm_config.speculative_config)
     pacer = Pacer(most, scheduler.scheduler_config.max_num_seqs, pace, has_keys=has_keys)
@@ -295,10 +295,15 @@ def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
 
 
 def install(runner: Any) -> None:
-    """Leave the draft of a V1 runner uncalled at 0 tokens. Before capture's hooks, which see all states."""
+    """Leave a runner's draft uncalled at 0 tokens. Before capture's hooks, which see all states."""
     if hasattr(runner, "redraft_skipped_steps") or find_decider(runner.vllm_config):
         return
     runner.redraft_skipped_steps = 0
+    if runner.vllm_config.use_v2_model_runner:
+        from redraft.online.engine.runner_v2 import install_pace
+
+        install_pace(runner, has_keys=keeps_keys(runner.speculative_config))
+        return
     propose, speculative = runner.propose_draft_token_ids, runner.speculative_config
     most, has_keys, is_suffix = runner.num_spec_tokens, keeps_keys(speculative), speculative.method == "suffix"
     drafts_all = is_suffix or speculative.parallel_drafting

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from redraft.online.engine.config import list_arms
+
 SHARE = 0.009  # Part of the busy time for probes.
 MOST_STEPS = 16  # Steps' worth of time on the account, at the start and at most.
 STEPS, AROUND = 5, 12  # Steady steps of a probe, and steps without a probe on both sides.
@@ -93,7 +95,7 @@ class Policy:
     """Ask `choose` before a step, and tell `observe` what it took."""
 
     def __init__(self, most: int, max_size: int) -> None:
-        self.arms = [0, *(arm for arm in (1, 2, 3, 5, 8, 12) if arm < most), most]
+        self.arms = list_arms(most)
         self.sizes = make_sizes(max_size)
         self.base = [0] * len(self.sizes)
         self.steps = [0] * len(self.sizes)

@@ -80,6 +80,21 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
     return runner.speculator, list(chain.from_iterable(runner.speculator.attn_groups)), read_text
 
 
+def install_pace(runner: Any, *, has_keys: bool) -> None:
+    """Call the draft in no step with 0 draft tokens, but for the keys of a prompt."""
+    propose = runner.speculator.propose
+
+    def propose_or_not(batch: Any, *args: Any, **options: Any) -> Any:
+        drafts_B = batch.num_draft_tokens_per_req
+        reads_prompt = batch.num_tokens > batch.num_reqs + (0 if drafts_B is None else drafts_B.sum())
+        if options.get("num_speculative_tokens") != 0 or (has_keys and reads_prompt):
+            return propose(batch, *args, **options)
+        runner.redraft_skipped_steps += 1
+        return runner.req_states.draft_tokens.new_full((batch.num_reqs, runner.num_speculative_steps), -1)
+
+    runner.speculator.propose = propose_or_not
+
+
 class _Hooks:
     def __init__(self, runner: Any, capture: Capture) -> None:
         self.runner = runner

@@ -17,7 +17,7 @@ from redraft.eval.engine.server import engine_dtype, find_two_speeds, require_se
 from redraft.eval.machine import ENGINE_IS_CPU, count_cores
 from redraft.heads.files.folder import INDEX, weight_files
 from redraft.heads.files.provenance import read_provenance
-from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, one_number, read_config
+from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, make_table, read_config
 from redraft.recipes.serve.serve_config import Config
 from redraft.recipes.serve.vllm_flags import list_warnings, read_flags, require_agreement, require_private
 
@@ -88,7 +88,7 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
     config["num_speculative_tokens"] = cfg.num_speculative_tokens
     require_servable(config)
     if check_pace(cfg.pace, cfg.num_speculative_tokens) != "off":
-        config[TABLE] = one_number(cfg.num_speculative_tokens)
+        config[TABLE] = make_table(cfg.num_speculative_tokens)
     return config
 
 

@@ -58,7 +58,6 @@ REFUSED = {
 }
 """Flags of vLLM that contradict this command, with the reason."""
 
-RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the other one does not choose a number of draft tokens
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
 MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize  # of a new head: its logits take a CPU longest
 SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
@@ -113,8 +112,6 @@ def make_plan(cfg: Config) -> Plan:
     require_agreement(flags, has_model=True, records=True)
     for name in sorted(name for name in REFUSED.keys() & flags.keys() if flags[name] != "1"):
         raise ValueError(f"--{name.replace('_', '-')} contradicts redraft up, because {REFUSED[name]}: leave it out")
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
-        raise ValueError("vLLM's V2 runner cannot choose a number of draft tokens: unset VLLM_USE_V2_MODEL_RUNNER")
     folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
     if not cfg.join and (folder / LOCK).exists():
         with own(folder / LOCK, "a redraft up"):  # the cause of taken ports
@@ -163,11 +160,8 @@ def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | N
     if draft is not None:
         if draft.lookup is not None:
             raise ValueError(f"--draft {draft}: a head after a lookup does not learn here: give {draft.source} alone")
-        if not draft.is_lookup and "v1" not in draft.family.decoders:
-            raise ValueError(
-                f"--draft {draft}: {draft.family.title} needs vLLM's V2 model runner, which cannot choose a number of "
-                "draft tokens: give another draft, or use redraft serve"
-            )
+        if engine_is_cpu() and not draft.is_lookup and "v1" not in draft.family.decoders:
+            raise ValueError(f"--draft {draft}: {draft.family.title} needs vLLM's V2 model runner, and that a GPU")
         speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
     return None
 
@@ -350,7 +344,7 @@ def run(plan: Plan, *, learns: bool) -> None:
         write_fleet(plan.folder, [plan.url])
         command = [*COMMAND, "learner", "--config", str(plan.folder / SETTINGS)]
         learner = Part("learner", command, logs / "learner.log", {"CUDA_VISIBLE_DEVICES": gpu})
-    server = Part(plan.name, serve_command(plan, learns=learns, more=more), logs / f"{plan.name}.log", RUNNER)
+    server = Part(plan.name, serve_command(plan, learns=learns, more=more), logs / f"{plan.name}.log")
     try:
         if learner is not None:
             page = load_config(plan.folder / SETTINGS).page

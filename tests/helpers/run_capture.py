@@ -65,15 +65,21 @@ def count_preemptions(llm: Any) -> list[str]:
 
 
 def count_calls(core: Any) -> tuple[list[int], list[int]]:
-    """An entry per call of a V1 draft, and the draft tokens scheduled in each step, from now on."""
-    drafter = core.model_executor.driver_worker.worker.model_runner.drafter
+    """An entry per call of the draft, and the draft tokens scheduled in each step, from now on."""
+    runner = core.model_executor.driver_worker.worker.model_runner
     calls: list[int] = []
     numbers: list[int] = []
-    propose, schedule = drafter.propose, core.scheduler.schedule
+    schedule = core.scheduler.schedule
+    if hasattr(runner, "drafter"):
+        propose = runner.drafter.propose
 
-    def proposed(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return propose(*args, **kwargs)
+        def proposed(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return propose(*args, **kwargs)
+
+        runner.drafter.propose = proposed
+    else:  # V2's proposal is wrapped already: count each forward pass
+        runner.speculator.model.register_forward_pre_hook(lambda *_: calls.append(1))
 
     def scheduled(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
@@ -81,7 +87,7 @@ def count_calls(core: Any) -> tuple[list[int], list[int]]:
             numbers.append(output.num_spec_tokens_to_schedule)
         return output
 
-    drafter.propose, core.scheduler.schedule = proposed, scheduled
+    core.scheduler.schedule = scheduled
     return calls, numbers
 
 

@@ -45,6 +45,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "runner": (V2_RUNNER,),
         "self.runner": (V2_RUNNER,),
         "runner.speculator": ("v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator",),
+        "runner.req_states": ("v1.worker.gpu.states:RequestState",),
         "self.runner.sampler": ("v1.worker.gpu.sample.sampler:Sampler",),
         "self.runner.sampler.sampling_states": ("v1.worker.gpu.sample.states:SamplingStates",),
         "self.runner.sampler.sampling_states.temperature": ("v1.worker.gpu.buffer_utils:UvaBackedTensor",),

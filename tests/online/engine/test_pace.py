@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,7 +17,7 @@ from real_server import running_server
 from waiting import wait_until
 
 from redraft.online.engine import pace as hooks
-from redraft.online.engine.config import TABLE, one_number
+from redraft.online.engine.config import TABLE, list_arms, make_table
 from redraft.online.engine.engine_calls import EngineCalls
 from redraft.online.engine.pace import (
     PaceMetrics,
@@ -41,7 +42,7 @@ def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
         "enable_adaptive_verification": False,
         "draft_sample_method": "greedy",
         "parallel_drafting": False,
-        TABLE: [(1, 1, 3)],
+        TABLE: [(1, 1, 0), (2, 2, 1), (3, 3, 2), (4, 4, 3)],
     }
     whole = {
         "use_v2_model_runner": False,
@@ -69,13 +70,14 @@ STAGES = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=2)
         (make_config(), ""),
         (make_config("ngram"), ""),
         (make_config(**{TABLE: [[1, 16, 3], [17, 64, 1]]}), f"{TABLE} decides"),
-        (make_config(**{TABLE: None}), f'give "{TABLE}": [[1, 1, 3]]'),
+        (make_config(**{TABLE: None}), f'give "{TABLE}": [[1, 1, 0], [2, 2, 1], [3, 3, 2], [4, 4, 3]]'),
         # vLLM drops the table then
         (make_config(parallel_config=SimpleNamespace(data_parallel_size=2), **{TABLE: None}), "data-parallel"),
         (make_config(parallel_config=STAGES), "pipeline stages"),
         (make_config(enable_adaptive_verification=True, use_v2_model_runner=True), "adaptive verification decides"),
-        (make_config(use_v2_model_runner=True), "VLLM_USE_V2_MODEL_RUNNER=0"),
+        (make_config(use_v2_model_runner=True), ""),
         (make_config("ngram_gpu"), "ngram_gpu must see every step"),
+        (make_config("ngram_gpu", use_v2_model_runner=True), ""),
         (make_config(model_config=SLEEPS), ""),
         (make_config("ngram", draft_sample_method="probabilistic", model_config=SLEEPS), ""),
         (make_config(draft_sample_method="probabilistic", model_config=SLEEPS), "--enable-sleep-mode"),
@@ -96,6 +98,8 @@ def test_one_decides_and_says_so(config, told, caplog):
         install_pacer(scheduler, "auto")
     if told:
         assert caplog.messages == [f"redraft: --pace auto is off: {found}"]
+        # A table of all numbers decides on nothing; a person's does.
+        assert scheduler.dynamic_sd_lookup == ([0, 3] if TABLE in found else [3, 3])
     else:
         decides, off = caplog.messages
         assert decides == "redraft: --pace auto decides on the draft tokens of a step, at most 3"
@@ -395,6 +399,32 @@ def test_at_0_a_draft_is_called_only_for_keys_of_a_prompt(method, number, read, 
     assert runner.redraft_skipped_steps == (not asked)
 
 
+@pytest.mark.parametrize(
+    ("method", "number", "num_tokens", "is_called"),
+    [("eagle3", 0, 2, False), ("eagle3", 0, 10, True), ("eagle3", 0, 4, False), ("eagle3", 2, 2, True),
+     ("ngram_gpu", 0, 10, False), ("ngram_gpu", 1, 2, True), ("eagle3", None, 2, True)],
+)  # fmt: skip
+def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(method, number, num_tokens, is_called):
+    """Of two requests; with four tokens, one of them verifies two."""
+    config = make_config(method, use_v2_model_runner=True)
+    drafts = torch.full((8, 3), 5, dtype=torch.int32)
+    runner = SimpleNamespace(
+        vllm_config=config,
+        speculative_config=config.speculative_config,
+        speculator=SimpleNamespace(propose=lambda batch, states, **options: drafts[: batch.num_reqs]),
+        req_states=SimpleNamespace(draft_tokens=drafts),
+        num_speculative_steps=3,
+    )
+    install(runner)
+    install(runner)  # once is enough
+    verified = np.array([2, 0]) if num_tokens == 4 else None
+    batch = SimpleNamespace(num_reqs=2, num_tokens=num_tokens, num_draft_tokens_per_req=verified)
+    found = runner.speculator.propose(batch, "states", num_speculative_tokens=number)
+    assert found.tolist() == [[5 if is_called else -1] * 3] * 2
+    assert found.dtype == torch.int32
+    assert runner.redraft_skipped_steps == (not is_called)
+
+
 def test_a_head_behind_a_lookup_is_asked_for_one_token_at_least():
     runner = make_runner("eagle3")
     install(runner)
@@ -423,8 +453,13 @@ def test_a_skipped_draft_still_counts_the_rejected_tokens_of_steps_scheduled_ahe
     assert copied == [((sampled, "requests", "batch", "mask"), "counts")]
 
 
-def test_the_table_for_vllm_has_one_number():
-    assert one_number(5) == [[1, 1, 5]]
+@pytest.mark.parametrize("most", [1, 3, 4, 8, 15])
+def test_vllm_prepares_for_each_number_of_the_policy(most):
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    found = build_dynamic_sd_schedule_lookup(make_table(most), 64, most)
+    assert set(found[1:]) == set(list_arms(most)) == set(Pacer(most, 64, "auto", has_keys=True).policy.arms)
+    assert found[64] == most, "the widest graphs are those of the most tokens"
 
 
 # --- the engine

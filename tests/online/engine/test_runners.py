@@ -20,7 +20,7 @@ from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
 from redraft.online.engine import runner_v1, runner_v2
-from redraft.online.engine.config import TABLE, one_number
+from redraft.online.engine.config import TABLE, make_table
 from redraft.online.engine.runners import describe_runner, find_runner, install_capture
 from redraft.online.learning.intake import count_acceptance
 from redraft.online.learning.replay import training_sequence
@@ -357,8 +357,8 @@ def test_ngrams_before_a_head_change_no_answer_and_no_text_of_a_record(drafts, t
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("schedules_ahead", [True, False])
-def test_the_number_changes_live_and_at_0_the_draft_reads_prompts_alone(drafts, tmp_path, schedules_ahead):
+@pytest.mark.parametrize(("runner", "schedules_ahead"), [("v1", True), ("v1", False), ("v2", True), ("v2", False)])
+def test_the_number_changes_live_and_at_0_the_draft_reads_prompts_alone(drafts, tmp_path, runner, schedules_ahead):
     target, draft = drafts["eagle3"]
     asked = {"prompts": PLAIN, "sampling": [{"max_tokens": 40}] * 3}
     spec = {
@@ -366,10 +366,10 @@ def test_the_number_changes_live_and_at_0_the_draft_reads_prompts_alone(drafts, 
         "draft": str(draft),
         "method": "eagle3",
         "engine": {"async_scheduling": schedules_ahead},
-        "speculative": {TABLE: one_number(3)},
+        "speculative": {TABLE: make_table(3)},
         "rounds": [asked | {"pace": pace} for pace in ("0", "3", "1", "auto")],
     }
-    answers, told, records = run_capture("v1", tmp_path, schedules_ahead, {"REDRAFT_PACE": "auto"}, **spec)
+    answers, told, records = run_capture(runner, tmp_path, schedules_ahead, {"REDRAFT_PACE": "auto"}, **spec)
     off, most, one, auto = told["seen"]
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     for prompt, found in zip(PLAIN, zip(*answers, strict=True), strict=True):

@@ -206,9 +206,6 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
     write_dspark(block)
     refuse(ValueError, "DSpark needs", draft=str(block))
     up.make_plan(Config(target=target, vllm_args=("--port", str(port), "-dp", "1"), draft=draft))
-    with monkeypatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        refuse(ValueError, "VLLM_USE_V2_MODEL_RUNNER")
     refuse(OSError, "no space left", folder=Path("/proc/all"))
     with socket.create_server(("127.0.0.1", port)):
         refuse(ValueError, f"port {port} is in use")
