@@ -16,6 +16,14 @@ from redraft.heads.files.foreign import find_foreign
 from redraft.heads.files.provenance import read_provenance
 from redraft.heads.files.target_folder import TargetFolder
 
+IN_PARALLEL = Training(
+    starts=("last_layers", "random"),
+    layouts=("vllm", "speculators"),
+    draft_vocab_size=32000,
+    lr=6e-4,
+    loop={"steps": 20000, "sequence_length": 2048},
+)
+
 # Order matters for `tensors` only: the row whose tensor is rarer comes first.
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -64,13 +72,7 @@ FAMILIES: tuple[Family, ...] = (
         parity="prefix_and_masks",
         checks="redraft.heads.doctor.peagle:CHECKS",
         options="redraft.heads.options:PEagle",
-        training=Training(
-            starts=("last_layers", "random"),
-            layouts=("vllm", "speculators"),
-            draft_vocab_size=32000,
-            lr=6e-4,
-            loop={"steps": 20000, "sequence_length": 2048},
-        ),
+        training=IN_PARALLEL,
     ),
     Family(
         name="eagle3",
@@ -126,13 +128,7 @@ FAMILIES: tuple[Family, ...] = (
         parity="block",
         checks="redraft.heads.doctor.dspark:CHECKS",
         options="redraft.heads.options:DSpark",
-        training=Training(
-            starts=("last_layers", "random"),
-            layouts=("vllm", "speculators"),
-            draft_vocab_size=32000,
-            lr=6e-4,
-            loop={"steps": 20000, "sequence_length": 2048},
-        ),
+        training=IN_PARALLEL,
     ),
     Family(
         name="dflash",
@@ -154,13 +150,7 @@ FAMILIES: tuple[Family, ...] = (
         parity="block",
         checks="redraft.heads.doctor.dflash:CHECKS",
         options="redraft.heads.options:DFlash",
-        training=Training(
-            starts=("last_layers", "random"),
-            layouts=("vllm", "speculators"),
-            draft_vocab_size=32000,
-            lr=6e-4,
-            loop={"steps": 20000, "sequence_length": 2048},
-        ),
+        training=IN_PARALLEL,
     ),
     Family(
         name="mlp_speculator",
