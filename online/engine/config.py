@@ -50,8 +50,9 @@ def list_arms(most: int) -> list[int]:
 
 
 def make_table(most: int) -> list[list[int]]:
-    """vLLM's table with each of these numbers once: the V2 runner then captures CUDA graphs for all."""
-    return [[size, size, arm] for size, arm in enumerate(list_arms(most), start=1)]
+    """vLLM's table with all these numbers: the V2 runner captures CUDA graphs for each, as far as
+    batches get so large. The most comes first, for the smallest, and last, for all that follow."""
+    return [[size, size, arm] for size, arm in enumerate([most, *list_arms(most)], start=1)]
 
 
 SwapCache = Literal["auto", "keep", "draft", "clear"]

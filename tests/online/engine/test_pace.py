@@ -42,7 +42,7 @@ def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
         "enable_adaptive_verification": False,
         "draft_sample_method": "greedy",
         "parallel_drafting": False,
-        TABLE: [(1, 1, 0), (2, 2, 1), (3, 3, 2), (4, 4, 3)],
+        TABLE: [(1, 1, 3), (2, 2, 0), (3, 3, 1), (4, 4, 2), (5, 5, 3)],
     }
     whole = {
         "use_v2_model_runner": False,
@@ -70,7 +70,7 @@ STAGES = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=2)
         (make_config(), ""),
         (make_config("ngram"), ""),
         (make_config(**{TABLE: [[1, 16, 3], [17, 64, 1]]}), f"{TABLE} decides"),
-        (make_config(**{TABLE: None}), f'give "{TABLE}": [[1, 1, 0], [2, 2, 1], [3, 3, 2], [4, 4, 3]]'),
+        (make_config(**{TABLE: None}), f'give "{TABLE}": [[1, 1, 3], [2, 2, 0], [3, 3, 1], [4, 4, 2], [5, 5, 3]]'),
         # vLLM drops the table then
         (make_config(parallel_config=SimpleNamespace(data_parallel_size=2), **{TABLE: None}), "data-parallel"),
         (make_config(parallel_config=STAGES), "pipeline stages"),
@@ -460,6 +460,7 @@ def test_vllm_prepares_for_each_number_of_the_policy(most):
     found = build_dynamic_sd_schedule_lookup(make_table(most), 64, most)
     assert set(found[1:]) == set(list_arms(most)) == set(Pacer(most, 64, "auto", has_keys=True).policy.arms)
     assert found[64] == most, "the widest graphs are those of the most tokens"
+    assert build_dynamic_sd_schedule_lookup(make_table(most), 1, most)[1] == most
 
 
 # --- the engine
