@@ -28,6 +28,7 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from redraft.eval.engine.counters import read_samples
+from redraft.online.engine import runner_v2
 from redraft.online.engine.config import TABLE, check_pace, make_table
 from redraft.online.engine.pace_policy import Policy
 
@@ -65,6 +66,8 @@ def find_decider(vllm_config: Any) -> str:
 
 def keeps_keys(speculative: Any) -> bool:
     """Whether the draft attends to keys of the text, which it must have read."""
+    if speculative.use_gemma4_mtp():  # it attends to the target's
+        return False
     return bool(speculative.use_eagle() or speculative.uses_draft_model())
 
 
@@ -93,8 +96,8 @@ class Pacer:
 
     def begin(self, output: Any, now_s: float) -> None:
         """A step is scheduled."""
-        for request_id in output.finished_req_ids:
-            self.unread.pop(request_id, None)
+        for request_id in (*output.finished_req_ids, *(new.req_id for new in output.scheduled_new_reqs)):
+            self.unread.pop(request_id, None)  # V2 begins a preempted request anew
         if output.num_scheduled_tokens:
             output.redraft_pace = self._drafted, self._verified, now_s
 
@@ -233,6 +236,7 @@ def patch_pace() -> None:
         initialize(wrapper, kv_cache_configs)
         install(wrapper.worker.model_runner)
 
+    runner_v2.capture_whole_blocks()
     Scheduler.__init__, Scheduler.schedule = init_and_pace, schedule_and_begin
     Scheduler.update_from_output = end_and_update
     # vLLM finds a utility call's method by name on the engine core.
@@ -300,9 +304,7 @@ def install(runner: Any) -> None:
         return
     runner.redraft_skipped_steps = 0
     if runner.vllm_config.use_v2_model_runner:
-        from redraft.online.engine.runner_v2 import install_pace
-
-        install_pace(runner, has_keys=keeps_keys(runner.speculative_config))
+        runner_v2.install_pace(runner, has_keys=keeps_keys(runner.speculative_config))
         return
     propose, speculative = runner.propose_draft_token_ids, runner.speculative_config
     most, has_keys, is_suffix = runner.num_spec_tokens, keeps_keys(speculative), speculative.method == "suffix"

@@ -82,17 +82,38 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
 
 def install_pace(runner: Any, *, has_keys: bool) -> None:
     """Call the draft in no step with 0 draft tokens, but for the keys of a prompt."""
-    propose = runner.speculator.propose
+    propose, most = runner.speculator.propose, runner.num_speculative_steps
 
-    def propose_or_not(batch: Any, *args: Any, **options: Any) -> Any:
+    # The names are vLLM's: it gives some arguments by name.
+    def propose_or_not(input_batch: Any, *args: Any, **options: Any) -> Any:
+        batch, number = input_batch, options.get("num_speculative_tokens", most)
         drafts_B = batch.num_draft_tokens_per_req
         reads_prompt = batch.num_tokens > batch.num_reqs + (0 if drafts_B is None else drafts_B.sum())
-        if options.get("num_speculative_tokens") != 0 or (has_keys and reads_prompt):
-            return propose(batch, *args, **options)
-        runner.redraft_skipped_steps += 1
-        return runner.req_states.draft_tokens.new_full((batch.num_reqs, runner.num_speculative_steps), -1)
+        if not number and not (has_keys and reads_prompt):
+            runner.redraft_skipped_steps += 1
+            return runner.req_states.draft_tokens.new_full((batch.num_reqs, most), -1)
+        if runner.speculative_config.method == "draft_model":  # it would draft the most
+            runner.speculator.num_speculative_steps = max(1, number)
+        return propose(batch, *args, **options)
 
     runner.speculator.propose = propose_or_not
+
+
+def capture_whole_blocks() -> None:
+    """Capture CUDA graphs of a block draft for whole blocks alone, the only ones that it reads,
+    although the table has other numbers of draft tokens."""
+    from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+
+    init = DFlashCudaGraphManager._init_candidates
+
+    def init_without_table(manager: Any) -> None:
+        speculative = manager.vllm_config.speculative_config
+        table = speculative.num_speculative_tokens_per_batch_size
+        speculative.num_speculative_tokens_per_batch_size = None
+        init(manager)
+        speculative.num_speculative_tokens_per_batch_size = table
+
+    DFlashCudaGraphManager._init_candidates = init_without_table
 
 
 class _Hooks:
@@ -138,15 +159,15 @@ class _Hooks:
         except Exception as error:  # capture may fail, serving must not
             self.capture.report(error, "hook")
 
-    def propose(
-        self, batch: Any, attention: Any, slots: Any, last_ND: Tensor, layers: Any, *args: Any, **options: Any
-    ) -> Any:
+    def propose(self, *args: Any, **options: Any) -> Any:
         """Hook on the draft's proposal, with the target's last hidden states and those of its layers, if it has any."""
         try:
-            self.feed.put_states(layers or [last_ND])
+            if not options.get("dummy_run"):  # only then arguments come by name
+                last_ND, layers = args[3:5]
+                self.feed.put_states(layers or [last_ND])
         except Exception as error:  # capture may fail, serving must not
             self.capture.report(error, "hidden_states")
-        return self._propose(batch, attention, slots, last_ND, layers, *args, **options)
+        return self._propose(*args, **options)
 
     def _make_step(self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Tensor | None) -> EngineStep | None:
         """The step of a batch. A reference to the logits is enough: V2's samplers change a copy."""

@@ -15,7 +15,8 @@ from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
 from redraft.eval.machine import ENGINE_IS_CPU, count_cores
-from redraft.heads.files.folder import INDEX, weight_files
+from redraft.heads.files.folder import INDEX, open_folder, text_sections, weight_files
+from redraft.heads.files.folder import read_config as read_model
 from redraft.heads.files.provenance import read_provenance
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, make_table, read_config
 from redraft.recipes.serve.serve_config import Config
@@ -50,6 +51,8 @@ def main(cfg: Config) -> None:
     if ENGINE_IS_CPU and (warning := find_two_speeds(environment, count_cores())):
         print(f"warning: {warning}", file=sys.stderr)
     # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
+    if cfg.pace != "off" and keeps_states(cfg.target):
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.execve(command[0], command, environment | lookup_env(speculative_config(cfg)))
 
 
@@ -139,6 +142,13 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
         }
     # None: a variable of the user's environment stays in force.
     return {name: value for name, value in variables.items() if value is not None}
+
+
+def keeps_states(target: str) -> bool:
+    """Whether the target has Mamba layers or short convolutions. With a changing number of draft
+    tokens, vLLM's V2 runner captures graphs for them that they refuse."""
+    keys = [key for section in text_sections(read_model(open_folder(target))) for key in section]
+    return any(key.startswith(("mamba_", "ssm_", "conv_L")) for key in keys)
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -160,8 +160,6 @@ def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | N
     if draft is not None:
         if draft.lookup is not None:
             raise ValueError(f"--draft {draft}: a head after a lookup does not learn here: give {draft.source} alone")
-        if engine_is_cpu() and not draft.is_lookup and "v1" not in draft.family.decoders:
-            raise ValueError(f"--draft {draft}: {draft.family.title} needs vLLM's V2 model runner, and that a GPU")
         speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
     return None
 

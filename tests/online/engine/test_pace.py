@@ -17,6 +17,7 @@ from real_server import running_server
 from waiting import wait_until
 
 from redraft.online.engine import pace as hooks
+from redraft.online.engine import runner_v2
 from redraft.online.engine.config import TABLE, list_arms, make_table
 from redraft.online.engine.engine_calls import EngineCalls
 from redraft.online.engine.pace import (
@@ -53,7 +54,8 @@ def make_config(method: str = "eagle3", **changes: Any) -> SimpleNamespace:
     whole |= {name: value for name, value in changes.items() if name in whole}
     part = SimpleNamespace(
         **speculative,
-        use_eagle=lambda: method == "eagle3",
+        use_gemma4_mtp=lambda: method == "gemma4",
+        use_eagle=lambda: method in ("eagle3", "gemma4"),
         uses_draft_model=lambda: method == "draft_model",
         use_ngram_gpu=lambda: method == "ngram_gpu",
     )
@@ -145,6 +147,9 @@ class Server:
         }
         output = SimpleNamespace(
             finished_req_ids=set(finished),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=name) for name in new if not self.requests[name].num_output_tokens
+            ],
             num_scheduled_tokens=read,
             scheduled_spec_decode_tokens=drafts,
             total_num_scheduled_tokens=sum(read.values()),
@@ -192,6 +197,7 @@ def test_steps_scheduled_ahead_take_the_time_since_the_one_before():
         outputs.append(
             SimpleNamespace(
                 finished_req_ids=(),
+                scheduled_new_reqs=(),
                 num_scheduled_tokens={"a": 1},
                 scheduled_spec_decode_tokens={},
                 total_num_scheduled_tokens=1,
@@ -220,6 +226,17 @@ def test_a_request_whose_text_the_draft_has_not_read_counts_in_no_probe():
     assert not spy.is_read
     server.step(a=1, finished=("b",))
     assert pacer.unread == {"a": 5}
+
+
+def test_a_preempted_request_is_read_again():
+    pacer, _ = make_pacer(0)
+    server = Server(pacer, a=9)
+    server.step(a=1)
+    server.step(a=1)
+    assert pacer.unread == {"a": 1}
+    server.requests["a"].num_output_tokens = 0  # V2 begins it anew, with its answer in the prompt
+    server.step(a=1)
+    assert pacer.unread == {}
 
 
 def test_a_draft_without_keys_has_read_everything():
@@ -402,7 +419,8 @@ def test_at_0_a_draft_is_called_only_for_keys_of_a_prompt(method, number, read, 
 @pytest.mark.parametrize(
     ("method", "number", "num_tokens", "is_called"),
     [("eagle3", 0, 2, False), ("eagle3", 0, 10, True), ("eagle3", 0, 4, False), ("eagle3", 2, 2, True),
-     ("ngram_gpu", 0, 10, False), ("ngram_gpu", 1, 2, True), ("eagle3", None, 2, True)],
+     ("ngram_gpu", 0, 10, False), ("ngram_gpu", 1, 2, True), ("gemma4", 0, 10, False), ("draft_model", 0, 10, True),
+     ("draft_model", 2, 2, True)],
 )  # fmt: skip
 def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(method, number, num_tokens, is_called):
     """Of two requests; with four tokens, one of them verifies two."""
@@ -411,7 +429,9 @@ def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(method, 
     runner = SimpleNamespace(
         vllm_config=config,
         speculative_config=config.speculative_config,
-        speculator=SimpleNamespace(propose=lambda batch, states, **options: drafts[: batch.num_reqs]),
+        speculator=SimpleNamespace(
+            propose=lambda input_batch, states, **options: drafts[: input_batch.num_reqs], num_speculative_steps=3
+        ),
         req_states=SimpleNamespace(draft_tokens=drafts),
         num_speculative_steps=3,
     )
@@ -423,6 +443,25 @@ def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(method, 
     assert found.tolist() == [[5 if is_called else -1] * 3] * 2
     assert found.dtype == torch.int32
     assert runner.redraft_skipped_steps == (not is_called)
+    drafted = max(1, number) if method == "draft_model" else 3
+    assert runner.speculator.num_speculative_steps == drafted, "a standalone draft would make the most"
+    # vLLM's own runs before it serves, all by name and without a number
+    found = runner.speculator.propose(input_batch=batch, states="states", dummy_run=True)
+    assert found.tolist() == [[5] * 3] * 2
+    assert runner.speculator.num_speculative_steps == 3
+
+
+def test_graphs_of_a_block_draft_are_captured_without_the_table(monkeypatch):
+    from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+
+    seen = []
+    read_table = lambda manager: seen.append(getattr(manager.vllm_config.speculative_config, TABLE))  # noqa: E731
+    monkeypatch.setattr(DFlashCudaGraphManager, "_init_candidates", read_table)
+    runner_v2.capture_whole_blocks()
+    config = make_config("dflash")
+    DFlashCudaGraphManager._init_candidates(SimpleNamespace(vllm_config=config))
+    assert seen == [None]
+    assert getattr(config.speculative_config, TABLE) == make_config().speculative_config.__dict__[TABLE]
 
 
 def test_a_head_behind_a_lookup_is_asked_for_one_token_at_least():

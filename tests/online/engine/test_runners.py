@@ -76,6 +76,21 @@ def test_batches_that_v2_arranges_on_the_device_are_not_recorded(part):
         runner_v2.install_capture(SimpleNamespace(**parts), None)
 
 
+def test_v2_hidden_states_are_those_of_real_steps_however_vllm_calls():
+    """It names the arguments of its own runs at the start, and gives those of a step by place."""
+    proposed, put = [], []
+    hooks = runner_v2._Hooks.__new__(runner_v2._Hooks)
+    hooks._propose, hooks.feed = lambda *args, **options: proposed.append((args, options)), SimpleNamespace()
+    hooks.feed.put_states, hooks.capture = put.append, None
+    hooks.propose(input_batch="batch", last_hidden_states="last", aux_hidden_states=["one"], dummy_run=True)
+    assert put == []
+    step = ("batch", "attention", "slots", "last", ["one", "two"], "sampled")
+    hooks.propose(*step, num_speculative_tokens=2)
+    hooks.propose(*step[:4], None, num_speculative_tokens=0)
+    assert put == [["one", "two"], ["last"]]
+    assert [len(args) for args, _ in proposed] == [0, 6, 5]
+
+
 class Runner:
     """The part of vLLM's V1 runner in which draft tokens are verified and proposed."""
 

@@ -21,9 +21,16 @@ from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
-from redraft.online.engine.config import is_enabled, read_config
+from redraft.online.engine.config import is_enabled, make_table, read_config
 from redraft.recipes.serve import serve_features
-from redraft.recipes.serve.serve import RAY_PREFIXES, Config, plugin_environment, server_command, speculative_config
+from redraft.recipes.serve.serve import (
+    RAY_PREFIXES,
+    Config,
+    keeps_states,
+    plugin_environment,
+    server_command,
+    speculative_config,
+)
 from redraft.recipes.serve.vllm_flags import list_warnings, read_flags, require_private
 
 TENSORS = {
@@ -381,7 +388,7 @@ def test_ray_workers_get_the_variables_of_the_plugin(tmp_path):
     assert {"VLLM_PLUGINS", "REDRAFT_REGISTRY", "REDRAFT_CAPTURE_SPOOL"} <= plugin.keys()
 
 
-def test_a_pace_gives_vllm_a_table_of_one_row_and_the_plugin_the_pace(tmp_path):
+def test_a_pace_gives_vllm_a_table_of_all_numbers_and_the_plugin_the_pace(tmp_path):
     draft = write_draft(tmp_path)
     table, variable = "num_speculative_tokens_per_batch_size", "REDRAFT_PACE"
     plain = parse("target", "--draft", draft)
@@ -390,11 +397,26 @@ def test_a_pace_gives_vllm_a_table_of_one_row_and_the_plugin_the_pace(tmp_path):
     for pace in ("auto", "5", "0"):
         paced = parse("target", "--draft", draft, "--num-speculative-tokens", "5", "--pace", pace)
         command = server_command(paced)
-        assert json.loads(command[command.index("--speculative-config") + 1])[table] == [[1, 1, 5]]
+        assert json.loads(command[command.index("--speculative-config") + 1])[table] == make_table(5)
         assert plugin_environment(paced, {})[variable] == pace
     for pace, said in (("6", "above --num-speculative-tokens, 5"), ("fast", "fast is no pace"), ("-1", "is no pace")):
         with pytest.raises(ValueError, match=said):
             server_command(parse("target", "--draft", draft, "--num-speculative-tokens", "5", "--pace", pace))
+
+
+@pytest.mark.parametrize(
+    ("config", "keeps"),
+    [
+        ({"model_type": "llama", "hidden_size": 8}, False),
+        ({"model_type": "qwen3_next", "linear_conv_kernel_dim": 4}, False),
+        ({"model_type": "granitemoehybrid", "mamba_d_conv": 4}, True),
+        ({"model_type": "lfm2", "conv_L_cache": 3}, True),
+        ({"model_type": "a_wrapper", "text_config": {"ssm_state_size": 128}}, True),
+    ],
+)
+def test_a_target_of_mamba_layers_has_the_first_runner_at_a_pace(config, keeps, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert keeps_states(str(tmp_path)) is keeps
 
 
 def test_vllm_chooses_its_model_runner():

@@ -204,7 +204,7 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
             tyro.cli(Config, args=[target, f"--capture.{name}", "x"])
     (block := tmp_path / "block").mkdir()
     write_dspark(block)
-    refuse(ValueError, "DSpark needs", draft=str(block))
+    refuse(ValueError, "DSpark", draft=str(block))
     up.make_plan(Config(target=target, vllm_args=("--port", str(port), "-dp", "1"), draft=draft))
     refuse(OSError, "no space left", folder=Path("/proc/all"))
     with socket.create_server(("127.0.0.1", port)):
