@@ -112,14 +112,11 @@ class Account:
         self, version: str, staleness: Staleness | None, *, is_asleep: bool, steps_saved: int, reason: str
     ) -> None:
         """The served draft against itself at its promotion; None if there is nothing to compare."""
+        names = ("tau_then", "tau_now", "loss", "low", "high")
         self.journal.write(
             StalenessEntry(
                 version=version,
-                tau_then=staleness.tau_then if staleness else None,
-                tau_now=staleness.tau_now if staleness else None,
-                loss=staleness.loss if staleness else None,
-                low=staleness.low if staleness else None,
-                high=staleness.high if staleness else None,
+                **{name: getattr(staleness, name, None) for name in names},
                 requests=staleness.num_requests if staleness else 0,
                 is_asleep=is_asleep,
                 steps_saved=steps_saved,

@@ -7,15 +7,12 @@
 vLLM's scheduler asks a table for the number. `redraft serve --pace` gives vLLM a table of all numbers:
 then vLLM prepares for each, and a `Pacer` takes its place.
 
-At 0 a draft with keys reads prompts alone; vLLM would run it in each step to keep the keys whole. Keys of
-tokens answered meanwhile stay unwritten until the request ends, and longer for a later one that finds
-the text in the prefix cache. In their place the draft finds zeros, or finite keys of an older text, maybe
-of another request: vLLM clears the cache at the start, and a reused block where layers differ in
-precision or keep states. They change which tokens are drafted, so acceptance (not measured how much),
-and no answer: verification decides on each token. Only NaN for probabilities would
-mislead it. Memory after a sleep is undefined, so a server with --enable-sleep-mode and sampled drafts is refused.
-A request's acceptance counts, and a probe of more tokens begins, only if the draft has read READ of the
-text."""
+At 0 a draft with keys reads prompts alone. Keys of tokens answered meanwhile stay unwritten until the
+request ends, and longer for a later one that finds the text in the prefix cache. In their place the
+draft finds zeros, or finite keys of an older text. They change which tokens are drafted, so acceptance
+(not measured how much), and no answer: verification decides on each token. Only NaN for probabilities
+would mislead it. Memory after a sleep is undefined, so --enable-sleep-mode with sampled drafts is refused.
+A request's acceptance counts, and a probe of more tokens begins, only if the draft has read READ of it."""
 
 import logging
 import os
