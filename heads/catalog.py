@@ -169,8 +169,7 @@ FAMILIES: tuple[Family, ...] = (
             divergence="forward_kl",
             lr=1e-3,
             max_grad_norm=1.0,
-            loop={"steps": 6000},
-            text_steps=15000,
+            loop={"steps": 21000},
         ),
     ),
     Family(

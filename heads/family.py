@@ -71,8 +71,6 @@ class Training:
     max_grad_norm: float = 0.5
     loop: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the loop's settings that differ from the defaults."""
-    text_steps: int = 0
-    """Steps of a first stage on text, by cross-entropy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def _defaults(family: Family, old: Path) -> Any:
     head = cfg.head
     if family.layers_key:
         head = replace(head, aux_layer_ids=tuple(family.read_layers(read_config(old))))
-    return replace(cfg, start_from=old, head=head, draft_vocab_size=_count_vocabulary(old), text_steps=0, **shared)
+    return replace(cfg, start_from=old, head=head, draft_vocab_size=_count_vocabulary(old), **shared)
 
 
 def _count_vocabulary(old: Path) -> int:

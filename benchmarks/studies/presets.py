@@ -72,10 +72,7 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
     if family == "mtp":
         changes["init"] = "last_layer"
     if family == "mlp_speculator":
-        loop: Loop = changes["loop"]
         changes["optim"] = Optim(lr=1e-3)
-        changes["text_steps"] = loop.steps
-        changes["loop"] = replace(loop, steps=16, save_every=16)
     return replace(usual, **changes)
 
 

@@ -250,14 +250,10 @@ class HeadConfig(TrainConfig, Generic[Options]):
     layout: Literal["vllm", "speculators"] = "vllm"
     """Format of the exported checkpoint: vLLM's, or that of the library `speculators`. vLLM serves both. For EAGLE-3,
     P-EAGLE, DFlash and DSpark."""
-    text_steps: int = 0
-    """Steps of a first stage on the text of the data, by cross-entropy. The --loop.steps follow."""
 
     def __post_init__(self) -> None:
         if self.init_tokens < 1:
             raise ValueError(f"--init-tokens is {self.init_tokens}: it must be at least 1")
-        if self.text_steps < 0:
-            raise ValueError(f"--text-steps is {self.text_steps}: it must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +281,6 @@ def make_config(family: Family) -> HeadConfig[Any] | StandaloneConfig:
         head=options,
         init=row.starts[0],
         draft_vocab_size=row.draft_vocab_size or 0,
-        text_steps=row.text_steps,
         divergence=divergence,
         optim=optim,
         loop=loop,

@@ -66,9 +66,6 @@ from redraft.heads.target import Target, aux_layers
 
 Config = HeadConfig[Any] | StandaloneConfig
 
-TEXT_STAGE = "text"
-"""Folder of the first stage in a run's folder."""
-
 
 def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
     """Train a draft of a family, by default on this machine, publish it, prove it and write the
@@ -79,8 +76,6 @@ def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
     draft = start(training)
     before = training.forecast(draft)
     baseline = training.train_baseline(draft)
-    if cfg_text := getattr(cfg, "text_steps", 0):
-        draft = training.train_on_text(draft, cfg_text)
     trained, cost = training.train(draft, cfg.divergence, cfg.loop)
     folder = training.publish(trained)
     training.prove(folder, before, baseline, cost, started_s)
@@ -238,22 +233,16 @@ class Run:
         trained, _ = self.train(self._copy(draft), Divergence(name="cross_entropy"), self.cfg.loop, "ce-baseline")
         return self.forecast(trained)
 
-    def train_on_text(self, draft: Any, steps: int) -> Any:
-        """The draft after a first stage of `steps` on the text. Every rank loads the weights, in float32."""
-        loop = replace(self.cfg.loop, steps=steps, minutes=None, epochs=None)
-        trained, _ = self.train(draft, Divergence(name="cross_entropy"), loop, TEXT_STAGE)
-        return self.load(self.publish(trained, "after-text", dtype=None))
-
     # -------------------------------------------------------------------------------------------------------- publish
 
-    def publish(self, draft: Any, name: str = "draft", dtype: torch.dtype | None = torch.bfloat16) -> Path:
+    def publish(self, draft: Any, name: str = "draft") -> Path:
         """Publish the draft with provenance and forecast as the folder `name` of the run.
         The main process writes, the others wait for it."""
         folder = self.folder.folder / name
         with leading(self.model) as leads:
             if leads:
                 with publishing(folder, describe_origin(self), overwrite=True) as new:
-                    self._export(draft, new.path, dtype)
+                    self._export(draft, new.path)
                     # Of the files, not of the module: rounding to the exported type is part of what is served.
                     after = self.forecast(self.load(new.path))
                     assert after is not None, "the main process"
@@ -262,12 +251,12 @@ class Run:
         self.accelerator.wait_for_everyone()
         return folder
 
-    def _export(self, draft: Any, folder: Path, dtype: torch.dtype | None) -> None:
-        cfg = self.cfg
+    def _export(self, draft: Any, folder: Path) -> None:
+        cfg, dtype = self.cfg, torch.bfloat16
         if not isinstance(cfg, HeadConfig):
             draft.export(folder, dtype, tokenizer=self.opened.tokenizer)
         elif self.family.is_in_target:
-            tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in draft.checkpoint_tensors().items()}
+            tensors = {name: tensor.to(dtype) for name, tensor in draft.checkpoint_tensors().items()}
             # One MTP layer is in the weights, so the config must say 1, however many the target came with.
             changes = {draft.layout.count_key: 1, "redraft": draft.record()}
             stitch(self.teacher.folder, tensors, folder, changes)
