@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Tokens = Sequence[int] | NDArray[Any] | Tensor
 """One value per token of a document."""
+Dtype = torch.dtype | None
+Weights = Mapping[str, Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,14 +203,7 @@ class Draft(Protocol):
         """Input from the target in the first pass of an engine, [B, T, D]; None for a draft without one."""
         ...
 
-    def export(
-        self,
-        folder: Path,
-        dtype: torch.dtype | None = None,
-        *,
-        weights: Mapping[str, Tensor] | None = None,
-        like: Path | None = None,
-    ) -> None:
+    def export(self, folder: Path, dtype: Dtype = None, *, weights: Weights = None, like: Path | None = None) -> None:
         """Write a folder for an engine to load. `dtype` is by default the module's; `weights` is
         the state dict gathered from all ranks, if they shard it. Of `like`, an earlier export,
         layout and further files are taken over."""

@@ -7,7 +7,6 @@ B = batch, T = tokens, D = hidden, V = vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.heads import options
-from redraft.heads.draft import Batch, DraftStep, TargetSignal, final_hidden
+from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.attention import Memory
@@ -96,14 +95,7 @@ class Eagle1(nn.Module):
         distance_BTD = F.smooth_l1_loss(step.hidden_BTD, wanted_BTD, reduction="none")
         return self.config.regression_weight * distance_BTD.mean(-1)
 
-    def export(
-        self,
-        folder: Path,
-        dtype: torch.dtype | None = None,
-        *,
-        weights: Mapping[str, Tensor] | None = None,
-        like: Path | None = None,
-    ) -> None:
+    def export(self, folder: Path, dtype: Dtype = None, *, weights: Weights = None, like: Path | None = None) -> None:
         """Write a folder for vLLM's `method: eagle`, which shares embeddings and head."""
         left_out = {field.name for field in fields(options.LayerSizes)}  # they stand in config.json
         kept = {name: value for name, value in asdict(self.config).items() if name not in left_out}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.heads import options
-from redraft.heads.draft import Batch, DraftStep, TargetSignal, final_hidden, label_rows
+from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden, label_rows
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.logits import LogitRule
@@ -86,14 +86,7 @@ class Medusa(nn.Module):
             for i, block in enumerate(self.blocks[:num_steps])
         ]
 
-    def export(
-        self,
-        folder: Path,
-        dtype: torch.dtype | None = None,
-        *,
-        weights: Mapping[str, Tensor] | None = None,
-        like: Path | None = None,
-    ) -> None:
+    def export(self, folder: Path, dtype: Dtype = None, *, weights: Weights = None, like: Path | None = None) -> None:
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.heads import options
-from redraft.heads.draft import Batch, DraftStep, TargetSignal, final_hidden, label_rows
+from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden, label_rows
 from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.target import Target
@@ -105,14 +105,7 @@ class MLPSpeculator(nn.Module):
             )
         return steps
 
-    def export(
-        self,
-        folder: Path,
-        dtype: torch.dtype | None = None,
-        *,
-        weights: Mapping[str, Tensor] | None = None,
-        like: Path | None = None,
-    ) -> None:
+    def export(self, folder: Path, dtype: Dtype = None, *, weights: Weights = None, like: Path | None = None) -> None:
         """Write the published layout: the tensors of every stage under `speculator.`, tied ones repeated."""
         config = {
             "architectures": ["MLPSpeculatorPreTrainedModel"],

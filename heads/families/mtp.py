@@ -9,7 +9,7 @@ feature, later steps the output of the step before, in training as in serving. B
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from redraft.heads import options
-from redraft.heads.draft import Batch, DraftStep, TargetSignal, final_hidden
+from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden
 from redraft.heads.families.mtp_folder import read_layer
 from redraft.heads.families.mtp_layouts import MEMORY_ATTENTION, detect_layout
 from redraft.heads.files.checkpoint import load_text_config
@@ -130,18 +130,11 @@ class Mtp(nn.Module):
         (layer,) = layers
         self.init_from_layer(layer, final_norm)
 
-    def checkpoint_tensors(self, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, weights: Weights = None) -> dict[str, Tensor]:
         """The layer's tensors, or `weights`, under the names of the target's checkpoint."""
         return self.layout.to_checkpoint(weights or self.state_dict(), self._target_config.num_hidden_layers)
 
-    def export(
-        self,
-        folder: Path,
-        dtype: torch.dtype | None = None,
-        *,
-        weights: Mapping[str, Tensor] | None = None,
-        like: Path | None = None,
-    ) -> None:
+    def export(self, folder: Path, dtype: Dtype = None, *, weights: Weights = None, like: Path | None = None) -> None:
         """Write the layer alone, with the target's config; `mtp_folder.stitch` puts it into the target."""
         config = {**self._target_config.to_dict(), self.layout.count_key: 1, "redraft": self.record()}
         write_head(folder, self.checkpoint_tensors(weights), config, dtype or self.combine.weight.dtype)
