@@ -416,7 +416,7 @@ def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_
     loss = estimate_loss_by_domain(canary, control, estimate_loss if is_paired else _estimate_loss_since)
     finding = decide(loss, policy)
     low, high = loss.interval(policy.confidence)
-    spread = f"{policy.confidence:.0%} interval of the loss{' by domain' * by_domain} {low:+.3f} to {high:+.3f}"
+    spread = f"{100 * policy.confidence:g}% interval of the loss{' by domain' * by_domain} {low:+.3f} to {high:+.3f}"
     if finding is Finding.WORSE:
         return finding, f"{loss.value:.3f} worse, {policy.max_loss} allowed: {taus}, {spread}"
     return finding, f"{taus}, {spread}"
