@@ -1,7 +1,7 @@
 """Check `--pace auto` against every fixed number of draft tokens, in one running server.
 
 $ python -m benchmarks.pace --draft outputs/demo-up/up/registry/v000003    # a version of `make demo-up`
-$ python -m benchmarks.pace --draft outputs/demo-up/up/registry/v000001 --fixed --rounds 24    # one that learned nothing
+$ python -m benchmarks.pace --draft outputs/demo-up/up/registry/v000001 --fixed --rounds 24    # a useless one
 
 The modes take turns in a server of `redraft serve --pace auto`: no drafts, `auto`, and each fixed number. In a round
 all modes answer the same questions of HumanEval, at 1, 4 and 8 clients and at a number that moves; every round begins
