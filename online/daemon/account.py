@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from redraft.distill.train.step import StepStats
 from redraft.eval.counts import AcceptanceCounts
@@ -113,10 +113,11 @@ class Account:
     ) -> None:
         """The served draft against itself at its promotion; None if there is nothing to compare."""
         names = ("tau_then", "tau_now", "loss", "low", "high")
+        found: dict[str, Any] = {name: getattr(staleness, name, None) for name in names}
         self.journal.write(
             StalenessEntry(
                 version=version,
-                **{name: getattr(staleness, name, None) for name in names},
+                **found,
                 requests=staleness.num_requests if staleness else 0,
                 is_asleep=is_asleep,
                 steps_saved=steps_saved,
