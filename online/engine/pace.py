@@ -25,7 +25,6 @@ from typing import Any
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from redraft.eval.engine.counters import read_samples
-from redraft.online.engine import runner_v2
 from redraft.online.engine.config import TABLE, check_pace, make_table
 from redraft.online.engine.pace_policy import Policy
 
@@ -205,9 +204,12 @@ def patch_pace() -> None:
     pace = check_pace(os.environ.get("REDRAFT_PACE", "off"))
     if pace == "off":
         return
+    # not above: `redraft fleet watch` reads gauges without torch
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from redraft.online.engine.runner_v2 import capture_whole_blocks
 
     if is_asked():
         return
@@ -233,7 +235,7 @@ def patch_pace() -> None:
         initialize(wrapper, kv_cache_configs)
         install(wrapper.worker.model_runner)
 
-    runner_v2.capture_whole_blocks()
+    capture_whole_blocks()
     Scheduler.__init__, Scheduler.schedule = init_and_pace, schedule_and_begin
     Scheduler.update_from_output = end_and_update
     # vLLM finds a utility call's method by name on the engine core.
@@ -301,7 +303,9 @@ def install(runner: Any) -> None:
         return
     runner.redraft_skipped_steps = 0
     if runner.vllm_config.use_v2_model_runner:
-        runner_v2.install_pace(runner, has_keys=keeps_keys(runner.speculative_config))
+        from redraft.online.engine.runner_v2 import install_pace
+
+        install_pace(runner, has_keys=keeps_keys(runner.speculative_config))
         return
     propose, speculative = runner.propose_draft_token_ids, runner.speculative_config
     most, has_keys, is_suffix = runner.num_spec_tokens, keeps_keys(speculative), speculative.method == "suffix"
