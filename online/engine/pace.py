@@ -209,7 +209,7 @@ def patch_pace() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from redraft.online.engine.runner_v2 import capture_whole_blocks
+    from redraft.online.engine.runner_v2 import patch_graphs
 
     if is_asked():
         return
@@ -235,7 +235,7 @@ def patch_pace() -> None:
         initialize(wrapper, kv_cache_configs)
         install(wrapper.worker.model_runner)
 
-    capture_whole_blocks()
+    patch_graphs()
     Scheduler.__init__, Scheduler.schedule = init_and_pace, schedule_and_begin
     Scheduler.update_from_output = end_and_update
     # vLLM finds a utility call's method by name on the engine core.

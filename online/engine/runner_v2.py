@@ -99,12 +99,14 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
     runner.speculator.propose = propose_or_not
 
 
-def capture_whole_blocks() -> None:
-    """Capture CUDA graphs of a block draft for whole blocks alone, the only ones that it reads,
-    although the table has other numbers of draft tokens."""
+def patch_graphs() -> None:
+    """CUDA graphs for numbers of draft tokens that change. A block draft gets those of whole blocks
+    alone, the only ones that it reads. For any other step, vLLM looks among the graphs of the next
+    captured number of tokens, which may have none of this length: it gets the next that has."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
-    init = DFlashCudaGraphManager._init_candidates
+    init = CudaGraphManager._init_candidates
 
     def init_without_table(manager: Any) -> None:
         speculative = manager.vllm_config.speculative_config
@@ -113,6 +115,19 @@ def capture_whole_blocks() -> None:
         init(manager)
         speculative.num_speculative_tokens_per_batch_size = table
 
+    def init_complete(manager: Any) -> None:
+        init(manager)
+        graphs = sorted(chain.from_iterable(manager._capture_descs.values()), key=lambda graph: graph.num_tokens)
+        for (num_tokens, num_loras), found in manager._candidates.items():
+            known = {(graph.uniform_token_count, graph.num_ubatches) for graph in found}
+            for graph in graphs:
+                kind = graph.uniform_token_count, graph.num_ubatches
+                is_larger = graph.num_tokens >= num_tokens and graph.num_active_loras == num_loras
+                if kind[0] and is_larger and kind not in known:
+                    known.add(kind)
+                    found.insert(0, graph)
+
+    CudaGraphManager._init_candidates = init_complete
     DFlashCudaGraphManager._init_candidates = init_without_table
 
 

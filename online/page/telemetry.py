@@ -58,10 +58,7 @@ class Telemetry:
         self._drafts = self._counter("drafts", "Target steps that verified draft tokens", "server")
         self._accepted = self._counter("accepted_tokens", "Draft tokens accepted", "server")
         self._accepted_at = self._counter(
-            "accepted_tokens_at_position",
-            "Draft tokens accepted, by position in the draft, from 1",
-            "server",
-            "position",
+            "accepted_tokens_at_position", "Draft tokens accepted, by position from 1", "server", "position"
         )
         self._domain_drafts = self._counter(
             "domain_drafts", "Target steps of captured requests that verified draft tokens", "domain"
@@ -72,9 +69,7 @@ class Telemetry:
         self._version = self._gauge("server_draft_info", "1 for the draft version a server runs", "server", "version")
         self._records = self._gauge("buffer_records", "Records in the buffer")
         self._bytes = self._gauge("buffer_bytes", "Size of the buffer, in bytes")
-        self._max_bytes = self._gauge(
-            "buffer_max_bytes", "Size in bytes above which the buffer drops the oldest records"
-        )
+        self._max_bytes = self._gauge("buffer_max_bytes", "Largest size of the buffer, in bytes")
         self._held_out = self._gauge("buffer_held_out_records", "Records held out from training, for the gate")
         self._oldest_s = self._gauge("buffer_oldest_age_seconds", "Age of the oldest record in the buffer, in seconds")
         self._lag_s = self._gauge("lag_seconds", "Age of the oldest record not trained on yet, in seconds")
@@ -83,9 +78,7 @@ class Telemetry:
         self._step = self._gauge("train_step", "Optimizer steps of the draft in training")
         self._loss = self._gauge("train_loss_nats", "Loss of the last step, in nats per position; NaN if not finite")
         self._alpha = self._gauge("train_alpha_ratio", "Acceptance sum_v min(p, q) on the records of the last step")
-        self._alpha_greedy = self._gauge(
-            "train_alpha_greedy_ratio", "Greedy acceptance p(argmax q) on the records of the last step"
-        )
+        self._alpha_greedy = self._gauge("train_alpha_greedy_ratio", "p(argmax q) on the records of the last step")
         self._speed = self._gauge("train_tokens_per_second", "Training speed, in tokens per second")
         self._seen = self._counter("trained_records", "Fresh records trained on")
         self._skipped = self._counter(

@@ -451,17 +451,63 @@ def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(method, 
     assert runner.speculator.num_speculative_steps == 3
 
 
-def test_graphs_of_a_block_draft_are_captured_without_the_table(monkeypatch):
+def find_graphs(cls, most: int) -> set[tuple[int, int]]:
+    """(requests, draft tokens) of the steps of at most 32 requests with a full graph of vLLM, in a server of 64."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import _is_compatible
+
+    tiers = [(1 + arm, 64 if arm == most else 1 + list_arms(most).index(arm)) for arm in list_arms(most)]
+    sizes = {n * length for length, requests in tiers for n in (1, 2, 4, *range(8, 65, 8)) if n <= requests}
+    speculative = SimpleNamespace(
+        num_speculative_tokens_per_batch_size=make_table(most), uses_dynamic_speculative_decoding=lambda: True
+    )
+    config = SimpleNamespace(
+        speculative_config=speculative,
+        num_speculative_tokens=most,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
+    if cls.__name__.startswith("DFlash"):
+        speculative.uses_dynamic_speculative_decoding = lambda: bool(speculative.num_speculative_tokens_per_batch_size)
+    manager = SimpleNamespace(
+        vllm_config=config,
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)),
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        max_num_reqs=64,
+        decode_query_len=1 + most,
+        varlen_decode=False,
+        lora_capture_cases=[0],
+        _maybe_ubatch_twin=lambda graph: None,
+        _capture_descs={},
+        _candidates={},
+    )
+    cls._init_candidates(manager)
+    found = set()
+    for number in range(1, 33):
+        for arm in list_arms(most):
+            tokens = number * (1 + arm)
+            graph = next(
+                graph
+                for graph in manager._candidates[tokens, 0]
+                if _is_compatible(graph, number, tokens, 1 + arm, 0, 1 + arm, 1)
+            )
+            if graph.cg_mode == CUDAGraphMode.FULL:
+                assert graph in manager._capture_descs[CUDAGraphMode.FULL]
+                found.add((number, arm))
+    return found
+
+
+@pytest.mark.parametrize("most", [3, 5])
+def test_steps_of_any_number_have_a_full_graph_on_the_second_runner(most, monkeypatch):
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
-    seen = []
-    read_table = lambda manager: seen.append(getattr(manager.vllm_config.speculative_config, TABLE))  # noqa: E731
-    monkeypatch.setattr(DFlashCudaGraphManager, "_init_candidates", read_table)
-    runner_v2.capture_whole_blocks()
-    config = make_config("dflash")
-    DFlashCudaGraphManager._init_candidates(SimpleNamespace(vllm_config=config))
-    assert seen == [None]
-    assert getattr(config.speculative_config, TABLE) == make_config().speculative_config.__dict__[TABLE]
+    every = {(number, arm) for number in range(1, 33) for arm in list_arms(most)}
+    assert (9, 0) in every - find_graphs(CudaGraphManager, most), "vLLM alone leaves holes"
+    monkeypatch.setattr(CudaGraphManager, "_init_candidates", CudaGraphManager._init_candidates)
+    monkeypatch.setattr(DFlashCudaGraphManager, "_init_candidates", DFlashCudaGraphManager._init_candidates)
+    runner_v2.patch_graphs()
+    assert find_graphs(CudaGraphManager, most) == every
+    assert find_graphs(DFlashCudaGraphManager, most) == {(number, most) for number in range(1, 33)}, "whole blocks"
 
 
 def test_a_head_behind_a_lookup_is_asked_for_one_token_at_least():
