@@ -40,7 +40,7 @@ from redraft.online.tokens import read_token, write_token
 from redraft.recipes.cli.run import run_recipe
 
 LOADS = {"1": (1,), "4": (4,), "8": (8,), "moving": (1, 8, 2, 6)}
-"""Clients of successive blocks of questions."""
+"""Client count of each successive block of questions."""
 
 WARM_UP_STEPS = 2000
 OF_OFF, OF_BEST = 0.97, 0.95
@@ -55,11 +55,11 @@ class Config:
     num_speculative_tokens: int = 3
     """Most draft tokens of a step."""
     fixed: tuple[int, ...] = (1, 2, 3)
-    """Fixed numbers of draft tokens to compare with. None for a draft that is useless."""
+    """Fixed numbers of draft tokens to compare with; empty for a useless draft."""
     loads: tuple[str, ...] = tuple(LOADS)
     """Clients: `1`, `4`, `8` or `moving`."""
     rounds: int = 8
-    """Number of times every mode answers every load; at least 6, for an interval."""
+    """Rounds of each mode per load; at least 6, for an interval."""
     max_tokens: int = 48
     """Maximum length of an answer, in tokens."""
     output: Path = Path("outputs/bench/pace.json")
@@ -108,7 +108,7 @@ class Server:
             "max-num-seqs": MAX_NUM_SEQS, "kv-cache-memory-bytes": kv_bytes,
         }  # fmt: skip
         command = ["serve", str(target), *to_flags(own | {"pace": "auto"}), "--", *to_flags(vllm)]
-        # All modes read the same prompts: without a cache, none finds those of another.
+        # All modes send the same prompts: a cache would favor the later ones.
         command = [sys.executable, "-m", "redraft.recipes.cli", *command, "--no-enable-prefix-caching"]
         self._process = start_group(command, log=folder / "server.log", env={"VLLM_NO_USAGE_STATS": "1"})
         wait_until_healthy(self.url, self._process, folder / "server.log", name="redraft serve")
@@ -135,7 +135,7 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
     rates: Rates = {load: {mode: [] for mode in modes} for load in cfg.loads}
 
     def ask(clients: Sequence[int]) -> list[list[Prompt]]:
-        """A block for each number of clients. With few questions, most of eight clients would soon have none."""
+        """A block for each number of clients. Too few questions would leave most of 8 clients idle."""
         return [[*next(waiting), *(next(waiting) if count >= 4 else ())] for count in clients]
 
     async def answer(clients: Sequence[int], asked: Sequence[Sequence[Prompt]]) -> float:

@@ -33,8 +33,8 @@ def time_product(left_MD: Tensor, right_WD: Tensor) -> float:
 
 
 def matmul_dtype(x: Tensor, seconds: Callable[[Tensor, Tensor], float] = time_product) -> torch.dtype:
-    """The dtype of the products of `x`: that of `x` or of autocast, or float32 on a CPU where that
-    is faster. `seconds` are those of a product."""
+    """The matmul dtype for `x`: that of `x` or of autocast, or float32 on a CPU where that is
+    faster. `seconds` times one matmul."""
     dtype = product_dtype(x)
     is_narrow = dtype in (torch.bfloat16, torch.float16)
     if is_narrow and x.device.type == "cpu" and _prefers_float32(dtype, seconds, torch.get_num_threads()):
@@ -51,7 +51,7 @@ def _prefers_float32(dtype: torch.dtype, seconds: Callable[[Tensor, Tensor], flo
         # The first run allocates; of the others the fastest is the least disturbed.
         return min([seconds(left_MD, right_WD) for _ in range(6)][1:])
 
-    # In a thread of its own, autocast does not apply, and nobody counts or records the operations.
+    # In its own thread: outside autocast, and no torch mode counts or records the operations.
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(lambda: MUCH_FASTER * fastest(torch.float32) < fastest(dtype)).result()
 

@@ -74,8 +74,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_as(path: Path, kind: type[T], cure: str = "fetch or export it again") -> T:
-    """The record in a JSON file. A missing key has its default, and an unknown one is passed over.
-    Raises ValueError, with the file's name and the cure, if it is corrupt or another record."""
+    """The record in a JSON file. Missing keys get their defaults; unknown ones are ignored. Raises
+    ValueError, which names file and cure, if it is corrupt or of another type."""
     try:
         # msgspec's decoder refuses NaN, which other programs write.
         return msgspec.convert(json.loads(path.read_bytes()), kind)

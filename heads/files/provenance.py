@@ -1,7 +1,7 @@
 """The origin of a published folder: the keys of provenance.json that a program reads.
 
-Writers know some of them each, and add others for people. A missing key has its default, and an unknown one of a
-later release is passed over. Sections of other packages stay as they are, and are converted there."""
+Each writer knows some of them, and adds others for people. Missing keys get their defaults; unknown ones, of a later
+release, are ignored. Sections of other packages stay raw; those packages convert them."""
 
 import math
 from pathlib import Path
@@ -60,7 +60,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     downloaded_from: dict[str, Any] = {}
 
     def names_lineage(self, lineage: str) -> bool:
-        """Whether the draft is for this lineage of a target. An empty one is unknown, and equals none."""
+        """Whether the draft is for this lineage of a target. Empty means unknown and matches nothing."""
         return bool(lineage) and self.target_lineage == lineage
 
 

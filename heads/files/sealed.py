@@ -2,7 +2,7 @@
 
     {"layout": 1, "crc32": "5d41a0c2", "phase": "idle", ...}
 
-Files of releases before this had neither, and are read as they are."""
+Files from earlier releases have neither and are read unchecked."""
 
 import json
 import zlib
@@ -51,8 +51,8 @@ def read_sealed(path: Path, layout: int = 1) -> Any:
 
 
 def read_sealed_as(path: Path, kind: type[T], otherwise: D) -> T | D:
-    """The fields as a record; `otherwise` without a file. Raises DamagedError, also if it is another
-    record. Raises ValueError if a later release wrote it. Raises OSError if it cannot be read."""
+    """The fields as a record; `otherwise` if there is no file. Raises DamagedError, also for a
+    wrong type. Raises ValueError if a later release wrote it. Raises OSError if it cannot be read."""
     if not path.exists():
         return otherwise
     content = read_sealed(path)

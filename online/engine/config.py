@@ -45,13 +45,13 @@ TABLE = "num_speculative_tokens_per_batch_size"  # vLLM's: draft tokens by batch
 
 
 def list_arms(most: int) -> list[int]:
-    """The numbers of draft tokens of which `--pace auto` chooses."""
+    """Numbers of draft tokens that `--pace auto` chooses from."""
     return [0, *(arm for arm in (1, 2, 3, 5, 8, 12) if arm < most), most]
 
 
 def make_table(most: int) -> list[list[int]]:
-    """vLLM's table with all these numbers: the V2 runner captures CUDA graphs for each, as far as
-    batches get so large. The most comes first, for the smallest, and last, for all that follow."""
+    """A vLLM table with a row per number: the V2 runner captures CUDA graphs for each within the
+    largest batch size. `most` comes first, for one request, and last, for all larger batches."""
     return [[size, size, arm] for size, arm in enumerate([most, *list_arms(most)], start=1)]
 
 

@@ -298,7 +298,7 @@ def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
 
 
 def install(runner: Any) -> None:
-    """Leave a runner's draft uncalled at 0 tokens. Before capture's hooks, which see all states."""
+    """Skip a runner's draft at 0 tokens. Install before capture's hooks, which must see all states."""
     if hasattr(runner, "redraft_skipped_steps") or find_decider(runner.vllm_config):
         return
     runner.redraft_skipped_steps = 0

@@ -81,10 +81,10 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
 
 
 def install_pace(runner: Any, *, has_keys: bool) -> None:
-    """Call the draft in no step with 0 draft tokens, but for the keys of a prompt."""
+    """Skip the draft at 0 draft tokens, unless it must write the keys of a prompt."""
     propose, most = runner.speculator.propose, runner.num_speculative_steps
 
-    # The names are vLLM's: it gives some arguments by name.
+    # vLLM's parameter names: it passes some by keyword.
     def propose_or_not(input_batch: Any, *args: Any, **options: Any) -> Any:
         batch, number = input_batch, options.get("num_speculative_tokens", most)
         drafts_B = batch.num_draft_tokens_per_req
@@ -100,9 +100,9 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
 
 
 def patch_graphs() -> None:
-    """CUDA graphs for numbers of draft tokens that change. A block draft gets those of whole blocks
-    alone, the only ones that it reads. For any other step, vLLM looks among the graphs of the next
-    captured number of tokens, which may have none of this length: it gets the next that has."""
+    """CUDA graphs for a varying number of draft tokens. A block draft gets only graphs of whole
+    blocks, the only ones it runs. For other steps, vLLM looks only at the next captured token
+    count, which may lack this query length: the next graph that has it is added."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
@@ -177,7 +177,7 @@ class _Hooks:
     def propose(self, *args: Any, **options: Any) -> Any:
         """Hook on the draft's proposal, with the target's last hidden states and those of its layers, if it has any."""
         try:
-            if not options.get("dummy_run"):  # only then arguments come by name
+            if not options.get("dummy_run"):  # dummy runs pass arguments by keyword
                 last_ND, layers = args[3:5]
                 self.feed.put_states(layers or [last_ND])
         except Exception as error:  # capture may fail, serving must not

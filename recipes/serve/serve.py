@@ -145,8 +145,8 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
 
 
 def keeps_states(target: str) -> bool:
-    """Whether the target has Mamba layers or short convolutions. With a changing number of draft
-    tokens, vLLM's V2 runner captures graphs for them that they refuse."""
+    """Whether the target has Mamba layers or short convolutions. With a varying number of draft
+    tokens, vLLM's V2 runner captures graphs that these layers reject."""
     keys = [key for section in text_sections(read_model(open_folder(target))) for key in section]
     return any(key.startswith(("mamba_", "ssm_", "conv_L")) for key in keys)
 

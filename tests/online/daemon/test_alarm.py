@@ -159,7 +159,7 @@ def test_a_bad_version_is_rolled_back_once_and_no_further(world, records):
 
 @pytest.mark.parametrize("line", ["pace auto: 0 tokens at 1", "pace 3", ""])
 def test_a_first_version_alarms_unless_the_server_leaves_it_off(world, records, line):
-    """A new head is hardly accepted, and at an automatic pace costs nothing."""
+    """A new head is hardly accepted; with `--pace auto` it costs nothing."""
     world.registry.rollback()
     world.registry.rollback()
     for fake in world.fakes:

@@ -77,7 +77,7 @@ def test_batches_that_v2_arranges_on_the_device_are_not_recorded(part):
 
 
 def test_v2_hidden_states_are_those_of_real_steps_however_vllm_calls():
-    """It names the arguments of its own runs at the start, and gives those of a step by place."""
+    """Its start-up runs pass arguments by keyword, its steps by position."""
     proposed, put = [], []
     hooks = runner_v2._Hooks.__new__(runner_v2._Hooks)
     hooks._propose, hooks.feed = lambda *args, **options: proposed.append((args, options)), SimpleNamespace()

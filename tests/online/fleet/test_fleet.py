@@ -107,7 +107,7 @@ async def test_where_a_pace_keeps_drafting_off_a_candidate_passes_without_a_comp
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("line", ["pace auto: 2 tokens at 1; 0.1% explored", "pace 2"])
 async def test_servers_with_little_traffic_that_pace_themselves_take_the_candidate(count, line):
-    """Never as many drafts as a comparison takes. The gate has proven the gain."""
+    """Too few drafts for a comparison; the gate has proven the gain."""
     traffic, pace = Traffic(drafts_per_reading=30), {"pace": {"line": line}}
     fakes = [FakeServer(traffic, drafting=pace) for _ in range(count)]
     async with running(*fakes) as servers:
