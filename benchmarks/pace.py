@@ -13,6 +13,7 @@ its speed must reach OF_OFF. A ratio below its requirement is printed, and is no
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,6 @@ from benchmarks.demo.fleet import MAX_NUM_SEQS, measure_tokens_per_s
 from benchmarks.demo.online_config import MAX_MODEL_LEN, SMOLLM2
 from benchmarks.demo.online_config import Config as SceneConfig
 from benchmarks.demo.online_stage import count_kv_bytes, make_scene
-from benchmarks.demo.up import cycle_blocks
 from benchmarks.results import write_results
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.samples import held_out_prompts
@@ -130,13 +130,13 @@ def to_flags(values: Mapping[str, object]) -> list[str]:
 
 
 async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> Rates:
-    waiting = cycle_blocks(questions)
+    waiting = itertools.cycle(questions)
     modes = ["off", "auto", *map(str, cfg.fixed)]
     rates: Rates = {load: {mode: [] for mode in modes} for load in cfg.loads}
 
     def ask(clients: Sequence[int]) -> list[list[Prompt]]:
         """A block for each number of clients. Too few questions would leave most of 8 clients idle."""
-        return [[*next(waiting), *(next(waiting) if count >= 4 else ())] for count in clients]
+        return [list(itertools.islice(waiting, 8 if count < 4 else 16)) for count in clients]
 
     async def answer(clients: Sequence[int], asked: Sequence[Sequence[Prompt]]) -> float:
         """Geometric mean of the tokens/s of the blocks: a slow one with one client counts as much as a fast one."""

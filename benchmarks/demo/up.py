@@ -17,7 +17,7 @@ import itertools
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,8 +54,12 @@ TEMPLATE = Path(__file__).parent / "templates" / "up.html.j2"
 CLIENTS = (1, 2, 4, 8)
 """Requests at once, in turn."""
 
-BLOCK = 8
-"""Requests of a block. Of the first 200 requests, the pairs take 16 each."""
+LEAST_BLOCK = 2
+"""Requests of a block; with more clients, one each. A short block sees one speed of the machine, and the first 200
+requests have 25 pairs."""
+
+WINDOW = 6
+"""Pairs that show a gain if all do: the fewest with a 95% interval."""
 
 START_S = 900.0
 """Deadline for a server that loads, compiles, and waits for the learner's first version."""
@@ -74,7 +78,7 @@ class Config:
     """Folder for the report and for the folder of `redraft up`."""
     overwrite: bool = False
     """Replace the demo in `output`."""
-    pairs: int = 12
+    pairs: int = 24
     """Pairs of blocks at the start, and at the end for one client; at least 6, for an interval."""
     learn_s: float = 480
     """Duration of the traffic to learn from, in seconds, with a pair of blocks each minute."""
@@ -154,7 +158,7 @@ class Play:
         self.traffic = Traffic(
             [self.url], {"code": self.questions}, clients=4, max_tokens=self.cfg.max_tokens, pause_s=0.2
         )
-        self._blocks = cycle_blocks(self.test)
+        self._waiting = itertools.cycle(self.test)
 
     @property
     def command(self) -> list[str]:
@@ -190,7 +194,7 @@ class Play:
             },
             "time_to_gain_s": find_gain(self.pairs),
             "explored_share": pace["explored"],
-            "requests": len(self.traffic.answers) + 2 * BLOCK * len(self.pairs),
+            "requests": len(self.traffic.answers) + sum(2 * max(LEAST_BLOCK, pair.clients) for pair in self.pairs),
             "failed": len(self.traffic.failures) - cut,
             "failures": self.traffic.failures[cut:][:5],
             "cut_by_kill": cut,
@@ -226,18 +230,19 @@ class Play:
         return cut
 
     async def learn(self, duration_s: float) -> None:
-        """Traffic to learn from at a changing number of clients, with a pair of blocks each minute."""
+        """Traffic to learn from at a changing number of clients, with two pairs of blocks each minute."""
         parts = max(1, round(duration_s / 60))
         for number in Progress(range(parts), desc="traffic", unit="min"):
             self.traffic.clients = CLIENTS[-1 - number % len(CLIENTS)]
             async with self.traffic.flowing():
                 await asyncio.sleep(duration_s / parts)
-            await self.measure(CLIENTS[number % len(CLIENTS)])
+            for clients in (1, CLIENTS[number % len(CLIENTS)]):
+                await self.measure(clients)
 
     async def measure(self, clients: int) -> None:
-        """One more pair of blocks; either kind begins every second pair."""
-        block, rates = next(self._blocks), {}
-        for pace in ("auto", "off") if len(self.pairs) % 2 else ("off", "auto"):
+        """One more pair of blocks; either kind begins for every number of clients in turn."""
+        block, rates = list(itertools.islice(self._waiting, max(LEAST_BLOCK, clients))), {}
+        for pace in ("auto", "off") if len(self.pairs) // len(CLIENTS) % 2 else ("off", "auto"):
             await self.ask("POST", "pace", {"pace": pace})
             rates[pace] = await measure_tokens_per_s(
                 [self.url], block, clients=clients, max_tokens=self.cfg.max_tokens, captured=0.0
@@ -268,13 +273,6 @@ class Play:
         }
 
 
-def cycle_blocks(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Blocks of prompts, from the start again after the last one."""
-    waiting = itertools.cycle(prompts)
-    while True:
-        yield list(itertools.islice(waiting, BLOCK))
-
-
 def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:
     """The median ratio of the pairs, with its 95% interval if there are enough for one."""
     if not pairs:
@@ -284,11 +282,11 @@ def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def find_gain(pairs: Sequence[Pair]) -> float | None:
-    """The time of the first pair from which on the speed is above that without drafts, by the interval."""
-    for number, pair in enumerate(pairs):
-        _, (low, _) = median_interval([later.ratio for later in pairs[number:]])
-        if low > 1:
-            return pair.s
+    """The time of the first of WINDOW successive pairs of one client that all are faster with drafts."""
+    alone = [pair for pair in pairs if pair.clients == 1]
+    for number in range(len(alone) - WINDOW + 1):
+        if min(pair.ratio for pair in alone[number : number + WINDOW]) > 1:
+            return alone[number].s
     return None
 
 

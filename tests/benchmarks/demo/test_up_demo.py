@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.demo import up
-from benchmarks.demo.up import Config, Pair, cycle_blocks, draw, estimate, find_gain, summarise
+from benchmarks.demo.up import Config, Pair, draw, estimate, find_gain, summarise
 from redraft.eval.machine import environment
-from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import write_page
 
 
@@ -27,16 +26,12 @@ def test_the_speed_is_the_median_of_the_pairs_with_an_interval_of_six() -> None:
     assert estimate([])["ratio"] is None
 
 
-def test_the_gain_begins_where_all_later_pairs_show_one() -> None:
-    assert find_gain(make_pairs(1.0, 0.9, *[1.2] * 6)) == 120
-    assert find_gain(make_pairs(*[1.2] * 6, 0.9)) is None, "six pairs show one only if all of them do"
-    assert find_gain(make_pairs(*[1.2] * 5)) is None
-
-
-def test_blocks_begin_again_after_the_last_prompt() -> None:
-    prompts = [Prompt(token_ids=[i], domain="code") for i in range(12)]
-    blocks = [[prompt.token_ids[0] for prompt in block] for block in islice(cycle_blocks(prompts), 3)]
-    assert blocks == [list(range(8)), [8, 9, 10, 11, 0, 1, 2, 3], list(range(4, 12))]
+def test_the_gain_begins_where_six_pairs_of_one_client_show_one() -> None:
+    assert find_gain(make_pairs(1.0, 0.9, *[1.2] * 6, 0.9)) == 120
+    assert find_gain(make_pairs(*[1.2] * 5, 0.9)) is None
+    busy = [replace(pair, clients=8, off=20) for pair in make_pairs(*[1.2] * 6)]
+    both = [pair for pairs in zip(make_pairs(*[1.2] * 6), busy, strict=True) for pair in pairs]
+    assert find_gain(both) == 0, "eight clients are slower, one is not"
 
 
 def test_fewer_pairs_than_an_interval_needs_are_refused() -> None:
