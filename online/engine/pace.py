@@ -93,7 +93,7 @@ class Pacer:
     def begin(self, output: Any, now_s: float) -> None:
         """A step is scheduled."""
         for request_id in (*output.finished_req_ids, *(new.req_id for new in output.scheduled_new_reqs)):
-            self.unread.pop(request_id, None)  # V2 begins a preempted request anew
+            self.unread.pop(request_id, None)  # V2 restarts a preempted request
         if output.num_scheduled_tokens:
             output.redraft_pace = self._drafted, self._verified, now_s
 

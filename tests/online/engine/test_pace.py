@@ -234,7 +234,7 @@ def test_a_preempted_request_is_read_again():
     server.step(a=1)
     server.step(a=1)
     assert pacer.unread == {"a": 1}
-    server.requests["a"].num_output_tokens = 0  # V2 begins it anew, with its answer in the prompt
+    server.requests["a"].num_output_tokens = 0  # V2 restarts it, with its answer in the prompt
     server.step(a=1)
     assert pacer.unread == {}
 
