@@ -162,13 +162,8 @@ class Play:
 
     @property
     def command(self) -> list[str]:
-        server = {
-            "port": httpx.URL(self.url).port, "served-model-name": "m", "dtype": self.dtype,
-            "max-model-len": MAX_MODEL_LEN, "max-num-seqs": MAX_NUM_SEQS, "kv-cache-memory-bytes": self.kv_bytes,
-        }  # fmt: skip
-        flags = [text for name, value in server.items() for text in (f"--{name}", str(value))]
-        # Both blocks of a pair read the same prompts: without a cache, neither finds the other's.
-        return ["up", str(self.target), "--folder", str(self.folder), "--", *flags, "--no-enable-prefix-caching"]
+        arguments = list_arguments(self.url, self.dtype, self.kv_bytes)
+        return ["up", str(self.target), "--folder", str(self.folder), "--", *arguments]
 
     async def run(self) -> dict[str, Any]:
         first_start_s = self.start()
@@ -271,6 +266,16 @@ class Play:
             "swaps": [{"s": e.time_s - zero_s, "version": e.version, "outcome": e.outcome} for e in swaps],
             "kill_s": self.restarts_s,
         }
+
+
+def list_arguments(url: str, dtype: str, kv_bytes: int) -> list[str]:
+    """Arguments of vLLM for a server that answers the same prompts at several paces."""
+    server = {
+        "port": httpx.URL(url).port, "served-model-name": "m", "dtype": dtype, "max-model-len": MAX_MODEL_LEN,
+        "max-num-seqs": MAX_NUM_SEQS, "kv-cache-memory-bytes": kv_bytes,
+    }  # fmt: skip
+    flags = [text for name, value in server.items() for text in (f"--{name}", str(value))]
+    return [*flags, "--no-enable-prefix-caching"]  # a cache would favor the later pace
 
 
 def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -50,9 +50,9 @@ def main(cfg: Config) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     if ENGINE_IS_CPU and (warning := find_two_speeds(environment, count_cores())):
         print(f"warning: {warning}", file=sys.stderr)
-    # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
     if cfg.pace != "off" and keeps_states(cfg.target):
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    # exec, not a child process: signals of systemd or Kubernetes reach vLLM directly.
     os.execve(command[0], command, environment | lookup_env(speculative_config(cfg)))
 
 
