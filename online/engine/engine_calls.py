@@ -24,6 +24,8 @@ class RefusedError(Exception):
 class EngineCalls:
     def __init__(self, engine: Any) -> None:
         self.engine = engine  # vLLM's engine client.
+        # of all replicas' engines; None of an engine in this process
+        self._ask_all = getattr(getattr(engine, "engine_core", None), "call_utility_all_async", None)
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
         """The answers of all ranks of all replicas, to a method of the worker."""
@@ -90,25 +92,23 @@ class EngineCalls:
 
     async def _ask_replicas(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         """The answers of the replicas' engines: `collective_rpc` returns only the first one's."""
-        ask_all = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
-        if ask_all is None:  # e.g. an engine in this process
+        if self._ask_all is None:
             answers: list[Any] = await self.engine.collective_rpc(method, args=args)
             return answers
-        return list(chain.from_iterable(await ask_all("collective_rpc", method, None, args, None)))
+        return list(chain.from_iterable(await self._ask_all("collective_rpc", method, None, args, None)))
 
     async def _count_drafts(self) -> dict[str, Any]:
         """The served version's drafts in all replicas: `drafts`, with positions, and by domain drafts and accepted
         tokens. Neither from an engine without these counts."""
-        ask = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
-        if ask is None or not domains.are_counted():
+        if self._ask_all is None or not domains.are_counted():
             return {"domains": {}}
-        counts = domains.sum_counts(await self.while_alive(ask("redraft_domains")))
+        counts = domains.sum_counts(await self.while_alive(self._ask_all("redraft_domains")))
         by_domain = {domain: [found[0], sum(found[2:])] for domain, found in counts.items()}
         return {"domains": by_domain, "drafts": domains.add_up([[0, 0], *counts.values()])}
 
     async def read_pace(self, new: str = "") -> dict[str, Any] | None:
         """The status of the pacer, which takes a new pace first, and a line for people; None if it does not decide."""
-        ask = getattr(getattr(self.engine, "engine_core", None), "call_utility_all_async", None)
+        ask = self._ask_all
         # Several replicas have no pacer.
         found = (await self.while_alive(ask("redraft_pace", new)))[0] if ask and pace.is_asked() else None
         return found and found | {"line": pace.describe_pace(found)}

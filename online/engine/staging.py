@@ -299,10 +299,8 @@ class Staging:
             reader = _Reader(self, file, hashlib.sha256() if is_hashed else None)
             data = 8 + int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
             for part in parts:
-                reader.go_to(data + part.begin)
                 for row in range(part.rows):
-                    begin = data + part.begin + row * part.row_bytes + part.first_byte
-                    reader.go_to(begin)
+                    reader.go_to(data + part.begin + row * part.row_bytes + part.first_byte)
                     at = part.at + row * part.num_bytes
                     reader.fill(memory[at : at + part.num_bytes])
             return reader.finish(path.stat().st_size)

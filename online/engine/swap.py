@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -151,7 +152,30 @@ def loading(worker: Any) -> Iterator[None]:
         yield
 
 
-def keep_pushes(worker: Any) -> dict[str, Tensor]:
+def watch_pushes(worker: Any) -> None:
+    """Name drafts pushed by a vLLM update `pushed-1` and so on: records of these judge no version of the registry."""
+    state, numbers, finish = worker.redraft, itertools.count(1), worker.finish_weight_update
+    worker.weight_transfer_engine.worker = worker  # ours loads through it
+    is_ours = worker.vllm_config.weight_transfer_config.backend == "redraft"
+    kept = {} if is_ours or worker.model_runner.get_draft_model() is None else _keep_pushes(worker)
+
+    def finish_and_name(*args: Any, **kwargs: Any) -> Any:
+        if not worker._weight_update_is_draft:
+            return finish(*args, **kwargs)
+        state.is_draft_intact = False
+        result = finish(*args, **kwargs)
+        state.manifest_sha256 = ""
+        state.name_draft(f"pushed-{next(numbers)}")
+        if not is_ours:
+            load_draft(worker, kept)
+            kept.clear()
+        state.is_draft_intact = True
+        return result
+
+    worker.finish_weight_update = finish_and_name
+
+
+def _keep_pushes(worker: Any) -> dict[str, Tensor]:
     """Let vLLM's updates of the draft load nothing: they would overwrite the target's modules, and
     copy weights that have no values yet. Returns where each leaves its tensors, for `load_draft`."""
     draft, kept = worker.model_runner.get_draft_model(), dict[str, Tensor]()

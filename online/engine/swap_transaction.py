@@ -99,7 +99,8 @@ class Swaps:
 
     async def swap(self, asked: Asked, move: Move | None = None) -> dict[str, Any]:
         """Swap to a version, after `move`. Returns what the client is answered. Raises: RefusedError."""
-        _require_version(asked.version)
+        if not VERSION.fullmatch(asked.version):  # an id only: a path could name any folder of this machine
+            raise _no_version(asked.version[:40])
         number = self._num_asked = self._num_asked + 1
         status = await self.calls.status()
         if status.get("swap_off"):
@@ -386,8 +387,7 @@ class Swaps:
 
     async def _go_back(self, refusal: RefusedError, serving: str, cure: str = "") -> RefusedError:
         if not await self._restore():
-            told = f"{refusal.why}; and {serving} could not be restored: swap to a good version"
-            return RefusedError(500, told)
+            return RefusedError(500, f"{refusal.why}; and {serving} could not be restored: swap to a good version")
         return RefusedError(refusal.code, f"{refusal.why}; {serving} was restored{cure}")
 
     async def _restore(self) -> bool:
@@ -431,12 +431,6 @@ def _deadline(version: str, serving: str) -> Iterator[None]:
     except TimeoutError:
         why = f"reading {version} took longer than {STAGE_TIMEOUT_S:.0f} s"
         raise RefusedError(504, f"{why}; still serving {serving}") from None
-
-
-def _require_version(name: str) -> None:
-    """Accept an id only: a path could name any folder of this machine. Raises: RefusedError."""
-    if not VERSION.fullmatch(name):
-        raise _no_version(name[:40])
 
 
 def _no_version(name: str) -> RefusedError:

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from redraft.online.engine.swap import load_draft, read_tensors
 

@@ -4,7 +4,6 @@ The API process calls the `redraft_...` methods by name on all ranks at once; vL
 They return errors instead of raising them: an exception in one rank would leave the other ranks waiting.
 """
 
-import itertools
 import logging
 import time
 import uuid
@@ -30,7 +29,7 @@ from redraft.online.engine.runners import (
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.slices import trace_slices
 from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, list_weights, pin_on, plan_folder
-from redraft.online.engine.swap import Layout, checksum, count_cache, keep_pushes, load_draft, shared_modules
+from redraft.online.engine.swap import Layout, checksum, count_cache, load_draft, shared_modules, watch_pushes
 from redraft.online.engine.target_watch import (
     TargetWatch,
     doubt_target,
@@ -158,29 +157,6 @@ def install(worker: Any) -> None:
             _prepare_staging(worker)
     what = "records" if state.capture else "records nothing"
     logger.info("redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none")
-
-
-def watch_pushes(worker: Any) -> None:
-    """Name drafts pushed by a vLLM update `pushed-1` and so on: records of these judge no version of the registry."""
-    state, numbers, finish = worker.redraft, itertools.count(1), worker.finish_weight_update
-    worker.weight_transfer_engine.worker = worker  # ours loads through it
-    is_ours = worker.vllm_config.weight_transfer_config.backend == "redraft"
-    kept = {} if is_ours or worker.model_runner.get_draft_model() is None else keep_pushes(worker)
-
-    def finish_and_name(*args: Any, **kwargs: Any) -> Any:
-        if not worker._weight_update_is_draft:
-            return finish(*args, **kwargs)
-        state.is_draft_intact = False
-        result = finish(*args, **kwargs)
-        state.manifest_sha256 = ""
-        state.name_draft(f"pushed-{next(numbers)}")
-        if not is_ours:
-            load_draft(worker, kept)
-            kept.clear()
-        state.is_draft_intact = True
-        return result
-
-    worker.finish_weight_update = finish_and_name
 
 
 @contextmanager

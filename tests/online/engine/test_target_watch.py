@@ -14,7 +14,6 @@ from waiting import in_event_loop
 from redraft.heads.files.folder import lineage
 from redraft.heads.files.target_folder import TARGET_VERSION
 from redraft.online.engine import swap, target_watch
-from redraft.online.engine import worker as engine_worker
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.swap_transaction import Move, Swaps
@@ -29,7 +28,7 @@ from redraft.online.engine.target_watch import (
     update_rank,
     watch_target,
 )
-from redraft.online.engine.worker import WorkerState, redraft_move, redraft_status, watch_pushes
+from redraft.online.engine.worker import WorkerState, redraft_move, redraft_status
 
 
 class Model(nn.Sequential):
@@ -297,7 +296,7 @@ def test_a_draft_that_a_trainer_pushes_has_another_name(worker):
     worker.vllm_config.weight_transfer_config = SimpleNamespace(backend="redraft")
     worker._weight_update_is_draft = False
     state.draft_version = state.loaded_version = "v000003"
-    watch_pushes(worker)
+    swap.watch_pushes(worker)
     worker.finish_weight_update()
     assert state.draft_version == "v000003"
     worker._weight_update_is_draft = True
@@ -313,8 +312,8 @@ def test_another_backends_push_of_a_draft_is_loaded_at_its_end_as_in_a_swap(work
     worker.model_runner.get_draft_model = lambda: draft
     worker.vllm_config.weight_transfer_config = SimpleNamespace(backend="nccl")
     worker.weight_transfer_engine, worker._weight_update_is_draft = SimpleNamespace(), False
-    monkeypatch.setattr(engine_worker, "load_draft", lambda worker, tensors: loaded.append(dict(tensors)))
-    watch_pushes(worker)
+    monkeypatch.setattr(swap, "load_draft", lambda worker, tensors: loaded.append(dict(tensors)))
+    swap.watch_pushes(worker)
     draft.load_weights([("swapped", torch.ones(2))])
     worker._weight_update_active = worker._weight_update_is_draft = True
     buffer = torch.ones(2)
@@ -325,7 +324,7 @@ def test_another_backends_push_of_a_draft_is_loaded_at_its_end_as_in_a_swap(work
     worker.finish_weight_update()
     assert [{name: tensor.tolist() for name, tensor in one.items()} for one in loaded] == [{"a": [1, 1], "b": [2, 2]}]
     assert (at_once, state.draft_version, state.is_draft_intact) == (["swapped"], "pushed-1", True)
-    monkeypatch.setattr(engine_worker, "load_draft", lambda worker, tensors: {}["k_proj"])
+    monkeypatch.setattr(swap, "load_draft", lambda worker, tensors: {}["k_proj"])
     with pytest.raises(KeyError):
         worker.finish_weight_update()
     assert not state.is_draft_intact
