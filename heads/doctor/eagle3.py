@@ -2,6 +2,7 @@
 
 W = draft vocabulary, V = target vocabulary, D = hidden."""
 
+import json
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -91,15 +92,12 @@ def options(pair: Pair) -> Iterator[Finding]:
         unset_is_right = trained == default and key != "norm_before_residual"
         if trained is None or pair.config.get(key) == trained or (key not in pair.config and unset_is_right):
             continue
-        said = f"{_json(pair.config[key])}," if key in pair.config else f"unset: the engine takes {_json(default)},"
+        unset = f"unset: the engine takes {json.dumps(default)}"
+        said = json.dumps(pair.config[key]) if key in pair.config else unset
         yield Finding(
-            f"{key} is {said} the head was trained with {_json(trained)}",
-            f'write "{key}": {_json(trained)} at the top level of config.json',
+            f"{key} is {said}, the head was trained with {json.dumps(trained)}",
+            f'write "{key}": {json.dumps(trained)} at the top level of config.json',
         )
-
-
-def _json(value: bool) -> str:
-    return str(value).lower()
 
 
 def vocabulary_map(pair: Pair) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 V = vocabulary, D = hidden."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -166,12 +167,12 @@ def arithmetic(pair: Pair) -> Iterator[Finding]:
             if mine != trained[key]:
                 yield Finding(
                     f"{key} is {mine}, the head was trained with {trained[key]}",
-                    f'write "{key}": {_json(trained[key])} into {_file(pair)}',
+                    f'write "{key}": {json.dumps(trained[key])} into {_file(pair)}',
                 )
         elif key != "hidden_act" and mine != (its := _read_target(pair, key)):
             yield Finding(
                 f"{key} is {mine}, that of the target's layers is {its}, and nothing records the head's training",
-                f'if the head was trained with the target\'s, write "{key}": {_json(its)} into {_file(pair)}',
+                f'if the head was trained with the target\'s, write "{key}": {json.dumps(its)} into {_file(pair)}',
                 is_doubt=True,
             )
 
@@ -190,10 +191,6 @@ def _read_target(pair: Pair, key: str) -> Any:
     if key == "num_key_value_heads":
         return getattr(config, key, None) or config.num_attention_heads
     return getattr(config, key, None)
-
-
-def _json(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _file(pair: Pair) -> str:

@@ -31,7 +31,7 @@ from redraft.heads.files import speculators
 from redraft.heads.files.folder import TRAINED_WITH, read_config
 from redraft.heads.files.tensors import write_head
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
-from redraft.heads.nn.layers import GatedMLP, LlamaShape, RMSNorm, Rotary, norm, rotate
+from redraft.heads.nn.layers import LlamaShape, PreNormLayer, RMSNorm, Rotary, norm, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.vocabulary import check_ids, id_maps
@@ -72,22 +72,6 @@ class Attention(nn.Module):
 
     def _heads(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.view(*x_BTD.shape[:2], -1, self._head_dim).transpose(1, 2)
-
-
-class Layer(nn.Module):
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.input_layernorm = norm(shape)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = norm(shape)
-        self.mlp = GatedMLP(shape)
-
-    def forward(
-        self, x_BND: Tensor, cos_sin: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: BlockMask
-    ) -> Tensor:
-        x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos_sin, context, mask)
-        out: Tensor = x_BND + self.mlp(self.post_attention_layernorm(x_BND))
-        return out
 
 
 class DFlash(nn.Module):
@@ -133,7 +117,7 @@ class DFlash(nn.Module):
         hidden = self.shape.hidden_size
         self.fc = nn.Linear(len(self.aux_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = norm(self.shape)
-        self.layers = nn.ModuleList(Layer(self.shape) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(PreNormLayer(self.shape, Attention(self.shape)) for _ in range(config.num_layers))
         self.norm = norm(self.shape)
 
     @property
@@ -181,9 +165,9 @@ class DFlash(nn.Module):
     def _blocks(self, batch: Batch, context_BTD: Tensor, rows_BA: Tensor, num_slots: int) -> Tensor:
         """The input of the output head in every slot of the blocks, [B, A, S, D]."""
         cos_sin = self._rotary(batch.position_ids_BT, context_BTD)
-        layers = cast(list[Layer], list(self.layers))
+        layers = list(self.layers)
         # once for all blocks: no block changes the context's keys, and an engine keeps them in its cache
-        contexts = [layer.self_attn.keys_and_values(context_BTD, cos_sin) for layer in layers]
+        contexts = [cast(Attention, layer.self_attn).keys_and_values(context_BTD, cos_sin) for layer in layers]
         outs = []
         for chunk_BA in torch.split(rows_BA, ANCHORS_A_CHUNK, dim=1):
             # a row at the end of the batch has no anchor after it; it is clamped here, and has no label
@@ -202,7 +186,7 @@ class DFlash(nn.Module):
             outs.append(self.norm(x_BND).unflatten(1, (-1, num_slots)))
         return torch.cat(outs, dim=1)
 
-    def _run(self, layer: Layer, *inputs: Any) -> Tensor:
+    def _run(self, layer: nn.Module, *inputs: Any) -> Tensor:
         if not (self.recomputes and torch.is_grad_enabled()):
             return cast(Tensor, layer(*inputs))
         return cast(Tensor, checkpoint(layer, *inputs, use_reentrant=False))

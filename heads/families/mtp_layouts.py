@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -96,30 +96,21 @@ MIMO = Layout(
     zero_at_start=True,
     reads_normed=False,
 )
-QWEN_NAMES = {
-    "combine": "fc.",
-    "embed_norm": "pre_fc_norm_embedding.",
-    "hidden_norm": "pre_fc_norm_hidden.",
-    "final_norm": "norm.",
-    "block": "layers.0.",
-}
 QWEN3_NEXT = Layout(
     model="qwen3_next:Qwen3Next",
     prefix="mtp.",
-    names=QWEN_NAMES,
+    names={
+        "combine": "fc.",
+        "embed_norm": "pre_fc_norm_embedding.",
+        "hidden_norm": "pre_fc_norm_hidden.",
+        "final_norm": "norm.",
+        "block": "layers.0.",
+    },
     embedding_first=True,
     zero_at_start=False,
     reads_normed=True,
 )
-QWEN3_5 = Layout(
-    model="qwen3_5:Qwen3_5",
-    prefix="mtp.",
-    names=QWEN_NAMES,
-    embedding_first=True,
-    zero_at_start=False,
-    reads_normed=True,
-    count_key="mtp_num_hidden_layers",
-)
+QWEN3_5 = replace(QWEN3_NEXT, model="qwen3_5:Qwen3_5", count_key="mtp_num_hidden_layers")
 DEEPSEEK = Layout(
     model="deepseek_v3:DeepseekV3",
     prefix="model.layers.{n}.",

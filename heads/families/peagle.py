@@ -24,27 +24,11 @@ from redraft.heads.draft import Batch, DraftStep, TargetSignal, label_rows
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.files.folder import TRAINED_WITH
 from redraft.heads.nn.attention import Memory, StepMemory, compute_again
-from redraft.heads.nn.layers import Attention, GatedMLP, LlamaShape, norm
+from redraft.heads.nn.layers import Attention, LlamaShape, PreNormLayer
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.target import Target, layer_weights
 
 Config = options.PEagle
-
-
-class Layer(nn.Module):
-    """A Llama layer after the first one: it reads the output of the layer before only."""
-
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.input_layernorm = norm(shape)
-        self.self_attn = Attention(shape, shape.hidden_size)
-        self.post_attention_layernorm = norm(shape)
-        self.mlp = GatedMLP(shape)
-
-    def forward(self, x_BND: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
-        x_BND = x_BND + self.self_attn(self.input_layernorm(x_BND), cos_sin, memory)
-        out: Tensor = x_BND + self.mlp(self.post_attention_layernorm(x_BND))
-        return out
 
 
 class PEagle(Eagle3):
@@ -61,7 +45,9 @@ class PEagle(Eagle3):
         self.options = replace(config, mask_token_id=self._mask_token_id)
         self.max_tokens = config.num_steps
         # named by their place among all layers, as in a checkpoint: the first one is `midlayer`
-        self.layers = nn.ModuleDict({str(i): Layer(self.shape) for i in range(1, config.num_layers)})
+        # Each reads the output of the layer before only.
+        numbers, hidden = range(1, config.num_layers), self.shape.hidden_size
+        self.layers = nn.ModuleDict({str(i): PreNormLayer(self.shape, Attention(self.shape, hidden)) for i in numbers})
         # As wide as the streams, not as a feature: engines send it through `fc` too.
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 

@@ -246,6 +246,23 @@ class GatedMLP(nn.Module):
         return out
 
 
+class PreNormLayer(nn.Module):
+    """A Llama layer, with a norm before attention and another before the MLP."""
+
+    def __init__(self, shape: LlamaShape, attention: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = norm(shape)
+        self.self_attn = attention
+        self.post_attention_layernorm = norm(shape)
+        self.mlp = GatedMLP(shape)
+
+    def forward(self, x_BTD: Tensor, *attended: Any) -> Tensor:
+        """`attended` are the further arguments of attention."""
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), *attended)
+        out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return out
+
+
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight, in the type of x, as in the server and as on a CPU.
     On a GPU autocast makes input and output float32, and with them the residual stream: twice the

@@ -46,7 +46,7 @@ def unroll(
     """Teacher-forced draft steps with shifts 1..num_steps; the k-th from 0 has weight step_decay^k.
     With `recompute` the backward pass computes each step's activations again."""
     memory = StepMemory(batch)
-    run = partial(_run_again if recompute and torch.is_grad_enabled() else _run, step)
+    run: Step = partial(_run_again, step) if recompute and torch.is_grad_enabled() else step
     steps = []
     for k in range(num_steps):
         # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
@@ -68,16 +68,10 @@ def unroll(
     return steps
 
 
-def _run(
-    step: Step, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: StepMemory
-) -> tuple[Tensor, Tensor]:
-    return step(ids_BT, feature_BTD, position_ids_BT, memory)
-
-
 def _run_again(
     step: Step, ids_BT: Tensor, feature_BTD: Tensor, position_ids_BT: Tensor, memory: StepMemory
 ) -> tuple[Tensor, Tensor]:
-    """As `_run`, keeping the input, the output and the step's keys and values only."""
+    """As the step, keeping the input, the output and the step's keys and values only."""
 
     def once(feature_BTD: Tensor, memory: StepMemory) -> tuple[Tensor, Tensor]:
         return step(ids_BT, feature_BTD, position_ids_BT, memory)
