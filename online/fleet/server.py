@@ -265,12 +265,8 @@ class FleetServer:
 
 
 def _read_drafting(body: _StatusAnswer) -> Drafting | None:
-    if not body.num_speculative_tokens:
-        return None
-    for method in get_args(SampleMethod):
-        if body.draft_sample_method == method:
-            return Drafting(body.num_speculative_tokens, method)
-    return None
+    methods = [method for method in get_args(SampleMethod) if method == body.draft_sample_method]
+    return Drafting(body.num_speculative_tokens, methods[0]) if methods and body.num_speculative_tokens else None
 
 
 def _read_total(body: _StatusAnswer) -> AcceptanceCounts | None:
@@ -367,7 +363,8 @@ async def converge(
     servers: Iterable[FleetServer], version: str, timeout_s: float, *, insist: bool = True
 ) -> Convergence:
     """Bring all servers to `version` concurrently, with retries for `timeout_s`. Never raises for a
-    server's failure. With `insist` a refusal is retried too: there is nothing better to do when
+    server's failure. With a timeout of 0 every server is looked at, and pushed to, once.
+    With `insist` a refusal is retried too: there is nothing better to do when
     going back. Without, it is final."""
     deadline_s = time.monotonic() + timeout_s
     servers = list(servers)
@@ -378,11 +375,6 @@ async def converge(
         refused={url: str(error) for url, error in failed.items() if isinstance(error, RefusedError)},
         absent={url: str(error) for url, error in failed.items() if isinstance(error, UnreachableError)},
     )
-
-
-async def reconcile(servers: Iterable[FleetServer], version: str) -> Convergence:
-    """Look at every server once, and push `version` to those with another, e.g. after a restart or a partition."""
-    return await converge(servers, version, timeout_s=0)
 
 
 async def bring(

@@ -48,7 +48,11 @@ class Watch:
 
     async def look(self) -> list[Observation]:
         """Every server as it is now. Never raises for a server's failure."""
-        self._forget_former()
+        for gone in {*self._last, *self._looks} - set(self.servers):  # former servers
+            if gone in self._looks:
+                self._looks.pop(gone).cancel()
+            for known in (self._last, self._window):
+                known.pop(gone, None)
         for server in self.servers:
             if server not in self._looks:
                 self._looks[server] = asyncio.create_task(self._look_at(server))
@@ -62,13 +66,6 @@ class Watch:
         for look in looks:
             look.cancel()
         await asyncio.gather(*looks, return_exceptions=True)
-
-    def _forget_former(self) -> None:
-        for gone in {*self._last, *self._looks} - set(self.servers):
-            if gone in self._looks:
-                self._looks.pop(gone).cancel()
-            for known in (self._last, self._window):
-                known.pop(gone, None)
 
     def _take(self, server: FleetServer) -> Observation:
         if self._looks[server].done():

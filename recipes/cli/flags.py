@@ -72,8 +72,7 @@ def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = 
 
 def find_owner(config_type: type, name: str) -> type:
     """The dataclass that declares a field: `config_type` or a base of it."""
-    bases = [base for base in config_type.__mro__ if name in inspect.get_annotations(base)]
-    return bases[-1]
+    return [base for base in config_type.__mro__ if name in inspect.get_annotations(base)][-1]
 
 
 def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:

@@ -101,14 +101,6 @@ def run_choice(choose: Callable[[Sequence[str], str], tuple[Recipe, Sequence[str
         sys.exit(status)
 
 
-def parse(
-    config_type: type, description: str | None, presets: Mapping[str, Any], args: Sequence[str], *, prog: str
-) -> Any:
-    """A `config_type` from command-line arguments. Raises: as `parse_recipe`."""
-    recipe = Recipe(main=lambda _: None, config_type=config_type, description=description, presets=presets, prog=prog)
-    return parse_recipe(recipe, args)
-
-
 def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     """The config of a recipe from command-line arguments.
     Lowest first: the defaults, `--preset NAME`, the TOML file of `--config FILE`, the flags.

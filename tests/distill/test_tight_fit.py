@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from parse_flags import parse
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.run import memory
@@ -14,7 +15,6 @@ from redraft.distill.run.run import run
 from redraft.distill.train.optim import Optim
 from redraft.eval.engine.hardware import Machine
 from redraft.heads.catalog import find_family
-from redraft.recipes.cli.run import parse
 from redraft.recipes.plan.plan import Config as Counting
 
 

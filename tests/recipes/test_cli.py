@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from parse_flags import parse
 
 from benchmarks.studies import heads
 from benchmarks.studies.presets import make_preset
@@ -25,7 +26,6 @@ from redraft.recipes.cli.run import (
     dispatch,
     find_recipe,
     format_help,
-    parse,
     parse_recipe,
     run_guarded,
 )

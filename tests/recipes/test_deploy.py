@@ -12,11 +12,11 @@ import kubernetes_validate
 import pytest
 import yaml
 from compose_spec import PyCompose
+from parse_flags import parse
 
 from redraft.online.daemon.config import load_config
 from redraft.online.engine.config import is_enabled, read_config
 from redraft.online.records.nats_config import StreamLimits
-from redraft.recipes.cli.run import parse
 from redraft.recipes.operate import probe_log
 from redraft.recipes.serve import serve
 

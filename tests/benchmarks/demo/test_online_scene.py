@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from parse_flags import parse
 
 from benchmarks.demo import online_stage
 from benchmarks.demo.fleet import KV_CACHE_BYTES, clear
@@ -22,7 +23,6 @@ from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.files.folder import read_config
 from redraft.online.learning.anchors import read_anchors
-from redraft.recipes.cli.run import parse
 
 
 def make_conversation(domain: str, number: int) -> Any:

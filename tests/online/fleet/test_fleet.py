@@ -33,7 +33,6 @@ from redraft.online.fleet.server import (
     ask_drafting,
     converge,
     is_alarming,
-    reconcile,
     require_address,
 )
 from redraft.online.fleet.watch import JournaledServer
@@ -420,7 +419,7 @@ async def test_a_server_that_is_away_is_left_to_reconcile(away):
         assert list(outcome.absent) == [fakes[away].url]
         await fakes[away].start()
         assert fakes[away].version == OLD
-        assert (await reconcile(servers, outcome.version)).is_complete
+        assert (await converge(servers, outcome.version, timeout_s=0)).is_complete
         assert {fake.version for fake in fakes} == {NEW}
 
 
@@ -455,7 +454,7 @@ async def test_a_fleet_without_any_server_up_does_not_raise():
         fake.stop()
         outcome = await try_canary(servers, NEW, OLD, IMPATIENT)
         assert (outcome.passed, list(outcome.absent)) == (False, [fake.url])
-        assert not (await reconcile(servers, NEW)).is_complete
+        assert not (await converge(servers, NEW, timeout_s=0)).is_complete
         assert not (await try_canary([], NEW, OLD, IMPATIENT)).passed
 
 
@@ -465,7 +464,7 @@ async def test_a_lost_draft_is_pushed_again():
     fake = FakeServer(Traffic())
     async with running(fake) as servers:
         fake.intact = False
-        assert (await reconcile(servers, OLD)).is_complete
+        assert (await converge(servers, OLD, timeout_s=0)).is_complete
         assert fake.swaps == [OLD]
 
 

@@ -6,7 +6,7 @@ import pytest
 from real_server import COPY, CORRUPT, RANDOM, TOKEN
 
 from redraft.online.fleet.rollout import RolloutPolicy, roll_waves, try_canary
-from redraft.online.fleet.server import Window, connected, converge, reconcile
+from redraft.online.fleet.server import Window, connected, converge
 
 pytestmark = pytest.mark.vllm
 
@@ -35,7 +35,7 @@ async def roll_out_under_traffic(server, candidate, incumbent):
 def test_a_real_engines_counters_over_a_window_agree_with_the_responses(server):
     async def measure():
         async with connected({server.url: TOKEN}) as servers:
-            assert (await reconcile(servers, COPY)).is_complete
+            assert (await converge(servers, COPY, timeout_s=0)).is_complete
             window = await Window.open(servers)
             answers = [server.complete([9, 8, 7 + n])["metrics"]["speculative_decoding"] for n in range(4)]
             answers += [

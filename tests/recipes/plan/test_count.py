@@ -16,6 +16,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
+from parse_flags import parse
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from benchmarks.training import bench as training
@@ -53,7 +54,7 @@ from redraft.distill.plan.weightless import (
 )
 from redraft.heads.catalog import FAMILIES, find_family
 from redraft.heads.families import dflash, dspark, eagle3, medusa
-from redraft.recipes.cli.run import parse, run_guarded
+from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.plan import plan as command
 from redraft.recipes.plan.count import (
     as_text,
