@@ -219,7 +219,11 @@ class Journal:
                 if not self.num_lost:  # once: a full disk would repeat it every second
                     logger.warning("the journal in %s cannot be written: %s", self.folder, error.strerror)
                 self.num_lost += 1
-        self._notify(entry)
+        for observe in self.observers:
+            try:
+                observe(entry)
+            except Exception as error:  # an observer must never stop the learner
+                logger.warning("an observer of the journal failed: %s", type(error).__name__)
         return entry
 
     def read(self, after: int = 0) -> Entries:
@@ -256,13 +260,6 @@ class Journal:
     def _files(self) -> list[tuple[int, Path]]:
         names = [(_FILE_NAME.fullmatch(path.name), path) for path in self.folder.glob("journal-*.jsonl")]
         return sorted((int(name[1]), path) for name, path in names if name)
-
-    def _notify(self, entry: Entry) -> None:
-        for observe in self.observers:
-            try:
-                observe(entry)
-            except Exception as error:  # an observer must never stop the learner
-                logger.warning("an observer of the journal failed: %s", type(error).__name__)
 
 
 def to_stderr(entry: Entry) -> None:

@@ -55,11 +55,7 @@ class Account:
 
     def end_faults(self, *names: str, detail: str | None = None) -> None:
         """Forget these faults, so that they are written when they begin again."""
-
-        def has_ended(what: str, its_detail: str) -> bool:
-            return what in names and detail in (None, its_detail)
-
-        self._faults = {fault for fault in self._faults if not has_ended(*fault)}
+        self._faults = {(what, its) for what, its in self._faults if what not in names or detail not in (None, its)}
 
     def load_or_set_aside(self, load: Callable[[Path], T], path: Path, otherwise: T, consequence: str) -> T:
         """The value in the file; `otherwise`, and a fault with the consequence, if the file is

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.heads.draft import Draft
 from redraft.heads.files.artifact import verify
 from redraft.online.daemon.config import LearnerConfig
 from redraft.online.fleet.registry import Registry
@@ -113,19 +112,18 @@ class Judge:
     def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
         records = (stored.record for stored in self.buffer.read(seqs))
         draft = self._load(folder)
-        return score_requests(draft, records, **self._settings(draft))
+        return score_requests(
+            draft,
+            records,
+            num_speculative_tokens=self.judging.num_speculative_tokens,
+            method=self.judging.draft_sample_method,
+            sequence_length=self.cfg.training.sequence_length,
+            reads=choose_reads(self.candidate.family, draft),
+        )
 
     def _load(self, folder: Path) -> Any:
         draft = self.candidate.load(folder)
         return (draft.float() if self.candidate.accelerator.device.type == "cpu" else draft).eval()
-
-    def _settings(self, draft: Draft) -> dict[str, Any]:
-        return {
-            "num_speculative_tokens": self.judging.num_speculative_tokens,
-            "method": self.judging.draft_sample_method,
-            "sequence_length": self.cfg.training.sequence_length,
-            "reads": choose_reads(self.candidate.family, draft),
-        }
 
 
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:

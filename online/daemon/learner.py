@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redraft.online.daemon import control
 from redraft.online.daemon.account import Account
@@ -52,9 +52,6 @@ from redraft.online.page.telemetry import Telemetry, to_wandb
 from redraft.online.records.guard import Guard
 from redraft.online.records.origin import stored_name
 from redraft.online.records.spool import is_in_memory
-
-if TYPE_CHECKING:
-    pass
 
 INGEST_POLL_S = 0.2
 SERVER_FAULTS = ("server_unreachable", "server_nonsense")

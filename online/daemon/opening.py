@@ -83,11 +83,14 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
     if not registry.versions():
         if cfg.draft.initial is None:
             raise ValueError(f"{registry.folder} has no version yet: set draft.initial to the draft that is served now")
-        initial = cfg.draft.initial
-        if not _is_in_target(initial, cfg):
+        initial, family = cfg.draft.initial, find_family(cfg.draft.family)
+        copy: Callable[[Path, Path], None] = copy_model
+        if family.is_in_target and initial.resolve() == cfg.target.resolve():
+            copy = family.extract
+        else:
             _require_fitting(initial, cfg, target)
         registry.publish(
-            lambda partial: _copy_draft(initial, partial, cfg),
+            lambda partial: copy(initial, partial),
             target_fingerprint=target.fingerprint,
             provenance={"copied_from": initial, "target_lineage": target.lineage},
             evaluation={},
@@ -99,17 +102,6 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
         require_trained_for(registry.path(current), target)
     except ValueError as error:
         raise ValueError(f"{error}; give each target its own registry and learner folder") from None
-
-
-def _is_in_target(draft: Path, cfg: LearnerConfig) -> bool:
-    return find_family(cfg.draft.family).is_in_target and draft.resolve() == cfg.target.resolve()
-
-
-def _copy_draft(draft: Path, folder: Path, cfg: LearnerConfig) -> None:
-    if _is_in_target(draft, cfg):
-        find_family(cfg.draft.family).extract(draft, folder)
-    else:
-        copy_model(draft, folder)
 
 
 def _require_fitting(draft: Path, cfg: LearnerConfig, target: TargetFolder) -> None:

@@ -23,10 +23,9 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -83,7 +82,7 @@ class TenantRecords:
     num_later_files: int  # Files of a later release, which may hold anybody's records.
 
 
-class Buffer:
+class Buffer(AbstractContextManager["Buffer"]):
     """The only writer and reader of a folder. Methods may be called from several threads."""
 
     def __init__(
@@ -135,10 +134,7 @@ class Buffer:
                 self._key = self._files.open_key(self._next_seq - 1)
             self._opened = opened.pop_all()
 
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

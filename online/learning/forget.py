@@ -95,7 +95,7 @@ class Reach:
         """Empty spool and log into the buffer, which drops the tenant's records."""
         drained, until_s = Taken(), time.monotonic() + DRAIN_S
         if self.stream is not None:
-            await self.stream.restart()
+            await self.stream.close()
         with suppress(FileNotFoundError):  # no server has made the spool yet
             # Adding counters drops zeros, so an empty look has no counts, and ends the loop.
             while (taken := await self._take()).counts and time.monotonic() < until_s:

@@ -112,10 +112,6 @@ class StreamSource:
             self.buffer.counts += first
         return taken + Taken(counts=first if keep_later else Counter(later_layout=len(later)))
 
-    async def restart(self) -> None:
-        """Have every unacknowledged message delivered again at once, those of a later layout too."""
-        await self.close()
-
     async def erase_unread(self, name: str) -> int:
         """Overwrite a tenant's records of domains without a learner, and unreadable ones; returns
         the number. Raises BrokerError."""
@@ -162,6 +158,7 @@ class StreamSource:
             raise BrokerError(f"a message could not be overwritten: {answer.get('error')}")
 
     async def close(self) -> None:
+        """The next `take` gets every unacknowledged message again at once, those of a later layout too."""
         client, self._client, self._pull = self._client, None, None
         if client is not None:
             with suppress(NatsError, OSError):

@@ -44,11 +44,8 @@ def compose_headline(
     if draft is None:
         below = "The curves start once a server has answered requests with a draft."
         return Headline(before="Nothing has been measured yet.", below=f"{_describe_learner(state, is_asleep)} {below}")
-    tau, before = _compute_tau(draft.entries), draft.before
-    name, below = (
-        shorten_version(draft.version),
-        f"{_describe_learner(state, is_asleep)} {_describe_traffic(draft, now_s)}",
-    )
+    tau, before, name = _compute_tau(draft.entries), draft.before, shorten_version(draft.version)
+    below = f"{_describe_learner(state, is_asleep)} {_describe_traffic(draft, now_s)}"
     number = f"{tau:.2f} tokens"
     is_new = not before and draft.entries[-1].pace.startswith(PACED)  # off until it has learned
     if tau < ALARM_TAU and not is_new:
@@ -67,7 +64,7 @@ def compose_headline(
         before=f"Draft {name} emits",
         number=number,
         after="per target step,",
-        change=f"{_format_signed(gain)} since {shorten_version(before[0].draft_version)}.",
+        change=f"{f'{gain:+.2f}'.replace('-', '−')} since {shorten_version(before[0].draft_version)}.",
         below=below,
         tone="good" if gain >= NOTABLE_TAU else "bad" if gain <= -NOTABLE_TAU else "plain",
     )
@@ -156,7 +153,3 @@ def format_duration(seconds: float) -> str:
         if seconds >= unit_s:
             return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[name]:.0f} {name}"
     return f"{seconds:.0f} s"
-
-
-def _format_signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "−")

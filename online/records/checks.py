@@ -90,16 +90,9 @@ def _find_wrong_length(record: Record) -> str:
     if not 1 <= record.top_k <= MAX_TOP_K:
         return f"inconsistent record: top_k is {record.top_k}"
     rows = len(record.row_positions) // 4
-    wanted = {
-        "row_positions": 4 * rows,
-        "row_branches": 4 * rows,
-        "row_drafts": 4 * rows,
-        "row_draft_probs": 4 * rows,
-        "row_accepted": rows,
-        "row_topk_ids": 4 * rows * record.top_k,
-        "row_topk_log_probs": 4 * rows * record.top_k,
-        "row_log_sum_exp": 4 * rows,
-    }
+    one_number = ("row_positions", "row_branches", "row_drafts", "row_draft_probs", "row_log_sum_exp")
+    wanted = dict.fromkeys(one_number, 4 * rows) | {"row_accepted": rows}
+    wanted |= dict.fromkeys(("row_topk_ids", "row_topk_log_probs"), 4 * rows * record.top_k)
     if record.row_proposers:
         wanted["row_proposers"] = rows
     for name, size in wanted.items():

@@ -163,9 +163,8 @@ def find_skip_reason(payload: Any) -> str:
     is_single = not isinstance(prompt, list) or (bool(prompt) and all(isinstance(token, int) for token in prompt))
     # If a tool's schema may constrain the output, the log-probabilities contain the grammar's mask.
     is_free = not payload.get("tools") or payload.get("tool_choice") == "none"
-    if not (is_single and is_free and payload.get("n") in (None, 1)):
-        return "unfit"
-    if not set_fields.isdisjoint((*CLASHING, *CHANGED)):
+    is_plain = payload.get("n") in (None, 1) and set_fields.isdisjoint((*CLASHING, *CHANGED))
+    if not (is_single and is_free and is_plain):
         return "unfit"
     if not set_fields <= KNOWN:
         return "unknown_field"

@@ -450,7 +450,7 @@ async def test_later_layouts_wait_for_their_release_but_not_for_a_tenant_that_is
         await client.jetstream().publish(nats_config.subject("code"), b"RDR4 whose text is this? %d" % number)
     await client.close()
     assert await take_all(source, 3) == {"later_layout": 3}
-    await source.restart()
+    await source.close()
     counts = Counter()
     while counts.total() < 3:
         counts += (await source.take(keep_later=False)).counts
