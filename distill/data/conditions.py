@@ -3,6 +3,7 @@
 A wrong loss mask lowers acceptance, and shows nowhere else."""
 
 import re
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -46,7 +47,7 @@ def broken_condition(
         return missing
     if not is_in(content.thought, written):
         return "with reasoning that the chat template leaves out"
-    if not _has_all(content.call_names, written):
+    if any(written.count(name) < count for name, count in Counter(content.call_names).items()):
         return "with tool calls that the chat template leaves out"
     if not is_in(content.said, written):
         is_beside = "text beside tool calls" if content.call_names else "text"
@@ -84,11 +85,6 @@ def is_in(part: str, text: str) -> bool:
 def _has_words(result: str, text: str) -> bool:
     """Whether `text` shows a tool's result, which templates escape as JSON or markup."""
     return is_in(result, text) or all(word in text for word in ASCII_WORD.findall(result))
-
-
-def _has_all(names: Collection[str], written: str) -> bool:
-    counts = {name: list(names).count(name) for name in names}
-    return all(name in written for name in names) and all(written.count(n) >= c for n, c in counts.items())
 
 
 def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:

@@ -18,20 +18,10 @@ Tool = dict[str, Any]  # a function as vLLM gives it to a chat template: `type`,
 TEXT_ROLE = "text"  # a plain document: past the chat template, all its tokens are labels
 
 ROLES = {
-    "human": "user",
-    "prompter": "user",
-    "ai": "assistant",
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("ai", "gpt", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
     "developer": "system",
-    "ipython": "tool",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("ipython", "function", "observation", "function_response"), "tool"),
 }
 """Roles and speakers with another name, in lower case."""
 

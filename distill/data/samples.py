@@ -151,8 +151,7 @@ def build_samples(
         ends=ends,
         progress=progress,
     )
-    samples = list(stream)
-    return samples, stats
+    return list(stream), stats
 
 
 def stream_samples(

@@ -110,13 +110,7 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine 
     return Plan(run=run, stored=stored, are_held_out=are_held_out, notes=notes)
 
 
-def _choose_dtype(
-    pair: Pair,
-    stored: StoredForecast | None,
-    machine: Machine,
-    *,
-    on_cpu: bool,
-) -> TargetDtype:
+def _choose_dtype(pair: Pair, stored: StoredForecast | None, machine: Machine, *, on_cpu: bool) -> TargetDtype:
     """The type of an engine's run, if the user names none. In the forecast's, an engine counts as it does."""
     known = stored.dtype if stored else None
     if known and (not on_cpu or known == "float32" or (known == "bfloat16" and machine.cpu_has_bfloat16)):

@@ -383,9 +383,8 @@ def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
     its = LlamaShape.from_config(pair.target_config)
     sizes = {name: getattr(its, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
     # Other numbers of heads fit the same matrices: 32 heads of 64 have as many rows as 16 of 128.
-    same_rows = [mine.head_dim * getattr(mine, n) for n in ("num_attention_heads", "num_key_value_heads")] == [
-        its.head_dim * getattr(its, n) for n in ("num_attention_heads", "num_key_value_heads")
-    ]
+    counts = ("num_attention_heads", "num_key_value_heads")
+    same_rows = all(mine.head_dim * getattr(mine, n) == its.head_dim * getattr(its, n) for n in counts)
     # Norms of queries and keys have as many weights as a head has numbers, so they settle it.
     norms = [p for name, p in head.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))]
     can_be_its = same_rows and all(len(p) == its.head_dim for p in norms)

@@ -243,8 +243,7 @@ def _make_model(config: Any, dtype: torch.dtype) -> Any:
     if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         # sorts rows by expert: the way of GPUs, and the only one whose sizes do not depend on the router's choices
         config._experts_implementation = "grouped_mm"
-    model = new_model(config, dtype)
-    return model.eval().requires_grad_(False)
+    return new_model(config, dtype).eval().requires_grad_(False)
 
 
 def _make_target(plan: Plan) -> Any:

@@ -98,9 +98,7 @@ def _strip(x: Tensor) -> Tensor:
 def _needs_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation runs without memory: it reads or makes a weightless tensor, or a large one."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    if any(isinstance(x, Weightless) or x.is_meta for x in tensors):
-        return True
-    if kwargs.get("device") == META:
+    if kwargs.get("device") == META or any(isinstance(x, Weightless) or x.is_meta for x in tensors):
         return True
     try:
         # A dry run on `meta`, only to learn the size of the result.

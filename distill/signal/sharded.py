@@ -181,8 +181,11 @@ def leading(model: Any) -> Iterator[bool]:
             # After an error too, because the others wait for this word.
             _tell(model, goes_on=False)
     else:
+        # One token: rank 0 needs no more from this rank than the shards.
+        ids_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         while _is_told(model):
-            _make_pass(model)
+            with torch.no_grad():
+                language_model(model)(input_ids=ids_11, use_cache=False)
         yield False
 
 
@@ -194,9 +197,3 @@ def _is_told(model: Any) -> bool:
     told = torch.zeros((), dtype=torch.int64, device=model.device)
     dist.broadcast(told, 0)
     return bool(told)
-
-
-@torch.no_grad()
-def _make_pass(model: Any) -> None:
-    """A pass over one token: rank 0 needs no more from this rank than the shards."""
-    language_model(model)(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)

@@ -7,7 +7,8 @@ import netrc
 import os
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -28,13 +29,7 @@ from redraft.distill.data.samples import SampleStats
 from redraft.distill.run.config import Loop
 from redraft.distill.run.folder import RunFolder
 from redraft.distill.signal.transfer import to_device
-from redraft.distill.train.ranks import (
-    LONGEST_WAIT,
-    die_with_launcher,
-    join_on_cpu,
-    keep_models_whole,
-    uses_deepspeed,
-)
+from redraft.distill.train.ranks import LONGEST_WAIT, die_with_launcher, join_on_cpu, keep_models_whole, uses_deepspeed
 from redraft.distill.train.step import Distillation, StepOutcome, StepStats
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.prompts import Prompt
@@ -135,11 +130,7 @@ def make_accelerator(
 
 
 def train(
-    distillation: Distillation,
-    data: LoadedData,
-    run: RunFolder,
-    loop: Loop,
-    num_speculative_tokens: int,
+    distillation: Distillation, data: LoadedData, run: RunFolder, loop: Loop, num_speculative_tokens: int
 ) -> TrainingCost:
     """Train from the newest checkpoint of `run` until `loop.steps`, or until acceptance falls
     (`loop.stop_by`); losses and held-out acceptance go to the metrics.
@@ -186,11 +177,7 @@ class _Trainer:
     """A training, in one part or several: the first steps, whose speed plans the rest, and the rest."""
 
     def __init__(
-        self,
-        distillation: Distillation,
-        data: LoadedData,
-        run: RunFolder,
-        num_speculative_tokens: int,
+        self, distillation: Distillation, data: LoadedData, run: RunFolder, num_speculative_tokens: int
     ) -> None:
         self.distillation, self.data, self.run = distillation, data, run
         self.num_speculative_tokens = num_speculative_tokens
@@ -322,11 +309,8 @@ class _Meter:
     def rate(self) -> float:
         return self.tokens / (time.perf_counter() - self.started)
 
-    def paused(self) -> _Meter:
-        return self
-
-    def __enter__(self) -> None:
-        self.paused_at = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.started += time.perf_counter() - self.paused_at
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        paused_at = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - paused_at

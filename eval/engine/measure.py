@@ -121,9 +121,7 @@ def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
     return half_step_s is not None and max(half_step_s) > CHANGED * min(half_step_s)
 
 
-def time_steps(
-    requests: Sequence[Sequence[float]],
-) -> tuple[float, tuple[float, float]] | tuple[None, None]:
+def time_steps(requests: Sequence[Sequence[float]]) -> tuple[float, tuple[float, float]] | tuple[None, None]:
     """`step_s` and `half_step_s` of a `Measurement`, without steps with a prefill; None if few. A
     request is the times of sending, and of the tokens of each step."""
     prefills = [(times_s[0], times_s[1]) for times_s in requests if len(times_s) > 1]

@@ -80,12 +80,8 @@ def start_group(command: Sequence[str], *, log: Path, env: Mapping[str, str] | N
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(env or {})},
             process_group=0,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=(lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if sys.platform == "linux" else None,
         )
-
-
-def _die_with_parent() -> None:
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:

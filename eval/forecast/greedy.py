@@ -154,10 +154,10 @@ def generate_answers(
     The random numbers of an answer depend on `seed`, temperature and prompt only, so batching does
     not change it."""
     beyond = num_speculative_tokens - 1
-    uniforms = [_uniform(prompt, max_tokens + beyond, sampling.temperature, seed) for prompt in prompts]
-    uniform_BT = torch.stack(uniforms)
+    uniform_BT = torch.stack([_uniform(p, max_tokens + beyond, sampling.temperature, seed) for p in prompts])
 
     def choose(logits_BV: Tensor, step: int) -> Tensor:
+        on_step()
         if sampling.temperature == 0:
             return logits_BV.argmax(-1)
         # Inverse of the cumulative distribution; float64, because the rounding of float32 sums over a
@@ -167,11 +167,7 @@ def generate_answers(
         drawn_B1 = uniform_BT[:, step, None].to(cumulative_BV) * cumulative_BV[:, -1:]
         return torch.searchsorted(cumulative_BV, drawn_B1, right=True).squeeze(-1)
 
-    def pick(logits_BV: Tensor, step: int) -> Tensor:
-        on_step()
-        return choose(logits_BV, step)
-
-    texts = _generate(target, [prompt.token_ids for prompt in prompts], max_tokens, beyond, end_ids, pick)
+    texts = _generate(target, [prompt.token_ids for prompt in prompts], max_tokens, beyond, end_ids, choose)
     return [cut_continuation(p, text, max_tokens, beyond, end_ids) for p, text in zip(prompts, texts, strict=True)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from redraft.eval.forecast.drafts import NamedDraft
 from redraft.eval.intervals import CONFIDENCE
 from redraft.eval.machine import environment
-from redraft.eval.prompts import Prompt, domains
+from redraft.eval.prompts import domains
 from redraft.eval.report.answer import compose_answer, join_words
 from redraft.eval.report.page import TEMPLATES, charts_of, render_text, write_page
 from redraft.eval.report.results import Measured, build_results, list_prompt_counts
@@ -44,17 +44,16 @@ def build_acceptance_report(
         "results": rows,
         "baseline": None,
         "notes": [*_list_notes(measured, drafts), *_list_left_out(settings)],
-        "prompts": [{"id": hash_prompt(prompt), "domain": prompt.domain} for prompt in measured.prompts],
+        "prompts": [
+            # the same id in every report, and another one for every domain and text
+            {"id": hash_key([prompt.domain, prompt.token_ids])[:16], "domain": prompt.domain}
+            for prompt in measured.prompts
+        ],
         "per_prompt": list(list_prompt_counts(measured)),
         # without the date: equal measurements must give equal bytes
         "environment": {name: value for name, value in environment().items() if name != "date"},
     }
     return {**report, "answer": compose_answer(measured, report)}
-
-
-def hash_prompt(prompt: Prompt) -> str:
-    """The id of a prompt: the same in every report, and different for every domain and text."""
-    return hash_key([prompt.domain, prompt.token_ids])[:16]
 
 
 def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:

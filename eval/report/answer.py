@@ -32,10 +32,7 @@ def compose_answer(measured: Measured, report: Report) -> list[str]:
 def _headline(report: Report, best: str, temperature: float, k: int) -> str:
     rows = [r for r in report["results"] if (r["draft"], r["temperature"]) == (best, temperature)]
     shown = [row for row in rows if row["domain"] is not None] or rows
-    taus = []
-    for row in shown:
-        if entry := find_entry(row, k):
-            taus.append((read_tau(entry), row["domain"]))
+    taus = [(read_tau(entry), row["domain"]) for row in shown if (entry := find_entry(row, k))]
     # Equal taus are ordered by domain. None is no problem: it only occurs alone.
     (tau, domain), *others = sorted(taus, reverse=True)
     parts = [f"{tau:.2f} tokens per target step{_on(domain)}"]

@@ -135,10 +135,8 @@ def _domains(by_domain: Mapping[str, Mapping[str, Any]]) -> alt.LayerChart:
 
 def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
     names = {"before": "before training", "ce_baseline": "cross-entropy on the text", "after": "distilled"}
-    rows = []
-    for key, name in names.items():
-        if f"alpha_greedy_{key}" in offline:
-            rows.append({"label": name, "value": offline[f"alpha_greedy_{key}"]})
+    alphas = {name: offline.get(f"alpha_greedy_{key}") for key, name in names.items()}
+    rows = [{"label": name, "value": alpha} for name, alpha in alphas.items() if alpha is not None]
     return _bars(rows, ours=names["after"], title="alpha greedy on held-out prompts", number=".3f")
 
 

@@ -106,11 +106,7 @@ SAME_SETTINGS: Mapping[str, Any] = {
 """Settings that influence acceptance, with the value for a report without them: both reports must have the same."""
 
 
-def match_drafts(
-    families: Mapping[str, str],
-    settings: Mapping[str, Any],
-    baseline: Report,
-) -> dict[str, str]:
+def match_drafts(families: Mapping[str, str], settings: Mapping[str, Any], baseline: Report) -> dict[str, str]:
     """Name of each draft -> name of the draft in the baseline to compare it with.
     Drafts of the same name are compared. If one draft on each side is left over, these two are
     compared as well. `families` are the drafts' families by name. Raises ValueError if a draft has

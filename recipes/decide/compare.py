@@ -20,15 +20,7 @@ from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.baseline import choose_mode, describe_baseline, describe_modes, measure_bandwidth
 from redraft.eval.serving.drafts import Candidate, Choice, choose, predict
 from redraft.eval.serving.drafts_charts import build_charts
-from redraft.eval.serving.rounds import (
-    PLAIN,
-    Plan,
-    Results,
-    keep_rounds,
-    plain_runs,
-    run_rounds,
-    start_servers,
-)
+from redraft.eval.serving.rounds import PLAIN, Plan, Results, keep_rounds, plain_runs, run_rounds, start_servers
 from redraft.heads.families.retrieval import FOLDER
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import fetch_model
@@ -36,14 +28,7 @@ from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
 from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, Config
-from redraft.recipes.decide.compare_report import (
-    LOADS,
-    by_load,
-    compose_answer,
-    describe_head,
-    describe_speed,
-    verdict,
-)
+from redraft.recipes.decide.compare_report import LOADS, by_load, compose_answer, describe_head, describe_speed, verdict
 from redraft.recipes.decide.made_drafts import MAX_PROMPT_TOKENS, Making, finished_drafts, make_lookups, make_trained
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
 
