@@ -45,18 +45,24 @@ class Eagle1(Unrolled, LayerSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3(Unrolled, LayerSizes):
+class LayerMix(LayerSizes):
+    """A head that reads a mix of the target's layers, as EAGLE-3 does."""
+
     aux_layer_ids: tuple[int, ...] = ()
     """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
     2, n // 2 and n - 3 of n layers."""
     own_head: bool = True
     """Train the output head, starting from the target's. If false, the target's rows are used and stay frozen."""
-    norm_before_residual: bool = False
-    """Add the layer's output to the normed feature instead of the feature itself."""
     norm_before_fc: bool = False
     """Norm the concatenated streams before they are mixed (gpt-oss)."""
     fc_norm: bool = False
     """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3(Unrolled, LayerMix):
+    norm_before_residual: bool = False
+    """Add the layer's output to the normed feature instead of the feature itself."""
     norm_output: bool = False
     """Feed back the feature after the final norm instead of before it (EAGLE-3.1)."""
     num_steps: int = 7
@@ -124,10 +130,7 @@ class DSpark(DFlash):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PEagle(LayerSizes):
-    aux_layer_ids: tuple[int, ...] = ()
-    """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
-    2, n // 2 and n - 3 of n layers."""
+class PEagle(LayerMix):
     num_layers: int = 4
     """Layers of the draft. The first one reads the token's embedding next to the feature. A draft that guesses several
     tokens ahead at once needs more layers than EAGLE-3's one."""
@@ -140,14 +143,8 @@ class PEagle(LayerSizes):
     """Share of the rows of a step that the next step trains, from above 0 to 1. Every epoch chooses other rows."""
     min_share: float = 0.2
     """Smallest share of the first step's rows that a step trains."""
-    own_head: bool = True
-    """Train the output head, starting from the target's. If false, the target's rows are used and stay frozen."""
     norm_before_residual: bool = False
     """Add the first layer's output to the normed feature instead of the feature itself."""
-    norm_before_fc: bool = False
-    """Norm the concatenated streams before they are mixed (gpt-oss)."""
-    fc_norm: bool = False
-    """Norm the stream of each target layer before they are mixed (EAGLE-3.1)."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_steps < 2:
@@ -159,10 +156,8 @@ class PEagle(LayerSizes):
 
     def first_layer(self) -> Eagle3:
         """The same options of an EAGLE-3 head, whose layer is the first one here."""
-        architecture = ("norm_before_residual", "norm_before_fc", "fc_norm")
-        shared = ("aux_layer_ids", "num_steps", "own_head", *architecture)
-        sizes = (field.name for field in fields(LayerSizes))
-        return Eagle3(**{name: getattr(self, name) for name in (*shared, *sizes)})
+        shared = ("num_steps", "norm_before_residual", *(field.name for field in fields(LayerMix)))
+        return Eagle3(**{name: getattr(self, name) for name in shared})
 
     @property
     def num_tokens(self) -> int:

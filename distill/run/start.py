@@ -102,7 +102,7 @@ def _start_by_least_squares(run: Run, head: Any, num_tokens: int) -> None:
     scales = read_scales(run, head.aux_layer_ids)
     _say(run, f"the head starts from least squares on up to {num_tokens:,} tokens")
     # The final norm alone: all else but the output head is replaced.
-    head.init_from_layer(nn.Module(), final_norm(run.model))
+    head.init_from_layers([nn.Module()], final_norm(run.model))
     head.to(run.accelerator.device)
     start_by_least_squares(head, read_last_signals(run, head.aux_layer_ids, num_tokens), scales)
     # Each rank has solved for itself, and other hardware may give other signs.

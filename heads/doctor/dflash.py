@@ -1,7 +1,6 @@
 """Checks of a DFlash head: target layers, mask token, direction of attention, norms and draft vocabulary."""
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from redraft.heads.doctor import shared
@@ -147,7 +146,7 @@ def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]
 OF_BLOCKS: tuple[Check, ...] = (
     shared.sizes,
     shared.positions,
-    partial(shared.shared_weights, borrowed=(shared.EMBEDDINGS,)),
+    shared.shared_weights,
     shared.fc_bias,
     target_layers,
     mask_token,

@@ -17,10 +17,8 @@ from redraft.heads.doctor.pair import Check, Finding, Pair
 from redraft.heads.files.folder import tensor_files
 from redraft.heads.files.tensors import read_tensors
 from redraft.heads.nn.layers import llama_rope, read_layer_config
-from redraft.heads.target import Target
+from redraft.heads.target import EMBEDDINGS, HEAD, Target
 
-EMBEDDINGS = "embed_tokens.weight"
-HEAD = "lm_head.weight"
 IN_TARGET = {EMBEDDINGS: "embed_VD", HEAD: "head_VD"}  # Fields of `Target`, by the tensor's name.
 SAME_WITHIN = 0.01  # relative, of two copies of a matrix; bfloat16 alone makes 0.002
 

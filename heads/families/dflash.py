@@ -31,7 +31,7 @@ from redraft.heads.files import speculators
 from redraft.heads.files.folder import TRAINED_WITH, read_config
 from redraft.heads.files.tensors import write_head
 from redraft.heads.nn.blocks import BlockMask, attend_blocks
-from redraft.heads.nn.layers import LlamaShape, PreNormLayer, RMSNorm, Rotary, norm, rotate
+from redraft.heads.nn.layers import LlamaShape, PreNormLayer, Projections, Rotary, norm, rotate
 from redraft.heads.nn.masks import check_mask_token, choose_rows
 from redraft.heads.nn.precision import product_dtype
 from redraft.heads.nn.vocabulary import check_ids, id_maps
@@ -43,19 +43,11 @@ ANCHORS_A_CHUNK = 64  # blocks in memory at once: the mask has ANCHORS_A_CHUNK *
 Config = options.DFlash
 
 
-class Attention(nn.Module):
+class Attention(Projections):
     """Grouped-query attention with normed heads, as in Qwen3."""
 
     def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self._head_dim = shape.head_dim
-        query_size, key_size = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
-        self.q_proj = nn.Linear(shape.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
-        self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        super().__init__(replace(shape, attention_bias=False, qk_norm=True), shape.hidden_size)
 
     def keys_and_values(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[B, key heads, T, head size] each."""
@@ -69,9 +61,6 @@ class Attention(nn.Module):
         out_BHNE = attend_blocks(q, context, self.keys_and_values(x_BND, cos_sin), mask, self._head_dim**-0.5)
         out: Tensor = self.o_proj(out_BHNE.transpose(1, 2).flatten(2))
         return out
-
-    def _heads(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.view(*x_BTD.shape[:2], -1, self._head_dim).transpose(1, 2)
 
 
 class DFlash(nn.Module):

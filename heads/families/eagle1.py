@@ -48,6 +48,7 @@ class Eagle1(nn.Module):
     aux_layer_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
     engine_output = 0
+    feature = staticmethod(final_hidden)
 
     def __init__(self, config: Config, target: Target, shape: LlamaShape | None = None) -> None:
         super().__init__()
@@ -69,23 +70,10 @@ class Eagle1(nn.Module):
         out_BTD = self.layers[0](x_BTD, self._rotary(position_ids_BT, x_BTD), memory)
         return out_BTD, out_BTD
 
-    def feature(self, signal: TargetSignal) -> Tensor:
-        """The target's last hidden state, [B, T, D]."""
-        return final_hidden(signal)
-
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         """Steps of shifts 1, 2, ..., each with the distance between the predicted feature and the target's."""
         target_BTD = final_hidden(signal)
-        steps = unroll(
-            self.step,
-            batch,
-            target_BTD,
-            self._head_VD,
-            num_steps=num_steps or self.config.num_steps,
-            step_decay=self.config.step_decay,
-            rule=self.shape.rule,
-            recompute=self.recomputes,
-        )
+        steps = unroll(self, batch, target_BTD, self._head_VD, num_steps, rule=self.shape.rule)
         return [replace(step, extra_loss_BT=self._regression(step, target_BTD)) for step in steps]
 
     def _regression(self, step: DraftStep, target_BTD: Tensor) -> Tensor:

@@ -142,23 +142,15 @@ class Eagle3(nn.Module):
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         """Steps of shifts 1, 2, ...: features of the head, the true tokens."""
-        return unroll(
-            self.step,
-            batch,
-            self.feature(signal),
-            self.head,
-            num_steps=num_steps or self.config.num_steps,
-            step_decay=self.config.step_decay,
-            draft_ids_W=self._draft_ids_W,
-            rule=self.shape.rule,
-            recompute=self.recomputes,
-        )
+        feature_BTD, rule = self.feature(signal), self.shape.rule
+        return unroll(self, batch, feature_BTD, self.head, num_steps, draft_ids_W=self._draft_ids_W, rule=rule)
 
-    def init_from_layer(self, layer: nn.Module, final_norm: nn.Module) -> None:
+    def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
         """Start as a layer of the target, usually the last, on the stream of the highest aux layer.
         Tensors of equal shape are copied. Attention's projections are twice as wide as the layer's:
         the half for the feature is copied, the half for the embedding stays random. Tensors of any
         other shape stay random too."""
+        (layer,) = layers
         theirs = {f"midlayer.{name}": value for name, value in layer_weights(layer).items()}
         # The target's layer norms the state, as `hidden_norm` here; OLMo 2 has no such norm.
         norm = theirs.pop("midlayer.input_layernorm.weight", None)
@@ -175,10 +167,6 @@ class Eagle3(nn.Module):
                     own[:, hidden:].copy_(value)
             # [0 ... 0 I]: g begins as the stream of the highest layer.
             self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1.0)
-
-    def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        (layer,) = layers
-        self.init_from_layer(layer, final_norm)
 
     def export(
         self,

@@ -37,7 +37,7 @@ def start_by_least_squares(
     head: Eagle3, known: Sequence[tuple[Batch, TargetSignal]], stream_scales: Sequence[Tensor]
 ) -> None:
     """Set the weights of an untrained head, all but its output head and final norm, which are the
-    target's (`Eagle3.init_from_layer`). `known` are batches with the target's hidden states:
+    target's (`Eagle3.init_from_layers`). `known` are batches with the target's hidden states:
     several times as many tokens as F + D. `stream_scales` are, for each stream, the factors of the
     norm in the target's layer that reads it, [D]. `fc_norm` takes them, because they shrink the
     entries that are hundreds of times as large as the others. Raises ValueError: the head does not

@@ -103,18 +103,11 @@ class Mtp(nn.Module):
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         """Steps of shifts 1, 2, ...: features of the layer, the true tokens."""
-        return unroll(
-            self.step,
-            batch,
-            self.feature(signal),
-            self._head_VD,
-            num_steps=num_steps or self.config.num_steps,
-            step_decay=self.config.step_decay,
-            recompute=self.recomputes,
-        )
+        return unroll(self, batch, self.feature(signal), self._head_VD, num_steps)
 
-    def init_from_layer(self, layer: nn.Module, final_norm: nn.Module) -> None:
-        """Start as a layer of the target, with the feature as input; the weights for the embedding stay random."""
+    def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
+        """Start as one layer of the target, with the feature as input; the weights for the embedding stay random."""
+        (layer,) = layers
         mine = self.block.state_dict()
         same = {n: t for n, t in layer.state_dict().items() if n in mine and t.shape == mine[n].shape}
         # Tensors of another name or shape keep the random weights.
@@ -125,10 +118,6 @@ class Mtp(nn.Module):
         start = hidden if self.layout.embedding_first else 0
         with torch.no_grad():
             self.combine.weight[:, start : start + hidden].copy_(torch.eye(hidden))
-
-    def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        (layer,) = layers
-        self.init_from_layer(layer, final_norm)
 
     def checkpoint_tensors(self, weights: Weights = None) -> dict[str, Tensor]:
         """The layer's tensors, or `weights`, under the names of the target's checkpoint."""

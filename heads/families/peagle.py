@@ -133,10 +133,10 @@ class PEagle(Eagle3):
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
         """Start as layers of the target, usually its last, on the stream of the highest aux layer,
-        as `Eagle3.init_from_layer`. Raises ValueError: another number of layers."""
+        as `Eagle3.init_from_layers`. Raises ValueError: another number of layers."""
         if len(layers) != 1 + len(self.layers):
             raise ValueError(f"{len(layers)} layers were given to a draft of {1 + len(self.layers)}")
-        self.init_from_layer(layers[0], final_norm)
+        super().init_from_layers(layers[:1], final_norm)
         with torch.no_grad():
             for mine, theirs in zip(self.layers.values(), layers[1:], strict=True):
                 given = layer_weights(theirs)

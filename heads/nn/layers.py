@@ -53,10 +53,13 @@ class LlamaShape:
         model's layers if they are of this kind, and else with the usual sizes.
         Raises ValueError: the config lacks a size that a head shares with the target."""
 
+        differing: list[str] = []  # sizes of which transformers says that each layer has another
+
         def read(name: str) -> Any:
             try:
                 return getattr(config, name, None)
-            except RuntimeError:  # transformers: another size in each layer
+            except RuntimeError:
+                differing.append(name)
                 return None
 
         hidden, vocabulary, positions = map(read, ("hidden_size", "vocab_size", "max_position_embeddings"))
@@ -71,7 +74,7 @@ class LlamaShape:
         # Latent attention says nothing of a layer that keeps keys: DeepSeek V3's 128 key heads would make this one
         # layer cache half as much as all 61 layers of the target.
         # And a Llama config, as engines read a head's, has heads that divide the hidden size: Qwen 3.5's need not.
-        if not heads or hidden % heads or read("kv_lora_rank") or LlamaShape._has_sizes_by_layer(config):
+        if not heads or hidden % heads or read("kv_lora_rank") or differing:
             head_dim = math.gcd(hidden, USUAL_HEAD_DIM)
             heads = hidden // head_dim
             most = max(1, heads // QUERY_HEADS_A_KEY)
@@ -89,14 +92,6 @@ class LlamaShape:
             rope_parameters=llama_rope(read("rope_parameters") or {}, read("rope_theta")),
             logit_scale=LogitRule.of(config).scale,
         )
-
-    @staticmethod
-    def _has_sizes_by_layer(config: Any) -> bool:
-        try:
-            _ = getattr(config, "head_dim", None), getattr(config, "num_key_value_heads", None)
-        except RuntimeError:
-            return True
-        return False
 
     @staticmethod
     def of_head(sizes: LayerSizes, target_config: Any) -> LlamaShape:
@@ -201,8 +196,8 @@ def rotate(x_BHTE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     return x_BHTE * cos_B1TE + torch.cat([-imaginary, real], dim=-1) * sin_B1TE
 
 
-class Attention(nn.Module):
-    """Grouped-query attention over a memory. The input may be wider than the output. Qwen3's norms q and k."""
+class Projections(nn.Module):
+    """Those of grouped-query attention. Inputs may be wider than outputs. Qwen3's norms q and k."""
 
     def __init__(self, shape: LlamaShape, input_size: int) -> None:
         super().__init__()
@@ -218,6 +213,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
         self._qk_norm = shape.qk_norm
 
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.view(*x_BTD.shape[:2], -1, self._head_dim).transpose(1, 2)
+
+
+class Attention(Projections):
+    """Grouped-query attention over a memory."""
+
     def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         # [B, H, T, E] for queries, [B, G, T, E] for keys and values.
         q, k, v = (self._heads(project(x_BTD)) for project in (self.q_proj, self.k_proj, self.v_proj))
@@ -227,9 +229,6 @@ class Attention(nn.Module):
         out_BHTE = memory.attend(rotate(q, cos_sin), rotate(k, cos_sin), v, self._head_dim**-0.5)
         out: Tensor = self.o_proj(out_BHTE.transpose(1, 2).flatten(2))
         return out
-
-    def _heads(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.view(*x_BTD.shape[:2], -1, self._head_dim).transpose(1, 2)
 
 
 class GatedMLP(nn.Module):

@@ -11,7 +11,7 @@ B = batch, T = tokens, N = refused drafts, D = hidden, V = target vocabulary, W 
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,23 +32,22 @@ class Step(Protocol):
 
 
 def unroll(
-    step: Step,
+    draft: Any,
     batch: Batch,
     feature_BTD: Tensor,
     head_WD: Tensor,
+    num_steps: int | None,
     *,
-    num_steps: int,
-    step_decay: float,
     draft_ids_W: Tensor | None = None,
     rule: LogitRule = PLAIN,
-    recompute: bool = False,
 ) -> list[DraftStep]:
-    """Teacher-forced draft steps with shifts 1..num_steps; the k-th from 0 has weight step_decay^k.
-    With `recompute` the backward pass computes each step's activations again."""
-    memory = StepMemory(batch)
-    run: Step = partial(_run_again, step) if recompute and torch.is_grad_enabled() else step
+    """Teacher-forced draft steps with shifts 1..num_steps, or as many as are trained; the k-th from
+    0 has weight step_decay^k. `draft.step` is a `Step`, and `draft.config` has the options of
+    `Unrolled`. If it `recomputes`, the backward pass computes each step's activations again."""
+    memory, step = StepMemory(batch), draft.step
+    run: Step = partial(_run_again, step) if draft.recomputes and torch.is_grad_enabled() else step
     steps = []
-    for k in range(num_steps):
+    for k in range(num_steps or draft.config.num_steps):
         # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
         ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
         # Fed back into the next step, not detached: the loss of step k trains all passes before.
@@ -60,7 +59,7 @@ def unroll(
                 # Step 0 has read x[t + 1] and predicts x[t + 2], the content of the target's row t + 1.
                 shift=k + 1,
                 mask_BT=label_rows(batch, k + 1),
-                weight=step_decay**k,
+                weight=draft.config.step_decay**k,
                 draft_ids_W=draft_ids_W,
                 rule=rule,
             )

@@ -410,7 +410,7 @@ def test_a_head_starts_by_least_squares_on_the_states_of_a_server(random_target:
     for signal in (known, served):
         torch.manual_seed(1)
         head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=tuple(LAYERS), fc_norm=True), Target.from_model(model))
-        head.init_from_layer(torch.nn.Module(), model.model.norm)
+        head.init_from_layers([torch.nn.Module()], model.model.norm)
         start_by_least_squares(head, [(batch, signal)], scales)
         with torch.no_grad():
             (step,) = head.draft_steps(batch, known, 1)

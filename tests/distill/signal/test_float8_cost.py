@@ -69,7 +69,7 @@ def train(model: Any, samples: list[Sample], source: CachedHiddenStates | None, 
     head = eagle3.Eagle3(
         eagle3.Config(aux_layer_ids=LAYERS, num_steps=TOKENS, own_head=False), Target.from_model(model)
     )
-    head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
+    head.init_from_layers([model.base_model.layers[-1]], model.base_model.norm)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-3)
     for batch in batches(samples, seed) if source else ():
         signal = source(batch)

@@ -140,7 +140,7 @@ def test_begun_from_the_last_layer_the_head_holds_that_layer() -> None:
     head = Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.from_model(model))
     random_half = head.midlayer.self_attn.q_proj.weight[:, :HIDDEN].clone()
     last = model.model.layers[-1]
-    head.init_from_layer(last, model.model.norm)
+    head.init_from_layers([last], model.model.norm)
     torch.testing.assert_close(head.midlayer.mlp.down_proj.weight, last.mlp.down_proj.weight)
     torch.testing.assert_close(head.midlayer.self_attn.q_proj.weight[:, HIDDEN:], last.self_attn.q_proj.weight)
     torch.testing.assert_close(head.midlayer.self_attn.q_proj.weight[:, :HIDDEN], random_half)
@@ -164,7 +164,7 @@ def other_layer(name: str) -> tuple[Any, Any]:
 def test_begun_from_a_gemma_the_head_has_the_factors_of_its_norms() -> None:
     head = Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.from_model(make_target()))
     layer, final = other_layer("gemma3_text")
-    head.init_from_layer(layer, final)
+    head.init_from_layers([layer], final)
     x = torch.randn(3, HIDDEN)
     block = head.midlayer
     torch.testing.assert_close(block.hidden_norm(x), layer.input_layernorm(x), rtol=1e-4, atol=1e-4)
@@ -177,7 +177,7 @@ def test_begun_from_an_olmo_2_the_head_keeps_the_norms_that_it_does_not_have() -
     head = Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.from_model(make_target()))
     layer, final = other_layer("olmo2")
     layer.mlp.down_proj.weight.data.fill_(2.0)
-    head.init_from_layer(layer, final)
+    head.init_from_layers([layer], final)
     for norm in (head.midlayer.hidden_norm, head.midlayer.post_attention_layernorm):
         assert norm.weight.unique().tolist() == [1.0]
     assert torch.equal(head.norm.weight, final.weight)

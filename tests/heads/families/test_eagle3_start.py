@@ -39,7 +39,7 @@ def make_head(shape: str = "groups", *, qk_norm: bool = False, **options: Any) -
     sizes = replace(LlamaShape.from_config(model.config), qk_norm=qk_norm)
     config = Config(**{"aux_layer_ids": LAYERS, "num_steps": 2, "fc_norm": True, **options})
     head = Eagle3(config, Target.from_model(model), shape=sizes)
-    head.init_from_layer(model.model.layers[-1], model.model.norm)
+    head.init_from_layers([model.model.layers[-1]], model.model.norm)
     return head, model
 
 

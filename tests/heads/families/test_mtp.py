@@ -132,7 +132,7 @@ def test_a_target_without_mtp_is_refused(tmp_path: Path) -> None:
 def test_begun_from_the_last_layer_the_head_first_passes_the_feature_on(tmp_path: Path) -> None:
     model = make_native_target("mimo", tmp_path)
     head = Mtp(Config(), Target.from_model(model))
-    head.init_from_layer(model.model.layers[-1], model.model.norm)
+    head.init_from_layers([model.model.layers[-1]], model.model.norm)
     with torch.no_grad():
         head.combine.weight[:, HIDDEN:].zero_()
     prefix = make_ids(6)

@@ -468,7 +468,7 @@ def tiny_world(tiny_target, tmp_path, monkeypatch):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
     model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3, own_head=False), Target.from_model(model))
-    head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
+    head.init_from_layers([model.base_model.layers[-1]], model.base_model.norm)
     head.export(tmp_path / "head")
     world = World.make(tmp_path, tiny_target, tmp_path / "head", servers=0)
     provide_first_version(world.config(draft=DraftConfig(family="eagle3", initial=world.draft)), world.registry,

@@ -79,7 +79,7 @@ def test_float8_costs_less_than_a_hundredth_of_the_acceptance(tiny_target, tmp_p
     torch.manual_seed(0)
     model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
     head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=LAYERS, num_steps=3, own_head=False), Target.from_model(model))
-    head.init_from_layer(model.base_model.layers[-1], model.base_model.norm)
+    head.init_from_layers([model.base_model.layers[-1]], model.base_model.norm)
     head.export(tmp_path / "head")
     with torch.no_grad():
         records = make_records(model, tiny_target)
