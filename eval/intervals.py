@@ -76,16 +76,14 @@ def sum_weighted(estimates: Sequence[Estimate], weights: Sequence[float]) -> Est
     return Estimate(value, error, 1 / shares)
 
 
-def paired_interval(
-    ours: Sequence[float], theirs: Sequence[float], rows: Sequence[int], *, confidence: float = CONFIDENCE
-) -> tuple[float, float]:
-    """The interval of (sum(ours) - sum(theirs)) / sum(rows), a difference of two rates between 0
+def paired_interval(ours: Sequence[float], theirs: Sequence[float], rows: Sequence[int]) -> tuple[float, float]:
+    """The 95% interval of (sum(ours) - sum(theirs)) / sum(rows), a difference of rates between 0
     and 1. `ours` and `theirs` [N] hold the sums of two drafts over the rows of each prompt, `rows`
     [N] the number of rows. Raises ValueError if the sequences differ in length or are empty."""
     if not 0 < len(rows) == len(ours) == len(theirs):
         raise ValueError(f"the prompts must pair up, got {len(ours)}, {len(theirs)} and {len(rows)}")
     gain_N = np.subtract(ours, theirs).astype(np.float64)
-    return estimate_ratio(gain_N, np.asarray(rows, np.float64)).interval(confidence, (-1.0, 1.0))
+    return estimate_ratio(gain_N, np.asarray(rows, np.float64)).interval(bounds=(-1.0, 1.0))
 
 
 def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float, float]]:

@@ -124,34 +124,11 @@ COUNTS = [counted.name for counted in fields(SampleStats) if counted.type == "in
 
 
 def build_samples(
-    conversations: Sequence[Conversation],
-    tokenizer: Any,
-    *,
-    max_length: int,
-    template_options: dict[str, Any] | None = None,
-    day: datetime.date | None = None,
-    ends: Collection[int] | None = None,
-    progress: bool = True,
+    conversations: Sequence[Conversation], tokenizer: Any, **options: Any
 ) -> tuple[list[Sample], SampleStats]:
-    """Samples of at most `max_length` tokens, in the order of the conversations' hashes, with
-    statistics. A longer conversation is cut after the last answer that fits, and the rest dropped.
-    If not even the first answer fits, it is cut in the middle. A longer plain document is cut into
-    several samples. `template_options` reach the chat template as they would in a request, e.g.
-    `enable_thinking`. A template that writes today's date writes `day`, and needs one. `ends` are
-    the stop ids: with them, an answer whose end of turn is another is refused. Raises ValueError if
-    nothing is left to train on, or if a chat template is needed and the tokenizer has none."""
+    """The samples with their statistics. `options` and errors are those of `stream_samples`."""
     stats = SampleStats()
-    stream = stream_samples(
-        conversations,
-        tokenizer,
-        stats,
-        max_length=max_length,
-        template_options=template_options,
-        day=day,
-        ends=ends,
-        progress=progress,
-    )
-    return list(stream), stats
+    return list(stream_samples(conversations, tokenizer, stats, **options)), stats
 
 
 def stream_samples(
@@ -165,7 +142,14 @@ def stream_samples(
     ends: Collection[int] | None = None,
     progress: bool = True,
 ) -> Iterator[Sample]:
-    """`build_samples`, one sample after the other, counted in `stats`. Raises at the end."""
+    """Samples of at most `max_length` tokens, in the order of the conversations' hashes, counted in
+    `stats`. A longer conversation is cut after the last answer that fits, and the rest dropped.
+    If not even the first answer fits, it is cut in the middle. A longer plain document is cut into
+    several samples. `template_options` reach the chat template as they would in a request, e.g.
+    `enable_thinking`. A template that writes today's date writes `day`, and needs one. `ends` are
+    the stop ids: with them, an answer whose end of turn is another is refused. Raises ValueError at
+    the end if nothing is left to train on, or if a chat template is needed and the tokenizer has
+    none."""
     # By hash, so that the samples do not depend on the order of the rows in a file.
     ordered = sorted((conversation_hash(c["messages"]), i) for i, c in enumerate(conversations))
     chunks = list(_chunks((key, conversations[i]) for key, i in ordered))
@@ -209,7 +193,7 @@ def held_out_prompts(
     domain in turn.
     The conversations' hashes decide which. Prompts longer than `max_length` tokens are skipped;
     plain documents have no prompt. What is left out is printed in one line, with the number for
-    each reason. `template_options` and `day` are those of `build_samples`; by default the options
+    each reason. `template_options` and `day` are those of `stream_samples`; by default the options
     are the arguments with which most answers begin. Raises ValueError if no prompt is left."""
     if template_options is None:
         template_options = choose_arguments(conversations, tokenizer, day)

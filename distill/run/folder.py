@@ -33,10 +33,6 @@ TOKENS = "tokens"  # Folder of the tokenised data in a run.
 T = TypeVar("T")
 
 
-def _check(folder: Path) -> None:
-    verify(folder)
-
-
 def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
@@ -150,7 +146,7 @@ class RunFolder:
     def restore_best(self, read: Callable[[Path], None]) -> None:
         """Read the checkpoint of `save_best`. The metrics stay.
         Raises ValueError if it is missing, corrupt or truncated, naming the file."""
-        self.on_main(lambda: _check(self.folder / "best"))
+        self.on_main(lambda: verify(self.folder / "best"))
         read(self.folder / "best")
 
     def _publish(self, final: Path, step: int, write: Callable[[Path], None]) -> None:
@@ -179,7 +175,7 @@ class RunFolder:
         checkpoints = self._checkpoints()
         step = 0
         if checkpoints:
-            self.on_main(lambda: _check(checkpoints[-1]))
+            self.on_main(lambda: verify(checkpoints[-1]))
             read(checkpoints[-1])
             step = _step_of(checkpoints[-1])
         self._cut_metrics(step)

@@ -15,14 +15,13 @@ import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from redraft.eval.counts import tau
 from redraft.heads.catalog import find_speculative
 
-V = TypeVar("V")
 STEP_COSTS_VERSION = 1  # Version of the format of `StepCosts.to_json`.
 
 
@@ -78,10 +77,11 @@ class StepCosts:
         return _line(steps, batch_size) + num_speculative_tokens * _line(self.draft_s, batch_size)
 
     def to_json(self) -> dict[str, Any]:
+        target_s = sorted(self.target_s.items())
         return {
             "version": STEP_COSTS_VERSION,
-            "target_s": {str(b): {str(k): s for k, s in sorted(by_k.items())} for b, by_k in _sorted(self.target_s)},
-            "draft_s": {str(b): s for b, s in _sorted(self.draft_s)},
+            "target_s": {str(b): {str(k): s for k, s in sorted(by_k.items())} for b, by_k in target_s},
+            "draft_s": {str(b): s for b, s in sorted(self.draft_s.items())},
         }
 
     @staticmethod
@@ -109,17 +109,13 @@ def _draft_step_s(batch_size: int, step_s: Mapping[int, float], plain_s: Mapping
 
 def _line(points: Mapping[int, float], x: float) -> float:
     """Linear interpolation at x: constant before the first point, extrapolated after the last, but never downwards."""
-    known = _sorted(points)
+    known = sorted(points.items())
     if x <= known[0][0] or len(known) == 1:
         return known[0][1]
     (x0, y0), (x1, y1) = next((pair for pair in itertools.pairwise(known) if x <= pair[1][0]), known[-2:])
     # If the last two points fall, this is noise: continued, it would reach a time below 0.
     slope = (y1 - y0) / (x1 - x0)
     return y0 + (x - x0) * slope if x <= x1 else y1 + (x - x1) * max(slope, 0.0)
-
-
-def _sorted(points: Mapping[int, V]) -> list[tuple[int, V]]:
-    return sorted(points.items())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,19 +47,19 @@ class Layout:
             tensors={name: _describe(entry) for header in headers for name, entry in header.items()},
         )
 
-    def with_shared(self, shared: set[str], files: Sequence[Path] = ()) -> Layout:
+    def with_shared(self, shared: set[str]) -> Layout:
         """The layout with the hashes of the tensors for the modules named `shared`.
-        Reads the weights in `files`, or those in the folder, and none if no name is among the
-        tensors. Reads without safetensors, whose page faults would hold the engine's thread while a
-        storage hangs. Raises ValueError if the folder has gone, and with it the tensors."""
+        Reads the weights in the folder, and none if no name is among the tensors. Reads without
+        safetensors, whose page faults would hold the engine's thread while a storage hangs. Raises
+        ValueError if the folder has gone, and with it the tensors."""
         if self.shared is not None:
             return self
         # `shared` holds attribute names, e.g. `embed_tokens`, one part of `model.embed_tokens.weight`.
         if all(shared.isdisjoint(name.split(".")) for name in self.tensors):
             return replace(self, shared={})
-        if not files and not self.folder.is_dir():
+        if not self.folder.is_dir():
             raise ValueError(f"{self.folder}, the loaded draft, has gone with its embeddings: restart the server")
-        return replace(self, shared=_hash_tensors(files or _find_weights(self.folder), shared))
+        return replace(self, shared=_hash_tensors(_find_weights(self.folder), shared))
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # loads convert them; an integer means another number

@@ -28,7 +28,7 @@ TLS_REASONS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "
 
 def explain(error: BaseException) -> str:
     """The reason with the cure; the error's own words if it is none of the usual ones."""
-    for cause in _list_causes(error):
+    for cause in list_causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return BY_CODE.get(cause.verify_code, UNTRUSTED)
         if isinstance(cause, ssl.SSLError) and "CERTIFICATE_REQUIRED" in (cause.reason or ""):
@@ -57,11 +57,11 @@ def explain_answer(status: int, headers: Iterable[tuple[bytes, bytes]]) -> str:
     return FOREIGN if status in REDIRECTS or is_page or wants_login else ""
 
 
-def _list_causes(error: BaseException | None) -> Iterator[BaseException]:
+def list_causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error and everything it comes from: httpx, httpcore and anyio wrap the system's error, more than once."""
     while error is not None:
         yield error
         if isinstance(error, BaseExceptionGroup):
             for part in error.exceptions:
-                yield from _list_causes(part)
+                yield from list_causes(part)
         error = error.__cause__ or error.__context__

@@ -24,7 +24,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from redraft.online.fleet.reach import explain, explain_answer
+from redraft.online.fleet.reach import explain, explain_answer, list_causes
 
 logger = logging.getLogger("redraft.upstream")
 
@@ -261,14 +261,10 @@ def _named_failures() -> Iterator[None]:
         raise BrokenError(type(error).__name__) from None
 
 
-def _is_out_of_files(error: BaseException | None) -> bool:
-    """Whether a missing descriptor is the reason. httpcore and anyio wrap the system's error, more than once."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
-            return True
-        if isinstance(error, BaseExceptionGroup):
-            return any(_is_out_of_files(part) for part in error.exceptions)
-        error = error.__cause__
+def _is_out_of_files(error: BaseException) -> bool:
+    """Whether a missing descriptor is the reason."""
+    if any(isinstance(cause, OSError) and cause.errno in OUT_OF_FILES for cause in list_causes(error)):
+        return True
     try:  # without a descriptor a resolver only says "unknown name"
         os.close(os.dup(0))
     except OSError as failure:
