@@ -90,6 +90,11 @@ class Pacer:
         self._drafted = self.policy.choose(num_requests, is_read=self._is_read) if fixed is None else fixed
         return self._drafted
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the newest step drafts."""
+        return self._drafted > 0
+
     def begin(self, output: Any, now_s: float) -> None:
         """A step is scheduled."""
         for request_id in (*output.finished_req_ids, *(new.req_id for new in output.scheduled_new_reqs)):
@@ -240,7 +245,20 @@ def patch_pace() -> None:
     Scheduler.update_from_output = end_and_update
     # vLLM finds a utility call's method by name on the engine core.
     EngineCore.collective_rpc, EngineCore.redraft_pace = note_swaps(call), answer_pace
+    EngineCore.post_step = take_drafts(EngineCore.post_step)
     WorkerWrapperBase.initialize_from_config = initialize_and_install
+
+
+def take_drafts(call: Any) -> Any:
+    """An engine core's `post_step`, which asks the workers for drafts only if the step was to draft."""
+
+    @wraps(call)
+    def call_or_not(engine: Any, model_executed: bool) -> None:
+        pacer = find_pacer(engine)
+        if pacer is None or pacer.drafts:
+            call(engine, model_executed)
+
+    return call_or_not
 
 
 def note_swaps(call: Any) -> Any:

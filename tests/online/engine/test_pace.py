@@ -30,6 +30,7 @@ from redraft.online.engine.pace import (
     install_pacer,
     note_swaps,
     read_gauges,
+    take_drafts,
 )
 from redraft.online.engine.routes import BeforeMetrics
 from redraft.recipes.operate.watch import read_server
@@ -414,6 +415,21 @@ def test_at_0_a_draft_is_called_only_for_keys_of_a_prompt(method, number, read, 
         assert found.tolist() == [[5] * number] * 2
         assert found.dtype == torch.int64
     assert runner.redraft_skipped_steps == (not asked)
+
+
+def test_workers_are_asked_for_drafts_only_after_a_step_that_drafts():
+    asked: list[bool] = []
+    post_step = take_drafts(lambda engine, model_executed: asked.append(model_executed))
+    pacer = Pacer(3, 8, "2", has_keys=True)
+    engine = SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer))
+    for pace, expected in (("2", [True]), ("off", []), ("1", [True])):
+        pacer.set(pace)
+        assert pacer[4] == len(expected) * int(pace.replace("off", "0"))
+        asked.clear()
+        post_step(engine, True)
+        assert asked == expected
+    post_step(SimpleNamespace(), True)
+    assert asked == [True] * 2, "a server without a pace asks always"
 
 
 @pytest.mark.parametrize(
