@@ -239,6 +239,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(name="ngram", title="n-gram lookup", method="ngram", decoders=("v1", "v2")),
     # vLLM is told n-grams, and our plugin puts the counted answers in place of the lookup.
     Family(name="retrieval", title="counted answers", method="ngram", decoders=("v1",), tensors=r"ngrams\.runs"),
+    Family(name="live", title="live counts", method="ngram", decoders=("v1",)),
     Family(name="suffix", title="suffix decoding", method="suffix", decoders=("v1",), varies_tokens=False),
 )
 

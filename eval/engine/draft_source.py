@@ -2,9 +2,10 @@
 
     DRAFT            a folder or hub name: a head, a draft model, counted answers (`redraft retrieval`)
     ngram, suffix    a lookup in the text, without a folder
+    live             a lookup in the text and in the answers served before, which are counted
     mtp              the layers in the target's own folder
     ngram+HEAD:2     n-grams first, then a head with at most 2 tokens of its own in a step
-    ANSWERS+HEAD:2   counted answers first
+    ANSWERS+HEAD:2   counted answers first; live+HEAD:2
     NAME=DRAFT       any of these, under a name for reports
 
 A folder is recognised by its tensors; its config.json may claim another family. Imports no torch.
@@ -22,7 +23,7 @@ from typing import Any, Literal
 from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.catalog import FAMILIES, detect_family, find_method, list_methods, match_tensors
-from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval, is_retrieval
+from redraft.heads.families.retrieval import LIVE, Retrieval, is_retrieval
 from redraft.heads.family import Family
 from redraft.heads.files.folder import (
     CONFIG,
@@ -52,7 +53,6 @@ class Lookups:
 
     ngram: Ngram = field(default_factory=Ngram)
     verify_cost: float | None = None  # of one more token, for counted answers; None: the folder's
-    least_first: float | None = None  # of counted answers before a head; None for the default
     head_requests: int | None = None  # most in a step for which the head drafts; None: any
 
 
@@ -61,7 +61,7 @@ class DraftSource:
     """A draft by its name; with `lookup`, a head that is asked if the lookup finds nothing."""
 
     source: str  # folder, hub name, or name of a draft without a folder; with `lookup`, the head's
-    lookup: str | None = None  # `ngram`, or the folder of counted answers.
+    lookup: str | None = None  # `ngram`, `live`, or the folder of counted answers.
     head_tokens: int | None = None  # most of the head in a step; None: as many as the lookup
     given_name: str | None = None
 
@@ -74,7 +74,7 @@ class DraftSource:
         # A path may have a plus in it, so all are tried.
         for plus in re.finditer(r"\+", text):
             lookup, head = text[: plus.start()], re.fullmatch(r"(.+?)(?::(\d+))?", text[plus.end() :])
-            if head and (lookup in (NGRAM, *lookups) or is_retrieval(lookup)):
+            if head and (lookup in (NGRAM, LIVE, *lookups) or is_retrieval(lookup)):
                 tokens = int(head[2]) if head[2] else None
                 return DraftSource(source=head[1], lookup=lookup, head_tokens=tokens)
         return DraftSource(source=text)
@@ -127,7 +127,7 @@ class DraftSource:
 
     @property
     def has_answers(self) -> bool:
-        return self.is_answers or self.lookup not in (None, NGRAM)
+        return self.is_answers or self.source == LIVE or self.lookup not in (None, NGRAM)
 
     @cached_property
     def family(self) -> Family:
@@ -146,11 +146,10 @@ class DraftSource:
         no such draft. Raises ValueError: vLLM cannot serve it next to a target."""
         lookups = lookups or Lookups()
         if self.lookup is not None:
-            least = BEFORE_HEAD if lookups.least_first is None else lookups.least_first
-            first = _look_up(self.lookup, lookups, least)
+            first = _look_up(self.lookup, lookups)
             limits = HeadLimits(tokens=self.head_tokens, requests=lookups.head_requests)
             return mix(first, self.parts[1].speculative(sampling, method=method), limits)
-        if self.source == NGRAM or self.is_answers:
+        if self.source in (NGRAM, LIVE) or self.is_answers:
             return _look_up(self.source, lookups)
         if self.folder is None:
             chosen = {"method": self.source}
@@ -186,10 +185,11 @@ def _shorten(source: str) -> str:
     return path.parent.name if path.name == "draft" and path.parent.name else path.name or source
 
 
-def _look_up(lookup: str, lookups: Lookups, least_first: float | None = None) -> dict[str, Any]:
+def _look_up(lookup: str, lookups: Lookups) -> dict[str, Any]:
     if lookup == NGRAM:
         return lookups.ngram.speculative_config
-    return Retrieval.speculative_config(fetch_model(lookup), verify_cost=lookups.verify_cost, least_first=least_first)
+    folder = lookup if lookup == LIVE else fetch_model(lookup)
+    return Retrieval.speculative_config(folder, verify_cost=lookups.verify_cost)
 
 
 def choose_proposer(folder: Path) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from redraft.eval.engine.answer_counter import FirstTokens
 from redraft.heads.catalog import FAMILIES, find_speculative
+from redraft.heads.families.retrieval import Live
 
 LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")  # n-gram lengths; beside a head vLLM sets 0
 
@@ -86,6 +88,9 @@ def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
 
 
 class Proposer(Protocol):
+    def skip(self) -> None:
+        """A step without a proposal."""
+
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
         """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
         the step's new tokens of each request, none of one whose prompt is not read whole."""
@@ -106,6 +111,8 @@ def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Proposer | Non
 
 
 class Ngrams:
+    def skip(self) -> None: ...
+
     def __init__(self, runner: Any, mixed: Mapping[str, int]) -> None:
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
@@ -124,22 +131,37 @@ class Ngrams:
 
 
 class LookupFirst:
-    """The proposer of one runner, in front of the head's."""
+    """The proposer of one runner, in front of the head's. Live counts leave a request to the head if
+    its first token is the more probable one."""
 
     def __init__(self, runner: Any, lookup: Proposer, limits: HeadLimits) -> None:
         self.runner, self.lookup, self.limits = runner, lookup, limits
+        draft = getattr(lookup, "draft", None)
+        self.live = draft if isinstance(draft, Live) else None
+        self.by_head = FirstTokens()
         self.looked_up: frozenset[str] = frozenset()  # requests whose newest draft was looked up
         self.propose_by_head = runner.propose_draft_token_ids
 
+    def skip(self) -> None:
+        """A step without a proposal."""
+        self.by_head.waiting = set()
+        if self.live:
+            self.lookup.skip()
+
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
+        names = self.runner.input_batch.req_ids
+        if self.live:
+            self.by_head.note(dict(zip(names, sampled, strict=False)))
+            self.live.least_first = self.by_head.probability if self.by_head.is_good else 0.0
         found = self.lookup.propose(scheduled, sampled)
-        named = zip(self.runner.input_batch.req_ids, found, strict=False)
-        self.looked_up = frozenset(request_id for request_id, match in named if match)
-        is_wanted = any(tokens and not match for tokens, match in zip(sampled, found, strict=True))
+        self.looked_up = frozenset(name for name, match in zip(names, found, strict=False) if match)
+        unmatched = {name for name, new, match in zip(names, sampled, found, strict=False) if new and not match}
+        is_wanted = bool(unmatched) and (self.live is None or self.by_head.may_draft())
         by_head = self.limits.choose(scheduled.num_spec_tokens_to_schedule, len(sampled)) if is_wanted else 0
         # With 0 tokens vLLM's proposer still reads the step, for the keys, and returns a tensor [B, 0].
         # `replace` copies, because vLLM reads `scheduled` again afterwards.
         drafted = self.propose_by_head(replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest).tolist()
+        self.by_head.waiting = unmatched if by_head else set()
         return [
             match or (draft if tokens else []) for tokens, match, draft in zip(sampled, found, drafted, strict=True)
         ]

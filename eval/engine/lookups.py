@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine import lookup_first
-from redraft.heads.families.retrieval import FOLDER, LEAST_FIRST, VERIFY_COST, Ids, Retrieval
+from redraft.eval.engine.answer_counter import AnswerCounter
+from redraft.heads.families.retrieval import BEFORE_HEAD, FOLDER, VERIFY_COST, Ids, Live, Retrieval
 
-VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST", LEAST_FIRST: "REDRAFT_LEAST_FIRST"}
+VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST"}
 """Keys of a config with counted answers, and the environment variables by which they reach the engine, past vLLM."""
 
 
@@ -31,10 +32,17 @@ def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | Non
 class Counted:
     def __init__(self, runner: Any, draft: Retrieval) -> None:
         self.runner, self.draft = runner, draft
+        self.counter = AnswerCounter(runner, draft) if isinstance(draft, Live) else None
+
+    def skip(self) -> None:
+        """A step without a proposal."""
+        if self.counter:
+            self.counter.learn()
 
     def propose(self, scheduled: Any, sampled: Sequence[Sequence[int]], *_: Any) -> list[list[int]]:
         """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
         the step's new tokens of each request, none of one whose prompt is not read whole."""
+        self.skip()
         batch, most = self.runner.input_batch, scheduled.num_spec_tokens_to_schedule
         return [
             self._propose(batch.token_ids_cpu[row], int(batch.num_tokens_no_spec[row]), most, len(sampled))
@@ -95,6 +103,8 @@ def install(runner: Any) -> None:
     # V2 calls it `speculator`.
     if not hasattr(runner, "drafter"):
         raise ValueError("only vLLM's V1 model runner looks tokens up as redraft does: set VLLM_USE_V2_MODEL_RUNNER=0")
+    if answers and mixed:
+        answers.least_first = BEFORE_HEAD
     alone = Counted(runner, answers) if answers else None
     runner.redraft_lookup = lookup_first.make_proposer(runner, mixed, alone) if mixed else alone
     # An attribute of the instance hides the method of the class, which stays as vLLM wrote it.

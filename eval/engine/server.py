@@ -22,6 +22,7 @@ from redraft.eval.engine.process import free_port, process_group
 from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.machine import ENGINE_IS_CPU, VLLM_VERSION
 from redraft.heads.catalog import find_speculative
+from redraft.heads.families.retrieval import FOLDER, LIVE, MEASURE_COUNTED
 from redraft.heads.files.folder import CONFIG, model_folder, read_config
 from redraft.heads.progress import Progress
 
@@ -120,7 +121,10 @@ def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same configuration without memory of other requests: a prompt may be measured again."""
+    """The same configuration without memory of other requests: a prompt may be measured again.
+    Raises ValueError for live counts, which are nothing else."""
+    if speculative_config.get(FOLDER) == LIVE:
+        raise ValueError(f"{LIVE} counts the answers it serves, and a measurement asks again: {MEASURE_COUNTED}")
     if speculative_config.get("method") != "suffix":
         return dict(speculative_config)
     return {**speculative_config, "suffix_decoding_max_cached_requests": 0}

@@ -10,6 +10,7 @@ counted answers    the same lookup (`redraft retrieval`)        ngram, with `eva
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from redraft.eval.forecast.teacher_forced import Forecastable
 from redraft.heads.catalog import require_trained_for
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
-from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval
+from redraft.heads.families.retrieval import BEFORE_HEAD, LIVE, MEASURE_COUNTED, Retrieval
 from redraft.heads.family import Family
 from redraft.heads.files.checkpoint import load_text_config, load_tokenizer
 from redraft.heads.files.folder import fingerprint
@@ -78,6 +79,8 @@ def _load(draft: DraftSource, target: LoadedTarget, lookups: Lookups, sampling: 
         return _make_mix(draft, lookup, head, lookups, sampling)
     if draft.source == "suffix":
         return _make_suffix(draft)
+    if draft.source == LIVE:
+        raise ValueError(f"{LIVE} depends on what a server answered before: {MEASURE_COUNTED}")
     if draft.source == NGRAM:
         return _make_ngram(draft, lookups)
     folder = draft.folder or target.opened.folder
@@ -142,7 +145,8 @@ def _make_mix(
     first, identity = lookup.forecast.steps, lookup.fingerprint
     if isinstance(first, Retrieval):
         identity = f"{identity}-{BEFORE_HEAD}"
-        first = Retrieval(first.config, first.entries, first.run_probability, least_first=BEFORE_HEAD)
+        first = copy(first)
+        first.least_first = BEFORE_HEAD
     speculative = draft.speculative(sampling, lookups)
     assert head.forecast is not None, "a head has one"
     tokens = draft.head_tokens

@@ -5,13 +5,14 @@
                                                                                     probable of the two is drafted
 
 Then the same again behind that token, as long as the probability that all tokens so far are accepted pays for one more
-row to verify. The answers are counted once. Nothing is trained, and drafting takes no pass of a model.
+row to verify. Answers are counted once, or as a server gives them. Nothing is trained, and no model drafts.
 
 R = entries of the table, N = longest run."""
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -27,12 +28,14 @@ from redraft.heads.files.folder import CONFIG, WEIGHTS, read_config
 Ids = NDArray[np.int32]
 Run = tuple[int, ...]  # Consecutive tokens, the last ones of some text.
 
-FOLDER = "retrieval"  # Key of a speculative config for the folder of a draft.
+LIVE = "live"  # name of the draft that counts the answers of its server
+MEASURE_COUNTED = "measure counted answers instead (redraft retrieval)"
+FOLDER = "retrieval"  # Key of a speculative config for the folder of a draft, or LIVE.
 VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_cost`.
-LEAST_FIRST = "least_first"  # Key of a speculative config for `Retrieval.least_first`.
 BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
 TOKEN_BYTES = 4
-HELD_OUT = 10  # every tenth text is counted last: it shows how probable predictions are
+MOST_VOTES = 16  # so that a new token after an old run needs no more to win
+EXPECTED = 0.2, 0.4, 0.8  # hits in a request by length of the run, before any is measured; of SmolLM2's code answers
 NOTHING = (-1, 0.0)  # No token, and its probability.
 
 
@@ -41,7 +44,7 @@ class Config:
     max_run: int = 6
     """Longest run of tokens to look up."""
     max_entries: int = 1_000_000
-    """Most runs to keep, the most frequent ones. Each takes about 400 bytes of a server's memory."""
+    """Most runs to keep. Each takes about 400 bytes of a server's memory."""
     min_texts: int = 1
     """Fewest conversations in which a run must be followed by its token. With 2 or more, a run that
     stands in one conversation only is left out."""
@@ -74,18 +77,15 @@ class Retrieval:
         config: Config,
         entries: Mapping[Run, tuple[int, float]],
         run_probability: Sequence[float],
-        *,
-        least_first: float = 0.0,
     ) -> None:
         """`entries` are the most probable token after each run of the answers, and its probability;
         `run_probability` is, by length, the probability of the token after the run's first place in
         the request. Before a head, first tokens less probable than `least_first` are left to the
         head. Raises ValueError: that is no probability."""
-        require_probability(least_first)
         self.config = config
         self.entries = entries
         self.run_probability = list(run_probability)
-        self.least_first = least_first
+        self.least_first = 0.0  # A less probable first token is left to the head behind the lookup.
 
     def propose(self, ids: Ids, most: int, num_requests: int = 1) -> list[int]:
         """At most `most` tokens to draft behind `ids` ([T], int32), in a step with `num_requests` requests."""
@@ -118,23 +118,19 @@ class Retrieval:
         return int.from_bytes(data[after : after + TOKEN_BYTES], "little"), self.run_probability[length]
 
     def _in_answers(self, data: bytes) -> tuple[int, float]:
-        last = tuple(np.frombuffer(data[-TOKEN_BYTES * self.config.max_run :], np.int32).tolist())
+        last = _last(data, self.config.max_run)
         # The longest run first: last[0:], last[1:], ...
         return next((self.entries[last[i:]] for i in range(len(last)) if last[i:] in self.entries), NOTHING)
 
     @staticmethod
-    def speculative_config(
-        folder: Path, *, verify_cost: float | None = None, least_first: float | None = None
-    ) -> dict[str, Any]:
+    def speculative_config(folder: Path | str, *, verify_cost: float | None = None) -> dict[str, Any]:
         """vLLM's speculative config, without num_speculative_tokens; the last keys reach the plugin
         past vLLM. Raises ValueError: an option is out of bounds."""
         if verify_cost is not None:
             Config(verify_cost=verify_cost)
-        if least_first is not None:
-            require_probability(least_first)
         lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
-        given = {key: v for key, v in ((VERIFY_COST, verify_cost), (LEAST_FIRST, least_first)) if v is not None}
-        return {**lookup, FOLDER: str(folder.absolute()), **given}
+        given = {} if verify_cost is None else {VERIFY_COST: verify_cost}
+        return {**lookup, FOLDER: folder if folder == LIVE else str(Path(folder).absolute()), **given}
 
     def write(self, folder: Path) -> None:
         """Write config.json and the table: `runs` [R, N], padded in front with -1, `token` and `probability` [R]."""
@@ -153,9 +149,11 @@ class Retrieval:
         save_file(tensors, folder / WEIGHTS)
 
     @staticmethod
-    def read(folder: Path, *, least_first: float = 0.0, **changes: float) -> Retrieval:
-        """The draft of a folder, with `changes` to its config. Raises FileNotFoundError;
+    def read(folder: Path, **changes: Any) -> Retrieval:
+        """The draft of a folder, or LIVE, with `changes` to its config. Raises FileNotFoundError;
         ValueError: it holds another kind of draft, or an option is out of bounds."""
+        if str(folder) == LIVE:
+            return Live(Config(**changes))
         written = dict(read_config(folder).get("redraft", {}))
         if written.pop("family", "") != "retrieval":
             raise ValueError(f"{folder} holds no counted answers: `redraft retrieval` writes such a folder")
@@ -163,13 +161,7 @@ class Retrieval:
         rows = zip(*(tensors[f"ngrams.{name}"].tolist() for name in ("runs", "token", "probability")), strict=True)
         entries = {tuple(t for t in run if t >= 0): (token, probability) for run, token, probability in rows}
         probabilities = tensors["ngrams.run_probability"].tolist()
-        return Retrieval(Config(**(written | changes)), entries, probabilities, least_first=least_first)
-
-
-def require_probability(least_first: float) -> None:
-    """Raise ValueError unless this is a probability."""
-    if not 0 <= least_first <= 1:
-        raise ValueError(f"the least probability of the first token is {least_first}: give 0 to 1")
+        return Retrieval(Config(**(written | changes)), entries, probabilities)
 
 
 def is_retrieval(folder: str | Path) -> bool:
@@ -192,6 +184,10 @@ def find_run(data: bytes, max_run: int) -> tuple[int, int]:
     return found
 
 
+def _last(data: bytes, most: int) -> Run:
+    return tuple(np.frombuffer(data[-TOKEN_BYTES * most :], np.int32).tolist())
+
+
 def _find_aligned(data: bytes, run: bytes, start: int) -> int:
     """Offset of `run` as whole tokens in all but the last token of `data`, -1 if it is not there."""
     # An unaligned hit straddles two tokens. -1 % 4 is 3, so a miss needs the second condition.
@@ -200,120 +196,134 @@ def _find_aligned(data: bytes, run: bytes, start: int) -> int:
     return at
 
 
-def count_answers(texts: Sequence[Text], config: Config) -> Retrieval:
+def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
     """Count the labels of these texts by the runs before them.
-    Probabilities are measured on every tenth text with the counts of the others: how often the
-    predicted token came, by the run's length, how often it was seen, and how often that token
-    followed. Raises ValueError: there is no label to count."""
-    if not any(text.is_label.any() for text in texts):
-        raise ValueError("no answer to count: the data has no label")
-    # 1. From held-out texts learn how often predictions come true; of few texts they overlap.
-    held_out = texts[::HELD_OUT] if len(texts) > HELD_OUT else texts
-    others = [text for number, text in enumerate(texts) if number % HELD_OUT] or texts
-    hits = measure_hits(held_out, {row.run: row for row in _count(others, config)}, config)
-    # 2. Count all texts, and give each run the probability of runs of the same kind.
-    kept = [row for row in _count(texts, config) if row.num_texts >= config.min_texts]
-    entries: dict[Run, tuple[int, float]] = {}
-    for row in sorted(kept, key=lambda row: -row.seen)[: config.max_entries]:
-        entries[row.run] = (row.token, hits.of_row(row))
-    # Without those that say what the next shorter run says.
-    entries = {run: found for run, found in entries.items() if entries.get(run[1:]) != found}
-    return Retrieval(config, entries, hits.by_length(config.max_run))
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A run of the answers, and the most frequent token after it."""
-
-    run: Run
-    token: int
-    seen: int  # Times that the run was followed by a label.
-    followed: int  # Times that it was followed by `token`.
-    num_texts: int
-
-    @property
-    def kind(self) -> tuple[int, int, int]:
-        """Rows of one kind are measured together: by length, times seen and share."""
-        # The share in quarters, 0 to 4. E.g. 3 of 5 times after two tokens: (2, 4, 2).
-        return len(self.run), min(self.seen, 4), 4 * self.followed // self.seen
-
-
-class Hits:
-    """How often predictions came true, by their kind."""
-
-    def __init__(self) -> None:
-        self.in_answers: dict[tuple[int, int, int], list[int]] = {}
-        self.in_request: dict[int, list[int]] = {}
-
-    def of_row(self, row: Row) -> float:
-        """The probability that a row's token comes."""
-        hits, total = self.in_answers.get(row.kind, (0, 0))
-        # the row's own share, less half a time, counts as one more trial
-        return (hits + (row.followed - 0.5) / row.seen) / (total + 1)
-
-    def by_length(self, max_run: int) -> list[float]:
-        """The probability of a token found in the request, by the length of the run; 0 for no run."""
-        counts = [self.in_request.get(length, (0, 0)) for length in range(max_run + 1)]
-        # Half a hit in one more trial: a length never met counts as 0.5, not as 0 / 0.
-        return [0.0, *((hits + 0.5) / (total + 1) for hits, total in counts[1:])]
-
-
-def measure_hits(texts: Iterable[Text], rows: Mapping[Run, Row], config: Config) -> Hits:
-    """Predict every label of the texts from the tokens before it, in both ways."""
-    hits = Hits()
+    Raises ValueError: there is no label to count."""
+    counts = Counts(config)
     for text in texts:
-        ids, data = text.ids.tolist(), text.ids.astype(np.int32).tobytes()
-        for at in np.flatnonzero(text.is_label).tolist():
-            length, after = find_run(data[: TOKEN_BYTES * at], config.max_run)
+        deque(counts.learn(text), maxlen=0)
+    if not counts.num_texts:
+        raise ValueError("no answer to count: the data has no label")
+    return Retrieval(config, counts.list_entries(), counts.by_length())
+
+
+@dataclass(slots=True)
+class Row:
+    """The token after a run, by majority vote (Boyer and Moore, 1981): one token a run, and new
+    text displaces old."""
+
+    token: int
+    votes: int = 0
+    num_texts: int = 0  # With this token after the run.
+    last_text: int = 0
+
+    def add(self, token: int, text: int) -> None:
+        if token != self.token:
+            if self.votes:
+                self.votes -= 1
+                return
+            self.token, self.num_texts, self.last_text = token, 0, 0
+        self.votes = min(MOST_VOTES, self.votes + 1)
+        self.num_texts += text != self.last_text
+        self.last_text = text
+
+
+class Counts:
+    """The runs of the answers, counted text by text: about 7 us a token. Every text first shows how
+    often the predictions of earlier ones come true, by length and votes: these are the probabilities.
+    Of more than `max_entries` runs, those without a new text for the longest time go."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.num_texts = 0
+        # Key: the length of a run in the request, or length and votes of one in the answers.
+        self._hits: dict[int | tuple[int, int], list[float]] = {
+            length: [10 * EXPECTED[min(length, len(EXPECTED)) - 1], 10] for length in range(1, config.max_run + 1)
+        }
+        self._newer: dict[Run, Row] = {}
+        self._older: dict[Run, Row] = {}
+
+    def learn(self, text: Text) -> Iterator[None]:
+        """Count a text, in small steps."""
+        labels = np.flatnonzero(text.is_label).tolist()
+        ids, data, most = text.ids.tolist(), text.ids.astype(np.int32).tobytes(), self.config.max_run
+        self.num_texts += bool(labels)
+        for at in labels:
+            length, after = find_run(data[: TOKEN_BYTES * at], most)
             if length:
-                _add(hits.in_request, length, ids[after // TOKEN_BYTES] == ids[at])
-            last = ids[max(0, at - config.max_run) : at]
-            row = next((rows[run] for i in range(len(last)) if (run := tuple(last[i:])) in rows), None)
-            if row is not None:
-                _add(hits.in_answers, row.kind, row.token == ids[at])
-    return hits
+                self._note(length, ids[after // TOKEN_BYTES] == ids[at])
+            if found := self._find(tuple(ids[max(0, at - most) : at])):
+                kind, row = found
+                self._note(kind, row.token == ids[at])
+            yield
+        for at in labels:
+            last = tuple(ids[max(0, at - most) : at])
+            for begin in range(len(last)):
+                self._add(last[begin:], ids[at])
+            yield
+
+    def predict(self, last: Run) -> tuple[int, float]:
+        """The token after the longest counted run at the end of `last`, and its probability."""
+        if not (found := self._find(last)):
+            return NOTHING
+        kind, row = found
+        return row.token, self._probability(kind)
+
+    def by_length(self) -> list[float]:
+        """The probability of the token after a run's first place in the request, by length."""
+        return [0.0, *map(self._probability, range(1, self.config.max_run + 1))]
+
+    def list_entries(self) -> dict[Run, tuple[int, float]]:
+        """`Retrieval.entries`, without those that say what the next shorter run says."""
+        rows = {run: row for run, row in (self._older | self._newer).items() if self._counts(row)}
+        found = {run: (row.token, self._probability(_kind(run, row))) for run, row in rows.items()}
+        return {run: entry for run, entry in found.items() if found.get(run[1:]) != entry}
+
+    def _find(self, last: Run) -> tuple[tuple[int, int], Row] | None:
+        for begin in range(len(last)):
+            run = last[begin:]
+            row = self._newer.get(run) or self._older.get(run)
+            if row and self._counts(row):
+                return _kind(run, row), row
+        return None
+
+    def _counts(self, row: Row) -> bool:
+        return row.num_texts >= self.config.min_texts
+
+    def _add(self, run: Run, token: int) -> None:
+        row = self._newer.get(run)
+        if row is None:
+            if len(self._newer) >= max(1, self.config.max_entries // 2):
+                self._older, self._newer = self._newer, {}
+            row = self._newer[run] = self._older.pop(run) if run in self._older else Row(token)
+        row.add(token, self.num_texts)
+
+    def _note(self, kind: int | tuple[int, int], is_hit: bool) -> None:
+        count = self._hits.setdefault(kind, [0, 0])
+        count[0] += is_hit
+        count[1] += 1
+
+    def _probability(self, kind: int | tuple[int, int]) -> float:
+        hits, total = self._hits.get(kind, (0, 0))
+        # Half a hit in one more trial: a kind never met has 0.5, not 0 / 0.
+        return (hits + 0.5) / (total + 1)
 
 
-def _add(counts: dict[Any, list[int]], key: Any, is_hit: bool) -> None:
-    count = counts.setdefault(key, [0, 0])
-    count[0] += is_hit
-    count[1] += 1
+def _kind(run: Run, row: Row) -> tuple[int, int]:
+    return len(run), row.votes.bit_length()  # 0, 1, 2 to 3, 4 to 7, 8 to 15 or 16 votes
 
 
-def _count(texts: Sequence[Text], config: Config) -> Iterator[Row]:
-    for length in range(1, config.max_run + 1):
-        windows = [_windows(text, length, number) for number, text in enumerate(texts) if len(text.ids) > length]
-        if windows:
-            yield from _reduce(np.concatenate(windows))
+class Live(Retrieval):
+    """Counted answers that begin with none, and learn."""
 
+    def __init__(self, config: Config) -> None:
+        self.counts = Counts(config)
+        super().__init__(config, {}, self.counts.by_length())
 
-def _windows(text: Text, length: int, number: int) -> Ids:
-    """The runs of this length before each label, then the label and the number of the text."""
-    # Row i holds ids[i : i + length + 1], so the label is ids[i + length].
-    windows = np.lib.stride_tricks.sliding_window_view(text.ids, length + 1)[text.is_label[length:]]
-    return np.asarray(np.c_[windows, np.full(len(windows), number)], np.int32)
+    def learn(self, text: Text) -> Iterator[None]:
+        """As `Counts.learn`."""
+        yield from self.counts.learn(text)
+        self.run_probability = self.counts.by_length()
 
-
-def _reduce(windows: Ids) -> Iterator[Row]:
-    if not len(windows):
-        return
-    # sorted by run, then by token, then by text
-    # [n, length + 2]: the run, the label, the number of the text.
-    unique, counts = np.unique(windows, axis=0, return_counts=True)
-    tokens = _begins(unique[:, :-1])
-    # A group of rows for each run and token: the sum of counts, and the number of texts.
-    followed, num_texts = np.add.reduceat(counts, tokens), np.diff(tokens, append=len(unique))
-    unique = unique[tokens, :-1]
-    runs = _begins(unique[:, :-1])
-    # A group of tokens for each run.
-    seen, sizes = np.add.reduceat(followed, runs), np.diff(runs, append=len(unique))
-    # the most frequent token of each run comes last
-    best = np.lexsort((followed, np.repeat(np.arange(len(runs)), sizes)))[runs + sizes - 1]
-    columns = (unique[best].tolist(), seen.tolist(), followed[best].tolist(), num_texts[best].tolist())
-    for (*run, token), times, hits, texts in zip(*columns, strict=True):
-        yield Row(tuple(run), token, times, hits, texts)
-
-
-def _begins(rows: Ids) -> NDArray[np.intp]:
-    begins: NDArray[np.intp] = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)])
-    return begins
+    def _in_answers(self, data: bytes) -> tuple[int, float]:
+        return self.counts.predict(_last(data, self.config.max_run))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from redraft.online.engine.capture import Capture
+from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.one_pass import find_in_one_pass
 from redraft.online.engine.request_log import RequestInfo
 from redraft.online.engine.steps import EngineStep, StepPart
@@ -225,6 +226,14 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
         "multimodal": (bool(request.mm_features) and not with_states) or request.prompt_token_ids is None,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def may_count(config: CaptureConfig | None, request: Any) -> bool:
+    """Whether live counts may learn from a request: drafts of other requests then propose its words."""
+    origin = read_origin_arguments(request.sampling_params.extra_args)
+    if origin is None or origin.opt_out or request.lora_request is not None:
+        return False
+    return config is None or not config.find_skip_reason(origin.tenant, b"")
 
 
 def _read_sampling(params: Any) -> Sampling:

@@ -328,16 +328,20 @@ def install(runner: Any) -> None:
     propose, speculative = runner.propose_draft_token_ids, runner.speculative_config
     most, has_keys, is_suffix = runner.num_spec_tokens, keeps_keys(speculative), speculative.method == "suffix"
     drafts_all = is_suffix or speculative.parallel_drafting
+    lookup = getattr(runner, "redraft_lookup", None)
 
     def propose_or_not(scheduled: Any, sampled: Any, *rest: Any) -> Any:
         number = scheduled.num_spec_tokens_to_schedule
         # Suffix decoding learns from every token.
         if not (number or is_suffix or (has_keys and reads_prompt(scheduled))):
             runner.redraft_skipped_steps += 1
-            return [[] for _ in sampled] if isinstance(sampled, list) else _skip(runner, sampled)
-        # No lookup takes 0, and drafts of all tokens at once are of one shape.
-        asked = most if drafts_all else max(1, number) if isinstance(sampled, list) else number
-        found = propose(replace(scheduled, num_spec_tokens_to_schedule=asked), sampled, *rest)
+            found = [[] for _ in sampled] if isinstance(sampled, list) else _skip(runner, sampled)
+        else:
+            # No lookup takes 0, and drafts of all tokens at once are of one shape.
+            asked = most if drafts_all else max(1, number) if isinstance(sampled, list) else number
+            found = propose(replace(scheduled, num_spec_tokens_to_schedule=asked), sampled, *rest)
+        if not number and lookup:
+            lookup.skip()  # live counts learn, and wait for no verdict
         return [tokens[:number] for tokens in found] if isinstance(found, list) else found[:, :number]
 
     runner.propose_draft_token_ids = propose_or_not

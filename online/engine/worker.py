@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.engine.capture import Capture
 from redraft.online.engine.config import CaptureConfig, PluginConfig, SwapCache, read_config
+from redraft.online.engine.feed import may_count
 from redraft.online.engine.reread import Rereader
 from redraft.online.engine.runners import (
     describe_runner,
@@ -127,6 +129,8 @@ def install(worker: Any) -> None:
     config = PluginConfig()
     with _switching_off(state, "capture", "swap"):
         config = read_config()
+    if counter := getattr(worker.model_runner, "redraft_counter", None):
+        counter.may_count = partial(may_count, config.capture)
     with _switching_off(state, "capture"):
         if worker.vllm_config.speculative_config and _is_last_stage():
             install_proposers(worker.model_runner)

@@ -11,7 +11,7 @@ from pathlib import Path
 from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
 from redraft.eval.engine.hardware import this_machine
 from redraft.eval.engine.process import exiting_on_sigterm
-from redraft.eval.engine.server import require_servable
+from redraft.eval.engine.server import forget_requests, require_servable
 from redraft.eval.serving.drafts import Candidate
 from redraft.eval.serving.rounds import PLAIN
 from redraft.heads.files.artifact import write_whole
@@ -94,7 +94,7 @@ def finished_drafts(sources: Sequence[str], made: Sequence[str], num_speculative
     """The drafts of --draft. Raises ValueError, FileNotFoundError: one would not be served."""
     for name, draft in name_drafts(sources, made).items():
         size = count_parameters(draft.folder) if draft.folder else None
-        candidate = Candidate(name, name, draft.speculative(), num_speculative_tokens, size)
+        candidate = Candidate(name, name, forget_requests(draft.speculative()), num_speculative_tokens, size)
         require_servable(candidate.speculative_config)
         yield candidate
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.command import vllm_command
-from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups
+from redraft.eval.engine.draft_source import DraftSource, Lookups
 from redraft.eval.engine.lookups import lookup_env
 from redraft.eval.engine.server import engine_dtype, find_two_speeds, require_servable, vllm_keys
 from redraft.eval.machine import ENGINE_IS_CPU, count_cores
@@ -86,7 +86,7 @@ def speculative_config(cfg: Config) -> dict[str, Any]:
     """The draft and how it is served. Raises ValueError, FileNotFoundError as `server_command`."""
     draft = _draft(cfg)
     _refuse_idle(cfg, draft)
-    lookups = Lookups(verify_cost=cfg.verify_cost, least_first=cfg.least_first, head_requests=cfg.head_requests)
+    lookups = Lookups(verify_cost=cfg.verify_cost, head_requests=cfg.head_requests)
     config = draft.speculative(cfg.draft_sample_method, lookups, method=cfg.method)
     config["num_speculative_tokens"] = cfg.num_speculative_tokens
     require_servable(config)
@@ -103,8 +103,6 @@ def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
             raise ValueError(f"--{flag.replace('_', '-')} is for a model, and {draft} is looked up")
     if cfg.verify_cost is not None and not draft.has_answers:
         raise ValueError(f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} has not")
-    if cfg.least_first is not None and draft.lookup in (None, NGRAM):
-        raise ValueError(f"--least-first is for counted answers before a head: give --draft ANSWERS+{draft.source}")
     if cfg.head_requests is not None and draft.lookup is None:
         raise ValueError(
             f"--head-requests limits a head behind a lookup: give --draft ngram+{draft.source} or "

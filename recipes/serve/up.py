@@ -25,11 +25,13 @@ from pathlib import Path
 import httpx
 import psutil
 
-from redraft.eval.engine.draft_source import NGRAM, DraftSource
+from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.server import last_error
 from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.eval.serving.baseline import weight_bytes
+from redraft.heads.catalog import find_family
+from redraft.heads.families.retrieval import LIVE
 from redraft.heads.files.artifact import publish, require_space, write_whole
 from redraft.heads.files.folder import fetch_model, open_folder, read_config
 from redraft.heads.files.lock import own
@@ -59,6 +61,7 @@ REFUSED = {
 """Flags of vLLM that contradict this command, with the reason."""
 
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
+LOOKS_UP_FIRST = ENGINE_IS_CPU  # with a lookup vLLM schedules no step ahead; on a CPU it never does
 MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize  # of a new head: its logits take a CPU longest
 SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
 SERVER_STOP_S = 45  # running answers have 30 s, then their records are written
@@ -159,7 +162,7 @@ def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | N
         raise FileExistsError(f"{folder} holds other files: give another --folder")
     if draft is not None:
         if draft.lookup is not None:
-            raise ValueError(f"--draft {draft}: a head after a lookup does not learn here: give {draft.source} alone")
+            raise ValueError(f"--draft {draft}: the lookup is chosen by the machine: give {draft.source} alone")
         speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
     return None
 
@@ -245,15 +248,15 @@ replay_per_step = 4
 
 
 def make_new_head(target: Path, folder: Path, num_tokens: int) -> DraftSource:
-    """An EAGLE-3 head from the files of the target; n-grams if they do not give one."""
+    """An EAGLE-3 head from the files of the target; live counts if they do not give one."""
     if not folder.exists():
         try:
             # In a process of its own, so that this one stays without torch.
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 pool.submit(write_new_head, target, folder, num_tokens).result()
         except (ValueError, OSError) as error:
-            print(f"no new head, so n-grams draft: {error}", flush=True)
-            return DraftSource.parse(NGRAM)
+            print(f"no new head, so counted answers draft: {error}", flush=True)
+            return DraftSource.parse(LIVE)
     return DraftSource(source=str(folder))
 
 
@@ -318,12 +321,14 @@ def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = ()) -> list
     command += [] if is_local(httpx.URL(plan.url).host) else ["--allow-remote"]
     if learns:
         command += ["--registry", str(folder / "registry"), "--capture.spool", str(folder / "spool")]
-        is_head = load_config(folder / SETTINGS).draft.family != "standalone"
-        command += ["--capture.hidden-states"] if is_head else []
+        family = find_family(load_config(folder / SETTINGS).draft.family)
+        command += ["--capture.hidden-states"] if family.is_head else []
+        if LOOKS_UP_FIRST and family.takes_lookup:
+            command += ["--draft", f"{LIVE}+{folder / 'registry' / 'current'}"]
         for name, value in vars(plan.cfg.capture).items():
             command += [f"--capture.{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
     else:
-        command += ["--draft", str(plan.draft or NGRAM)]
+        command += ["--draft", str(plan.draft or LIVE)]
     # before the given arguments, which win; the status line and the learner ask all the time
     quiet = ("--disable-access-log-for-endpoints", "/metrics,/redraft/status")
     alias = () if "served_model_name" in plan.flags else ("--served-model-name", plan.cfg.target)

@@ -25,9 +25,9 @@ class Config:
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Arguments of vLLM's server, after `--`."""
     draft: str | None = None
-    """First draft: a folder or hub name, or `ngram` or `suffix`, which learn nothing. By default a new EAGLE-3 head,
-    which drafts once it has learned enough to be faster, or `ngram` for a target without the layers of one. Nothing is
-    looked up before the head: vLLM would then schedule no step ahead, which on a GPU is slower than plain vLLM."""
+    """First draft: a folder or hub name, or `ngram`, `suffix` or `live`, which train nothing. By default a new EAGLE-3
+    head, which drafts once it has learned enough to be faster, or `live` for a target without the layers of one. On a
+    CPU, `live` also looks tokens up before an EAGLE or MTP head. On a GPU, vLLM would then schedule no step ahead."""
     folder: Path | None = None
     """Folder for everything. By default `redraft-` and the name of the target."""
     join: Path | None = None

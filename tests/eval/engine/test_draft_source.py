@@ -38,6 +38,8 @@ def write_answers(folder: Path) -> str:
         ("runs/ngram+a", DraftSource(source="runs/ngram+a")),
         ("ngram+runs/a/draft", DraftSource(source="runs/a/draft", lookup="ngram")),
         ("ngram+runs/a:b:2", DraftSource(source="runs/a:b", lookup="ngram", head_tokens=2)),
+        ("live", DraftSource(source="live")),
+        ("live+runs/a:2", DraftSource(source="runs/a", lookup="live", head_tokens=2)),
         ("ngram+mtp:0", DraftSource(source="mtp", lookup="ngram", head_tokens=0)),
         ("ngram+runs/lr=1/draft", DraftSource(source="runs/lr=1/draft", lookup="ngram")),
         ("runs/lr=1/draft", DraftSource(source="runs/lr=1/draft")),
@@ -57,6 +59,9 @@ def test_a_folder_of_counted_answers_is_a_lookup_and_a_head_is_none(tmp_path: Pa
     assert mixed.family.name == "eagle3"
     assert DraftSource.parse(f"{head}+{head}:2").lookup is None
     assert DraftSource.parse(answers).is_lookup
+    live = DraftSource.parse("live")
+    assert (live.is_lookup, live.has_answers, live.folder) == (True, True, None)
+    assert DraftSource.parse(f"live+{head}").has_answers
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from redraft.eval.engine import answer_counter
+from redraft.eval.engine.answer_counter import MOST_WAITING
+from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.engine.lookups import VARIABLES, Counted, install, lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.retrieval import Config, Retrieval
 
-DRAFT = Retrieval(Config(max_run=1, verify_cost=0.2), {(5,): (6, 0.9), (6,): (7, 0.5), (7,): (8, 0.9)}, [0.0, 0.1])
+DRAFT = Retrieval(Config(max_run=1, verify_cost=0.2), {(5,): (6, 0.9), (6,): (7, 0.49), (7,): (8, 0.95)}, [0.0, 0.1])
 
 
 def make_runner(*rows: list[int], length: int = 8) -> Any:
@@ -74,7 +77,7 @@ class Scheduled:
 
 def test_a_head_drafts_if_nothing_probable_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     DRAFT.write(tmp_path)
-    answers = Retrieval.speculative_config(tmp_path, least_first=0.6)
+    answers = Retrieval.speculative_config(tmp_path)
     for name, value in lookup_env(mix(answers, {"method": "eagle3"}, HeadLimits(tokens=2))).items():
         monkeypatch.setenv(name, value)
 
@@ -89,9 +92,87 @@ def test_a_head_drafts_if_nothing_probable_is_counted(tmp_path: Path, monkeypatc
         return drafts, head.asked, proposer.__self__.looked_up
 
     assert propose([1, 5]) == ([[6, 7, 8]], [0], {"0"}), "the head reads the step, and drafts nothing"
-    assert propose([1, 6]) == ([[9, 9]], [2], set()), "7 follows 6 with a probability of 0.5 only"
+    assert propose([1, 6]) == ([[9, 9]], [2], set()), "7 follows 6 with a probability of 0.49 only"
     assert propose([1, 5], [1, 6]) == ([[6, 7, 8], [9, 9]], [2], {"0"}), "the head drafts for both, one takes it"
-    assert propose([1, 5], [1, 5], [1, 6]) == ([[6], [6], [9, 9]], [2], {"0", "1"}), "0.9 pays, 0.9 * 0.5 does not"
+    assert propose([1, 5], [1, 5], [1, 6]) == ([[6], [6], [9, 9]], [2], {"0", "1"}), "0.9 pays, 0.9 * 0.49 does not"
+
+
+def make_live(monkeypatch: pytest.MonkeyPatch, *rows: list[int], head: Head | None = None) -> Any:
+    """A runner with live counts, before a head if one is given."""
+    config = DraftSource.parse("live").speculative()
+    monkeypatch.setattr(answer_counter, "COUNTED_AT_ONCE", 5)
+    runner, ended = make_runner(*rows), []
+    runner.ended, runner._on_request_state_removed = ended, lambda name, request: ended.append(name)
+    if head:
+        config = mix(config, {"method": "eagle3"}, HeadLimits())
+        runner.propose_draft_token_ids = head.propose
+        settings = {"method": "eagle3", "disable_padded_drafter_batch": True}
+        runner.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(**settings))
+    for name, value in lookup_env(config).items():
+        monkeypatch.setenv(name, value)
+    install(runner)
+    return runner
+
+
+def make_request(prompt: list[int] | None, answer: list[int]) -> Any:
+    return SimpleNamespace(prompt_token_ids=prompt, output_token_ids=answer)
+
+
+def test_answers_that_end_are_counted_a_little_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_live(monkeypatch, [2, 3])
+
+    def propose() -> list[list[int]]:
+        return runner.propose_draft_token_ids(Scheduled(), [[3]])
+
+    assert propose() == [[]], "nothing has been answered"
+    runner._on_request_state_removed("a", make_request([1, 2], [3, 4, 5, 6]))
+    assert propose() == [[]], "five of eight steps: four to measure, one to count"
+    runner.redraft_lookup.skip()  # with the pace at 0 nothing is proposed
+    assert propose() == [[4, 5, 6]]
+    runner._on_request_state_removed("embeddings", make_request(None, [3, 9]))
+    runner._on_request_state_removed("unknown", None)
+    runner.redraft_counter.may_count = lambda request: False
+    for _ in range(20):
+        runner._on_request_state_removed("opted out", make_request([2], [3, 9]))
+        assert propose() == [[4, 5, 6]]
+    assert runner.ended == ["a", "embeddings", "unknown", *["opted out"] * 20], "whoever else waits is called"
+
+
+def test_a_server_that_answers_more_than_it_counts_passes_over_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_live(monkeypatch, [2, 3])
+    for number in range(3 * MOST_WAITING):
+        runner._on_request_state_removed(str(number), make_request([1000 + number], [number, 5000]))
+    for _ in range(MOST_WAITING):
+        runner.redraft_counter.learn()
+    draft = runner.redraft_counter.draft
+    assert draft.propose(np.array([3 * MOST_WAITING - 1], np.int32), 1) == [5000]
+    assert draft.propose(np.array([0], np.int32), 1) == []
+
+
+def test_live_counts_ask_a_head_that_is_accepted_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = Head()
+    runner = make_live(monkeypatch, [1, 5], head=head)
+    lookup = runner.redraft_lookup
+
+    def step(*new: int) -> list[list[int]]:
+        return runner.propose_draft_token_ids(Scheduled(), [list(new)])
+
+    assert step(5) == [[9] * 6], "nothing is known of it"
+    for _ in range(99):
+        step(5)  # nothing is ever accepted
+    assert 3 <= sum(asked > 0 for asked in head.asked[3:]) <= 4, "tried now and then"
+    assert (lookup.by_head.probability < 0.2, lookup.live.least_first) == (True, 0), "whatever is found is better"
+    for _ in range(500):
+        step(*((9, 5) if head.asked[-1] else (5,)))  # a swap has made it good
+    assert all(head.asked[-50:])
+    assert lookup.live.least_first == lookup.by_head.probability > 0.8
+    runner._on_request_state_removed("a", make_request([1], [5, 7]))
+    for _ in range(3):
+        assert step(9, 5) == [[9] * 6], "7 has followed 5 once: the head is the more probable"
+    drafts = lookup.by_head.drafts
+    lookup.skip()  # at pace 0 its draft is not verified
+    step(5)
+    assert lookup.by_head.drafts == drafts
 
 
 def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig
 from redraft.heads.files.folder import fingerprint
 from redraft.online.engine import plugin
 from redraft.online.engine import worker as engine_worker
+from redraft.online.engine.config import CaptureConfig
+from redraft.online.engine.feed import may_count
 from redraft.online.records.origin import Origin, read_origin_arguments
 
 
@@ -104,6 +107,26 @@ def test_a_step_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplog):
     monkeypatch.setattr("redraft.eval.engine.wait.list_patches", lambda: [fix_cpu_sampling, fix_cpu_sampling])
     plugin.register()
     assert registered == [1]
+
+
+@pytest.mark.parametrize(
+    ("origin", "config", "is_counted"),
+    [
+        (Origin("a"), None, True),
+        (None, None, False),  # nobody has read its headers
+        (Origin("a", opt_out=True), None, False),
+        (Origin("a"), CaptureConfig(tenants=("a",)), True),
+        (Origin("b"), CaptureConfig(tenants=("a",)), False),
+        (Origin("a"), CaptureConfig(fraction=0.1), True),
+        (Origin("a"), CaptureConfig(fraction=0), False),
+    ],
+)
+def test_live_counts_learn_from_no_request_that_opts_out(origin, config, is_counted):
+    arguments = {"redraft": origin._asdict()} if origin else None
+    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=arguments), lora_request=None)
+    assert may_count(config, request) == is_counted
+    request.lora_request = "an adapter is another target"
+    assert not may_count(config, request)
 
 
 @pytest.mark.parametrize(

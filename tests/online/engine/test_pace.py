@@ -432,6 +432,15 @@ def test_workers_are_asked_for_drafts_only_after_a_step_that_drafts():
     assert asked == [True] * 2, "a server without a pace asks always"
 
 
+def test_live_counts_learn_at_0_too():
+    runner, learned = make_runner("ngram"), []
+    runner.redraft_lookup = SimpleNamespace(skip=lambda: learned.append(1))
+    install(runner)
+    for number, count in ((0, 1), (2, 1), (0, 2)):  # a proposal learns by itself
+        runner.propose_draft_token_ids(Scheduled(number), [[7], [7]])
+        assert len(learned) == count
+
+
 @pytest.mark.parametrize(
     ("method", "number", "num_tokens", "is_called"),
     [("eagle3", 0, 2, False), ("eagle3", 0, 10, True), ("eagle3", 0, 4, False), ("eagle3", 2, 2, True),

@@ -31,6 +31,7 @@ from redraft.recipes.decide import compare, made_drafts
 from redraft.recipes.decide.compare import Config, Rounds, known_answers, main
 from redraft.recipes.decide.made_drafts import (
     Making,
+    finished_drafts,
     make_lookups,
     name_drafts,
     run_once,
@@ -315,6 +316,13 @@ def test_finished_drafts_have_different_names(tmp_path: Path) -> None:
         names("a/draft", "a/draft")
     with pytest.raises(ValueError, match="--train medusa is given twice"):
         Config(train=("medusa", "layers-2", "medusa"))
+
+
+def test_finished_drafts_forget_what_they_answered() -> None:
+    (suffix,) = finished_drafts(["suffix"], (), 3)
+    assert suffix.speculative_config["suffix_decoding_max_cached_requests"] == 0
+    with pytest.raises(ValueError, match="measure counted answers instead"):
+        list(finished_drafts(["live"], (), 3))
 
 
 @pytest.mark.slow

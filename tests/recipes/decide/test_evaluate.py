@@ -235,6 +235,14 @@ def test_a_baseline_of_another_target_is_refused(
     assert "is a baseline of another target" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("draft", ["live", "live+ngram"])
+def test_live_counts_depend_on_earlier_answers_and_are_not_measured(
+    run: Run, draft: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--no-engine", "--draft", draft) == 2
+    assert "measure counted answers instead" in capsys.readouterr().err
+
+
 def test_suffix_decoding_needs_its_package_and_the_engine(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

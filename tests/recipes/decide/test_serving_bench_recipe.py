@@ -276,6 +276,7 @@ def test_variants_are_told_apart() -> None:
     ("flags", "said"),
     [
         (["--draft", "/nowhere"], "there is no draft /nowhere"),
+        (["--draft", "live"], "measure counted answers instead"),
         (
             ["--draft", "ngram", "--data", "jsonl:/nowhere.jsonl"],
             "/nowhere.jsonl, the file of the jsonl prompts, does not exist",

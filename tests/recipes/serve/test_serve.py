@@ -252,15 +252,24 @@ def test_counted_answers_go_before_a_head(tmp_path):
     head, answers = write_draft(tmp_path / "head", "eagle3"), write_answers(tmp_path / "answers")
     flags = ("target", "--draft", f"{answers}+{head}:2", "--num-speculative-tokens", "6")
     mixed = speculative_config(parse(*flags))
-    assert vllm_keys(mixed).keys() & {"retrieval", "least_first", "prompt_lookup_max", "head_tokens"} == set()
-    told = {"RETRIEVAL": answers, "LEAST_FIRST": "0.5", "HEAD_TOKENS": "2", "NGRAM_MIN": "1", "NGRAM_MAX": "1"}
+    assert vllm_keys(mixed).keys() & {"retrieval", "prompt_lookup_max", "head_tokens"} == set()
+    told = {"RETRIEVAL": answers, "HEAD_TOKENS": "2", "NGRAM_MIN": "1", "NGRAM_MAX": "1"}
     environment = {f"REDRAFT_{name}": value for name, value in told.items()}
     assert lookup_env(mixed) == {"VLLM_USE_V2_MODEL_RUNNER": "0", **environment}
-    dear = parse(*flags, "--least-first", "0.8", "--verify-cost", "0.1")
+    dear = parse(*flags, "--verify-cost", "0.1")
     assert lookup_env(speculative_config(dear)).items() >= {
-        ("REDRAFT_LEAST_FIRST", "0.8"),
         ("REDRAFT_VERIFY_COST", "0.1"),
     }
+
+
+def test_live_counts_are_ngrams_to_vllm_and_a_name_to_the_plugin(tmp_path):
+    head = write_draft(tmp_path / "head", "eagle3")
+    alone = speculative_config(parse("target", "--draft", "live", "--verify-cost", "0.1"))
+    assert vllm_keys(alone)["method"] == "ngram"
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": "0", "REDRAFT_RETRIEVAL": "live"}
+    assert lookup_env(alone) == {**variables, "REDRAFT_VERIFY_COST": "0.1"}
+    mixed = lookup_env(speculative_config(parse("target", "--draft", f"live+{head}:2")))
+    assert mixed.items() >= {**variables, "REDRAFT_HEAD_TOKENS": "2"}.items()
 
 
 @pytest.mark.parametrize("draft", ["ngram", "suffix", "mtp"])
@@ -273,15 +282,12 @@ def test_a_draft_without_a_folder_is_served_by_its_name(draft):
 @pytest.mark.parametrize(
     ("draft", "flags", "said"),
     [
-        ("HEAD", ("--least-first", "0.8"), "--least-first"),
-        ("ngram+HEAD", ("--least-first", "0.8"), "--least-first"),
-        ("ANSWERS+HEAD", ("--least-first", "2"), r"2\.0.*0 to 1"),
+        ("live", ("--method", "eagle3"), "--method is for a model"),
         ("HEAD", ("--verify-cost", "0.1"), "--verify-cost"),
         ("ngram+HEAD", ("--verify-cost", "0.1"), "--verify-cost"),
         ("HEAD", ("--head-requests", "2"), "--head-requests"),
         ("ngram+HEAD", ("--head-requests", "-1"), "--head-requests is -1"),
         ("ANSWERS", ("--head-requests", "2"), "--head-requests"),
-        ("ANSWERS", ("--least-first", "0"), "--least-first"),
         ("ANSWERS", ("--method", "eagle3"), "--method is for a model"),
     ],
 )

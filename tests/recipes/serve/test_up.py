@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import functools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,7 +32,10 @@ from test_serve import write_draft, write_dspark
 from waiting import PATIENCE_S, wait_until
 
 from benchmarks.demo.fleet import Traffic
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.counters import find_counts
 from redraft.eval.engine.process import free_port
+from redraft.eval.engine.server import wait_until_healthy
 from redraft.eval.prompts import Prompt
 from redraft.heads.catalog import detect_family
 from redraft.heads.files.checkpoint import load_tokenizer
@@ -194,7 +198,7 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
     refuse(FileNotFoundError, "learner.toml", draft=None, join=used)
     refuse(ValueError, "--join", join=used)
     refuse(ValueError, "--port abc", "--port", "abc")
-    refuse(ValueError, "give .*draft alone", draft=f"ngram+{draft}")
+    refuse(ValueError, f"give {re.escape(draft)} alone", draft=f"ngram+{draft}")
     for flags in (["--model", "x"], ["--speculative-config", "{}"], ["--uds", "/x"], ["--data-parallel-size", "2"]):
         refuse(ValueError, f"^{flags[0]} ", *flags)
     refuse(ValueError, "^--data-parallel-size ", "-dp", "2")
@@ -254,6 +258,28 @@ def test_what_the_user_gives_reaches_the_server(target, tmp_path):
     plain = replace(plan, cfg=replace(given, capture=ServerSample()))
     options, _ = split_at(up.serve_command(plain, learns=True), "--")
     assert tyro.cli(ServeConfig, args=options[4:]).capture == CaptureConfig(spool=folder / "spool")
+
+
+@pytest.mark.parametrize(("family", "learns", "expected"), [
+    ("eagle3", True, "live+CURRENT"), ("mtp", True, "live+CURRENT"), ("dflash", True, None),
+    ("standalone", True, None), ("eagle3", False, "live"),
+])  # fmt: skip
+def test_live_counts_go_before_a_head_if_a_lookup_costs_no_step_ahead(
+    target, tmp_path, monkeypatch, family, learns, expected
+):
+    folder = tmp_path / "all"
+    expected = expected and expected.replace("CURRENT", str(folder / "registry" / "current"))
+    draft = write_draft(tmp_path / "draft") if learns else None
+    plan = up.make_plan(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port()))))
+    folder.mkdir()
+    if plan.draft:
+        settings = up.render_settings(plan, plan.draft, 0).replace('"standalone"', f'"{family}"')
+        (folder / "learner.toml").write_text(settings)
+    for looks_up in (True, False):
+        monkeypatch.setattr(up, "LOOKS_UP_FIRST", looks_up)
+        command = up.serve_command(plan, learns=learns)
+        given = command[command.index("--draft") + 1] if "--draft" in command else None
+        assert given == (expected if looks_up or not learns else None)
 
 
 def split_at(items, mark):
@@ -398,9 +424,9 @@ def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path):
     assert registry.current() == "v000001"
 
 
-def test_a_target_of_too_few_layers_has_n_grams(random_target, tmp_path, capsys, monkeypatch):
+def test_a_target_of_too_few_layers_has_live_counts(random_target, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(up, "ProcessPoolExecutor", lambda count, context: ThreadPoolExecutor(count))
-    assert str(up.make_new_head(random_target, tmp_path / "draft", 3)) == "ngram"
+    assert str(up.make_new_head(random_target, tmp_path / "draft", 3)) == "live"
     assert "a target of 2 layers" in capsys.readouterr().out
     assert not (tmp_path / "draft").exists()
 
@@ -420,10 +446,11 @@ def read_status(folder: Path, port: str) -> dict[str, Any]:
     return httpx.get(f"http://127.0.0.1:{port}/redraft/status", headers=headers, timeout=600).json()
 
 
-def answer(port: str, prompt: list[int]) -> list[int]:
+def answer(port: str, prompt: list[int], **headers: str) -> list[int]:
     """24 greedy tokens."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body | {"return_token_ids": True}, timeout=600)
+    body |= {"return_token_ids": True}
+    found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, headers=headers, timeout=600)
     assert found.status_code == 200, found.text
     return found.json()["choices"][0]["token_ids"]
 
@@ -458,6 +485,43 @@ def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_t
         code = run.end()
     assert code == 0, run.log.read_text()
     assert (folder / "logs" / "server.log").exists()
+
+
+@pytest.mark.vllm
+def test_live_counts_draft_what_was_answered_before_but_not_to_those_who_opt_out(tiny_target, tmp_path):
+    port, drafts = str(free_port()), tmp_path / "drafts"
+    up.write_new_head(tiny_target, drafts, 3)
+    command = [sys.executable, "-m", "redraft.recipes.cli", "serve", str(tiny_target), "--draft", f"live+{drafts}"]
+    run = Running(tmp_path / "log", [*command, *up_command(tiny_target, port)[5:]])
+    asked = {"heard": list(range(20, 60)), "private": list(range(120, 160))}
+    private = {"X-Redraft-Opt-Out": "1"}
+
+    def accept(prompt: list[int], **headers: str) -> tuple[list[int], int]:
+        """The answer, and how many of its tokens were drafted."""
+        before = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        found = answer(port, prompt, **headers)
+        after = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        counts = find_counts(after) or AcceptanceCounts.zero()
+        new = counts.since(find_counts(before) or AcceptanceCounts.zero()) or counts
+        return found, round(new.num_drafts * (new.tau - 1))
+
+    try:
+        wait_until_healthy(f"http://127.0.0.1:{port}", run.process, run.log, name="redraft serve")
+        first, others = accept(asked["heard"]), accept(asked["private"], **private)
+        for _ in range(4):  # the steps of others count what has ended
+            again = accept(asked["heard"])
+        later = accept(asked["private"], **private)
+        prompts = [list(range(first, first + 5 + 3 * number)) for number, first in enumerate(range(200, 2600, 200))]
+        alone = [answer(port, prompt) for prompt in prompts]
+        with ThreadPoolExecutor(6) as clients:  # drafts of different lengths in a step
+            together = [list(clients.map(functools.partial(answer, port), prompts)) for _ in range(3)]
+    finally:
+        run.end()
+    assert again[0] == first[0], "drafts change no answer"
+    assert again[1] >= 15 > first[1], "of 24 tokens, three in four steps of four"
+    assert later[0] == others[0]
+    assert later[1] < 10, "nothing was learned of it"
+    assert together == [alone] * 3
 
 
 def journal(folder: Path) -> list[Entry]:
