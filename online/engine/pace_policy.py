@@ -1,8 +1,8 @@
 """The number of draft tokens of the next step: numbers in, a number out. It reads no clock.
 
 An arm is a number of draft tokens per request; 0 is "off". The speed against off is tau / x: tokens
-per step, tau, from the acceptance by position, pooled over batch sizes; x is the time of a step
-with the arm relative to one without.
+per step, tau, from the acceptance by position, which differs little between batch sizes unless a
+lookup proposes less in larger ones; x is the time of a step with the arm relative to one without.
 
     base base base | arm arm arm arm arm | base base base
     └─ residuals ─┘ └────── probe ──────┘ └─ residuals ─┘
@@ -34,6 +34,7 @@ MARGIN = 0.015  # Relative gain for which the base changes.
 DOUBT = 1.6  # Standard errors by which an arm may be better than it looks, to be worth a probe.
 MEMORY_STEPS = 4000  # Steps after which acceptance and times count 1/e.
 MEMORY_DRAFTS = 4000  # The most drafts that the acceptance of a position remembers.
+POOL = 100  # Drafts at a batch size, after which its own acceptance counts as much as that of all
 
 OFFSET, SLOPE = 0.06, 0.1
 """log x = OFFSET + SLOPE g log2(1 + arm), before anything is known, with g = 1 + log2(size) / 3: a
@@ -99,7 +100,9 @@ class Policy:
         self.sizes = make_sizes(max_size)
         self.base = [0] * len(self.sizes)
         self.steps = [0] * len(self.sizes)
-        self.tried, self.hit = [0.0] * most, [0.0] * most
+        # By batch size and position; the last row has all batch sizes.
+        self.tried, self.hit = np.zeros((2, len(self.sizes) + 1, most))
+        self._guess = 0.5 ** np.arange(1, most + 1)
         self.account_s = math.inf  # and so the most, at the first look
         self.lost_s = self.busy_s = 0.0
         self.num_probes = 0
@@ -145,15 +148,14 @@ class Policy:
         if not arm:
             return OFF
         x, error = self._times[place][self.arms.index(arm) - 1]
-        tau, tau_error = self._taus[arm]
+        tau, tau_error = self._taus[place][arm]
         return Speed(tau / x, math.hypot(error, tau_error / tau))
 
     def swapped(self) -> None:
         """Another version is served, of unknown acceptance and the same cost."""
         # The old one stays as a guess of little weight, or a good draft would be left for a moment.
-        for i, tried in enumerate(self.tried):
-            keep = min(1.0, 3 / max(tried, 1e-9))
-            self.tried[i], self.hit[i] = tried * keep, self.hit[i] * keep
+        keep = np.minimum(1.0, 3 / np.maximum(self.tried[-1], 1e-9))
+        self.tried, self.hit = self.tried * keep, self.hit * keep
         self._believe()
 
     def _update_base(self, place: int) -> None:
@@ -201,13 +203,13 @@ class Policy:
         self.busy_s += seconds
         self.account_s += SHARE * seconds
         self.steps[place] += 1
-        self._learn_acceptance(verified, accepted)
+        self._learn_acceptance(place, verified, accepted)
         self._fade_away()
         probe = self._probe
         is_probe = probe is not None and not probe.is_over and drafted == probe.arm
         if probe and is_probe:
             probe.num_steps += 1
-            tokens = 1 + sum(accepted) / len(accepted) if accepted else self._taus[verified][0]
+            tokens = 1 + sum(accepted) / len(accepted) if accepted else self._taus[place][verified][0]
             self._pay(place, tokens, seconds)
         if not is_clean or drafted != verified or seconds <= 0:
             return
@@ -229,13 +231,14 @@ class Policy:
             if probe and probe.is_over and len(self._recent) == AROUND:
                 self._settle(probe)
 
-    def _learn_acceptance(self, verified: int, accepted: list[int]) -> None:
-        if not accepted:
+    def _learn_acceptance(self, place: int, verified: int, accepted: list[int]) -> None:
+        if not (accepted and verified):
             return
         keep = max(0.0, 1 - len(accepted) / MEMORY_DRAFTS)
-        for i in range(verified):
-            self.tried[i] = self.tried[i] * keep + len(accepted)
-            self.hit[i] = self.hit[i] * keep + sum(count > i for count in accepted)
+        hits = [sum(count > i for count in accepted) for i in range(verified)]
+        for row in (place, -1):
+            self.tried[row, :verified] = self.tried[row, :verified] * keep + len(accepted)
+            self.hit[row, :verified] = self.hit[row, :verified] * keep + hits
         self._add_up()
 
     def _believe(self) -> None:
@@ -247,22 +250,20 @@ class Policy:
         self._add_up()
 
     def _add_up(self) -> None:
-        """Tokens per step of a request by arm, and the standard error. A guess that halves from
-        token to token counts as two drafts."""
-        tau, error = 1.0, 0.0
-        self._taus = {0: (tau, error)}
-        for i, (tried, hit) in enumerate(zip(self.tried, self.hit, strict=True)):
-            rate = (hit + 2 * 0.5 ** (i + 1)) / (tried + 2)
-            tau += rate
-            error += math.sqrt(rate * (1 - rate) / (tried + 2))
-            self._taus[i + 1] = tau, error
+        """Tokens per step of a request by batch size and arm, and the standard error. A guess that
+        halves from token to token counts as two drafts."""
+        tried, hit = self.tried[-1] + 2, self.hit[-1] + 2 * self._guess
+        rates = (self.hit[:-1] + POOL * hit / tried) / (self.tried[:-1] + POOL)
+        errors = np.sqrt(rates * (1 - rates) / tried)
+        pairs = np.stack([1 + np.cumsum(rates, 1), np.cumsum(errors, 1)], 2).tolist()
+        self._taus = [[(1.0, 0.0), *map(tuple, row)] for row in pairs]
 
     def _pay(self, place: int, tokens: float, seconds: float) -> None:
         """Pay for a step of a probe: the time less that of the base for as many tokens per request."""
         base = self.base[place]
         if self._is_known(place, base):
             base_s = math.exp(self._levels[place, base].mean + self._drift)
-            loss_s = min(seconds, 3 * base_s) - base_s * tokens / self._taus[base][0]
+            loss_s = min(seconds, 3 * base_s) - base_s * tokens / self._taus[place][base][0]
             self.account_s -= loss_s
             self.lost_s += loss_s
 
@@ -304,8 +305,7 @@ class Policy:
         share, self._fade = self._fade / MEMORY_STEPS, 0
         self._log_x += share * (self._prior - self._log_x)
         self._covariance += share * (self._prior_covariance - self._covariance)
-        self.tried = [tried * (1 - share) for tried in self.tried]
-        self.hit = [hit * (1 - share) for hit in self.hit]
+        self.tried, self.hit = self.tried * (1 - share), self.hit * (1 - share)
         self._believe()
 
     def _place(self, size: int) -> int:

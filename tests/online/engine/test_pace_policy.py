@@ -119,6 +119,18 @@ def test_what_a_small_batch_showed_is_used_at_a_size_never_seen() -> None:
     assert policy.speed(1, 2).error < prior.error / 2
 
 
+def test_a_lookup_that_proposes_less_in_large_batches_is_judged_by_batch_size() -> None:
+    policy = Policy(3, 16)
+    alone, many, between = policy.sizes.index(1), policy.sizes.index(8), policy.sizes.index(4)
+    for _ in range(400):
+        policy.observe(1, 3, 3, 0.01, [3], is_clean=True)
+        policy.observe(8, 3, 3, 0.01, [0] * 8, is_clean=True)
+    taus = [policy.speed(place, 3).mean * policy._times[place][2][0] for place in (alone, between, many)]
+    assert taus[0] > 3.2
+    assert taus[2] < 1.1
+    assert taus[1] == pytest.approx(1 + 3 * 400 / 3600, rel=0.05), "a size never seen has the rate of all"
+
+
 def test_a_swap_opens_the_question_again() -> None:
     policy = simulate("useless", "1", 0.05, 0).policy
     assert policy.base[0] == 0
