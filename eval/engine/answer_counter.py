@@ -1,8 +1,8 @@
-"""Parts of live counts beside the lookup: a counter of answers, and the acceptance of the head behind it."""
+"""Live counts, except the lookup: the answer counter and the measured acceptance of the head."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,34 +11,49 @@ import numpy as np
 
 from redraft.heads.families.retrieval import Live, Text
 
-LEAST_HEAD = 0.2  # acceptance of a first token that pays for a head: its pass and a row take a fifth of a step
-TRIED = 32  # one in so many drafts of a head below that
-REMEMBERED = 256  # drafts; then all count half
-COUNTED_AT_ONCE = 48  # steps of counting in a step of the engine
-MOST_WAITING = 64  # answers; a server that ends more than it counts passes over the oldest
+LEAST_HEAD = 0.2  # least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
+TRIED = 32  # below LEAST_HEAD, the head drafts once in this many
+FIRST = 64  # drafts of a new head before it is judged
+REMEMBERED = 256  # drafts; then both sums halve
+COUNTED_AT_ONCE = 48  # counting steps per engine step
+MOST_WAITING = 64  # answers; if they finish faster than they are counted, others are passed over
+MOST_TOKENS = 4096  # of a text, its last: each token is looked up in all before it
 
 
 class AnswerCounter:
-    """Counts answers that have ended, a little in each step."""
+    """Counts finished answers, a little in each step. The ranks of a server count alike, because a
+    lookup decides whether the head runs."""
 
     def __init__(self, runner: Any, draft: Live) -> None:
         self.draft = draft
-        self.may_count: Callable[[Any], bool] = lambda request: True  # The plugin knows who opted out.
-        self._waiting = deque[Iterator[None]](maxlen=MOST_WAITING)
+        self.counts = Counter[str]()  # Answers: counted, not_allowed, passed_over.
+        self.may_count: Callable[[Any], bool] = lambda request: False  # Set by the plugin: honours opt-outs.
+        self._ended: dict[str, Text] = {}
+        self._waiting = deque[Iterator[None]]()
         self._removed, runner._on_request_state_removed = runner._on_request_state_removed, self.end
         runner.redraft_counter = self
 
     def end(self, name: str, request: Any) -> None:
-        """Take the answer of a request that ended."""
+        """Queue the answer of a finished request."""
         self._removed(name, request)
-        if request is None or request.prompt_token_ids is None or not self.may_count(request):
+        if request is None or request.prompt_token_ids is None:
             return
-        ids = np.array([*request.prompt_token_ids, *request.output_token_ids], np.int32)
-        is_label = np.arange(len(ids)) >= len(request.prompt_token_ids)
-        self._waiting.append(self.draft.learn(Text(ids=ids, is_label=is_label)))
+        if not self.may_count(request):
+            self.counts["not_allowed"] += 1
+            return
+        prompt, answer = request.prompt_token_ids, cut_answer(request.output_token_ids, request.sampling_params)
+        ids = np.array([*prompt, *answer], np.int32)[-MOST_TOKENS:]
+        self._ended[name] = Text(ids=ids, is_label=np.arange(len(ids)) >= len(ids) - len(answer))
 
     def learn(self) -> None:
-        """Count for less than a millisecond."""
+        """Count queued answers for under 1 ms."""
+        # By name: vLLM hands requests that end together over in an order of the rank's own.
+        for _, text in sorted(self._ended.items()):
+            is_taken = len(self._waiting) < MOST_WAITING
+            self.counts["counted" if is_taken else "passed_over"] += 1
+            if is_taken:
+                self._waiting.append(self.draft.learn(text))
+        self._ended.clear()
         for _ in range(COUNTED_AT_ONCE):
             if not self._waiting:
                 break
@@ -46,9 +61,16 @@ class AnswerCounter:
                 self._waiting.popleft()
 
 
+def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
+    """An answer up to its end: a last draft may have been accepted beyond it."""
+    ends = {*(params.stop_token_ids or ()), params.eos_token_id} if params else set()
+    length = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: min(length, params.max_tokens or length) if params else length]
+
+
 @dataclass
 class FirstTokens:
-    """How often the first token of the head is accepted, lately."""
+    """Recent acceptance rate of the head's first token."""
 
     hits: float = 0.5
     drafts: float = 1.0
@@ -61,16 +83,16 @@ class FirstTokens:
 
     @property
     def is_good(self) -> bool:
-        return self.probability >= LEAST_HEAD
+        return self.drafts < FIRST or self.probability >= LEAST_HEAD
 
     def note(self, sampled: Mapping[str, Sequence[int]]) -> None:
-        """The step's new tokens of each request: the accepted ones, and one of the target."""
+        """Add a step's verdicts. `sampled` has each request's accepted tokens and the target's."""
         new = [len(sampled[name]) for name in self.waiting if sampled.get(name)]
         self.hits, self.drafts = self.hits + sum(count > 1 for count in new), self.drafts + len(new)
         if self.drafts > REMEMBERED:
             self.hits, self.drafts = self.hits / 2, self.drafts / 2
 
     def may_draft(self) -> bool:
-        """Whether the head is accepted often enough, or is to show whether it is."""
+        """Whether the head is accepted often enough, or is due for a trial."""
         self._num_asked += 1
         return self.is_good or self._num_asked % TRIED == 0

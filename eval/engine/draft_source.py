@@ -2,10 +2,10 @@
 
     DRAFT            a folder or hub name: a head, a draft model, counted answers (`redraft retrieval`)
     ngram, suffix    a lookup in the text, without a folder
-    live             a lookup in the text and in the answers served before, which are counted
+    live             a lookup in the text and in this server's earlier answers, counted
     mtp              the layers in the target's own folder
     ngram+HEAD:2     n-grams first, then a head with at most 2 tokens of its own in a step
-    ANSWERS+HEAD:2   counted answers first; live+HEAD:2
+    ANSWERS+HEAD:2   counted answers (or live) first
     NAME=DRAFT       any of these, under a name for reports
 
 A folder is recognised by its tensors; its config.json may claim another family. Imports no torch.

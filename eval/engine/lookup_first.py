@@ -89,7 +89,7 @@ def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
 
 class Proposer(Protocol):
     def skip(self) -> None:
-        """A step without a proposal."""
+        """Handle a step without proposals."""
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
         """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
@@ -131,8 +131,8 @@ class Ngrams:
 
 
 class LookupFirst:
-    """The proposer of one runner, in front of the head's. Live counts leave a request to the head if
-    its first token is the more probable one."""
+    """The proposer of one runner, in front of the head's. With live counts, the head drafts if its
+    first token is the more probable one."""
 
     def __init__(self, runner: Any, lookup: Proposer, limits: HeadLimits) -> None:
         self.runner, self.lookup, self.limits = runner, lookup, limits
@@ -143,10 +143,14 @@ class LookupFirst:
         self.propose_by_head = runner.propose_draft_token_ids
 
     def skip(self) -> None:
-        """A step without a proposal."""
-        self.by_head.waiting = set()
+        """Handle a step without proposals."""
+        self.by_head.waiting, self.looked_up = set(), frozenset()
         if self.live:
             self.lookup.skip()
+
+    def swapped(self) -> None:
+        """Judge another head."""
+        self.by_head = FirstTokens()
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
         names = self.runner.input_batch.req_ids

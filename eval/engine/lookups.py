@@ -35,7 +35,7 @@ class Counted:
         self.counter = AnswerCounter(runner, draft) if isinstance(draft, Live) else None
 
     def skip(self) -> None:
-        """A step without a proposal."""
+        """Handle a step without proposals."""
         if self.counter:
             self.counter.learn()
 

@@ -122,9 +122,9 @@ def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     """The same configuration without memory of other requests: a prompt may be measured again.
-    Raises ValueError for live counts, which are nothing else."""
+    Raises ValueError for live counts, which are such memory."""
     if speculative_config.get(FOLDER) == LIVE:
-        raise ValueError(f"{LIVE} counts the answers it serves, and a measurement asks again: {MEASURE_COUNTED}")
+        raise ValueError(f"{LIVE} would learn the answers to repeated prompts: {MEASURE_COUNTED}")
     if speculative_config.get("method") != "suffix":
         return dict(speculative_config)
     return {**speculative_config, "suffix_decoding_max_cached_requests": 0}

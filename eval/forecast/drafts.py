@@ -80,7 +80,7 @@ def _load(draft: DraftSource, target: LoadedTarget, lookups: Lookups, sampling: 
     if draft.source == "suffix":
         return _make_suffix(draft)
     if draft.source == LIVE:
-        raise ValueError(f"{LIVE} depends on what a server answered before: {MEASURE_COUNTED}")
+        raise ValueError(f"{LIVE} depends on a server's earlier answers: {MEASURE_COUNTED}")
     if draft.source == NGRAM:
         return _make_ngram(draft, lookups)
     folder = draft.folder or target.opened.folder

@@ -1,11 +1,11 @@
 """A draft without a network: the next token is one that followed the same tokens before (He et al., arXiv 2311.08252).
 
     ... a b c ─┬─► the longest run of last tokens that stands earlier in the request ─► the token after it ─┐
-               └─► the longest run that stands in the target's answers ─► the most frequent token after it ─┴─► the more
+               └─► the longest run that stands in the target's answers ─► the majority-vote token after it ─┴─► the more
                                                                                     probable of the two is drafted
 
 Then the same again behind that token, as long as the probability that all tokens so far are accepted pays for one more
-row to verify. Answers are counted once, or as a server gives them. Nothing is trained, and no model drafts.
+row to verify. Answers are counted beforehand, or while serving. Nothing is trained, and no model drafts.
 
 R = entries of the table, N = longest run."""
 
@@ -28,14 +28,14 @@ from redraft.heads.files.folder import CONFIG, WEIGHTS, read_config
 Ids = NDArray[np.int32]
 Run = tuple[int, ...]  # Consecutive tokens, the last ones of some text.
 
-LIVE = "live"  # name of the draft that counts the answers of its server
+LIVE = "live"  # name of the draft that counts its server's answers
 MEASURE_COUNTED = "measure counted answers instead (redraft retrieval)"
 FOLDER = "retrieval"  # Key of a speculative config for the folder of a draft, or LIVE.
 VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_cost`.
 BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
 TOKEN_BYTES = 4
-MOST_VOTES = 16  # so that a new token after an old run needs no more to win
-EXPECTED = 0.2, 0.4, 0.8  # hits in a request by length of the run, before any is measured; of SmolLM2's code answers
+MOST_VOTES = 16  # cap: a new token outvotes an old one within 17 occurrences
+EXPECTED = 0.2, 0.4, 0.8  # prior hit rates for runs in the request, by length; measured on SmolLM2's code answers
 NOTHING = (-1, 0.0)  # No token, and its probability.
 
 
@@ -44,7 +44,7 @@ class Config:
     max_run: int = 6
     """Longest run of tokens to look up."""
     max_entries: int = 1_000_000
-    """Most runs to keep. Each takes about 400 bytes of a server's memory."""
+    """Most runs to keep. Each takes about 400 bytes of server memory."""
     min_texts: int = 1
     """Fewest conversations in which a run must be followed by its token. With 2 or more, a run that
     stands in one conversation only is left out."""
@@ -78,14 +78,13 @@ class Retrieval:
         entries: Mapping[Run, tuple[int, float]],
         run_probability: Sequence[float],
     ) -> None:
-        """`entries` are the most probable token after each run of the answers, and its probability;
+        """`entries` map each run of the answers to the token after it and its probability;
         `run_probability` is, by length, the probability of the token after the run's first place in
-        the request. Before a head, first tokens less probable than `least_first` are left to the
-        head. Raises ValueError: that is no probability."""
+        the request."""
         self.config = config
         self.entries = entries
         self.run_probability = list(run_probability)
-        self.least_first = 0.0  # A less probable first token is left to the head behind the lookup.
+        self.least_first = 0.0  # If the first token is less probable, the head drafts.
 
     def propose(self, ids: Ids, most: int, num_requests: int = 1) -> list[int]:
         """At most `most` tokens to draft behind `ids` ([T], int32), in a step with `num_requests` requests."""
@@ -209,12 +208,12 @@ def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
 
 @dataclass(slots=True)
 class Row:
-    """The token after a run, by majority vote (Boyer and Moore, 1981): one token a run, and new
+    """The token after a run, by majority vote (Boyer and Moore, 1981). Keeps one token per run; new
     text displaces old."""
 
     token: int
     votes: int = 0
-    num_texts: int = 0  # With this token after the run.
+    num_texts: int = 0  # Texts with `token` after the run.
     last_text: int = 0
 
     def add(self, token: int, text: int) -> None:
@@ -229,14 +228,14 @@ class Row:
 
 
 class Counts:
-    """The runs of the answers, counted text by text: about 7 us a token. Every text first shows how
-    often the predictions of earlier ones come true, by length and votes: these are the probabilities.
-    Of more than `max_entries` runs, those without a new text for the longest time go."""
+    """Runs of the answers, counted text by text: about 7 us a token. Each text first tests the
+    predictions of earlier texts; the hit rates by length and votes are the probabilities.
+    Beyond `max_entries` runs, those counted least recently are dropped."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.num_texts = 0
-        # Key: the length of a run in the request, or length and votes of one in the answers.
+        # Key: length of a run in the request, or `_kind` of one in the answers.
         self._hits: dict[int | tuple[int, int], list[float]] = {
             length: [10 * EXPECTED[min(length, len(EXPECTED)) - 1], 10] for length in range(1, config.max_run + 1)
         }
@@ -244,7 +243,7 @@ class Counts:
         self._older: dict[Run, Row] = {}
 
     def learn(self, text: Text) -> Iterator[None]:
-        """Count a text, in small steps."""
+        """Count a text; yield between steps."""
         labels = np.flatnonzero(text.is_label).tolist()
         ids, data, most = text.ids.tolist(), text.ids.astype(np.int32).tobytes(), self.config.max_run
         self.num_texts += bool(labels)
@@ -274,7 +273,7 @@ class Counts:
         return [0.0, *map(self._probability, range(1, self.config.max_run + 1))]
 
     def list_entries(self) -> dict[Run, tuple[int, float]]:
-        """`Retrieval.entries`, without those that say what the next shorter run says."""
+        """`Retrieval.entries`, without runs that predict what the next shorter run does."""
         rows = {run: row for run, row in (self._older | self._newer).items() if self._counts(row)}
         found = {run: (row.token, self._probability(_kind(run, row))) for run, row in rows.items()}
         return {run: entry for run, entry in found.items() if found.get(run[1:]) != entry}
@@ -305,7 +304,7 @@ class Counts:
 
     def _probability(self, kind: int | tuple[int, int]) -> float:
         hits, total = self._hits.get(kind, (0, 0))
-        # Half a hit in one more trial: a kind never met has 0.5, not 0 / 0.
+        # Half a hit in one more trial: an unseen kind gets 0.5, not 0 / 0.
         return (hits + 0.5) / (total + 1)
 
 
@@ -314,7 +313,7 @@ def _kind(run: Run, row: Row) -> tuple[int, int]:
 
 
 class Live(Retrieval):
-    """Counted answers that begin with none, and learn."""
+    """Counts that start empty and learn while serving."""
 
     def __init__(self, config: Config) -> None:
         self.counts = Counts(config)

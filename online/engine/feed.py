@@ -229,7 +229,7 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
 
 
 def may_count(config: CaptureConfig | None, request: Any) -> bool:
-    """Whether live counts may learn from a request: drafts of other requests then propose its words."""
+    """Whether live counts may learn from a request: its words may then be proposed in others."""
     origin = read_origin_arguments(request.sampling_params.extra_args)
     if origin is None or origin.opt_out or request.lora_request is not None:
         return False

@@ -250,7 +250,7 @@ def patch_pace() -> None:
 
 
 def take_drafts(call: Any) -> Any:
-    """An engine core's `post_step`, which asks the workers for drafts only if the step was to draft."""
+    """An engine core's `post_step` that asks workers for drafts only after a step that drafts."""
 
     @wraps(call)
     def call_or_not(engine: Any, model_executed: bool) -> None:
@@ -341,7 +341,7 @@ def install(runner: Any) -> None:
             asked = most if drafts_all else max(1, number) if isinstance(sampled, list) else number
             found = propose(replace(scheduled, num_spec_tokens_to_schedule=asked), sampled, *rest)
         if not number and lookup:
-            lookup.skip()  # live counts learn, and wait for no verdict
+            lookup.skip()  # live counts learn; no draft awaits a verdict
         return [tokens[:number] for tokens in found] if isinstance(found, list) else found[:, :number]
 
     runner.propose_draft_token_ids = propose_or_not

@@ -83,6 +83,8 @@ class Proposers:
         lookup = getattr(self.runner, "redraft_lookup", None)
         if not self._is_proposed:
             found = dict.fromkeys(batch, PADDING)
+            if lookup:
+                lookup.skip()
         elif self.runner.speculative_config.method in LOOKUP_METHODS:
             found = dict.fromkeys(batch, LOOKUP)
         else:

@@ -129,8 +129,8 @@ def install(worker: Any) -> None:
     config = PluginConfig()
     with _switching_off(state, "capture", "swap"):
         config = read_config()
-    if counter := getattr(worker.model_runner, "redraft_counter", None):
-        counter.may_count = partial(may_count, config.capture)
+        if counter := getattr(worker.model_runner, "redraft_counter", None):
+            counter.may_count = partial(may_count, config.capture)
     with _switching_off(state, "capture"):
         if worker.vllm_config.speculative_config and _is_last_stage():
             install_proposers(worker.model_runner)
@@ -268,6 +268,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
     look_at_target(worker)  # nothing else looks while the engine is idle
     state: WorkerState = worker.redraft
     speculative = worker.vllm_config.speculative_config
+    counter = getattr(worker.model_runner, "redraft_counter", None)
     return {
         **{name: getattr(state, name) for name in SHOWN},
         "draft_intact": state.is_draft_intact,
@@ -277,6 +278,7 @@ def redraft_status(worker: Any) -> dict[str, Any]:
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else 0,
         "draft_sample_method": speculative.draft_sample_method if speculative else None,
         "target_intact": state.is_target_intact,
+        "live_answers": dict(counter.counts) if counter else None,
         "reread_tokens": state.rereader.num_tokens if state.rereader else 0,
         "reread_error": state.rereader.error if state.rereader else "",
         "capture": state.capture.status() if state.capture else None,
@@ -418,6 +420,8 @@ def redraft_commit(worker: Any, version: str) -> None:
     state.is_draft_intact = not state.asleep  # if it fell asleep after the load, the draft is loaded when it wakes up
     state.num_swaps += 1
     state.name_draft(version)
+    if swapped := getattr(getattr(worker.model_runner, "redraft_lookup", None), "swapped", None):
+        swapped()
 
 
 def _load(worker: Any, staging: Staging, known: TargetWatch | None) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
         raise ValueError(f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} has not")
     if cfg.head_requests is not None and draft.lookup is None:
         raise ValueError(
-            f"--head-requests limits a head behind a lookup: give --draft ngram+{draft.source} or "
+            f"--head-requests limits a head behind a lookup: give --draft ngram+{draft.source}, live+{draft.source} or "
             f"ANSWERS+{draft.source}"
         )
 

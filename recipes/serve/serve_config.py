@@ -26,10 +26,10 @@ class Config:
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Further arguments of vLLM's server, after `--`."""
     draft: str | None = None
-    """Folder or hub name of the draft, `ngram`, `suffix`, or `mtp` for the target's MTP layer. `live` counts the
-    answers of this server as `redraft retrieval` does, in memory. `ngram+HEAD` looks the last 2 to 4 tokens up in the
-    text first, `live+HEAD` or `ANSWERS+HEAD:2` in counted answers too, and takes at most 2 tokens of the head a step.
-    HEAD is EAGLE-1, EAGLE-3 or MTP. By default the current version of the registry."""
+    """Folder or hub name of the draft, `ngram`, `suffix`, or `mtp` for the target's MTP layer. `live` counts
+    this server's answers in memory, as `redraft retrieval` counts a file. `LOOKUP+HEAD:2` looks tokens up first, and
+    takes at most 2 tokens per step from HEAD (EAGLE-1, EAGLE-3 or MTP) if none is found. LOOKUP is `ngram` (the last 2
+    to 4 tokens), `live` or a folder of counted answers. By default the current version of the registry."""
     registry: Path | None = None
     """Folder of the draft's versions (v000001, ..., current). Required for swapping."""
     num_speculative_tokens: int = 3
@@ -48,7 +48,7 @@ class Config:
     proposed."""
     verify_cost: float | None = None
     """For counted answers: cost of verifying one more token, in target steps of one request. A token is proposed if its
-    probability is at least this times the requests in the step. By default as `redraft retrieval` was told."""
+    probability is at least this times the requests in the step. By default as for `redraft retrieval`, else 0.05."""
     token_file: Path | None = None
     """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the token instead."""
     allow_remote: bool = False

@@ -61,7 +61,7 @@ REFUSED = {
 """Flags of vLLM that contradict this command, with the reason."""
 
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
-LOOKS_UP_FIRST = ENGINE_IS_CPU  # with a lookup vLLM schedules no step ahead; on a CPU it never does
+LOOKS_UP_FIRST = ENGINE_IS_CPU  # a lookup disables asynchronous scheduling, which CPUs never use
 MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize  # of a new head: its logits take a CPU longest
 SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
 SERVER_STOP_S = 45  # running answers have 30 s, then their records are written
@@ -162,7 +162,7 @@ def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | N
         raise FileExistsError(f"{folder} holds other files: give another --folder")
     if draft is not None:
         if draft.lookup is not None:
-            raise ValueError(f"--draft {draft}: the lookup is chosen by the machine: give {draft.source} alone")
+            raise ValueError(f"--draft {draft}: redraft up chooses the lookup: give {draft.source} alone")
         speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
     return None
 
@@ -248,14 +248,14 @@ replay_per_step = 4
 
 
 def make_new_head(target: Path, folder: Path, num_tokens: int) -> DraftSource:
-    """An EAGLE-3 head from the files of the target; live counts if they do not give one."""
+    """A new EAGLE-3 head from the target's files, or live counts if it cannot be made."""
     if not folder.exists():
         try:
             # In a process of its own, so that this one stays without torch.
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 pool.submit(write_new_head, target, folder, num_tokens).result()
         except (ValueError, OSError) as error:
-            print(f"no new head, so counted answers draft: {error}", flush=True)
+            print(f"no new head, so live counts draft: {error}", flush=True)
             return DraftSource.parse(LIVE)
     return DraftSource(source=str(folder))
 

@@ -26,8 +26,8 @@ class Config:
     """Arguments of vLLM's server, after `--`."""
     draft: str | None = None
     """First draft: a folder or hub name, or `ngram`, `suffix` or `live`, which train nothing. By default a new EAGLE-3
-    head, which drafts once it has learned enough to be faster, or `live` for a target without the layers of one. On a
-    CPU, `live` also looks tokens up before an EAGLE or MTP head. On a GPU, vLLM would then schedule no step ahead."""
+    head, which drafts once it is faster, or `live` if the target has too few layers for a head. On a CPU, `live` also
+    drafts before an EAGLE or MTP head. On a GPU it does not: vLLM would lose asynchronous scheduling."""
     folder: Path | None = None
     """Folder for everything. By default `redraft-` and the name of the target."""
     join: Path | None = None

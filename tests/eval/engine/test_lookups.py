@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from redraft.eval.engine import answer_counter
-from redraft.eval.engine.answer_counter import MOST_WAITING
+from redraft.eval.engine.answer_counter import MOST_TOKENS, MOST_WAITING, cut_answer
 from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.engine.lookups import VARIABLES, Counted, install, lookup_env, needs_plugin
@@ -111,11 +111,13 @@ def make_live(monkeypatch: pytest.MonkeyPatch, *rows: list[int], head: Head | No
     for name, value in lookup_env(config).items():
         monkeypatch.setenv(name, value)
     install(runner)
+    runner.redraft_counter.may_count = lambda request: True
     return runner
 
 
 def make_request(prompt: list[int] | None, answer: list[int]) -> Any:
-    return SimpleNamespace(prompt_token_ids=prompt, output_token_ids=answer)
+    params = SimpleNamespace(stop_token_ids=[0], eos_token_id=None, max_tokens=len(answer))
+    return SimpleNamespace(prompt_token_ids=prompt, output_token_ids=answer, sampling_params=params)
 
 
 def test_answers_that_end_are_counted_a_little_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,18 +137,69 @@ def test_answers_that_end_are_counted_a_little_in_each_step(monkeypatch: pytest.
     for _ in range(20):
         runner._on_request_state_removed("opted out", make_request([2], [3, 9]))
         assert propose() == [[4, 5, 6]]
-    assert runner.ended == ["a", "embeddings", "unknown", *["opted out"] * 20], "whoever else waits is called"
+    assert runner.ended == ["a", "embeddings", "unknown", *["opted out"] * 20], "the wrapped hook is called"
+    assert runner.redraft_counter.counts == {"counted": 1, "not_allowed": 20}
 
 
-def test_a_server_that_answers_more_than_it_counts_passes_over_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_counted_before_the_plugin_has_said_who_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DraftSource.parse("live").speculative()
+    for name, value in lookup_env(config).items():
+        monkeypatch.setenv(name, value)
+    runner = make_runner([2, 3])
+    runner._on_request_state_removed = lambda name, request: None
+    install(runner)
+    runner._on_request_state_removed("a", make_request([1, 2], [3, 4]))
+    assert runner.redraft_counter.counts == {"not_allowed": 1}
+
+
+def test_ranks_count_alike_whatever_the_order_in_which_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [make_live(monkeypatch, [2, 3]) for _ in range(2)]
+    texts = {str(number): make_request([7], [3, 4 + number % 3, 5 + number % 2]) for number in range(8)}
+    for rank, names in zip(ranks, (sorted(texts), sorted(texts, reverse=True)), strict=True):
+        for name in names:
+            rank._on_request_state_removed(name, texts[name])
+        for _ in range(40):
+            rank.redraft_counter.learn()
+    rows = [rank.redraft_counter.draft.counts.list_entries() for rank in ranks]
+    assert rows[0] == rows[1]
+    assert rows[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "most", "expected"),
+    [
+        ([5, 6, 0, 7], [0], 9, [5, 6, 0]),
+        ([5, 6, 2, 7], [], 9, [5, 6, 2]),
+        ([5, 6, 7], None, 2, [5, 6]),
+        ([5], [], None, [5]),
+    ],
+)
+def test_an_answer_ends_where_the_scheduler_ended_it(tokens, stops, most, expected) -> None:
+    params = SimpleNamespace(stop_token_ids=stops, eos_token_id=2, max_tokens=most)
+    assert cut_answer(tokens, params) == expected
+    assert cut_answer(tokens, None) == tokens
+
+
+def test_of_a_long_text_the_end_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_live(monkeypatch, [2, 3])
-    for number in range(3 * MOST_WAITING):
-        runner._on_request_state_removed(str(number), make_request([1000 + number], [number, 5000]))
-    for _ in range(MOST_WAITING):
+    runner._on_request_state_removed("a", make_request(list(range(100, 9000)), [3, 4, 5]))
+    (text,) = runner.redraft_counter._ended.values()
+    assert (len(text.ids), text.ids[-4:].tolist(), text.is_label.sum()) == (MOST_TOKENS, [8999, 3, 4, 5], 3)
+    runner._on_request_state_removed("b", make_request([1], list(range(1, 9000))))
+    assert runner.redraft_counter._ended["b"].is_label.all()
+
+
+def test_a_server_that_answers_more_than_it_counts_counts_some_of_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_live(monkeypatch, [2, 3])
+    for step in range(100):
+        for number in range(10 * step, 10 * step + 10):  # 200 steps of counting, and five are done
+            runner._on_request_state_removed(str(number), make_request([5000 + number], [*range(10, 19), 4000]))
         runner.redraft_counter.learn()
-    draft = runner.redraft_counter.draft
-    assert draft.propose(np.array([3 * MOST_WAITING - 1], np.int32), 1) == [5000]
-    assert draft.propose(np.array([0], np.int32), 1) == []
+    counts, draft = runner.redraft_counter.counts, runner.redraft_counter.draft
+    assert counts["counted"] + counts["passed_over"] == 1000
+    assert MOST_WAITING <= counts["counted"] < 100
+    assert draft.counts.num_texts >= 500 // 21, "each is counted to its end"
+    assert draft.propose(np.array([17, 18], np.int32), 1) == [4000]
 
 
 def test_live_counts_ask_a_head_that_is_accepted_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,22 +210,25 @@ def test_live_counts_ask_a_head_that_is_accepted_often_enough(monkeypatch: pytes
     def step(*new: int) -> list[list[int]]:
         return runner.propose_draft_token_ids(Scheduled(), [list(new)])
 
-    assert step(5) == [[9] * 6], "nothing is known of it"
-    for _ in range(99):
+    for _ in range(64):
+        assert step(5) == [[9] * 6], "little is known yet"
+    for _ in range(96):
         step(5)  # nothing is ever accepted
-    assert 3 <= sum(asked > 0 for asked in head.asked[3:]) <= 4, "tried now and then"
+    assert sum(asked > 0 for asked in head.asked[64:]) == 3, "tried now and then"
     assert (lookup.by_head.probability < 0.2, lookup.live.least_first) == (True, 0), "whatever is found is better"
-    for _ in range(500):
-        step(*((9, 5) if head.asked[-1] else (5,)))  # a swap has made it good
+    for _ in range(1500):
+        step(*((9, 5) if head.asked[-1] else (5,)))  # it has become good
     assert all(head.asked[-50:])
     assert lookup.live.least_first == lookup.by_head.probability > 0.8
     runner._on_request_state_removed("a", make_request([1], [5, 7]))
     for _ in range(3):
-        assert step(9, 5) == [[9] * 6], "7 has followed 5 once: the head is the more probable"
+        assert step(9, 5) == [[9] * 6], "7 followed 5 once: the head is more probable"
     drafts = lookup.by_head.drafts
     lookup.skip()  # at pace 0 its draft is not verified
     step(5)
     assert lookup.by_head.drafts == drafts
+    lookup.swapped()
+    assert (lookup.by_head.drafts, lookup.by_head.is_good) == (1, True), "another head is judged from the beginning"
 
 
 def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,14 +104,14 @@ def test_probabilities_are_measured_before_a_text_is_counted() -> None:
     draft = count_answers(texts, Config(max_run=1))
     assert draft.entries[(1,)] == (2, pytest.approx(1, abs=0.05))
     assert draft.entries[(3,)][1] < 0.05
-    assert draft.entries[(9,)][1] == draft.entries[(1,)][1], "as many votes"
+    assert draft.entries[(9,)][1] == draft.entries[(1,)][1], "equal votes"
 
 
 def test_a_text_is_no_evidence_for_its_own_runs() -> None:
     # [1, 2] repeats within each text, and no two texts share a token
     texts = [make_text([9], [10 * n + 1, 10 * n + 2] * 8) for n in range(1, 30)]
     draft = count_answers(texts, Config(max_run=1))
-    assert draft.run_probability[1] > 0.9, "the request foretells itself"
+    assert draft.run_probability[1] > 0.9, "the request predicts itself"
     others = count_answers([*texts, make_text([9], [7, 8])], Config(max_run=1))
     assert others.entries[(9,)][1] < 0.05, "what follows 9 in the answers never came true"
 

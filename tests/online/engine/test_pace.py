@@ -429,7 +429,7 @@ def test_workers_are_asked_for_drafts_only_after_a_step_that_drafts():
         post_step(engine, True)
         assert asked == expected
     post_step(SimpleNamespace(), True)
-    assert asked == [True] * 2, "a server without a pace asks always"
+    assert asked == [True] * 2, "a server without a pace always asks"
 
 
 def test_live_counts_learn_at_0_too():

@@ -508,7 +508,7 @@ def test_live_counts_draft_what_was_answered_before_but_not_to_those_who_opt_out
     try:
         wait_until_healthy(f"http://127.0.0.1:{port}", run.process, run.log, name="redraft serve")
         first, others = accept(asked["heard"]), accept(asked["private"], **private)
-        for _ in range(4):  # the steps of others count what has ended
+        for _ in range(4):  # later steps count finished answers
             again = accept(asked["heard"])
         later = accept(asked["private"], **private)
         prompts = [list(range(first, first + 5 + 3 * number)) for number, first in enumerate(range(200, 2600, 200))]
@@ -520,7 +520,7 @@ def test_live_counts_draft_what_was_answered_before_but_not_to_those_who_opt_out
     assert again[0] == first[0], "drafts change no answer"
     assert again[1] >= 15 > first[1], "of 24 tokens, three in four steps of four"
     assert later[0] == others[0]
-    assert later[1] < 10, "nothing was learned of it"
+    assert later[1] < 10, "nothing was learned from it"
     assert together == [alone] * 3
 
 
