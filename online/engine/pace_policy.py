@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from redraft.online.engine.config import list_arms
 
-SHARE = 0.009  # Part of the busy time for probes.
+SHARE = 0.0085  # Part of the busy time for probes.
 MOST_STEPS = 16  # Steps' worth of time on the account, at the start and at most.
 STEPS, AROUND = 5, 12  # Steady steps of a probe, and steps without a probe on both sides.
 MARGIN = 0.015  # Relative gain for which the base changes.
