@@ -48,7 +48,6 @@ class Eagle1(nn.Module):
     aux_layer_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
     engine_output = 0
-    feature = staticmethod(final_hidden)
 
     def __init__(self, config: Config, target: Target, shape: LlamaShape | None = None) -> None:
         super().__init__()
@@ -69,6 +68,10 @@ class Eagle1(nn.Module):
         x_BTD = self.fc(torch.cat([embed_BTD, feature_BTD.to(embed_BTD.dtype)], dim=-1))
         out_BTD = self.layers[0](x_BTD, self._rotary(position_ids_BT, x_BTD), memory)
         return out_BTD, out_BTD
+
+    def feature(self, signal: TargetSignal) -> Tensor:
+        """The target's last hidden state, [B, T, D]."""
+        return final_hidden(signal)
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         """Steps of shifts 1, 2, ..., each with the distance between the predicted feature and the target's."""

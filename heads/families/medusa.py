@@ -41,7 +41,6 @@ class Medusa(nn.Module):
     is_block = False
     aux_layer_ids: tuple[int, ...] = ()
     engine_output = 0
-    feature = staticmethod(final_hidden)
 
     def __init__(self, config: Config, target: Target) -> None:
         """Every head starts as the target's: the blocks are zero, `lm_heads` are copies."""
@@ -67,6 +66,10 @@ class Medusa(nn.Module):
     @property
     def _dtype(self) -> torch.dtype:
         return self.get_parameter("lm_heads.0.weight").dtype
+
+    def feature(self, signal: TargetSignal) -> Tensor:
+        """The target's last hidden state, [B, T, D]."""
+        return final_hidden(signal)
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         """One step for each head, of shifts 1, 2, ..."""

@@ -44,7 +44,6 @@ class MLPSpeculator(nn.Module):
     is_block = False
     aux_layer_ids: tuple[int, ...] = ()
     engine_output = 0
-    feature = staticmethod(final_hidden)
 
     def __init__(self, config: Config, target: Target) -> None:
         super().__init__()
@@ -83,6 +82,10 @@ class MLPSpeculator(nn.Module):
         """The state s[i+1], which head i reads, [B, T, I]."""
         mixed_BTI: Tensor = self.proj[i](state_BTI) + self._emb_weight * self.emb[i](ids_BT)
         return F.gelu(self.ln[i](mixed_BTI))
+
+    def feature(self, signal: TargetSignal) -> Tensor:
+        """The target's last hidden state, [B, T, D]."""
+        return final_hidden(signal)
 
     def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
         """One step for each stage, of shifts 1, 2, ..., on the true tokens."""
