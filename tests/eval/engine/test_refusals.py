@@ -17,9 +17,11 @@ from redraft.heads.family import Family
 
 V2_ONLY = [family for family in FAMILIES if family.method and "v1" not in family.decoders]
 V1_ONLY = [
-    family for family in FAMILIES if family.method and "v2" not in family.decoders and family.name != "retrieval"
+    family
+    for family in FAMILIES
+    if family.method and "v2" not in family.decoders and family.name not in ("retrieval", "live")
 ]
-"""Counted answers get their runner from `lookup_env`."""
+"""Counted answers and live counts get their runner from `lookup_env`."""
 
 BLOCKS = {
     "dflash": {"block_size": 4},

@@ -98,7 +98,7 @@ class Runner:
         self.input_batch, self.speculative_config = SimpleNamespace(req_ids=[]), SimpleNamespace(method=method)
         self.requests = dict.fromkeys("abcd")
         self.execute_model_state = None
-        self.redraft_lookup = SimpleNamespace(looked_up=frozenset())
+        self.redraft_lookup = SimpleNamespace(looked_up=frozenset(), skip=lambda: None)
 
     def propose_draft_token_ids(self):
         return None
