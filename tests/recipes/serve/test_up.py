@@ -549,7 +549,10 @@ def test_a_version_is_promoted_and_swapped_and_a_server_that_joins_serves_it(tin
     settings = (folder / "learner.toml").read_text()
     for table, lines in QUICK_LEARNER.items():
         before, _, after = settings.partition(f"[{table}]\n")
-        settings = f"{before}[{table}]\n{lines}\n{after}"
+        own, mark, rest = after.partition("\n[")
+        for key in re.findall(r"^\w+ = ", lines, re.MULTILINE):
+            own = re.sub(rf"^{key}.*\n?", "", own, flags=re.MULTILINE)
+        settings = f"{before}[{table}]\n{lines}\n{own}{mark}{rest}"
     (folder / "learner.toml").write_text(settings)
 
     tokens = load_tokenizer(tiny_target)(Path(argparse.__file__).read_text())["input_ids"]
@@ -575,7 +578,8 @@ def test_a_version_is_promoted_and_swapped_and_a_server_that_joins_serves_it(tin
         assert registry.current() != "v000001"
         assert urls[0] in {e.server for e in journal(folder) if isinstance(e, SwapEntry) and e.outcome == "swapped"}
         changes = [(e.server, e.change) for e in journal(folder) if isinstance(e, ServerEntry)]
-        assert changes == [(url, "joined") for url in urls]
+        # a learner that starts again sees its server join again
+        assert list(dict.fromkeys(changes)) == [(url, "joined") for url in urls]
         assert answer(ports[0], tokens[:32]) == answer(ports[1], tokens[:32])
     finally:
         parts = [part for run in runs for part in psutil.Process(run.process.pid).children(recursive=True)]
