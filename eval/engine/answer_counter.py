@@ -42,7 +42,7 @@ class AnswerCounter:
             self.counts["not_allowed"] += 1
             return
         prompt, answer = request.prompt_token_ids, cut_answer(request.output_token_ids, request.sampling_params)
-        ids = np.array([*prompt, *answer], np.int32)[-MOST_TOKENS:]
+        ids = np.array([*prompt[-MOST_TOKENS:], *answer], np.int32)[-MOST_TOKENS:]
         self._ended[name] = Text(ids=ids, is_label=np.arange(len(ids)) >= len(ids) - len(answer))
 
     def learn(self) -> None:

@@ -145,8 +145,7 @@ class LookupFirst:
     def skip(self) -> None:
         """Handle a step without proposals."""
         self.by_head.waiting, self.looked_up = set(), frozenset()
-        if self.live:
-            self.lookup.skip()
+        self.lookup.skip()
 
     def swapped(self) -> None:
         """Judge another head."""

@@ -228,7 +228,7 @@ class Row:
 
 
 class Counts:
-    """Runs of the answers, counted text by text: about 7 us a token. Each text first tests the
+    """Runs of the answers, counted text by text: about 10 us a token. Each text first tests the
     predictions of earlier texts; the hit rates by length and votes are the probabilities.
     Beyond `max_entries` runs, those counted least recently are dropped."""
 
