@@ -40,7 +40,7 @@ PUBLIC = {
     "Drafts": ["heads.draft", "heads.family", "heads.catalog", "heads.target", "heads.options"],
     "Files": ["heads.files.artifact", "heads.files.folder", "heads.files.target_folder", "heads.files.gguf"],
     "Losses": ["distill.loss.choice", "distill.loss.outcomes", "distill.loss.fused"],
-    "Training": ["distill.run.config", "distill.run.run", "distill.train.optim", "distill.signal.sources"],
+    "Training": ["distill.run.run_config", "distill.run.training_run", "distill.train.optim", "distill.signal.sources"],
     "Measuring": ["eval.acceptance", "eval.counts", "eval.intervals", "eval.forecast.greedy"],
     "Records": ["online.records.record", "online.records.spool", "online.fleet.registry", "online.learning.gate"],
 }

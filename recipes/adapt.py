@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from redraft.distill.run.config import HeadConfig, StandaloneConfig, make_config
+from redraft.distill.run.run_config import HeadConfig, StandaloneConfig, make_config
 from redraft.heads.catalog import detect_family
 from redraft.heads.family import Family
 from redraft.heads.files.folder import CONFIG, read_config, tensor_files
@@ -83,8 +83,8 @@ def _count_vocabulary(old: Path) -> int:
 
 def main(family: Family, old: Path, cfg: Any) -> None:
     """Adapt. Raises: as `adapt`; ValueError without a target, or without data that OLD names."""
-    from redraft.distill.run.adapt import adapt  # here, because they import torch
-    from redraft.distill.run.run import refuse
+    from redraft.distill.run.adaptation import adapt  # here, because they import torch
+    from redraft.distill.run.training_run import refuse
 
     if not cfg.target:
         raise ValueError(f"name the new version of the target: redraft adapt {old} --target TARGET")

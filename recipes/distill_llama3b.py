@@ -9,7 +9,7 @@ leaves no room for an engine: run `redraft eval` afterwards.
 
 from dataclasses import replace
 
-from redraft.distill.run.config import StandaloneConfig, make_config
+from redraft.distill.run.run_config import StandaloneConfig, make_config
 from redraft.heads.catalog import find_family
 from redraft.recipes import train
 from redraft.recipes.cli.run import run_recipe

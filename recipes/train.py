@@ -13,7 +13,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from redraft.distill.run.config import HeadConfig, StandaloneConfig, make_config
+from redraft.distill.run.run_config import HeadConfig, StandaloneConfig, make_config
 from redraft.heads.catalog import find_family, list_trained
 from redraft.heads.family import Family
 from redraft.recipes.cli.run import Recipe, run_choice
@@ -68,7 +68,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
 
 def main(family: Family, cfg: Config) -> None:
     """Train. Raises: as `run`."""
-    from redraft.distill.run.run import run  # here, because it imports torch
+    from redraft.distill.run.training_run import run  # here, because it imports torch
 
     run(family, cfg)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.config import (
+from redraft.distill.run.run_config import (
     Data,
     HeadConfig,
     Loop,

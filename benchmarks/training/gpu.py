@@ -21,8 +21,7 @@ from typing import cast
 import torch
 
 from redraft.distill.plan.choices import FamilyName
-from redraft.distill.plan.roofs import DEVICES, Device
-from redraft.distill.plan.step import (
+from redraft.distill.plan.counted_step import (
     Marker,
     Plan,
     count_model_flops,
@@ -33,6 +32,7 @@ from redraft.distill.plan.step import (
     make_step_optimizers,
     run_parts,
 )
+from redraft.distill.plan.roofs import DEVICES, Device
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.step import compile_layers
 from redraft.eval.machine import environment

@@ -15,7 +15,7 @@ from redraft.distill.data.day import choose_day
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.doctor.readings import find_better_readings
-from redraft.distill.run.memory import require_target_room
+from redraft.distill.run.memory_check import require_target_room
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.hardware import Machine, this_machine

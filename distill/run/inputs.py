@@ -22,8 +22,8 @@ from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats, data_hash, held_out_prompts, stream_samples
 from redraft.distill.data.tokens import Content as TokenContent
 from redraft.distill.data.tokens import Origin, describe_tokenizer, keep_tokens, read_tokens
-from redraft.distill.run.config import Data, Loop, Signal
-from redraft.distill.run.folder import TOKENS, RunFolder
+from redraft.distill.run.run_config import Data, Loop, Signal
+from redraft.distill.run.run_folder import TOKENS, RunFolder
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenStates, TopK
 from redraft.distill.signal.endpoint import Endpoint

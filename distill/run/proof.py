@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from redraft.distill.doctor.label_probe import label_probe
-from redraft.distill.run.config import Prove
-from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.run_config import Prove
+from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.distill.train.loop import LoadedData, TrainingCost
 from redraft.eval.engine.lossless import Lossless, compare_lossless
@@ -53,7 +53,7 @@ from redraft.heads.files.kept import compute_once
 from redraft.heads.files.target_folder import TargetFolder
 
 if TYPE_CHECKING:
-    from redraft.distill.run.run import Run
+    from redraft.distill.run.training_run import Run
 
 MAX_DRAFT_TOKENS = 128  # of vLLM's rejection sampler, for one request in one step
 

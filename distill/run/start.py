@@ -14,8 +14,8 @@ from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from redraft.distill.data.vocabulary import frequent_ids
-from redraft.distill.run.config import HeadConfig, StandaloneConfig
 from redraft.distill.run.inputs import live_signal
+from redraft.distill.run.run_config import HeadConfig, StandaloneConfig
 from redraft.distill.signal.parts import is_whole, last_layers, read_last_layers, read_stream_norms, stream_scales
 from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal
@@ -27,7 +27,7 @@ from redraft.heads.nn.masks import choose_mask_token
 from redraft.heads.progress import Progress
 
 if TYPE_CHECKING:
-    from redraft.distill.run.run import Run
+    from redraft.distill.run.training_run import Run
 
 
 def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> Any:

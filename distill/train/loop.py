@@ -26,8 +26,8 @@ from accelerate.utils import (
 
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import SampleStats
-from redraft.distill.run.config import Loop
-from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.run_config import Loop
+from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.ranks import LONGEST_WAIT, die_with_launcher, join_on_cpu, keep_models_whole, uses_deepspeed
 from redraft.distill.train.step import Distillation, StepOutcome, StepStats

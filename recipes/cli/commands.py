@@ -78,7 +78,7 @@ COMMANDS = {
     ),
     "retrieval": Command(
         Group.TRAIN,
-        "redraft.recipes.data.retrieval",
+        "redraft.recipes.data.count_answers",
         "Count the target's answers: a draft without training",
         "redraft retrieval --target TARGET --data answers.jsonl",
     ),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import psutil
 
 from redraft.distill.data.conversations import load_conversations
-from redraft.distill.data.regenerate import regenerate
+from redraft.distill.data.target_answers import regenerate
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.eval.engine.server import vllm_server
 from redraft.heads.files.checkpoint import load_text_config

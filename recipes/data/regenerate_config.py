@@ -16,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.distill.data.regenerate import Sampling
+from redraft.distill.data.target_answers import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

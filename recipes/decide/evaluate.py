@@ -15,9 +15,9 @@ import torch
 from redraft.distill.data.conversations import load_conversations, split_held_out
 from redraft.distill.data.day import keep_day
 from redraft.distill.data.samples import held_out_prompts
-from redraft.distill.run.config import Signal
 from redraft.distill.run.inputs import load_target
-from redraft.distill.run.memory import require_target_room
+from redraft.distill.run.memory_check import require_target_room
+from redraft.distill.run.run_config import Signal
 from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts

@@ -1,6 +1,6 @@
 """The work, memory and price of a training step on GPUs, in tables.
 
-sizes of target and draft ─► step.py ─► work and memory, counted ─► roofs.py ─► time, by a GPU's data sheet
+sizes of target and draft ─► counted_step.py ─► work and memory, counted ─► roofs.py ─► time, by a GPU's data sheet
 --devices, --features, --sharding ─► plan_run ─► tokens/s of all devices, hours
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from redraft.distill.plan.counted_step import LOSS, Counted, Plan, count_model_flops, count_step, count_target
 from redraft.distill.plan.held import SIGNAL, TARGET_WEIGHTS, Sharing
 from redraft.distill.plan.roofs import (
     ATTENTION_SHARE,
@@ -30,9 +31,8 @@ from redraft.distill.plan.roofs import (
     parts_of,
 )
 from redraft.distill.plan.sizes import find_sizes
-from redraft.distill.plan.step import LOSS, Counted, Plan, count_model_flops, count_step, count_target
 from redraft.distill.plan.weightless import ACTIVATIONS
-from redraft.distill.run.config import HeadConfig, make_config
+from redraft.distill.run.run_config import HeadConfig, make_config
 from redraft.distill.signal.sharded import size_weights
 from redraft.heads.catalog import find_family
 from redraft.recipes.plan.plan import Config

@@ -50,8 +50,8 @@ def main(cfg: Config) -> None:
     from redraft.distill.data.conversations import load_conversations
     from redraft.distill.data.day import choose_day
     from redraft.distill.data.samples import build_samples
-    from redraft.distill.run.config import Signal
     from redraft.distill.run.inputs import load_target
+    from redraft.distill.run.run_config import Signal
     from redraft.distill.signal.sources import InProcessTarget
     from redraft.eval.engine.target_dtype import open_target
     from redraft.heads.files.artifact import write_whole

@@ -18,7 +18,7 @@ from benchmarks.capacity import (
     with_states,
 )
 from benchmarks.traffic import Traffic, make_record
-from redraft.distill.plan.step import count_flops
+from redraft.distill.plan.counted_step import count_flops
 from redraft.online.learning.replay import select_texts
 from redraft.online.records.record import encode_record
 

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, DraftSize, count_head, count_standalone
-from redraft.distill.run import memory as fit
-from redraft.distill.run.config import Signal
-from redraft.distill.run.memory import Need, Room, check, read_room, require_room, sharing_of
-from redraft.distill.run.run import run
+from redraft.distill.run import memory_check as fit
+from redraft.distill.run.memory_check import Need, Room, check, read_room, require_room, sharing_of
+from redraft.distill.run.run_config import Signal
+from redraft.distill.run.training_run import run
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import make_optimizers
 from redraft.eval.engine.hardware import Machine, read_host_bytes

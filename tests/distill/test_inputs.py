@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from redraft.distill.data.conversations import read_conversation, split_held_out
 from redraft.distill.run import proof as prove
-from redraft.distill.run.config import Data, Loop, Signal, make_config
-from redraft.distill.run.folder import RunFolder
 from redraft.distill.run.inputs import load_data, load_target
-from redraft.distill.run.run import run as run_training
+from redraft.distill.run.run_config import Data, Loop, Signal, make_config
+from redraft.distill.run.run_folder import RunFolder
+from redraft.distill.run.training_run import run as run_training
 from redraft.distill.train.loop import LoadedData
 from redraft.eval.engine.hardware import Machine
 from redraft.eval.engine.target_dtype import open_target

@@ -10,8 +10,8 @@ import pytest
 from parse_flags import parse
 
 from benchmarks.studies.presets import make_preset
-from redraft.distill.run import memory
-from redraft.distill.run.run import run
+from redraft.distill.run import memory_check
+from redraft.distill.run.training_run import run
 from redraft.distill.train.optim import Optim
 from redraft.eval.engine.hardware import Machine
 from redraft.heads.catalog import find_family
@@ -35,8 +35,8 @@ def test_a_run_that_fits_tightly_prints_the_command_of_its_training(
     def stop(*_: object, **__: object) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(memory, "TIGHT", 0.0)
-    monkeypatch.setattr("redraft.distill.run.folder.RunFolder.open", stop)
+    monkeypatch.setattr(memory_check, "TIGHT", 0.0)
+    monkeypatch.setattr("redraft.distill.run.run_folder.RunFolder.open", stop)
     cfg = replace(make_preset(family), output=tmp_path / "run", mixed_precision="no", optim=Optim(name="muon"))
     machine = Machine(gpu="H100", gpu_has_bfloat16=True, gpu_shared_bytes=232_448, gpu_bytes=10**12)
     with pytest.raises(InterruptedError):

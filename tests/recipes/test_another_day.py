@@ -23,11 +23,11 @@ from benchmarks.soak.stage import make_draft_and_prompts
 from redraft.distill.data import day as template_day
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.doctor.in_engine import ask_fallback
-from redraft.distill.run.config import Data, Loop, Prove, Signal, make_config
-from redraft.distill.run.folder import RunFolder
 from redraft.distill.run.inputs import load_data, target_signal
-from redraft.distill.run.run import Run
+from redraft.distill.run.run_config import Data, Loop, Prove, Signal, make_config
+from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.run.start import start
+from redraft.distill.run.training_run import Run
 from redraft.distill.train.loop import LoadedData
 from redraft.heads.catalog import find_family
 from redraft.heads.families import eagle1

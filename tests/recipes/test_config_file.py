@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.studies.presets import make_preset
-from redraft.distill.run.config import make_config
+from redraft.distill.run.run_config import make_config
 from redraft.heads.catalog import find_family, list_trained
 from redraft.recipes import train
 from redraft.recipes.cli.config_file import read_config, render_config

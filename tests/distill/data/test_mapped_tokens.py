@@ -20,9 +20,9 @@ from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, build_samples, data_hash, map_in_processes
 from redraft.distill.data.tokens import MappedSamples
 from redraft.distill.data.vocabulary import frequent_ids
-from redraft.distill.run.config import Data, Loop
-from redraft.distill.run.folder import RunFolder
 from redraft.distill.run.inputs import load_data
+from redraft.distill.run.run_config import Data, Loop
+from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.train.loop import LoadedData
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.target_folder import TargetFolder

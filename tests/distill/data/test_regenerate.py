@@ -16,7 +16,7 @@ from teachers import Reply, Teacher, teaching
 
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.messages import conversation_hash
-from redraft.distill.data.regenerate import Sampling, prompt_key, regenerate
+from redraft.distill.data.target_answers import Sampling, prompt_key, regenerate
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.heads import progress
 from redraft.recipes.data.regenerate import Config

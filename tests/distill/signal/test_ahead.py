@@ -19,8 +19,8 @@ from waiting import PATIENCE_S
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.config import Loop
-from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.run_config import Loop
+from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.signal.ahead import OneAhead
 from redraft.distill.train.loop import LoadedData, train
 from redraft.distill.train.optim import Optim

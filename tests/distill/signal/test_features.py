@@ -30,9 +30,9 @@ from waiting import until, wait_until
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats, data_hash
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.config import Signal
 from redraft.distill.run.inputs import target_signal
 from redraft.distill.run.proof import leave_gpu
+from redraft.distill.run.run_config import Signal
 from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenDtype, HiddenStates, TopK
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.run import start as starting
-from redraft.distill.run.config import Signal
-from redraft.distill.run.run import Run
+from redraft.distill.run.run_config import Signal
 from redraft.distill.run.start import start as start_draft
+from redraft.distill.run.training_run import Run
 from redraft.distill.signal import features
 from redraft.distill.signal.parts import TAKEN, last_layers, read_last_layers, read_stream_norms, stream_scales
 from redraft.heads.catalog import find_family

@@ -16,7 +16,7 @@ from make_heads import make_batch, make_ids, make_signal, make_target
 from train_on_ranks import FAMILIES, make_family_target, micro_batches
 
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.config import Loop
+from redraft.distill.run.run_config import Loop
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.distill.train import compiled
 from redraft.distill.train.compiled import draft_layers

@@ -17,8 +17,8 @@ from train_on_ranks import make_standalone
 from redraft.distill.data.packing import PackedDataset
 from redraft.distill.data.samples import Sample, SampleStats
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.run.config import Loop
-from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.run_config import Loop
+from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.train import loop
 from redraft.distill.train.loop import LoadedData, choose_precision
 from redraft.distill.train.optim import Optim

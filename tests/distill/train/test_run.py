@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from redraft.distill.run.folder import RunFolder
+from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.train.loop import make_accelerator
 
 

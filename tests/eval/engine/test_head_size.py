@@ -15,9 +15,9 @@ import torch
 from accelerate.state import AcceleratorState
 
 from benchmarks.studies.presets import make_preset
-from redraft.distill.run.config import HeadConfig, Signal
 from redraft.distill.run.inputs import load_target
-from redraft.distill.run.run import run
+from redraft.distill.run.run_config import HeadConfig, Signal
+from redraft.distill.run.training_run import run
 from redraft.eval.engine.hardware import Machine
 from redraft.eval.engine.head_size import head_size, require_draft_heads, require_head_size
 from redraft.heads.catalog import find_family

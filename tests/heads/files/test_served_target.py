@@ -23,8 +23,8 @@ from transformers.models.auto.modeling_auto import (
 from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.rendering import Renderer
 from redraft.distill.data.rows import read_rows
-from redraft.distill.run.config import make_config
-from redraft.distill.run.run import refuse
+from redraft.distill.run.run_config import make_config
+from redraft.distill.run.training_run import refuse
 from redraft.distill.signal.features import load_skeleton
 from redraft.eval.engine.sampling import read_sampling
 from redraft.heads.catalog import find_family

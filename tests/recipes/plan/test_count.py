@@ -24,8 +24,16 @@ from benchmarks.training import gpu
 from benchmarks.training import heads as bench_heads
 from benchmarks.training.measure import OURS, _in_fresh_process, _resident_peak_bytes
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.plan import step as bench_step
+from redraft.distill.plan import counted_step as bench_step
 from redraft.distill.plan.choices import FamilyName, Features
+from redraft.distill.plan.counted_step import (
+    Counted,
+    Plan,
+    count_flops,
+    count_model_flops,
+    count_step,
+    count_target,
+)
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, TARGET_WEIGHTS, DraftSize, Sharing
 from redraft.distill.plan.roofs import (
     DEVICES,
@@ -37,14 +45,6 @@ from redraft.distill.plan.roofs import (
     all_reduce_s,
 )
 from redraft.distill.plan.sizes import find_sizes
-from redraft.distill.plan.step import (
-    Counted,
-    Plan,
-    count_flops,
-    count_model_flops,
-    count_step,
-    count_target,
-)
 from redraft.distill.plan.weightless import (
     ACTIVATIONS,
     META,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from redraft.distill.plan.step import Counted, count_step
+from redraft.distill.plan.counted_step import Counted, count_step
 from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.recipes.plan.count import make_plan
 from redraft.recipes.plan.plan import Config as Counting

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from redraft.distill.run.adapt import adapt
-from redraft.distill.run.config import make_config
-from redraft.distill.run.run import run as train
+from redraft.distill.run.adaptation import adapt
+from redraft.distill.run.run_config import make_config
+from redraft.distill.run.training_run import run as train
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.intervals import estimate_tau_gain
 from redraft.heads.catalog import find_family, require_trained_for

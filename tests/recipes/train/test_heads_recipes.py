@@ -20,10 +20,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from benchmarks.studies.presets import make_preset
 from redraft.distill.data.corpus import stdlib_conversations
-from redraft.distill.run.config import Loop, Prove
-from redraft.distill.run.run import Run
-from redraft.distill.run.run import run as train
+from redraft.distill.run.run_config import Loop, Prove
 from redraft.distill.run.start import read_last_signals, read_scales, start
+from redraft.distill.run.training_run import Run
+from redraft.distill.run.training_run import run as train
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
 from redraft.eval.forecast.greedy import QuickMetrics
@@ -250,7 +250,7 @@ def test_a_run_ends_when_acceptance_falls_and_exports_its_best_step_also_after_a
         return QuickMetrics(num_rows=1, alpha=0.5, alpha_greedy=0.5, tau=tau, acceptance_per_position=[0.5])
 
     monkeypatch.setattr(Distillation, "evaluate", evaluate)
-    monkeypatch.setattr("redraft.distill.run.folder.KEPT_CHECKPOINTS", 99)
+    monkeypatch.setattr("redraft.distill.run.run_folder.KEPT_CHECKPOINTS", 99)
     loop = replace(SMALL, steps=12, eval_every=1, save_every=1)
     run("medusa", random_target, data, tmp_path / "plain", loop=loop)
 

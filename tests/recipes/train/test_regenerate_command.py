@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from teachers import Teacher, teaching
 
-from redraft.distill.data.regenerate import Sampling
+from redraft.distill.data.target_answers import Sampling
 from redraft.eval.engine.server import VllmServer
 from redraft.recipes.data import regenerate
 from redraft.recipes.data.regenerate import Config, main

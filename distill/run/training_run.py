@@ -24,10 +24,8 @@ from accelerate.utils import parse_flag_from_env
 from redraft.distill.data.vocabulary import require_smaller
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.held import count_head, count_standalone, standalone_config
-from redraft.distill.run.config import HeadConfig, Loop, StandaloneConfig
-from redraft.distill.run.folder import RunFolder
 from redraft.distill.run.inputs import live_signal, load_data, load_target, require_no_engine, target_signal
-from redraft.distill.run.memory import require_room
+from redraft.distill.run.memory_check import require_room
 from redraft.distill.run.proof import (
     EngineProof,
     Forecaster,
@@ -38,6 +36,8 @@ from redraft.distill.run.proof import (
     report,
     store,
 )
+from redraft.distill.run.run_config import HeadConfig, Loop, StandaloneConfig
+from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.run.start import start
 from redraft.distill.signal.apart import padding_factor
 from redraft.distill.signal.sharded import leading

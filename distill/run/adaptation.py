@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from redraft.distill.run.config import HeadConfig
-from redraft.distill.run.folder import RunFolder
 from redraft.distill.run.proof import check_num_tokens
-from redraft.distill.run.run import Config, Run, refuse
+from redraft.distill.run.run_config import HeadConfig
+from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.run.start import start
+from redraft.distill.run.training_run import Config, Run, refuse
 from redraft.distill.train.ranks import leave
 from redraft.eval.engine.hardware import Machine
 from redraft.eval.forecast.greedy import Forecast

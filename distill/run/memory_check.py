@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from redraft.distill.plan.held import DraftSize, Sharing
-from redraft.distill.run.config import Signal
+from redraft.distill.run.run_config import Signal
 from redraft.distill.signal.sharded import TargetSizes, processes_here, size_weights
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.heads.files.target_folder import TargetFolder
