@@ -126,7 +126,7 @@ def test_a_target_in_shards_gives_the_start_of_a_whole_one(
         said = [line for line in done.stdout.splitlines() if line.startswith("the head starts from ")]
         assert len(said) == 1
         if init == "last_layer":
-            assert said[0].endswith("read from its files, for this process does not hold them") == (config is not None)
+            assert ("files" in said[0]) == (config is not None)
         found.append(load_file(max((output / "checkpoints").iterdir()) / "model.safetensors"))
     one, two = found
     assert one.keys() == two.keys()
