@@ -180,12 +180,12 @@ def _end_reload(worker: Any) -> None:
     where the next step ends the engine, and the next load would count what they have received."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-    runner, config = worker.model_runner, worker.vllm_config
+    runner, vllm_config = worker.model_runner, worker.vllm_config
     try:
         with loading(worker):
-            finalize_layerwise_reload(runner.get_model(), config.model_config)
+            finalize_layerwise_reload(runner.get_model(), vllm_config.model_config)
             if (draft := runner.get_draft_model()) is not None:
-                finalize_layerwise_reload(draft, config.speculative_config.draft_model_config)
+                finalize_layerwise_reload(draft, vllm_config.speculative_config.draft_model_config)
     except Exception:
         logger.exception("redraft: a failed load could not be ended")
 

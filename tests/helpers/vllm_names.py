@@ -99,6 +99,7 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "worker": (WORKER,),
         "worker.model_runner": (V1_RUNNER, V2_RUNNER),
         "worker.vllm_config": (VLLM_CONFIG,),
+        "vllm_config": (VLLM_CONFIG,),
         "config": ("config.model:ModelConfig",),
         "EngineCore": ("v1.engine.core:EngineCore",),
         "engine": ("v1.engine.core:EngineCore",),
