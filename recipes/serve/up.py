@@ -8,7 +8,6 @@ Both are processes with a log each. All that can be refused is refused before th
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -40,6 +39,7 @@ from redraft.online.daemon.config import LearnerConfig, load_config
 from redraft.online.fleet.discovery import list_servers
 from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
+from redraft.online.settings import render_value
 from redraft.online.tokens import is_local, write_token
 from redraft.recipes.serve.serve import speculative_config
 from redraft.recipes.serve.serve_config import Config as ServeConfig
@@ -210,14 +210,13 @@ def prepare(plan: Plan) -> bool:
 def render_settings(plan: Plan, draft: DraftSource, page_port: int) -> str:
     """Settings of the learner for this target and machine."""
     buffer_bytes = min(8 << 30, shutil.disk_usage(plan.folder).free // 4)
-    # a string of JSON is one of TOML
     return f"""# redraft learner --print-config explains every setting. redraft up reads this file at its start.
-target = {json.dumps(str(plan.target))}
+target = {render_value(plan.target)}
 registry = "registry"
 spool = "spool"
 [draft]
-family = {json.dumps(draft.family.name)}
-initial = {json.dumps(str(draft.folder))}
+family = {render_value(draft.family.name)}
+initial = {render_value(draft.folder)}
 [fleet]
 file = "{FLEET}"
 token_file = "{TOKEN}"
@@ -373,7 +372,7 @@ def read_fleet(folder: Path) -> list[str]:
 
 def write_fleet(folder: Path, urls: Sequence[str]) -> None:
     """The servers of the learner, which sees a change within seconds."""
-    listed = "".join(f"[[servers]]\nurl = {json.dumps(url)}\n" for url in urls)
+    listed = "".join(f"[[servers]]\nurl = {render_value(url)}\n" for url in urls)
     write_whole(folder / FLEET, listed or "servers = []\n")
 
 

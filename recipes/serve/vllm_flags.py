@@ -1,6 +1,6 @@
 """vLLM's flags beside a draft, a target and records, looked at before the server starts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ OWN = {
 WARNINGS = {"disable_log_stats": LOG_STATS_OFF, "uds": UNIX_SOCKET, "ssl_cert_reqs": WANTS_CERTIFICATE}
 """Flags with which a part of redraft does not reach the server, or reads nothing there."""
 
+READ = (
+    *(*ALIASES.values(), *OWN, *WARNINGS, "config", "enable_prompt_embeds", "gpu_memory_utilization", "host"),
+    *("load_format", "port", "served_model_name", "ssl_keyfile"),
+)
+"""All flags that `redraft serve` and `redraft up` look at."""
+
 
 def read_flags(arguments: Sequence[str]) -> dict[str, str]:
     """vLLM's arguments as values by name, with underscores; those of a `--config` file too, which
@@ -41,8 +47,7 @@ def read_flags(arguments: Sequence[str]) -> dict[str, str]:
         if is_name:
             # --hf-overrides.key sets a part of a dictionary
             name, _, value = argument.lstrip("-").partition("=")
-            name = name.partition(".")[0].replace("-", "_")
-            name = ALIASES.get(name, name)
+            name = _find_name(name.partition(".")[0], ALIASES if not argument.startswith("--") else READ)
             flags[name] = value
         elif name:
             flags[name] = argument
@@ -59,7 +64,15 @@ def _read_file(path: Path) -> dict[str, str]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} has no settings of vLLM: it must be lines of the form `port: 8001`")
     # `key: false` leaves a switch out.
-    return {str(key).replace("-", "_"): str(value) for key, value in content.items() if value is not False}
+    return {_find_name(str(key), READ): str(value) for key, value in content.items() if value is not False}
+
+
+def _find_name(given: str, known: Collection[str]) -> str:
+    """The whole name of a flag. vLLM takes the beginning of a name for the flag, if no other begins so."""
+    name = given.replace("-", "_")
+    found = {name} if name in known else {whole for whole in known if whole.startswith(name)}
+    name = found.pop() if len(found) == 1 else name
+    return ALIASES.get(name, name)
 
 
 def require_agreement(flags: Mapping[str, str], *, has_model: bool, records: bool) -> None:

@@ -91,6 +91,8 @@ def test_a_server_that_records_ships_its_records_before_it_ends(tmp_path):
         (["-sc", "{}"], "--speculative-config"),
         (["--speculative_config.method", "ngram"], "--speculative-config"),
         (["--spec-tokens", "2"], "--spec-tokens"),
+        (["--speculative-conf.method", "ngram"], "--speculative-config"),
+        (["-s", "{}"], "--speculative-config"),
         (["--enable-prompt-embeds"], "--enable-prompt-embeds"),
         (["--enable_prompt_embeds"], "--enable-prompt-embeds"),
         (["--load-format", "dummy"], "--load-format"),

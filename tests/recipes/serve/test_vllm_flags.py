@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-from redraft.recipes.serve.vllm_flags import OWN
+from redraft.recipes.serve.up import REFUSED
+from redraft.recipes.serve.vllm_flags import OWN, READ, read_flags
 
 DECISIONS = {
     "refused by `redraft serve`: it would contradict draft, target or records": """
@@ -136,3 +138,21 @@ def test_every_launch_flag_of_vllm_is_decided_on() -> None:
     assert len(decided) == len(set(decided))
     assert flags - set(decided) == set()
     assert OWN.keys() <= set(decided)
+
+
+def test_the_beginning_of_a_name_is_the_flag_that_argparse_takes_it_for() -> None:
+    assert REFUSED.keys() <= set(READ)
+    names = {"config", *(name for names in DECISIONS.values() for name in names.split())}
+    parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    for name in names:
+        parser.add_argument(f"--{name.replace('_', '-')}")
+    checked = 0
+    for given in {name[:length] for name in READ for length in range(1, len(name) + 1)} - {"config"}:
+        flag = f"--{given.rstrip('_').replace('_', '-')}"
+        try:
+            wanted = vars(parser.parse_args([flag, "2"]))
+        except SystemExit:  # several flags begin so, and vLLM refuses it
+            continue
+        assert read_flags([flag, "2"]) == wanted, flag
+        checked += 1
+    assert checked > len(READ)
