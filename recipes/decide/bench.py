@@ -13,7 +13,7 @@ from typing import Any
 from redraft.eval.engine.draft_source import DraftSource, shorten_name
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
 from redraft.eval.engine.server import Mode, VllmServer, forget_requests, require_servable, vllm_server
-from redraft.eval.engine.target_dtype import default_target_dtype
+from redraft.eval.engine.target_dtype import open_target
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
 from redraft.eval.serving.baseline import MODE_ROUNDS, choose_mode, describe_baseline, describe_modes, measure_bandwidth
 from redraft.eval.serving.load import Load, LoadResult, run_load
@@ -30,6 +30,7 @@ from redraft.eval.serving.sweep import (
     plan,
 )
 from redraft.heads.files.kept import fingerprint_path
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
 from redraft.recipes.decide.bench_config import Config
 
@@ -38,9 +39,10 @@ ENGINE_HAS_IDEAL = not ENGINE_IS_CPU  # the CPU's kernels ignore synthetic accep
 
 def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
     started = time.monotonic()
+    target = open_target(cfg.target, cfg.target_dtype, on_cpu=ENGINE_IS_CPU)
     # 1. the cells of every table, and the configuration of each draft
     configs = {draft: DraftSource.parse(draft).speculative(cfg.draft_sample_method) for draft in cfg.draft}
-    questions = plan(sweep(cfg, engine_has_ideal=engine_has_ideal))
+    questions = plan(sweep(cfg, target, engine_has_ideal=engine_has_ideal))
     cells = group_by_variant(cell for some in questions.values() for cell in some)
     for variant in cells:
         require_servable(speculative_config(variant, configs))  # now, not when its turn comes hours later
@@ -49,12 +51,12 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
     if cfg.overwrite:
         shutil.rmtree(cfg.output / "cells", ignore_errors=True)
     bandwidth = measure_bandwidth()
-    mode, modes = choose_baseline(cfg, cells[ALONE][0].load)
+    mode, modes = choose_baseline(cfg, target, cells[ALONE][0].load)
     print(describe_modes(mode, modes), flush=True)
 
     # 3. measure the missing cells, one server at a time
-    results = Results(cfg.output, served(cfg, mode))
-    refused = measure_missing(cfg, cells, configs, results, mode)
+    results = Results(cfg.output, served(cfg, target, mode))
+    refused = measure_missing(cfg, target, cells, configs, results, mode)
 
     # 4. write the reports
     medians = {cell: results.median(cell, cfg.repeats) for some in cells.values() for cell in some}
@@ -63,13 +65,13 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
     alone = {
         cell.load.concurrency: results.runs(cell, cfg.repeats) for cell in questions[GRID] if cell.variant == ALONE
     }
-    baseline = describe_baseline(alone, mode, modes, log=log(cfg, ALONE), target=cfg.target, bandwidth=bandwidth)
+    baseline = describe_baseline(alone, mode, modes, log=log(cfg, ALONE), target=target.folder, bandwidth=bandwidth)
     report = build_serving_report(
         build_tables(questions, measured, ratios),
         configs,
         target=cfg.target,
         command=shlex.join(sys.argv),
-        settings=settings(cfg),
+        settings=settings(cfg, target),
         baseline=asdict(baseline),
         refused=refused,
         ideal_source="engine" if engine_has_ideal else "cost model",
@@ -83,7 +85,7 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
     print(f"report: {page}")
 
 
-def sweep(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> Sweep:
+def sweep(cfg: Config, target: TargetFolder, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> Sweep:
     """The benchmark's questions. Raises ValueError: the prompts do not fit the servers."""
     if cfg.repeats < 1:
         raise ValueError(f"--repeats {cfg.repeats} measures nothing: give 1 or more")
@@ -98,31 +100,33 @@ def sweep(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> Sweep:
         data=cfg.data,
         output_tokens=cfg.output_tokens,
         prompts_per_client=cfg.prompts_per_client,
-        sampling=sampling(cfg),
+        sampling=sampling(cfg, target),
         engine_has_ideal=engine_has_ideal,
     )
 
 
-def sampling(cfg: Config) -> Sampling:
+def sampling(cfg: Config, target: TargetFolder) -> Sampling:
     """How every request is sampled. Raises ValueError if vLLM refuses it beside a draft."""
-    chosen = choose_sampling(cfg.target, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p)
+    chosen = choose_sampling(
+        target.folder, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p
+    )
     require_served(chosen)
     return chosen
 
 
-def served(cfg: Config, mode: Mode) -> dict[str, Any]:
+def served(cfg: Config, target: TargetFolder, mode: Mode) -> dict[str, Any]:
     """The settings of all servers. If one changes, earlier measurements are not reused."""
-    server = {"mode": mode, "dtype": target_dtype(cfg), "vllm_args": cfg.vllm_args, "max_num_seqs": max_num_seqs(cfg)}
+    server = {"mode": mode, "dtype": target.dtype, "vllm_args": cfg.vllm_args, "max_num_seqs": max_num_seqs(cfg)}
     drafting = {"draft_sample_method": cfg.draft_sample_method}
-    return {"target": fingerprint_path(cfg.target), **server, **drafting, **engine_environment()}
+    return {"target": fingerprint_path(target.name), **server, **drafting, **engine_environment()}
 
 
-def choose_baseline(cfg: Config, load: Load) -> tuple[Mode, dict[Mode, float]]:
+def choose_baseline(cfg: Config, target: TargetFolder, load: Load) -> tuple[Mode, dict[Mode, float]]:
     """(mode of all servers, tokens/s by mode at this load)."""
     prompts = cfg.output / "prompts"
     return choose_mode(
-        cfg.target, lambda running: run_load(running, load, prompts).tokens_per_s, MODE_ROUNDS, cfg.output / "logs",
-        cfg.output / "cells", [fingerprint_path(cfg.target), asdict(load)], **server_options(cfg),
+        target.name, lambda running: run_load(running, load, prompts).tokens_per_s, MODE_ROUNDS, cfg.output / "logs",
+        cfg.output / "cells", [fingerprint_path(target.name), asdict(load)], **server_options(cfg, target),
     )  # fmt: skip
 
 
@@ -130,13 +134,13 @@ def max_num_seqs(cfg: Config) -> int:
     return max(16, *cfg.concurrency)
 
 
-def settings(cfg: Config) -> dict[str, Any]:
-    base = asdict(sweep(cfg).load())
+def settings(cfg: Config, target: TargetFolder) -> dict[str, Any]:
+    base = asdict(sweep(cfg, target).load())
     return {
         "draft": cfg.draft[0],
         "num_speculative_tokens": cfg.num_speculative_tokens[0],
         **{key: base[key] for key in ("concurrency", "input_tokens", "output_tokens", "data", "sampling")},
-        "penalties": list_penalties(cfg.target),
+        "penalties": list_penalties(target.folder),
         "draft_sample_method": cfg.draft_sample_method,
         "repeats": cfg.repeats,
     }
@@ -144,6 +148,7 @@ def settings(cfg: Config) -> dict[str, Any]:
 
 def measure_missing(
     cfg: Config,
+    target: TargetFolder,
     cells: Mapping[Variant, Sequence[Cell]],
     configs: Mapping[str, Mapping[str, Any]],
     results: Results,
@@ -168,13 +173,13 @@ def measure_missing(
                     continue
                 bar.set_postfix_str(name(variant))
                 try:
-                    with server(cfg, variant, configs, mode) as running:
+                    with server(cfg, target, variant, configs, mode) as running:
                         for cell in some:
                             runs[cell] = run_load(running, cell.load, cfg.output / "prompts")
                             keep_compared(results, repeat, runs, cell)
                             bar.update()
                 except ChildProcessError as error:
-                    refused[name(variant)] = excuse_refusal(cfg, variant, error)
+                    refused[name(variant)] = excuse_refusal(target, variant, error)
     return [{"what": refused_name, "reason": reason} for refused_name, reason in refused.items()]
 
 
@@ -192,33 +197,34 @@ def keep_compared(results: Results, repeat: int, runs: Mapping[Cell, LoadResult]
             results.add(cell, repeat, run, runs[cell.alone()])
 
 
-def server_options(cfg: Config) -> dict[str, Any]:
+def server_options(cfg: Config, target: TargetFolder) -> dict[str, Any]:
     return {
         "max_model_len": cfg.max_model_len,
         "max_num_seqs": max_num_seqs(cfg),
-        "dtype": target_dtype(cfg),
+        "dtype": target.dtype,
         "extra_args": cfg.vllm_args,
     }
 
 
 def server(
-    cfg: Config, variant: Variant, configs: Mapping[str, Mapping[str, Any]], mode: Mode
+    cfg: Config, target: TargetFolder, variant: Variant, configs: Mapping[str, Mapping[str, Any]], mode: Mode
 ) -> contextlib.AbstractContextManager[VllmServer]:
     config = speculative_config(variant, configs)
-    return vllm_server(cfg.target, log=log(cfg, variant), speculative_config=config, mode=mode, **server_options(cfg))
+    options = server_options(cfg, target)
+    return vllm_server(target.name, log=log(cfg, variant), speculative_config=config, mode=mode, **options)
 
 
 def log(cfg: Config, variant: Variant) -> Path:
     return cfg.output / "logs" / f"{name(variant)}.log".replace("/", "-").replace(" ", "-")
 
 
-def excuse_refusal(cfg: Config, variant: Variant, error: ChildProcessError) -> str:
+def excuse_refusal(target: TargetFolder, variant: Variant, error: ChildProcessError) -> str:
     """The reason to refuse the ideal, which the benchmark can do without. Raises ChildProcessError
     for the target, ValueError, with the cure, for a draft."""
     if variant.draft is None:
         raise error
     if not variant.is_ideal:
-        cure = DraftSource.parse(variant.draft).find_cure(cfg.target, variant.num_speculative_tokens)
+        cure = DraftSource.parse(variant.draft).find_cure(target.name, variant.num_speculative_tokens)
         raise ValueError(f"{error}{cure}") from error
     return str(error)
 
@@ -242,8 +248,3 @@ def name(variant: Variant) -> str:
         return "without draft"
     ideal = " all accepted" if variant.is_ideal else ""
     return f"{shorten_name(variant.draft)}{ideal} k={variant.num_speculative_tokens}"
-
-
-def target_dtype(cfg: Config) -> str | None:
-    """The type of the target in every server; None for as stored, on a GPU."""
-    return cfg.target_dtype or default_target_dtype(cfg.target, on_cpu=ENGINE_IS_CPU)

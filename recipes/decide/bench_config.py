@@ -17,6 +17,7 @@ from typing import Annotated
 import tyro
 
 from redraft.eval.engine.draft_source import SampleMethod
+from redraft.eval.engine.target_dtype import TargetDtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Config:
     draft_sample_method: SampleMethod = "greedy"
     """How the server drafts at temperatures above 0: the most probable token, or a sampled one. `redraft eval` says
     which is accepted more often."""
-    target_dtype: str | None = None
+    target_dtype: TargetDtype | None = None
     """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is stored so and the
     CPU has instructions for bfloat16, else float32."""
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()

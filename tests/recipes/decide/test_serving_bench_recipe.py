@@ -21,7 +21,7 @@ from benchmarks.advice import Config as AdviceConfig
 from benchmarks.advice import cells_acceptance, cells_costs, lines, verdict
 from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.server import VllmServer
-from redraft.eval.engine.target_dtype import default_target_dtype
+from redraft.eval.engine.target_dtype import TargetFolder, default_target_dtype, open_target
 from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts
@@ -48,6 +48,10 @@ def make_config(pair: tuple[Path, Path], output: Path, **changes: Any) -> Config
         "output": output,
     }
     return Config(**{**small, **changes})
+
+
+def opened(cfg: Config) -> TargetFolder:
+    return open_target(cfg.target, cfg.target_dtype, on_cpu=ENGINE_IS_CPU)
 
 
 class Servers:
@@ -158,8 +162,8 @@ def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
     model.save_pretrained(tmp_path / "draft")
     cfg = make_config((served_pair[0], tmp_path / "draft"), tmp_path / "bench", concurrency=(1,))
     # the target alone was measured by an earlier run
-    cells = bench.group_by_variant(cell for some in bench.plan(bench.sweep(cfg)).values() for cell in some)
-    results = bench.Results(cfg.output, bench.served(cfg, "compiled"))
+    cells = bench.group_by_variant(cell for some in bench.plan(bench.sweep(cfg, opened(cfg))).values() for cell in some)
+    results = bench.Results(cfg.output, bench.served(cfg, opened(cfg), "compiled"))
     for cell in cells[Variant()]:
         results.add(cell, 0, make_load_result(), make_load_result())
     with pytest.raises(ValueError, match=r"vocab.*; .*holds") as refused:
@@ -197,16 +201,17 @@ def test_a_copy_of_the_target_drafts_what_is_sampled(
 
 
 def test_requests_that_vllm_refuses_beside_a_draft_are_refused_before(served_pair: tuple[Path, Path]) -> None:
+    cfg = make_config(served_pair, Path("nowhere"), temperature=1.0, min_p=0.1)
     with pytest.raises(ValueError, match=r"min_p 0\.1.*--min-p 0\."):
-        bench.sweep(make_config(served_pair, Path("nowhere"), temperature=1.0, min_p=0.1))
+        bench.sweep(cfg, opened(cfg))
 
 
 def test_another_sampling_is_measured_again(served_pair: tuple[Path, Path], tmp_path: Path) -> None:
     greedy, sampled = (make_config(served_pair, tmp_path, temperature=value) for value in (0.0, 0.5))
     paths = set()
     for cfg in (greedy, sampled, replace(sampled, draft_sample_method="probabilistic")):
-        cell = bench.plan(bench.sweep(cfg))["draft"][1]
-        paths.add(bench.Results(cfg.output, bench.served(cfg, "compiled")).path(cell, 0))
+        cell = bench.plan(bench.sweep(cfg, opened(cfg)))["draft"][1]
+        paths.add(bench.Results(cfg.output, bench.served(cfg, opened(cfg), "compiled")).path(cell, 0))
     assert len(paths) == 3
 
 
@@ -220,7 +225,8 @@ def test_another_type_of_the_target_is_measured_again_also_by_default(
     # None, as stored, on a GPU alone.
     default = default_target_dtype(target, on_cpu=ENGINE_IS_CPU)
     for given, dtype in ((None, default), ("float32", "float32"), ("bfloat16", "bfloat16")):
-        assert bench.served(replace(cfg, target_dtype=given), "compiled")["dtype"] == dtype
+        asked = replace(cfg, target_dtype=given)
+        assert bench.served(asked, opened(asked), "compiled")["dtype"] == dtype
 
 
 def test_a_draft_that_only_v2_serves_is_refused_before_any_server_starts(
