@@ -48,6 +48,9 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("loop"), dict):
         # Compiling changes the rounding only.
         kept["loop"] = {**kept["loop"], "compile": None}
+        if kept["loop"].get("stop_by") == "acceptance":
+            # Evaluations of one run are compared, so all are at one number of draft tokens.
+            kept["num_speculative_tokens"] = config["prove"]["num_speculative_tokens"]
     return kept
 
 
@@ -172,22 +175,26 @@ class RunFolder:
     def restore(self, read: Callable[[Path], None]) -> int:
         """Read the newest checkpoint and drop later metrics; returns its step, or 0. Raises
         ValueError: a checkpoint is corrupt or truncated."""
-        checkpoints = self._checkpoints()
+        newest = self.on_main(self._verify_newest)  # another machine may not see it yet
         step = 0
-        if checkpoints:
-            self.on_main(lambda: verify(checkpoints[-1]))
-            read(checkpoints[-1])
-            step = _step_of(checkpoints[-1])
-        self._cut_metrics(step)
+        if newest:
+            read(self.folder / "checkpoints" / newest)
+            step = _step_of(Path(newest))
+        self.metrics = self.on_main(lambda: self._cut_metrics(step))
         return step
 
-    def _cut_metrics(self, step: int) -> None:
+    def _verify_newest(self) -> str:
+        checkpoints = self._checkpoints()
+        if not checkpoints:
+            return ""
+        verify(checkpoints[-1])
+        return checkpoints[-1].name
+
+    def _cut_metrics(self, step: int) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         whole = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may have cut the last line
         # The steps after the checkpoint will be done, and logged, again.
-        self.metrics = [entry for entry in whole if entry["step"] <= step]
-        # Every rank has read the file before it is replaced.
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            write_whole(path, "".join(json.dumps(entry) + "\n" for entry in self.metrics))
+        kept = [entry for entry in whole if entry["step"] <= step]
+        write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+        return kept

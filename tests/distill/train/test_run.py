@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from redraft.distill.run import run_folder
 from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.train.loop import make_accelerator
 
@@ -55,3 +57,29 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_beyond_a_million(tmp_pat
     assert (step, read) == (1_000_000, ["1000000"])
     kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {"step-000100-good", "step-999999", "step-1000000"}
+
+
+def test_a_run_judged_by_acceptance_is_resumed_with_the_same_number_of_draft_tokens(tmp_path: Path) -> None:
+    def resume(folder: str, num_tokens: int, stop_by: str) -> None:
+        loop, prove = {"steps": 3, "compile": None, "stop_by": stop_by}, {"num_speculative_tokens": num_tokens}
+        open_run(tmp_path / folder, resume=True, loop=loop, prove=prove)
+
+    for folder, stop_by in (("by-steps", "steps"), ("by-acceptance", "acceptance")):
+        resume(folder, 6, stop_by)
+    resume("by-steps", 2, "steps")
+    with pytest.raises(ValueError, match=r"num_speculative_tokens was 6.*2"):
+        resume("by-acceptance", 2, "acceptance")
+
+
+def test_every_rank_reads_the_checkpoint_that_the_main_process_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank on another machine, whose view of the shared folder is seconds old."""
+    run = open_run(tmp_path / "run")
+    run.save(500, lambda folder: (folder / "step").write_text("500"))
+    answers = iter(["step-001000", [{"step": 1000}]])
+    monkeypatch.setattr(run_folder, "broadcast_object_list", lambda told, from_process: told.insert(1, next(answers)))
+    late = RunFolder(run.folder, SimpleNamespace(is_main_process=False))  # type: ignore[arg-type]
+    read: list[str] = []
+    assert late.restore(lambda folder: read.append(folder.name)) == 1000
+    assert (read, late.metrics) == (["step-001000"], [{"step": 1000}])
