@@ -6,6 +6,7 @@ Keys are those of the flags: `--optim.lr` is `lr` in the table `[optim]`. What t
 TOML has no null: the text "None" stands for it, as on the command line.
 """
 
+import copy
 import dataclasses
 import types
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,10 @@ def _change(default: Any, values: Mapping[str, Any], path: str, prefix: str) -> 
             takes_none = get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
             is_none = value == NONE and takes_none
             changes[name] = None if is_none else convert(value, hint, f"{path}: {prefix}{key}", Path)
+    if not prefix:  # Checked with the flags, which may give what the file lacks.
+        whole = copy.copy(default)
+        vars(whole).update(changes)
+        return whole
     try:
         return dataclasses.replace(default, **changes)
     except ValueError as error:

@@ -75,6 +75,13 @@ def find_owner(config_type: type, name: str) -> type:
     return [base for base in config_type.__mro__ if name in inspect.get_annotations(base)][-1]
 
 
+def make_unchecked(config_type: type[Any]) -> Any:
+    """A config of the defaults, which nothing has checked: values without a default are missing."""
+    config = object.__new__(config_type)
+    vars(config).update({field.name: _find_default(field, None) for field in dataclasses.fields(config_type)})
+    return config
+
+
 def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:
     """The field's value in `owner`, the default of the whole dataclass, if there is one; else the field's default."""
     if dataclasses.is_dataclass(owner):

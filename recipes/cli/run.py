@@ -110,35 +110,34 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     import tyro  # a tenth of a second, too long for `redraft --help`
 
     from redraft.recipes.cli.config_file import read_config, render_config
-    from redraft.recipes.cli.flags import RefusedConfigError, make_registry
+    from redraft.recipes.cli.flags import RefusedConfigError, make_registry, make_unchecked
 
-    description, presets, default = recipe.description, recipe.presets, recipe.default
+    notes, presets, default = [recipe.description or ""], recipe.presets, recipe.default
     # tyro knows neither presets nor files: the flags are taken out, and become the default of the whole config.
     name, rest = _take_value(args, "--preset")
     if name is not None and name not in presets:
         raise ValueError(f"there is no preset {name!r}{_choices(name, presets)}")
     if presets:
-        description = (
-            f"{description}\n--preset {{{','.join(presets)}}} sets other defaults; the other flags then change them."
-        )
+        notes += [f"--preset {{{','.join(presets)}}} sets other defaults; the other flags then change them."]
     default = default if name is None else presets[name]
     prints = False
     if not {"config", "print_config"} & {field.name for field in dataclasses.fields(recipe.config_type)}:
         path, rest = _take_value(rest, "--config")
         prints, rest = _take_switch(rest, "--print-config")
+        notes += ["--config FILE reads settings from a TOML file, and flags override them; --print-config prints one."]
         if path is not None:
-            default = read_config(Path(path), recipe.config_type() if default is None else default)
+            default = read_config(Path(path), default or make_unchecked(recipe.config_type))
     every, rest = _take_switch(rest, "--help-all")
     # Only for help: tyro does not parse a boolean flag that it hides.
     common = recipe.common if _asks_for_help(rest) and not every else None
-    if common is not None and description is not None:
-        description = f"{description}\n--help-all prints all flags; --print-config writes them as a file for --config."
+    if common is not None:
+        notes += ["--help-all prints all flags."]
     # Help prints the form of a boolean flag that changes the default; the parser takes both.
     markers = (tyro.conf.FlagCreatePairsOff,) if every or _asks_for_help(rest) else ()
     try:
         config = tyro.cli(
             recipe.config_type,
-            description=description,
+            description="\n".join(notes),
             args=[*rest, "--help"] if every else rest,
             prog=recipe.prog,
             config=markers,

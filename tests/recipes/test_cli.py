@@ -240,6 +240,27 @@ def test_all_commands_together_have_at_most_250_flags(shown):
     assert len(flags) <= 250, f"{len(flags)} flags"
 
 
+ELSEWHERE = {
+    *("--speculative-config", "--shutdown-timeout", "--uds", "--data-parallel-size", "--api-server-count"),
+    *("--kv-transfer-config", "--disable-log-stats", "--load-format", "--enable-prompt-embeds", "--ssl-cert-reqs"),
+    *("--logprobs-mode", "--override-generation-config", "--logits-processors", "--hf-overrides", "--enable-eplb"),
+    *("--weight-transfer-config", "--default-chat-template-kwargs"),  # all of these are vLLM flags
+    "--num_processes",  # accelerate launch
+    "--full-attention-indices",  # speculators
+    "--runner",  # make demo-online
+    "--help-all",
+}
+"""Flags in documents that no command lists."""
+
+
+def test_every_flag_that_a_document_names_exists(shown):
+    known = ELSEWHERE.union(*(re.findall(r"--[a-z][\w.-]+", shown[name]["text"]) for name in HELPS))
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    named = {flag for path in documents for flag in re.findall(r"`(--[a-z][\w.-]*)[^`\n]*`", path.read_text())}
+    assert len(named) > 40
+    assert named <= known, named - known
+
+
 def test_help_shows_the_form_of_a_switch_that_changes_it_and_the_parser_takes_both(capsys):
     with pytest.raises(SystemExit):
         parse(Switches, "x", {}, ["--help"], prog="redraft x")

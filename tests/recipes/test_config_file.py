@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from benchmarks.studies.presets import make_preset
 from redraft.distill.run.run_config import make_config
 from redraft.heads.catalog import find_family, list_trained
 from redraft.recipes import train
+from redraft.recipes.cli.commands import COMMANDS, list_recipes
 from redraft.recipes.cli.config_file import read_config, render_config
-from redraft.recipes.cli.run import dispatch, parse_recipe
+from redraft.recipes.cli.run import dispatch, find_recipe, parse_recipe
 
 
 @pytest.mark.parametrize("name", list_trained())
@@ -22,6 +24,60 @@ def test_a_printed_config_is_read_back_as_it_was(name: str, tmp_path: Path) -> N
     path = tmp_path / "config.toml"
     path.write_text(render_config(changed))
     assert read_config(path, make_config(find_family(family))) == changed
+
+
+OWN_CONFIG = ("learner", "router", "fleet versions", "fleet swap", "fleet rollback", "fleet forget")
+"""Commands whose --config names the settings of a service."""
+
+EXAMPLES = [
+    each.example
+    for command in COMMANDS.values()
+    for each in ([command] if command.module else command.parts.values())
+    if not each.example.startswith(("redraft adapt", "redraft tap", *(f"redraft {name}" for name in OWN_CONFIG)))
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_file_replaces_all_flags_of_a_command(
+    example: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, name, *words = shlex.split(example)
+    recipe, args = find_recipe(name, words)
+    end = args.index("--") if "--" in args else len(args)
+    with pytest.raises(SystemExit):
+        parse_recipe(recipe, [*args[:end], "--print-config", *args[end:]])
+    path = tmp_path / "config.toml"
+    path.write_text(capsys.readouterr().out)
+    assert parse_recipe(recipe, ["--config", str(path)]) == parse_recipe(recipe, args)
+
+
+def test_flags_add_what_a_file_lacks_and_mend_what_the_config_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text("num_speculative_tokens = 0\n")
+    flags = ["Qwen/Qwen3-8B", "--draft", "ngram", "--num-speculative-tokens", "5"]
+    assert parse_recipe(*find_recipe("serve", [*flags, "--config", str(path)])) == parse_recipe(
+        *find_recipe("serve", flags)
+    )
+    with pytest.raises(SystemExit) as end:  # without a target
+        parse_recipe(*find_recipe("serve", ["--config", str(path)]))
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize("name", [name for name, _ in list_recipes() if name not in ("train", "adapt")])
+def test_help_names_the_flags_of_files(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        dispatch([*name.split(), "--help-all"])
+    text = capsys.readouterr().out
+    assert "--config" in text
+    assert ("--print-config" in text) == (name not in OWN_CONFIG or name in ("learner", "router"))
+
+
+@pytest.mark.parametrize("which", ["--help", "--help-all"])
+@pytest.mark.parametrize("name", list_trained())
+def test_help_of_a_training_names_the_flags_of_files(name: str, which: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        dispatch(["train", name, which])
+    assert {"--config", "--print-config"} <= set(capsys.readouterr().out.split())
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(
