@@ -190,18 +190,20 @@ class OriginMiddleware:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
+        if scope["type"] in ("http", "websocket"):
             _origin.set(read_origin_headers(Headers(scope=scope)))
         await self.app(scope, receive, send)
 
 
 def forward_origin(engine_client: Any) -> None:
-    """Make `engine_client.generate` write the origin into the sampling parameters, over any value from the client."""
+    """Make `engine_client.generate` write the origin into the sampling parameters, in place of any value from the
+    client. None is written where the middleware has read no headers: that request is neither recorded nor counted."""
     generate = engine_client.generate
 
     def generate_with_origin(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        origin = {EXTRA_ARGS_KEY: _origin.get(Origin())._asdict()}
-        sampling_params.extra_args = (sampling_params.extra_args or {}) | origin
+        origin = _origin.get(None)
+        written = origin._asdict() if origin else None
+        sampling_params.extra_args = (sampling_params.extra_args or {}) | {EXTRA_ARGS_KEY: written}
         return generate(prompt, sampling_params, *args, **kwargs)
 
     engine_client.generate = generate_with_origin

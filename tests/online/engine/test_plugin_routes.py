@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket
 from safetensors.numpy import save_file
 from starlette.testclient import TestClient
 from waiting import in_event_loop, until
@@ -29,10 +29,11 @@ from redraft.online.engine import domains, swap_transaction
 from redraft.online.engine import routes as plugin_routes
 from redraft.online.engine.config import PluginConfig
 from redraft.online.engine.engine_calls import DEAD, RefusedError
-from redraft.online.engine.routes import Endpoint
+from redraft.online.engine.routes import Endpoint, OriginMiddleware, forward_origin
 from redraft.online.engine.swap import Layout, require_same_layout
 from redraft.online.engine.swap_transaction import Asked, Move, Swaps
 from redraft.online.fleet.registry import Registry, hash_manifest
+from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_arguments
 
 READ = ["redraft_stage", "redraft_staged"]
 LOADED = {"ok": True, "load_ms": 3.0, "checksum_before": "a", "checksum_after": "a"}
@@ -921,3 +922,36 @@ def test_a_server_without_folders_loads_no_target(registry, checkpoint):
     assert (answer.status_code, "REDRAFT_TARGETS=FOLDER" in answer.text) == (503, True)
     answer = make_client(registry, Engine({})).post(MOVE, json={"version": "1"}, headers={"Authorization": "Bearer x"})
     assert answer.status_code == 401
+
+
+def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
+    given: list[Any] = []
+    engine = SimpleNamespace(generate=lambda prompt, sampling_params: given.append(sampling_params.extra_args))
+    forward_origin(engine)
+
+    def generate() -> None:
+        params = SimpleNamespace(extra_args={"other": 1, EXTRA_ARGS_KEY: Origin("forged")._asdict()})
+        engine.generate("a", sampling_params=params)
+
+    app = FastAPI()
+    app.add_middleware(OriginMiddleware)
+
+    @app.get("/http")
+    async def answer() -> None:
+        generate()
+
+    @app.websocket("/websocket")
+    async def answer_socket(socket: WebSocket) -> None:
+        await socket.accept()
+        await asyncio.create_task(asyncio.to_thread(generate))
+        await socket.close()
+
+    client, headers = TestClient(app), {"X-Redraft-Tenant": "acme", "X-Redraft-Opt-Out": "1"}
+    client.get("/http", headers=headers)
+    for more in (headers, {}):
+        with client.websocket_connect("/websocket", headers=more) as socket:
+            socket.receive()
+    generate()  # of a caller whose headers the middleware has not read
+    told = Origin("acme", opt_out=True)
+    assert list(map(read_origin_arguments, given)) == [told, told, Origin(), None]
+    assert all(arguments["other"] == 1 for arguments in given)
