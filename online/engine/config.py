@@ -79,7 +79,7 @@ class PluginConfig:
     """REDRAFT_TOKEN, or the content of the file REDRAFT_TOKEN_FILE. Without a token the routes refuse every request."""
     allow_remote: bool = False
     """REDRAFT_ALLOW_REMOTE=1: the routes answer other machines too."""
-    capture: CaptureConfig | None = None
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
     swap: SwapConfig = field(default_factory=SwapConfig)
     """REDRAFT_SWAP_CACHE."""
 
@@ -130,14 +130,11 @@ def _read_token(environment: Mapping[str, str]) -> str | None:
     return environment.get("REDRAFT_TOKEN") or (read_token(Path(file)) if file else None)
 
 
-def _read_capture(environment: Mapping[str, str]) -> CaptureConfig | None:
-    spool, ingest = environment.get("REDRAFT_CAPTURE_SPOOL"), environment.get("REDRAFT_CAPTURE_INGEST", "")
-    if not spool and not ingest:
-        return None
-    tenants = environment.get("REDRAFT_CAPTURE_TENANTS", "")
+def _read_capture(environment: Mapping[str, str]) -> CaptureConfig:
+    spool, tenants = environment.get("REDRAFT_CAPTURE_SPOOL"), environment.get("REDRAFT_CAPTURE_TENANTS", "")
     return CaptureConfig(
         spool=Path(spool) if spool else None,
-        ingest=ingest,
+        ingest=environment.get("REDRAFT_CAPTURE_INGEST", ""),
         nats=_read_nats(environment),
         fraction=float(environment.get("REDRAFT_CAPTURE_FRACTION", CaptureConfig.fraction)),
         tenants=tuple(tenants.split(",")) if tenants else (),

@@ -228,12 +228,12 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def may_count(config: CaptureConfig | None, request: Any) -> bool:
+def may_count(config: CaptureConfig, request: Any) -> bool:
     """Whether live counts may learn from a request: its words may then be proposed in others."""
     origin = read_origin_arguments(request.sampling_params.extra_args)
     if origin is None or origin.opt_out or request.lora_request is not None:
         return False
-    return config is None or not config.find_skip_reason(origin.tenant, b"")
+    return not config.find_skip_reason(origin.tenant, b"")
 
 
 def _read_sampling(params: Any) -> Sampling:

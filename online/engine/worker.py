@@ -137,7 +137,7 @@ def install(worker: Any) -> None:
     with _switching_off(state, "swap"):
         _identify_draft(worker, config.registry)
     # Records carry this fingerprint, and a draft for another target is refused by it. Without it, both go off.
-    with _switching_off(state, *(["capture", "swap"] if config.capture else ["swap"])):
+    with _switching_off(state, *(["capture", "swap"] if config.capture.is_on else ["swap"])):
         name = worker.vllm_config.model_config.model
         target = TargetFolder(name=name, folder=model_folder(name))
         state.target_fingerprint = target.fingerprint
@@ -146,9 +146,9 @@ def install(worker: Any) -> None:
     with _switching_off(state, "swap"):
         state.target_checksum = checksum(worker.model_runner.get_model())
     # Before capture: without it, records would go on naming weights that are gone.
-    with _switching_off(state, *(["capture", "swap"] if config.capture else ["swap"])):
+    with _switching_off(state, *(["capture", "swap"] if config.capture.is_on else ["swap"])):
         watch_target(worker)
-    if config.capture is not None and not state.capture_off:
+    if config.capture.is_on and not state.capture_off:
         with _switching_off(state, "capture"):
             _start_capture(worker, config.capture)
     with _switching_off(state, "swap"):

@@ -21,7 +21,7 @@ class Sample:
     """Fraction of all requests to record, from 0 to 1."""
     tenants: tuple[str, ...] = ()
     """Record only requests whose X-Redraft-Tenant header is one of these; empty records all tenants. A request with
-    X-Redraft-Opt-Out: 1 is never recorded."""
+    X-Redraft-Opt-Out: 1 is never recorded. Live counts heed both."""
     top_k: int = 32
     """Token probabilities to record at every position."""
     spool_bytes: int = 1 << 30

@@ -324,10 +324,10 @@ def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = ()) -> list
         command += ["--capture.hidden-states"] if family.is_head else []
         if LOOKS_UP_FIRST and family.takes_lookup:
             command += ["--draft", f"{LIVE}+{folder / 'registry' / 'current'}"]
-        for name, value in vars(plan.cfg.capture).items():
-            command += [f"--capture.{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
     else:
         command += ["--draft", str(plan.draft or LIVE)]
+    for name, value in vars(plan.cfg.capture).items():
+        command += [f"--capture.{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
     # before the given arguments, which win; the status line and the learner ask all the time
     quiet = ("--disable-access-log-for-endpoints", "/metrics,/redraft/status")
     alias = () if "served_model_name" in plan.flags else ("--served-model-name", plan.cfg.target)

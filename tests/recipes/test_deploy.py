@@ -137,7 +137,7 @@ def test_the_plugin_reads_the_environment_of_the_deployment(tmp_path):
     config = read_config(environment | here)
     assert is_enabled(environment)
     assert config.allow_remote
-    assert config.capture is not None
+    assert config.capture.is_on
     assert (config.capture.ingest, config.capture.nats.fleet) == ("tls://redraft-log:4222", "kubernetes")
 
 

@@ -112,9 +112,9 @@ def test_a_step_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("origin", "config", "is_counted"),
     [
-        (Origin("a"), None, True),
-        (None, None, False),  # nobody has read its headers
-        (Origin("a", opt_out=True), None, False),
+        (Origin("a"), CaptureConfig(), True),
+        (None, CaptureConfig(), False),  # nobody has read its headers
+        (Origin("a", opt_out=True), CaptureConfig(), False),
         (Origin("a"), CaptureConfig(tenants=("a",)), True),
         (Origin("b"), CaptureConfig(tenants=("a",)), False),
         (Origin("a"), CaptureConfig(fraction=0.1), True),

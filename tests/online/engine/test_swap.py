@@ -252,10 +252,9 @@ def test_target_weights_are_loaded_from_folders_that_are_there(tmp_path):
 
 
 def test_nothing_is_captured_unless_asked_for(tmp_path):
-    assert read_config({}).capture is None
+    assert not read_config({}).capture.is_on
     capture = read_config({"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_TENANTS": "a,b"}).capture
-    assert capture is not None
-    assert capture.tenants == ("a", "b")
+    assert (capture.is_on, capture.tenants) == (True, ("a", "b"))
     with pytest.raises(ValueError, match="between 0 and 1"):
         read_config({"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_FRACTION": "3"})
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.heads.families.retrieval import Config as Counts
 from redraft.heads.families.retrieval import Retrieval
-from redraft.online.engine.config import is_enabled, make_table, read_config
+from redraft.online.engine.config import CaptureConfig, is_enabled, make_table, read_config
+from redraft.online.engine.feed import may_count
+from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.recipes.serve import serve_features
 from redraft.recipes.serve.serve import (
     RAY_PREFIXES,
@@ -334,10 +337,22 @@ def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
     assert config.token == "secret"
     assert config.allow_remote
     assert config.targets == (tmp_path, tmp_path.parent)
-    assert config.capture is not None
     assert (config.capture.fraction, config.capture.tenants) == (0.1, ("a", "b"))
     plain = read_config(plugin_environment(parse("target"), {}))
-    assert (plain.capture, plain.targets) == (None, ())
+    assert (plain.capture, plain.targets) == (CaptureConfig(), ())
+
+
+@pytest.mark.parametrize("spool", [(), ("--capture.spool", "spool")])
+def test_live_counts_heed_the_tenants_with_and_without_capture(spool):
+    cfg = parse("target", "--draft", "live", "--capture.tenants", "a", "b", *spool)
+    config = read_config(plugin_environment(cfg, {"REDRAFT_CAPTURE_TENANTS": "c"}))
+    assert config.capture.is_on == bool(spool)
+    counted = []
+    for tenant in ("a", "b", "c", ""):
+        params = SimpleNamespace(extra_args={EXTRA_ARGS_KEY: Origin(tenant)._asdict()})
+        if may_count(config.capture, SimpleNamespace(sampling_params=params, lora_request=None)):
+            counted.append(tenant)
+    assert counted == ["a", "b"]
 
 
 def test_the_plugin_reads_back_what_the_command_was_told_of_the_log(tmp_path):
@@ -349,7 +364,6 @@ def test_the_plugin_reads_back_what_the_command_was_told_of_the_log(tmp_path):
         *("--capture.nats.credentials", str(seed), "--capture.nats.ca", str(seed)),
     )
     capture = read_config(plugin_environment(cfg, {})).capture
-    assert capture is not None
     assert (capture.spool, capture.ingest) == (None, "tls://user:secret@log:4222")
     assert (capture.nats.fleet, capture.nats.credentials, capture.nats.ca) == ("llama", seed, seed)
     assert "secret" not in repr(capture)

@@ -259,6 +259,9 @@ def test_what_the_user_gives_reaches_the_server(target, tmp_path):
     plain = replace(plan, cfg=replace(given, capture=ServerSample()))
     options, _ = split_at(up.serve_command(plain, learns=True), "--")
     assert tyro.cli(ServeConfig, args=options[4:]).capture == CaptureConfig(spool=folder / "spool")
+    options, _ = split_at(up.serve_command(replace(plan, draft=None), learns=False), "--")
+    cfg = tyro.cli(ServeConfig, args=options[4:])
+    assert (cfg.draft, cfg.capture) == ("live", CaptureConfig(**vars(capture))), "live counts heed the tenants"
 
 
 @pytest.mark.parametrize(("family", "learns", "expected"), [
