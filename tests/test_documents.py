@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import runpy
 import shlex
@@ -14,7 +15,7 @@ import pytest
 from redraft.heads.families.eagle3 import Config, Eagle3
 from redraft.heads.target import Target
 from redraft.online.daemon.config import load_config
-from redraft.recipes.cli.commands import COMMANDS
+from redraft.recipes.cli.commands import COMMANDS, list_recipes
 from redraft.recipes.cli.run import find_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -64,11 +65,15 @@ def test_every_command_in_the_documents_exists():
 
 
 def list_commands() -> Iterator[tuple[str, ...]]:
-    """The words of each `redraft` command in fenced blocks and in the help, and of each launch of recipes/train.py."""
+    """The words of each `redraft` command in fenced blocks and in the help, and of each launch of one."""
     blocks = "\n".join(
         code for document in DOCUMENTS for code in re.findall(r"^```bash\n(.*?)^```", document.read_text(), re.M | re.S)
     )
     examples = [each.example for command in COMMANDS.values() for each in (command, *command.parts.values())]
+    for _, module in list_recipes():
+        for name in filter(importlib.util.find_spec, (module, f"{module}_config")):
+            text = importlib.import_module(name).__doc__ or ""
+            examples += re.findall(r"^ *\$ (.*)$", text.replace("\\\n", " "), re.MULTILINE)
     for line in [*blocks.replace("\\\n", " ").splitlines(), *examples]:
         if found := re.match(r"\s*(?:[A-Z_]+=(?:\$\(\(.*?\)\)|\S+) )*(redraft|accelerate launch) (.*)", line):
             words = shlex.split(re.split(r" (?:2?>|&|\|)", found[2])[0], comments=True)
@@ -76,6 +81,8 @@ def list_commands() -> Iterator[tuple[str, ...]]:
                 yield tuple(words)
             elif "recipes/train.py" in words:
                 yield ("train", *words[words.index("recipes/train.py") + 1 :])
+            elif "redraft.recipes.cli" in words:
+                yield tuple(words[words.index("redraft.recipes.cli") + 1 :])
 
 
 @pytest.mark.parametrize("words", sorted(set(list_commands())), ids=" ".join)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -84,6 +85,31 @@ def test_an_installed_command_runs_beside_packages_of_the_folders_names(installe
     )
     where = run_installed(installed, "-c", "import redraft.online.engine.plugin as plugin; print(plugin.__file__)")
     assert Path(where.strip()).is_relative_to(installed)
+
+
+PRINT_HELPS = """
+import contextlib
+from redraft.recipes.cli.commands import list_recipes
+from redraft.recipes.cli.run import dispatch
+
+for name, _ in list_recipes():
+    with contextlib.suppress(SystemExit):
+        dispatch([*name.split(), "--help-all"])
+"""
+
+
+def test_help_of_a_wheel_names_files_that_the_wheel_has(installed: Path) -> None:
+    text = run_installed(installed, "-c", PRINT_HELPS)
+    named = set(re.findall(r"[\w./$-]*recipes/[\w./-]*\w", text))
+    assert named
+    assert not [name for name in named if not (installed / "redraft" / name).exists()]
+    assert not re.findall(r"(?:\$|`) ?make \w+", text)
+
+
+def test_a_training_of_a_wheel_starts_under_accelerate(installed: Path) -> None:
+    train = ("redraft.recipes.cli", "train", "eagle3", "--target", "T", "--print-config")
+    launch = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
+    assert run_installed(installed, *launch, "-m", *train) == run_installed(installed, "-m", *train)
 
 
 def test_every_entry_point_of_the_wheel_loads(installed: Path) -> None:

@@ -8,6 +8,7 @@ every machine, in host memory   the target once for each process on it: each rea
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from redraft.distill.signal.sharded import TargetSizes, processes_here, size_wei
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.heads.files.target_folder import TargetFolder
 
+LAUNCHES = Path(__file__).parents[2] / "recipes" / "accelerate"  # the wheel has it too
 TIGHT = 0.7  # Share of the memory from which on a run says that activations come on top.
 
 
@@ -132,7 +134,7 @@ def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
 
 def _ways_out(need: Need, *, has_servers: bool) -> str:
     if has_servers or need.draft > need.target:
-        return "shard the draft: accelerate launch --config_file recipes/accelerate/fsdp2.yaml"
+        return f"shard the draft: accelerate launch --config_file {LAUNCHES}/fsdp2.yaml"
     share = "" if need.host is not None else "share it out over the processes: --signal.shard; or "
     return share + (
         "let vLLM servers hold the target, on other GPUs: --signal.kind endpoint --signal.url URL, "

@@ -110,7 +110,7 @@ def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
     if optim.name == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
         raise ValueError(
             f"muon needs whole matrices, and {describe_layout(accelerator)} share them out: launch with DDP "
-            "(recipes/accelerate/ddp.yaml), or choose adamw"
+            "(accelerate launch --multi_gpu), or choose adamw"
         )
 
 

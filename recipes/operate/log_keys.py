@@ -7,7 +7,7 @@
     users.conf    both public keys, included by the broker's nats.conf; not a secret
 
 The keys are NKeys: the broker knows only their public halves, and a private key never goes over the network. Each is
-readable by its owner only. The rights of both users are in recipes/deploy/compose/nats.conf.
+readable by its owner only. `recipes/deploy/compose/nats.conf` of the package gives both users their rights.
 """
 
 import os

@@ -123,8 +123,9 @@ def test_the_way_out_is_the_one_that_helps() -> None:
         (Need(target=4 * 10**9, draft=128 * 10**9), True),
         (Need(target=10, draft=10**11), False),
     ):
-        with pytest.raises(ValueError, match=r"fsdp2\.yaml"):
+        with pytest.raises(ValueError, match=r"fsdp2\.yaml") as error:
             check("8B", need, H100, has_servers=has_servers)
+        assert Path(str(error.value).partition("--config_file ")[2].split()[0]).is_file()
 
 
 def test_sharding_divides_the_bytes_of_a_weight() -> None:

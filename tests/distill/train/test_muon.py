@@ -153,6 +153,6 @@ def test_ranks_that_share_the_matrices_out_are_refused_with_the_way_out(
 ) -> None:
     for name in ("shards_parameters", "uses_deepspeed"):
         monkeypatch.setattr(step, name, lambda *_, name=name: name == shared)
-    with pytest.raises(ValueError, match=r"1.*share.*ddp\.yaml.*adamw"):
+    with pytest.raises(ValueError, match=r"1.*share.*--multi_gpu.*adamw"):
         require_whole_matrices(Optim(name="muon"), Accelerator(cpu=True))
     require_whole_matrices(Optim(), Accelerator(cpu=True))

