@@ -1,14 +1,14 @@
 """Adapt a draft to another version of the target: a fine-tune, or a later checkpoint.
 
-$ redraft adapt outputs/eagle3/draft --target models/finetuned --data answers.jsonl
+$ redraft adapt outputs/eagle3/draft --target models/finetuned --data.source answers.jsonl
 $ redraft adapt outputs/eagle3/draft --target models/finetuned             # the fine-tune answers OLD's questions
 
 Two starts are compared on held-out answers of the new target: the old draft, and a new one. The better start is
 trained, until the acceptance rises no more (--loop.stop-by, --loop.minutes). The result is published in
 --output/draft if its gain over the old draft is proven: the 95% interval, over held-out prompts, lies above 0.
 Otherwise the old draft stays. --output/adapt.json has the verdict, the forecasts and the interval. The data are best
-answers of the new target; without --data it answers the questions of OLD's training data first. All other settings
-are those of `redraft train`. A killed run continues with --resume.
+answers of the new target; without --data.source it answers the questions of OLD's training data first. All other
+settings are those of `redraft train`. A killed run continues with --resume.
 """
 
 import functools
@@ -33,7 +33,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
     """The recipe for the draft of the first argument, and the other arguments. Raises
     FileNotFoundError, ValueError: it is none; SystemExit after the help."""
     if not args or args[0] in ("-h", "--help", "--help-all"):
-        print(f"usage: {prog} OLD --target TARGET [--data DATA] [flags]\n\n{__doc__}")
+        print(f"usage: {prog} OLD --target TARGET [--data.source DATA] [flags]\n\n{__doc__}")
         print(f"{prog} OLD --help prints the usual flags for the family of OLD, --help-all all of them.")
         raise SystemExit(0)
     old = Path(args[0])
@@ -50,11 +50,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         common=COMMON,
         prog=f"{prog} {old}",
     )
-    return recipe, [_spell(word) for word in args[1:]]
-
-
-def _spell(word: str) -> str:
-    return word.replace("--data", "--data.source", 1) if word.partition("=")[0] == "--data" else word
+    return recipe, args[1:]
 
 
 def _defaults(family: Family, old: Path) -> Any:
@@ -101,8 +97,10 @@ def _answer(old: Path, cfg: Any) -> Path:
 
     asked = read_provenance(old).config.data
     if not asked.source:
-        raise ValueError(f"{old} does not name the data of its training: give --data, best answers of {cfg.target}")
+        raise ValueError(
+            f"{old} does not name the data of its training: give --data.source, best answers of {cfg.target}"
+        )
     output: Path = cfg.output.with_name(f"{cfg.output.name}-answers.jsonl")
     print(f"{cfg.target} answers the questions of {asked.source}")
-    regenerate.main(Config(data=asked.source, split=asked.split, target=cfg.target, output=output))
+    regenerate.main(Config(prompts=asked.source, split=asked.split, target=cfg.target, output=output))
     return output

@@ -3,7 +3,7 @@
 $ redraft serve TARGET --registry registry --targets outputs/grpo --token-file token \\
       --capture.spool spool -- --logprobs-mode processed_logprobs &
 $ redraft learner --config learner.toml &
-$ python -m redraft.recipes.rl_grpo --target TARGET --token-file token --data questions.jsonl
+$ python -m redraft.recipes.rl_grpo --target TARGET --token-file token --prompts questions.jsonl
 
 After each update the policy is saved in --output, and the server loads it (`POST /redraft/target`): on any device, and
 without vLLM's development mode. The learner swaps drafts meanwhile. Replace `reward` by that of your task.
@@ -29,7 +29,7 @@ class Config:
     """Folder or hub name of the policy at the start, which the server has loaded."""
     token_file: Path
     """The server's --token-file."""
-    data: str
+    prompts: str
     """Questions: the first message of each conversation in a file, a folder or a data set of the hub."""
     url: str = "http://127.0.0.1:8000"
     """Address of the server."""
@@ -100,7 +100,7 @@ def make_trainer(cfg: Config, reward: Any = reward, **training: Any) -> Any:
             shutil.rmtree(output / f"step-{self.num_pushes - 2}", ignore_errors=True)
 
     vllm_generation.VLLMClient = Client
-    questions = [{"prompt": one["messages"][:1]} for one in load_conversations(cfg.data)]
+    questions = [{"prompt": one["messages"][:1]} for one in load_conversations(cfg.prompts)]
     on_gpu = torch.cuda.is_available()
     settings: dict[str, Any] = {"per_device_train_batch_size": 16, "num_generations": 8}
     config = GRPOConfig(

@@ -217,7 +217,7 @@ class Play:
         trainer = rl_grpo.make_trainer(
             rl_grpo.Config(
                 target=str(self.target.folder), token_file=self.folder / "token", url=url, output=self.policies,
-                data=str(self.folder / "questions.jsonl"), updates=updates, lr=1e-4, max_tokens=MAX_TOKENS,
+                prompts=str(self.folder / "questions.jsonl"), updates=updates, lr=1e-4, max_tokens=MAX_TOKENS,
             ),
             reward, num_generations=GENERATIONS, per_device_train_batch_size=GENERATIONS * QUESTIONS,
             lr_scheduler_type="constant", save_strategy="steps", save_steps=1, save_total_limit=1, logging_steps=1,

@@ -60,7 +60,7 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
             draft=Standalone(layers=(0, 6)),
             optim=Optim(lr=3e-3),
             loop=Loop(steps=400, batch_size=2, sequence_length=1024, eval_every=100, eval_batches=8, save_every=200),
-            prove=Prove(ce_baseline=True, speed_rounds=8),
+            prove=Prove(num_speculative_tokens=4, ce_baseline=True, speed_rounds=8),
             output=Path("outputs/demo-tiny"),
         )
     changes = {**SHARED, **HEADS, "head": replace(usual.head, **OPTIONS[family])}

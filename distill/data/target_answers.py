@@ -21,14 +21,11 @@ SKIPPED_STATUS = {400, 413, 422}  # about one conversation only: it is skipped, 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling settings of the target's answers."""
+    """How the target answers."""
 
-    temperature: float | None = None
-    """Sampling temperature. None uses the model's generation config, as served to users."""
-    max_tokens: int = 2048
-    """Maximum length of an answer, in tokens. A conversation ends with an answer cut at this length."""
-    template_options: dict[str, bool | int | str] = field(default_factory=dict)
-    """Options passed to the chat template, e.g. `enable_thinking False`."""
+    temperature: float | None = None  # None: as the server does for users.
+    max_tokens: int = 2048  # Of an answer.
+    template_options: dict[str, bool | int | str] = field(default_factory=dict)  # For the chat template.
 
 
 @dataclass(kw_only=True)

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 
 from redraft.distill.doctor.in_engine import EngineCheck, day_of_training, judge_dump, plan_run
 from redraft.distill.doctor.label_probe import compare_probes, label_probe
+from redraft.eval.engine.draft_source import NUM_TOKENS
 from redraft.eval.engine.server import require_runner
 from redraft.eval.parity.run import run_engine
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.files.folder import model_folder
 from redraft.heads.files.target_folder import TargetFolder
-
-DEFAULT_NUM_TOKENS = 3
 
 
 @dataclass(kw_only=True)
@@ -57,8 +56,8 @@ def check_draft(
 def check_folder(pair: Pair, method: str | None, num_speculative_tokens: int | None) -> tuple[Checked, int]:
     recorded = pair.provenance.config.prove.num_speculative_tokens
     # As many as it was published with, so the forecast can be compared; else 3, or fewer for a short head.
-    most = pair.family.max_tokens(pair.config) or DEFAULT_NUM_TOKENS
-    num_tokens = num_speculative_tokens or recorded or min(DEFAULT_NUM_TOKENS, most)
+    most = pair.family.max_tokens(pair.config) or NUM_TOKENS
+    num_tokens = num_speculative_tokens or recorded or min(NUM_TOKENS, most)
     findings = static_findings(pair, method=method, num_speculative_tokens=num_tokens)
     checked = Checked(findings=findings, notes=list(notes(pair)))
     checked.facts |= {

@@ -16,6 +16,7 @@ from redraft.distill.data.day import choose_day
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.signal.storage import DEFAULT_STORAGE, HiddenDtype
 from redraft.distill.train.optim import Optim
+from redraft.eval.engine.draft_source import NUM_TOKENS
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.family import Family
 from redraft.heads.options import Standalone
@@ -171,7 +172,7 @@ class Prove:
     ce_baseline: bool = False
     """Also train the same draft by plain cross-entropy on the text, for as many steps, to compare with. Doubles the
     training time; only `redraft train standalone` does it."""
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = NUM_TOKENS
     """Draft tokens per step in held-out metrics, forecast and engine. A head cannot draft more than it was trained
     for."""
     max_tokens: int = 128

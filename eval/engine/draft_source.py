@@ -38,6 +38,9 @@ from redraft.heads.files.foreign import match_foreign
 
 SampleMethod = Literal["greedy", "probabilistic"]  # the most probable token, or one drawn from q
 
+NUM_TOKENS = 3  # the number of draft tokens of a server, if none is given
+MEASURED_TOKENS = (NUM_TOKENS, 1, 2, 5)
+
 NGRAM = "ngram"
 NAMED = re.compile(r"([^=/+]+)=(.+)")
 

@@ -27,14 +27,15 @@ from redraft.eval.engine.server import VllmServer
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.kept import fingerprint_path, hash_key
 
-DATA_KINDS = ("random", "sonnet", "sharegpt", "jsonl")
+DATA_KINDS = ("random", "sonnet")
+FILE_KINDS = {".json": "sharegpt", ".jsonl": "jsonl"}
 WARM_UP_REQUESTS = 4
 SONNET_REQUEST = "Go on with these lines:\n"  # measured cells have this wording: do not change it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    data: str  # `random`, `sonnet`, `sonnet:TEXT`, `sharegpt:JSON`, `jsonl:FILE` with `prompt`
+    data: str  # `random`, `sonnet`, `sonnet:TEXT`, ShareGPT's FILE.json, or FILE.jsonl with `prompt`
     input_tokens: int | None  # of every prompt; None for data of fixed lengths
     output_tokens: int  # Maximum length of every answer.
     num_prompts: int
@@ -43,10 +44,8 @@ class Load:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in DATA_KINDS:
-            raise ValueError(f"unknown kind of data {self.kind!r}: choose one of {', '.join(DATA_KINDS)}")
-        if self.has_fixed_lengths and not self.file:
-            raise ValueError(f"{self.kind} needs a file: {self.kind}:FILE")
+        if self.kind not in DATA_KINDS and not self.has_fixed_lengths:
+            raise ValueError(f"no prompts are called {self.data!r}: give random, sonnet, FILE.jsonl or FILE.json")
         if self.file and not Path(self.file).is_file():
             raise FileNotFoundError(f"{self.file}, the file of the {self.kind} prompts, does not exist")
         if self.num_prompts < 1:
@@ -54,15 +53,16 @@ class Load:
 
     @property
     def kind(self) -> str:
-        return self.data.partition(":")[0]
+        name = self.data.partition(":")[0]
+        return name if name in DATA_KINDS else FILE_KINDS.get(Path(self.data).suffix, name)
 
     @property
     def file(self) -> str:
-        return self.data.partition(":")[2]
+        return self.data if self.has_fixed_lengths else self.data.partition(":")[2]
 
     @property
     def has_fixed_lengths(self) -> bool:
-        return self.kind in ("sharegpt", "jsonl")
+        return self.kind in FILE_KINDS.values()
 
 
 @dataclass(frozen=True, kw_only=True)

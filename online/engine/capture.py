@@ -146,7 +146,7 @@ class Capture:
 
     def _apply_all(self, steps: list[EngineStep]) -> None:
         # All waiting steps at once: a step has few rows, and the fixed cost of a reduction would exceed its work.
-        kept = reduce_steps(steps, self.config.top_k, self._scratch)
+        kept = reduce_steps(steps, self.config.logprobs, self._scratch)
         first_row = first_draft = 0
         for step in steps:
             # `finished` names requests that ended before this step, so their records go out first.

@@ -138,7 +138,7 @@ def _read_capture(environment: Mapping[str, str]) -> CaptureConfig:
         nats=_read_nats(environment),
         fraction=float(environment.get("REDRAFT_CAPTURE_FRACTION", CaptureConfig.fraction)),
         tenants=tuple(tenants.split(",")) if tenants else (),
-        top_k=int(environment.get("REDRAFT_CAPTURE_TOP_K", CaptureConfig.top_k)),
+        logprobs=int(environment.get("REDRAFT_CAPTURE_LOGPROBS", CaptureConfig.logprobs)),
         spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
         hidden_states=environment.get("REDRAFT_CAPTURE_HIDDEN_STATES") == "1",
         hidden_format=_read_choice(environment, "CAPTURE_HIDDEN_FORMAT", get_args(HiddenFormat), "bfloat16"),

@@ -109,7 +109,7 @@ class Feed:
         largest = None
         if logits_RV is not None and (self.reduces or logits_RV.is_cuda):
             # Queued, not awaited. Without the reference, PyTorch can give the logits' memory to the next step.
-            largest, logits_RV = find_in_one_pass(logits_RV, self.capture.config.top_k), None
+            largest, logits_RV = find_in_one_pass(logits_RV, self.capture.config.logprobs), None
         # Handed over: `StepQueue` may extend the list in place.
         finished, self.finished = self.finished, []
         num_new_tokens, self.num_new_tokens = self.num_new_tokens, 0

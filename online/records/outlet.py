@@ -22,7 +22,7 @@ class Sample:
     tenants: tuple[str, ...] = ()
     """Record only requests whose X-Redraft-Tenant header is one of these; empty records all tenants. A request with
     X-Redraft-Opt-Out: 1 is never recorded. Live counts heed both."""
-    top_k: int = 32
+    logprobs: int = 32
     """Token probabilities to record at every position."""
     spool_bytes: int = 1 << 30
     """Size limit of the spool, in bytes (default 1 GiB). Above it the oldest records are dropped."""
@@ -30,8 +30,8 @@ class Sample:
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"fraction is {self.fraction}: it must be between 0 and 1")
-        if self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}: it must be at least 1")
+        if self.logprobs < 1:
+            raise ValueError(f"logprobs is {self.logprobs}: it must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

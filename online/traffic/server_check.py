@@ -177,7 +177,7 @@ class ServerChecks:
         if reply.status in (400, 422):
             raise UnfitError(
                 f"it refuses {self.top_k} log-probabilities and ids for each token: start vLLM with "
-                f"--max-logprobs {self.top_k}, or set a smaller top_k"
+                f"--max-logprobs {self.top_k}, or set fewer logprobs"
             )
         if reply.status in (401, 403):
             raise NotYetError(f"it wants a key ({reply.status}): the next client's is taken")

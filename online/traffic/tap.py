@@ -38,7 +38,7 @@ MAX_INLINE_BYTES = 1 << 20  # larger answers are parsed in a thread: other strea
 class TapConfig(Recording):
     """Settings for recording in front of servers without the plugin."""
 
-    top_k: int = 20
+    logprobs: int = 20
     """Token probabilities to record at every position. vLLM allows at most --max-logprobs, 20 by default."""
 
 
@@ -57,7 +57,7 @@ class Tap:
         self.target_fingerprint = target_fingerprint
         self.server_id = uuid.uuid4().hex[:16]
         self.counts: Counter[str] = Counter()
-        self.checks = ServerChecks(config.top_k, self.guard, defaults)
+        self.checks = ServerChecks(config.logprobs, self.guard, defaults)
         self._outlet = open_outlet(config, self.server_id, self.guard)
         self._waiting: deque[Record] = deque()
 
@@ -89,7 +89,7 @@ class Tap:
     def ask_for_logprobs(self, forwarded: ForwardedRequest, payload: dict[str, Any], kind: str) -> ForwardedRequest:
         """Add the tap's fields to the request. The answer must come uncompressed, because the tap reads it."""
         headers = [header for header in forwarded.headers if header[0] != b"accept-encoding"]
-        body = json.dumps(add_logprobs(payload, kind, self.config.top_k)).encode()
+        body = json.dumps(add_logprobs(payload, kind, self.config.logprobs)).encode()
         return replace(forwarded, headers=[*headers, (b"accept-encoding", b"identity")], body=body)
 
     async def relay_answer(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> bytes:
@@ -154,7 +154,7 @@ class Tap:
         try:
             # vLLM takes null for a parameter that is not set.
             payload = {**answer.defaults} | {name: value for name, value in payload.items() if value is not None}
-            record = answer.record(payload, origin, self.server_id, self.target_fingerprint, self.config.top_k)
+            record = answer.record(payload, origin, self.server_id, self.target_fingerprint, self.config.logprobs)
         except Exception as error:
             self._count_failure(error)
             return

@@ -45,7 +45,7 @@ COMMANDS = {
         Group.TRAIN,
         "redraft.recipes.adapt",
         "Adapt a draft to a fine-tune of the target",
-        "redraft adapt OLD --target FINETUNED --data answers.jsonl",
+        "redraft adapt OLD --target FINETUNED --data.source DATA",
     ),
     "data": Command(
         Group.TRAIN,
@@ -61,7 +61,7 @@ COMMANDS = {
             "domains": Part(
                 "redraft.recipes.serve.domains",
                 "Cluster prompts into domains, to train a draft for each",
-                "redraft data domains --data prompts.jsonl --num-domains 4",
+                "redraft data domains --prompts prompts.jsonl --num-domains 4",
             ),
             "anchors": Part(
                 "redraft.recipes.serve.anchors",
@@ -86,7 +86,7 @@ COMMANDS = {
         Group.TRAIN,
         "redraft.recipes.data.regenerate",
         "Have the target answer a data set's prompts, to train on",
-        "redraft regenerate --data DATA --output answers.jsonl",
+        "redraft regenerate --prompts DATA --output answers.jsonl",
     ),
     "eval": Command(
         Group.DECIDE,
@@ -110,7 +110,7 @@ COMMANDS = {
         Group.DECIDE,
         "redraft.recipes.decide.compare",
         "Make or take drafts for a target: which one pays?",
-        "redraft compare --target TARGET --answers answers.jsonl",
+        "redraft compare --target TARGET --data answers.jsonl",
     ),
     "plan": Command(
         Group.DECIDE,

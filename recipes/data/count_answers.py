@@ -1,6 +1,6 @@
 """Count the target's answers: a draft that needs no training, no GPU and no pass of a model to propose tokens.
 
-    $ redraft regenerate --target TARGET --data prompts.jsonl --output answers.jsonl     # or logged answers
+    $ redraft regenerate --target TARGET --prompts prompts.jsonl --output answers.jsonl     # or logged answers
     $ redraft retrieval --target TARGET --data answers.jsonl --output drafts/answers
     $ redraft eval --target TARGET --draft drafts/answers --draft ngram                    # how much is accepted?
     $ redraft serve TARGET --draft drafts/answers --num-speculative-tokens 6

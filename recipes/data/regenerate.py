@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import psutil
 
 from redraft.distill.data.conversations import load_conversations
-from redraft.distill.data.target_answers import regenerate
+from redraft.distill.data.target_answers import Sampling, regenerate
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.eval.engine.server import vllm_server
 from redraft.heads.files.checkpoint import load_text_config
@@ -22,10 +22,11 @@ def main(cfg: Config) -> None:
     ValueError: the settings do not fit."""
     if cfg.target is not None and cfg.url is not None:
         raise ValueError("give --target to start a server of it, or --url to ask a running one: not both")
-    conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
+    conversations = load_conversations(cfg.prompts, split=cfg.split)[: cfg.num_conversations]
+    sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens, template_options=cfg.template_options)
     with serve_answers(cfg) as (url, model):
         endpoint = Endpoint(url, model=model, concurrency=cfg.concurrency, api_key=os.environ.get("OPENAI_API_KEY"))
-        print(f"{regenerate(conversations, endpoint, cfg.output, cfg.sampling)} -> {cfg.output}")
+        print(f"{regenerate(conversations, endpoint, cfg.output, sampling)} -> {cfg.output}")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Have the target answer the prompts of a data set, as training data for a draft.
 
-    $ redraft regenerate --target models/llama-8b --data HuggingFaceH4/ultrachat_200k --split train_sft \\
+    $ redraft regenerate --target models/llama-8b --prompts HuggingFaceH4/ultrachat_200k --split train_sft \\
           --output outputs/answers.jsonl
     $ redraft train standalone --target models/llama-8b --data.source outputs/answers.jsonl
 
@@ -16,12 +16,10 @@ from typing import Annotated
 
 import tyro
 
-from redraft.distill.data.target_answers import Sampling
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    data: str
+    prompts: str
     """Conversations to answer: a hub name, a .jsonl or .parquet file, `stdlib`, or `stdlib-functions` (functions to
     complete). The answers in them are dropped."""
     output: Path
@@ -42,4 +40,10 @@ class Config:
     """The name of the target at --url; by default, the first model that the server lists."""
     concurrency: int = 64
     """Number of requests in flight at once."""
-    sampling: Sampling = field(default_factory=Sampling)
+    temperature: float | None = None
+    """Temperature of every request. By default the one that the target's generation_config.json names, else 1, as
+    vLLM."""
+    max_tokens: int = 2048
+    """Maximum length of an answer, in tokens. A conversation ends with an answer cut at this length."""
+    template_options: dict[str, bool | int | str] = field(default_factory=dict)
+    """Options passed to the chat template, e.g. `enable_thinking False`."""

@@ -89,7 +89,7 @@ def sweep(cfg: Config, target: TargetFolder, *, engine_has_ideal: bool = ENGINE_
     """The benchmark's questions. Raises ValueError: the prompts do not fit the servers."""
     if cfg.repeats < 1:
         raise ValueError(f"--repeats {cfg.repeats} measures nothing: give 1 or more")
-    longest = cfg.input_tokens + cfg.output_tokens
+    longest = cfg.input_tokens + cfg.max_tokens
     if longest > cfg.max_model_len:
         raise ValueError(f"{longest} tokens of input and output do not fit --max-model-len {cfg.max_model_len}")
     return Sweep(
@@ -97,8 +97,8 @@ def sweep(cfg: Config, target: TargetFolder, *, engine_has_ideal: bool = ENGINE_
         num_speculative_tokens=cfg.num_speculative_tokens,
         concurrency=cfg.concurrency,
         input_tokens=cfg.input_tokens,
-        data=cfg.data,
-        output_tokens=cfg.output_tokens,
+        data=cfg.prompts,
+        output_tokens=cfg.max_tokens,
         prompts_per_client=cfg.prompts_per_client,
         sampling=sampling(cfg, target),
         engine_has_ideal=engine_has_ideal,

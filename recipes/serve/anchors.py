@@ -34,12 +34,12 @@ class Config:
     """Replace `output` if it exists."""
     num_conversations: int = 2000
     """Maximum number of conversations, taken from the beginning of the data."""
-    max_length: int = 4096
+    sequence_length: int = 4096
     """Maximum length of a text in tokens. Use the length the draft is trained with."""
     date: str | None = None
     """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
-    top_k: int = 32
-    """Probabilities to keep at every label. Use the servers' --capture.top-k."""
+    logprobs: int = 32
+    """Probabilities to keep at every label. Use the servers' --capture.logprobs."""
 
 
 def main(cfg: Config) -> None:
@@ -66,7 +66,7 @@ def main(cfg: Config) -> None:
     conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
     day = choose_day(cfg.date)
     samples, stats = build_samples(
-        conversations, target.tokenizer, max_length=cfg.max_length, day=day, ends=target.end_ids
+        conversations, target.tokenizer, max_length=cfg.sequence_length, day=day, ends=target.end_ids
     )
     print(f"data: {stats}")
     provenance = {
@@ -77,7 +77,7 @@ def main(cfg: Config) -> None:
         "target_fingerprint": target.fingerprint,
     }
     bar = Progress(samples, desc="anchors", unit="sample")
-    write_anchors(cfg.output, bar, InProcessTarget(model), target.fingerprint, k=cfg.top_k)
+    write_anchors(cfg.output, bar, InProcessTarget(model), target.fingerprint, k=cfg.logprobs)
     # Last: an interrupted run leaves earlier anchors with the provenance of those.
     write_whole(cfg.output.with_name(f"{cfg.output.name}.json"), json.dumps(provenance, indent=2, default=str) + "\n")
     print(f"anchors: {len(samples):,} records, {cfg.output.stat().st_size / 1e6:,.1f} MB in {cfg.output}")

@@ -1,7 +1,7 @@
 """Find the domains of a fleet's prompts, for a draft per domain behind redraft router.
 
-    $ redraft data domains --data prompts.jsonl --num-domains 4 --output outputs/domains
-    $ redraft data domains --data stdlib                                 # the demo's domains: code and prose
+    $ redraft data domains --prompts prompts.jsonl --num-domains 4 --output outputs/domains
+    $ redraft data domains --prompts stdlib                              # the demo's domains: code and prose
 
 Use a few thousand prompts or more as they come in: exported requests, or the training data of the drafts. Prompts with
 similar wording form a domain (k-means over character trigrams). A draft per domain pays off if the domains' answers
@@ -24,7 +24,7 @@ from redraft.online.traffic.domains import Clusters, prompt_text
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    data: str = "stdlib"
+    prompts: str = "stdlib"
     """Prompts to cluster: a hub name, a .jsonl or .parquet file, a folder of text, or stdlib."""
     output: Path = Path("outputs/domains")
     """Folder to write the domains to: the setting `clusters` in router.toml."""
@@ -42,7 +42,7 @@ class Config:
 
 def main(cfg: Config) -> None:
     require_free(cfg.output, overwrite=cfg.overwrite)
-    train, held_out = split_held_out(load_conversations(cfg.data, domain_column=cfg.domain_column), cfg.held_out)
+    train, held_out = split_held_out(load_conversations(cfg.prompts, domain_column=cfg.domain_column), cfg.held_out)
     texts, labels = read_prompts(train)
     clusters = Clusters.fit(texts, cfg.num_domains, seed=cfg.seed).named_after(texts, labels)
     publish(cfg.output, clusters.write, {"config": asdict(cfg), "prompts": len(texts)}, overwrite=cfg.overwrite)

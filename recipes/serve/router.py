@@ -1,6 +1,6 @@
 """Route requests to the servers with the draft of the right domain, behind one OpenAI-compatible address.
 
-    $ redraft data domains --data prompts.jsonl --output outputs/domains     # find the domains
+    $ redraft data domains --prompts prompts.jsonl --output outputs/domains  # find the domains
     $ redraft router --print-config > router.toml                      # all settings, with explanations
     $ redraft router --config router.toml
     $ redraft router --config router.toml --set port=8080 --set poll_s=1

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from redraft.eval.engine.draft_source import SampleMethod
+from redraft.eval.engine.draft_source import NUM_TOKENS, SampleMethod
 from redraft.heads.catalog import Method
 from redraft.online.engine.config import CaptureConfig, SwapConfig
 
@@ -32,7 +32,7 @@ class Config:
     to 4 tokens), `live` or a folder of counted answers. By default the current version of the registry."""
     registry: Path | None = None
     """Folder of the draft's versions (v000001, ..., current). Required for swapping."""
-    num_speculative_tokens: int = 3
+    num_speculative_tokens: int = NUM_TOKENS
     """Draft tokens per step."""
     pace: str = "off"
     """Draft tokens of a step, at most --num-speculative-tokens: `auto` measures as it serves, and drafts fewer or none

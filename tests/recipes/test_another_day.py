@@ -142,7 +142,7 @@ def test_a_baseline_of_another_day_is_of_the_same_prompts(
     target: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def evaluated(output: str, *flags: str) -> dict[str, Any]:
-        given = ["--target", str(target), "--data", source, "--draft", f"copy={target}", "--max-tokens", "4"]
+        given = ["--target", str(target), "--prompts", source, "--draft", f"copy={target}", "--max-tokens", "4"]
         few = ["--num-prompts", "4", "--num-speculative-tokens", "1", "--temperature", "0", "--no-engine"]
         assert dispatch(["eval", *given, *few, "--output", str(tmp_path / output), *flags]) == 0
         report: dict[str, Any] = json.loads((tmp_path / output / "report.json").read_text())
@@ -168,7 +168,7 @@ def test_anchors_of_a_day_are_the_same_on_another(
     target: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def anchors(name: str, *flags: str) -> list[list[int]]:
-        given = ["--target", str(target), "--data", source, "--output", str(tmp_path / name), "--top-k", "4"]
+        given = ["--target", str(target), "--data", source, "--output", str(tmp_path / name), "--logprobs", "4"]
         assert dispatch(["data", "anchors", *given, "--num-conversations", "3", *flags]) == 0
         return [record.context_ids.tolist() for record in read_anchors(tmp_path / name, fingerprint(target))]
 

@@ -293,7 +293,7 @@ def test_arguments_for_vllm_are_given_one_by_one():
         ("bench", "--concurrency", "1", "2"),
         ("compare",),
         ("eval", "--draft", "d"),
-        ("regenerate", "--data", "stdlib", "--output", "x"),
+        ("regenerate", "--prompts", "stdlib", "--output", "x"),
         ("serve", "t"),
         ("serve-features", "t"),
     ):

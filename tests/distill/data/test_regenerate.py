@@ -323,5 +323,5 @@ def test_a_run_killed_in_its_first_row_starts_again(tmp_path: Path) -> None:
 
 
 def test_template_options_can_be_given_on_the_command_line() -> None:
-    arguments = ["--data", "a", "--output", "b", "--sampling.template-options", "enable_thinking", "False"]
-    assert tyro.cli(Config, args=arguments).sampling.template_options == {"enable_thinking": False}
+    arguments = ["--prompts", "a", "--output", "b", "--template-options", "enable_thinking", "False"]
+    assert tyro.cli(Config, args=arguments).template_options == {"enable_thinking": False}

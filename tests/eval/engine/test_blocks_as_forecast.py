@@ -40,7 +40,7 @@ def train(family: str, heads: dict[str, Path]) -> Path:
 
 def evaluate(head: Path, runner: str, method: str, output: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "redraft.recipes.cli", "eval", "--target", "tests/assets/tiny-target"]
-    command += ["--target-dtype", "float32", "--draft", f"head={head}", "--data", "stdlib", "--held-out", "0.05"]
+    command += ["--target-dtype", "float32", "--draft", f"head={head}", "--prompts", "stdlib", "--held-out", "0.05"]
     command += ["--max-prompt-tokens", "512"]
     command += ["--temperature", "0", "1", "--draft-sample-method", method, "--num-prompts", "64"]
     command += ["--num-speculative-tokens", str(NUM_TOKENS), "--max-tokens", "48", "--output", str(output)]

@@ -178,9 +178,10 @@ def test_a_length_without_room_or_a_text_without_lines_is_refused(tiny_target: P
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"data": "sonet"}, "unknown kind of data 'sonet': choose one of random, sonnet, sharegpt, jsonl"),
-        ({"data": "sharegpt"}, "sharegpt:FILE"),
-        ({"data": "jsonl:nowhere.jsonl"}, "nowhere.jsonl, the file of the jsonl prompts, does not exist"),
+        ({"data": "sonet"}, "sonet"),
+        ({"data": "sharegpt"}, "sharegpt"),
+        ({"data": "jsonl:ours.txt"}, "jsonl:ours.txt"),
+        ({"data": "nowhere.jsonl"}, "nowhere.jsonl, the file of the jsonl prompts, does not exist"),
         ({"num_prompts": 0}, "number of prompts is 0"),
     ],
 )
@@ -265,7 +266,7 @@ def test_every_kind_of_data_reaches_the_server(engine_with_draft: VllmServer, tm
     turns = [{"from": "human", "value": "one two three four five"}, {"from": "gpt", "value": "six seven eight"}]
     (tmp_path / "share.json").write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
     (tmp_path / "ours.jsonl").write_text('{"prompt": "def f(x):"}\n')
-    for data in ("sonnet", f"sharegpt:{tmp_path / 'share.json'}", f"jsonl:{tmp_path / 'ours.jsonl'}"):
+    for data in ("sonnet", str(tmp_path / "share.json"), str(tmp_path / "ours.jsonl")):
         load = make_load(data=data, input_tokens=60, num_prompts=2)
         seen = run_load(engine_with_draft, load, tmp_path)
         assert seen.num_requests == 2

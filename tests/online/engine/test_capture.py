@@ -226,7 +226,7 @@ def test_a_thousand_light_steps_wait_for_a_stuck_thread_without_a_gap(tmp_path):
             assert goes_on.wait(30)
 
     info = make_info(max_tokens=1003)
-    capture = Capture(CaptureConfig(spool=tmp_path, top_k=K), "boot", "target", "v000001")
+    capture = Capture(CaptureConfig(spool=tmp_path, logprobs=K), "boot", "target", "v000001")
     capture.queue.put(make_light_step(info, 3, computed=Event()))
     capture.start()
     assert is_taken.wait(30)
@@ -480,7 +480,7 @@ def test_the_first_of_the_kept_ids_is_what_a_greedy_target_says():
 
 
 def run_capture(folder, steps, **config):
-    capture = Capture(CaptureConfig(spool=folder, top_k=K, **config), "boot", "target", "v000001")
+    capture = Capture(CaptureConfig(spool=folder, logprobs=K, **config), "boot", "target", "v000001")
     for step in steps:
         capture.queue.put(step)
     capture.start()
@@ -921,7 +921,7 @@ def test_a_step_that_cannot_be_reduced_costs_itself_only(tmp_path):
     info = make_info(max_tokens=2)
     broken = make_broken_step("cmpl-b", finished=["cmpl-c"])
     steps = [make_step(info, 3, sampled=[7], drafts=[]), make_step(info, 4, sampled=[8], drafts=[50])]
-    capture = Capture(CaptureConfig(spool=tmp_path, top_k=K), "boot", "target", "v000001")
+    capture = Capture(CaptureConfig(spool=tmp_path, logprobs=K), "boot", "target", "v000001")
     capture.queue.put(make_step(make_info(request_id="cmpl-c"), 3, sampled=[7], drafts=[]))
     capture.start()
     wait_until(lambda: capture.status()["open_requests"])
@@ -938,7 +938,7 @@ def test_a_step_that_cannot_be_reduced_costs_itself_only(tmp_path):
 @pytest.mark.parametrize("stage", ["encode", "spool"])
 def test_a_record_that_cannot_be_written_costs_itself_only(tmp_path, monkeypatch, stage):
     """Whatever is raised, also when a failed reduction closes the requests that ended: the thread goes on."""
-    capture = Capture(CaptureConfig(spool=tmp_path, top_k=K), "boot", "target", "v000001")
+    capture = Capture(CaptureConfig(spool=tmp_path, logprobs=K), "boot", "target", "v000001")
     place, name = {"encode": (capture_module, "encode_frame"), "spool": (SpoolWriter, "write")}[stage]
     original, failures = getattr(place, name), iter([RuntimeError("cannot"), None])
 

@@ -192,7 +192,7 @@ async def test_an_answer_without_an_end_is_cut_at_the_end_and_its_record_is_ship
     tmp_path, monkeypatch, random_target
 ):
     monkeypatch.setattr(front, "ENDING_S", 0.3)
-    settings = {"tap": TapConfig(spool=tmp_path / "spool", top_k=2), "target": random_target}
+    settings = {"tap": TapConfig(spool=tmp_path / "spool", logprobs=2), "target": random_target}
     async with fronted(tmp_path, **settings) as (server, upstream):
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(STREAM)}\r\n\r\n".encode()
         reader, _client = await connect(server, head + STREAM)

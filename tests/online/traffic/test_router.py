@@ -395,7 +395,7 @@ async def test_a_wish_for_records_is_only_taken_back_where_it_was_refused(tmp_pa
 
 @in_event_loop
 async def test_it_is_itself_the_tap(tmp_path, random_target):
-    tap = TapConfig(spool=tmp_path / "spool", top_k=2)
+    tap = TapConfig(spool=tmp_path / "spool", logprobs=2)
     async with routed(tmp_path, tap=tap, target=random_target) as them:
         plain = (await them.ask("code", model="code", prompt="x")).json()
         asked = json.loads(them.code.seen[0][1])
@@ -543,7 +543,7 @@ APIS = [
 @pytest.mark.parametrize("path", APIS)
 @in_event_loop
 async def test_an_alias_counts_in_every_api_and_what_is_not_recorded_is_counted(tmp_path, path, random_target):
-    tap = TapConfig(spool=tmp_path / "spool", top_k=2)
+    tap = TapConfig(spool=tmp_path / "spool", logprobs=2)
     config = {"aliases": {"llama-code": "code"}, "tap": tap, "target": random_target}
     async with routed(tmp_path, **config) as them:
         answer = await them.http.post(path, json={"model": "llama-code", "input": "x"})

@@ -100,7 +100,7 @@ def make_server(mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingPr
 async def tapped(folder, server, **config):
     """The tap in front of the server, and a client of it."""
     async with served(server) as upstream:
-        tap = Tap(TapConfig(spool=folder, top_k=5, **config), "target", CONFIGURED)
+        tap = Tap(TapConfig(spool=folder, logprobs=5, **config), "target", CONFIGURED)
         proxy = Proxy(Pools(lambda: [(f"http://127.0.0.1:{upstream.port}", "")], poll_s=0.02), tap=tap)
         async with (
             served(proxy.app()) as front,

@@ -140,7 +140,7 @@ class RunningTap:
 
 @pytest.fixture
 def tap(server, tmp_path):
-    running = RunningTap(server.url, tmp_path, top_k=12)
+    running = RunningTap(server.url, tmp_path, logprobs=12)
     yield running
     running.stop()
 
@@ -240,7 +240,7 @@ def test_errors_and_other_routes_pass_through(server, tap):
 
 @pytest.mark.vllm
 def test_a_server_that_refuses_the_taps_wish_still_answers_the_client(server, tmp_path):
-    running = RunningTap(server.url, tmp_path, top_k=41)  # above the server's --max-logprobs
+    running = RunningTap(server.url, tmp_path, logprobs=41)  # above the server's --max-logprobs
     path, body = make_bodies()["text"]
     assert answer_of(running.http, path, body) == answer_of(httpx.Client(base_url=server.url), path, body)
     assert running.counts()["skipped_requests_unfit_server"] == 1
@@ -325,7 +325,7 @@ def test_sampling_is_stored_as_vllm_takes_it(given, stored):
 
 def test_a_request_that_sets_no_sampling_is_recorded_with_the_servers_defaults(tmp_path):
     defaults = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
-    tap = checked(Tap(TapConfig(spool=tmp_path, top_k=2), "target", defaults))
+    tap = checked(Tap(TapConfig(spool=tmp_path, logprobs=2), "target", defaults))
     relay_all(tap, {}, {"top_p": 1, "top_k": None})
     assert [record.sampling for record in spooled(tmp_path)] == [
         Sampling(temperature=0.7, top_p=0.8, top_k=20),

@@ -242,7 +242,7 @@ def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
     monkeypatch.setattr(compare, "render_prompts", lambda *_: ([], []))
     monkeypatch.setattr(made_drafts, "run_once", lambda *_: pytest.fail("a training was started"))
     draft: dict[str, Any] = {"draft": (str(tmp_path),), "num_speculative_tokens": 5}
-    cfg = Config(target=str(tiny_target), answers="answers.jsonl", output=tmp_path / "drafts", **draft)
+    cfg = Config(target=str(tiny_target), data="answers.jsonl", output=tmp_path / "drafts", **draft)
     with pytest.raises(ValueError, match=r"5.*DFlash.*3"):
         main(cfg)
 
@@ -253,7 +253,7 @@ def test_a_target_that_cannot_be_had_is_told_before_the_trainings(
     monkeypatch.setattr("redraft.heads.files.folder._download", lambda name, *patterns: "no network")
     monkeypatch.setattr(made_drafts, "run_once", lambda *_: pytest.fail("a training was started"))
     with pytest.raises(FileNotFoundError, match="redraft-tests/none"):
-        main(Config(target="redraft-tests/none", answers="answers.jsonl", output=tmp_path))
+        main(Config(target="redraft-tests/none", data="answers.jsonl", output=tmp_path))
 
 
 def test_the_answers_in_redraft_are_for_the_target_in_it(
@@ -274,7 +274,7 @@ def test_the_answers_in_redraft_are_for_the_target_in_it(
         return [made.name for made in make_lookups(making)]
 
     assert names() == ["ngram", "retrieval"]
-    assert names(target="t", answers="mine.jsonl") == ["ngram", "retrieval"]
+    assert names(target="t", data="mine.jsonl") == ["ngram", "retrieval"]
     assert [command[command.index("--data") + 1] for command in counted] == [str(ANSWERS), "mine.jsonl"]
     for flag, module, name, *args in counted:
         parsed = parse_recipe(*find_recipe(name, args))
@@ -290,7 +290,7 @@ def test_trainings_without_answers_of_the_target_are_refused_with_the_command_th
 ) -> None:
     assert dispatch(["compare", "--target", "models/t"]) == 2
     error = capsys.readouterr().err
-    assert "`redraft regenerate --target models/t --data stdlib-functions --output answers.jsonl`" in error
+    assert "`redraft regenerate --target models/t --prompts stdlib-functions --output answers.jsonl`" in error
     assert error.count("\n") == 1
 
 
@@ -334,7 +334,7 @@ def test_the_command_makes_serves_and_compares_drafts(tiny_target: Path, tmp_pat
         target=str(tiny_target),
         train=("layers-2", "eagle3-4k", "ngram+eagle3-4k:2"),
         minutes=0.1,
-        answers=str(tmp_path / "answers.jsonl"),
+        data=str(tmp_path / "answers.jsonl"),
         prompts=str(tmp_path / "answers.jsonl"),
         rounds=2,
         prompts_many=4,

@@ -52,7 +52,7 @@ def run(served_pair: tuple[Path, Path], data: Path, tmp_path: Path) -> Run:
     def command(*flags: str, output: str = "out") -> int:
         flags_of = {
             "--target": str(served_pair[0]),
-            "--data": str(data),
+            "--prompts": str(data),
             "--max-tokens": "12",
             "--num-prompts": "8",
             "--batch-size": "4",
@@ -184,7 +184,7 @@ def test_what_fell_against_the_baseline_is_exit_status_1(
         (("--draft", "TARGET", "--max-prompt-tokens", "1"), "has a prompt of at most 1 tokens"),
         (("--draft", "TARGET", "--held-out", "0"), "--held-out is 0.0"),
         (("--draft", "TARGET", "--concurrency", "0"), "--concurrency is 0"),
-        (("--draft", "TARGET", "--data", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
+        (("--draft", "TARGET", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
         (("--draft", "TARGET", "--max-tokens", "600"), "exceed the target's window"),
         (("--draft", "TARGET", "--num-speculative-tokens", "0"), "at least 1"),
         (("--draft", "TARGET", "--baseline", "nowhere.json"), "does not exist"),
@@ -347,7 +347,7 @@ def test_the_real_engine_looks_up_what_the_forecast_does(run: Run, tiny_target: 
     """One request at a time. With several, vLLM 0.32 now and then proposes once where nothing occurred before: of these
     16 prompts, at 2 to 4 requests, one to three gain a draft of which nothing is accepted.
     """
-    flags = ("--target", str(tiny_target), "--data", "stdlib", "--held-out", "0.05", "--draft", "ngram")
+    flags = ("--target", str(tiny_target), "--prompts", "stdlib", "--held-out", "0.05", "--draft", "ngram")
     flags += ("--concurrency", "1", "--target-dtype", "float32")
     assert run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "16") == 0
     (entry,) = row_of(report_of(tmp_path / "out"), "ngram")["by_num_speculative_tokens"]
@@ -387,7 +387,7 @@ def test_the_real_engine_drafts_from_counted_answers_as_forecast(
 def test_the_real_engine_asks_the_head_where_no_ngram_matches(run: Run, tiny_target: Path, tmp_path: Path) -> None:
     """The head's keys are whole: were a step with n-grams not read by it, later tokens would be others."""
     head = tiny_target.parent / "tiny-eagle3"
-    flags = ("--target", str(tiny_target), "--data", "stdlib", "--held-out", "0.05", "--concurrency", "1")
+    flags = ("--target", str(tiny_target), "--prompts", "stdlib", "--held-out", "0.05", "--concurrency", "1")
     flags += ("--draft", f"ngram+{head}", "--draft", f"ngram+{head}:1", "--target-dtype", "float32")
     assert run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "8") == 0
     report = report_of(tmp_path / "out")

@@ -38,9 +38,9 @@ def make_config(pair: tuple[Path, Path], output: Path, **changes: Any) -> Config
         "draft": (str(pair[1]),),
         "num_speculative_tokens": (3,),
         "concurrency": (2, 1),
-        "data": "random",
+        "prompts": "random",
         "input_tokens": 16,
-        "output_tokens": 8,
+        "max_tokens": 8,
         "prompts_per_client": 1,
         "repeats": 1,
         "max_model_len": 256,
@@ -187,7 +187,7 @@ def test_a_copy_of_the_target_drafts_what_is_sampled(
         concurrency=(2,),
         temperature=None,
         draft_sample_method="probabilistic",
-        output_tokens=16,
+        max_tokens=16,
         prompts_per_client=8,
     )
     main(cfg)
@@ -284,7 +284,7 @@ def test_variants_are_told_apart() -> None:
         (["--draft", "/nowhere"], "there is no draft /nowhere"),
         (["--draft", "live"], "measure counted answers instead"),
         (
-            ["--draft", "ngram", "--data", "jsonl:/nowhere.jsonl"],
+            ["--draft", "ngram", "--prompts", "/nowhere.jsonl"],
             "/nowhere.jsonl, the file of the jsonl prompts, does not exist",
         ),
         (["--draft", "ngram", "--prompts-per-client", "0"], "at least 1"),

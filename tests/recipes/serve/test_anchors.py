@@ -15,8 +15,8 @@ def test_every_label_of_the_data_is_a_row_that_the_learner_reads(
     random_target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "anchors"
-    flags = ["--target", str(random_target), "--data", str(data), "--output", str(output), "--max-length", "128"]
-    assert dispatch(["data", "anchors", *flags, "--num-conversations", "6", "--top-k", "5"]) == 0
+    flags = ["--target", str(random_target), "--data", str(data), "--output", str(output), "--sequence-length", "128"]
+    assert dispatch(["data", "anchors", *flags, "--num-conversations", "6", "--logprobs", "5"]) == 0
     records = read_anchors(output, fingerprint(random_target))
     assert f"anchors: {len(records)} records" in capsys.readouterr().out
     for record in records:

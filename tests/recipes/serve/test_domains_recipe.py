@@ -25,21 +25,23 @@ def make_prompts(path, *, with_labels=True):
 def test_it_says_how_large_and_how_pure_the_domains_are(tmp_path, capsys):
     data, output = make_prompts(tmp_path / "prompts.jsonl"), str(tmp_path / "domains")
     flags = ["--held-out", "0.3", "--domain-column", "topic"]
-    assert dispatch(["data", "domains", "--data", data, "--output", output, *flags]) == 0
+    assert dispatch(["data", "domains", "--prompts", data, "--output", output, *flags]) == 0
     said = capsys.readouterr().out
     assert "e.g. Tell me a tale of" in said
     assert "100.0% code" in said
     assert "purity: 100.0%" in said
     assert Clusters.read(tmp_path / "domains").names == ("code", "tales")
-    assert dispatch(["data", "domains", "--data", data, "--output", output]) == 2
+    assert dispatch(["data", "domains", "--prompts", data, "--output", output]) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert dispatch(["data", "domains", "--data", data, "--output", output, "--overwrite", "--num-domains", "3"]) == 0
+    assert (
+        dispatch(["data", "domains", "--prompts", data, "--output", output, "--overwrite", "--num-domains", "3"]) == 0
+    )
     assert len(Clusters.read(tmp_path / "domains").names) == 3
 
 
 def test_without_labels_it_says_nothing_of_purity(tmp_path, capsys):
     data = make_prompts(tmp_path / "prompts.jsonl", with_labels=False)
-    assert dispatch(["data", "domains", "--data", data, "--output", str(tmp_path / "domains")]) == 0
+    assert dispatch(["data", "domains", "--prompts", data, "--output", str(tmp_path / "domains")]) == 0
     said = capsys.readouterr().out
     assert "domain-0" in said
     assert "purity" not in said
@@ -49,9 +51,9 @@ def test_the_printed_settings_can_be_read_back(tmp_path, capsys):
     assert dispatch(["router", "--print-config"]) == 0
     (tmp_path / "router.toml").write_text(capsys.readouterr().out)
     (tmp_path / "fleet.toml").write_text("")
-    read = read_toml(tmp_path / "router.toml", RouterConfig, ['aliases.m-code="code"', "tap.top_k=5"])
+    read = read_toml(tmp_path / "router.toml", RouterConfig, ['aliases.m-code="code"', "tap.logprobs=5"])
     assert read.fleet == tmp_path / "fleet.toml"
-    assert (read.aliases, read.tap.top_k, read.tap.is_on) == ({"m-code": "code"}, 5, False)
+    assert (read.aliases, read.tap.logprobs, read.tap.is_on) == ({"m-code": "code"}, 5, False)
 
 
 def test_a_router_loads_neither_torch_nor_what_clusters_are_made_with():

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from teachers import Teacher, teaching
 
-from redraft.distill.data.target_answers import Sampling
 from redraft.eval.engine.server import VllmServer
 from redraft.recipes.data import regenerate
 from redraft.recipes.data.regenerate import Config, main
@@ -47,7 +46,7 @@ def test_the_engine_is_started_for_a_target_and_stopped(
 
     monkeypatch.setattr(regenerate, "vllm_server", serve)
     output, limit = tmp_path / "answers.jsonl", 512
-    main(Config(data=str(source), output=output, target=str(random_target), concurrency=5, vllm_args=("--x",)))
+    main(Config(prompts=str(source), output=output, target=str(random_target), concurrency=5, vllm_args=("--x",)))
     assert read_answers(output) == ["yes"]
     assert json.loads(output.read_text())["settings"]["model"] == str(random_target)
     options, stopped = started
@@ -60,19 +59,21 @@ def test_the_engine_is_started_for_a_target_and_stopped(
 def test_a_running_server_is_asked_as_before(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regenerate, "vllm_server", None)
     with teaching(Answering()) as teacher:
-        main(Config(data=str(source), output=tmp_path / "answers.jsonl", url=teacher.url))
+        main(Config(prompts=str(source), output=tmp_path / "answers.jsonl", url=teacher.url))
     assert read_answers(tmp_path / "answers.jsonl") == ["yes"]
 
 
 def test_a_target_and_a_url_are_one_too_many(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not both"):
-        main(Config(data=str(source), output=tmp_path / "x.jsonl", target="t", url="http://127.0.0.1:1"))
+        main(Config(prompts=str(source), output=tmp_path / "x.jsonl", target="t", url="http://127.0.0.1:1"))
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_real_engine_answers(source: Path, served_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    sampling, output = Sampling(temperature=0.0, max_tokens=8), tmp_path / "answers.jsonl"
-    main(Config(data=str(source), output=output, target=str(served_pair[0]), sampling=sampling, concurrency=2))
+    target, output = str(served_pair[0]), tmp_path / "answers.jsonl"
+    main(Config(prompts=str(source), output=output, target=target, temperature=0.0, max_tokens=8, concurrency=2))
     assert len(read_answers(output)) == 1
+    settings = json.loads(output.read_text())["settings"]
+    assert (settings["temperature"], settings["max_tokens"]) == (0.0, 8)
     assert output.with_suffix(".vllm.log").is_file()

@@ -72,7 +72,7 @@ def test_the_servers_refusal_of_a_policy_reaches_the_user(
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         Session.base_url = f"http://127.0.0.1:{server.server_port}"
-        config = Config(target=str(tiny_target), token_file=token, data=str(questions), output=tmp_path / "policies")
+        config = Config(target=str(tiny_target), token_file=token, prompts=str(questions), output=tmp_path / "policies")
         with pytest.raises(ValueError, match=r"does not load .*step-1: .*set REDRAFT_TARGETS"):
             main(config)
         server.shutdown()
@@ -99,7 +99,7 @@ def test_each_policy_is_served_and_named(tiny_target: Path, tmp_path: Path, dtyp
     environment = {"REDRAFT_TARGETS": str(policies)}
     with running_server(tiny_target, registry, tmp_path, [], arguments=arguments, environment=environment) as server:
         command = [sys.executable, "recipes/rl_grpo.py", "--target", str(tiny_target), "--token-file", str(token)]
-        command += ["--data", str(tmp_path / "questions.jsonl"), "--url", server.url, "--output", str(policies)]
+        command += ["--prompts", str(tmp_path / "questions.jsonl"), "--url", server.url, "--output", str(policies)]
         command += ["--updates", str(UPDATES), "--lr", "3e-3", "--max-tokens", "24"]
         variables = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
