@@ -186,7 +186,7 @@ def _judge_without_forecast(pair: Pair, plan: Plan, counts: AcceptanceCounts) ->
     same_tokens = made.config.prove.num_speculative_tokens == plan.run.num_speculative_tokens
     if measured and plan.are_held_out and same_tokens:
         why = "these are not the prompts of the published forecast" if plan.stored else "no forecast was published"
-        yield f"{why}: acceptance was held to 75% of training's on held-out text"
+        yield f"{why}: acceptance must reach 75% of training's on held-out text"
         yield from find_lost_acceptance(counts, measured[-1])
     elif counts.num_drafts < MIN_DRAFTS:
         yield f"{counts.num_drafts} drafts are too few to judge acceptance: give --prompts"
