@@ -18,12 +18,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from redraft.eval.engine.lookup_first import HeadLimits, mix
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.catalog import FAMILIES, detect_family, find_method, list_methods, match_tensors
-from redraft.heads.families.retrieval import LIVE, Retrieval, is_retrieval
+from redraft.heads.families.retrieval import LIVE, MEASURE_COUNTED, Retrieval, is_retrieval
 from redraft.heads.family import Family
 from redraft.heads.files.folder import (
     CONFIG,
@@ -35,6 +35,9 @@ from redraft.heads.files.folder import (
     tensor_files,
 )
 from redraft.heads.files.foreign import match_foreign
+
+if TYPE_CHECKING:
+    from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
 
 SampleMethod = Literal["greedy", "probabilistic"]  # the most probable token, or one drawn from q
 
@@ -163,6 +166,20 @@ class DraftSource:
         family = find_method(chosen["method"])
         can_sample = family is not None and family.can_sample
         return {**chosen, "draft_sample_method": sampling} if can_sample and sampling == "probabilistic" else chosen
+
+    def load(self, target: LoadedTarget, lookups: Lookups, sampling: SampleMethod) -> NamedDraft:
+        """The draft with its forecast, on the target's device. Raises FileNotFoundError; ValueError: it
+        is no draft of this target, or depends on a server."""
+        from redraft.eval.forecast import drafts  # loads torch
+
+        if self.lookup is not None:
+            lookup, head = (part.load(target, lookups, sampling) for part in self.parts)
+            return drafts.make_mix(self, lookup, head, lookups, sampling)
+        if self.source == LIVE:
+            raise ValueError(f"{LIVE} depends on a server's earlier answers: {MEASURE_COUNTED}")
+        if self.source == NGRAM or self.is_answers:
+            return drafts.make_lookup(self, target, lookups)
+        return drafts.make_suffix(self) if self.is_lookup else drafts.make_model(self, target, sampling)
 
     def find_cure(self, target: str, num_speculative_tokens: int) -> str:
         """The doctor's first finding in a refused draft, with the cure; empty if there is none."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.eval.engine.draft_source import NGRAM, DraftSource, Lookups, SampleMethod
+from redraft.eval.engine.draft_source import DraftSource, Lookups, SampleMethod
 from redraft.eval.engine.hardware import this_machine
 from redraft.eval.engine.head_size import require_draft_heads
 from redraft.eval.forecast.ngram import Lookup, Ngram
@@ -23,7 +23,7 @@ from redraft.eval.forecast.teacher_forced import Forecastable
 from redraft.heads.catalog import require_trained_for
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.draft import Batch, DraftStep, TargetSignal
-from redraft.heads.families.retrieval import BEFORE_HEAD, LIVE, MEASURE_COUNTED, Retrieval
+from redraft.heads.families.retrieval import BEFORE_HEAD, Retrieval
 from redraft.heads.family import Family
 from redraft.heads.files.checkpoint import load_text_config, load_tokenizer
 from redraft.heads.files.folder import fingerprint
@@ -62,7 +62,7 @@ def load_drafts(named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampli
     one is no draft of this target, or two have one name."""
     drafts = [DraftSource.parse(text) for text in named]
     _require_distinct([draft.name for draft in drafts])
-    return [_load(draft, target, Lookups(ngram=ngram), sampling) for draft in drafts]
+    return [draft.load(target, Lookups(ngram=ngram), sampling) for draft in drafts]
 
 
 def _require_distinct(names: Sequence[str]) -> None:
@@ -73,20 +73,8 @@ def _require_distinct(names: Sequence[str]) -> None:
         raise ValueError(f"two drafts are called {twice}: tell them apart as --draft NAME=FOLDER")
 
 
-def _load(draft: DraftSource, target: LoadedTarget, lookups: Lookups, sampling: SampleMethod) -> NamedDraft:
-    if draft.lookup is not None:
-        lookup, head = (_load(part, target, lookups, sampling) for part in draft.parts)
-        return _make_mix(draft, lookup, head, lookups, sampling)
-    if draft.source == "suffix":
-        return _make_suffix(draft)
-    if draft.source == LIVE:
-        raise ValueError(f"{LIVE} depends on a server's earlier answers: {MEASURE_COUNTED}")
-    if draft.source == NGRAM:
-        return _make_ngram(draft, lookups)
+def make_model(draft: DraftSource, target: LoadedTarget, sampling: SampleMethod) -> NamedDraft:
     folder = draft.folder or target.opened.folder
-    if draft.is_answers:
-        require_trained_for(folder, target.opened)
-        return _make_retrieval(draft, folder)
     pair = Pair.read(target.opened, folder)
     family = pair.family
     # A head is for one target. A standalone draft reads tokens: `_make_forecast` compares.
@@ -107,36 +95,25 @@ def _load(draft: DraftSource, target: LoadedTarget, lookups: Lookups, sampling: 
     )
 
 
-def _identify(ngram: Ngram) -> str:
-    return f"ngram-{ngram.min}-{ngram.max}"
-
-
-def _make_ngram(draft: DraftSource, lookups: Lookups) -> NamedDraft:
-    identity = _identify(lookups.ngram)
+def make_lookup(draft: DraftSource, target: LoadedTarget, lookups: Lookups) -> NamedDraft:
+    """n-grams, or counted answers."""
+    steps: Lookup = lookups.ngram
+    identity = f"ngram-{lookups.ngram.min}-{lookups.ngram.max}"
+    if (folder := draft.folder) is not None:
+        require_trained_for(folder, target.opened)
+        steps, identity = Retrieval.read(folder), fingerprint(folder)
     return NamedDraft(
         name=draft.name,
         source=str(draft),
-        family="ngram",
+        family=draft.family.name,
+        folder=folder,
         fingerprint=identity,
-        forecast=Forecastable(fingerprint=identity, steps=lookups.ngram),
+        forecast=Forecastable(fingerprint=identity, steps=steps),
         speculative=draft.speculative(lookups=lookups),
     )
 
 
-def _make_retrieval(draft: DraftSource, folder: Path) -> NamedDraft:
-    identity = fingerprint(folder)
-    return NamedDraft(
-        name=draft.name,
-        source=str(draft),
-        family="retrieval",
-        folder=folder,
-        fingerprint=identity,
-        forecast=Forecastable(fingerprint=identity, steps=Retrieval.read(folder)),
-        speculative=draft.speculative(),
-    )
-
-
-def _make_mix(
+def make_mix(
     draft: DraftSource, lookup: NamedDraft, head: NamedDraft, lookups: Lookups, sampling: SampleMethod
 ) -> NamedDraft:
     """The lookup first, then the head. Raises ValueError if no lookup goes before this draft."""
@@ -162,7 +139,7 @@ def _make_mix(
     )
 
 
-def _make_suffix(draft: DraftSource) -> NamedDraft:
+def make_suffix(draft: DraftSource) -> NamedDraft:
     """Raises ValueError if vLLM's package for it is not installed."""
     if importlib.util.find_spec(SUFFIX_PACKAGE) is None:
         raise ValueError("suffix decoding needs a separate package: pip install arctic-inference==0.1.1")
