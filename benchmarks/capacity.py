@@ -128,7 +128,7 @@ def passes() -> float:
 
 def plan_learner(family: FamilyName, target: str, draft: str) -> Plan:
     """The sizes of a learner's step."""
-    plan = make_plan(Counting(family=family, target=target, draft=draft, features="served"))
+    plan = make_plan(Counting(family=family, target=target, checkpoint=draft, signal="endpoint"))
     return replace(plan, divergence=Divergence(name=Training().divergence))  # type: ignore[arg-type]
 
 

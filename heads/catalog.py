@@ -245,11 +245,11 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_family(name: str) -> Family:
-    """The row of a family with weights. Raises ValueError: the table has no such name."""
+    """The row of a family with weights; dashes may stand in its name. Raises ValueError: there is none."""
     known = {family.name: family for family in FAMILIES if not family.is_lookup}
-    if name not in known:
+    if (row := known.get(name.replace("-", "_"))) is None:
         raise ValueError(f"there is no draft family {name}: choose one of {', '.join(sorted(known))}")
-    return known[name]
+    return row
 
 
 def find_method(method: str | None, *, parallel_drafting: bool = False) -> Family | None:

@@ -55,7 +55,7 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         raise SystemExit(0)
     if args[0] not in names:
         raise ValueError(f"there is no family {args[0]} to train: choose one of {', '.join(names)}")
-    family = find_family(args[0].replace("-", "_"))
+    family = find_family(args[0])
     recipe = Recipe(
         main=functools.partial(main, family),
         config_type=HeadConfig if family.is_head else StandaloneConfig,

@@ -201,7 +201,7 @@ def prepare_step(plan: Plan, device: torch.device, *, compiles: bool = False) ->
     batch = to_device(make_batch(plan), device)
     with device:
         source = make_source(plan, model, draft, batch, has_weights=False)
-        signal = None if plan.features == "in-process" else source(batch)
+        signal = None if plan.signal == "model" else source(batch)
     optimizers = make_step_optimizers(plan, draft)
     if compiles:
         compile_layers(draft, source)

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-FamilyName = Literal["standalone", "eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator"]
+FamilyName = Literal["standalone", "eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp-speculator"]
 
-Features = Literal["in-process", "served", "cached"]
+SignalKind = Literal["model", "endpoint", "cache"]
 """Place of the target: in the training process, on other GPUs, or on disk before training."""
 
 ShardingKind = Literal["none", "zero2", "fsdp2"]

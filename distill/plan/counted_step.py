@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.plan.choices import Features
+from redraft.distill.plan.choices import SignalKind
 from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, SIGNAL, STATE, TARGET_WEIGHTS
 from redraft.distill.plan.roofs import Operation
 from redraft.distill.plan.weightless import META, Count, Weightless
@@ -39,7 +39,7 @@ class Plan:
     divergence: Divergence
     optimizer: Literal["adamw", "muon"] = "adamw"
     max_grad_norm: float = 1.0
-    features: Features = "in-process"
+    signal: SignalKind = "model"
     """Whether the target runs in the step, or sends hidden states (for a standalone draft, its top k)."""
     top_k: int = 32
     batch_size: int
@@ -79,7 +79,7 @@ def count_step(
     shown_on: torch.device = META,
 ) -> Counted:
     """Run one step and count it. `batch` is by default as `make_batch` makes it, and `signal` as
-    the plan's `features` give it. The code takes the branches of `shown_on`: the CPU's, or, for any
+    the plan's `signal` gives it. The code takes the branches of `shown_on`: the CPU's, or, for any
     other, an accelerator's."""
     torch.manual_seed(0)
     on_gpu = weightless and shown_on.type != "cpu"
@@ -91,7 +91,7 @@ def count_step(
         batch = batch or make_batch(plan)
         if signal is None:
             source = make_source(plan, model, draft, batch, has_weights=not weightless)
-            signal = None if plan.features == "in-process" else source(batch)
+            signal = None if plan.signal == "model" else source(batch)
         else:
             source = None
         trained = [p for p in draft.parameters() if p.requires_grad]
@@ -248,7 +248,7 @@ def _make_model(config: Any, dtype: torch.dtype) -> Any:
 
 def _make_target(plan: Plan) -> Any:
     """The target; or embeddings and output head, all that a trainer loads of one that runs elsewhere."""
-    if plan.features == "in-process":
+    if plan.signal == "model":
         return _make_model(plan.target, plan.dtype)
     return _Borrowed(plan.target, plan.dtype)
 
@@ -301,7 +301,7 @@ def make_batch(plan: Plan) -> Batch:
 
 
 def make_source(plan: Plan, model: Any, draft: Any, batch: Batch, *, has_weights: bool) -> Any:
-    if plan.features == "in-process":
+    if plan.signal == "model":
         return InProcessTarget(model, draft.aux_layer_ids, has_weights=has_weights)
     return lambda batch: _receive(plan, model, draft, batch)
 

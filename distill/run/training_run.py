@@ -136,7 +136,8 @@ class Run:
             size = functools.partial(count_standalone, cfg.draft)
         else:
             size = functools.partial(count_head, self.family.name, cfg.head, cfg.draft_vocab_size)
-        counted = {"--target": self.opened.name, "--family": self.family.name, "--optimizer": cfg.optim.name}
+        family = self.family.name.replace("_", "-")
+        counted = {"--target": self.opened.name, "--family": family, "--optim": cfg.optim.name}
         counted |= {"--batch-size": str(cfg.loop.batch_size), "--sequence-length": str(cfg.loop.sequence_length)}
         command = shlex.join(["redraft", "plan", *itertools.chain(*counted.items())])
         optimizer = cfg.optim.name

@@ -1,7 +1,7 @@
 """The work, memory and price of a training step on GPUs, in tables.
 
 sizes of target and draft ─► counted_step.py ─► work and memory, counted ─► roofs.py ─► time, by a GPU's data sheet
---devices, --features, --sharding ─► plan_run ─► tokens/s of all devices, hours
+--devices, --signal, --sharding ─► plan_run ─► tokens/s of all devices, hours
 """
 
 import functools
@@ -40,6 +40,7 @@ from redraft.recipes.plan.plan import Config
 NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
 """The option of a family that says how many tokens it learns, if not `num_steps`."""
 
+PLACES = {"model": "in the process", "endpoint": "served", "cache": "cached"}
 SERVED_SHARE = 0.8  # of a server's memory, for weights; the rest: keys, values, activations
 
 
@@ -55,21 +56,21 @@ def make_plan(cfg: Config) -> Plan:
     if cfg.gradient_checkpointing and not family.can_recompute:
         raise ValueError(f"--gradient-checkpointing does not fit {family.title}")
     return Plan(
-        family=cfg.family,
+        family=family.name,
         target=target,
         head=_choose_head(cfg, recipe.head) if isinstance(recipe, HeadConfig) else _find_draft(cfg, target),
         # The default of 32,000 may exceed a small target's vocabulary.
         draft_vocab_size=min(vocabulary, target.vocab_size),
         divergence=recipe.divergence,
-        optimizer=cfg.optimizer,
+        optimizer=cfg.optim,
         max_grad_norm=recipe.optim.max_grad_norm,
-        features=cfg.features,
+        signal=cfg.signal,
         top_k=recipe.signal.k,
         batch_size=cfg.batch_size or recipe.loop.batch_size,
         sequence_length=cfg.sequence_length or recipe.loop.sequence_length,
         documents=cfg.documents,
         dtype=getattr(torch, cfg.target_dtype),
-        autocast=cfg.precision == "bf16",
+        autocast=cfg.mixed_precision == "bf16",
         keeps_gradients=cfg.devices > 1,
         gradient_checkpointing=cfg.gradient_checkpointing,
         exact=cfg.exact,
@@ -80,13 +81,13 @@ def _choose_head(cfg: Config, usual: Any) -> Any:
     """The options of a head: the command's, changed by the flags."""
     if cfg.num_steps is None:
         return usual
-    return replace(usual, **{NUM_STEPS.get(cfg.family, "num_steps"): cfg.num_steps})
+    return replace(usual, **{NUM_STEPS.get(find_family(cfg.family).name, "num_steps"): cfg.num_steps})
 
 
 def _find_draft(cfg: Config, target: Any) -> Any:
     if cfg.num_steps is not None:
         raise ValueError("--num-steps does not fit a standalone draft: it learns one step, for any number of tokens")
-    draft = find_sizes(cfg.draft)
+    draft = find_sizes(cfg.checkpoint)
     draft.vocab_size = target.vocab_size  # as the command pads it
     return draft
 
@@ -126,7 +127,7 @@ def count(cfg: Config) -> Result:
     """Count the step, and derive time and memory on every kind of device."""
     plan = make_plan(cfg)
     step = count_step(plan)
-    served = None if plan.features == "in-process" else count_target(plan)
+    served = None if plan.signal == "model" else count_target(plan)
     flops = count_model_flops(plan, step)
     return Result(
         plan=plan, step=step, served=served, on={d.name: on_device(cfg, plan, step, served, flops, d) for d in DEVICES}
@@ -141,7 +142,7 @@ def on_device(
     step_s = max(total.seconds[device.name], step.signal_bytes / HOST_BYTES_PER_S)
     step_s += all_reduce_s(step.gradient_bytes, cfg.devices, device)
     memory = step.memory
-    if cfg.shard_target:
+    if cfg.shard:
         sizes = size_weights(plan.target, plan.dtype)
         step_s += all_gather_s(sum(sizes.layers), cfg.devices, device)
         elsewhere = sizes.whole - sizes.share(cfg.devices)
@@ -184,7 +185,7 @@ def plan_run(cfg: Config, plan: Plan, served: Counted | None, rate: float, devic
     # Of one device. A group is taken to be as fast as all of the devices in it together.
     target_rate = plan.tokens / add_up(served.operations, served.operations).seconds[device.name]
     targets = range(group, cfg.devices + 1, group)
-    if plan.features == "cached" and targets:
+    if plan.signal == "cache" and targets:
         # First all write the cache, then all train: the times per token add up.
         both = 1 / (1 / (targets[-1] * target_rate) + 1 / (cfg.devices * rate))
         return Run(tokens_per_s=both, targets=targets[-1], trainers=cfg.devices)
@@ -223,7 +224,7 @@ def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, An
     told = {
         "target": cfg.target_name,
         "family": cfg.family,
-        "features": cfg.features,
+        "signal": cfg.signal,
         "tokens_per_step": result.plan.tokens,
         "flops": total.flops / result.plan.tokens,
         "bytes": total.num_bytes / result.plan.tokens,
@@ -247,9 +248,9 @@ def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, An
 def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str]:
     plan = result.plan
     yield (
-        f"{find_family(cfg.family).title} for {cfg.target_name}, target {cfg.features}: a step of {plan.batch_size} x "
-        f"{plan.sequence_length} tokens on one device, {plan.documents} conversations a row, "
-        f"{cfg.precision if plan.autocast else 'float32'}"
+        f"{find_family(cfg.family).title} for {cfg.target_name}, target {PLACES[cfg.signal]}: a step of "
+        f"{plan.batch_size} x {plan.sequence_length} tokens on one device, {plan.documents} conversations a row, "
+        f"{cfg.mixed_precision if plan.autocast else 'float32'}"
     )
     yield "counted, not measured; times are estimates, at " + ", ".join(
         f"{share:.0%} of {best}"
@@ -321,10 +322,10 @@ def device_table(cfg: Config, result: Result) -> Iterator[str]:
 
 def _describe_run(cfg: Config, run: Run) -> str:
     use = {
-        "in-process": f"{run.trainers} train",
-        "served": f"{run.targets} serve the target and {run.trainers} train",
-        "cached": f"{run.targets} write the cache, then {run.trainers} train",
-    }[cfg.features]
+        "model": f"{run.trainers} train",
+        "endpoint": f"{run.targets} serve the target and {run.trainers} train",
+        "cache": f"{run.targets} write the cache, then {run.trainers} train",
+    }[cfg.signal]
     hours = f", {cfg.tokens / run.tokens_per_s / 3600:,.1f} hours for {cfg.tokens:,.0f} tokens" if cfg.tokens else ""
     return f"{use}: {run.tokens_per_s:,.0f} tokens/s{hours}"
 
@@ -338,7 +339,7 @@ def advice(cfg: Config, result: Result) -> Iterator[str]:
             f"the target elsewhere: {result.served.memory[TARGET_WEIGHTS] / 1e9:,.0f} GB, "
             f"{work.flops / result.plan.tokens / 1e9:,.2f} GFLOP/token, tokens/s a device: {rates}"
         )
-    if cfg.features == "cached":
+    if cfg.signal == "cache":
         per_token = result.step.signal_bytes / result.plan.tokens
         whole = f", {per_token * cfg.tokens / 1e12:,.1f} TB for {cfg.tokens:,.0f} tokens" if cfg.tokens else ""
         yield f"the cache takes {per_token / 1e3:,.1f} kB a token{whole}"
@@ -355,10 +356,10 @@ def ways_to_fit(cfg: Config, device: Device) -> Iterator[str]:
         again = "--gradient-checkpointing" if own.gradient_checkpointing > cfg.gradient_checkpointing else ""
         rows = f"--batch-size {own.batch_size} (with accumulation)" if own.batch_size != cfg.batch_size else ""
         yield f"{again} {rows}".strip()
-    if cfg.features == "in-process":
-        yield "--features served or cached"
-        if cfg.devices > 1 and not cfg.shard_target:
-            yield "--shard-target"
+    if cfg.signal == "model":
+        yield "--signal endpoint or cache"
+        if cfg.devices > 1 and not cfg.shard:
+            yield "--shard"
     if cfg.devices > 1 and cfg.sharding != "fsdp2":
         yield "--sharding fsdp2"
     elif not fits:

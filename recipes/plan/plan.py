@@ -1,11 +1,12 @@
 """Count what a training run will cost on H100, H200 and B200, before anything runs and without a GPU.
 
 $ redraft plan --target llama-3.1-8b --family eagle3        # does it fit, and how fast is it?
-$ redraft plan --target llama-3.3-70b --features served --devices 8 --tokens 1e9     # hours on 8 GPUs
+$ redraft plan --target llama-3.3-70b --signal endpoint --devices 8 --tokens 1e9     # hours on 8 GPUs
 
 Every operation and byte is counted, on tensors of real sizes without memory. Times are estimates: each operation takes
 the longest of computing, moving bytes and being launched, at stated shares of a device's best. Data, evaluations and
-checkpoints take none. Nothing is downloaded for the models that are known by name.
+checkpoints take none. Nothing is downloaded for the models that are known by name. Flags of `redraft train` lose their
+group here: --batch-size is --loop.batch-size; --signal and --optim are --signal.kind and --optim.name.
 """
 
 import json
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from redraft.distill.plan.choices import FamilyName, Features, ShardingKind
+from redraft.distill.plan.choices import FamilyName, ShardingKind, SignalKind
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.catalog import find_family
 from redraft.heads.files.artifact import write_whole
@@ -27,29 +28,29 @@ class Config:
     MTP, because no Llama has a place for such a layer."""
     family: FamilyName = "eagle3"
     """Draft to train. Options, divergence and batch are the defaults of the command, unless given here."""
-    draft: str = "llama-3.2-3b"
-    """Sizes of a standalone draft, named as --target."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """Optimizer of the draft (--optim.name)."""
+    checkpoint: str = "llama-3.2-3b"
+    """Sizes of a standalone draft (--draft.checkpoint), named as --target."""
+    optim: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the draft."""
     target_dtype: TargetDtype = "bfloat16"
     """Type of the target's weights and states."""
-    features: Features = "in-process"
-    """Place of the target: `in-process` (--signal.kind model), `served` on other GPUs (endpoint), or `cached` on disk
-    before training (cache). The time in which vLLM and the network send the target's signal is not counted."""
+    signal: SignalKind = "model"
+    """Place of the target: `model` in the training process, `endpoint` on other GPUs, or `cache` on disk before
+    training. The time in which vLLM and the network send the target's signal is not counted."""
     batch_size: int | None = None
     """Rows of a step on each device; by default those of the family's command."""
     sequence_length: int | None = None
     """Tokens of a row; by default those of the family's command."""
     exact: bool = False
-    """For a standalone draft with --features served or cached: hidden states, which give the exact distribution,
-    instead of the top k (--signal.exact)."""
+    """For a standalone draft with --signal endpoint or cache: hidden states, which give the exact distribution, instead
+    of the top k."""
     documents: int = 2
     """Conversations packed into each row. Attention stays within each."""
     num_steps: int | None = None
     """Draft steps trained at once: steps, heads, stages, or slots of a block."""
     draft_vocab_size: int | None = None
     """Size of the draft's vocabulary, for families that reduce it; 0 keeps the target's."""
-    precision: Literal["bf16", "no"] = "bf16"
+    mixed_precision: Literal["bf16", "no"] = "bf16"
     """Mixed precision of training. The draft's weights are in float32 either way."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, as the flag of `redraft train` does."""
@@ -57,8 +58,8 @@ class Config:
     """GPUs of the whole training."""
     sharding: ShardingKind = "none"
     """Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
-    shard_target: bool = False
-    """Share the layers of a target in this process out too (--signal.shard). Each step then gathers all of them."""
+    shard: bool = False
+    """Share the layers of a target in this process out too. Each step then gathers all of them."""
     tokens: float | None = None
     """Tokens to train on in all, e.g. 1e9, to print the hours that they take."""
     json: Path | None = None
@@ -71,10 +72,10 @@ class Config:
             raise ValueError(f"--tokens is {self.tokens:g}: give the tokens to train on, e.g. 1e9")
         if self.sharding != "none" and self.devices == 1:
             raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
-        if self.exact and (self.features == "in-process" or find_family(self.family).is_head):
-            raise ValueError("--exact is for a standalone draft with --features served or cached: the others are exact")
-        if self.shard_target and (self.devices == 1 or self.features != "in-process"):
-            raise ValueError("--shard-target takes several devices and --features in-process")
+        if self.exact and (self.signal == "model" or find_family(self.family).is_head):
+            raise ValueError("--exact is for a standalone draft with --signal endpoint or cache: the others are exact")
+        if self.shard and (self.devices == 1 or self.signal != "model"):
+            raise ValueError("--shard takes several devices and --signal model")
 
     @property
     def target_name(self) -> str:

@@ -25,7 +25,7 @@ from benchmarks.training import heads as bench_heads
 from benchmarks.training.measure import OURS, _in_fresh_process, _resident_peak_bytes
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan import counted_step as bench_step
-from redraft.distill.plan.choices import FamilyName, Features
+from redraft.distill.plan.choices import FamilyName, SignalKind
 from redraft.distill.plan.counted_step import (
     Counted,
     Plan,
@@ -133,7 +133,7 @@ def test_the_flops_of_an_eagle3_step_are_those_of_a_count_by_hand() -> None:
     # are repeated
     backward = mix + 2 * steps * layer + 7 * attention // 2
     by_hand = mix + steps * layer + attention + target_logits + 3 * draft_logits + backward
-    assert count_flops(count_step(replace(PLAN, features="served"))) == by_hand
+    assert count_flops(count_step(replace(PLAN, signal="endpoint"))) == by_hand
 
 
 def test_the_flops_of_the_target_are_those_of_a_count_by_hand() -> None:
@@ -161,7 +161,7 @@ def test_causal_attention_computes_the_scores_up_to_the_diagonal() -> None:
 # ------------------------------------------------------------------------------------------- with and without weights
 
 
-@pytest.mark.parametrize("features", ["in-process", "served"])
+@pytest.mark.parametrize("signal", ["model", "endpoint"])
 @pytest.mark.parametrize(
     "family",
     [
@@ -169,8 +169,8 @@ def test_causal_attention_computes_the_scores_up_to_the_diagonal() -> None:
         for name in get_args(FamilyName)
     ],
 )
-def test_without_weights_the_same_is_counted_as_with_them(family: str, features: Features) -> None:
-    plan = plan_for(family, features=features, documents=3)
+def test_without_weights_the_same_is_counted_as_with_them(family: str, signal: SignalKind) -> None:
+    plan = plan_for(family, signal=signal, documents=3)
     weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
     assert weightless.operations == real.operations
     assert weightless.memory == real.memory
@@ -214,7 +214,7 @@ def test_the_targets_signal_is_in_memory_during_the_backward_pass(monkeypatch: p
 
     monkeypatch.setattr(bench_step, "make_source", make_watched)
     monkeypatch.setattr(torch.autograd, "backward", backward)
-    count_step(plan_for("dflash", features="in-process"))
+    count_step(plan_for("dflash", signal="model"))
     assert alive == [True]
 
 
@@ -224,7 +224,7 @@ def test_seven_steps_of_32k_tokens_take_less_than_twice_the_activations_of_one()
 
     def long(num_steps: int, tokens: int) -> Counter[str]:
         asked = Counting(
-            features="served", batch_size=1, sequence_length=tokens, documents=1, num_steps=num_steps,
+            signal="endpoint", batch_size=1, sequence_length=tokens, documents=1, num_steps=num_steps,
             gradient_checkpointing=num_steps > 1,
         )  # fmt: skip
         return count_step(make_plan(asked)).memory
@@ -348,7 +348,7 @@ def test_the_peak_is_within_15_percent_of_memory_measured_on_this_cpu(
         target=bench_heads.FAMILIES[family].target(),
         head=head,
         divergence=Divergence(),
-        features="served",
+        signal="endpoint",
         batch_size=bench_heads.SIZES.batch,
         sequence_length=bench_heads.SIZES.length,
         dtype=torch.float32,
@@ -383,7 +383,7 @@ def counted_target(seconds: float, weights: int) -> Counted:
 
 
 def test_devices_are_split_so_that_the_slower_side_is_fastest() -> None:
-    cfg, plan = Counting(features="served", devices=8), replace(PLAN, features="served")
+    cfg, plan = Counting(signal="endpoint", devices=8), replace(PLAN, signal="endpoint")
     # 141 GB need 4 of 64 GB; 48 tokens in 0.012 s are 4,000 tokens/s a device
     run = plan_run(cfg, plan, counted_target(0.012, 141 * 10**9), 5000.0, H100)
     assert run is not None
@@ -396,7 +396,7 @@ def test_devices_are_split_so_that_the_slower_side_is_fastest() -> None:
 
 
 def test_a_cache_is_written_first_and_trained_from_then() -> None:
-    cfg, plan = Counting(features="cached", devices=8), replace(PLAN, features="cached")
+    cfg, plan = Counting(signal="cache", devices=8), replace(PLAN, signal="cache")
     run = plan_run(cfg, plan, counted_target(0.012, 141 * 10**9), 4000.0, H100)
     assert run is not None
     assert (run.targets, run.trainers) == (8, 8)
@@ -411,7 +411,7 @@ def test_sharding_divides_what_it_shares_out() -> None:
 
 
 def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
-    cfg = Counting(target=tiny_target, **SMALL, features="served", devices=4)
+    cfg = Counting(target=tiny_target, **SMALL, signal="endpoint", devices=4)
     result = count(replace(cfg, sharding="fsdp2"))
     for on in result.on.values():
         assert on.run is not None
@@ -420,7 +420,7 @@ def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
 
 def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None:
     cfg = Counting(target=tiny_target, **SMALL, devices=4)
-    whole, shared = count(cfg), count(replace(cfg, shard_target=True))
+    whole, shared = count(cfg), count(replace(cfg, shard=True))
     config = AutoConfig.from_pretrained(tiny_target)
     layer = sum(w.numel() for w in AutoModelForCausalLM.from_config(config).model.layers[0].parameters()) * 2
     layers = config.num_hidden_layers * layer
@@ -432,7 +432,7 @@ def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("column", "target"), [(0, {"features": "served"}), (1, {"shard_target": True})])
+@pytest.mark.parametrize(("column", "target"), [(0, {"signal": "endpoint"}), (1, {"shard": True})])
 def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(column: int, target: dict[str, Any]) -> None:
     """The table of docs/measurements.md: draft, optimizer and gradients, activations, target, all of it; in GB."""
     table = MEASUREMENTS.partition("| on each GPU that trains |")[2].partition("tokens/s")[0]
@@ -475,7 +475,7 @@ def test_the_steps_in_the_docs_are_the_ones_that_are_counted(row: list[str]) -> 
 @pytest.mark.parametrize("row", read_rows("draft steps"), ids=lambda row: row[0])
 def test_the_activations_in_the_docs_are_the_ones_that_are_counted(row: list[str]) -> None:
     steps, _, flag = row[0].replace("`", "").partition(", with ")
-    asked = ["--features", "served", "--batch-size", "1", "--sequence-length", "32768", "--documents", "1"]
+    asked = ["--signal", "endpoint", "--batch-size", "1", "--sequence-length", "32768", "--documents", "1"]
     cfg = parse(Counting, None, {}, [*asked, "--num-steps", steps, *flag.split()], prog="redraft plan")
     assert row[1] == f"{count_step(make_plan(cfg)).memory[ACTIVATIONS] / 1e9:.1f} GB"
 
@@ -510,11 +510,11 @@ def test_the_tables_say_what_does_not_fit_and_what_would() -> None:
     assert result.on["H100"].run is None
     text = "\n".join(as_text(cfg, result, {}))
     assert f"does not fit: {result.step.memory.total() / 1e9:,.1f} of 80 GB" in text
-    assert "to fit H100: --features served or cached" in text
+    assert "to fit H100: --signal endpoint or cache" in text
 
 
 def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted_apart(tiny_target: str) -> None:
-    cfg = Counting(target=tiny_target, **SMALL, features="served", devices=4)
+    cfg = Counting(target=tiny_target, **SMALL, signal="endpoint", devices=4)
     result = count(cfg)
     assert result.step.signal_bytes == 256 * 4 * 64 * 2  # the last state and three layers, in bfloat16
     assert "target" not in {work.part for work in result.step.operations}
@@ -531,7 +531,7 @@ def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted
 
 
 def test_a_standalone_draft_is_counted_with_the_vocabulary_of_its_target(tiny_target: str) -> None:
-    plan = make_plan(Counting(family="standalone", target=tiny_target, draft="llama-3.2-1b"))
+    plan = make_plan(Counting(family="standalone", target=tiny_target, checkpoint="llama-3.2-1b"))
     assert (plan.head.vocab_size, plan.divergence.name, plan.sequence_length) == (512, "lk_hybrid", 4096)
     small = replace(plan, head=DRAFT, batch_size=1, sequence_length=64)
     kept, recomputed = count_step(small), count_step(replace(small, gradient_checkpointing=True))
@@ -579,7 +579,7 @@ def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) 
 
 
 def test_numbers_that_make_no_training_are_refused() -> None:
-    for flags in ({"devices": 0}, {"tokens": -1.0}, {"sharding": "zero2"}, {"shard_target": True}):
+    for flags in ({"devices": 0}, {"tokens": -1.0}, {"sharding": "zero2"}, {"shard": True}):
         with pytest.raises(ValueError, match="--" + next(iter(flags)).replace("_", "-")):
             Counting(**flags)  # type: ignore[arg-type]
 
@@ -588,7 +588,7 @@ def test_numbers_that_make_no_training_are_refused() -> None:
 @pytest.mark.parametrize("family", [name for name in get_args(FamilyName) if name != "peagle"])
 def test_the_closed_form_is_what_a_step_keeps(family: str, optimizer: Any) -> None:
     """Beside ids of a reduced vocabulary and AdamW's counts of steps."""
-    plan = plan_for(family, features="served", optimizer=optimizer, keeps_gradients=True)
+    plan = plan_for(family, signal="endpoint", optimizer=optimizer, keeps_gradients=True)
     counted = count_step(plan).memory
     draft = bench_step.make_models(plan, torch.device("meta"))[1]
     for holder, num_bytes in DraftSize.of(draft).hold(optimizer).items():
@@ -596,11 +596,11 @@ def test_the_closed_form_is_what_a_step_keeps(family: str, optimizer: Any) -> No
 
 
 def test_hidden_states_for_a_standalone_draft_are_counted() -> None:
-    plan = plan_for("standalone", features="served")
+    plan = plan_for("standalone", signal="endpoint")
     top_k, exact = count_step(plan), count_step(replace(plan, exact=True))
     assert exact.signal_bytes == plan.tokens * plan.target.hidden_size * 2  # bfloat16
     assert top_k.signal_bytes == plan.tokens * plan.top_k * (8 + 4)
-    for flags in ({"family": "standalone"}, {"family": "eagle3", "features": "served"}):
+    for flags in ({"family": "standalone"}, {"family": "eagle3", "signal": "endpoint"}):
         with pytest.raises(ValueError, match="--exact"):
             Counting(exact=True, **flags)  # type: ignore[arg-type]
 
@@ -634,7 +634,7 @@ def test_a_step_that_does_not_fit_computes_activations_again_and_then_has_fewer_
 
 
 def test_every_family_with_weights_can_be_counted() -> None:
-    assert set(get_args(FamilyName)) == {family.name for family in FAMILIES if not family.is_lookup}
+    assert set(get_args(FamilyName)) == {family.name.replace("_", "-") for family in FAMILIES if not family.is_lookup}
 
 
 # ---------------------------------------------------------------------------------------------------------------- a GPU
@@ -681,7 +681,7 @@ def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
 
     monkeypatch.setattr(gpu, "time_step", run)
     cfg = gpu.Config(target=tiny_target, batch_size=1, sequence_length=32, documents=1)
-    gpu.measure_all(cfg, ("medusa", "mtp", "eagle1", "mlp_speculator"), cpu, "a CPU", rounds=1, output=out)
+    gpu.measure_all(cfg, ("medusa", "mtp", "eagle1", "mlp-speculator"), cpu, "a CPU", rounds=1, output=out)
     report = json.loads(out.read_text())
     assert [result["family"] for result in report["results"]] == ["medusa", "mlp_speculator"]
     assert written == [0, 1, 1], "the file is written after every family"

@@ -13,7 +13,7 @@ from redraft.recipes.plan.plan import Config as Counting
 def count(family: str, *, recomputed: bool) -> Counted:
     asked = Counting(
         family=family,  # type: ignore[arg-type]
-        features="served",
+        signal="endpoint",
         batch_size=1,
         sequence_length=8192,
         documents=1,
