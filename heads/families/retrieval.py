@@ -12,6 +12,7 @@ R = entries of the table, N = longest run."""
 from __future__ import annotations
 
 import json
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from redraft.heads.files.folder import CONFIG, WEIGHTS, read_config
 
 Ids = NDArray[np.int32]
 Run = tuple[int, ...]  # Consecutive tokens, the last ones of some text.
+Row = int  # token << 5 | votes; in fewer than `min_texts` texts also texts * TEXTS
 
 LIVE = "live"  # name of the draft that counts its server's answers
 MEASURE_COUNTED = "measure counted answers instead (redraft retrieval)"
@@ -35,6 +37,10 @@ VERIFY_COST = "verify_cost"  # Key of a speculative config for `Config.verify_co
 BEFORE_HEAD = 0.5  # `Retrieval.least_first` before a head.
 TOKEN_BYTES = 4
 MOST_VOTES = 16  # cap: a new token outvotes an old one within 17 occurrences
+VOTES, TEXTS = 31, 1 << 30
+NEW = -32  # a row with no vote, and no token
+SHARD = 1 << 12  # most runs to drop, or to move in memory, at once
+REMEMBERED = 4096  # live predictions of a kind; then both sums halve, and the rate follows the traffic
 EXPECTED = 0.2, 0.4, 0.8  # prior hit rates for runs in the request, by length; measured on SmolLM2's code answers
 NOTHING = (-1, 0.0)  # No token, and its probability.
 
@@ -44,7 +50,7 @@ class Config:
     max_run: int = 6
     """Longest run of tokens to look up."""
     max_entries: int = 1_000_000
-    """Most runs to keep. Each takes about 400 bytes of server memory."""
+    """Most runs to keep. Each takes up to 400 bytes of server memory."""
     min_texts: int = 1
     """Fewest conversations in which a run must be followed by its token. With 2 or more, a run that
     stands in one conversation only is left out."""
@@ -206,41 +212,23 @@ def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
     return Retrieval(config, counts.list_entries(), counts.by_length())
 
 
-@dataclass(slots=True)
-class Row:
-    """The token after a run, by majority vote (Boyer and Moore, 1981). Keeps one token per run; new
-    text displaces old."""
-
-    token: int
-    votes: int = 0
-    num_texts: int = 0  # Texts with `token` after the run.
-    last_text: int = 0
-
-    def add(self, token: int, text: int) -> None:
-        if token != self.token:
-            if self.votes:
-                self.votes -= 1
-                return
-            self.token, self.num_texts, self.last_text = token, 0, 0
-        self.votes = min(MOST_VOTES, self.votes + 1)
-        self.num_texts += text != self.last_text
-        self.last_text = text
-
-
 class Counts:
     """Runs of the answers, counted text by text: about 10 us a token. Each text first tests the
     predictions of earlier texts; the hit rates by length and votes are the probabilities.
     Beyond `max_entries` runs, those counted least recently are dropped."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, remembered: float = float("inf")) -> None:
+        self.config, self.remembered = config, remembered
         self.num_texts = 0
         # Key: length of a run in the request, or `_kind` of one in the answers.
         self._hits: dict[int | tuple[int, int], list[float]] = {
             length: [10 * EXPECTED[min(length, len(EXPECTED)) - 1], 10] for length in range(1, config.max_run + 1)
         }
-        self._newer: dict[Run, Row] = {}
-        self._older: dict[Run, Row] = {}
+        # Bytes and integers, because the garbage collector would pause the engine to look through anything else.
+        self._num_shards = 1 + config.max_entries // SHARD
+        self._most = max(1, config.max_entries // 2 // self._num_shards)
+        self._newer: list[dict[bytes, Row]] = [{} for _ in range(self._num_shards)]
+        self._older: list[dict[bytes, Row]] = [{} for _ in range(self._num_shards)]
 
     def learn(self, text: Text) -> Iterator[None]:
         """Count a text; yield between steps."""
@@ -251,22 +239,20 @@ class Counts:
             length, after = find_run(data[: TOKEN_BYTES * at], most)
             if length:
                 self._note(length, ids[after // TOKEN_BYTES] == ids[at])
-            if found := self._find(tuple(ids[max(0, at - most) : at])):
-                kind, row = found
-                self._note(kind, row.token == ids[at])
+            if found := self._find(data[TOKEN_BYTES * max(0, at - most) : TOKEN_BYTES * at]):
+                kind, token = found
+                self._note(kind, token == ids[at])
             yield
         for at in labels:
-            last = tuple(ids[max(0, at - most) : at])
-            for begin in range(len(last)):
-                self._add(last[begin:], ids[at])
+            self._add(data[TOKEN_BYTES * max(0, at - most) : TOKEN_BYTES * at], ids[at])
             yield
 
-    def predict(self, last: Run) -> tuple[int, float]:
+    def predict(self, last: bytes) -> tuple[int, float]:
         """The token after the longest counted run at the end of `last`, and its probability."""
         if not (found := self._find(last)):
             return NOTHING
-        kind, row = found
-        return row.token, self._probability(kind)
+        kind, token = found
+        return token, self._probability(kind)
 
     def by_length(self) -> list[float]:
         """The probability of the token after a run's first place in the request, by length."""
@@ -274,33 +260,57 @@ class Counts:
 
     def list_entries(self) -> dict[Run, tuple[int, float]]:
         """`Retrieval.entries`, without runs that predict what the next shorter run does."""
-        rows = {run: row for run, row in (self._older | self._newer).items() if self._counts(row)}
-        found = {run: (row.token, self._probability(_kind(run, row))) for run, row in rows.items()}
+        rows = [item for shard in (*self._older, *self._newer) for item in shard.items() if item[1] < TEXTS]
+        found = {_last(run, len(run)): (row >> 5, self._probability(_kind(run, row))) for run, row in rows}
         return {run: entry for run, entry in found.items() if found.get(run[1:]) != entry}
 
-    def _find(self, last: Run) -> tuple[tuple[int, int], Row] | None:
-        for begin in range(len(last)):
+    def _find(self, last: bytes) -> tuple[tuple[int, int], int] | None:
+        for begin in range(0, len(last), TOKEN_BYTES):
             run = last[begin:]
-            row = self._newer.get(run) or self._older.get(run)
-            if row and self._counts(row):
-                return _kind(run, row), row
+            shard = zlib.crc32(run) % self._num_shards
+            row = self._newer[shard].get(run)
+            if row is None:
+                row = self._older[shard].get(run, TEXTS)
+            if row < TEXTS:
+                return _kind(run, row), row >> 5
         return None
 
-    def _counts(self, row: Row) -> bool:
-        return row.num_texts >= self.config.min_texts
+    def _add(self, last: bytes, token: int) -> None:
+        """Count `token` after every run at the end of `last`."""
+        for begin in range(0, len(last), TOKEN_BYTES):
+            run = last[begin:]
+            shard = zlib.crc32(run) % self._num_shards  # `hash` would differ between the ranks of a server
+            newer = self._newer[shard]
+            row = newer.get(run)
+            if row is None:
+                if len(newer) >= self._most:
+                    self._older[shard] = newer
+                    newer = self._newer[shard] = {}
+                row = self._older[shard].pop(run, NEW)
+            newer[run] = self._vote(row, token)
 
-    def _add(self, run: Run, token: int) -> None:
-        row = self._newer.get(run)
-        if row is None:
-            if len(self._newer) >= max(1, self.config.max_entries // 2):
-                self._older, self._newer = self._newer, {}
-            row = self._newer[run] = self._older.pop(run) if run in self._older else Row(token)
-        row.add(token, self.num_texts)
+    def _vote(self, row: Row, token: int) -> Row:
+        """The row after one more `token`, by the majority vote of Boyer and Moore (1981). Keeps one token per run; new
+        text displaces old."""
+        if row >> 5 == token:
+            return row + 1 if row & VOTES < MOST_VOTES else row
+        least, num_texts = self.config.min_texts, 1
+        if row % TEXTS >> 5 == token:  # in too few texts
+            last_text, num_texts = divmod(row // TEXTS, least)
+            num_texts += last_text != self.num_texts
+            row = row % TEXTS + (row & VOTES < MOST_VOTES)
+        elif row & VOTES:
+            return row - 1
+        else:
+            row = token << 5 | 1
+        return row if num_texts >= least else row + TEXTS * (self.num_texts * least + num_texts)
 
     def _note(self, kind: int | tuple[int, int], is_hit: bool) -> None:
         count = self._hits.setdefault(kind, [0, 0])
         count[0] += is_hit
         count[1] += 1
+        if count[1] > self.remembered:
+            count[:] = count[0] / 2, count[1] / 2
 
     def _probability(self, kind: int | tuple[int, int]) -> float:
         hits, total = self._hits.get(kind, (0, 0))
@@ -308,15 +318,15 @@ class Counts:
         return (hits + 0.5) / (total + 1)
 
 
-def _kind(run: Run, row: Row) -> tuple[int, int]:
-    return len(run), row.votes.bit_length()  # 0, 1, 2 to 3, 4 to 7, 8 to 15 or 16 votes
+def _kind(run: bytes, row: Row) -> tuple[int, int]:
+    return len(run) // TOKEN_BYTES, (row & VOTES).bit_length()  # 0, 1, 2 to 3, 4 to 7, 8 to 15 or 16 votes
 
 
 class Live(Retrieval):
     """Counts that start empty and learn while serving."""
 
     def __init__(self, config: Config) -> None:
-        self.counts = Counts(config)
+        self.counts = Counts(config, REMEMBERED)
         super().__init__(config, {}, self.counts.by_length())
 
     def learn(self, text: Text) -> Iterator[None]:
@@ -325,4 +335,4 @@ class Live(Retrieval):
         self.run_probability = self.counts.by_length()
 
     def _in_answers(self, data: bytes) -> tuple[int, float]:
-        return self.counts.predict(_last(data, self.config.max_run))
+        return self.counts.predict(data[-TOKEN_BYTES * self.config.max_run :])

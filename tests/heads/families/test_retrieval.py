@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -131,14 +133,46 @@ def test_live_counts_begin_with_the_request_and_learn_answers() -> None:
     for _ in range(9):
         learn(draft, text)
     before = draft.run_probability[1]
-    token, probability = draft.counts.predict((2, 3))
+    token, probability = draft.counts.predict(make_ids([2, 3]).tobytes())
     assert (token, probability > 0.8) == (4, True)
     once = count_answers([text] * 10, Config(max_run=3))
-    assert once.entries[(3,)] == (4, pytest.approx(draft.counts.predict((3,))[1])), "as if counted at once"
+    assert once.entries[(3,)] == (4, pytest.approx(draft.counts.predict(make_ids([3]).tobytes())[1])), (
+        "as if counted at once"
+    )
     for _ in range(40):
         learn(draft, make_text([1, 2], [3, 9, 3, 9]))
-    assert draft.counts.predict((3,))[0] == 9, "newer answers displace older ones"
+    assert draft.counts.predict(make_ids([3]).tobytes())[0] == 9, "newer answers displace older ones"
     assert draft.run_probability[1] != before
+
+
+def test_counting_leaves_the_garbage_collector_nothing_and_frees_little_at_once() -> None:
+    draft, rng = Live(Config(max_entries=100_000)), np.random.default_rng(0)
+    gc.collect()
+    before, blocks = len(gc.get_objects()), []
+    for _ in range(60):  # 144,000 runs
+        for step, _ in enumerate(draft.learn(make_text([], rng.integers(0, 50_000, 400).tolist()))):
+            if step % 20 == 0:
+                blocks.append(sys.getallocatedblocks())
+    assert max(blocks) - blocks[0] > 100_000, "a block or more for each run"
+    assert max(-np.diff(blocks)) < 20_000
+    assert len(gc.get_objects()) - before < 1_000
+
+
+def test_live_hit_rates_follow_a_change_of_the_traffic() -> None:
+    rng = np.random.default_rng(0)
+    drafts = Live(Config(max_run=2)), Live(Config(max_run=2))
+    phrases = rng.integers(0, 49_000, (50, 40))
+    for _ in range(300):
+        learn(drafts[0], make_text([], phrases[rng.integers(0, 50, 10)].ravel().tolist()))
+    assert drafts[0].run_probability[1] > 0.25
+    for _ in range(100):  # no token predicts the next one
+        text = make_text([], rng.integers(0, 400, 400).tolist())
+        for draft in drafts:
+            learn(draft, text)
+    in_request = [draft.run_probability[1] for draft in drafts]
+    in_answers = [draft.counts.predict(make_ids([7]).tobytes())[1] for draft in drafts]
+    assert in_request[0] == pytest.approx(in_request[1], abs=0.005)
+    assert in_answers[0] == pytest.approx(in_answers[1], abs=0.005)
 
 
 def test_the_more_probable_of_request_and_answers_is_drafted_while_it_pays() -> None:
