@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from benchmarks.gpu.check import Config
 from benchmarks.gpu.results import Results
 from benchmarks.training import gpu
-from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.counted_step import Plan
 from redraft.distill.plan.roofs import Device
 from redraft.recipes.plan.count import make_plan
@@ -29,7 +28,7 @@ def measure_steps(cfg: Config, results: Results) -> None:
     """Each family's step."""
     device = torch.device("cuda", torch.cuda.current_device())
     sheet = gpu.find_device(torch.cuda.get_device_name(device))
-    for family in cast(tuple[FamilyName, ...], cfg.families):
+    for family in cfg.families:
         own = gpu.choose_sizes(gpu.Config(), family, sheet)
         plan = make_plan(own)
         results.measure(family, measure_family, own, plan, device, sheet)

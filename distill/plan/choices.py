@@ -1,8 +1,13 @@
 """The choices of a plan by name. Without torch, so a command's config reads them fast."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-FamilyName = Literal["standalone", "eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp-speculator"]
+from redraft.heads.catalog import list_trained
+
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(list_trained())]  # as `heads.catalog.Method`
 
 SignalKind = Literal["model", "endpoint", "cache"]
 """Place of the target: in the training process, on other GPUs, or on disk before training."""

@@ -37,9 +37,6 @@ from redraft.distill.signal.sharded import size_weights
 from redraft.heads.catalog import find_family
 from redraft.recipes.plan.plan import Config
 
-NUM_STEPS = {"dflash": "block_size", "dspark": "block_size", "medusa": "num_heads", "mlp_speculator": "num_stages"}
-"""The option of a family that says how many tokens it learns, if not `num_steps`."""
-
 PLACES = {"model": "in the process", "endpoint": "served", "cache": "cached"}
 SERVED_SHARE = 0.8  # of a server's memory, for weights; the rest: keys, values, activations
 
@@ -78,10 +75,12 @@ def make_plan(cfg: Config) -> Plan:
 
 
 def _choose_head(cfg: Config, usual: Any) -> Any:
-    """The options of a head: the command's, changed by the flags."""
+    """The options of a head: the command's, and --num-steps in the one that says how many tokens it learns."""
     if cfg.num_steps is None:
         return usual
-    return replace(usual, **{NUM_STEPS.get(find_family(cfg.family).name, "num_steps"): cfg.num_steps})
+    numbers = {name: value + 1 for name, value in vars(usual).items() if type(value) is int}
+    (name,) = (name for name in numbers if replace(usual, **{name: numbers[name]}).num_tokens != usual.num_tokens)
+    return replace(usual, **{name: cfg.num_steps})
 
 
 def _find_draft(cfg: Config, target: Any) -> Any:

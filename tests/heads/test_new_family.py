@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ from redraft.online.learning.scoring import score
 from redraft.online.records.record import Record
 from redraft.recipes.cli.run import dispatch
 
+ROOT = Path(__file__).parents[2]
 K = 3
 
 
@@ -114,6 +118,33 @@ def test_it_has_a_command(random_target: Path, tmp_path: Path) -> None:
     assert isinstance(head, Tiny)
     assert head.aux_layer_ids == (1, 2)
     assert json.loads((tmp_path / "run/report.json").read_text())["offline"]["tau_forecast"] >= 1
+
+
+PLAN = """
+import sys
+from tiny_family import ROW
+from redraft.heads import catalog
+
+catalog.FAMILIES = (ROW, *catalog.FAMILIES)  # the row is there before anything reads the table
+from redraft.recipes.cli.run import dispatch
+
+sys.exit(dispatch(["plan", "--family", "tiny", "--target", "llama-3.2-1b", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize(("flags", "num_tokens"), [((), 3), (("--num-steps", "6"), 5)])
+def test_the_cost_of_its_training_is_counted(flags: tuple[str, ...], num_tokens: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")])}
+    counted = tmp_path / "plan.json"
+    command = [sys.executable, "-c", PLAN, *flags, "--json", str(counted)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(counted.read_text())
+    hidden = 2048
+    weights = 4 * (len(Config().aux_layer_ids) * hidden * hidden + hidden + num_tokens * hidden)
+    assert numbers["memory"]["draft's weights"] == weights
+    # AdamW keeps two values a weight, and a step count for each of the three tensors.
+    assert numbers["memory"]["optimizer state"] == 2 * weights + 3 * 4
 
 
 def test_its_export_is_recognised_loaded_and_checked(model: Any, target_folder: Path, tmp_path: Path) -> None:

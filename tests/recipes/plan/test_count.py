@@ -633,6 +633,19 @@ def test_a_step_that_does_not_fit_computes_activations_again_and_then_has_fewer_
     assert fit_in(again - 1) == replace(cfg, gradient_checkpointing=True, batch_size=7)
 
 
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [
+        *((name, "num_steps") for name in ("eagle1", "eagle3", "mtp", "peagle")),
+        *((name, "block_size") for name in ("dflash", "dspark")),
+        *(("medusa", "num_heads"), ("mlp-speculator", "num_stages")),
+    ],
+)
+def test_the_number_of_steps_changes_one_option(family: str, option: str) -> None:
+    usual, changed = (make_plan(Counting(family=family, num_steps=steps)).head for steps in (None, 5))
+    assert changed == replace(usual, **{option: 5}) != usual
+
+
 def test_every_family_with_weights_can_be_counted() -> None:
     assert set(get_args(FamilyName)) == {family.name.replace("_", "-") for family in FAMILIES if not family.is_lookup}
 
