@@ -18,7 +18,7 @@ from redraft.eval.report.results import Measured, build_results, list_prompt_cou
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.kept import hash_key
 
-SCHEMA_VERSION = 2  # 2: the engine's `diverges`, which was called `parts`.
+SCHEMA_VERSION = 3  # The schema says what each version changed.
 FEW_PROMPTS = 20  # Below this number of prompts in a domain, intervals say little.
 
 

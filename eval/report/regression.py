@@ -87,8 +87,8 @@ def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> R
         raise FileNotFoundError(f"the baseline {path} does not exist: give an earlier report.json of `redraft eval`")
     baseline = read_as(path, Report, "give an earlier report.json of `redraft eval`")
     version, target = baseline.schema_version, baseline.target
-    if version != schema_version:
-        raise ValueError(f"{path} has schema version {version}; this redraft reads version {schema_version}")
+    if version > schema_version:  # An older one has the keys above too, or `read_as` refuses it.
+        raise ValueError(f"{path} has schema version {version}; this redraft reads up to version {schema_version}")
     if target.fingerprint != target_fingerprint:
         raise ValueError(f"{path} is a baseline of another target, {target.name}: measure one")
     return baseline

@@ -31,6 +31,7 @@ from redraft.eval.report.acceptance import (
 )
 from redraft.eval.report.regression import Comparison, describe_change, read_baseline
 from redraft.eval.report.results import Measured
+from redraft.heads.catalog import FAMILIES
 
 SCHEMA = json.loads(Path(acceptance_report_module.__file__).with_name("acceptance.schema.json").read_text())
 FINGERPRINT = "ab" * 32
@@ -253,6 +254,11 @@ def test_a_draft_without_a_forecast_still_gets_a_report(tmp_path: Path) -> None:
     write_acceptance_report(tmp_path, report)
 
 
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_drafts_of_every_family_follow_the_schema(family: str) -> None:
+    validate(make_report(make_measured(drafts=["one"]), drafts=[make_draft("one", family=family)]))
+
+
 def test_equal_measurements_give_equal_bytes(tmp_path: Path) -> None:
     for name in ("one", "other"):
         report = make_report()
@@ -346,9 +352,11 @@ def written(folder: Path, **changes: Any) -> Path:
 
 def test_a_baseline_is_an_acceptance_report_of_this_target_and_version(tmp_path: Path) -> None:
     assert read_baseline(written(tmp_path), FINGERPRINT, SCHEMA_VERSION).target.name == "a/target"
+    older = read_baseline(written(tmp_path, schema_version=2, advice=[]), FINGERPRINT, SCHEMA_VERSION)
+    assert compare_reports(make_report(), msgspec.to_builtins(older), 0.0).num_fell == 0
     for changes, message in (
         ({"target": {"name": "b", "fingerprint": "cd" * 32}}, "a baseline of another target, b:"),
-        ({"schema_version": 99}, "schema version 99"),
+        ({"schema_version": SCHEMA_VERSION + 1}, f"schema version {SCHEMA_VERSION + 1}"),
         ({"per_prompt": None, "target": 3}, r"report\.json is corrupt"),
     ):
         with pytest.raises(ValueError, match=message):
