@@ -92,7 +92,7 @@ def main(cfg: Config) -> None:
         "confirmed": sorted(rows, key=lambda row: -row["1"]["ratio"]),
         "plain": by_load(next(iter(confirmed.values())), PLAIN),
         **describe_speed(target.name, choices, best, confirmed, measured),
-        **describe_head(target.name, cfg.output, choices, measured),
+        **describe_head(target.name, cfg.output, choices, measured, confirmed),
         "settings": {
             "minutes": cfg.minutes,
             "trained": len(cfg.train),

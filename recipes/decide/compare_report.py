@@ -10,9 +10,9 @@ from redraft.distill.run.proof import make_logits
 from redraft.eval.engine.draft_source import NGRAM
 from redraft.eval.engine.lossless import compare_lossless
 from redraft.eval.engine.measure import Measurement
-from redraft.eval.report.page import engine_section
+from redraft.eval.report.page import Speed, engine_section
 from redraft.eval.serving.drafts import Choice
-from redraft.eval.serving.rounds import PLAIN, Results, compare, merge
+from redraft.eval.serving.rounds import PLAIN, Results, compare, count, merge
 from redraft.recipes.decide.compare_config import parse_trained
 
 LOADS = (1, 8)  # Requests in flight.
@@ -119,8 +119,11 @@ def find_head(choices: Sequence[Choice]) -> Choice | None:
     return max(trained, key=lambda choice: choice.speedups["1"], default=None)
 
 
-def describe_head(target: str, output: Path, choices: Sequence[Choice], first: Sequence[Results]) -> dict[str, Any]:
-    """The sections of the best trained draft's own report, with the first rounds as `engine`; none without one."""
+def describe_head(
+    target: str, output: Path, choices: Sequence[Choice], first: Sequence[Results], confirmed: Mapping[str, Results]
+) -> dict[str, Any]:
+    """The sections of the best trained draft's own report, with the first rounds as `engine`; none without one. The
+    speed is of the last rounds, if the draft took part."""
     head = find_head(choices)
     if head is None:
         return {}
@@ -135,7 +138,13 @@ def describe_head(target: str, output: Path, choices: Sequence[Choice], first: S
         for domain, row in report["by_domain"].items()
     }
     engine = engine_section(ours, lossless, report["offline"]["tau_forecast"])
-    kept = {key: report[key] for key in ("draft", "offline", "train", "curves")}
+    if last := confirmed.get(name):
+        rates = [[run.tokens_per_s for run in last[server, ONE]] for server in (name, PLAIN)]
+        served = count(last, name, ONE)
+        speed = Speed(with_draft=rates[0], without_draft=rates[1])
+        engine["speed"] = speed.to_json(served.tau, len(served.accepted_per_position))
+    kept = {key: report[key] for key in ("draft", "offline", "curves")}
+    kept["train"] = {**report["train"], "steps": report["train"]["exported_step"]}
     return {**kept, "by_domain": domains, "engine": {**engine, "decoder": "a real vLLM"}}
 
 

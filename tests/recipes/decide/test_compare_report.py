@@ -177,14 +177,29 @@ def test_a_trained_head_is_reported_as_measured_beside_its_forecast(random_targe
     trained = {
         "draft": "outputs/draft",
         "offline": {"tau_forecast": 2.2},
-        "train": {"tokens_per_s": 1.0},
+        "train": {"tokens_per_s": 1.0, "exported_step": 9},
         "curves": [],
         "by_domain": {"all": {"tau_forecast": 2.2, "tau": None}},
     }
     (tmp_path / "eagle3-8k" / "report.json").write_text(json.dumps(trained))
-    sections = describe_head(str(random_target), tmp_path, choices, [make_results(speeds)])
+    # The last rounds have another number of draft tokens, of which half as many are accepted.
+    fewer = AcceptanceCounts(num_drafts=20, num_accepted=10, accepted_per_position=(10,))
+    last = make_results(speeds | {"eagle3-8k": (0.8, 0.8)})
+    last["eagle3-8k", 1] = [
+        replace(run, outputs=[replace(output, counts=fewer) for output in run.outputs]) for run in last["eagle3-8k", 1]
+    ]
+    first, confirmed = [make_results(speeds)], {"eagle3-8k": last}
+    sections = describe_head(str(random_target), tmp_path, choices, first, confirmed)
     # 20 accepted in 20 steps
     assert sections["engine"]["tau"] == 2.0
     assert sections["engine"]["forecast_error"] == pytest.approx(0.1)
     assert sections["by_domain"]["all"]["tau"] == 2.0
-    assert describe_head(str(random_target), tmp_path, choices[:1], []) == {}
+    assert sections["train"]["steps"] == 9
+    speed = sections["engine"]["speed"]
+    assert (speed["rounds"], speed["tokens_per_s_without_draft"]) == (6, pytest.approx((100 / 3 + 100 / 4) / 2))
+    assert (speed["speedup"], *speed["speedup_interval"]) == pytest.approx((0.8, 0.8, 0.8))
+    # 41 tokens are one of the prefill, 20 steps that accept 10, and 10 steps without a draft: tau 4 / 3. At 0.8 times
+    # the speed such a step takes 5 / 3 steps of the target alone.
+    assert speed["draft_token_cost"] == pytest.approx(2 / 3)
+    assert describe_head(str(random_target), tmp_path, choices, first, {})["engine"]["speed"] is None
+    assert describe_head(str(random_target), tmp_path, choices[:1], [], {}) == {}
