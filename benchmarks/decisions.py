@@ -62,6 +62,12 @@ MIXES = {"like_traffic": (0.5, 0.5), "unlike_traffic": (0.4, 0.6), "very_unlike_
 DRAFTS_PER_POLL = 125
 """Drafts of one running request in a poll interval of 5 s."""
 
+NUM_TOKENS = 3
+"""Most draft tokens; about 1.1 is then the spread between the drafts of a request."""
+
+LOSS_OF_ONE = 0.5
+"""Loss of tau of a draft that is 0.2 worse with one token."""
+
 NUM_LOOKS = 10
 
 
@@ -92,6 +98,7 @@ def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
     """The report: rates of wrong decisions, and of right ones where they tell the price."""
     parts: Mapping[str, Callable[[int, int], dict[str, Any]]] = {
         "canary": simulate_canary,
+        "paces": simulate_paces,
         "gate": simulate_gate,
         "baseline": simulate_baseline,
         "sleep": simulate_sleep,
@@ -106,6 +113,31 @@ def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
 
 
 # --- canary
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many draft tokens a server drafts, from poll to poll: all NUM_TOKENS, or one while it is busy."""
+
+    busy: float = 0.0
+    """Share of the polls at one token."""
+    dwell: float = 20
+    """Mean polls at one number of tokens."""
+
+    def draw(self, rng: np.random.Generator, trials: int, polls: int) -> Array:
+        """Draft tokens by poll, [T, P]."""
+        is_busy_TP = np.empty((trials, polls), bool)
+        # After a poll, with probability 1 / dwell, the next one is drawn anew.
+        is_drawn_TP = rng.random((trials, polls)) < 1 / self.dwell
+        drawn_TP = rng.random((trials, polls)) < self.busy
+        is_busy_TP[:, 0] = drawn_TP[:, 0]
+        for poll in range(1, polls):
+            is_busy_TP[:, poll] = np.where(is_drawn_TP[:, poll], drawn_TP[:, poll], is_busy_TP[:, poll - 1])
+        return np.where(is_busy_TP, 1, NUM_TOKENS)
+
+
+PACES = {"moved": (Pace(1), Pace(0)), "shifted": (Pace(0.8), Pace(0.2)), "alike": (Pace(0.5), Pace(0.5))}
+"""Paces of the group with fewer and of the one with more draft tokens."""
 
 
 def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
@@ -142,6 +174,31 @@ def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, A
     return {**highest, **worst, "cases": cases}
 
 
+def simulate_paces(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
+    """The canary's findings while servers change their numbers of draft tokens, in a fleet and on a server of its own,
+    which is compared with itself before. The pace always speaks against the truth."""
+    cases: list[dict[str, Any]] = []
+    sizes = itertools.product(PACES.items(), (True, False), (28, 400), (1, 8))
+    for (pace, (busier, idler)), is_paired, drafts_per_request, running in sizes:
+        shares, size = (0.5, 0.5), (drafts_per_request, running, polls)
+        equal = _count_findings(trials, seed, 0.0, shares, *size, paces=(busier, idler), is_paired=is_paired)
+        worse = _count_findings(trials, seed, LOSS_OF_ONE, shares, *size, paces=(idler, busier), is_paired=is_paired)
+        cases.append(
+            {
+                "pace": pace,
+                "is_alone": not is_paired,
+                "drafts_per_request": drafts_per_request,
+                "running_requests": running,
+                "equal_rolled_back": equal[Finding.WORSE],
+                "equal_inconclusive": equal[Finding.INCONCLUSIVE],
+                "worse_passed": worse[Finding.PASSED],
+                "worse_inconclusive": worse[Finding.INCONCLUSIVE],
+            }
+        )
+    highest = {name: max(case[name] for case in cases) for name in ("equal_rolled_back", "worse_passed")}
+    return {**highest, "cases": cases}
+
+
 def _count_findings(
     trials: int,
     seed: int,
@@ -150,28 +207,31 @@ def _count_findings(
     drafts_per_request: int,
     running: int,
     polls: int,
+    *,
+    paces: tuple[Pace, Pace] = (Pace(), Pace()),
+    is_paired: bool = True,
 ) -> dict[Finding, float]:
     """Share of each finding, for a canary whose true tau is `loss` below the control group's on the same traffic.
 
-    `easy_shares` are the shares of the easier domain on the canary and on the control group.
+    `easy_shares` are the shares of the easier domain on the canary and on the control group, `paces` their paces.
     """
     rng, policy = np.random.default_rng(seed), RolloutPolicy()
-    canary_TDP2, control_TDP2 = (
-        _simulate_polls(rng, trials, polls, tau, share, drafts_per_request, running)
-        for tau, share in zip((TAU - loss, TAU), easy_shares, strict=True)
+    canary_TDPK2, control_TDPK2 = (
+        _simulate_polls(rng, trials, polls, tau, share, drafts_per_request, running, pace)
+        for tau, share, pace in zip((TAU - loss, TAU), easy_shares, paces, strict=True)
     )
     # Polls until a group has `min_drafts`, rounded up: the canary is not compared before.
     enough = -(-policy.min_drafts // (DRAFTS_PER_POLL * running))
     findings = []
-    for canary_DP2, control_DP2 in zip(canary_TDP2, control_TDP2, strict=True):
+    for canary_DPK2, control_DPK2 in zip(canary_TDPK2, control_TDPK2, strict=True):
         look, finding = max(MIN_POLLS, enough), Finding.INCONCLUSIVE
         while finding is Finding.INCONCLUSIVE and look < 2 * polls:  # the last look is when time is up
             # Looks as in `rollout._compare`: the next one when the polls have doubled.
             seen = slice(min(look, polls))
             canary, control = (
-                {"easy": easy_P2[seen], "hard": hard_P2[seen]} for easy_P2, hard_P2 in (canary_DP2, control_DP2)
+                {"easy": easy_PK2[seen], "hard": hard_PK2[seen]} for easy_PK2, hard_PK2 in (canary_DPK2, control_DPK2)
             )
-            finding = decide(estimate_loss_by_domain(canary, control), policy)
+            finding = decide(estimate_loss_by_domain(canary, control, is_paired=is_paired), policy)
             look *= 2
         findings.append(finding)
     return {finding: findings.count(finding) / trials for finding in Finding}
@@ -185,35 +245,53 @@ def _simulate_polls(
     easy_share: float,
     drafts_per_request: int,
     running: int,
+    pace: Pace = Pace(),
 ) -> Array:
-    """(drafts, accepted) of a server at every poll, by domain, the easier first, [T, 2, P, 2].
+    """(tried, accepted) of a server at every poll, by position and domain, the easier first, [T, 2, P, K, 2].
 
-    `running` requests at a time, each after another.
+    `running` requests at a time, each after another. `tau` is that of NUM_TOKENS tokens, all equally likely accepted.
     """
     border_P = np.arange(polls + 1) * float(DRAFTS_PER_POLL)
     # More than fit in on average: even a run of short ones must last until the last poll.
     num_requests = int(1.6 * border_P[-1] / drafts_per_request) + 12
-    counts_TDP2 = np.zeros((trials, 2, polls, 2))
+    powers_K = np.arange(NUM_TOKENS + 1)
+    # Drafts, and by position those expected to be accepted so far.
+    expected_TDPK = np.zeros((trials, 2, polls, NUM_TOKENS + 1))
     for _ in range(running):
         # mean of a log-normal: exp(mu + 0.6**2 / 2)
         drafts_TN = rng.lognormal(np.log(drafts_per_request) - 0.18, 0.6, (trials, num_requests))
         drafts_TN[:, 0] *= rng.random(trials)  # the first request was running when the window opened
         is_easy_TN = rng.random((trials, num_requests)) < easy_share
         tau_TN = tau + DOMAIN_GAP * (is_easy_TN - 0.5) + BETWEEN_REQUESTS * rng.standard_normal((trials, num_requests))
-        rate_TN, end_TN = np.maximum(tau_TN - 1, 0), drafts_TN.cumsum(1)
+        reached_TNK = _find_chance(tau_TN)[..., None] ** powers_K
+        end_TN = drafts_TN.cumsum(1)
         for domain, is_of_domain_TN in enumerate((is_easy_TN, ~is_easy_TN)):
-            of_domain_TN = drafts_TN * is_of_domain_TN
-            for column, total_TN in enumerate((of_domain_TN.cumsum(1), (of_domain_TN * rate_TN).cumsum(1))):
-                for trial in range(trials):
-                    # A request's drafts come evenly over time. So the running total at a border of polls lies
-                    # on the line between two ends of requests, and a poll is the difference of two totals.
-                    at_border = np.interp(border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TN[trial]])
-                    counts_TDP2[trial, domain, :, column] += np.diff(at_border)
-    drafts_TDP, accepted_TDP = counts_TDP2[..., 0], counts_TDP2[..., 1]
-    # The sum over n drafts of one poll varies by sqrt(n) times the spread of one draft.
-    accepted_TDP += WITHIN_REQUEST * np.sqrt(drafts_TDP) * rng.standard_normal(drafts_TDP.shape)
-    np.maximum(accepted_TDP, 0, out=accepted_TDP)
-    return counts_TDP2
+            total_TNK = ((drafts_TN * is_of_domain_TN)[..., None] * reached_TNK).cumsum(1)
+            for trial, position in itertools.product(range(trials), powers_K):
+                # A request's drafts come evenly over time. So the running total at a border of polls lies
+                # on the line between two ends of requests, and a poll is the difference of two totals.
+                at_border = np.interp(border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TNK[trial, :, position]])
+                expected_TDPK[trial, domain, :, position] += np.diff(at_border)
+    counts_TDPK2 = np.zeros((trials, 2, polls, NUM_TOKENS, 2))
+    accepted_TDP = expected_TDPK[..., 0]
+    tokens_TDP = np.broadcast_to(pace.draw(rng, trials, polls)[:, None], accepted_TDP.shape)
+    for position in range(NUM_TOKENS):
+        tried_TDP = accepted_TDP * (tokens_TDP > position)
+        before_TDP, after_TDP = expected_TDPK[..., position], expected_TDPK[..., position + 1]
+        rate_TDP = np.divide(after_TDP, before_TDP, out=np.zeros_like(after_TDP), where=before_TDP > 0)
+        rate_TDP = np.clip(rate_TDP, 0, 1)  # differences of totals are inexact
+        # the normal approximation of a binomial number
+        spread_TDP = np.sqrt(tried_TDP * rate_TDP * (1 - rate_TDP))
+        accepted_TDP = tried_TDP * rate_TDP + spread_TDP * rng.standard_normal(tried_TDP.shape)
+        accepted_TDP = np.clip(accepted_TDP, 0, tried_TDP)
+        counts_TDPK2[:, :, :, position] = np.stack([tried_TDP, accepted_TDP], -1)
+    return counts_TDPK2
+
+
+def _find_chance(tau_TN: Array) -> Array:
+    """The chance of each token to be accepted, at which NUM_TOKENS have this tau."""
+    chances = np.linspace(0, 1, 1001)
+    return np.interp(tau_TN, 1 + sum(chances**power for power in range(1, NUM_TOKENS + 1)), chances)
 
 
 # --- gate

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ class AcceptanceCounts:
     """Draft tokens proposed; 0 if they were not counted."""
     accepted_per_position: tuple[Count, ...] = ()
     """Drafts whose j-th token was accepted, for j = 0..K-1; empty if positions were not counted."""
+    tried_per_position: tuple[Count, ...] = ()
+    """Drafts that had a j-th token, and all earlier ones accepted; empty if not counted."""
 
     @staticmethod
     def zero(num_speculative_tokens: int = 0) -> AcceptanceCounts:
@@ -57,10 +60,11 @@ class AcceptanceCounts:
 
     def since(self, earlier: AcceptanceCounts) -> AcceptanceCounts | None:
         """The counts added after `earlier`; None if a counter fell, because the engine restarted in between."""
-        difference = _combine(self, earlier, -1)
-        counts = (difference.num_drafts, difference.num_accepted, difference.num_draft_tokens)
+        more = _combine(self, earlier, -1)
+        counts = (more.num_drafts, more.num_accepted, more.num_draft_tokens)
+        by_position = (*more.accepted_per_position, *more.tried_per_position)
         # A restart goes unseen if all counters have passed the earlier values again.
-        return difference if min(*counts, *difference.accepted_per_position) >= 0 else None
+        return more if min(*counts, *by_position) >= 0 else None
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -88,14 +92,17 @@ class AcceptanceCounts:
 
 def _combine(a: AcceptanceCounts, b: AcceptanceCounts, sign: int) -> AcceptanceCounts:
     """a + sign * b. Counts of fewer positions have 0 at the others."""
-    positions = max(len(a.accepted_per_position), len(b.accepted_per_position))
-    first, second = ((*c.accepted_per_position, *(0,) * (positions - len(c.accepted_per_position))) for c in (a, b))
     return AcceptanceCounts(
         num_drafts=a.num_drafts + sign * b.num_drafts,
         num_accepted=a.num_accepted + sign * b.num_accepted,
         num_draft_tokens=a.num_draft_tokens + sign * b.num_draft_tokens,
-        accepted_per_position=tuple(x + sign * y for x, y in zip(first, second, strict=True)),
+        accepted_per_position=_add(a.accepted_per_position, b.accepted_per_position, sign),
+        tried_per_position=_add(a.tried_per_position, b.tried_per_position, sign),
     )
+
+
+def _add(a: Sequence[Count], b: Sequence[Count], sign: int) -> tuple[Count, ...]:
+    return tuple(x + sign * y for x, y in zip_longest(a, b, fillvalue=0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ OTHER = "(other)"  # Name of those.
 LOOKUP_METHODS = ("ngram", "ngram_gpu", "suffix")  # vLLM's methods without a draft model.
 
 Counts = dict[str, list[int]]
-"""[drafts, draft tokens, drafts whose first token was accepted, whose second was, ...] by domain, since the server
-started."""
+"""By domain, since the server started: [draft tokens, then by position the drafts that had a token
+and all earlier ones accepted, and those whose token was accepted too]."""
 
 
 def count_domains() -> None:
@@ -79,12 +79,12 @@ def add_draft(counts: Counts, extra_args: dict[str, Any] | None, num_tokens: int
     domain = "" if origin is None else origin.domain
     if domain not in counts and len(counts) >= MAX_DOMAINS:
         domain = OTHER
-    of_domain = counts.setdefault(domain, [0, 0])
-    of_domain += [0] * (2 + num_tokens - len(of_domain))
-    of_domain[0] += 1
-    of_domain[1] += num_tokens
-    for position in range(num_accepted):
-        of_domain[2 + position] += 1
+    of_domain = counts.setdefault(domain, [0])
+    of_domain += [0] * (1 + 2 * num_tokens - len(of_domain))
+    of_domain[0] += num_tokens
+    for position in range(min(num_accepted + 1, num_tokens)):
+        of_domain[1 + 2 * position] += 1
+        of_domain[2 + 2 * position] += position < num_accepted
 
 
 def sum_counts(replicas: list[Counts]) -> Counts:

@@ -98,13 +98,14 @@ class EngineCalls:
         return list(chain.from_iterable(await self._ask_all("collective_rpc", method, None, args, None)))
 
     async def _count_drafts(self) -> dict[str, Any]:
-        """The served version's drafts in all replicas: `drafts`, with positions, and by domain drafts and accepted
-        tokens. Neither from an engine without these counts."""
+        """The served version's drafts in all replicas: `drafts`, and `positions` by domain, tried
+        and accepted. Neither from an engine without these counts."""
         if self._ask_all is None or not domains.are_counted():
-            return {"domains": {}}
+            return {}
         counts = domains.sum_counts(await self.while_alive(self._ask_all("redraft_domains")))
-        by_domain = {domain: [found[0], sum(found[2:])] for domain, found in counts.items()}
-        return {"domains": by_domain, "drafts": domains.add_up([[0, 0], *counts.values()])}
+        num_tokens, num_drafts, *rest = domains.add_up([[0, 0], *counts.values()])
+        pairs = {name: [*zip(one[1::2], one[2::2], strict=True)] for name, one in counts.items()}
+        return {"positions": pairs, "drafts": [num_drafts, num_tokens, *rest[::2]]}
 
     async def read_pace(self, new: str = "") -> dict[str, Any] | None:
         """The status of the pacer, which takes a new pace first, and a line for people; None if it does not decide."""

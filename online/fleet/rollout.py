@@ -16,7 +16,8 @@
 The interval comes from the spread between polls, not between drafts: all drafts of a request are alike, so 2000 drafts
 of 70 requests say far less than 2000 separate ones. The groups are compared domain by domain, so a canary with more
 code than the control group looks neither better nor worse for it. Servers that miscount
-domains are compared by their totals.
+domains are compared by their totals. Nor does the number of draft tokens matter, which follows
+the load with `--pace auto`: tau is compared as if both groups had drafted equally many.
 
 A trainer may move the target's weights meanwhile. A poll counts if all servers have the
 same weights at both ends, so a fleet that moves together is compared as any other.
@@ -32,9 +33,10 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +58,6 @@ Array = NDArray[np.float64]
 MIN_POLLS = 16  # Polls before the groups are first compared: 8 blocks of two.
 MIN_DOMAIN_DRAFTS = 200  # Drafts of a domain that both groups must have made for a comparison.
 ALL = "\n"  # Key of the counts of all domains. No header can hold it.
-NO_COUNTS = WindowCounts(AcceptanceCounts.zero(), {})
 
 MIN_BLOCKS, MAX_BLOCKS = 8, 16
 """Blocks of polls, below and from 64 polls. Fewer say little about the spread, more are shorter than a long request."""
@@ -196,37 +197,60 @@ class Comparison:
         return self.reason
 
 
-def estimate_loss(canary_P2: Array, control_P2: Array) -> Estimate:
-    """tau of the control group minus tau of the canary, from the (drafts, accepted) of each poll,
-    in order. A request lasts for several polls, so neighbouring polls are alike: they are merged
-    into blocks, and longer ones the more polls there are. The blocks of both groups pair up,
-    because they saw the same minutes."""
-    # control first: the gain of the first column over the second is then the canary's loss
-    # From polls [P, 2] to blocks [B, 2]. Both have the same P, so block b is the same minutes in both groups.
-    groups_2B2 = [_merge_polls(np.asarray(polls_P2, np.float64)) for polls_P2 in (control_P2, canary_P2)]
-    drafts_B2, accepted_B2 = (np.column_stack([group_B2[:, column] for group_B2 in groups_2B2]) for column in (0, 1))
-    return estimate_gain(accepted_B2, drafts_B2)
+def estimate_loss(canary_PK2: Array, control_PK2: Array, *, is_paired: bool = True) -> Estimate:
+    """tau of the control group minus tau of the canary, both with as many draft tokens, from the
+    (tried, accepted) of each poll, in order, and position. A request lasts for several polls, so
+    neighbouring polls are alike: they are merged into blocks, and longer ones the more polls there
+    are. The blocks of groups that saw the same minutes pair up."""
+    # control first: the gain of the first group over the second is then the canary's loss
+    common = min(canary_PK2.shape[1], control_PK2.shape[1])
+    groups_2BK2 = [_merge_polls(polls_PK2[:, :common]) for polls_PK2 in (control_PK2, canary_PK2)]
+    # 1 / (1/n + 1/m), as for domains: a position counts as far as both groups had it.
+    had_2K = np.array([_count_had(blocks_BK2) for blocks_BK2 in groups_2BK2])
+    weights_K = had_2K.prod(0) / np.maximum(had_2K.sum(0), 1)
+    groups_22B = [_equalise(blocks_BK2, weights_K / weights_K[0]) for blocks_BK2 in groups_2BK2]
+    if is_paired:  # both have the same P, so block b is the same minutes in both groups
+        return estimate_gain(*np.stack(groups_22B, -1))
+    return subtract_independent(*(estimate_ratio(*group_2B) for group_2B in groups_22B))
 
 
-def _estimate_loss_since(canary_P2: Array, before_P2: Array) -> Estimate:
-    """`estimate_loss` against other minutes, whose polls do not pair up."""
-    return subtract_independent(estimate_accepted(before_P2), estimate_accepted(canary_P2))
+def _count_had(blocks_BK2: Array) -> Array:
+    """Drafts that had a token at each position, [K]. Of those rejected earlier, a share as of the
+    others (Kaplan and Meier 1958: too short a draft is a censored one)."""
+    tried_K, accepted_K = blocks_BK2.sum(0).T
+    had_K: Array = tried_K.copy()
+    for j in range(1, len(had_K)):
+        had_K[j] = had_K[j - 1] * (tried_K[j] / accepted_K[j - 1] if accepted_K[j - 1] else 1)
+    return had_K
+
+
+def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
+    """(accepted, drafts) of each block, [2, B], as expected if these shares of the drafts had a
+    token at each position. With the shares that had one, they are the counts themselves."""
+    tried_BK, accepted_BK = np.moveaxis(blocks_BK2, -1, 0)
+    drafts_B, rates_K = tried_BK[:, 0], accepted_BK.sum(0) / np.maximum(tried_BK.sum(0), 1)
+    rate, worth_K = 0.0, shares_K.copy()
+    for j in reversed(range(len(shares_K))):  # what a token is worth: itself and those after it
+        worth_K[j] += rate
+        rate = rates_K[j] * worth_K[j]
+    # That is the rate of all blocks. A block's surprises count for more if few had a token.
+    worth_K *= drafts_B.sum() / np.maximum(_count_had(blocks_BK2), 1)
+    surprises_BK = accepted_BK - rates_K * tried_BK
+    return np.stack([rate * drafts_B + surprises_BK @ worth_K, drafts_B])
 
 
 def estimate_loss_by_domain(
-    canary: Mapping[str, Array],
-    control: Mapping[str, Array],
-    estimate: Callable[[Array, Array], Estimate] = estimate_loss,
+    canary: Mapping[str, Array], control: Mapping[str, Array], *, is_paired: bool = True
 ) -> Estimate:
-    """The loss of tau from the (drafts, accepted) [P, 2] of each domain, weighed as by Cochran
+    """The loss of tau from the (tried, accepted) [P, K, 2] of each domain, weighed as by Cochran
     (1954) and by Mantel and Haenszel (1959): a domain counts as far as both groups had it. Domains
     with few drafts in one of the groups are left out. The error is infinite if none is left."""
     losses, weights = [], []
     for domain in canary.keys() & control.keys():
         groups = [group[domain] for group in (canary, control)]
-        drafts, others = (float(group_P2[:, 0].sum()) for group_P2 in groups)
+        drafts, others = (float(group_PK2[:, :1, 0].sum()) for group_PK2 in groups)
         if min(drafts, others) >= MIN_DOMAIN_DRAFTS:
-            losses.append(estimate(*groups))
+            losses.append(estimate_loss(*groups, is_paired=is_paired))
             # 1 / (1/n + 1/m): the inverse variance of a difference, if every draft has the same variance.
             weights.append(drafts * others / (drafts + others))
     if not losses:
@@ -235,10 +259,11 @@ def estimate_loss_by_domain(
     return sum_weighted(losses, [weight / sum(weights) for weight in weights])
 
 
-def estimate_accepted(polls_P2: Array) -> Estimate:
-    """Accepted tokens per draft of one group: tau - 1."""
-    blocks_B2 = _merge_polls(np.asarray(polls_P2, np.float64))
-    return estimate_ratio(blocks_B2[:, 1], blocks_B2[:, 0])
+def estimate_accepted(polls_PK2: Array) -> Estimate:
+    """Accepted tokens per draft of one group: tau - 1. The lengths of drafts are no error."""
+    blocks_BK2 = _merge_polls(polls_PK2)
+    had_K = _count_had(blocks_BK2)
+    return estimate_ratio(*_equalise(blocks_BK2, had_K / np.maximum(had_K[0], 1)))
 
 
 def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
@@ -255,18 +280,13 @@ def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
     return Finding.INCONCLUSIVE
 
 
-def _merge_polls(polls_P2: Array) -> Array:
+def _merge_polls(polls_PK2: Array) -> Array:
     """The polls as at most 8 or 16 blocks of equal length; the last one may be shorter."""
     # E.g. 16 polls: 8 blocks of 2. 20 polls: 6 blocks of 3 and one of 2. 64 polls: 16 blocks of 4.
-    num_blocks = MIN_BLOCKS if len(polls_P2) < 4 * MAX_BLOCKS else MAX_BLOCKS
-    size = -(-len(polls_P2) // num_blocks)
-    merged_B2: Array = np.add.reduceat(polls_P2, np.arange(0, len(polls_P2), size))
-    return merged_B2
-
-
-def _subtract(now: AcceptanceCounts, earlier: AcceptanceCounts) -> AcceptanceCounts:
-    """The difference. A window's counts only rise, except those of a server that talks nonsense: then none."""
-    return now.since(earlier) or AcceptanceCounts.zero()
+    num_blocks = MIN_BLOCKS if len(polls_PK2) < 4 * MAX_BLOCKS else MAX_BLOCKS
+    size = -(-len(polls_PK2) // num_blocks)
+    merged_BK2: Array = np.add.reduceat(polls_PK2, np.arange(0, len(polls_PK2), size))
+    return merged_BK2
 
 
 class _Polls:
@@ -278,35 +298,39 @@ class _Polls:
         self.has_domains = True  # Whether all servers count by domain.
         self.is_paced = True  # Whether all servers draft only while that is faster.
         self.targets: set[str | None] = set()  # Weights of the target that were seen.
-        self._last: dict[FleetServer, WindowCounts] = {}
+        self._last: dict[FleetServer, dict[str, AcceptanceCounts]] = {}
 
     def add(self, counted: Mapping[FleetServer, WindowCounts], *, is_usable: bool = True) -> None:
         """Take a reading. The time since the one before counts if it `is_usable`."""
-        row = {ALL: AcceptanceCounts.zero()}
+        zero = AcceptanceCounts.zero()
+        row = {ALL: zero}
         for server in self.servers:
             if server not in counted:  # one that is left out keeps its earlier counts, but adds none
                 continue
-            now, earlier = counted[server], self._last.get(server, NO_COUNTS)
-            self._last[server] = now
+            now, earlier = counted[server], self._last.get(server, {})
+            counts = self._last[server] = {ALL: now.total, **now.by_domain}
             self.targets.add(now.target)
             self.is_paced &= now.is_paced
             # Without any drafts, an empty `by_domain` is no miscount.
             self.has_domains &= bool(now.by_domain) or not now.total.num_drafts
-            row[ALL] += _subtract(now.total, earlier.total)
-            for domain, counts in now.by_domain.items():
-                more = _subtract(counts, earlier.by_domain.get(domain, AcceptanceCounts.zero()))
-                row[domain] = row.get(domain, AcceptanceCounts.zero()) + more
+            for domain, one in counts.items():
+                # Counts only rise, except those of a server that talks nonsense: then none.
+                more = one.since(earlier.get(domain, zero)) or zero
+                row[domain] = row.get(domain, zero) + more
         if is_usable:
             self.rows.append(row)
 
     def select(self, domain: str) -> Array:
-        """(drafts, accepted) of every poll, [P, 2]."""
-        counts = (row.get(domain, AcceptanceCounts.zero()) for row in self.rows)
-        return np.array([(one.num_drafts, one.num_accepted) for one in counts], np.float64).reshape(-1, 2)
+        """(tried, accepted) of every poll by position, [P, K, 2]."""
+        counts = [row.get(domain, AcceptanceCounts.zero()) for row in self.rows]
+        pairs = ((one.tried_per_position, one.accepted_per_position) for one in counts)
+        polls = (zip(*pair, strict=False) for pair in pairs)
+        polls_KP2 = np.array([*zip_longest(*polls, fillvalue=(0, 0))], np.float64)
+        return polls_KP2.reshape(-1, len(counts), 2).swapaxes(0, 1)
 
     @property
     def by_domain(self) -> dict[str, Array]:
-        """(drafts, accepted) of every poll, [P, 2], by domain."""
+        """(tried, accepted) of every poll by position, [P, K, 2], by domain."""
         names = dict.fromkeys(name for row in self.rows for name in row if name != ALL)
         return {name: self.select(name) for name in names}
 
@@ -314,7 +338,7 @@ class _Polls:
     def can_be_compared(self) -> bool:
         """Whether a domain has as many drafts as a comparison by domain takes from this group."""
         return not self.has_domains or any(
-            polls_P2[:, 0].sum() >= MIN_DOMAIN_DRAFTS for polls_P2 in self.by_domain.values()
+            polls_PK2[:, :1, 0].sum() >= MIN_DOMAIN_DRAFTS for polls_PK2 in self.by_domain.values()
         )
 
     @property
@@ -325,8 +349,7 @@ class _Polls:
 
     @property
     def total(self) -> AcceptanceCounts:
-        drafts, accepted = self.select(ALL).sum(0).tolist()
-        return AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)
+        return sum((row[ALL] for row in self.rows), AcceptanceCounts.zero())
 
 
 def _describe(counts: AcceptanceCounts) -> str:
@@ -413,10 +436,11 @@ def _are_one(targets: set[str | None]) -> bool:
 def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_paired: bool) -> tuple[Finding, str]:
     by_domain = ours.has_domains and theirs.has_domains
     canary, control = (polls.by_domain if by_domain else {ALL: polls.select(ALL)} for polls in (ours, theirs))
-    loss = estimate_loss_by_domain(canary, control, estimate_loss if is_paired else _estimate_loss_since)
+    loss = estimate_loss_by_domain(canary, control, is_paired=is_paired)
     finding = decide(loss, policy)
     low, high = loss.interval(policy.confidence)
-    spread = f"{100 * policy.confidence:g}% interval of the loss{' by domain' * by_domain} {low:+.3f} to {high:+.3f}"
+    what = "interval of the loss by position" + " and domain" * by_domain
+    spread = f"{100 * policy.confidence:g}% {what} {low:+.3f} to {high:+.3f}"
     if finding is Finding.WORSE:
         return finding, f"{loss.value:.3f} worse, {policy.max_loss} allowed: {taus}, {spread}"
     return finding, f"{taus}, {spread}"

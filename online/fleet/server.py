@@ -90,6 +90,9 @@ SampleMethod = Literal["greedy", "probabilistic"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTER)]
 
 
+_Positions = Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_POSITIONS)]
+
+
 class _PaceAnswer(msgspec.Struct, frozen=True):
     line: Annotated[str, msgspec.Meta(pattern=r"^[ -~]*\Z", max_length=MAX_PACE_CHARS)]
 
@@ -113,7 +116,11 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     notes: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=400)], ...], msgspec.Meta(max_length=16)] = ()
     drafts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2 + MAX_POSITIONS)] = ()
     """Drafts, draft tokens, and by position the drafts whose token was accepted."""
-    domains: dict[Annotated[str, msgspec.Meta(max_length=64)], tuple[Count, Count]] = {}
+    positions: Annotated[
+        dict[Annotated[str, msgspec.Meta(max_length=64)], _Positions],
+        msgspec.Meta(max_length=MAX_DOMAINS),
+    ] = {}
+    """By domain and position, tried and accepted. Earlier releases do not send it."""
 
 
 _status_decoder = msgspec.json.Decoder(_StatusAnswer)
@@ -185,6 +192,7 @@ class FleetServer:
         content = await self._request("GET", "/redraft/status", STATUS_TIMEOUT_S)
         try:
             body = _status_decoder.decode(content)
+            by_domain = {name: _read_positions(pairs) for name, pairs in body.positions.items()}
             return Status(
                 boot=body.server_id,
                 draft_version=body.draft_version,
@@ -198,8 +206,8 @@ class FleetServer:
                 swap_off=body.swap_off,
                 notes=body.notes,
                 pace=body.pace.line if body.pace else "",
-                total=_read_total(body) if body.draft_version else None,
-                by_domain=_read_domains(body),
+                total=_read_total(body, by_domain) if body.draft_version else None,
+                by_domain=by_domain,
             )
         except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
             raise NonsenseError(f"{self.url} answers with something other than a status: {error}") from error
@@ -269,25 +277,32 @@ def _read_drafting(body: _StatusAnswer) -> Drafting | None:
     return Drafting(body.num_speculative_tokens, methods[0]) if methods and body.num_speculative_tokens else None
 
 
-def _read_total(body: _StatusAnswer) -> AcceptanceCounts | None:
+def _read_total(
+    body: _StatusAnswer,
+    by_domain: Mapping[str, AcceptanceCounts],
+) -> AcceptanceCounts | None:
     if len(body.drafts) < 2:
         return None
     num_drafts, num_draft_tokens, *accepted = body.drafts
+    tried = sum(by_domain.values(), AcceptanceCounts.zero()).tried_per_position
     return AcceptanceCounts(
         num_drafts=num_drafts,
         num_accepted=sum(accepted),
         num_draft_tokens=num_draft_tokens,
         accepted_per_position=tuple(accepted),
+        # of an earlier release: as if all drafts were equally long
+        tried_per_position=tried or (num_drafts, *accepted[:-1]),
     )
 
 
-def _read_domains(body: _StatusAnswer) -> dict[str, AcceptanceCounts]:
-    if len(body.domains) > MAX_DOMAINS:
-        raise ValueError(f"it counts {len(body.domains)} domains, at most {MAX_DOMAINS} are read")
-    return {
-        domain: AcceptanceCounts(num_drafts=num_drafts, num_accepted=num_accepted)
-        for domain, (num_drafts, num_accepted) in body.domains.items()
-    }
+def _read_positions(pairs: _Positions) -> AcceptanceCounts:
+    tried, accepted = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+    return AcceptanceCounts(
+        num_drafts=sum(tried[:1]),
+        num_accepted=sum(accepted),
+        accepted_per_position=accepted,
+        tried_per_position=tried,
+    )
 
 
 async def ask_all(servers: Iterable[FleetServer]) -> dict[FleetServer, Status]:

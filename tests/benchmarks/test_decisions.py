@@ -8,6 +8,7 @@ import pytest
 from benchmarks.decisions import (
     DOMAIN_GAP,
     MIXES,
+    PACES,
     Config,
     _simulate_polls,
     main,
@@ -15,6 +16,7 @@ from benchmarks.decisions import (
     simulate_canary,
     simulate_gate,
     simulate_intervals,
+    simulate_paces,
 )
 
 TRIALS = 100
@@ -35,11 +37,30 @@ def test_an_equal_draft_stays_and_a_worse_one_does_not_also_with_unlike_traffic(
         assert case["equal_inconclusive"] == case["worse_inconclusive"] == 0, "with enough requests it tells"
 
 
+def test_servers_that_draft_different_numbers_of_tokens_are_compared_like_others():
+    paces = simulate_paces(TRIALS // 2)
+    assert paces["equal_rolled_back"] <= 0.02 + SLACK
+    assert paces["worse_passed"] <= 0.02 + SLACK
+    many = [case for case in paces["cases"] if case["drafts_per_request"] == 28 and case["running_requests"] == 8]
+    for case in many:
+        assert case["equal_inconclusive"] == case["worse_inconclusive"] == 0, "with enough requests it tells"
+
+
+def test_the_simulated_paces_move_tau():
+    """So a comparison of accepted tokens over drafts would be wrong, while the first token is accepted as often."""
+    rng = np.random.default_rng(0)
+    groups = [_simulate_polls(rng, 200, 60, 2.0, 0.5, 28, 8, pace).sum((0, 1, 2)) for pace in PACES["shifted"]]
+    slow, fast = (counts_K2[:, 1].sum() / counts_K2[0, 0] for counts_K2 in groups)
+    one_token = [counts_K2[0, 1] / counts_K2[0, 0] for counts_K2 in groups]
+    assert one_token[0] == pytest.approx(one_token[1], abs=0.005)
+    assert fast - slow == pytest.approx(0.6 * (1.0 - one_token[0]), abs=0.04)
+
+
 def test_the_simulated_mix_moves_tau_as_it_says():
     """40% of the easier domain instead of 60% costs a fifth of the difference between the domains."""
     rng = np.random.default_rng(0)
-    low_TP2, high_TP2 = (_simulate_polls(rng, 200, 60, 2.0, share, 28, 8).sum(1) for share in (0.4, 0.6))
-    rates = [polls_TP2[..., 1].sum() / polls_TP2[..., 0].sum() for polls_TP2 in (low_TP2, high_TP2)]
+    low_TPK2, high_TPK2 = (_simulate_polls(rng, 200, 60, 2.0, share, 28, 8).sum(1) for share in (0.4, 0.6))
+    rates = [polls_TPK2[..., 1].sum() / polls_TPK2[:, :, 0, 0].sum() for polls_TPK2 in (low_TPK2, high_TPK2)]
     assert rates[1] - rates[0] == pytest.approx(0.2 * DOMAIN_GAP, abs=0.012)
 
 
@@ -77,6 +98,8 @@ def test_the_report_is_written_and_keeps_the_limits(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["canary"]["equal_rolled_back"] <= 0.02
     assert report["canary"]["worse_passed"] <= 0.02
+    assert report["paces"]["equal_rolled_back"] <= 0.02
+    assert report["paces"]["worse_passed"] <= 0.02
     assert report["gate"]["at_bar_promoted"] <= 0.05
     assert report["baseline"]["equal_failed"] <= 0.02
     for coverage in report["intervals"]["coverage"].values():

@@ -59,8 +59,10 @@ class FakeServer:
     """Hash of each version's manifest in the server's registry. None: its drafts have none."""
     registry_id: str = ""
     easy_share: float | None = None
-    """Share of the drafts in an easy domain; the others are in a hard one, where tau is lower by 0.8. None: domains are
-    not counted, as by a server that miscounts them."""
+    """Share of the drafts in an easy domain; the others are in a hard one, where tau is lower by 0.8. None: counted are
+    neither domains nor the drafts that had a token, as by a server of an earlier release."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Draft tokens by version, if not 3. `Traffic.tau` is that of 3, a third of it for each."""
     bodies: list[dict[str, str]] = field(default_factory=list)
     """Bodies of all swap requests."""
     asked: list[str] = field(default_factory=list)
@@ -74,8 +76,8 @@ class FakeServer:
     async def start(self) -> None:
         self.boot += 1
         self.version, self.intact = self.started_with, True
-        self.drafts = self.accepted = 0.0
-        self.domains = {"easy": [0, 0], "hard": [0, 0]}
+        self.drafts = self.draft_tokens = 0
+        self.positions = {name: [[0, 0] for _ in range(3)] for name in ("easy", "hard")}
         self._connections: set[asyncio.StreamWriter] = set()
         self._listener = await asyncio.start_server(self._serve, "127.0.0.1", self.port, reuse_address=True)
         self.port = self._listener.sockets[0].getsockname()[1]
@@ -151,7 +153,7 @@ class FakeServer:
             "target_version": next(self.target_versions),
             "capture": self.capture,
             **({"drafts": self.count()} if self.version else {}),
-            **({} if self.easy_share is None else {"domains": self.domains}),
+            **({} if self.easy_share is None else {"positions": self.positions}),
             **self.drafting,
             **({} if self.manifests is None else {"manifest_sha256": self.manifests.get(self.version, "")}),
         }
@@ -180,17 +182,19 @@ class FakeServer:
     def count(self) -> list[int]:
         """Drafts, draft tokens, and the accepted ones by position, after another reading's worth of traffic."""
         tau = max(1.0, self.traffic.tau[self.version] - self.traffic.harder)
-        if self.easy_share is None:
-            self.drafts += self.traffic.drafts_per_reading
-            self.accepted += self.traffic.drafts_per_reading * (tau - 1)
-        else:
-            for name, share, more in (("easy", self.easy_share, 0.4), ("hard", 1 - self.easy_share, -0.4)):
-                counts = self.domains[name]
-                counts[0] += round(share * self.traffic.drafts_per_reading)
-                counts[1] += round(share * self.traffic.drafts_per_reading * (tau + more - 1))
-            self.drafts, self.accepted = map(sum, zip(*self.domains.values(), strict=True))
-        accepted = round(self.accepted)
-        return [round(self.drafts), 3 * round(self.drafts), *((accepted + more) // 3 for more in (2, 1, 0))]
+        num_tokens = self.tokens.get(self.version, 3)
+        parts = (("easy", self.easy_share, 0.4), ("hard", 1 - self.easy_share, -0.4)) if self.easy_share else ()
+        for name, share, more in parts or (("easy", 1, 0),):
+            drafts = tried = round(share * self.traffic.drafts_per_reading)
+            accepted = round(drafts * (tau + more - 1))
+            for position in range(num_tokens):
+                counts, of_position = self.positions[name][position], (accepted + 2 - position) // 3
+                counts[:] = counts[0] + tried, counts[1] + of_position
+                tried = of_position
+            self.drafts += drafts
+            self.draft_tokens += drafts * num_tokens
+        accepted = [sum(counts[position][1] for counts in self.positions.values()) for position in range(3)]
+        return [self.drafts, self.draft_tokens, *accepted]
 
 
 @asynccontextmanager

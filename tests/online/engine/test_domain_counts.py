@@ -10,15 +10,17 @@ def mark(domain):
 
 def test_drafts_are_counted_by_domain_and_those_without_a_mark_have_none():
     counts = {}
-    for extra_args, num_accepted in (
-        (mark("code"), 3),
-        (mark("prose"), 0),
-        (mark("code"), 1),
-        (None, 2),
-        ({"a": 1}, 1),
+    for extra_args, num_tokens, num_accepted in (
+        (mark("code"), 3, 3),
+        (mark("prose"), 3, 0),
+        (mark("code"), 3, 1),
+        (mark("code"), 1, 1),
+        (None, 2, 2),
+        ({"a": 1}, 3, 1),
     ):
-        add_draft(counts, extra_args, 3, num_accepted)
-    assert counts == {"code": [2, 6, 2, 1, 1], "prose": [1, 3, 0, 0, 0], "": [2, 6, 2, 1, 0]}
+        add_draft(counts, extra_args, num_tokens, num_accepted)
+    # tokens, then tried and accepted by position
+    assert counts == {"code": [7, 3, 3, 2, 1, 1, 1], "prose": [3, 1, 0, 0, 0, 0, 0], "": [5, 2, 2, 2, 1, 0, 0]}
 
 
 def test_invented_domains_take_no_memory():
@@ -31,5 +33,5 @@ def test_invented_domains_take_no_memory():
 
 
 def test_replicas_are_added_up():
-    replicas = [{"code": [2, 4, 1]}, {"code": [1, 2, 1, 1], "prose": [5, 0]}]
-    assert sum_counts(replicas) == {"code": [3, 6, 2, 1], "prose": [5, 0]}
+    replicas = [{"code": [2, 2, 1]}, {"code": [2, 1, 1, 1, 0], "prose": [5, 5, 0]}]
+    assert sum_counts(replicas) == {"code": [4, 3, 2, 1, 0], "prose": [5, 5, 0]}

@@ -225,7 +225,7 @@ class Replicas(Engine):
 
     async def call_utility_all_async(self, utility: str, method: str = "", *rest: Any) -> list[Any]:
         if utility == "redraft_domains":
-            return [{"code": [2, 6, 2, 2, 0]}, {"code": [1, 3, 1], "": [3, 9]}]
+            return [{"code": [6, 2, 2, 2, 1]}, {"code": [1, 1, 0], "": [9, 3, 1, 1, 0, 0, 0]}]
         assert (utility, rest[0], rest[2]) == ("collective_rpc", None, None)
         told = await self.collective_rpc(method, rest[1])
         well = {"redraft_load": [LOADED] * 2, "redraft_restore": [LOADED] * 2}
@@ -250,8 +250,8 @@ def test_the_counters_of_all_replicas_are_added_up(registry, monkeypatch):
     found = make_client(registry, engine).get("/redraft/status").json()
     assert found["capture"] == {"records": 6, "last_error": "", "spool_files": 2}
     assert found["num_ranks"] == 4
-    assert found["domains"] == {"code": [3, 5], "": [3, 0]}
-    assert found["drafts"] == [6, 18, 3, 2, 0]
+    assert found["positions"] == {"code": [[3, 2], [2, 1]], "": [[3, 1], [1, 0], [0, 0]]}
+    assert found["drafts"] == [6, 16, 3, 1, 0]
 
 
 def test_replicas_of_different_weights_have_no_version_in_common(registry):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections import defaultdict
 from dataclasses import replace
 from itertools import repeat
@@ -14,7 +15,7 @@ from fake_fleet import TOKEN, FakeServer, Traffic, running
 from waiting import in_event_loop, until
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.intervals import Estimate
+from redraft.eval.intervals import Estimate, estimate_gain
 from redraft.online.fleet.rollout import (
     Finding,
     RolloutPolicy,
@@ -198,8 +199,8 @@ def test_the_finding_on_a_loss_follows_its_interval():
 
 def test_a_requests_drafts_are_not_taken_for_independent():
     """Each request of 16 polls has one tau; 64 polls are four requests, and no interval of four is narrow."""
-    canary = [(100.0, 100.0 * tau) for tau in (0.6, 1.4, 0.8, 1.2) for _ in range(16)]
-    control = [(100.0, 100.0 * tau) for tau in (1.2, 0.8, 1.4, 0.6) for _ in range(16)]
+    canary = [[(100.0, 100.0 * rate)] for rate in (0.3, 0.7, 0.4, 0.6) for _ in range(16)]
+    control = [[(100.0, 100.0 * rate)] for rate in (0.6, 0.4, 0.7, 0.3) for _ in range(16)]
     loss = estimate_loss(np.array(canary), np.array(control))
     assert loss.value == pytest.approx(0)
     assert decide(loss, RolloutPolicy()) is Finding.INCONCLUSIVE
@@ -217,7 +218,8 @@ async def test_unlike_traffic_does_not_decide(tau, easy_on_canary, is_passed, lo
     async with running(*fakes) as servers:
         outcome = await try_canary(servers, NEW, OLD, QUICK)
     assert outcome.passed is is_passed, outcome.reason
-    assert f"interval of the loss by domain {loss:+.3f} to {loss:+.3f}" in outcome.reason
+    interval = re.search(r"interval of the loss by position and domain ([-+.\d]+) to ([-+.\d]+)", outcome.reason)
+    assert [float(end) for end in interval.groups()] == pytest.approx([loss] * 2), outcome.reason
 
 
 @in_event_loop
@@ -225,13 +227,61 @@ async def test_a_group_with_a_server_of_an_earlier_release_is_compared_by_totals
     fakes = [FakeServer(Traffic(), easy_share=0.2), FakeServer(Traffic(), easy_share=0.8), FakeServer(Traffic())]
     async with running(*fakes) as servers:
         outcome = await try_canary(servers, NEW, OLD, QUICK)
-    assert "interval of the loss " in outcome.reason
-    assert "by domain" not in outcome.reason
+    assert "interval of the loss by position " in outcome.reason
+    assert "domain" not in outcome.reason
+
+
+@in_event_loop
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("tau", "tokens", "is_passed", "loss"),
+    # By tau, the first would be 0.67 worse and the second 0.1 better. Each token has a third of tau - 1.
+    [(2.0, {OLD: 3, NEW: 1}, True, 0.0), (1.4, {OLD: 1, NEW: 3}, False, 0.2), (1.7, {OLD: 2, NEW: 3}, False, 0.2)],
+)
+async def test_the_number_of_draft_tokens_does_not_decide(count, tau, tokens, is_passed, loss):
+    traffic = Traffic(tau={OLD: 2.0, NEW: tau}, drafts_per_reading=600)
+    pace = {"pace": {"line": "pace auto: 3 tokens at 1"}}
+    fakes = [FakeServer(traffic, easy_share=0.5, tokens=tokens, drafting=pace) for _ in range(count)]
+    async with running(*fakes) as servers:
+        outcome = await try_canary(servers, NEW, OLD, QUICK)
+    assert outcome.passed is is_passed, outcome.reason
+    interval = re.search(r"interval of the loss by position and domain ([-+.\d]+) to ([-+.\d]+)", outcome.reason)
+    assert [float(end) for end in interval.groups()] == pytest.approx([loss] * 2, abs=1e-3), outcome.reason
+
+
+def test_a_position_counts_as_far_as_both_groups_had_it():
+    """Each poll: 100 drafts with one token or two, of which the canary accepts half and a fifth, the control group
+    half and two fifths. The canary has a second token in half of its drafts, the control group in a quarter."""
+    canary = np.array([[(100, 50), (25, 5)]] * 16, float)
+    control = np.array([[(100, 50), (12.5, 5)]] * 16, float)
+    # 1 / (1/50 + 1/25) = 16.7 of 1 / (1/100 + 1/100) = 50 drafts lose 0.5 (0.4 - 0.2)
+    for is_paired in (True, False):
+        loss = estimate_loss(canary, control, is_paired=is_paired)
+        assert (loss.value, loss.error) == (pytest.approx(0.1 / 3), pytest.approx(0, abs=1e-9))
+        short = estimate_loss(canary[:, :1], control, is_paired=is_paired)
+        assert (short.value, short.error) == (pytest.approx(0), pytest.approx(0, abs=1e-9))
+
+
+def test_drafts_of_one_length_are_compared_by_their_tau():
+    """The estimate and its error are those of accepted tokens over drafts, block by block."""
+    rng = np.random.default_rng(0)
+    polls = []
+    for rate in (0.5, 0.6):
+        drafts = rng.integers(80, 120, 16)
+        first = rng.binomial(drafts, rate)
+        second = rng.binomial(first, rate)
+        polls.append(np.stack([drafts, first, first, second], -1).reshape(16, 2, 2).astype(float))
+    canary_B22, control_B22 = (one.reshape(8, 2, 2, 2).sum(1) for one in polls)
+    accepted_B2 = np.stack([control_B22[..., 1].sum(1), canary_B22[..., 1].sum(1)], -1)
+    drafts_B2 = np.stack([control_B22[:, 0, 0], canary_B22[:, 0, 0]], -1)
+    wanted, found = estimate_gain(accepted_B2, drafts_B2), estimate_loss(*polls)
+    assert (found.value, found.error) == pytest.approx((wanted.value, wanted.error))
+    assert found.value > 0.1
 
 
 def test_a_domain_counts_as_far_as_both_groups_had_it():
     def polls(drafts, tau):
-        return np.array([(drafts, drafts * (tau - 1))] * 16)
+        return np.array([[(drafts, drafts * (tau - 1))]] * 16)
 
     canary = {"code": polls(90, 2.0), "prose": polls(30, 1.5), "rare": polls(1, 1.0), "only here": polls(50, 1.0)}
     control = {"code": polls(18, 2.1), "prose": polls(70, 1.9), "rare": polls(90, 3.0)}
@@ -368,7 +418,11 @@ async def test_a_server_that_miscounts_a_domain_counts_none_and_still_counts_its
     async with running(*fakes) as servers:
         await Window.open(servers)  # a first reading: counters begin at 0
         window = await Window.open(servers)
-        fakes[1].domains = defaultdict(lambda: [0, 0], {"easy": [10**6, 10**6]} | ({} if is_gone else {"hard": [0, 0]}))
+        zeros = [[0, 0], [0, 0], [0, 0]]
+        fakes[1].positions = defaultdict(
+            zeros.copy, {"easy": [[10**6, 10**6]] * 3} | ({} if is_gone else {"hard": zeros})
+        )
+        fakes[1].drafts += 10**6
         counted = await window.read()
         assert list(counted[servers[0]].by_domain) == ["easy", "hard"]
         assert counted[servers[1]].by_domain == {}
@@ -618,7 +672,12 @@ def test_waves_must_reach_the_whole_fleet():
 @in_event_loop
 async def test_the_counts_of_a_status_are_those_of_the_plugin():
     status = {"server_id": "boot", "draft_version": "v000001", "draft_intact": True, "target_intact": True}
-    status |= {"target_fingerprint": "f", "domains": {"code": [10, 8]}, "drafts": [10, 30, 6, 2], "notes": ["a flag"]}
+    status |= {
+        "target_fingerprint": "f",
+        "positions": {"code": [[10, 6], [5, 2]]},
+        "drafts": [10, 30, 6, 2],
+        "notes": ["a flag"],
+    }
     status["pace"] = {"pace": "auto", "line": "pace auto: 0 tokens at 8"}
 
     def answer(request):
@@ -628,6 +687,9 @@ async def test_the_counts_of_a_status_are_those_of_the_plugin():
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         server = FleetServer("http://a", TOKEN, http)
         found = await server.status()
-    wanted = {"num_drafts": 10, "num_accepted": 8, "num_draft_tokens": 30, "accepted_per_position": (6, 2)}
-    assert (found.total, found.notes) == (AcceptanceCounts(**wanted), ("a flag",))
+    wanted = AcceptanceCounts(
+        num_drafts=10, num_accepted=8, num_draft_tokens=30, accepted_per_position=(6, 2), tried_per_position=(10, 5)
+    )
+    assert (found.total, found.notes) == (wanted, ("a flag",))
+    assert found.by_domain == {"code": replace(wanted, num_draft_tokens=0)}
     assert found.pace == "pace auto: 0 tokens at 8"
