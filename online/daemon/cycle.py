@@ -154,6 +154,7 @@ class Cycle:
         """Asleep, with a candidate's worth of new records: wake, or pass over the records up to
         `newest`. Those that arrive during the look wait for the next one."""
         sleeper, current = self.sleeper, self.current
+        self.judge.draft_as(await ask_drafting(self.servers))
         staleness = await self.in_thread(sleeper.measure, current)
         if reason := sleeper.find_reason_to_wake(staleness, num_waiting):
             sleeper.save(sleeper.sleep.wake(), current, staleness, f"training begins again: {reason}")

@@ -29,7 +29,8 @@ class Sleeper:
     def measure(self, version: str) -> Staleness | None:
         """The served version on held-out requests since its reference. Without a reference, this
         measures one."""
-        has_reference = self.sleep.version == version
+        drafting = self.judge.drafting
+        has_reference = (self.sleep.version, self.sleep.drafting) == (version, drafting)
         newest, rows = self.judge.score_since(version, self.sleep.through if has_reference else 0)
         if len(rows) < self.cfg.gate.min_requests:
             return None
@@ -37,7 +38,7 @@ class Sleeper:
         if has_reference:
             return compare(self.sleep.then, rows, self.cfg.sleep, self.cfg.gate)
         # On the trainer's thread; the cycle waits, and nothing else writes `sleep`.
-        self.sleep = self.sleep.refer(version, newest, rows)
+        self.sleep = self.sleep.refer(version, newest, rows, drafting)
         return None
 
     def find_reason_to_wake(self, staleness: Staleness | None, num_waiting: int) -> str:

@@ -176,6 +176,7 @@ class Sleep:
     """The reference of the served draft, and whether the learner sleeps. Saved on disk, over kills."""
 
     version: str = ""  # that `then` was measured for; empty before the first time
+    drafting: str = ""  # with which: tau depends on the number of draft tokens
     through: int = 0  # newest held-out record of the reference: newer is independent
     then: tuple[Row, ...] = ()
     is_asleep: bool = False
@@ -187,9 +188,10 @@ class Sleep:
         """Whether the learner sleeps while it serves `version`. Any other version than the reference's wakes it."""
         return self.is_asleep and self.version == version
 
-    def refer(self, version: str, through: int, rows: Sequence[Row]) -> Sleep:
-        """A new reference, awake."""
-        return Sleep(version=version, through=through, then=tuple(rows), num_saved=self.num_saved)
+    def refer(self, version: str, through: int, rows: Sequence[Row], drafting: str = "") -> Sleep:
+        """A new reference; awake, unless only the drafting is new."""
+        base = self if version == self.version else Sleep(num_saved=self.num_saved)
+        return replace(base, version=version, drafting=drafting, through=through, then=tuple(rows))
 
     def fall_asleep(self, now: Sequence[Row]) -> Sleep:
         """Asleep. Domains of `now` that are not in the reference are no longer new: training has seen them."""

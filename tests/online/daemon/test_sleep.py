@@ -44,6 +44,8 @@ def test_a_perfect_draft_puts_the_learner_to_sleep_and_a_new_domain_wakes_it(wor
         return bool(world.last("staleness", "is_asleep"))
 
     async def main() -> None:
+        for fake in world.fakes:  # not the number of the settings, with which a restart begins
+            fake.drafting = {"num_speculative_tokens": 5, "draft_sample_method": "greedy"}
         async with world.fleet():
             async with world.learner(**settings(world)) as task:
                 ship(world.spool, code[:80])
@@ -64,7 +66,8 @@ def test_a_perfect_draft_puts_the_learner_to_sleep_and_a_new_domain_wakes_it(wor
                 ship(world.spool, prose)
                 await until(lambda: len(world.entries("training")) > steps, task)
                 woken = next(entry for entry in world.entries("staleness") if "begins again" in entry.reason)
-                assert "domain prose is new" in woken.reason
+                assert woken.reason == "training begins again: domain prose is new"
+                assert woken.tau_then == woken.tau_now == 6, "the servers draft 5 tokens, all accepted"
                 assert world.last("staleness", "steps_saved") >= saved
 
     asyncio.run(main())

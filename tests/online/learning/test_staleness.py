@@ -165,6 +165,14 @@ def test_the_pauses_grow_while_training_leads_nowhere_and_end_at_the_longest() -
     assert sleep.refer("v2", 9, rows).num_attempts == 0, "a promotion starts afresh"
 
 
+def test_a_reference_for_another_number_of_draft_tokens_wakes_nobody() -> None:
+    rows = make_rows(2.0, 100, 0)
+    sleep = Sleep().refer("v1", 500, rows, "3 draft tokens, greedy").fall_asleep(rows).pass_over(64)
+    other = sleep.refer("v1", 900, rows[:50], "5 draft tokens, greedy")
+    assert (other.through, other.then, other.drafting) == (900, tuple(rows[:50]), "5 draft tokens, greedy")
+    assert (other.is_asleep_at("v1"), other.num_attempts, other.num_passed, other.num_saved) == (True, 1, 64, 64)
+
+
 def test_a_domain_that_training_has_seen_is_new_no_longer() -> None:
     then, now = make_rows(2.0, 100, 0), make_rows(2.0, 60, 1) + make_rows(1.2, 30, 2, "prose")
     sleep = Sleep().refer("v1", 0, then).fall_asleep(now)
