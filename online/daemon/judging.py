@@ -29,11 +29,6 @@ class Judge:
         self.cfg, self.registry, self.buffer, self.candidate = cfg, registry, buffer, candidate
         self.judging = cfg.judging  # with the servers' tokens and sampling, once known
 
-    @property
-    def drafting(self) -> str:
-        judging = self.judging
-        return str(Drafting(judging.num_speculative_tokens, judging.draft_sample_method))
-
     def draft_as(self, servers: Counter[Drafting]) -> str:
         """Judge as most of the servers draft from now on; returns how, in words. `servers` are counts."""
         self.judging, drafting = choose_judging(self.judging, servers)

@@ -29,7 +29,8 @@ class Sleeper:
     def measure(self, version: str) -> Staleness | None:
         """The served version on held-out requests since its reference. Without a reference, this
         measures one."""
-        drafting = self.judge.drafting
+        judging = self.judge.judging
+        drafting = f"{judging.num_speculative_tokens} {judging.draft_sample_method}"
         has_reference = (self.sleep.version, self.sleep.drafting) == (version, drafting)
         newest, rows = self.judge.score_since(version, self.sleep.through if has_reference else 0)
         if len(rows) < self.cfg.gate.min_requests:

@@ -39,7 +39,7 @@ def count_domains() -> None:
     def observe_and_count(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         # vLLM passes everything by name. Counted here, because `observe` returns at once if statistics are off.
         request_id, num_tokens = kwargs["request_id"], kwargs["num_draft_tokens"]
-        if num_tokens and request_id not in scheduler.redraft_foreign:
+        if num_tokens and is_counted(scheduler, request_id):
             arguments = scheduler.requests[request_id].sampling_params.extra_args
             add_draft(get_counts(scheduler), arguments, num_tokens, kwargs["num_accepted_tokens"])
         return observe(scheduler, *args, **kwargs)
@@ -47,6 +47,13 @@ def count_domains() -> None:
     Scheduler.make_spec_decoding_stats, Scheduler.update_from_output = observe_and_count, update_and_note
     # vLLM finds a utility call's method by name on the engine core.
     EngineCore.redraft_domains = lambda engine: get_counts(engine.scheduler)
+
+
+def is_counted(scheduler: Any, request_id: str) -> bool:
+    """Whether a request's draft is the served version's, and that has read the text (`Pacer`)."""
+    pacer, request = getattr(scheduler, "redraft_pacer", None), scheduler.requests[request_id]
+    is_read = pacer is None or pacer.has_read(request_id, request)
+    return is_read and request_id not in scheduler.redraft_foreign
 
 
 def mark_foreign(output: Any, requests: Collection[str]) -> None:

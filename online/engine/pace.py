@@ -95,6 +95,10 @@ class Pacer:
         """Whether the newest step drafts."""
         return self._drafted > 0
 
+    def has_read(self, request_id: str, request: Any) -> bool:
+        """Whether the draft has read enough of the text for the request's acceptance to count."""
+        return bool(self.unread.get(request_id, 0) <= (1 - READ) * request.num_tokens)
+
     def begin(self, output: Any, now_s: float) -> None:
         """A step is scheduled."""
         for request_id in (*output.finished_req_ids, *(new.req_id for new in output.scheduled_new_reqs)):
@@ -116,15 +120,14 @@ class Pacer:
             num_new = len(sampled[result.req_id_to_index[request_id]]) if sampled else 0
             if request is None or not num_new:
                 continue
-            unread = self.unread.get(request_id, 0)
-            is_read = unread <= (1 - READ) * request.num_tokens
+            is_read = self.has_read(request_id, request)
             num_read += is_read
             # Not the prompt's own step. A lookup may have found nothing, and counts as a draft without success.
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             if verified and is_read and request.num_output_tokens and num_scheduled == 1 + num_drafts:
                 accepted.append(num_new - 1)
             if self.has_keys and is_clean and not drafted:
-                self.unread[request_id] = unread + num_new
+                self.unread[request_id] = self.unread.get(request_id, 0) + num_new
         size = len(output.num_scheduled_tokens)
         self._is_read = 2 * num_read >= size
         if self.fixed is None:

@@ -54,6 +54,7 @@ from redraft.online.fleet.server import (
 )
 
 Array = NDArray[np.float64]
+ByDomain = Mapping[str, Array]
 
 MIN_POLLS = 16  # Polls before the groups are first compared: 8 blocks of two.
 MIN_DOMAIN_DRAFTS = 200  # Drafts of a domain that both groups must have made for a comparison.
@@ -239,9 +240,7 @@ def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
     return np.stack([rate * drafts_B + surprises_BK @ worth_K, drafts_B])
 
 
-def estimate_loss_by_domain(
-    canary: Mapping[str, Array], control: Mapping[str, Array], *, is_paired: bool = True
-) -> Estimate:
+def estimate_loss_by_domain(canary: ByDomain, control: ByDomain, *, is_paired: bool = True) -> Estimate:
     """The loss of tau from the (tried, accepted) [P, K, 2] of each domain, weighed as by Cochran
     (1954) and by Mantel and Haenszel (1959): a domain counts as far as both groups had it. Domains
     with few drafts in one of the groups are left out. The error is infinite if none is left."""

@@ -90,6 +90,7 @@ SampleMethod = Literal["greedy", "probabilistic"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNTER)]
 
 
+_Domain = Annotated[str, msgspec.Meta(max_length=64)]
 _Positions = Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_POSITIONS)]
 
 
@@ -116,10 +117,7 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     notes: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=400)], ...], msgspec.Meta(max_length=16)] = ()
     drafts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2 + MAX_POSITIONS)] = ()
     """Drafts, draft tokens, and by position the drafts whose token was accepted."""
-    positions: Annotated[
-        dict[Annotated[str, msgspec.Meta(max_length=64)], _Positions],
-        msgspec.Meta(max_length=MAX_DOMAINS),
-    ] = {}
+    positions: Annotated[dict[_Domain, _Positions], msgspec.Meta(max_length=MAX_DOMAINS)] = {}
     """By domain and position, tried and accepted. Earlier releases do not send it."""
 
 
@@ -193,6 +191,7 @@ class FleetServer:
         try:
             body = _status_decoder.decode(content)
             by_domain = {name: _read_positions(pairs) for name, pairs in body.positions.items()}
+            tried = sum(by_domain.values(), AcceptanceCounts.zero()).tried_per_position
             return Status(
                 boot=body.server_id,
                 draft_version=body.draft_version,
@@ -206,7 +205,7 @@ class FleetServer:
                 swap_off=body.swap_off,
                 notes=body.notes,
                 pace=body.pace.line if body.pace else "",
-                total=_read_total(body, by_domain) if body.draft_version else None,
+                total=_read_total(body, tried) if body.draft_version else None,
                 by_domain=by_domain,
             )
         except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -277,14 +276,10 @@ def _read_drafting(body: _StatusAnswer) -> Drafting | None:
     return Drafting(body.num_speculative_tokens, methods[0]) if methods and body.num_speculative_tokens else None
 
 
-def _read_total(
-    body: _StatusAnswer,
-    by_domain: Mapping[str, AcceptanceCounts],
-) -> AcceptanceCounts | None:
+def _read_total(body: _StatusAnswer, tried: tuple[int | float, ...]) -> AcceptanceCounts | None:
     if len(body.drafts) < 2:
         return None
     num_drafts, num_draft_tokens, *accepted = body.drafts
-    tried = sum(by_domain.values(), AcceptanceCounts.zero()).tried_per_position
     return AcceptanceCounts(
         num_drafts=num_drafts,
         num_accepted=sum(accepted),

@@ -19,6 +19,7 @@ from waiting import wait_until
 from redraft.online.engine import pace as hooks
 from redraft.online.engine import runner_v2
 from redraft.online.engine.config import TABLE, list_arms, make_table
+from redraft.online.engine.domains import is_counted
 from redraft.online.engine.engine_calls import EngineCalls
 from redraft.online.engine.pace import (
     PaceMetrics,
@@ -225,6 +226,12 @@ def test_a_request_whose_text_the_draft_has_not_read_counts_in_no_probe():
     server.step(b=1)
     server.step(b=1)
     assert not spy.is_read
+    scheduler = SimpleNamespace(requests=server.requests, redraft_foreign=frozenset(), redraft_pacer=pacer)
+    assert (is_counted(scheduler, "a"), is_counted(scheduler, "b")) == (True, False), "nor by domain"
+    del scheduler.redraft_pacer
+    assert is_counted(scheduler, "b"), "without a pace all is read"
+    scheduler.redraft_foreign = frozenset("b")
+    assert not is_counted(scheduler, "b")
     server.step(a=1, finished=("b",))
     assert pacer.unread == {"a": 5}
 

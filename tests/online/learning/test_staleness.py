@@ -167,9 +167,9 @@ def test_the_pauses_grow_while_training_leads_nowhere_and_end_at_the_longest() -
 
 def test_a_reference_for_another_number_of_draft_tokens_wakes_nobody() -> None:
     rows = make_rows(2.0, 100, 0)
-    sleep = Sleep().refer("v1", 500, rows, "3 draft tokens, greedy").fall_asleep(rows).pass_over(64)
-    other = sleep.refer("v1", 900, rows[:50], "5 draft tokens, greedy")
-    assert (other.through, other.then, other.drafting) == (900, tuple(rows[:50]), "5 draft tokens, greedy")
+    sleep = Sleep().refer("v1", 500, rows, "3 greedy").fall_asleep(rows).pass_over(64)
+    other = sleep.refer("v1", 900, rows[:50], "5 greedy")
+    assert (other.through, other.then, other.drafting) == (900, tuple(rows[:50]), "5 greedy")
     assert (other.is_asleep_at("v1"), other.num_attempts, other.num_passed, other.num_saved) == (True, 1, 64, 64)
 
 
