@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +13,10 @@ import numpy as np
 
 from redraft.heads.families.retrieval import Live, Text
 
+logger = logging.getLogger("vllm.redraft")
+
 LEAST_HEAD = 0.2  # least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
-TRIED = 32  # below LEAST_HEAD, the head drafts once in this many
+TRIED = 32  # once in this many the head drafts to be judged: below LEAST_HEAD, or where a lookup drafts
 FIRST = 64  # drafts of a new head before it is judged
 REMEMBERED = 256  # drafts; then both sums halve
 COUNTED_AT_ONCE = 48  # counting steps per engine step
@@ -26,7 +30,7 @@ class AnswerCounter:
 
     def __init__(self, runner: Any, draft: Live) -> None:
         self.draft = draft
-        self.counts = Counter[str]()  # Answers: counted, not_allowed, passed_over.
+        self.counts = Counter[str]()  # Answers: counted, not_allowed, passed_over, failed.
         self.may_count: Callable[[Any], bool] = lambda request: False  # Set by the plugin: honours opt-outs.
         self._ended: dict[str, Text] = {}
         self._waiting = deque[Iterator[None]]()
@@ -38,12 +42,13 @@ class AnswerCounter:
         self._removed(name, request)
         if request is None or request.prompt_token_ids is None:
             return
-        if not self.may_count(request):
-            self.counts["not_allowed"] += 1
-            return
-        prompt, answer = request.prompt_token_ids, cut_answer(request.output_token_ids, request.sampling_params)
-        ids = np.array([*prompt[-MOST_TOKENS:], *answer], np.int32)[-MOST_TOKENS:]
-        self._ended[name] = Text(ids=ids, is_label=np.arange(len(ids)) >= len(ids) - len(answer))
+        with self._surviving():
+            if not self.may_count(request):
+                self.counts["not_allowed"] += 1
+                return
+            prompt, answer = request.prompt_token_ids, cut_answer(request.output_token_ids, request.sampling_params)
+            ids = np.array([*prompt[-MOST_TOKENS:], *answer], np.int32)[-MOST_TOKENS:]
+            self._ended[name] = Text(ids=ids, is_label=np.arange(len(ids)) >= len(ids) - len(answer))
 
     def learn(self) -> None:
         """Count queued answers for under 1 ms."""
@@ -54,11 +59,22 @@ class AnswerCounter:
             if is_taken:
                 self._waiting.append(self.draft.learn(text))
         self._ended.clear()
-        for _ in range(COUNTED_AT_ONCE):
-            if not self._waiting:
-                break
-            if next(self._waiting[0], self) is self:
-                self._waiting.popleft()
+        with self._surviving():
+            for _ in range(COUNTED_AT_ONCE):
+                if not self._waiting:
+                    break
+                if next(self._waiting[0], self) is self:
+                    self._waiting.popleft()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Turn an exception, which would end the engine, into an answer that is not counted to its end."""
+        try:
+            yield
+        except Exception as error:
+            self.counts["failed"] += 1
+            if self.counts["failed"] == 1:  # without the message, which may hold text
+                logger.warning("live counts: an answer failed, serving goes on: %s", type(error).__name__)
 
 
 def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
@@ -70,11 +86,11 @@ def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
 
 @dataclass
 class FirstTokens:
-    """Recent acceptance rate of the head's first token."""
+    """Recent hit rate of the head's first token, whether that or a lookup's was verified."""
 
     hits: float = 0.5
     drafts: float = 1.0
-    waiting: set[str] = field(default_factory=set)  # Requests whose newest draft is the head's.
+    waiting: dict[str, int] = field(default_factory=dict)  # the token, by request
     _num_asked: int = 0
 
     @property
@@ -86,13 +102,13 @@ class FirstTokens:
         return self.drafts < FIRST or self.probability >= LEAST_HEAD
 
     def note(self, sampled: Mapping[str, Sequence[int]]) -> None:
-        """Add a step's verdicts. `sampled` has each request's accepted tokens and the target's."""
-        new = [len(sampled[name]) for name in self.waiting if sampled.get(name)]
-        self.hits, self.drafts = self.hits + sum(count > 1 for count in new), self.drafts + len(new)
+        """Add a step's verdicts. `sampled` has each request's new tokens."""
+        new = [sampled[name][0] == token for name, token in self.waiting.items() if sampled.get(name)]
+        self.hits, self.drafts = self.hits + sum(new), self.drafts + len(new)
         if self.drafts > REMEMBERED:
             self.hits, self.drafts = self.hits / 2, self.drafts / 2
 
-    def may_draft(self) -> bool:
-        """Whether the head is accepted often enough, or is due for a trial."""
+    def is_due(self) -> bool:
+        """Whether to let the head draft now to judge it. By a count, so the ranks of a server agree."""
         self._num_asked += 1
-        return self.is_good or self._num_asked % TRIED == 0
+        return self.drafts < FIRST or self._num_asked % TRIED == 0

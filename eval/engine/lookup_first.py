@@ -11,7 +11,7 @@ B = requests of a step."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -87,17 +87,17 @@ def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
     return {key: int(value) for key, value in found.items()} if LOOKUP[1] in found else {}
 
 
-class Proposer(Protocol):
+class Lookup(Protocol):
     def skip(self) -> None:
-        """Handle a step without proposals."""
+        """Handle a step, except its proposals."""
 
-    def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
+    def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
         """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
         the step's new tokens of each request, none of one whose prompt is not read whole."""
         ...
 
 
-def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Proposer | None) -> LookupFirst:
+def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Lookup | None) -> LookupFirst:
     """The proposer of a runner, with the settings of `read_mix`; without `answers`, n-grams are
     looked up. Raises ValueError: no lookup goes before this draft."""
     speculative = runner.vllm_config.speculative_config
@@ -122,7 +122,7 @@ class Ngrams:
         # Compiles the lookup here, before the first request.
         self.runner, self.ngrams = runner, NgramProposer(runner.vllm_config)
 
-    def propose(self, scheduled: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
+    def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
         batch = self.runner.input_batch
         found: list[list[int]] = self.ngrams.propose(
             scheduled.num_spec_tokens_to_schedule, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu
@@ -132,39 +132,50 @@ class Ngrams:
 
 class LookupFirst:
     """The proposer of one runner, in front of the head's. With live counts, the head drafts if its
-    first token is the more probable one."""
+    first token is the more probable one, as measured where there is a match: text with matches is easy."""
 
-    def __init__(self, runner: Any, lookup: Proposer, limits: HeadLimits) -> None:
+    def __init__(self, runner: Any, lookup: Lookup, limits: HeadLimits) -> None:
         self.runner, self.lookup, self.limits = runner, lookup, limits
         draft = getattr(lookup, "draft", None)
         self.live = draft if isinstance(draft, Live) else None
-        self.by_head = FirstTokens()
+        self.by_head, self.at_matches = FirstTokens(), FirstTokens()  # where the head drafts; at a sample of matches
         self.looked_up: frozenset[str] = frozenset()  # requests whose newest draft was looked up
         self.propose_by_head = runner.propose_draft_token_ids
 
     def skip(self) -> None:
         """Handle a step without proposals."""
-        self.by_head.waiting, self.looked_up = set(), frozenset()
+        self.by_head.waiting, self.at_matches.waiting, self.looked_up = {}, {}, frozenset()
         self.lookup.skip()
 
     def swapped(self) -> None:
-        """Judge another head."""
-        self.by_head = FirstTokens()
+        """Judge another head, which is probably much like the old one."""
+        self.by_head, self.at_matches = (FirstTokens(hits=old.probability) for old in (self.by_head, self.at_matches))
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
-        names = self.runner.input_batch.req_ids
+        names, most, judged = self.runner.input_batch.req_ids, scheduled.num_spec_tokens_to_schedule, set[str]()
+        self.lookup.skip()
         if self.live:
-            self.by_head.note(dict(zip(names, sampled, strict=False)))
-            self.live.least_first = self.by_head.probability if self.by_head.is_good else 0.0
-        found = self.lookup.propose(scheduled, sampled)
-        self.looked_up = frozenset(name for name, match in zip(names, found, strict=False) if match)
-        unmatched = {name for name, new, match in zip(names, sampled, found, strict=False) if new and not match}
-        is_wanted = bool(unmatched) and (self.live is None or self.by_head.may_draft())
-        by_head = self.limits.choose(scheduled.num_spec_tokens_to_schedule, len(sampled)) if is_wanted else 0
+            for head in (self.by_head, self.at_matches):
+                head.note(dict(zip(names, sampled, strict=False)))
+            if self.at_matches.is_due():
+                self.live.least_first = 0.0
+                judged = _list_matches(names, self.lookup.look_up(scheduled, sampled))
+            self.live.least_first = self.at_matches.probability if self.at_matches.is_good else 0.0
+        found = self.lookup.look_up(scheduled, sampled)
+        self.looked_up = frozenset(_list_matches(names, found))
+        unmatched = _list_matches(names, sampled) - self.looked_up
+        is_wanted = bool(unmatched) and (self.live is None or self.by_head.is_good or self.by_head.is_due())
+        by_head = self.limits.choose(most if is_wanted else min(most, len(judged), 1), len(sampled))
         # With 0 tokens vLLM's proposer still reads the step, for the keys, and returns a tensor [B, 0].
         # `replace` copies, because vLLM reads `scheduled` again afterwards.
         drafted = self.propose_by_head(replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest).tolist()
-        self.by_head.waiting = unmatched if by_head else set()
+        firsts = {name: draft[0] for name, draft in zip(names, drafted, strict=False) if draft}
+        self.by_head.waiting = {name: token for name, token in firsts.items() if name in unmatched}
+        self.at_matches.waiting = {name: token for name, token in firsts.items() if name in judged}
         return [
             match or (draft if tokens else []) for tokens, match, draft in zip(sampled, found, drafted, strict=True)
         ]
+
+
+def _list_matches(names: Sequence[str], found: Sequence[Sequence[int]]) -> set[str]:
+    return {name for name, match in zip(names, found, strict=False) if match}

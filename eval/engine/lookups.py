@@ -35,14 +35,18 @@ class Counted:
         self.counter = AnswerCounter(runner, draft) if isinstance(draft, Live) else None
 
     def skip(self) -> None:
-        """Handle a step without proposals."""
+        """Handle a step, except its proposals."""
         if self.counter:
             self.counter.learn()
 
     def propose(self, scheduled: Any, sampled: Sequence[Sequence[int]], *_: Any) -> list[list[int]]:
+        """The draft tokens of a step; vLLM's interface."""
+        self.skip()
+        return self.look_up(scheduled, sampled)
+
+    def look_up(self, scheduled: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
         """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
         the step's new tokens of each request, none of one whose prompt is not read whole."""
-        self.skip()
         batch, most = self.runner.input_batch, scheduled.num_spec_tokens_to_schedule
         return [
             self._propose(batch.token_ids_cpu[row], int(batch.num_tokens_no_spec[row]), most, len(sampled))

@@ -13,11 +13,11 @@ import pytest
 from redraft.eval.engine import answer_counter
 from redraft.eval.engine.answer_counter import MOST_TOKENS, MOST_WAITING, cut_answer
 from redraft.eval.engine.draft_source import DraftSource
-from redraft.eval.engine.lookup_first import HeadLimits, mix
+from redraft.eval.engine.lookup_first import HeadLimits, LookupFirst, mix
 from redraft.eval.engine.lookups import VARIABLES, Counted, install, lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
-from redraft.heads.families.retrieval import Config, Retrieval
+from redraft.heads.families.retrieval import Config, Live, Retrieval
 
 DRAFT = Retrieval(Config(max_run=1, verify_cost=0.2), {(5,): (6, 0.9), (6,): (7, 0.49), (7,): (8, 0.95)}, [0.0, 0.1])
 
@@ -165,6 +165,30 @@ def test_ranks_count_alike_whatever_the_order_in_which_requests_end(monkeypatch:
     assert rows[0]
 
 
+def test_an_error_of_counting_costs_an_answer_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, text = make_live(monkeypatch, [2, 3]), make_request([1, 2], [3, 4])
+    counter, count = runner.redraft_counter, runner.redraft_counter.draft.learn
+
+    def fail_in_the_second_step(text: Any) -> Any:
+        yield
+        raise RuntimeError("secret")
+
+    counter.draft.learn = fail_in_the_second_step
+    runner._on_request_state_removed("a", text)
+    assert runner.propose_draft_token_ids(Scheduled(), [[3]]) == [[]]
+    counter.draft.learn = count
+    runner._on_request_state_removed("no parameters", SimpleNamespace(prompt_token_ids=[1], output_token_ids=[3]))
+    runner._on_request_state_removed("no token", make_request([1, 2], [3, 2**40]))
+    runner._on_request_state_removed("b", text)
+    assert runner.propose_draft_token_ids(Scheduled(), [[3]]) == [[4]]
+    assert counter.counts == {"counted": 2, "failed": 3}
+    assert runner.ended == ["a", "no parameters", "no token", "b"]
+    assert "RuntimeError" in caplog.text
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("tokens", "stops", "most", "expected"),
     [
@@ -210,25 +234,81 @@ def test_live_counts_ask_a_head_that_is_accepted_often_enough(monkeypatch: pytes
     def step(*new: int) -> list[list[int]]:
         return runner.propose_draft_token_ids(Scheduled(), [list(new)])
 
-    for _ in range(64):
+    for _ in range(63):
         assert step(5) == [[9] * 6], "little is known yet"
     for _ in range(96):
         step(5)  # nothing is ever accepted
-    assert sum(asked > 0 for asked in head.asked[64:]) == 3, "tried now and then"
-    assert (lookup.by_head.probability < 0.2, lookup.live.least_first) == (True, 0), "whatever is found is better"
+    assert sum(asked > 0 for asked in head.asked[63:]) == 3, "tried now and then"
+    assert lookup.by_head.probability < 0.2
     for _ in range(1500):
         step(*((9, 5) if head.asked[-1] else (5,)))  # it has become good
     assert all(head.asked[-50:])
-    assert lookup.live.least_first == lookup.by_head.probability > 0.8
+    assert lookup.by_head.probability > 0.8
     runner._on_request_state_removed("a", make_request([1], [5, 7]))
-    for _ in range(3):
-        assert step(9, 5) == [[9] * 6], "7 followed 5 once: the head is more probable"
+    for _ in range(20):
+        step(9, 5)
+    assert step(9, 5) == [[9] * 6], "7 followed 5 once: the head is more probable"
+    assert lookup.live.least_first == lookup.at_matches.probability > 0.8
     drafts = lookup.by_head.drafts
     lookup.skip()  # at pace 0 its draft is not verified
     step(5)
     assert lookup.by_head.drafts == drafts
     lookup.swapped()
     assert (lookup.by_head.drafts, lookup.by_head.is_good) == (1, True), "another head is judged from the beginning"
+
+
+@dataclass
+class Traffic:
+    """A request with easy and hard positions, and the runner of its server. A lookup finds a token at the easy ones
+    only. It and the head are right with the given probabilities."""
+
+    lookup: float
+    at_easy: float  # the head's
+    at_hard: float
+    easy: float = 0.6
+
+    def __post_init__(self) -> None:
+        self.rng, self.draft = np.random.default_rng(0), Live(Config())
+        self.input_batch = SimpleNamespace(req_ids=["r"])
+        self.first = LookupFirst(self, self, HeadLimits())
+
+    def skip(self) -> None: ...
+
+    def look_up(self, *_: Any) -> list[list[int]]:
+        return [[self.by_lookup]] if self.is_easy and self.lookup >= self.draft.least_first else [[]]
+
+    def propose_draft_token_ids(self, scheduled: Scheduled, *_: Any) -> Any:
+        self.num_asked += scheduled.num_spec_tokens_to_schedule
+        return np.full((1, scheduled.num_spec_tokens_to_schedule), self.by_head)
+
+    def run(self, num_steps: int) -> tuple[float, float]:
+        """Tokens a step, and steps in which the head drafts."""
+        new, num_tokens, self.num_asked = [7], 0, 0
+        for _ in range(num_steps):
+            self.is_easy = self.rng.random() < self.easy
+            self.by_lookup = 7 if self.rng.random() < self.lookup else 1
+            self.by_head = 7 if self.rng.random() < (self.at_easy if self.is_easy else self.at_hard) else 2
+            (draft,) = self.first.propose(Scheduled(1), [new])
+            new = [7, 8] if draft == [7] else [7]
+            num_tokens += len(new)
+        return num_tokens / num_steps, self.num_asked / num_steps
+
+
+@pytest.mark.parametrize(
+    ("traffic", "tokens", "asked"),
+    [
+        (Traffic(0.55, 0.9, 0.3), 1 + 0.6 * 0.9 + 0.4 * 0.3, 1),
+        (Traffic(0.55, 0.9, 0.1), 1 + 0.6 * 0.9 + 0.4 * 0.1, 1),
+        (Traffic(0.8, 0.6, 0.3), 1 + 0.6 * 0.8 + 0.4 * 0.3, 0.4 + 0.6 / 32),
+        (Traffic(0.8, 0.6, 0.1), 1 + 0.6 * 0.8 + 0.4 * 0.1 / 32, 1 / 32),
+        (Traffic(0.15, 0.05, 0.05), 1 + 0.6 * 0.15, 1 / 32),
+    ],
+)
+def test_the_better_of_lookup_and_head_drafts_also_after_a_swap(traffic: Traffic, tokens: float, asked: float) -> None:
+    traffic.run(3000)
+    for _ in range(2):
+        assert traffic.run(6000) == (pytest.approx(tokens, abs=0.03), pytest.approx(asked, abs=0.03))
+        traffic.first.swapped()  # to a head that is as good
 
 
 def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
