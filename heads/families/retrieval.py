@@ -50,7 +50,7 @@ class Config:
     max_run: int = 6
     """Longest run of tokens to look up."""
     max_entries: int = 1_000_000
-    """Most runs to keep. Each takes up to 400 bytes of server memory."""
+    """Most runs to keep. Each takes about 400 bytes of server memory."""
     min_texts: int = 1
     """Fewest conversations in which a run must be followed by its token. With 2 or more, a run that
     stands in one conversation only is left out."""

@@ -7,7 +7,7 @@ They return errors instead of raising them: an exception in one rank would leave
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,6 +88,7 @@ class WorkerState:
     asleep: set[str] = field(default_factory=set)  # parts of the memory that are asleep
     num_swaps: int = 0
     capture: Capture | None = None
+    forget_head: Callable[[], None] | None = None  # of a lookup before a head, which measures that
 
     def name_draft(self, version: str) -> None:
         """Another draft proposes from the next step on."""
@@ -97,6 +98,8 @@ class WorkerState:
             self.rereader.ledger.forget()
         if self.capture:
             self.capture.draft_version = version
+        if self.forget_head:
+            self.forget_head()
 
 
 def register_worker() -> None:
@@ -125,6 +128,7 @@ def install(worker: Any) -> None:
     nothing, because vLLM would not start: whatever fails switches capture or swaps off, with the reason."""
     worker.redraft = state = WorkerState(server_id=uuid.uuid4().hex[:16])
     with _switching_off(state, "capture"):
+        state.forget_head = getattr(getattr(worker.model_runner, "redraft_lookup", None), "swapped", None)
         state.runner = describe_runner(find_runner(worker.model_runner), worker.vllm_config)
     config = PluginConfig()
     with _switching_off(state, "capture", "swap"):
@@ -420,8 +424,6 @@ def redraft_commit(worker: Any, version: str) -> None:
     state.is_draft_intact = not state.asleep  # if it fell asleep after the load, the draft is loaded when it wakes up
     state.num_swaps += 1
     state.name_draft(version)
-    if swapped := getattr(getattr(worker.model_runner, "redraft_lookup", None), "swapped", None):
-        swapped()
 
 
 def _load(worker: Any, staging: Staging, known: TargetWatch | None) -> dict[str, Any]:

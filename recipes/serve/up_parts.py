@@ -155,7 +155,7 @@ class Meter:
     _read_s: float = 0.0
 
     def read(self, now_s: float) -> str:
-        """Requests, tokens/s, tau and pace since the last call; or that the server is not there."""
+        """Requests, tokens/s, tokens per drafted step and pace since the last call; or that the server is not there."""
         try:
             text = httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).raise_for_status().text
         except httpx.HTTPError:
@@ -173,7 +173,7 @@ class Meter:
         parts = [f"{done:.0f} requests done, {running:.0f} running"]
         if self.is_ready:
             parts.append(f"{(tokens - self._tokens) / max(1e-9, now_s - self._read_s):.1f} tokens/s")
-        parts += [f"tau {new.tau:.2f}"] if new.num_drafts else []
+        parts += [f"{new.tau:.2f} tokens per drafted step"] if new.num_drafts else []
         parts += [describe_pace(gauges)] if (gauges := read_gauges(text)) else []
         self._tokens, self._counts, self._read_s = tokens, counts, now_s
         return " | ".join(parts)

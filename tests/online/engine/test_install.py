@@ -109,6 +109,15 @@ def test_a_step_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplog):
     assert registered == [1]
 
 
+def test_a_lookup_before_a_head_learns_of_another_one():
+    swaps = []
+    lookup = SimpleNamespace(swapped=lambda: swaps.append(1))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(redraft_lookup=lookup))
+    engine_worker.install(worker)  # the rest of this worker is missing, which raises nothing
+    worker.redraft.name_draft("pushed-1")
+    assert swaps == [1]
+
+
 @pytest.mark.parametrize(
     ("origin", "config", "is_counted"),
     [

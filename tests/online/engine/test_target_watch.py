@@ -293,6 +293,8 @@ def test_20_sleeps_of_level_2_leave_no_step_without_its_name(worker):
 
 def test_a_draft_that_a_trainer_pushes_has_another_name(worker):
     state, worker.weight_transfer_engine = worker.redraft, SimpleNamespace()
+    forgets: list[str] = []
+    state.forget_head = lambda: forgets.append(state.draft_version)
     worker.vllm_config.weight_transfer_config = SimpleNamespace(backend="redraft")
     worker._weight_update_is_draft = False
     state.draft_version = state.loaded_version = "v000003"
@@ -304,6 +306,7 @@ def test_a_draft_that_a_trainer_pushes_has_another_name(worker):
         worker.finish_weight_update()
         assert state.draft_version == state.capture.draft_version == f"pushed-{number}"
     assert (state.loaded_version, state.is_draft_intact) == ("v000003", True)
+    assert forgets == ["pushed-1", "pushed-2"], "a lookup before it measures it anew"
 
 
 def test_another_backends_push_of_a_draft_is_loaded_at_its_end_as_in_a_swap(worker, monkeypatch):

@@ -341,7 +341,9 @@ def test_the_status_line_counts_since_the_last_reading():
     meter.describe(metrics(1000, 100, 100), 10)
     meter.is_ready = True
     shown = meter.describe(metrics(1100, 140, 160), 12)
-    assert shown.startswith("7 requests done, 0 running | 50.0 tokens/s | tau 2.50 | pace auto: 3 tokens (1.40x")
+    assert shown.startswith(
+        "7 requests done, 0 running | 50.0 tokens/s | 2.50 tokens per drafted step | pace auto: 3 tokens (1.40x"
+    )
 
 
 def test_of_a_tracebacks_lines_the_last_one_is_shown(tmp_path, capsys):
