@@ -23,11 +23,10 @@ import tyro
 
 from benchmarks.traffic import Traffic, make_record
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.counted_step import DRAFT, Counted, Plan, count_flops, count_step, make_models
 from redraft.distill.plan.roofs import DEVICES
 from redraft.distill.plan.sizes import find_sizes
-from redraft.heads.catalog import find_family
+from redraft.heads.catalog import FamilyName, find_family
 from redraft.heads.family import Reads
 from redraft.heads.files.artifact import write_whole
 from redraft.online.learning.buffer import Buffer

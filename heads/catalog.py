@@ -287,9 +287,11 @@ def list_learning() -> list[str]:
 
 if TYPE_CHECKING:
     Method = str
+    FamilyName = str
 else:
-    # a type of choices for command lines; mypy cannot read one made from a table
+    # types of choices for command lines; mypy cannot read one made from a table
     Method = Literal[tuple(list_methods())]
+    FamilyName = Literal[tuple(list_trained())]
 
 
 def detect_family(folder: Path) -> Family:

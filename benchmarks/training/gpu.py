@@ -20,7 +20,6 @@ from typing import cast
 
 import torch
 
-from redraft.distill.plan.choices import FamilyName
 from redraft.distill.plan.counted_step import (
     Marker,
     Plan,
@@ -36,6 +35,7 @@ from redraft.distill.plan.roofs import DEVICES, Device
 from redraft.distill.signal.transfer import to_device
 from redraft.distill.train.step import compile_layers
 from redraft.eval.machine import environment
+from redraft.heads.catalog import FamilyName
 from redraft.heads.files.artifact import write_whole
 from redraft.recipes.plan.count import fit, make_plan, on_device
 from redraft.recipes.plan.plan import Config as Counting

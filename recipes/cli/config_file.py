@@ -8,10 +8,9 @@ TOML has no null: the text "None" stands for it, as on the command line.
 
 import copy
 import dataclasses
-import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from redraft.online.settings import NONE, convert, describe_unknown, read_table, render_value
 
@@ -41,16 +40,12 @@ def _change(default: Any, values: Mapping[str, Any], path: str, prefix: str) -> 
                 raise ValueError(f"{path}: {prefix}{key} is a table: write [{prefix}{key}]")
             changes[name] = _change(before, value, path, f"{prefix}{key}.")
         else:
-            hint = hints[name]
-            takes_none = get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
-            is_none = value == NONE and takes_none
-            changes[name] = None if is_none else convert(value, hint, f"{path}: {prefix}{key}", Path)
-    if not prefix:  # Checked with the flags, which may give what the file lacks.
-        whole = copy.copy(default)
-        vars(whole).update(changes)
-        return whole
-    try:
-        return dataclasses.replace(default, **changes)
+            is_none = value == NONE and type(None) in get_args(hints[name])
+            changes[name] = None if is_none else convert(value, hints[name], f"{path}: {prefix}{key}", Path)
+    changed = copy.copy(default)
+    vars(changed).update(changes)
+    try:  # The whole is checked with the flags, which may give what the file lacks.
+        return dataclasses.replace(changed) if prefix else changed
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -86,9 +86,8 @@ def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:
     """The field's value in `owner`, the default of the whole dataclass, if there is one; else the field's default."""
     if dataclasses.is_dataclass(owner):
         return getattr(owner, field.name)
-    if field.default is not dataclasses.MISSING:
-        return field.default
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     # MISSING makes all fields below required, defaults or not; MISSING_NONPROP this one.
-    return tyro.MISSING if owner is tyro.MISSING else tyro.MISSING_NONPROP
+    missing = tyro.MISSING if owner is tyro.MISSING else tyro.MISSING_NONPROP
+    return missing if field.default is dataclasses.MISSING else field.default

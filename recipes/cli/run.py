@@ -52,9 +52,9 @@ def dispatch(args: Sequence[str]) -> int:
         print(f"redraft {importlib.metadata.version('redraft')}")
         return 0
     if args[0] not in COMMANDS:
-        print(describe_unknown(args[0]), file=sys.stderr)
+        print(f"redraft: there is no command {args[0]!r}{_choices(args[0], COMMANDS)}", file=sys.stderr)
         return 2
-    return run_guarded(lambda: _run_command(args[0], args[1:]))
+    return run_guarded(lambda: _run(*find_recipe(args[0], args[1:])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,26 +79,21 @@ def run_recipe(
     """Run the `main` of a recipe started as a file, with the config of the command line.
     An error that the user can fix ends the process with one line and exit status 2."""
     recipe = Recipe(
-        main=main,
-        config_type=config_type,
-        description=description,
-        presets=presets or {},
-        default=default,
+        main=main, config_type=config_type, description=description, presets=presets or {}, default=default,
         prog=sys.argv[0],
-    )
-    if status := run_guarded(lambda: main(parse_recipe(recipe, sys.argv[1:]))):
-        sys.exit(status)
+    )  # fmt: skip
+    run_choice(lambda args, _: (recipe, args))
 
 
 def run_choice(choose: Callable[[Sequence[str], str], tuple[Recipe, Sequence[str]]]) -> None:
     """`run_recipe` of a file whose first argument chooses the recipe."""
 
-    def run() -> None:
-        recipe, args = choose(sys.argv[1:], sys.argv[0])
-        recipe.main(parse_recipe(recipe, args))
-
-    if status := run_guarded(run):
+    if status := run_guarded(lambda: _run(*choose(sys.argv[1:], sys.argv[0]))):
         sys.exit(status)
+
+
+def _run(recipe: Recipe, args: Sequence[str]) -> None:
+    recipe.main(parse_recipe(recipe, args))
 
 
 def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
@@ -114,31 +109,32 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
 
     notes, presets, default = [recipe.description or ""], recipe.presets, recipe.default
     # tyro knows neither presets nor files: the flags are taken out, and become the default of the whole config.
-    name, rest = _take_value(args, "--preset")
+    end = args.index("--") if "--" in args else len(args)
+    rest, others = list(args[:end]), args[end:]
+    name = _take_value(rest, "--preset")
     if name is not None and name not in presets:
         raise ValueError(f"there is no preset {name!r}{_choices(name, presets)}")
     if presets:
         notes += [f"--preset {{{','.join(presets)}}} sets other defaults; the other flags then change them."]
     default = default if name is None else presets[name]
-    prints = False
+    prints, every = False, _take_switch(rest, "--help-all")
     if not {"config", "print_config"} & {field.name for field in dataclasses.fields(recipe.config_type)}:
-        path, rest = _take_value(rest, "--config")
-        prints, rest = _take_switch(rest, "--print-config")
+        path, prints = _take_value(rest, "--config"), _take_switch(rest, "--print-config")
         notes += ["--config FILE reads settings from a TOML file, and flags override them; --print-config prints one."]
         if path is not None:
             default = read_config(Path(path), default or make_unchecked(recipe.config_type))
-    every, rest = _take_switch(rest, "--help-all")
+    asks = every or not {"--help", "-h"}.isdisjoint(rest)
     # Only for help: tyro does not parse a boolean flag that it hides.
-    common = recipe.common if _asks_for_help(rest) and not every else None
+    common = recipe.common if asks and not every else None
     if common is not None:
         notes += ["--help-all prints all flags."]
     # Help prints the form of a boolean flag that changes the default; the parser takes both.
-    markers = (tyro.conf.FlagCreatePairsOff,) if every or _asks_for_help(rest) else ()
+    markers = (tyro.conf.FlagCreatePairsOff,) if asks else ()
     try:
         config = tyro.cli(
             recipe.config_type,
             description="\n".join(notes),
-            args=[*rest, "--help"] if every else rest,
+            args=[*rest, *(["--help"] if every else []), *others],
             prog=recipe.prog,
             config=markers,
             registry=make_registry(common),
@@ -199,18 +195,9 @@ def format_help() -> str:
     return "\n".join(lines)
 
 
-def describe_unknown(name: str) -> str:
-    return f"redraft: there is no command {name!r}{_choices(name, COMMANDS)}"
-
-
 def _choices(name: str, known: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f": did you mean {close[0]!r}?" if close else f"; there is {', '.join(known) or 'none'}"
-
-
-def _run_command(name: str, args: Sequence[str]) -> None:
-    recipe, rest = find_recipe(name, args)
-    recipe.main(parse_recipe(recipe, rest))
 
 
 def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
@@ -262,26 +249,21 @@ def format_parts(name: str, command: Command) -> str:
     return "\n".join(lines)
 
 
-def _asks_for_help(args: Sequence[str]) -> bool:
-    ours = args[: args.index("--")] if "--" in args else args
-    return bool({"--help", "-h", "--help-all"} & {*ours})
-
-
-def _take_value(args: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of a flag (before any `--`), and the arguments without it."""
-    rest = list(args)
-    end = rest.index("--") if "--" in rest else len(rest)
-    for index, argument in enumerate(rest[:end]):
+def _take_value(args: list[str], flag: str) -> str | None:
+    """The value of a flag, which leaves the arguments; None without it."""
+    for index, argument in enumerate(args):
         if argument.startswith(f"{flag}="):
-            return argument.removeprefix(f"{flag}="), rest[:index] + rest[index + 1 :]
+            return args.pop(index).removeprefix(f"{flag}=")
         if argument == flag:
-            if index + 1 == end:
+            if index + 1 == len(args):
                 raise ValueError(f"{flag} needs a value")
-            return rest[index + 1], rest[:index] + rest[index + 2 :]
-    return None, rest
+            del args[index]
+            return args.pop(index)
+    return None
 
 
-def _take_switch(args: Sequence[str], flag: str) -> tuple[bool, list[str]]:
-    """Whether a flag without a value is among the arguments (before any `--`), and the arguments without it."""
-    end = list(args).index("--") if "--" in args else len(args)
-    return flag in args[:end], [*(word for word in args[:end] if word != flag), *args[end:]]
+def _take_switch(args: list[str], flag: str) -> bool:
+    """Whether a flag without a value is among the arguments, which it leaves."""
+    found = flag in args
+    args[:] = [word for word in args if word != flag]
+    return found

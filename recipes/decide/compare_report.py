@@ -18,9 +18,7 @@ from redraft.recipes.decide.compare_config import parse_trained
 LOADS = (1, 8)  # Requests in flight.
 ONE, MANY = LOADS
 
-FREE_AT_MANY = 0.95
-"""Rounds differ by several percent, so down to this ratio at eight requests a draft counts as one that costs nothing.
-"""
+FREE_AT_MANY = 0.95  # Rounds differ by several percent: down to this ratio at eight requests a draft costs nothing.
 
 
 def verdict(choice: Choice) -> str:

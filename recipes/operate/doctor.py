@@ -94,13 +94,11 @@ def check_pair(cfg: Config) -> list[Finding]:
 
 def format_findings(findings: Sequence[Finding]) -> str:
     """The problems and doubts, each with a cure, as the last lines of the output."""
-    problems = [finding for finding in findings if not finding.is_doubt]
-    doubts = [finding for finding in findings if finding.is_doubt]
     if not findings:
         return "\nEverything fits."
-    lines = [] if problems else ["", "No problem was found."]
-    for kind, listed in (("problem", problems), ("doubt", doubts)):
-        if listed:
+    lines = ["", "No problem was found."] if all(finding.is_doubt for finding in findings) else []
+    for kind, is_doubt in (("problem", False), ("doubt", True)):
+        if listed := [finding for finding in findings if finding.is_doubt == is_doubt]:
             lines.append(f"\n{len(listed)} {kind}{'s' if len(listed) > 1 else ''}:")
         for finding in listed:
             lines += [f"  {finding.problem}", f"    cure: {finding.cure}"]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from redraft.distill.plan.choices import FamilyName, ShardingKind, SignalKind
+from redraft.distill.plan.choices import ShardingKind, SignalKind
 from redraft.eval.engine.target_dtype import TargetDtype
-from redraft.heads.catalog import find_family
+from redraft.heads.catalog import FamilyName, find_family
 from redraft.heads.files.artifact import write_whole
 
 

@@ -72,6 +72,16 @@ def test_help_names_the_flags_of_files(name: str, capsys: pytest.CaptureFixture[
     assert ("--print-config" in text) == (name not in OWN_CONFIG or name in ("learner", "router"))
 
 
+def test_help_is_printed_before_the_flags_of_another_command(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["Qwen/Qwen3-8B", "--help-all", "--", "--port", "8001"]
+    with pytest.raises(SystemExit) as end:
+        parse_recipe(*find_recipe("serve", flags))
+    assert end.value.code == 0
+    assert "--print-config" in capsys.readouterr().out
+    flags = ["Qwen/Qwen3-8B", "--draft", "ngram", "--", "--config", "vllm.yaml", "--help-all"]
+    assert parse_recipe(*find_recipe("serve", flags)).vllm_args == ("--config", "vllm.yaml", "--help-all")
+
+
 @pytest.mark.parametrize("which", ["--help", "--help-all"])
 @pytest.mark.parametrize("name", list_trained())
 def test_help_of_a_training_names_the_flags_of_files(name: str, which: str, capsys: pytest.CaptureFixture[str]) -> None:

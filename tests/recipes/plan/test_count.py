@@ -25,7 +25,7 @@ from benchmarks.training import heads as bench_heads
 from benchmarks.training.measure import OURS, _in_fresh_process, _resident_peak_bytes
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan import counted_step as bench_step
-from redraft.distill.plan.choices import FamilyName, SignalKind
+from redraft.distill.plan.choices import SignalKind
 from redraft.distill.plan.counted_step import (
     Counted,
     Plan,
@@ -52,7 +52,7 @@ from redraft.distill.plan.weightless import (
     Weightless,
     attention_flops,
 )
-from redraft.heads.catalog import FAMILIES, find_family
+from redraft.heads.catalog import FAMILIES, FamilyName, find_family
 from redraft.heads.families import dflash, dspark, eagle3, medusa
 from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.plan import plan as command
