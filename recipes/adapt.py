@@ -8,7 +8,7 @@ trained, until the acceptance rises no more (--loop.stop-by, --loop.minutes). Th
 --output/draft if its gain over the old draft is proven: the 95% interval, over held-out prompts, lies above 0.
 Otherwise the old draft stays. --output/adapt.json has the verdict, the forecasts and the interval. The data are best
 answers of the new target; without --data.source it answers the questions of OLD's training data first. All other
-settings are those of `redraft train`. A killed run continues with --resume.
+settings are those of `redraft train`. A killed run continues with the same command.
 """
 
 import functools

@@ -5,8 +5,8 @@ $ redraft train eagle3 --config eagle3.toml --optim.lr 3e-4        # settings fr
 $ accelerate launch -m redraft.recipes.cli train dflash --target Qwen/Qwen3-8B           # on all GPUs
 $ redraft train standalone --target Qwen/Qwen3-8B --draft.checkpoint Qwen/Qwen3-0.6B --loop.batch-size 2
 
-The run folder receives the config, metrics, checkpoints, the exported draft and a report. A killed run continues with
---resume. Without --prove.no-engine, vLLM serves the target with the draft and without it at the end.
+The run folder receives the config, metrics, checkpoints, the exported draft and a report. The same command continues
+a killed run. Without --prove.no-engine, vLLM serves the target with the draft and without it at the end.
 `recipes/accelerate` of the package has configurations that share a draft out over GPUs.
 """
 
@@ -25,7 +25,6 @@ COMMON = frozenset(
     {
         "TrainConfig.target",
         "TrainConfig.output",
-        "TrainConfig.resume",
         "TrainConfig.overwrite",
         "HeadConfig.init",
         "HeadConfig.draft_vocab_size",

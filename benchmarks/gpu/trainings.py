@@ -92,7 +92,7 @@ def resume(name: str, target: Path, folder: Path, steps: int, on_gpu: bool) -> d
     checkpoints = sorted((folder / "checkpoints").iterdir())
     shutil.rmtree(checkpoints[-1])
     shutil.rmtree(folder / "draft", ignore_errors=True)
-    found = train(name, target, folder, steps, "--resume", on_gpu=on_gpu)
+    found = train(name, target, folder, steps, on_gpu=on_gpu)
     return found | {"unbroken last loss": unbroken, "difference": abs(found["last loss"] - unbroken)}
 
 

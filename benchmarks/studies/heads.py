@@ -73,7 +73,7 @@ class Config:
     """Seeds of EAGLE-3 with the first divergence, to tell how much tau differs from seed to seed. All but the first are
     trained and forecast without an engine."""
     resume: bool = False
-    """Continue the runs in `output`."""
+    """Keep the finished runs in `output`, whatever their settings."""
     overwrite: bool = False
     """Replace the runs in `output`."""
     flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -159,8 +159,6 @@ def train_and_prove(family: str, folder: Path, cfg: Config, flags: tuple[str, ..
     command = [sys.executable, "-m", "benchmarks.studies.presets", family.replace("_", "-")]
     command += ["--data.source", str(cfg.output / "conversations.jsonl"), "--output", str(folder)]
     command += ["--prove.reference", str(cfg.output / "target"), *flags, *cfg.flags]
-    if cfg.resume:
-        command.append("--resume")
     if cfg.overwrite:
         command.append("--overwrite")
     if subprocess.run(command).returncode:

@@ -58,14 +58,20 @@ def prompt_key(conversation: Conversation) -> str:
 
 
 def regenerate(
-    conversations: Sequence[Conversation], endpoint: Endpoint, output: Path, sampling: Sampling
+    conversations: Sequence[Conversation],
+    endpoint: Endpoint,
+    output: Path,
+    sampling: Sampling,
+    *,
+    overwrite: bool = False,
 ) -> RegenerationStats:
     """Answer every assistant turn again, in order, each on the regenerated history, and append to
     `output` (JSONL). Conversations already in `output` are skipped, so an interrupted run continues
-    where it stopped. Raises ConnectionError if the server does not answer; it names the URL and how
-    many conversations were finished. Raises ValueError if `output` was written with other settings
-    or is damaged, or if the server refuses everything."""
-    return asyncio.run(_Regeneration(endpoint, output, sampling).run(conversations))
+    where it stopped; with `overwrite` all are answered. Raises ConnectionError if the server does
+    not answer; it names the URL and how many conversations were finished.
+    Raises ValueError if `output` was written with other settings or is damaged, or if the server
+    refuses everything."""
+    return asyncio.run(_Regeneration(endpoint, output, sampling).run(conversations, overwrite=overwrite))
 
 
 class _Regeneration:
@@ -75,13 +81,16 @@ class _Regeneration:
         self.endpoint, self.output, self.sampling = endpoint, output, sampling
         self.stats = RegenerationStats()
 
-    async def run(self, conversations: Sequence[Conversation]) -> RegenerationStats:
+    async def run(self, conversations: Sequence[Conversation], *, overwrite: bool) -> RegenerationStats:
         # Of conversations with the same questions and tools, only the last is asked: the domain is not in the key.
         wanted = {prompt_key(c): c for c in conversations if _questions(c)}
         self.stats.without_question = sum(not _questions(c) for c in conversations)
         async with self.endpoint:
             settings = {"model": await self.endpoint.model(), **asdict(self.sampling)}
-            there = finished_keys(self.output, settings)
+            there = finished_keys(self.output, None if overwrite else settings)
+            if overwrite:
+                self.output.unlink(missing_ok=True)
+                there = set()
             pending = {key: conversation for key, conversation in wanted.items() if key not in there}
             self.stats.already_there = len(wanted) - len(pending)
             try:
@@ -202,9 +211,9 @@ def _as_sent(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def finished_keys(output: Path, settings: dict[str, Any]) -> set[str]:
+def finished_keys(output: Path, settings: dict[str, Any] | None) -> set[str]:
     """Keys of the conversations in `output`; the torn last line of a killed run is cut off. Raises
-    ValueError: a line is damaged, or of other settings; the file stays."""
+    ValueError: a line is damaged, or of other settings than `settings`; the file stays."""
     if not output.exists():
         return set()
     whole, newline, torn = output.read_bytes().rpartition(b"\n")
@@ -216,8 +225,8 @@ def finished_keys(output: Path, settings: dict[str, Any]) -> set[str]:
             key, used = row["key"], row["settings"]
         except (ValueError, KeyError, TypeError):
             raise _not_ours(output, number) from None
-        if used != settings:
-            raise ValueError(f"{output} was answered with {used}, not {settings}: choose another output")
+        if settings is not None and used != settings:
+            raise ValueError(f"{output} was answered with {used}, not {settings}: give --overwrite or another --output")
         keys.add(key)
     if not _begins_row(torn):
         raise _not_ours(output, len(lines) + 1)

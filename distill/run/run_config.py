@@ -215,10 +215,9 @@ class TrainConfig:
     prove: Prove = field(default_factory=Prove)
     output: Path = Path("outputs/draft")
     """Folder of the run. It receives the config, metrics, checkpoints, the exported draft and the report."""
-    resume: bool = False
-    """Continue the run in --output from the newest checkpoint."""
     overwrite: bool = False
-    """Delete the run in --output and start again."""
+    """Delete the run in --output and start again. Otherwise a run with the same settings, target and data continues
+    from its newest checkpoint, and another is refused."""
     mixed_precision: Literal["no", "bf16"] | None = None
     """Precision of training; by default bf16 on a GPU with bfloat16 units, elsewhere as `accelerate config` says. bf16
     keeps the weights in float32."""

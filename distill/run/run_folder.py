@@ -25,7 +25,7 @@ from redraft.distill.data.day import choose_day
 from redraft.heads.files.artifact import publish, verify, write_whole
 
 KEPT_CHECKPOINTS = 2
-MAY_CHANGE = {"resume", "overwrite", "output", "wandb", "prove"}
+MAY_CHANGE = {"overwrite", "output", "wandb", "prove"}
 """Config keys that may differ when a run is resumed: they do not change the training."""
 
 
@@ -64,15 +64,13 @@ class RunFolder:
         self.metrics: list[dict[str, Any]] = []
 
     @classmethod
-    def open(
-        cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, resume: bool, overwrite: bool
-    ) -> RunFolder:
-        """The run in `folder`, new or resumed. Raises ValueError: it holds another run and neither
-        `resume` nor `overwrite` is set, another config, or not all ranks see it."""
+    def open(cls, folder: Path, config: dict[str, Any], accelerator: Accelerator, *, overwrite: bool) -> RunFolder:
+        """The run in `folder`, new, or continued if it has this config. Raises ValueError: it holds
+        another run and `overwrite` is not set, or not all ranks see it."""
         run = cls(folder, accelerator)
         # As it will be read back: tuples are lists and paths are text, so an equal config compares equal.
         run.config = json.loads(json.dumps(config, default=str))
-        run.on_main(lambda: run._claim(resume, overwrite))
+        run.on_main(lambda: run._claim(overwrite))
         if not (folder / "run.json").exists():
             raise ValueError(f"{folder} is not seen by every machine of this launch: choose a shared one as --output")
         # Read by all ranks: midnight may pass between two of them.
@@ -104,29 +102,38 @@ class RunFolder:
         result: T = told[1]
         return result
 
-    def _claim(self, resume: bool, overwrite: bool) -> None:
+    def _claim(self, overwrite: bool) -> None:
         started = self.folder / "run.json"
         # A run that failed on a wrong flag left run.json and perhaps tokens: nothing is lost.
         early = {started.name, TOKENS}
         holds_work = self.folder.exists() and any(path.name not in early for path in self.folder.iterdir())
-        if holds_work and not (resume or overwrite):
-            raise ValueError(
-                f"{self.folder} holds another run: continue it with --resume or replace it with --overwrite"
-            )
+        if holds_work and not started.exists():
+            raise ValueError(f"{self.folder} is not a run of ours (no run.json): choose another --output")
         if overwrite and self.folder.exists():
-            if not started.exists() and any(self.folder.iterdir()):
-                raise ValueError(f"{self.folder} is not a run of ours (no run.json): refusing to overwrite it")
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if resume and started.exists():
-            before, now = _lasting(json.loads(started.read_text())["config"]), _lasting(self.config)
+        if started.exists():
+            before, now = _lasting(json.loads(started.read_text()).get("config", {})), _lasting(self.config)
             changed = [key for key in now if before.get(key) != now[key]]
-            if changed:
+            if not changed:
+                return
+            if holds_work:
                 key = changed[0]
-                raise ValueError(f"cannot resume {self.folder}: {key} was {before.get(key)!r} and is now {now[key]!r}")
-        else:
-            about = {"command": sys.argv, "date": self.date.isoformat(), "config": self.config}
-            write_whole(started, json.dumps(about, indent=2) + "\n")
+                was = f"{key} was {before.get(key)!r} and is now {now[key]!r}"
+                raise ValueError(f"{self.folder} holds another run, {was}: give --overwrite, or another --output")
+        about = {"command": sys.argv, "date": self.date.isoformat(), "config": self.config}
+        write_whole(started, json.dumps(about, indent=2) + "\n")
+
+    def confirm(self, inputs: dict[str, str]) -> None:
+        """Note what the run reads, by hash, on the main process. Raises ValueError: it was trained on others."""
+        about = json.loads((self.folder / "run.json").read_text())
+        changed = [name for name, value in inputs.items() if about.get("inputs", inputs).get(name) != value]
+        if changed and self._checkpoints():
+            raise ValueError(
+                f"{self.folder} holds a run on another {changed[0]}, whose files have changed since: give --overwrite, "
+                "or another --output"
+            )
+        write_whole(self.folder / "run.json", json.dumps({**about, "inputs": inputs}, indent=2) + "\n")
 
     def log(self, step: int, **values: float | int | bool | list[float]) -> None:
         entry = {"step": step, **values}

@@ -101,15 +101,15 @@ class Run:
         self._require_attention(machine or this_machine())
         require_whole_matrices(cfg.optim, self.accelerator)
         self._require_room(machine)
-        self.folder = RunFolder.open(
-            cfg.output, asdict(cfg), self.accelerator, resume=cfg.resume, overwrite=cfg.overwrite
-        )
+        self.folder = RunFolder.open(cfg.output, asdict(cfg), self.accelerator, overwrite=cfg.overwrite)
         # 3. The target, perhaps rewritten, and the data.
         rewritten = self._rewrite_target() if self._rewrites else None
         self.teacher = replace(self.opened, name=str(rewritten), folder=rewritten) if rewritten else self.opened
         self.model = load_target(self.teacher, cfg.signal, self.accelerator.device)
         self.target = Target.from_model(self.model)
         self.data = load_data(cfg.data, self.opened, cfg.loop, self.folder)
+        inputs = {"target": self.opened.fingerprint, "data": self.data.hash}
+        self.folder.on_main(lambda: self.folder.confirm(inputs))
         torch.manual_seed(cfg.loop.seed)
 
     @property

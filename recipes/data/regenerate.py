@@ -26,7 +26,8 @@ def main(cfg: Config) -> None:
     sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens, template_options=cfg.template_options)
     with serve_answers(cfg) as (url, model):
         endpoint = Endpoint(url, model=model, concurrency=cfg.concurrency, api_key=os.environ.get("OPENAI_API_KEY"))
-        print(f"{regenerate(conversations, endpoint, cfg.output, sampling)} -> {cfg.output}")
+        stats = regenerate(conversations, endpoint, cfg.output, sampling, overwrite=cfg.overwrite)
+        print(f"{stats} -> {cfg.output}")
 
 
 @contextmanager

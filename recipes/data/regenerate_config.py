@@ -24,6 +24,8 @@ class Config:
     complete). The answers in them are dropped."""
     output: Path
     """JSONL file to write, one line per finished conversation. Existing lines are kept."""
+    overwrite: bool = False
+    """Answer everything again."""
     split: str = "train"
     """Split of a hub data set."""
     num_conversations: int | None = None

@@ -133,7 +133,6 @@ def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
         max_tokens=cfg.max_tokens,
         minutes=cfg.minutes,
         flags=cfg.flags,
-        resume=cfg.resume,
         overwrite=cfg.overwrite,
     )
 

@@ -12,8 +12,8 @@ Names of --train: `layers-N` (a draft model of N of the target's layers), `medus
 with the size of the head's vocabulary, as in `eagle3-8k`. `ngram+eagle3-8k:2` is that head with n-grams before it, and
 with at most 2 tokens of its own a step; `retrieval+eagle3-8k:2` has the counted answers before it. The answers should
 be the target's (`redraft regenerate`). HumanEval's questions are the default prompts.
-After an interruption, run the same command again: finished drafts and rounds are kept, and --resume continues the
-training that was interrupted.
+After an interruption, run the same command again: finished drafts and rounds are kept, and the training that was
+interrupted continues.
 """
 
 import re
@@ -81,8 +81,6 @@ class Config:
     """Folder of the downloaded model and prompts, kept for later runs."""
     output: Path = Path("outputs/compare")
     """Folder for report.json, report.html, the drafts and the logs."""
-    resume: bool = False
-    """Continue an interrupted training from its newest checkpoint, instead of from its start."""
     overwrite: bool = False
     """Train and measure everything again. To measure again only, delete the folder `rounds` in --output."""
 
@@ -101,8 +99,6 @@ class Config:
         for field in ("rounds", "confirm", "num_speculative_tokens", "prompts_one", "prompts_many"):
             if getattr(self, field) < 1:
                 raise ValueError(f"--{field.replace('_', '-')} must be at least 1")
-        if self.resume and self.overwrite:
-            raise ValueError("--resume continues the run in --output, and --overwrite deletes it: give one of them")
 
 
 PRESETS = {

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,8 @@ def main(cfg: Config) -> None:
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
     target = LoadedTarget(opened=opened, model=load(opened, whole=cfg.forecast))
+    if cfg.overwrite:
+        shutil.rmtree(cfg.output / "kept", ignore_errors=True)
     # An empty name adds no folder.
     kept = cfg.output / "kept" / (cfg.target_dtype or "")
     baseline = None

@@ -84,3 +84,5 @@ class Config:
     more than chance explains: with few prompts, small losses are not reported."""
     output: Path = Path("outputs/eval")
     """Folder for report.json, report.html, report.md and run.json, and for finished measurements."""
+    overwrite: bool = False
+    """Measure everything again."""

@@ -57,7 +57,6 @@ class Making:
     max_tokens: int
     minutes: float
     flags: tuple[str, ...] = ()  # Further flags of every training.
-    resume: bool = False
     overwrite: bool = False
     made: set[Path] = field(default_factory=set)  # by this process: each is trained once
 
@@ -183,13 +182,12 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
             )
         print(f"{folder} is already done")
         return
-    resumes = making.resume and is_same and (folder / CHECKPOINTS).is_dir()
-    if not resumes:
+    if making.overwrite or not is_same:
         shutil.rmtree(folder, ignore_errors=True)
     # Before the run, so that an interrupted one is known by its flags.
     write_whole(kept, json.dumps(made))
     print(f"\nmake {folder.name}", flush=True)
     with exiting_on_sigterm():  # so that the training ends with this process
-        done = subprocess.run([sys.executable, *command, *(["--resume"] if resumes else [])])
+        done = subprocess.run([sys.executable, *command])
     if done.returncode:
         raise ValueError(f"{folder.name} failed, see above")

@@ -5,7 +5,7 @@ $ redraft plan --target llama-3.3-70b --signal endpoint --devices 8 --tokens 1e9
 
 Every operation and byte is counted, on tensors of real sizes without memory. Times are estimates: each operation takes
 the longest of computing, moving bytes and being launched, at stated shares of a device's best. Data, evaluations and
-checkpoints take none. Nothing is downloaded for the models that are known by name. Flags of `redraft train` lose their
+checkpoints take none. Nothing is downloaded for the models that are known by name. Flags of `redraft train` lose the
 group here: --batch-size is --loop.batch-size; --signal and --optim are --signal.kind and --optim.name.
 """
 

@@ -1,6 +1,6 @@
 """A run with a checkpoint after every step, to be killed and resumed.
 
-python run_on_ranks.py OUTPUT PIDS [--resume]      a file in the folder PIDS for each process
+python run_on_ranks.py OUTPUT PIDS    a file in the folder PIDS for each process
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ torch.set_num_threads(1)
 STEPS = 12
 
 
-def main(output: Path, pids: Path, resume: bool) -> None:
+def main(output: Path, pids: Path) -> None:
     accelerator = make_accelerator(1, None, None)
     (pids / str(os.getpid())).touch()
-    run = RunFolder.open(output, {}, accelerator, resume=resume, overwrite=False)
+    run = RunFolder.open(output, {}, accelerator, overwrite=False)
     target = make_target()
     optim = Optim(lr=1e-2)
     distillation = Distillation(
@@ -46,4 +46,4 @@ def main(output: Path, pids: Path, resume: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), "--resume" in sys.argv)
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

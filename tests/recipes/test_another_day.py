@@ -82,8 +82,8 @@ class Training:
         self.target, self.source, self.folder = target, source, folder
         self.loop = Loop(sequence_length=128, steps=1, batch_size=1)
 
-    def start(self, *, resume: bool = False) -> tuple[RunFolder, LoadedData]:
-        run = RunFolder.open(self.folder, {"data": self.source}, Accelerator(cpu=True), resume=resume, overwrite=False)
+    def start(self) -> tuple[RunFolder, LoadedData]:
+        run = RunFolder.open(self.folder, {"data": self.source}, Accelerator(cpu=True), overwrite=False)
         data = Data(source=self.source, held_out=0.3, num_prompts=4)
         return run, load_data(data, TargetFolder.open(self.target), self.loop, run)
 
@@ -101,7 +101,7 @@ def test_a_resumed_run_trains_on_the_same_tokens_and_reads_its_cache(
     _, before = training.start()
     training.read_cache(before)
     set_day(monkeypatch, SECOND)
-    run, after = training.start(resume=True)
+    run, after = training.start()
     assert run.date == after.date == FIRST
     assert after.hash == before.hash
     assert after.prompts == before.prompts
@@ -129,7 +129,7 @@ def test_the_doctor_takes_the_day_of_the_run_whenever_the_draft_is_published(
     set_day(monkeypatch, FIRST)
     Run(family, cfg)
     set_day(monkeypatch, SECOND)  # killed, and resumed after midnight
-    run = Run(family, replace(cfg, resume=True))
+    run = Run(family, cfg)
     draft = run.publish(start(run))
     published = json.loads((draft / "provenance.json").read_text())["forecast"]
     assert published["dtype"] == "float32", "the doctor's engine computes in it too"

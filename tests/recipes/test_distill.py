@@ -31,7 +31,7 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_and_metrics_of_an_unbrok
     assert whole.returncode == 0, whole.stderr
     kill_when(command("broken"), (tmp_path / "broken/checkpoints/step-000004/manifest.json").exists)
     assert not (tmp_path / "broken/draft").exists()
-    resumed = run(command("broken", "--resume"))
+    resumed = run(command("broken"))
     assert resumed.returncode == 0, resumed.stderr
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "broken")
     assert expected.keys() == found.keys()
@@ -45,14 +45,14 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_and_metrics_of_an_unbrok
     assert report["train"]["skipped_steps"] == 0
 
 
-def test_a_folder_that_holds_a_run_is_refused_without_resume_or_overwrite(command, tmp_path):
+def test_a_folder_that_holds_a_run_is_refused_without_overwrite(command, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/run.json").write_text("{}")
     (tmp_path / "taken/metrics.jsonl").write_text('{"step": 1}')
     refused = run(command("taken"))
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith("redraft: ")
-    assert "--resume" in refused.stderr
+    assert "--overwrite" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert (tmp_path / "taken/run.json").read_text() == "{}"
 
@@ -66,13 +66,13 @@ def test_a_run_that_ended_before_it_began_keeps_nobody_from_its_folder(command, 
 
 def test_resuming_with_another_config_names_what_changed_and_a_cut_checkpoint_names_its_file(command, tmp_path):
     kill_when(command("run"), (tmp_path / "run/checkpoints/step-000002/manifest.json").exists)
-    other = run(command("run", "--resume", "--optim.lr", "5e-4"))
+    other = run(command("run", "--optim.lr", "5e-4"))
     assert other.returncode == 2
     assert "optim" in other.stderr.splitlines()[-1]
     newest = max((tmp_path / "run/checkpoints").glob("step-*"))
     weights_file = next(newest.glob("*.safetensors"))
     weights_file.write_bytes(weights_file.read_bytes()[:-100])
-    cut = run(command("run", "--resume"))
+    cut = run(command("run"))
     assert cut.returncode == 2
     assert str(weights_file.name) in cut.stderr.splitlines()[-1]
     assert "Traceback" not in cut.stderr

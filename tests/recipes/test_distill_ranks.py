@@ -85,9 +85,9 @@ def test_a_head_trained_in_shards_is_resumed_and_exported(
     done = launch(config, recipe, random_target, data, tmp_path / "run", *flags)
     assert done.returncode == 0, done.stderr[-4000:]
     verify(tmp_path / "run/draft")
-    again = launch(config, recipe, random_target, data, tmp_path / "run", *flags, "--resume")
+    again = launch(config, recipe, random_target, data, tmp_path / "run", *flags)
     assert again.returncode == 0, again.stderr[-4000:]
-    alone = launch(None, recipe, random_target, data, tmp_path / "run", *flags, "--resume", "--loop.batch-size", "2")
+    alone = launch(None, recipe, random_target, data, tmp_path / "run", *flags, "--loop.batch-size", "2")
     assert alone.returncode == 2
     assert "was written by 2 processes of " in alone.stderr.splitlines()[-1]
 

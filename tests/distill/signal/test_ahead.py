@@ -64,15 +64,13 @@ def make_data(num: int = 16) -> PackedDataset:
     return PackedDataset(samples, sequence_length=12)
 
 
-def run_training(
-    folder: Path, teacher: Teacher, *, ahead: bool, steps: int, resume: bool = False, **loop: int
-) -> RunFolder:
+def run_training(folder: Path, teacher: Teacher, *, ahead: bool, steps: int, **loop: int) -> RunFolder:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     torch.manual_seed(0)
     target = OneAhead(teacher, CPU) if ahead else teacher
     optim = Optim(lr=1e-2, accumulation=2, schedule="constant")
     distillation = Distillation(make_standalone(teacher.target), target, Divergence(), optim, 6, accelerator)
-    run = RunFolder.open(folder, {}, accelerator, resume=resume, overwrite=False)
+    run = RunFolder.open(folder, {}, accelerator, overwrite=False)
     data = LoadedData(
         train=make_data(),
         held_out=make_data(2),
@@ -102,7 +100,7 @@ def test_training_ahead_is_the_same_training_also_when_it_is_resumed(tmp_path: P
     assert len(names) == 12 + 3  # and three evaluations
 
     run_training(tmp_path / "killed", Teacher(), ahead=True, steps=4)
-    resumed = run_training(tmp_path / "killed", Teacher(), ahead=True, steps=6, resume=True)
+    resumed = run_training(tmp_path / "killed", Teacher(), ahead=True, steps=6)
     assert numbers(resumed) == numbers(plain)
 
 

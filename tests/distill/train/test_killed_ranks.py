@@ -72,7 +72,7 @@ def break_off(commands: Sequence[Sequence[str]], folder: Path, victim: str) -> N
 def assert_goes_on(command: Callable[[], Sequence[Sequence[str]]], folder: Path) -> None:
     pids = folder / "other-pids"
     pids.mkdir()
-    run_all(command(), [SCRIPT, str(folder / "broken"), str(pids), "--resume"])
+    run_all(command(), [SCRIPT, str(folder / "broken"), str(pids)])
     run_all(command(), [SCRIPT, str(folder / "whole"), str(pids)])
     broken, whole = (torch.load(folder / name / "weights.pt", weights_only=True) for name in ("broken", "whole"))
     assert broken.keys() == whole.keys()
@@ -84,7 +84,7 @@ def test_without_torchrun_no_rank_writes_on_and_the_run_is_resumed_exactly_by_as
     break_off([TORCHRUN], tmp_path, "launcher")
     assert_goes_on(lambda: [TORCHRUN], tmp_path)
     alone = subprocess.run(
-        [sys.executable, SCRIPT, str(tmp_path / "whole"), str(tmp_path / "pids"), "--resume"],
+        [sys.executable, SCRIPT, str(tmp_path / "whole"), str(tmp_path / "pids")],
         cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, timeout=900,
     )  # fmt: skip
     assert alone.returncode != 0

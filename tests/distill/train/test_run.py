@@ -15,26 +15,28 @@ from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.train.loop import make_accelerator
 
 
-def open_run(folder: Path, resume: bool = False, **config: Any) -> RunFolder:
-    return RunFolder.open(folder, config, make_accelerator(1, None, None), resume=resume, overwrite=False)
+def open_run(folder: Path, **config: Any) -> RunFolder:
+    run = RunFolder.open(folder, config, make_accelerator(1, None, None), overwrite=False)
+    (folder / "metrics.jsonl").touch()  # work, which is not lost without --overwrite
+    return run
 
 
 def test_a_run_is_resumed_though_its_teachers_moved(tmp_path: Path) -> None:
     open_run(tmp_path / "run", signal={"kind": "endpoint", "url": ("http://a:1", "http://b:2")}, seed=1)
     moved = {"kind": "endpoint", "url": ("http://c:3",), "storage": "s3://elsewhere"}
-    open_run(tmp_path / "run", resume=True, signal=moved, seed=1)
+    open_run(tmp_path / "run", signal=moved, seed=1)
     with pytest.raises(ValueError, match=r"'endpoint'.*'model'"):
-        open_run(tmp_path / "run", resume=True, signal={"kind": "model", "url": ()}, seed=1)
+        open_run(tmp_path / "run", signal={"kind": "model", "url": ()}, seed=1)
     with pytest.raises(ValueError, match=r"seed.*1.*2"):
-        open_run(tmp_path / "run", resume=True, signal={"kind": "endpoint", "url": ("http://c:3",)}, seed=2)
+        open_run(tmp_path / "run", signal={"kind": "endpoint", "url": ("http://c:3",)}, seed=2)
 
 
 def test_a_run_is_resumed_with_its_layers_compiled_or_not(tmp_path: Path) -> None:
     open_run(tmp_path / "run", loop={"steps": 3, "compile": False})
     for compiles in (True, False):
-        open_run(tmp_path / "run", resume=True, loop={"steps": 3, "compile": compiles})
+        open_run(tmp_path / "run", loop={"steps": 3, "compile": compiles})
     with pytest.raises(ValueError, match="loop was"):
-        open_run(tmp_path / "run", resume=True, loop={"steps": 4, "compile": False})
+        open_run(tmp_path / "run", loop={"steps": 4, "compile": False})
 
 
 def test_a_resumed_run_keeps_the_date_of_its_start(tmp_path: Path) -> None:
@@ -43,7 +45,7 @@ def test_a_resumed_run_keeps_the_date_of_its_start(tmp_path: Path) -> None:
     path = tmp_path / "run" / "run.json"
     about = json.loads(path.read_text())
     path.write_text(json.dumps({**about, "date": "2024-02-29"}))
-    resumed = open_run(tmp_path / "run", resume=True)
+    resumed = open_run(tmp_path / "run")
     assert resumed.date == resumed.beside("ce-baseline").date == datetime.date(2024, 2, 29)
 
 
@@ -62,7 +64,7 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_beyond_a_million(tmp_pat
 def test_a_run_judged_by_acceptance_is_resumed_with_the_same_number_of_draft_tokens(tmp_path: Path) -> None:
     def resume(folder: str, num_tokens: int, stop_by: str) -> None:
         loop, prove = {"steps": 3, "compile": None, "stop_by": stop_by}, {"num_speculative_tokens": num_tokens}
-        open_run(tmp_path / folder, resume=True, loop=loop, prove=prove)
+        open_run(tmp_path / folder, loop=loop, prove=prove)
 
     for folder, stop_by in (("by-steps", "steps"), ("by-acceptance", "acceptance")):
         resume(folder, 6, stop_by)
@@ -83,3 +85,15 @@ def test_every_rank_reads_the_checkpoint_that_the_main_process_found(
     read: list[str] = []
     assert late.restore(lambda folder: read.append(folder.name)) == 1000
     assert (read, late.metrics) == (["step-001000"], [{"step": 1000}])
+
+
+def test_a_checkpoint_is_not_continued_on_data_or_a_target_that_changed_under_one_name(tmp_path: Path) -> None:
+    run = open_run(tmp_path / "run")
+    run.confirm({"target": "a", "data": "b"})
+    run.confirm({"target": "a", "data": "c"})  # no step was trained
+    run.save(1, lambda folder: (folder / "step").touch())
+    again = open_run(tmp_path / "run")
+    again.confirm({"target": "a", "data": "c"})
+    for inputs, changed in (({"target": "a", "data": "b"}, "data"), ({"target": "b", "data": "c"}, "target")):
+        with pytest.raises(ValueError, match=changed):
+            again.confirm(inputs)

@@ -132,6 +132,11 @@ def test_a_report_names_its_type_and_another_is_measured_again(run: Run, served_
         assert run(*flags, *named) == 0
         assert report_of(tmp_path / "out")["settings"]["target_dtype"] == chosen
         assert list((kept / str(chosen)).iterdir())
+    (kept / "mark").touch()
+    assert run(*flags) == 0
+    assert (kept / "mark").exists()
+    assert run(*flags, "--overwrite") == 0
+    assert not (kept / "mark").exists()
 
 
 def test_a_killed_run_goes_on_with_the_batch_it_was_killed_in(

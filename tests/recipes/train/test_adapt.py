@@ -126,7 +126,7 @@ def test_the_better_start_is_trained_and_published_after_a_proven_gain(
     report = json.loads((tmp_path / "run/report.json").read_text())
     assert report["offline"]["tau_forecast"] == pytest.approx(found.tau_adapted)
     # A killed run continues with the same start, and finds the same.
-    assert adapt(find_family("standalone"), replace(cfg, resume=True), old) == found
+    assert adapt(find_family("standalone"), cfg, old) == found
 
 
 def choose_standalone(base: Any, draft: Standalone) -> Any:
@@ -190,7 +190,7 @@ def test_a_target_of_another_lineage_is_refused_before_it_answers(
     assert "was trained for another target" in capsys.readouterr().err
     assert not asked
     assert dispatch(["adapt", str(old), "--target", str(moved_target), *flags]) == 2  # no answers were written
-    assert [(cfg.data, cfg.target) for cfg in asked] == [(str(data), str(moved_target))]
+    assert [(cfg.prompts, cfg.target) for cfg in asked] == [(str(data), str(moved_target))]
 
 
 def test_a_draft_fits_the_lineage_of_its_target(random_target: Path, moved_target: Path, tmp_path: Path) -> None:

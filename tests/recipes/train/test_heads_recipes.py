@@ -229,7 +229,7 @@ def test_a_run_of_some_minutes_plans_its_steps_by_their_speed_and_keeps_the_plan
     assert 10 <= planned[0] <= 30
 
     killed_at[0] = -1
-    run("medusa", random_target, data, tmp_path / "run", loop=loop, resume=True)
+    run("medusa", random_target, data, tmp_path / "run", loop=loop)
     metrics = read_metrics(tmp_path / "run")
     assert [entry["planned_steps"] for entry in metrics if "planned_steps" in entry] == planned
     assert metrics[-1]["step"] == planned[0]
@@ -268,7 +268,7 @@ def test_a_run_ends_when_acceptance_falls_and_exports_its_best_step_also_after_a
         run("medusa", random_target, data, tmp_path / "killed", loop=rarely)
     killed_at[0] = 0
     for _ in range(2):  # the second time, the run had ended already
-        again = run("medusa", random_target, data, tmp_path / "killed", loop=rarely, resume=True)
+        again = run("medusa", random_target, data, tmp_path / "killed", loop=rarely)
         assert again["train"]["exported_step"] == 3
         assert [e["held_out_tau"] for e in again["curves"] if "held_out_tau" in e] == [1.1, 1.3, 1.5, 1.2, 1.4, 1.5]
         for file in ("run", "killed"):
@@ -290,10 +290,10 @@ def trained_head(family: str, target: Path, folder: Path) -> dict[str, torch.Ten
     return weights
 
 
-def test_a_run_that_ended_is_not_trained_again_by_resume(random_target: Path, data: Path, tmp_path: Path) -> None:
+def test_a_run_that_ended_is_not_trained_again(random_target: Path, data: Path, tmp_path: Path) -> None:
     first = run("eagle1", random_target, data, tmp_path / "run")
     weights = (tmp_path / "run/draft/model.safetensors").read_bytes()
-    again = run("eagle1", random_target, data, tmp_path / "run", resume=True)
+    again = run("eagle1", random_target, data, tmp_path / "run")
     assert (tmp_path / "run/draft/model.safetensors").read_bytes() == weights
     assert again["offline"] == first["offline"]
     assert again["curves"] == first["curves"]
@@ -409,5 +409,5 @@ def test_the_demo_of_all_heads_runs_small_and_goes_on_where_it_was(tiny_target: 
     for entry in (*report["families"].values(), *report["ablation"].values()):
         assert entry["lossless"] is True
         assert entry["forecast_error"] < 0.03
-    again = subprocess.run([*command, "--resume"], cwd=root, check=True, timeout=60, capture_output=True, text=True)
+    again = subprocess.run(command, cwd=root, check=True, timeout=60, capture_output=True, text=True)
     assert again.stdout.count("is already done") == 6, "three heads, another divergence, two more seeds"
