@@ -23,9 +23,13 @@ SKIPPED_STATUS = {400, 413, 422}  # about one conversation only: it is skipped, 
 class Sampling:
     """How the target answers."""
 
-    temperature: float | None = None  # None: as the server does for users.
-    max_tokens: int = 2048  # Of an answer.
-    template_options: dict[str, bool | int | str] = field(default_factory=dict)  # For the chat template.
+    temperature: float | None = None
+    """Temperature of every request. By default the one that the target's generation_config.json names, else 1, as
+    vLLM."""
+    max_tokens: int = 2048
+    """Maximum length of an answer, in tokens. A conversation ends with an answer cut at this length."""
+    template_options: dict[str, bool | int | str] = field(default_factory=dict)
+    """Options passed to the chat template, e.g. `enable_thinking False`."""
 
 
 @dataclass(kw_only=True)
@@ -58,20 +62,14 @@ def prompt_key(conversation: Conversation) -> str:
 
 
 def regenerate(
-    conversations: Sequence[Conversation],
-    endpoint: Endpoint,
-    output: Path,
-    sampling: Sampling,
-    *,
-    overwrite: bool = False,
+    conversations: Sequence[Conversation], endpoint: Endpoint, output: Path, sampling: Sampling
 ) -> RegenerationStats:
     """Answer every assistant turn again, in order, each on the regenerated history, and append to
     `output` (JSONL). Conversations already in `output` are skipped, so an interrupted run continues
-    where it stopped; with `overwrite` all are answered. Raises ConnectionError if the server does
-    not answer; it names the URL and how many conversations were finished.
-    Raises ValueError if `output` was written with other settings or is damaged, or if the server
-    refuses everything."""
-    return asyncio.run(_Regeneration(endpoint, output, sampling).run(conversations, overwrite=overwrite))
+    where it stopped. Raises ConnectionError if the server does not answer; it names the URL and how
+    many conversations were finished. Raises ValueError if `output` was written with other settings
+    or is damaged, or if the server refuses everything."""
+    return asyncio.run(_Regeneration(endpoint, output, sampling).run(conversations))
 
 
 class _Regeneration:
@@ -81,16 +79,13 @@ class _Regeneration:
         self.endpoint, self.output, self.sampling = endpoint, output, sampling
         self.stats = RegenerationStats()
 
-    async def run(self, conversations: Sequence[Conversation], *, overwrite: bool) -> RegenerationStats:
+    async def run(self, conversations: Sequence[Conversation]) -> RegenerationStats:
         # Of conversations with the same questions and tools, only the last is asked: the domain is not in the key.
         wanted = {prompt_key(c): c for c in conversations if _questions(c)}
         self.stats.without_question = sum(not _questions(c) for c in conversations)
         async with self.endpoint:
             settings = {"model": await self.endpoint.model(), **asdict(self.sampling)}
-            there = finished_keys(self.output, None if overwrite else settings)
-            if overwrite:
-                self.output.unlink(missing_ok=True)
-                there = set()
+            there = finished_keys(self.output, settings)
             pending = {key: conversation for key, conversation in wanted.items() if key not in there}
             self.stats.already_there = len(wanted) - len(pending)
             try:

@@ -254,8 +254,6 @@ def _require_conversations(path: Path) -> None:
 
 
 def _require_prompts(path: Path) -> None:
-    if path.suffix != ".jsonl":
-        raise ValueError(f"{path} must be a .jsonl file with a `prompt` in every line")
     lines = [line for line in path.read_text().splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{path} is empty: there is nothing to measure")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import psutil
 
 from redraft.distill.data.conversations import load_conversations
-from redraft.distill.data.target_answers import Sampling, regenerate
+from redraft.distill.data.target_answers import Sampling, finished_keys, regenerate
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.eval.engine.server import vllm_server
 from redraft.heads.files.checkpoint import load_text_config
@@ -23,11 +23,13 @@ def main(cfg: Config) -> None:
     if cfg.target is not None and cfg.url is not None:
         raise ValueError("give --target to start a server of it, or --url to ask a running one: not both")
     conversations = load_conversations(cfg.prompts, split=cfg.split)[: cfg.num_conversations]
+    if cfg.overwrite:
+        finished_keys(cfg.output, None)  # refuses a file that this command has not written
+        cfg.output.unlink(missing_ok=True)
     sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens, template_options=cfg.template_options)
     with serve_answers(cfg) as (url, model):
         endpoint = Endpoint(url, model=model, concurrency=cfg.concurrency, api_key=os.environ.get("OPENAI_API_KEY"))
-        stats = regenerate(conversations, endpoint, cfg.output, sampling, overwrite=cfg.overwrite)
-        print(f"{stats} -> {cfg.output}")
+        print(f"{regenerate(conversations, endpoint, cfg.output, sampling)} -> {cfg.output}")
 
 
 @contextmanager

@@ -10,15 +10,17 @@ OpenAI-compatible one, e.g. `python -m vllm.entrypoints.openai.api_server --mode
 It can be interrupted at any time: the same command continues.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from redraft.distill.data.target_answers import Sampling
+
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Sampling):
     prompts: str
     """Conversations to answer: a hub name, a .jsonl or .parquet file, `stdlib`, or `stdlib-functions` (functions to
     complete). The answers in them are dropped."""
@@ -42,10 +44,3 @@ class Config:
     """The name of the target at --url; by default, the first model that the server lists."""
     concurrency: int = 64
     """Number of requests in flight at once."""
-    temperature: float | None = None
-    """Temperature of every request. By default the one that the target's generation_config.json names, else 1, as
-    vLLM."""
-    max_tokens: int = 2048
-    """Maximum length of an answer, in tokens. A conversation ends with an answer cut at this length."""
-    template_options: dict[str, bool | int | str] = field(default_factory=dict)
-    """Options passed to the chat template, e.g. `enable_thinking False`."""

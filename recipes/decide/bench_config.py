@@ -12,22 +12,13 @@ serving.json; `redraft advise --serving serving.json` then advises on the number
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from redraft.eval.engine.draft_source import MEASURED_TOKENS, SampleMethod
-from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.eval.engine.draft_source import MEASURED_TOKENS
+from redraft.recipes.decide.measure_config import MeasureConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    target: str = "meta-llama/Llama-3.1-8B-Instruct"
-    """Folder or hub name of the served model."""
-    draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Draft to measure: a folder, a hub name, `ngram`, `suffix`, or `mtp` for the target's MTP layer. `ngram+HEAD`
-    looks n-grams up first, `ANSWERS+HEAD:2` counted answers, and takes at most 2 tokens of the head. Repeat the flag
-    for more drafts."""
+class Config(MeasureConfig):
     num_speculative_tokens: tuple[int, ...] = MEASURED_TOKENS
     """Numbers of draft tokens. One table compares all of them, the other uses the first."""
     concurrency: tuple[int, ...] = (8, 1, 32, 128)
@@ -49,23 +40,5 @@ class Config:
     temperature: float | None = None
     """Temperature of every request. By default the one that the target's generation_config.json names, else 1, as
     vLLM."""
-    top_p: float | None = None
-    """Sample from the fewest tokens whose probabilities add up to this. By default as the target's
-    generation_config.json says; 1 keeps all tokens."""
-    top_k: int | None = None
-    """Sample from this many tokens. By default as the target's generation_config.json says; 0 keeps all."""
-    min_p: float | None = None
-    """Sample from tokens with at least this share of the highest probability. By default as the target's
-    generation_config.json says; 0 keeps all. vLLM refuses others beside a draft."""
-    draft_sample_method: SampleMethod = "greedy"
-    """How the server drafts at temperatures above 0: the most probable token, or a sampled one. `redraft eval` says
-    which is accepted more often."""
-    target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is stored so and the
-    CPU has instructions for bfloat16, else float32."""
-    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
     output: Path = Path("outputs/bench-serving")
     """Folder for the reports, the finished cells and the engine's logs."""
-    overwrite: bool = False
-    """Measure everything again."""

@@ -11,26 +11,14 @@ The exit status is 1 if acceptance fell below the baseline, 2 if something canno
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from redraft.eval.engine.draft_source import MEASURED_TOKENS, SampleMethod
-from redraft.eval.engine.target_dtype import TargetDtype
+from redraft.eval.engine.draft_source import MEASURED_TOKENS
 from redraft.eval.forecast.ngram import Ngram
+from redraft.recipes.decide.measure_config import MeasureConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    target: str = "meta-llama/Llama-3.1-8B-Instruct"
-    """Folder or hub name of the served model."""
-    target_dtype: TargetDtype | None = None
-    """Type in which the target computes, in the forecast and in the engine. By default as stored on a GPU. On a CPU
-    bfloat16 if it is stored so and the CPU has instructions for bfloat16, else float32."""
-    draft: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Draft to measure: a folder (a head, a standalone draft, a version of a registry), a hub name, `ngram` (prompt
-    lookup) or `suffix`. `ngram+HEAD` looks n-grams up first, `ANSWERS+HEAD:2` counted answers, and takes at most 2
-    tokens of the head. NAME=FOLDER gives it a name. Repeat the flag for more drafts."""
+class Config(MeasureConfig):
     prompts: str = "HuggingFaceH4/ultrachat_200k"
     """Source of the prompts: a hub name, a .jsonl or .parquet file, or `stdlib` (code and prose, for the small
     target)."""
@@ -47,21 +35,10 @@ class Config:
     temperature: tuple[float, ...] = ()
     """Temperatures to measure at. Above 0, answers are sampled from the target. By default the one that the target's
     generation_config.json names, else 1, as vLLM."""
-    top_p: float | None = None
-    """Sample from the fewest tokens whose probabilities add up to this. By default as the target's
-    generation_config.json says; 1 keeps all tokens."""
-    top_k: int | None = None
-    """Sample from this many tokens. By default as the target's generation_config.json says; 0 keeps all."""
-    min_p: float | None = None
-    """Sample from tokens with at least this share of the highest probability. By default as the target's
-    generation_config.json says; 0 keeps all. With a draft, vLLM refuses any other value."""
     num_speculative_tokens: tuple[int, ...] = MEASURED_TOKENS
     """Numbers of draft tokens to measure."""
     max_tokens: int = 128
     """Maximum length of an answer in tokens."""
-    draft_sample_method: SampleMethod = "greedy"
-    """How the server drafts at temperatures above 0: the most probable token, or a sampled one. The report says which
-    is accepted more often."""
     ngram: Ngram = field(default_factory=Ngram)
     seed: int = 0
     """Seed of the sampled answers."""
@@ -75,8 +52,6 @@ class Config:
     forecasts."""
     concurrency: int = 4
     """Requests in flight in the engine."""
-    vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Further arguments of every vLLM server, after `--`: `-- --tensor-parallel-size=8`."""
     baseline: Path | None = None
     """An earlier report.json of the same target. Losses of acceptance are listed, and the exit status is 1."""
     max_loss: float = 0.02
@@ -84,5 +59,3 @@ class Config:
     more than chance explains: with few prompts, small losses are not reported."""
     output: Path = Path("outputs/eval")
     """Folder for report.json, report.html, report.md and run.json, and for finished measurements."""
-    overwrite: bool = False
-    """Measure everything again."""

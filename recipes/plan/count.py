@@ -37,7 +37,6 @@ from redraft.distill.signal.sharded import size_weights
 from redraft.heads.catalog import find_family
 from redraft.recipes.plan.plan import Config
 
-PLACES = {"model": "in the process", "endpoint": "served", "cache": "cached"}
 SERVED_SHARE = 0.8  # of a server's memory, for weights; the rest: keys, values, activations
 
 
@@ -247,7 +246,7 @@ def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, An
 def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str]:
     plan = result.plan
     yield (
-        f"{find_family(cfg.family).title} for {cfg.target_name}, target {PLACES[cfg.signal]}: a step of "
+        f"{find_family(cfg.family).title} for {cfg.target_name}, --signal {cfg.signal}: a step of "
         f"{plan.batch_size} x {plan.sequence_length} tokens on one device, {plan.documents} conversations a row, "
         f"{cfg.mixed_precision if plan.autocast else 'float32'}"
     )

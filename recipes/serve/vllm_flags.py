@@ -70,9 +70,8 @@ def _read_file(path: Path) -> dict[str, str]:
 def _find_name(given: str, known: Collection[str]) -> str:
     """The whole name of a flag. vLLM takes the beginning of a name for the flag, if no other begins so."""
     name = given.replace("-", "_")
-    found = {name} if name in known else {whole for whole in known if whole.startswith(name)}
-    name = found.pop() if len(found) == 1 else name
-    return ALIASES.get(name, name)
+    found = [whole for whole in known if whole == name] or [whole for whole in known if whole.startswith(name)]
+    return ALIASES.get(found[0], found[0]) if len({*found}) == 1 else name
 
 
 def require_agreement(flags: Mapping[str, str], *, has_model: bool, records: bool) -> None:

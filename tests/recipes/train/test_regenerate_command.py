@@ -63,6 +63,20 @@ def test_a_running_server_is_asked_as_before(source: Path, tmp_path: Path, monke
     assert read_answers(tmp_path / "answers.jsonl") == ["yes"]
 
 
+def test_overwrite_answers_again_and_replaces_only_answers(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    with teaching(Answering()) as teacher:
+        for limit in (5, 6):
+            main(Config(prompts=str(source), output=output, url=teacher.url, max_tokens=limit, overwrite=True))
+            assert [json.loads(line)["settings"]["max_tokens"] for line in output.open()] == [limit]
+        with pytest.raises(ValueError, match="--overwrite"):
+            main(Config(prompts=str(source), output=output, url=teacher.url))
+        text = source.read_text()
+        with pytest.raises(ValueError, match="line 1"):
+            main(Config(prompts=str(source), output=source, url=teacher.url, overwrite=True))
+    assert source.read_text() == text
+
+
 def test_a_target_and_a_url_are_one_too_many(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not both"):
         main(Config(prompts=str(source), output=tmp_path / "x.jsonl", target="t", url="http://127.0.0.1:1"))
