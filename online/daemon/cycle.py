@@ -31,7 +31,7 @@ from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.memory import release_memory
 from redraft.online.daemon.rollouts import Rollouts
 from redraft.online.daemon.sleep import Sleeper
-from redraft.online.daemon.state import LOOKS_AFTER_DAMAGE, Event, Move, Phase, SavedState, State, advance, load
+from redraft.online.daemon.state import AFTER_DAMAGE, TRANSITIONS, Event, Move, Phase, SavedState, State, advance, load
 from redraft.online.fleet.registry import Registry, copy_model
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
 from redraft.online.fleet.server import ask_drafting
@@ -59,10 +59,9 @@ class Cycle:
         self.judge = Judge(cfg, registry, buffer, trainer.candidate)
         state_path = cfg.folder / "state.json"
         # Idle is always safe: the watch brings every server to the current version.
-        otherwise = State(num_looks=LOOKS_AFTER_DAMAGE, has_gone_back=True)
-        state = account.load_or_set_aside(load, state_path, otherwise, "the learner begins at idle")
+        state = account.load_or_set_aside(load, state_path, AFTER_DAMAGE, "the learner begins at idle")
         self.saved = SavedState(path=state_path, state=state)
-        self.rollouts = Rollouts(cfg, registry, servers, self.saved, self.inbox, account)
+        self.rollouts = Rollouts(cfg, registry, trainer, servers, self.saved, self.inbox, account)
         # torch gets a separate thread: ingest and watch continue during a training step.
         self._thread = ThreadPoolExecutor(1, "trainer")
         self.sleeper = Sleeper(cfg, self.judge, account)
@@ -92,10 +91,15 @@ class Cycle:
         for problem in self.trainer.damage:
             self.account.fault("checkpoint_damaged", problem)
         self.account.state(self.state, f"{GOES_ON} {self.current if began_from == SERVED else began_from}")
+        if began_from == SERVED and self.state.phase in (Phase.JUDGING, Phase.PUBLISHING):
+            await self._advance(Move(Event.REJECTED, reason=f"training has begun again since {self.saved.candidate}"))
         while True:
-            # A halt is taken between phases only. Training looks for one before every step, and ends early.
+            # Both are taken between phases only. Training looks for them before every step, and ends early.
             if halt := self.inbox.take(Event.HALT):
                 await self._advance(halt)
+            if (self.state.phase, Event.BEGIN_AGAIN) in TRANSITIONS and self.inbox.take(Event.BEGIN_AGAIN):
+                await self._until_written(lambda: self.in_thread(self.trainer.begin_again))
+                await self._advance(Move(Event.BEGIN_AGAIN, reason=f"training begins again from {self.current}"))
             move = await self._phases[self.state.phase]()
             if move is not None:
                 await self._advance(move)
@@ -138,7 +142,6 @@ class Cycle:
     # ----------------------------------------------------------------------------------------------- the phases
 
     async def _idle(self) -> Move | None:
-        await self._begin_again_if_asked()
         if swap := self.rollouts.find_swap():
             return swap
         newest, num_waiting = await self.in_thread(self.trainer.find_waiting)
@@ -167,8 +170,9 @@ class Cycle:
         trainer, began_s, saved_s = self.trainer, time.monotonic(), time.monotonic()
         # After a kill the count begins again at the resumed checkpoint: a candidate may get more records, not fewer.
         wanted = trainer.progress.records + self.cfg.training.records_per_candidate
-        while trainer.progress.records < wanted:
-            await self._begin_again_if_asked()
+        while Event.BEGIN_AGAIN not in self.inbox:
+            if trainer.progress.records >= wanted:
+                return await self._end_training()
             if waiting := self.inbox.find(Event.HALT, Event.SWAP_REQUESTED):
                 await self._save_checkpoint()
                 is_halt = waiting.event is Event.HALT
@@ -187,7 +191,7 @@ class Cycle:
             if time.monotonic() - saved_s > self.cfg.training.save_every_s:
                 await self._save_checkpoint()
                 saved_s = time.monotonic()
-        return await self._end_training()
+        return None
 
     async def _end_training(self) -> Move:
         try:
@@ -217,12 +221,13 @@ class Cycle:
             self._count_without_gain()
         return Move(Event.REJECTED if is_rejected else Event.INCONCLUSIVE, reason=verdict.reason)
 
-    async def _publish(self) -> Move:
+    async def _publish(self) -> Move | None:
         try:
             version = await self._until_written(lambda: asyncio.to_thread(self._publish_candidate))
         except (FileNotFoundError, ValueError) as error:
             return Move(Event.REJECTED, reason=f"{self.saved.candidate} cannot be published: {error}")
-        return Move(Event.PUBLISHED, version)
+        async with self.rollouts.fleet:  # a rollback under way ends first: it takes back no canary that waits for it
+            return None if Event.BEGIN_AGAIN in self.inbox else Move(Event.PUBLISHED, version)
 
     async def _canary(self) -> Move:
         event, outcome = await self.rollouts.run(try_canary)
@@ -240,7 +245,9 @@ class Cycle:
             await self._until_written(lambda: asyncio.to_thread(self.registry.promote, version))
         except (FileNotFoundError, ValueError) as error:  # damaged since the servers have read it
             return self._end_rollout(Event.ROLLED_BACK, await self.rollouts.take_back(str(error)))
-        await self.rollouts.prune(self.trainer.candidate.version.name)
+        await self.rollouts.prune()
+        if self.state.is_by_person:
+            await self.rollouts.leave_training()
         self.rollouts.answer_swap(outcome)
         return Move(Event.ROLLED_OUT, reason=outcome.reason)
 
@@ -250,11 +257,6 @@ class Cycle:
 
     # ----------------------------------------------------------------------------------------------- their helpers
 
-    async def _begin_again_if_asked(self) -> None:
-        if self.inbox.take(Event.BEGIN_AGAIN):
-            await self._until_written(lambda: self.in_thread(self.trainer.begin_again))
-            await self._advance(Move(Event.BEGIN_AGAIN, reason=f"training begins again from {self.current}"))
-
     async def _discard(self, why: str) -> Move:
         self.account.fault("loss_not_finite")
         await self._until_written(lambda: self.in_thread(self.trainer.discard))
@@ -262,7 +264,7 @@ class Cycle:
 
     async def _save_checkpoint(self) -> None:
         """Write a checkpoint if there is anything to save. A failure is only reported: training goes on without."""
-        if not self.trainer.num_steps:
+        if not self.trainer.num_steps or Event.BEGIN_AGAIN in self.inbox:
             return
         try:
             await self.in_thread(self.trainer.checkpoint)

@@ -6,7 +6,7 @@
 | `RESUME`         | the watch: they serve our target again            | while halted                                  |
 | `SWAP_REQUESTED` | a person                                          | when idle; training ends early for it         |
 | `RECALLED`       | a person, or the alarm of a server                | ends a running rollout                        |
-| `BEGIN_AGAIN`    | a rollback, or candidates without a proven gain   | when idle, and between two training steps     |
+| `BEGIN_AGAIN`    | a rollback or swap, or candidates without a gain  | before the canary; training ends early for it |
 
 Nothing here survives a restart: whoever posted an event notices the end of the learner, and the watch looks again.
 """

@@ -17,6 +17,7 @@ from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import Outcome
 from redraft.online.fleet.server import Convergence, FleetServer
 from redraft.online.fleet.watch import JournaledServer
+from redraft.online.learning.trainer import Trainer
 
 
 class Rollouts:
@@ -24,12 +25,13 @@ class Rollouts:
         self,
         cfg: LearnerConfig,
         registry: Registry,
+        trainer: Trainer,
         servers: Sequence[JournaledServer],
         saved: SavedState,
         inbox: Inbox,
         account: Account,
     ) -> None:
-        self.cfg, self.registry, self.servers = cfg, registry, servers
+        self.cfg, self.registry, self.trainer, self.servers = cfg, registry, trainer, servers
         self.saved, self.inbox, self.account = saved, inbox, account
         self.fleet = asyncio.Lock()
         self.reconciler = Reconciler()
@@ -84,11 +86,11 @@ class Rollouts:
             # The last request to a server must be over before another swap begins.
             await asyncio.gather(running, recall, return_exceptions=True)
 
-    async def prune(self, trained_from: str) -> None:
+    async def prune(self) -> None:
         """Remove old versions. They only take space, so a failure waits until the next rollout."""
         in_use = {server.versions["seen"] for server in self.servers if server.versions}
         # A checkpoint has the config and the layout of the version it began from.
-        in_use.add(trained_from)
+        in_use.add(self.trainer.candidate.version.name)
         try:
             await asyncio.to_thread(self.registry.prune, self.cfg.keep_versions, in_use)
         except OSError as error:
@@ -126,11 +128,8 @@ class Rollouts:
     def answer_swap(self, outcome: Outcome) -> None:
         """The outcome, if the rollout was one that a person waits for."""
         swap = self.inbox.find(Event.SWAP_REQUESTED)
-        if swap is None or swap.candidate != self.saved.state.candidate:
-            return
-        if outcome.passed:  # the draft in training does not descend from it
-            self.inbox.post(Move(Event.BEGIN_AGAIN))
-        self.inbox.settle(Event.SWAP_REQUESTED, outcome)
+        if swap and swap.candidate == self.saved.state.candidate:
+            self.inbox.settle(Event.SWAP_REQUESTED, outcome)
 
     # ----------------------------------------------------------------------------------------- back
 
@@ -150,10 +149,18 @@ class Rollouts:
             await self.reconciler.stop()
             # First: a restart on the way must end at the same version. It reads all of it.
             version = await self._roll_registry_back(to, is_automatic)
-            self.inbox.post(Move(Event.BEGIN_AGAIN))
+            await self.leave_training()
             back = await self.reconciler.bring_all(self.servers, version, self.cfg.rollout.rollback_timeout_s)
         self.account.state(self.saved.state, f"went back to {version} ({back}): {reason}")
         return back
+
+    async def leave_training(self) -> None:
+        """Let nothing get further, also after a kill, that was made from the version of before."""
+        self.inbox.post(Move(Event.BEGIN_AGAIN))
+        try:
+            await asyncio.to_thread(self.trainer.give_up)
+        except OSError as error:  # a full disk must not stop a rollback
+            self.account.disk_fault(error)
 
     async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
         """The version that is current now. A second automatic rollback needs a promotion before."""

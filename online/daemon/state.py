@@ -2,8 +2,8 @@
 
     idle ─ begin ─► training ─ trained ─► judging ─ promoted ─► publishing ─ published ─► canary ─ passed ─► rolling
      ▲                 │ failed              │ rejected,      │ rejected           │ rolled back,        │ rolled out,
-     └─────────────────┴─────────────────────┴ inconclusive ──┴────────────────────┴ inconclusive, ──────┴ rolled back,
-                                                                                     recalled              recalled
+     └─────────────────┴─────────────────────┴ inconclusive, ─┴ begin again ───────┴ inconclusive, ──────┴ rolled back,
+                                               begin again                           recalled              recalled
 The state is saved at every event, and a killed learner continues where it was. The work of every phase can be
 repeated from the start: after a restart, load the state and enter its phase."""
 
@@ -48,6 +48,8 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (Phase.IDLE, Event.SWAP_REQUESTED): Phase.CANARY,
     (Phase.IDLE, Event.BEGIN_AGAIN): Phase.IDLE,
     (Phase.TRAINING, Event.BEGIN_AGAIN): Phase.TRAINING,
+    (Phase.JUDGING, Event.BEGIN_AGAIN): Phase.IDLE,
+    (Phase.PUBLISHING, Event.BEGIN_AGAIN): Phase.IDLE,
     (Phase.TRAINING, Event.TRAINED): Phase.JUDGING,
     (Phase.TRAINING, Event.FAILED): Phase.IDLE,
     (Phase.JUDGING, Event.PROMOTED): Phase.PUBLISHING,
@@ -66,11 +68,6 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     **{(phase, Event.HALT): Phase.HALTED for phase in Phase},
     (Phase.HALTED, Event.RESUME): Phase.IDLE,
 }
-
-
-LOOKS_AFTER_DAMAGE = 10
-"""`num_looks` if the file that counted them is lost: the gate asks for more evidence until the next rollout, not for
-less."""
 
 
 class IllegalEventError(RuntimeError):
@@ -94,11 +91,15 @@ class State:
     """Verdicts of the gate on held-out requests since a version was last rolled out. The gate needs more evidence at
     every look, so a kill must not begin the count again."""
     has_gone_back: bool = False  # an alarm has taken back a version since the last rollout
+    is_by_person: bool = False  # the running rollout: the draft in training does not descend from the candidate
 
     @property
     def is_rolling_out(self) -> bool:
         return self.phase in (Phase.CANARY, Phase.ROLLING)
 
+
+AFTER_DAMAGE = State(num_looks=10, has_gone_back=True)
+"""If the file is lost: the gate asks for more evidence until the next rollout, not for less."""
 
 NEEDS_CANDIDATE = (Phase.JUDGING, Phase.PUBLISHING, Phase.CANARY, Phase.ROLLING)
 
@@ -117,6 +118,7 @@ def advance(state: State, event: Event, *, candidate: str | None = None, reason:
         reason=reason,
         num_looks=0 if event is Event.ROLLED_OUT else state.num_looks,
         has_gone_back=event is not Event.ROLLED_OUT and state.has_gone_back,
+        is_by_person=event is Event.SWAP_REQUESTED or (event is Event.PASSED and state.is_by_person),
     )
 
 

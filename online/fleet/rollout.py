@@ -414,14 +414,16 @@ async def _compare(
             # the gate has proven the gain, and a rollback for the trainer's doing would lose it
             return Comparison(ours.total, theirs.total, Finding.PASSED, f"the target moved, so only accepted: {taus}")
         reason = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s: {taus}"
-        if has_enough and (len(ours.rows) >= next_look or is_late):
+        # Past the timeout, and the control group restarted: it counts no more.
+        is_lost = deadline_s == math.inf and before is None and len(counted) == 1
+        if has_enough and (len(ours.rows) >= next_look or is_late or is_lost):
             next_look = 2 * len(ours.rows)
             finding, reason = _look(ours, theirs, taus, policy, is_paired=before is None)
             if finding is not Finding.INCONCLUSIVE:
                 return Comparison(ours.total, theirs.total, finding, reason)
         if is_late and ours.is_paced and theirs.is_paced:
             return Comparison(ours.total, theirs.total, Finding.PASSED, f"too little is drafted to compare: {taus}")
-        if is_late and not policy.keep_inconclusive:
+        if is_lost or (is_late and not policy.keep_inconclusive):
             return Comparison(ours.total, theirs.total, Finding.INCONCLUSIVE, f"{Finding.INCONCLUSIVE.value}: {reason}")
         # `keep_inconclusive`: compare until the interval decides
         if is_late:

@@ -165,11 +165,15 @@ class Trainer:
             self.begin_again()
         self.num_steps = self.num_not_finite = 0
 
+    def give_up(self) -> None:
+        """Let no start resume the draft in training. From any thread."""
+        self.buffer.commit_trained(SERVED, self.progress.through)
+
     def begin_again(self) -> None:
         """Restart training from the served version. Trained records do not become new again."""
-        self.ranks.do(Candidate.begin, self._served())
-        self.buffer.commit_trained(SERVED, self.progress.through)
+        self.give_up()
         self.num_steps = self.num_not_finite = 0
+        self.ranks.do(Candidate.begin, self._served())
         # After the commit: a kill in between leaves folders, which the newest commit does not name.
         for checkpoint in self._checkpoints():  # never resumed again; a person may want their training undone
             shutil.rmtree(checkpoint, ignore_errors=True)

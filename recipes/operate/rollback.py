@@ -8,14 +8,13 @@ does the work; without one, this command does it.
 """
 
 import asyncio
-import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redraft.heads.files.sealed import DamagedError
 from redraft.online.daemon import control
 from redraft.online.daemon.config import LearnerConfig, load_config
-from redraft.online.daemon.state import TRANSITIONS, Event, State, advance, load, save
+from redraft.online.daemon.state import Phase, State, load, save
 from redraft.online.fleet.discovery import discover
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.server import connected, converge
@@ -49,16 +48,14 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
         pass
     # A learner or a swap started meanwhile is refused: two of them would push different versions.
     with registry.owned():
-        current, state = registry.current(), _load_rollout(cfg.folder / "state.json")
+        current, state = registry.current(), _load_state(cfg)
         # The candidate in a canary is not current, or is rolled back already: no further.
-        is_candidate_out = state is not None and state.candidate not in (None, current)
+        is_candidate_out = state.is_rolling_out and state.candidate != current
         if current and not to and (is_candidate_out or current == previous):
             to = current
         # The registry first: a restarted server takes `current`, and a kill leaves one answer.
         version = registry.rollback(to)
-        if state:  # else the next learner would repeat the canary
-            save(advance(state, Event.RECALLED, reason="rolled back without a learner"), cfg.folder / "state.json")
-        begin_training_again(cfg.buffer_config.folder)
+        leave_training(cfg)
         async with connected(await discover(cfg.fleet, cfg.domain), registry) as servers:
             result = await converge(servers, version, cfg.rollout.rollback_timeout_s)
     if not result.is_complete:
@@ -66,10 +63,16 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
     return version
 
 
-def _load_rollout(path: Path) -> State | None:
-    """The state of the rollout in which a learner was killed; None if there was no rollout."""
-    with contextlib.suppress(DamagedError):  # the next learner tells it
-        state = load(path)
-        if (state.phase, Event.RECALLED) in TRANSITIONS:
-            return state
-    return None
+def leave_training(cfg: LearnerConfig) -> None:
+    """Have the next learner begin at the current version, without the candidate of one that was killed."""
+    if (state := _load_state(cfg)).candidate:
+        state = replace(state, phase=Phase.IDLE, candidate=None, reason="a person chose a version without a learner")
+        save(state, cfg.folder / "state.json")
+    begin_training_again(cfg.buffer_config.folder)
+
+
+def _load_state(cfg: LearnerConfig) -> State:
+    try:
+        return load(cfg.folder / "state.json")
+    except DamagedError:  # the next learner tells it
+        return State()

@@ -19,7 +19,7 @@ from redraft.online.fleet.discovery import discover
 from redraft.online.fleet.registry import Registry
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
 from redraft.online.fleet.server import connected
-from redraft.online.learning.cursor import begin_training_again
+from redraft.recipes.operate.rollback import leave_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
                 outcome = await roll_waves(servers, version, incumbent, cfg.rollout)
         if outcome.passed:
             # The draft in training does not descend from the version.
-            begin_training_again(cfg.buffer_config.folder)
+            leave_training(cfg)
             # Last: after a kill the incumbent is current, and the learner brings all back.
             registry.promote(version)
     return outcome

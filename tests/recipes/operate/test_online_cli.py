@@ -146,6 +146,39 @@ def test_without_the_learner_that_rolled_it_out_a_candidate_is_taken_back_and_no
     assert (state.phase, state.candidate, state.num_looks) == (Phase.IDLE, None, 2)
 
 
+@pytest.mark.parametrize("choose", ["roll back", "swap"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        State(phase=Phase.JUDGING, candidate="checkpoint-000004", num_looks=2),
+        State(phase=Phase.PUBLISHING, candidate="checkpoint-000004", num_looks=2),
+        State(phase=Phase.CANARY, candidate="v000003", num_looks=2),
+    ],
+    ids=lambda state: state.phase.value,
+)
+def test_without_a_learner_a_chosen_version_ends_the_candidate_of_one_that_was_killed(state, choose, world):
+    for _ in range(3):
+        publish(world)
+    for version in ("v000001", "v000002"):
+        world.registry.promote(version)
+    path = world.config().folder / "state.json"
+    path.parent.mkdir(exist_ok=True)
+    save(state, path)
+
+    async def main():
+        async with world.fleet():
+            cfg = world.config()
+            if choose == "swap":
+                assert (await swap.roll_out(cfg, "v000001")).passed
+            else:
+                assert await rollback.roll_back(cfg, "v000001") == "v000001"
+
+    asyncio.run(main())
+    assert world.registry.current() == "v000001"
+    left = load(path)
+    assert (left.phase, left.candidate, left.num_looks) == (Phase.IDLE, None, 2)
+
+
 def test_a_rollback_to_a_version_never_served_leaves_a_rollout_as_it_was(world):
     for _ in range(2):
         publish(world)
