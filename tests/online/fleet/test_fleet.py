@@ -183,6 +183,20 @@ async def test_a_candidate_may_stay_on_the_canary_until_traffic_tells():
         assert (await asyncio.wait_for(rollout, 300)).passed
 
 
+@in_event_loop
+async def test_a_canary_that_may_stay_ends_where_no_server_is_left_to_compare_with():
+    policy = replace(IMPATIENT, keep_inconclusive=True)
+    fakes = [FakeServer(Traffic(drafts_per_reading=1)) for _ in range(2)]
+    async with running(*fakes) as servers:
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, policy))
+        await asyncio.sleep(3 * IMPATIENT.window_timeout_s)
+        assert not rollout.done()
+        await fakes[1].restart()
+        outcome = await asyncio.wait_for(rollout, 30)
+        assert outcome.is_inconclusive, outcome
+        assert {fake.version for fake in fakes} == {OLD}
+
+
 def test_the_finding_on_a_loss_follows_its_interval():
     policy = RolloutPolicy(max_loss=0.1, confidence=0.95)  # at this many degrees of freedom, 1.96 errors each way
     findings = {
