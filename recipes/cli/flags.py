@@ -46,7 +46,7 @@ def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = 
         if isinstance(hint, TypeVar):  # the options of a family: the default has their class
             hint = type(default)
         if common is not None and not dataclasses.is_dataclass(default):
-            owner = find_owner(info.type, field.name)
+            *_, owner = (base for base in info.type.__mro__ if field.name in inspect.get_annotations(base))
             if f"{owner.__name__}.{field.name}" not in common:
                 hint = Annotated[hint, tyro.conf.Suppress]
         if tyro.conf.UseAppendAction not in getattr(hint, "__metadata__", ()):  # tyro calls those repeatable
@@ -68,11 +68,6 @@ def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = 
             raise RefusedConfigError(error) from error
 
     return StructConstructorSpec(instantiate=instantiate, fields=tuple(fields))
-
-
-def find_owner(config_type: type, name: str) -> type:
-    """The dataclass that declares a field: `config_type` or a base of it."""
-    return [base for base in config_type.__mro__ if name in inspect.get_annotations(base)][-1]
 
 
 def make_unchecked(config_type: type[Any]) -> Any:

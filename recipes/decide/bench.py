@@ -79,10 +79,8 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
         duration_s=round(time.monotonic() - started, 1),
     )
     page = write_serving(cfg.output, report)
-    print(
-        *compose_answer(report), *(f"not measured: {entry['what']}: {entry['reason']}" for entry in refused), sep="\n"
-    )
-    print(f"report: {page}")
+    unmeasured = (f"not measured: {entry['what']}: {entry['reason']}" for entry in refused)
+    print(*compose_answer(report), *unmeasured, f"report: {page}", sep="\n")
 
 
 def sweep(cfg: Config, target: TargetFolder, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> Sweep:

@@ -103,9 +103,7 @@ def main(cfg: Config) -> None:
         "duration_s": round(time.perf_counter() - started, 1),
     }
     page = write_page(cfg.output, report, TEMPLATES / "compare.html.j2", build_charts)
-    for line in compose_answer(report):
-        print(line)
-    print(f"report: {page}")
+    print(*compose_answer(report), f"report: {page}", sep="\n")
 
 
 def require_answers(cfg: Config) -> None:

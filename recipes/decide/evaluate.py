@@ -203,14 +203,8 @@ def settings(cfg: Config, target: TargetFolder, sampling: Sampling) -> dict[str,
     left_out = {"penalties_left_out": penalties} if (penalties := list_penalties(target.folder)) else {}
     dtype = {"target_dtype": cfg.target_dtype} if cfg.target_dtype else {}
     # A baseline must agree in the filters, `max_tokens`, `draft_sample_method` and `ngram` (`match_drafts`).
-    return (
-        {"data": cfg.prompts}
-        | {name: getattr(cfg, name) for name in shown}
-        | dtype
-        | filters
-        | left_out
-        | {"ngram": asdict(cfg.ngram)}
-    )
+    shown_settings = {name: getattr(cfg, name) for name in shown}
+    return {"data": cfg.prompts, **shown_settings, **dtype, **filters, **left_out, "ngram": asdict(cfg.ngram)}
 
 
 def write_run(cfg: Config, duration_s: float) -> None:
@@ -221,9 +215,7 @@ def write_run(cfg: Config, duration_s: float) -> None:
 
 
 def tell(report: Mapping[str, Any], comparison: regression.Comparison | None, page: Path) -> None:
-    print("\n".join(report["answer"]))
-    for note in report["notes"]:
-        print(f"note: {note}")
+    print(*report["answer"], *(f"note: {note}" for note in report["notes"]), sep="\n")
     if comparison:
         fallen = [change for change in comparison.changes if change.fell]
         among = f"{len(fallen)} of {len(comparison.changes)}"

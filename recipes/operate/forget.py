@@ -41,8 +41,7 @@ class Config:
 
 def main(cfg: Config) -> None:
     forgotten = asyncio.run(delete_records(load_config(cfg.config), cfg.tenant, is_dry=cfg.dry_run))
-    for line in describe(forgotten, cfg):
-        print(line)
+    print(*describe(forgotten, cfg), sep="\n")
     if not forgotten.num_records:
         sys.exit(1)
 

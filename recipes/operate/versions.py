@@ -34,12 +34,9 @@ def main(cfg: Config) -> None:
     folder = cfg.registry or (learner.registry if learner else Path())
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no registry {folder}: the learner creates it when it first starts")
-    for line in version_lines(Registry(folder)):
-        print(line)
+    print(*version_lines(Registry(folder)), sep="\n")
     if learner is not None:
-        print()
-        for line in asyncio.run(live_lines(learner)):
-            print(line)
+        print("", *asyncio.run(live_lines(learner)), sep="\n")
 
 
 def version_lines(registry: Registry) -> list[str]:
