@@ -62,9 +62,8 @@ class AcceptanceCounts:
         """The counts added after `earlier`; None if a counter fell, because the engine restarted in between."""
         more = _combine(self, earlier, -1)
         counts = (more.num_drafts, more.num_accepted, more.num_draft_tokens)
-        by_position = (*more.accepted_per_position, *more.tried_per_position)
         # A restart goes unseen if all counters have passed the earlier values again.
-        return more if min(*counts, *by_position) >= 0 else None
+        return more if min(*counts, *more.accepted_per_position, *more.tried_per_position) >= 0 else None
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -92,17 +91,17 @@ class AcceptanceCounts:
 
 def _combine(a: AcceptanceCounts, b: AcceptanceCounts, sign: int) -> AcceptanceCounts:
     """a + sign * b. Counts of fewer positions have 0 at the others."""
+
+    def add(x: Sequence[Count], y: Sequence[Count]) -> tuple[Count, ...]:
+        return tuple(one + sign * other for one, other in zip_longest(x, y, fillvalue=0))
+
     return AcceptanceCounts(
         num_drafts=a.num_drafts + sign * b.num_drafts,
         num_accepted=a.num_accepted + sign * b.num_accepted,
         num_draft_tokens=a.num_draft_tokens + sign * b.num_draft_tokens,
-        accepted_per_position=_add(a.accepted_per_position, b.accepted_per_position, sign),
-        tried_per_position=_add(a.tried_per_position, b.tried_per_position, sign),
+        accepted_per_position=add(a.accepted_per_position, b.accepted_per_position),
+        tried_per_position=add(a.tried_per_position, b.tried_per_position),
     )
-
-
-def _add(a: Sequence[Count], b: Sequence[Count], sign: int) -> tuple[Count, ...]:
-    return tuple(x + sign * y for x, y in zip_longest(a, b, fillvalue=0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,8 +115,6 @@ class Outcome:
     """Last error by address, of answering servers with another version. They need a person."""
     absent: dict[str, str] = field(default_factory=dict)
     """Last error by address, of silent servers. `reconcile` will bring them along."""
-    tau_candidate: float | None = None  # of the canary, bonus included; None without a comparison
-    tau_control: float | None = None  # of the control group, or of the canary before the swap
     is_inconclusive: bool = False
     """Not passed, but only because traffic did not decide in time: nothing is said against the candidate."""
 
@@ -136,21 +134,19 @@ async def try_canary(servers: Sequence[FleetServer], candidate: str, incumbent: 
     # Only a fleet of one compares with earlier minutes, so it measures the incumbent before the swap.
     before = None if control else await _measure_alone(canary, policy)
     if isinstance(before, str):
-        is_inconclusive = before.startswith(Finding.INCONCLUSIVE.value)
-        return replace(
-            _outcome(False, f"{canary.url} before the swap: {before}", aligned), is_inconclusive=is_inconclusive
-        )
+        outcome = _outcome(False, f"{canary.url} before the swap: {before}", aligned)
+        return replace(outcome, is_inconclusive=before.startswith(Finding.INCONCLUSIVE.value))
 
     swapped = await converge([canary], candidate, policy.swap_timeout_s, insist=False)
     if not swapped.is_complete:
         return await _roll_back(servers, incumbent, f"the canary did not take {candidate}: {swapped}", policy)
     await asyncio.sleep(policy.warm_up_s)
-    compared = await _compare(canary, candidate, control, before, policy)
-    if compared.finding is not Finding.PASSED:
-        back = await _roll_back(servers, incumbent, f"canary {canary.url}: {compared}", policy, compared)
-        return replace(back, is_inconclusive=compared.finding is Finding.INCONCLUSIVE)
+    finding, reason = await _compare(canary, candidate, control, before, policy)
+    if finding is not Finding.PASSED:
+        back = await _roll_back(servers, incumbent, f"canary {canary.url}: {reason}", policy)
+        return replace(back, is_inconclusive=finding is Finding.INCONCLUSIVE)
     against = "the control group" if control else "itself before (no control group)"
-    return _outcome(True, f"canary {canary.url} against {against}: {compared}", aligned, candidate, compared)
+    return _outcome(True, f"canary {canary.url} against {against}: {reason}", aligned, candidate)
 
 
 async def roll_waves(servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy) -> Outcome:
@@ -183,19 +179,6 @@ class Finding(Enum):
     WORSE = "worse"
     INCONCLUSIVE = "inconclusive"
     FAILED = "failed"  # The canary cannot be measured.
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Counts of canary and control group over one window, and the finding."""
-
-    canary: AcceptanceCounts
-    control: AcceptanceCounts
-    finding: Finding
-    reason: str
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 def estimate_loss(canary_PK2: Array, control_PK2: Array, *, is_paired: bool = True) -> Estimate:
@@ -322,8 +305,7 @@ class _Polls:
     def select(self, domain: str) -> Array:
         """(tried, accepted) of every poll by position, [P, K, 2]."""
         counts = [row.get(domain, AcceptanceCounts.zero()) for row in self.rows]
-        pairs = ((one.tried_per_position, one.accepted_per_position) for one in counts)
-        polls = (zip(*pair, strict=False) for pair in pairs)
+        polls = (zip(one.tried_per_position, one.accepted_per_position, strict=True) for one in counts)
         polls_KP2 = np.array([*zip_longest(*polls, fillvalue=(0, 0))], np.float64)
         return polls_KP2.reshape(-1, len(counts), 2).swapaxes(0, 1)
 
@@ -380,8 +362,8 @@ async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls |
 
 async def _compare(
     canary: FleetServer, candidate: str, control: Sequence[FleetServer], before: _Polls | None, policy: RolloutPolicy
-) -> Comparison:
-    """Count both groups over the same time until the loss is known; without a control group against `before`."""
+) -> tuple[Finding, str]:
+    """The finding on both groups' counts over the same time, and why. `before` is in place of a control group."""
     window = await Window.open([canary, *control])
     ours, theirs = _Polls([canary]), before or _Polls(control)
     deadline_s = time.monotonic() + policy.window_timeout_s
@@ -394,8 +376,7 @@ async def _compare(
         counted = await window.read()
         # Its counters started again, or it did in its warm-up: nothing can be said about the candidate.
         if canary not in counted or not window.began_with(canary, candidate):
-            nothing = AcceptanceCounts.zero()
-            return Comparison(nothing, nothing, Finding.FAILED, "it restarted, lost its draft or stopped answering")
+            return Finding.FAILED, "it restarted, lost its draft or stopped answering"
         is_one_target = _are_one({one.target for one in counted.values()})
         is_usable, was_one_target = is_one_target and was_one_target, is_one_target
         ours.add(counted, is_usable=is_usable)
@@ -404,15 +385,15 @@ async def _compare(
         taus = f"tau {_describe(ours.total)} against {_describe(theirs.total)}"
         # On an alarm, waiting for more drafts would only slow down more requests.
         if is_worse_than_control(ours.total, theirs.total):
-            return Comparison(ours.total, theirs.total, Finding.WORSE, f"its draft is hardly accepted: {taus}")
+            return Finding.WORSE, f"its draft is hardly accepted: {taus}"
         if theirs.is_off and ours.is_paced:
             # the gate has proven the gain, and a server drafts only while that is faster
-            return Comparison(ours.total, theirs.total, Finding.PASSED, f"next to nothing is drafted: {taus}")
+            return Finding.PASSED, f"next to nothing is drafted: {taus}"
         is_late = time.monotonic() > deadline_s
         has_enough = min(ours.total.num_drafts, theirs.total.num_drafts) >= policy.min_drafts
         if has_enough and before is not None and len(ours.targets | before.targets) > 1:
             # the gate has proven the gain, and a rollback for the trainer's doing would lose it
-            return Comparison(ours.total, theirs.total, Finding.PASSED, f"the target moved, so only accepted: {taus}")
+            return Finding.PASSED, f"the target moved, so only accepted: {taus}"
         reason = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s: {taus}"
         # Past the timeout, and the control group restarted: it counts no more.
         is_lost = deadline_s == math.inf and before is None and len(counted) == 1
@@ -420,11 +401,11 @@ async def _compare(
             next_look = 2 * len(ours.rows)
             finding, reason = _look(ours, theirs, taus, policy, is_paired=before is None)
             if finding is not Finding.INCONCLUSIVE:
-                return Comparison(ours.total, theirs.total, finding, reason)
+                return finding, reason
         if is_late and ours.is_paced and theirs.is_paced:
-            return Comparison(ours.total, theirs.total, Finding.PASSED, f"too little is drafted to compare: {taus}")
+            return Finding.PASSED, f"too little is drafted to compare: {taus}"
         if is_lost or (is_late and not policy.keep_inconclusive):
-            return Comparison(ours.total, theirs.total, Finding.INCONCLUSIVE, f"{Finding.INCONCLUSIVE.value}: {reason}")
+            return Finding.INCONCLUSIVE, f"{Finding.INCONCLUSIVE.value}: {reason}"
         # `keep_inconclusive`: compare until the interval decides
         if is_late:
             deadline_s = math.inf
@@ -462,10 +443,8 @@ async def _watch(done: Sequence[FleetServer], control: Sequence[FleetServer], po
         for group in (done, control)
     )
     if is_worse_than_control(ours, theirs):
-        return (
-            f"{len(done)} servers hardly accept the draft: tau {_describe(ours)} against {_describe(theirs)} of the "
-            "others"
-        )
+        taus = f"tau {_describe(ours)} against {_describe(theirs)} of the others"
+        return f"{len(done)} servers hardly accept the draft: {taus}"
     return ""
 
 
@@ -492,22 +471,10 @@ def _split_into_waves(servers: Sequence[FleetServer], policy: RolloutPolicy) -> 
         begin = end
 
 
-async def _roll_back(
-    servers: Sequence[FleetServer], incumbent: str, why: str, policy: RolloutPolicy, compared: Comparison | None = None
-) -> Outcome:
-    back = await converge(servers, incumbent, policy.rollback_timeout_s)
-    return _outcome(False, why, back, incumbent, compared)
+async def _roll_back(servers: Sequence[FleetServer], incumbent: str, why: str, policy: RolloutPolicy) -> Outcome:
+    return _outcome(False, why, await converge(servers, incumbent, policy.rollback_timeout_s))
 
 
-def _outcome(
-    passed: bool, reason: str, fleet: Convergence, version: str | None = None, compared: Comparison | None = None
-) -> Outcome:
-    return Outcome(
-        passed=passed,
-        version=version or fleet.version,
-        reason=reason,
-        refused=fleet.refused,
-        absent=fleet.absent,
-        tau_candidate=compared.canary.tau if compared else None,
-        tau_control=compared.control.tau if compared else None,
-    )
+def _outcome(passed: bool, reason: str, fleet: Convergence, version: str = "") -> Outcome:
+    version = version or fleet.version
+    return Outcome(passed=passed, version=version, reason=reason, refused=fleet.refused, absent=fleet.absent)

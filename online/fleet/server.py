@@ -191,7 +191,6 @@ class FleetServer:
         try:
             body = _status_decoder.decode(content)
             by_domain = {name: _read_positions(pairs) for name, pairs in body.positions.items()}
-            tried = sum(by_domain.values(), AcceptanceCounts.zero()).tried_per_position
             return Status(
                 boot=body.server_id,
                 draft_version=body.draft_version,
@@ -205,7 +204,7 @@ class FleetServer:
                 swap_off=body.swap_off,
                 notes=body.notes,
                 pace=body.pace.line if body.pace else "",
-                total=_read_total(body, tried) if body.draft_version else None,
+                total=_read_total(body, by_domain) if body.draft_version else None,
                 by_domain=by_domain,
             )
         except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -276,24 +275,18 @@ def _read_drafting(body: _StatusAnswer) -> Drafting | None:
     return Drafting(body.num_speculative_tokens, methods[0]) if methods and body.num_speculative_tokens else None
 
 
-def _read_total(body: _StatusAnswer, tried: tuple[int | float, ...]) -> AcceptanceCounts | None:
-    if len(body.drafts) < 2:
-        return None
-    num_drafts, num_draft_tokens, *accepted = body.drafts
-    return AcceptanceCounts(
-        num_drafts=num_drafts,
-        num_accepted=sum(accepted),
-        num_draft_tokens=num_draft_tokens,
-        accepted_per_position=tuple(accepted),
-        # of an earlier release: as if all drafts were equally long
-        tried_per_position=tried or (num_drafts, *accepted[:-1]),
-    )
+def _read_total(body: _StatusAnswer, by_domain: Mapping[str, AcceptanceCounts]) -> AcceptanceCounts | None:
+    if by_domain or len(body.drafts) < 2:
+        return sum(by_domain.values(), AcceptanceCounts.zero()) if by_domain else None
+    # nothing drafted yet, or an earlier release: as if all drafts were equally long
+    num_drafts, _, *accepted = body.drafts
+    return _read_positions([*zip((num_drafts, *accepted), accepted or [0], strict=False)])
 
 
-def _read_positions(pairs: _Positions) -> AcceptanceCounts:
-    tried, accepted = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+def _read_positions(pairs: Sequence[tuple[int, int]]) -> AcceptanceCounts:
+    tried, accepted = zip(*pairs, strict=True) if pairs else ((0,), (0,))
     return AcceptanceCounts(
-        num_drafts=sum(tried[:1]),
+        num_drafts=tried[0],
         num_accepted=sum(accepted),
         accepted_per_position=accepted,
         tried_per_position=tried,

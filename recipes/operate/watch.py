@@ -34,7 +34,8 @@ class Config:
     interval_s: float = 10.0
     """Time between two readings, in seconds."""
     min_tau: float | None = None
-    """End with status 1 if the fleet's tau falls below this. By default only watch."""
+    """End with status 1 if the fleet's tau falls below this. By default only watch. With `--pace auto`, tau falls
+    with the number of draft tokens too."""
     min_drafts: int = 200
     """Drafts to collect before tau is compared with --min-tau: tau of a few drafts is noise."""
     polls: int = 0
