@@ -25,8 +25,7 @@ def read_token(path: Path) -> str:
 
 def require_private(path: Path) -> None:
     """Raise ValueError if users outside the file's group can read it, or others than its owner can
-    change it. The group may read: Kubernetes mounts the secrets of a pod that has an fsGroup with
-    mode 0440."""
+    change it. The group may read: with an fsGroup, Kubernetes mounts secrets with mode 0440."""
     _require_private(path, path.stat().st_mode)
 
 

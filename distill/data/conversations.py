@@ -52,8 +52,7 @@ def split_held_out(
 
 
 def split_key(conversation: Conversation) -> str:
-    """The hash (hex) for `split_held_out`: of the first user message, or, without one, of the
-    first."""
+    """The hash (hex) for `split_held_out`: of the first user message, or else of the first."""
     if "split_key" in conversation:
         return conversation["split_key"]
     messages = conversation["messages"]
@@ -156,8 +155,7 @@ def identify_conversations(source: str, split: str) -> list[Any]:
 
 
 def _stdlib_conversation(row: dict[str, Any]) -> Conversation:
-    """By whole conversations: the small target of the demos was trained on one side of this
-    split."""
+    """By whole conversations: the demos' small target was trained on one side of this split."""
     conversation = cast(Conversation, row)
     return {**conversation, "split_key": conversation_hash(conversation["messages"])}
 

@@ -233,8 +233,7 @@ class TurnBatch:
 
     def ids(self, turn: PackedTurn) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """(prompt ids, answer ids), the prompt tokenised by itself, as by a server. Its ids are cut
-        off both as one text; if a token merges across the border, the answer is tokenised by
-        itself."""
+        off both as one text; if a token merges across the border, the answer is tokenised alone."""
         prompt, whole = self._pieces.ids(turn.prompt), self._pieces.ids(turn.whole)
         # A prompt that ends in "\n" and the answer "\nHi" may share a token "\n\n".
         keeps_prompt = np.array_equal(whole[: len(prompt)], prompt)

@@ -24,8 +24,7 @@ class Sampling:
     """How the target answers."""
 
     temperature: float | None = None
-    """Temperature of every request. By default the one that the target's generation_config.json names, else 1, as
-    vLLM."""
+    """Temperature of every request. By default that of the target's generation_config.json, else 1, as vLLM."""
     max_tokens: int = 2048
     """Maximum length of an answer, in tokens. A conversation ends with an answer cut at this length."""
     template_options: dict[str, bool | int | str] = field(default_factory=dict)

@@ -76,8 +76,7 @@ def _list_deepspeed_classes() -> list[Any]:
 
 
 def _find_member(kind: Any, name: str) -> Any:
-    """A member of an enum, which Python before 3.11.4 pickles as a call of getattr: this stands for getattr, and reads
-    nothing else."""
+    """A member of an enum, which Python before 3.11.4 pickles as a call of getattr: this stands for getattr there."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError("it names builtins.getattr")
     return kind.__members__[name]

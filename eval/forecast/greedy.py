@@ -150,9 +150,8 @@ def generate_answers(
     seed: int = 0,
     on_step: Callable[[], object] = lambda: None,
 ) -> list[Continuation]:
-    """The answers to one batch of prompts. `on_step` is called after each token of all answers.
-    The random numbers of an answer depend on `seed`, temperature and prompt only, so batching does
-    not change it."""
+    """The answers to one batch of prompts. `on_step` is called after each token of all answers. The
+    random numbers of an answer depend on `seed`, temperature and prompt, not on the batch."""
     beyond = num_speculative_tokens - 1
     uniform_BT = torch.stack([_uniform(p, max_tokens + beyond, sampling.temperature, seed) for p in prompts])
 

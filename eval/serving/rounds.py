@@ -2,8 +2,7 @@
 
     round ─► requests in flight ─► every server in turn, on the same prompts     each round starts with the next server
 
-Other tenants' memory traffic changes a step more than a draft does, so a speed is only reported as a ratio within a
-round."""
+Other tenants' memory traffic changes a step more than a draft does, so speeds are ratios within a round."""
 
 import contextlib
 import math

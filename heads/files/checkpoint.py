@@ -123,8 +123,7 @@ def refuse_quantised(target: TargetFolder, what: str, cure: str) -> None:
 
 
 def end_ids(name_or_path: str | Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ids at which an engine ends an answer: of tokenizer and generation_config.json, or
-    config.json."""
+    """Ids that end an engine's answer: of tokenizer and generation_config.json, or config.json."""
     folder = open_folder(name_or_path)
     path = next((path for name in (GENERATION_CONFIG, CONFIG) if (path := folder / name).is_file()), None)
     sections = text_sections(read_json(path)) if path else ()

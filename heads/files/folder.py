@@ -261,8 +261,7 @@ def _check_weights(folder: Path) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files of a model's weights, sorted: those of the index, the whole file, or the old ones.
-    Raises FileNotFoundError: the folder has no weights. Raises ValueError: it has two sets of
-    them."""
+    Raises FileNotFoundError: there are no weights. Raises ValueError: there are two sets."""
     if (folder / INDEX).is_file():
         _refuse_two(folder)
         return sorted({folder / name for name in read_as(folder / INDEX, _Index).weight_map.values()})

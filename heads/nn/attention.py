@@ -30,10 +30,9 @@ class Memory(Protocol):
 
 
 class StepMemory:
-    """For training: the j-th call, from 0, is draft step j of every row of the batch.
-    With `rows_BN`, distinct rows of the batch, the calls after the first may have fewer rows: a
-    call with n of them continues the first n of `rows_BN`. No call may have more rows than the one
-    before."""
+    """For training: the j-th call, from 0, is draft step j of every row of the batch. With
+    `rows_BN`, distinct rows of the batch, the calls after the first may have fewer rows: a call
+    with n of them continues the first n of `rows_BN`. No call may have more rows than the last."""
 
     def __init__(self, batch: Batch, rows_BN: Tensor | None = None) -> None:
         self._prefixes, self._rows_BN = Prefixes.of(batch.document_BT), rows_BN

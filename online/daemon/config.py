@@ -34,8 +34,7 @@ class LearnerConfig:
     folder: Path = Path("learner")
     """Folder for the learner's state, checkpoints, journal and buffer. It holds users' text."""
     anchors: Path | None = None
-    """File of offline records, mixed into every step to keep the draft from forgetting. `redraft data anchors` makes
-    one."""
+    """File of offline records, mixed into every step against forgetting (`redraft data anchors`)."""
     zero_retention: bool = False
     """Keep records in memory only. The spool must be in memory too, e.g. below /dev/shm. A restart loses all records
     and continues from the served version."""

@@ -66,8 +66,7 @@ class Cycle:
         self._thread = ThreadPoolExecutor(1, "trainer")
         self.sleeper = Sleeper(cfg, self.judge, account)
         self._num_without_gain = 0
-        """Candidates without a gain since the last promotion or sleep. A count, not a state: at `patience` it posts
-        BEGIN_AGAIN."""
+        """Candidates without a gain since the last promotion or sleep. At `patience`, BEGIN_AGAIN is posted."""
         self._phases: dict[Phase, Callable[[], Awaitable[Move | None]]] = {
             Phase.IDLE: self._idle,
             Phase.TRAINING: self._train,

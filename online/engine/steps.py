@@ -69,8 +69,7 @@ class EngineStep:
     num_sampled_B: Tensor | None = None  # How many of them are valid.
     starts_B: Tensor | None = None  # StepPart.start, where only the device knows it
     logits_RV: Tensor | None = None
-    """Logits before temperature, penalties and every other sampling parameter. None if no request sampled, and with
-    `largest`."""
+    """Logits before any sampling parameter. None if no request sampled, and with `largest`."""
     largest: Largest | None = None  # The recorded part of the logits, if the hook has taken it.
     draft_ids_S: Tensor | None = None  # of all requests, maybe with others in between
     draft_probs_S: Tensor | None = None  # None if drafting is greedy.

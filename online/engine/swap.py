@@ -26,9 +26,8 @@ HASH_CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The parts of a draft that must stay as they are when another one is loaded in its place.
-    A worker remembers those of its draft, because the folder may leave the registry while the draft
-    is served."""
+    """The parts of a draft that must stay as they are when another one is loaded in its place. A
+    worker remembers those of its draft, because the folder may leave the registry meanwhile."""
 
     folder: Path
     settings: Mapping[str, Any]  # The content of config.json, without the keys that change nothing.

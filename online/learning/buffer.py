@@ -65,8 +65,7 @@ class BufferStatus:
     num_training: dict[str, int]  # Records to train on, by domain.
     num_held_out: dict[str, int]  # Records to judge by, by domain.
     num_foreign: int
-    """Records kept aside: they are of another target, of weights that no longer count, or were stored for another
-    domain."""
+    """Records kept aside: of another target, of weights that no longer count, or of another domain."""
     oldest_s: float | None  # Arrival of the oldest record, seconds since the epoch.
     counts: dict[str, int]
     """Records since this process began, by fate: stored, duplicate, foreign, stateless, textless, other_domain,
@@ -210,9 +209,8 @@ class Buffer(AbstractContextManager["Buffer"]):
             return self._read(seqs[seqs > after][:limit])
 
     def bound_lag(self, after: int, max_records: int) -> tuple[int, int]:
-        """(new `after` with at most `max_records` fresh records left, number of skipped records).
-        A learner slower than traffic would train ever older records. Skipped ones can still be
-        replayed."""
+        """(new `after` with at most `max_records` fresh records left, number of skipped records). A
+        learner slower than traffic would train ever older records. Skipped ones may be replayed."""
         with self._lock:
             seqs = self._training()["seq"]
         # Numbers are not consecutive here: held-out and foreign records have some of them.

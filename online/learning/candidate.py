@@ -69,8 +69,7 @@ class Candidate:
     """One draft and one optimizer; each method runs on all ranks together."""
 
     def __init__(self, cfg: Training, name: str, target: Path, machine: Machine | None = None) -> None:
-        """`name` is the family's; `target` is the folder of the target, whose embeddings a head borrows. By default on
-        this machine."""
+        """`name` is the family's; `target` is the folder of the target, whose embeddings a head borrows."""
         self.cfg, self.family, self.target = cfg, _find_learning(name), target
         self._machine = machine or this_machine()
         self.accelerator = make_accelerator(cfg.accumulation, cfg.mixed_precision, None, machine)

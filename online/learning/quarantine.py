@@ -97,10 +97,9 @@ class Quarantine:
 
 
 def overwrite(path: Path) -> None:
-    """Overwrite the file's bytes on the disk with zeros, as SQLite overwrites what it deletes.
-    A link, a file of several names, a pipe or a folder stays as it is: whoever put it there chose
-    the bytes behind it, and they may be any file of this user. Raises OSError if it cannot be
-    written."""
+    """Overwrite the file's bytes on the disk with zeros, as SQLite overwrites what it deletes. A
+    link, a file of several names, a pipe or a folder stays as it is: whoever put it there chose the
+    bytes behind it, and they may be any file of this user. Raises OSError."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for its other end.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -35,8 +35,7 @@ from redraft.online.records.record import CorruptRecordError, Record, decode_rec
 T = TypeVar("T")
 
 NUM_FILES = 16
-"""Number of files of a full buffer. Unlinking the oldest forgets about a sixteenth, in bytes or in
-age."""
+"""Number of files of a full buffer. Unlinking the oldest forgets about a sixteenth."""
 
 MAX_LATER_RECORDS = 1 << 24
 """More records than a file holds: numbers after one of a later release, which this one cannot read,

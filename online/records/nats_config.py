@@ -26,8 +26,7 @@ class Nats:
     """Credentials for NATS: a .creds file, or a file with an NKey seed, which others cannot read. A user and password
     can be in the address instead."""
     ca: Path | None = None
-    """PEM file with the CA certificates for the server. Needed only if no public authority signed the server's
-    certificate."""
+    """PEM file with the CA certificates for the server. Needed only if no public authority signed it."""
     certificate: Path | None = None
     """PEM file with our certificate and key, for a server that requires client certificates."""
 

@@ -81,9 +81,8 @@ def by_load(results: Results, name: str) -> dict[str, Any]:
 def _describe_served(
     target: str, served: str, best: Sequence[Choice], confirmed: Mapping[str, Results]
 ) -> dict[str, Any]:
-    """The draft to serve: the configuration, and its outputs beside those of the target alone.
-    In 16 bits, the target alone parts from itself when eight requests are answered at once. That is
-    rounding."""
+    """The draft to serve: the configuration, and its outputs beside those of the target alone. In
+    16 bits, rounding parts the target from itself when eight requests are answered at once."""
     results = confirmed.get(served) or next(iter(confirmed.values()))
     ours, plain = (merge(results[name, ONE]) for name in (served, PLAIN))
     logits = make_logits(target)

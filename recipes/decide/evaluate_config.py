@@ -48,8 +48,7 @@ class Config(MeasureConfig):
     """Forecast every draft with the target in this process. With --no-forecast, the engine counts, and only the engine
     loads the target: for one that takes several GPUs, with `-- --tensor-parallel-size=N`."""
     engine: bool = True
-    """Also serve every draft in a real vLLM, with the largest number of draft tokens. With --no-engine, all numbers are
-    forecasts."""
+    """Also serve every draft in a real vLLM, with the largest number of draft tokens. --no-engine forecasts only."""
     concurrency: int = 4
     """Requests in flight in the engine."""
     baseline: Path | None = None

@@ -44,8 +44,7 @@ class Config:
     """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with `probabilistic` it is
     sum min(p, q), which is higher at temperatures above 0."""
     head_requests: int | None = None
-    """With a lookup before the head: if more requests than this are answered at once, only tokens looked up are
-    proposed."""
+    """With a lookup before the head: with more requests than this at once, only lookups draft."""
     verify_cost: float | None = None
     """For counted answers: cost of verifying one more token, in target steps of one request. A token is proposed if its
     probability is at least this times the requests in the step. By default as for `redraft retrieval`, else 0.05."""

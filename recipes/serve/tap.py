@@ -32,8 +32,7 @@ class Config(TapConfig, FrontConfig):
     port: int = 8001
     """Port on which clients are accepted."""
     admin_port: int = 8082
-    """Port of /redraft/tap, which counts recorded and lost answers, and of /metrics; 0 turns the port
-    off."""
+    """Port of /redraft/tap, which counts recorded and lost answers, and of /metrics; 0 is off."""
 
     def __post_init__(self) -> None:
         # Both parents check the settings. By itself, Python would call the first one's check only.
