@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from redraft.heads.families.retrieval import Live, Text
-
-logger = logging.getLogger("vllm.redraft")
 
 LEAST_HEAD = 0.2  # least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
 TRIED = 32  # once in this many the head drafts to be judged: below LEAST_HEAD, or where a lookup drafts
@@ -30,7 +27,7 @@ class AnswerCounter:
 
     def __init__(self, runner: Any, draft: Live) -> None:
         self.draft = draft
-        self.counts = Counter[str]()  # Answers: counted, not_allowed, passed_over, failed.
+        self.counts = Counter[str]()  # Answers: counted, not_allowed, passed_over, failed_...; in the status.
         self.may_count: Callable[[Any], bool] = lambda request: False  # Set by the plugin: honours opt-outs.
         self._ended: dict[str, Text] = {}
         self._waiting = deque[Iterator[None]]()
@@ -72,9 +69,7 @@ class AnswerCounter:
         try:
             yield
         except Exception as error:
-            self.counts["failed"] += 1
-            if self.counts["failed"] == 1:  # without the message, which may hold text
-                logger.warning("live counts: an answer failed, serving goes on: %s", type(error).__name__)
+            self.counts[f"failed_{type(error).__name__}"] += 1  # without the message, which may hold text
 
 
 def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
