@@ -108,7 +108,7 @@ def test_a_held_out_part_without_an_answer_is_named(random_target: Path, tmp_pat
     questions = {conversation["messages"][0]["content"] for conversation in held_out}
     unanswered = [row if row["prompt"] not in questions else {"prompt": row["prompt"]} for row in rows]
     path = write_rows(tmp_path / "chat.jsonl", unanswered)
-    said = f"nothing held out to evaluate on: {len(questions)} conversations: 0 samples"
+    said = rf"held out.*\b{len(questions)} conversations: 0 samples"
     with pytest.raises(ValueError, match=said):
         load(path, random_target, tmp_path / "run")
 
@@ -162,14 +162,14 @@ def test_a_quantised_target_is_refused_with_the_cure(method: str, random_target:
     config = json.loads((folder / "config.json").read_text())
     key = "quant_algo" if method == "modelopt" else "quant_method"
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {key: method}}))
-    with pytest.raises(ValueError, match=rf"quantised \({method}\), .*--signal\.kind endpoint") as refused:
+    with pytest.raises(ValueError, match=rf"\({method}\).*--signal\.kind") as refused:
         load_target(TargetFolder.open(folder), Signal(), torch.device("cpu"))
     assert "\n" not in str(refused.value)
     served = Signal(kind="endpoint", url=("http://t1:8001",))
     assert load_target(TargetFolder.open(folder), served, torch.device("cpu")).lm_head.weight.shape[1] == 64
     mtp = find_family("mtp")
     cfg = replace(make_config(mtp), target=str(folder), head=Mtp(num_steps=4, as_mimo=True), output=tmp_path / "run")
-    with pytest.raises(ValueError, match="give the folder of the plain weights"):
+    with pytest.raises(ValueError, match=rf"MTP.*{folder}.*\({method}\)"):
         run_training(mtp, cfg)
     assert not (tmp_path / "run").exists()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from typing import Any
 
 import jinja2
@@ -260,7 +261,7 @@ def refusal(name: str, messages: list[Any]) -> str:
     good: Conversation = {"messages": [user("a"), say("one")], "domain": "all"}
     _, stats = build_samples([row, good], make_tokenizer(name), max_length=8192, day=DAY, progress=False)
     assert stats.refusals.total() == 1
-    with pytest.raises(ValueError, match="1 refused by the chat template"):
+    with pytest.raises(ValueError, match=re.escape(next(iter(stats.refusals)))):
         held_out_prompts([row], make_tokenizer(name), num_prompts=1, max_length=8192, day=DAY)
     return next(iter(stats.refusals))
 

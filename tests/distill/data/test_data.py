@@ -182,32 +182,32 @@ def test_reasoning_that_a_server_parsed_out_is_kept_beside_the_answer(fields: di
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("", "holds no conversation"),
-        ('{"id": 1, "title": "a"}', "1 without a conversation .* the columns id, title: expected `messages`"),
-        ('\n{"prompt":', r"1 not JSON \(first: line 2: "),
-        ('{"messages": 5}', r"1 with messages that are not a list \(first: line 1: they are int"),
-        ('{"messages": []}', r"1 without messages \(first: line 1"),
-        ('{"messages": ["hello"]}', "1 with a message that has no role"),
-        ('{"messages": [{"content": "a"}]}', "1 with a message that has no role"),
-        ('{"conversations": [{"from": "alien", "value": "a"}]}', "1 with an unknown speaker .*'alien'"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "content that is not text .* type image"),
-        ('{"messages": [{"role": "user", "content": 5}]}', "content that is not text .* it is int"),
-        ('{"messages": null}', "1 without a conversation"),
-        ('{"prompt": "\\ud83d"}', "1 with half a character"),
-        ('{"prompt": "a", "tools": "a hammer"}', "1 with a tool's definition that is not JSON"),
-        ('{"prompt": "a", "tools": [{"a": 1}]}', "1 with a tool that is not a function's definition"),
-        ('{"prompt": "a", "tools": 5}', "1 with tools that are not a list"),
+        ("", r"a\.jsonl [a-z ]+$"),
+        ('{"id": 1, "title": "a"}', "line 1.* id, title: .*`messages`"),
+        ('\n{"prompt":', r"JSON.*line 2: .*character 10"),
+        ('{"messages": 5}', r"line 1: .*\bint\b"),
+        ('{"messages": []}', r"1 without messages \(.*line 1"),
+        ('{"messages": ["hello"]}', r"\brole\b.*line 1"),
+        ('{"messages": [{"content": "a"}]}', r"\brole\b.*line 1"),
+        ('{"conversations": [{"from": "alien", "value": "a"}]}', "line 1.*'alien'"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', r"line 1.* type image\b"),
+        ('{"messages": [{"role": "user", "content": 5}]}', r"content.*line 1: .*\bint\b"),
+        ('{"messages": null}', "line 1.*`messages`"),
+        ('{"prompt": "\\ud83d"}', "surrogate"),
+        ('{"prompt": "a", "tools": "a hammer"}', r"definition.*JSON.*character 0"),
+        ('{"prompt": "a", "tools": [{"a": 1}]}', "function's definition.*line 1"),
+        ('{"prompt": "a", "tools": 5}', r"\btools\b.*line 1: .*\bint\b"),
         (
             '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
-            "call that is not JSON",
+            r"call.*JSON.*character 1",
         ),
         (
             '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}',
-            "call that has no name",
+            r"\bname or arguments\b",
         ),
-        ("[1]", r"1 not a JSON object \(first: line 1"),
-        ('{"prompt": ' + 5000 * "[", r"1 not readable as JSON \(first: line 1"),
-        ('{"prompt": ' + 5000 * "1" + "}", r"1 not readable as JSON \(first: line 1"),
+        ("[1]", r"object.*line 1"),
+        ('{"prompt": ' + 5000 * "[", r"readable.*line 1"),
+        ('{"prompt": ' + 5000 * "1" + "}", r"readable.*line 1"),
     ],
 )
 def test_rows_that_cannot_be_used_are_refused_in_one_line_if_there_is_no_other(
@@ -222,7 +222,7 @@ def test_rows_that_cannot_be_used_are_refused_in_one_line_if_there_is_no_other(
     path.write_text('{"prompt": "good"}\n' + content)
     assert len(load_conversations(str(path))) == 1
     if content:
-        with pytest.raises(ValueError, match=r"a\.jsonl, line [23]: .*; without --data\.strict it is skipped"):
+        with pytest.raises(ValueError, match=r"a\.jsonl, line [23]: .*--data\.strict"):
             load_conversations(str(path), strict=True)
 
 

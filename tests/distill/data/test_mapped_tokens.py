@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,7 @@ def test_tokens_that_are_not_whole_are_made_again(world: World) -> None:
     labels.write_bytes(labels.read_bytes()[:-1])
     assert world.load().hash == before.hash
     (folder / "manifest.json").unlink()
-    with pytest.raises(FileExistsError, match="did not publish"):
+    with pytest.raises(FileExistsError, match=re.escape(str(folder))):
         world.load()
 
 

@@ -327,7 +327,7 @@ def test_a_held_out_conversation_that_the_template_refuses_is_counted(capsys: py
     assert "c<|end|>" in tokenizer.decode(prompt.token_ids)
     said = "held-out prompts: 1; left out: 1 refused by the chat template (roles must alternate)\n"
     assert capsys.readouterr().out == said
-    with pytest.raises(ValueError, match=r"none of 1 .* 1 refused by the chat template \(roles must alternate\)"):
+    with pytest.raises(ValueError, match=r"\b64\b.*--data\.max-prompt-tokens.*\b1\b.*\(roles must alternate\)"):
         held_out_prompts([twice], tokenizer, num_prompts=4, max_length=64)
 
 
@@ -346,7 +346,7 @@ def test_a_template_that_writes_the_date_writes_the_given_day() -> None:
         conversations, tokenizer, progress=False, max_length=64, day=LEAP_DAY + datetime.timedelta(days=1)
     )
     assert data_hash(samples) != data_hash(later)
-    with pytest.raises(ValueError, match="choose one day for the whole run"):
+    with pytest.raises(ValueError, match="date"):
         build_samples(conversations, tokenizer, progress=False, max_length=64)
     assert writes_date(tokenizer)
     assert not writes_date(make_tokenizer(CHAT_TEMPLATE))
@@ -367,7 +367,7 @@ def test_reasoning_is_labelled_in_the_tags_of_the_target(template: str, content:
 
 
 def test_nothing_left_to_train_on_is_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match=r"nothing to train on: .*2 conversations without an assistant turn") as error:
+    with pytest.raises(ValueError, match=r"0 labels.*\b2 .*assistant") as error:
         build_samples(
             [make_conversation("a"), make_conversation("b")],
             make_tokenizer(CHAT_TEMPLATE),
@@ -378,7 +378,7 @@ def test_nothing_left_to_train_on_is_refused_in_one_line() -> None:
 
 
 def test_conversations_need_a_chat_template() -> None:
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match="`text`"):
         build_samples([make_conversation("a", "one")], make_tokenizer(None), max_length=64, progress=False)
 
 
@@ -396,7 +396,7 @@ def test_held_out_prompts_end_where_the_last_answer_begins() -> None:
     tokenizer = make_tokenizer(CHAT_TEMPLATE)
     (prompt,) = held_out_prompts([conversation], tokenizer, num_prompts=4, max_length=64)
     assert tokenizer.decode(prompt.token_ids).endswith("one<|end|>\n<|user|>\nb<|end|>\n<|assistant|>\n")
-    with pytest.raises(ValueError, match="at most 3 tokens"):
+    with pytest.raises(ValueError, match=r"\b3\b.*--data\.max-prompt-tokens"):
         held_out_prompts([conversation], tokenizer, num_prompts=4, max_length=3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -153,7 +154,7 @@ def test_patience_ends_though_nothing_changes(monkeypatch: pytest.MonkeyPatch) -
         await asyncio.sleep(60)
 
     monkeypatch.setattr(Endpoints, "_probe", probe_for_ever)
-    with teaching(Teacher(status=503)) as server, pytest.raises(ConnectionError, match="no server has answered"):
+    with teaching(Teacher(status=503)) as server, pytest.raises(ConnectionError, match=re.escape(server.url)):
         asyncio.run(asyncio.wait_for(ask(make_endpoints([server]), 2), 120))
 
 
@@ -188,7 +189,7 @@ def test_a_refused_request_is_not_asked_of_another_server() -> None:
 def test_when_all_are_dead_the_error_names_them_after_the_patience_is_over() -> None:
     with teaching() as one, teaching() as other:
         pass
-    with pytest.raises(ConnectionError, match=f"no server has answered for 0.5 s: {one.url}, {other.url}"):
+    with pytest.raises(ConnectionError, match=rf"\b0\.5 s\b.*{one.url}, {other.url}"):
         asyncio.run(ask(make_endpoints([one, other]), 3))
 
 

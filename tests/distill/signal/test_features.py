@@ -184,13 +184,13 @@ def test_states_of_a_target_with_a_cap_give_capped_logits(tmp_path: Path) -> Non
 def test_the_cache_of_another_target_other_data_or_other_layers_is_refused(random_target: Path, tmp_path: Path) -> None:
     model, samples = load(random_target), make_samples()
     make_cache(tmp_path / "states", samples, InProcessTarget(model, (0, 2)), layers=(0, 2))
-    with pytest.raises(ValueError, match=r"a cache for another target \(the-target, wanted another-targ\)"):
+    with pytest.raises(ValueError, match=r"\(the-target, wanted another-targ\)"):
         read_cache(tmp_path / "states", samples, model, target="another-target")
-    with pytest.raises(ValueError, match="a cache for another data"):
+    with pytest.raises(ValueError, match=data_hash(samples)[:12]):
         read_cache(tmp_path / "states", make_samples(seed=1), model)
     with pytest.raises(ValueError, match=r"\[0, 2\].*\[1, 2\].*\[1\]"):
         read_cache(tmp_path / "states", samples, model, layers=(1, 2))
-    with pytest.raises(ValueError, match="is a cache of the target's hidden states, a cache of its top k is needed"):
+    with pytest.raises(ValueError, match=r"hidden states.*top k"):
         CachedTarget(tmp_path / "states", target="the-target", data=data_hash(samples))
     write_cache(
         samples,
@@ -201,7 +201,7 @@ def test_the_cache_of_another_target_other_data_or_other_layers_is_refused(rando
         sequence_length=32,
         batch_size=2,
     )
-    with pytest.raises(ValueError, match="is a cache of the target's top k, a cache of its hidden states is needed"):
+    with pytest.raises(ValueError, match=r"top k.*hidden states"):
         read_cache(tmp_path / "top", samples, model)
 
 
@@ -460,7 +460,7 @@ def test_a_standalone_draft_learns_the_exact_distribution_from_servers_and_cache
         assert signal.aux_BTLD is None
         hidden, its = (s.distribution.hidden_BTD[rows_BT] for s in (expected, signal))
         torch.testing.assert_close(its, hidden, atol=2e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="a target in this process is always exact"):
+    with pytest.raises(ValueError, match=r"--signal\.exact"):
         Signal(exact=True)
 
 
@@ -497,7 +497,7 @@ def test_a_fleet_with_a_server_of_another_target_names_it(
     random_target: Path, served_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     right, wrong = (make_teacher(load(folder), str(tmp_path)) for folder in (random_target, served_pair[1]))
-    with teaching(right), teaching(wrong), pytest.raises(ValueError, match=f"{wrong.url} does not serve this target"):
+    with teaching(right), teaching(wrong), pytest.raises(ValueError, match=rf"{wrong.url} .*log-probabilities"):
         from_teachers([right, wrong], random_target, tmp_path).require_target()
 
 
@@ -505,10 +505,10 @@ def test_a_fleet_with_a_server_of_another_target_names_it(
     ("lineage", "fingerprint", "version", "refusal"),
     [
         ("own", "own", "", None),
-        ("own", "other", "", "serves another version of .* start it with the trainer's --target"),
+        ("own", "other", "", "--target"),
         ("other", "other", "", None),
-        ("own", "own", "step-17@0123456789ab", "have moved since its start .'step-17@0123456789ab'.: restart it"),
-        ("", "", None, "have moved since its start .'half-written'"),
+        ("own", "own", "step-17@0123456789ab", "'step-17@0123456789ab'"),
+        ("", "", None, "'half-written'"),
     ],
 )
 def test_states_of_other_weights_of_the_same_lineage_are_refused_in_a_line(
@@ -538,7 +538,7 @@ def test_a_teacher_that_is_dead_at_the_start_is_passed_over_and_has_to_hold_the_
     )
     with teaching(alive), teaching(dead):
         pass
-    with pytest.raises(ConnectionError, match="did not answer"):
+    with pytest.raises(ConnectionError, match=dead.url):
         from_teachers([alive, dead], random_target, tmp_path).require_target()
     with teaching(alive, port=alive.port):
         live = from_teachers([alive, dead], random_target, tmp_path)
@@ -576,7 +576,7 @@ def test_a_teacher_that_names_something_else_ends_training_with_one_line(
 ) -> None:
     honest = make_teacher(load(random_target), str(tmp_path))
     hostile = Teacher(answer=lambda request: HARMS[harm](honest.answer(request)))
-    with teaching(hostile), pytest.raises(ValueError, match=r"is not directly below|sends no hidden states") as error:
+    with teaching(hostile), pytest.raises(ValueError, match=r"--signal\.storage|redraft serve-features`") as error:
         from_teachers([hostile], random_target, tmp_path).require_target()
     assert len(str(error.value).splitlines()) == 1
 
@@ -589,7 +589,7 @@ def test_states_of_another_size_are_lost_and_not_written_anywhere(random_target:
             write_states(str(path.with_suffix("")), torch.zeros(shape), LAYERS)
 
         teacher = make_teacher(model, str(tmp_path), replace)
-        with teaching(teacher), pytest.raises(ValueError, match="do not arrive: states of another text or target"):
+        with teaching(teacher), pytest.raises(ValueError, match=rf"\[{shape[0]}, .*, {shape[2]}\]"):
             from_teachers([teacher], random_target, tmp_path).require_target()
         assert len(teacher.requests) == 3
 
@@ -702,13 +702,13 @@ def test_a_server_of_another_target_other_layers_or_none_is_refused(
     states_server: VllmServer, engine_with_draft: VllmServer, served_pair: tuple[Path, Path], storage: Path
 ) -> None:
     target, draft = served_pair
-    with pytest.raises(ValueError, match=r"does not serve this target: its log-probabilities are \S+ nats from"):
+    with pytest.raises(ValueError, match=rf"{states_server.url} .*log-probabilities"):
         from_server(states_server, draft, storage).require_target()
     lacking = from_server(states_server, target, storage)
     lacking.layers = [0, 5]
     with pytest.raises(ValueError, match=r"\[0, 1, 2\].*\[5\]"):
         lacking.require_target()
-    with pytest.raises(ValueError, match="sends no hidden states: start it with `redraft serve-features`"):
+    with pytest.raises(ValueError, match=rf"{engine_with_draft.url} .*`redraft serve-features`"):
         from_server(engine_with_draft, target, storage).require_target()
 
 
@@ -728,10 +728,10 @@ def test_a_server_whose_weights_are_others_of_the_lineage_or_have_moved_is_refus
 
     own, other = (from_server(states_server, folder, storage) for folder in (served_pair[0], moved))
     own.require_target()
-    with pytest.raises(ValueError, match="serves another version of"):
+    with pytest.raises(ValueError, match=r"--target"):
         other.require_target()
     move(moved, "step-1")
-    with pytest.raises(ValueError, match=r"have moved since its start \('step-1@"):
+    with pytest.raises(ValueError, match=r"\('step-1@"):
         own.require_target()
     move(served_pair[0], "step-0")
     own.require_target()

@@ -93,7 +93,7 @@ def test_altered_states_are_an_error_and_are_removed(harm: str, tmp_path: Path) 
     data = bytearray((tmp_path / "states.bin").read_bytes())
     data[100] ^= 1
     (tmp_path / "states.bin").write_bytes(data if harm == "flipped bit" else data[:-8])
-    with pytest.raises(StatesLostError, match="corrupt: its CRC-32 is" if harm == "flipped bit" else "is truncated"):
+    with pytest.raises(StatesLostError, match="CRC-32" if harm == "flipped bit" else "truncated"):
         take(str(url))
     assert list(tmp_path.iterdir()) == []
 
@@ -167,7 +167,7 @@ def test_a_name_outside_the_storage_is_refused_and_nothing_is_opened(named: str,
     before = sorted(tmp_path.rglob("*"))
     with teaching() as elsewhere:
         url = named.format(storage=storage, outside=tmp_path, port=elsewhere.port)
-        with pytest.raises(ValueError, match=r"is not directly below .* with the same storage"):
+        with pytest.raises(ValueError, match=rf"{storage}\b.*--signal\.storage"):
             Storage(str(storage)).take(url, ignore, wait_s=0)
         assert (elsewhere.probes, elsewhere.requests) == (0, [])
     assert sorted(tmp_path.rglob("*")) == before
@@ -216,7 +216,7 @@ def test_a_hostile_description_is_an_error_before_any_byte_is_read(change: dict[
     write_states(str(tmp_path / "states"), make_states(), (0, 1, 2))
     path = tmp_path / "states.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(StatesLostError, match="is not described as states are"):
+    with pytest.raises(StatesLostError, match=next(iter(change))):
         Storage(str(tmp_path)).take(str(tmp_path / "states"), ignore, wait_s=600)
     assert list(tmp_path.iterdir()) == []
 
@@ -233,5 +233,5 @@ def test_any_other_description_is_an_error_too(content: bytes, tmp_path: Path) -
 
 @pytest.mark.parametrize("storage", ["", "/", "s3://", "file:///"])
 def test_a_storage_that_names_no_folder_is_refused(storage: str) -> None:
-    with pytest.raises(ValueError, match="is no storage for hidden states"):
+    with pytest.raises(ValueError, match=r"s3://bucket/states"):
         Storage(storage)

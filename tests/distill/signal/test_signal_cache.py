@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ def test_the_size_is_said_before_and_is_what_is_written(tmp_path: Path, capsys: 
 
 
 def test_too_little_disk_is_said_before_anything_is_computed(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match=rf"Errno {errno.ENOSPC}.*{tmp_path}"):
         write(tmp_path, make_samples(), lambda _: pytest.fail("the target was asked"), k=10**15)
 
 
@@ -151,7 +152,7 @@ def test_an_interrupted_cache_goes_on_with_the_shard_that_it_was_at(
 
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, samples, dying)
-    with pytest.raises(ValueError, match=r"incomplete \(\d+ of \d+ shards are missing"):
+    with pytest.raises(ValueError, match=r"\d+ of \d+ shards"):
         read(tmp_path, samples)
     write(tmp_path, samples, dying)
     num_batches = len(list(PackedDataset(samples, sequence_length=32).in_order(2)))
@@ -164,13 +165,11 @@ def test_an_interrupted_cache_goes_on_with_the_shard_that_it_was_at(
 def test_the_cache_of_another_target_or_of_other_data_is_refused(tmp_path: Path) -> None:
     samples = make_samples()
     write(tmp_path, samples, make_target())
-    with pytest.raises(ValueError, match=r"a cache for another target \(the-target, wanted another-targ\)"):
+    with pytest.raises(ValueError, match=r"\(the-target, wanted another-targ\)"):
         read(tmp_path, samples, target="another-target")
-    with pytest.raises(ValueError, match="a cache for another data"):
+    with pytest.raises(ValueError, match=data_hash(samples)[:12]):
         read(tmp_path, make_samples(seed=1))
-    with pytest.raises(
-        ValueError, match=r"holds a cache with content \{'kind': 'top k', 'k': 6\}, not .*: choose another"
-    ):
+    with pytest.raises(ValueError, match=r"'k': 6\}.*'k': 5\}"):
         write(tmp_path, samples, make_target(), k=5)
 
 
@@ -178,13 +177,13 @@ def test_text_that_was_not_cached_is_refused(tmp_path: Path) -> None:
     samples = make_samples()
     write(tmp_path, samples, make_target())
     other = PackedDataset(make_samples(seed=1), sequence_length=32).batch(0, batch_size=2)
-    with pytest.raises(ValueError, match="does not hold this text"):
+    with pytest.raises(ValueError, match=rf"{tmp_path} .*\btext\b"):
         read(tmp_path, samples)(other)
 
 
 def test_a_truncated_shard_and_a_missing_cache_are_named(tmp_path: Path) -> None:
     samples = make_samples()
-    with pytest.raises(FileNotFoundError, match="holds no cache of target signals"):
+    with pytest.raises(FileNotFoundError, match=r"cache\.json"):
         read(tmp_path, samples)
     write(tmp_path, samples, make_target())
     shard = tmp_path / "shard-000000.safetensors"

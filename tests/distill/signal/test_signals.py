@@ -177,11 +177,11 @@ class Louder(transformers.LlamaForCausalLM):  # type: ignore[misc]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_that_are_unlike_the_config_are_refused(dtype: torch.dtype) -> None:
     louder = Louder(transformers.LlamaConfig(**SIZES)).to(dtype)
-    with pytest.raises(ValueError, match="the logits of Louder are not head @ hidden"):
+    with pytest.raises(ValueError, match=r"Louder.*head @ hidden"):
         InProcessTarget(louder)
     biased = make_model("Phi").to(dtype)
     torch.nn.init.normal_(biased.lm_head.bias)
-    with pytest.raises(ValueError, match="the logits of PhiForCausalLM are not head @ hidden"):
+    with pytest.raises(ValueError, match=r"PhiForCausalLM.*head @ hidden"):
         InProcessTarget(biased)
 
 
@@ -204,7 +204,7 @@ def test_a_model_that_sees_what_follows_is_refused() -> None:
         output.last_hidden_state += output.last_hidden_state.mean(1, keepdim=True)
 
     model.model.register_forward_hook(see_all)
-    with pytest.raises(ValueError, match="a token of LlamaForCausalLM sees those that follow"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*--signal\.kind"):
         InProcessTarget(model)
 
 

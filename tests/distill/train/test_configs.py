@@ -18,20 +18,20 @@ from redraft.distill.train.optim import Optim
     [
         (lambda: Loop(steps=0), r"--loop\.steps is 0"),
         (lambda: Loop(log_every=0), r"--loop\.log-every is 0"),
-        (lambda: Loop(sequence_length=1), r"--loop\.sequence-length must be at least 2"),
-        (lambda: Optim(lr=0.0), "learning rate is 0.0"),
-        (lambda: Optim(accumulation=0), "accumulation is 0"),
+        (lambda: Loop(sequence_length=1), r"--loop\.sequence-length"),
+        (lambda: Optim(lr=0.0), r"rate.*\b0\.0\b"),
+        (lambda: Optim(accumulation=0), r"accumulation.*\b0\b"),
         (lambda: Prove(concurrency=0), r"--prove\.concurrency is 0"),
         (lambda: Prove(num_speculative_tokens=0), r"--prove\.num-speculative-tokens is 0"),
         (lambda: Data(held_out=0.0), r"--data\.held-out is 0\.0"),
         (lambda: Data(num_prompts=0), r"--data\.num-prompts"),
-        (lambda: Data(date="today"), r"--data\.date is 'today': give a date as YYYY-MM-DD"),
+        (lambda: Data(date="today"), r"--data\.date.*'today'.*YYYY-MM-DD"),
         (lambda: Signal(k=0), r"--signal\.k is 0"),
         (
             lambda: Endpoint("localhost:8000"),
-            r"'localhost:8000' is not the address of a server: give it as http://HOST:PORT",
+            r"'localhost:8000'.*http://HOST:PORT",
         ),
-        (lambda: Endpoint("http://localhost:8000", concurrency=0), "a concurrency of 0"),
+        (lambda: Endpoint("http://localhost:8000", concurrency=0), r"concurrency.*\b0\b"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(make: Callable[[], object], said: str) -> None:

@@ -111,7 +111,7 @@ def test_a_sharded_checkpoint_is_read_and_its_description_runs_no_code(tmp_path:
 def test_no_detour_leads_to_a_function(content: bytes, tmp_path: Path) -> None:
     dcp.save({"step": 7}, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match="was not loaded"), without_code(tmp_path):
+    with pytest.raises(ValueError, match=rf"{tmp_path} .*\btensors\b"), without_code(tmp_path):
         dcp.load({"step": 0}, checkpoint_id=tmp_path, no_dist=True)
 
 
@@ -143,7 +143,7 @@ def test_a_training_with_code_in_its_checkpoint_is_not_resumed(tmp_path: Path) -
     distillation.save(tmp_path / "checkpoint")
     distillation.resume(tmp_path / "checkpoint")
     save(Bomb(tmp_path / "mark"), tmp_path / "checkpoint" / "optimizer.bin")
-    with pytest.raises(ValueError, match="checkpoint holds more than tensors and numbers"):
+    with pytest.raises(ValueError, match=r"checkpoint.*posix\.mkdir"):
         distillation.resume(tmp_path / "checkpoint")
     assert not (tmp_path / "mark").exists()
     distillation.close()
@@ -166,6 +166,6 @@ def test_no_rank_resumes_code(config: str, tmp_path: Path) -> None:
             place.write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
         else:
             save(Bomb(tmp_path / "mark"), place)
-    with pytest.raises(AssertionError, match="more than tensors and numbers"):
+    with pytest.raises(AssertionError, match=r"posix\.mkdir"):
         run_all(accelerate_launch(config), [*script, "--resume"])
     assert not (tmp_path / "mark").exists()
