@@ -40,6 +40,7 @@ class Prefixes:
     start_BN: Tensor  # int64, the first one.
     end_BN: Tensor  # int64, behind the last one. No row sees none.
     is_whole: bool  # row n is key n's, and sees its document up to itself: causal kernels
+    uses_flex: bool  # the form for GPUs
     order_BN: Tensor | None = None
     """int64. Entry n of the ranges is of row `order_BN[n]` of the queries; by default of row n. Rows that follow each
     other in the text share blocks of keys, and a kernel computes a block for all of its rows."""
@@ -49,12 +50,11 @@ class Prefixes:
     def of(document_BT: Tensor) -> Prefixes:
         """Every row of packed documents, which lie end to end. Padding is one more document."""
         at_T = torch.arange(document_BT.shape[1], device=document_BT.device)
-        begins_BT = torch.ones_like(document_BT, dtype=torch.bool)
-        begins_BT[:, 1:] = document_BT.diff(dim=1) != 0
+        begins_BT = torch.nn.functional.pad(document_BT.diff(dim=1) != 0, (1, 0), value=True)
         # Documents [0, 0, 1, 1, -1]: start [0, 0, 2, 2, 4], end [1, 2, 3, 4, 5].
         start_BT = torch.where(begins_BT, at_T, 0).cummax(1).values
         # A stride of 0 over the rows of the batch would need compiled graphs of its own.
-        return Prefixes(start_BT, (at_T + 1).expand_as(start_BT).contiguous(), is_whole=True)
+        return Prefixes(start_BT, (at_T + 1).expand_as(start_BT).contiguous(), is_whole=True, uses_flex=at_T.is_cuda)
 
     def rows(self, rows_BN: Tensor, *, ascending: bool) -> Prefixes:
         """The prefixes of some rows: in any order, or ascending, which saves sorting them."""
@@ -62,7 +62,7 @@ class Prefixes:
         sorted_BN = rows_BN if order_BN is None else rows_BN.gather(1, order_BN)
         start_BN, end_BN = (x.gather(1, sorted_BN) for x in (self.start_BN, self.end_BN))
         # Never whole, even for all rows in order: only `of` knows that row n is key n.
-        return Prefixes(start_BN, end_BN, is_whole=False, order_BN=order_BN)
+        return Prefixes(start_BN, end_BN, is_whole=False, uses_flex=self.uses_flex, order_BN=order_BN)
 
     def blocks(self, num_keys: int) -> BlockMask:
         """The blocks of keys that FlexAttention visits: found once, for all layers and both passes."""
@@ -98,7 +98,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, prefixes: Prefixes, scale: float, num_slots: int, *keys_values: Tensor) -> Tensor:
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
-        order_BN, (forward, _) = prefixes.order_BN, _operations(q)
+        order_BN, (forward, _) = prefixes.order_BN, _operations(prefixes)
         # 1. The range alone: output and log sum exp of each row.
         found = forward(_sorted(q, order_BN), keys[0], values[0], prefixes, scale)
         out, total_BHN = (_put_back(x, order_BN) for x in found)
@@ -118,7 +118,7 @@ class _Attention(torch.autograd.Function):
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
         # FlashAttention-2's backward (Dao, arXiv 2307.08691, algorithm 2) reads the softmax from `out` and
         # `total` alone, so with the joint ones it yields the range's part.
-        order_BN, (_, backward) = ctx.prefixes.order_BN, _operations(q)
+        order_BN, (_, backward) = ctx.prefixes.order_BN, _operations(ctx.prefixes)
         sorted_grad, sorted_q, *joint = (_sorted(x, order_BN) for x in (grad.contiguous(), q, out, total_BHN))
         grad_q, grad_k, grad_v = backward(sorted_grad, sorted_q, keys[0], values[0], *joint, ctx.prefixes, ctx.scale)
         grad_q, grad_keys, grad_values = _put_back(grad_q, order_BN), [grad_k], [grad_v]
@@ -233,10 +233,10 @@ class _Blocks:
 # ------------------------------------------------------------------------------------------------------ the operations
 
 
-def _operations(q: Tensor) -> tuple[Any, Any]:
-    """(forward, backward) of the range on the device of `q`."""
+def _operations(prefixes: Prefixes) -> tuple[Any, Any]:
+    """(forward, backward) of the range."""
     # On a GPU no operation of PyTorch: autograd, which FlexAttention needs, records nothing inside.
-    return (_flex, _flex_backward) if q.is_cuda else (_flash, _flash_backward)
+    return (_flex, _flex_backward) if prefixes.uses_flex else (_flash, _flash_backward)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float) -> tuple[Tensor, Tensor]:

@@ -85,18 +85,19 @@ FORMS = ("cpu", "blocks", "gpu")
 def use_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The form of the operations: documents on a CPU, blocks of rows on a CPU, or a GPU's FlexAttention, uncompiled."""
     monkeypatch.setattr(prefix, "ROWS_A_BLOCK", 3)
-    if form == "blocks":
-        whole = Prefixes.of
-        monkeypatch.setattr(Prefixes, "of", lambda document: replace(whole(document), is_whole=False))
+    make, changes = Prefixes.of, {"blocks": {"is_whole": False}, "gpu": {"uses_flex": True}}.get(form, {})
+    monkeypatch.setattr(Prefixes, "of", lambda document: replace(make(document), **changes))
     if form == "gpu":
         monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # it refuses gradients on a CPU
-        monkeypatch.setattr(prefix, "_operations", lambda _: (prefix._flex, prefix._flex_backward))
 
 
 def test_on_a_gpu_the_range_is_no_operation_because_autograd_is_off_inside_one() -> None:
+    document = torch.zeros(1, T, dtype=torch.long)
+    assert not Prefixes.of(document).uses_flex
     with FakeTensorMode():
-        assert prefix._operations(torch.empty(1, device="cuda")) == (prefix._flex, prefix._flex_backward)
-    assert prefix._operations(torch.empty(1)) == (prefix._flash, prefix._flash_backward)
+        found = Prefixes.of(torch.zeros(1, T, dtype=torch.long, device="cuda"))
+        some = found.rows(torch.zeros(1, 2, dtype=torch.long, device="cuda"), ascending=False)
+    assert (found.uses_flex, some.uses_flex) == (True, True)
 
 
 def masked_attention(
@@ -236,11 +237,9 @@ def run_call(call: Call) -> None:
         rows = torch.stack([torch.randperm(tokens, generator=generator)[:num_rows] for _ in range(batch)])
         prefixes = prefixes.rows(rows, ascending=False)
     found = []
-    for operations in (prefix._operations, lambda _: (prefix._flash, prefix._flash_backward)):
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(prefix, "_operations", operations)
-            out = attend(q, (k, v), prefixes, 0.3)
-            found.append([out, *(torch.autograd.grad(out.float().sum(), (q, k, v)) if has_backward else ())])
+    for uses_flex in (True, False):
+        out = attend(q, (k, v), replace(prefixes, uses_flex=uses_flex), 0.3)
+        found.append([out, *(torch.autograd.grad(out.float().sum(), (q, k, v)) if has_backward else ())])
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     for mine, true in zip(*found, strict=True):
         torch.testing.assert_close(mine, true, atol=tolerance, rtol=tolerance)
