@@ -127,7 +127,7 @@ class DFlash(nn.Module):
         num_tokens = min(num_steps or self.max_tokens, self.max_tokens)
         # a sample of the anchors is enough for a gradient; a metric or a forecast needs every row
         limit = self.config.num_anchors if torch.is_grad_enabled() else None
-        rows_BA, is_anchor_BT = choose_anchors(batch, limit)
+        rows_BA, is_anchor_BT = choose_anchors(batch, limit, has_ranks=has_ranks())
         first = self.config.first_slot
         hidden_BASD = self._blocks(batch, self.feature(signal), rows_BA, first + num_tokens)
         # 2. A slot of all blocks, [B, A, D], becomes a draft step [B, T, D]. No two blocks share a row.
@@ -287,7 +287,7 @@ def has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def choose_anchors(batch: Batch, limit: int | None) -> tuple[Tensor, Tensor]:
+def choose_anchors(batch: Batch, limit: int | None, *, has_ranks: bool = False) -> tuple[Tensor, Tensor]:
     """(rows before an anchor, ascending, int64 [B, A]; whether a row is one of them, bool [B, T]).
     Rows are chosen among those with a label one row after the anchor. If a row of the batch has
     fewer than `limit` of them, others fill the rest up and count as none. See `choose_rows`."""
@@ -295,7 +295,7 @@ def choose_anchors(batch: Batch, limit: int | None) -> tuple[Tensor, Tensor]:
     if limit is None:
         # Training passes a limit and never comes here. Ranks take as many blocks as each other, because ZeRO-3 gathers
         # the weights for each; in one process `int` waits for the device.
-        limit = batch.input_ids_BT.shape[1] if has_ranks() else max(int(has_label_BT.sum(1).max()), 1)
+        limit = batch.input_ids_BT.shape[1] if has_ranks else max(int(has_label_BT.sum(1).max()), 1)
     rows_BA = choose_rows(batch, has_label_BT, limit).sort(dim=1).values
     chosen_BT = torch.zeros_like(has_label_BT).scatter(1, rows_BA, True)
     return rows_BA, chosen_BT & has_label_BT

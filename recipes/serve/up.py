@@ -61,7 +61,6 @@ REFUSED = {
 """Flags of vLLM that contradict this command, with the reason."""
 
 LEAST_FREE_BYTES = 4 << 30  # for the spool (1 GiB), the buffer and versions of a small draft
-LOOKS_UP_FIRST = ENGINE_IS_CPU  # a lookup disables asynchronous scheduling, which CPUs never use
 MOST_IDS = 16384 if ENGINE_IS_CPU else sys.maxsize  # of a new head: its logits take a CPU longest
 SHARED_GPU = 0.75  # of a GPU that the learner uses too; the default of vLLM is 0.9
 SERVER_STOP_S = 45  # running answers have 30 s, then their records are written
@@ -312,7 +311,7 @@ def list_gpus() -> list[str]:
     return re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
 
 
-def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = ()) -> list[str]:
+def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = (), on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
     folder = plan.folder
     command = [*COMMAND, "serve", str(plan.target), "--pace", "auto", "--token-file", str(folder / TOKEN)]
     command += ["--num-speculative-tokens", str(plan.cfg.num_speculative_tokens)]
@@ -322,7 +321,8 @@ def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = ()) -> list
         command += ["--registry", str(folder / "registry"), "--capture.spool", str(folder / "spool")]
         family = find_family(load_config(folder / SETTINGS).draft.family)
         command += ["--capture.hidden-states"] if family.is_head else []
-        if LOOKS_UP_FIRST and family.takes_lookup:
+        # A lookup disables asynchronous scheduling, which CPUs never use.
+        if on_cpu and family.takes_lookup:
             command += ["--draft", f"{LIVE}+{folder / 'registry' / 'current'}"]
     else:
         command += ["--draft", str(plan.draft or LIVE)]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from make_heads import make_signal
 from torch import Tensor, nn
 from train_on_ranks import FAMILIES, make_family_target, micro_batches
 
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.train import step
 from redraft.distill.train.muon import Muon, orthogonalise, split
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation, make_optimizers, require_whole_matrices
@@ -147,12 +148,18 @@ def test_adamw_alone_is_the_default() -> None:
     assert isinstance(only, torch.optim.AdamW)
 
 
-@pytest.mark.parametrize("shared", ["shards_parameters", "uses_deepspeed"])
+@pytest.mark.parametrize(("kind", "stage"), [("FSDP", 0), ("DEEPSPEED", 2), ("DEEPSPEED", 3)])
 def test_ranks_that_share_the_matrices_out_are_refused_with_the_way_out(
-    shared: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("shards_parameters", "uses_deepspeed"):
-        monkeypatch.setattr(step, name, lambda *_, name=name: name == shared)
-    with pytest.raises(ValueError, match=r"1.*share.*--multi_gpu.*adamw"):
-        require_whole_matrices(Optim(name="muon"), Accelerator(cpu=True))
-    require_whole_matrices(Optim(), Accelerator(cpu=True))
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    plugin = SimpleNamespace(zero_stage=stage)
+    ranks: Any = SimpleNamespace(distributed_type=DistributedType[kind], num_processes=8, deepspeed_plugin=plugin)
+    with pytest.raises(ValueError, match=r"8.*--multi_gpu.*adamw"):
+        require_whole_matrices(Optim(name="muon"), ranks)
+    require_whole_matrices(Optim(), ranks)
+
+
+def test_whole_matrices_on_every_rank_are_moved_by_muon() -> None:
+    ranks: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU, num_processes=8)
+    require_whole_matrices(Optim(name="muon"), ranks)

@@ -24,7 +24,6 @@ from reference_decoder import propose
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from redraft.heads.families import dflash
 from redraft.heads.families.dflash import DFlash, choose_anchors
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.layers import rotate
@@ -145,13 +144,13 @@ def test_anchors_are_spread_and_depend_on_the_row_alone() -> None:
     assert torch.equal(alone[0], rows_BA[3])
 
 
-def test_ranks_evaluate_as_many_blocks_as_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_evaluate_as_many_blocks_as_each_other() -> None:
     few, many = make_batch([[make_ids(20)]], loss_from=15), make_batch([[make_ids(20)]], loss_from=5)
     assert [choose_anchors(batch, None)[0].shape[1] for batch in (few, many)] == [5, 15]
     alone = [choose_anchors(batch, None)[1].sum() for batch in (few, many)]
-    monkeypatch.setattr(dflash, "has_ranks", lambda: True)
-    assert [choose_anchors(batch, None)[0].shape[1] for batch in (few, many)] == [20, 20]
-    assert [choose_anchors(batch, None)[1].sum() for batch in (few, many)] == alone
+    shared = [choose_anchors(batch, None, has_ranks=True) for batch in (few, many)]
+    assert [rows_BA.shape[1] for rows_BA, _ in shared] == [20, 20]
+    assert [is_anchor_BT.sum() for _, is_anchor_BT in shared] == alone
 
 
 def test_every_epoch_trains_other_anchors_and_a_forecast_stays_the_same() -> None:
@@ -218,7 +217,7 @@ def test_another_attention_is_refused(section: dict[str, Any], top: dict[str, An
     config = json.loads((tmp_path / "config.json").read_text())
     config = {**config, **top, "dflash_config": {**config["dflash_config"], **section}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="only full attention in both directions"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}: .*attention"):
         DFlash.load(tmp_path, Target.from_model(model))
 
 
@@ -234,10 +233,10 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask_token_id": VOCAB}, f"mask token {VOCAB} is not in the target's table of {VOCAB} embeddings"),
-        ({"block_size": 1}, "block_size 2"),
-        ({"aux_layer_ids": (0, 2)}, "this head cannot read layer 0, the embeddings"),
-        ({"aux_layer_ids": (2, 6)}, "the target has layers 0 to 5"),
+        ({"mask_token_id": VOCAB}, rf"mask.*\b{VOCAB}\b.*\b{VOCAB}\b"),
+        ({"block_size": 1}, r"block_size 2\b"),
+        ({"aux_layer_ids": (0, 2)}, r"layer 0\b"),
+        ({"aux_layer_ids": (2, 6)}, r"layers 0 to 5\b"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
