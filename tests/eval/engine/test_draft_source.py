@@ -113,7 +113,7 @@ def test_a_mix_is_served_as_its_head_with_the_lookup_before_it(tmp_path: Path) -
 def test_a_draft_without_a_module_is_served_if_vllm_serves_it(tmp_path: Path) -> None:
     several = DraftSource.parse(write_draft(tmp_path / "several", EAGLE3, "layers.1.input_layernorm.weight"))
     assert several.speculative()["method"] == "eagle3"
-    with pytest.raises(ValueError, match="several layers"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/several .*EAGLE-3"):
         _ = several.family
     hydra = DraftSource.parse(write_draft(tmp_path / "hydra", "hydra_head.0.weight"))
     with pytest.raises(ValueError, match="Hydra"):
@@ -124,7 +124,7 @@ def test_a_model_of_unknown_tensors_is_a_draft_model_only_if_it_is_a_causal_lm(t
     gpt2 = write_draft(tmp_path / "gpt2", "transformer.h.0.attn.weight", architectures=["GPT2LMHeadModel"])
     assert DraftSource.parse(gpt2).speculative()["method"] == "draft_model"
     unknown = write_draft(tmp_path / "unknown", "a.weight", architectures=["MyDraft"])
-    with pytest.raises(ValueError, match=r"such as a\.weight"):
+    with pytest.raises(ValueError, match=r"\ba\.weight"):
         DraftSource.parse(unknown).speculative()
 
 
@@ -143,7 +143,7 @@ def test_old_weights_are_served_by_their_tensors_and_not_forecast(
     torch.save({tensor: torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     draft = DraftSource.parse(str(tmp_path))
     assert draft.speculative()["method"] == method
-    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin: convert"):
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin"):
         _ = draft.family
 
 
@@ -162,7 +162,7 @@ def test_a_link_is_followed_once(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no draft /nowhere"):
+    with pytest.raises(FileNotFoundError, match="/nowhere"):
         DraftSource.parse("/nowhere").speculative()
     with pytest.raises(ValueError, match=r"a\.gguf"):
         DraftSource.parse("a.gguf").speculative()

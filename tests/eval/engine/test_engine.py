@@ -115,7 +115,7 @@ def test_another_clients_requests_are_noticed(engine_with_draft: VllmServer):
     intruder = threading.Thread(target=intrude)
     intruder.start()
     try:
-        with pytest.raises(ValueError, match="another client uses this server"):
+        with pytest.raises(ValueError, match=rf"{engine_with_draft.url} .*\bclient\b"):
             measure(engine_with_draft, make_prompts(4), max_tokens=MAX_TOKENS)
     finally:
         done.set()
@@ -167,7 +167,7 @@ def test_a_measurement_leaves_out_statistics_of_the_warm_up_that_arrive_late(mon
 
 def test_no_prompts_are_refused():
     nobody = VllmServer(url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0)
-    with pytest.raises(ValueError, match="no prompt"):
+    with pytest.raises(ValueError, match="prompt"):
         measure(nobody, [], max_tokens=4)
 
 

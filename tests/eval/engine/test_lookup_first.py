@@ -43,10 +43,10 @@ def test_only_a_greedy_head_with_its_own_vocabulary_chooses_there() -> None:
 @pytest.mark.parametrize(
     ("head", "said"),
     [
-        ({"method": "medusa"}, "goes before MTP, EAGLE-3, EAGLE-1, not before a draft of vLLM's method medusa"),
-        ({"method": "draft_model"}, "not before a draft of vLLM's method draft_model"),
-        ({"method": "eagle3", "parallel_drafting": True}, "not before a draft of vLLM's method eagle3"),
-        ({"method": "eagle3", "draft_sample_method": "probabilistic"}, "greedy drafts only"),
+        ({"method": "medusa"}, r"MTP, EAGLE-3, EAGLE-1, .*\bmedusa\b"),
+        ({"method": "draft_model"}, r"EAGLE-1, .*\bdraft_model\b"),
+        ({"method": "eagle3", "parallel_drafting": True}, r"EAGLE-1, .*\beagle3\b"),
+        ({"method": "eagle3", "draft_sample_method": "probabilistic"}, "--draft-sample-method"),
     ],
 )
 def test_a_draft_that_takes_no_lookup_is_refused_in_a_line(head: dict[str, Any], said: str) -> None:
@@ -74,9 +74,9 @@ def test_a_runner_that_cannot_look_up_first_does_not_start(monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match='"disable_padded_drafter_batch"'):
         install(make_runner(disable_padded_drafter_batch=False))
-    with pytest.raises(ValueError, match="not before a draft of vLLM's method medusa"):
+    with pytest.raises(ValueError, match=r"EAGLE-1, .*\bmedusa\b"):
         install(make_runner(method="medusa"))
     v2 = make_runner()
     del v2.drafter
-    with pytest.raises(ValueError, match="only vLLM's V1 model runner looks tokens up"):
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         install(v2)

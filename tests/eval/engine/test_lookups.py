@@ -331,5 +331,5 @@ def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatc
     monkeypatch.delenv(VARIABLES["verify_cost"])
     v2 = make_runner([1, 5])
     del v2.drafter
-    with pytest.raises(ValueError, match="only vLLM's V1 model runner looks tokens up"):
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         install(v2)

@@ -46,10 +46,10 @@ def test_a_draft_is_refused_if_the_variable_asks_for_a_runner_without_its_propos
     require_runner(family.speculative, {}, on_cpu=False, version=EVERY)
     environment = {"VLLM_USE_V2_MODEL_RUNNER": asked}
     variable = f"VLLM_USE_V2_MODEL_RUNNER={asked}"
-    message = f"only vLLM's {needed} model runner serves {family.title}, and {variable} asks for {taken}: unset it"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    named = rf"\b{needed}\b.* {re.escape(family.title)}\b.* {variable}\b.*\b{taken}\b"
+    with pytest.raises(ValueError, match=named):
         require_runner(family.speculative, environment, version=EVERY)
-    with pytest.raises(ValueError, match=f"{re.escape(message)}, or wait$"):
+    with pytest.raises(ValueError, match=rf"{named}.*, or wait$"):
         require_runner(family.speculative, environment, way_out=", or wait", version=EVERY)
 
 
@@ -66,7 +66,7 @@ def test_a_newer_vllm_that_no_longer_has_the_proposer_is_refused(version: str) -
     require_runner(find_family("eagle3").speculative, {}, version=version)
     medusa = find_family("medusa").speculative
     require_runner(medusa, {}, version=EVERY)
-    with pytest.raises(ValueError, match=f"^vLLM {re.escape(version)} no longer serves Medusa: install vLLM 0.32, or "):
+    with pytest.raises(ValueError, match=rf"{re.escape(version)} .*Medusa.*\b0\.32\b"):
         require_runner(medusa, {}, version=version)
 
 
@@ -75,7 +75,7 @@ def test_p_eagle_is_among_the_drafts_of_v1_and_eagle_3_is_not() -> None:
     assert [family.name for family in V2_ONLY] == ["dspark"]
     environment = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     require_runner(find_family("eagle3").speculative, environment)  # the same method without the flag
-    with pytest.raises(ValueError, match="V1 model runner serves suffix decoding"):
+    with pytest.raises(ValueError, match=r"\bV1\b.*suffix.*VLLM_USE_V2_MODEL_RUNNER=1"):
         require_runner(DraftSource.parse("suffix").speculative(), environment)
 
 
@@ -92,10 +92,9 @@ def test_more_tokens_than_a_draft_proposes_are_refused_before_a_server_starts(
     config = {**family.speculative, "model": str(tmp_path), "num_speculative_tokens": 3}
     runner = {"VLLM_USE_V2_MODEL_RUNNER": "0" if "v1" in family.decoders else "1"}
     require_servable(config, runner)
-    asked = f"4 draft tokens asked of {tmp_path}, a {family.title} draft that proposes 3: "
     four = {**config, "num_speculative_tokens": 4}
     with (
-        pytest.raises(ValueError, match=f"^{re.escape(asked)}give --num-speculative-tokens 3 at most$"),
+        pytest.raises(ValueError, match=rf"^4 .*{tmp_path}.* 3\b.*--num-speculative-tokens 3\b"),
         vllm_server("target", log=tmp_path / "vllm.log", speculative_config=four, extra_env=runner),
     ):
         pass

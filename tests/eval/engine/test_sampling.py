@@ -71,7 +71,7 @@ def test_a_sampling_in_words_names_what_changes_something() -> None:
 
 @pytest.mark.parametrize("config", [{"top_p": 0}, {"temperature": -1}, {"min_p": 2}])
 def test_a_value_that_no_engine_takes_is_named(tmp_path: Path, config: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"no engine samples with {next(iter(config))}"):
+    with pytest.raises(ValueError, match=next(iter(config))):
         read_sampling(write_config(tmp_path, **config))
 
 

@@ -221,7 +221,7 @@ def test_the_window_of_a_target_of_text_and_images_is_its_language_models():
     text = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 40}
     target = SimpleNamespace(config=Qwen2_5_VLConfig(text_config=text))
     require_window(target, [Prompt(token_ids=[1] * 30)], 10)
-    with pytest.raises(ValueError, match="window of 40"):
+    with pytest.raises(ValueError, match=r"\b30\b.*\b11\b.*\b40\b"):
         require_window(target, [Prompt(token_ids=[1] * 30)], 11)
 
 
@@ -321,7 +321,7 @@ def test_a_top_k_target_bounds_alpha_from_below_and_is_exact_with_all_ids(
 
 
 def test_more_draft_tokens_than_heads_are_refused(target: Any, continuations: list[Continuation]):
-    with pytest.raises(ValueError, match="2 draft steps"):
+    with pytest.raises(ValueError, match=r"\b2\b.*num_speculative_tokens.*\b3$"):
         forecast(HeadsDraft(target, 2), exact_signal(target), continuations, K)
 
 
@@ -371,5 +371,5 @@ def test_held_out_metrics_add_up_over_batches(target: Any):
 def test_held_out_batches_without_a_label_are_refused(target: Any):
     batch = make_packed_batch()
     unlabelled = Batch(**{**vars(batch), "loss_mask_BT": torch.zeros_like(batch.loss_mask_BT)})
-    with pytest.raises(ValueError, match="no row with a label"):
+    with pytest.raises(ValueError, match="label"):
         quick_metrics(metric_sums(LMDraft(target), unlabelled, exact_signal(target)(unlabelled), K))

@@ -239,5 +239,5 @@ def test_counts_leave_out_a_block_cut_by_the_end() -> None:
 def test_an_engine_that_refuses_the_draft_says_why(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "target")
     run = make_run(tmp_path / "target", "eagle3", tmp_path / "nowhere")
-    with pytest.raises(ChildProcessError, match=r"vLLM did not run the draft: .*nowhere"):
+    with pytest.raises(ChildProcessError, match=r"nowhere.*\.log\b"):
         run_engine([run], tmp_path / "engine")

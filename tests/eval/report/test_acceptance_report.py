@@ -306,7 +306,7 @@ def test_nothing_in_common_is_refused() -> None:
     baseline = json.loads(
         json.dumps(make_report()).replace('"one"', '"a"').replace('"other"', '"b"').replace('"ngram"', '"c"')
     )
-    with pytest.raises(ValueError, match="give both the same name"):
+    with pytest.raises(ValueError, match="--draft NAME=FOLDER"):
         compare_reports(make_report(), baseline, 0.02)
 
 
@@ -333,14 +333,14 @@ def test_a_renamed_draft_is_compared_even_beside_ngrams() -> None:
 def test_a_baseline_with_other_settings_is_refused(changed: dict[str, Any]) -> None:
     baseline = make_report()
     (name,) = changed
-    with pytest.raises(ValueError, match=f"the baseline was measured with {name}"):
+    with pytest.raises(ValueError, match=name):
         compare_reports(make_report(settings={**baseline["settings"], **changed}), baseline, 0.02)
 
 
 def test_a_draft_without_a_number_of_tokens_in_common_is_refused() -> None:
     baseline = make_report()
     baseline["per_prompt"] = [row for row in baseline["per_prompt"] if row["draft"] != "other"]
-    with pytest.raises(ValueError, match="no measurement of other to compare with"):
+    with pytest.raises(ValueError, match=r"\bother\b"):
         compare_reports(make_report(), baseline, 0.02)
 
 
@@ -355,16 +355,16 @@ def test_a_baseline_is_an_acceptance_report_of_this_target_and_version(tmp_path:
     older = read_baseline(written(tmp_path, schema_version=2, advice=[]), FINGERPRINT, SCHEMA_VERSION)
     assert compare_reports(make_report(), msgspec.to_builtins(older), 0.0).num_fell == 0
     for changes, message in (
-        ({"target": {"name": "b", "fingerprint": "cd" * 32}}, "a baseline of another target, b:"),
-        ({"schema_version": SCHEMA_VERSION + 1}, f"schema version {SCHEMA_VERSION + 1}"),
-        ({"per_prompt": None, "target": 3}, r"report\.json is corrupt"),
+        ({"target": {"name": "b", "fingerprint": "cd" * 32}}, r"\bb: "),
+        ({"schema_version": SCHEMA_VERSION + 1}, rf"\b{SCHEMA_VERSION + 1}\b"),
+        ({"per_prompt": None, "target": 3}, r"report\.json.*redraft eval"),
     ):
         with pytest.raises(ValueError, match=message):
             read_baseline(written(tmp_path, **changes), FINGERPRINT, SCHEMA_VERSION)
     (tmp_path / "report.json").write_text("{")
-    with pytest.raises(ValueError, match=r"report\.json is corrupt"):
+    with pytest.raises(ValueError, match=r"report\.json.*redraft eval"):
         read_baseline(tmp_path / "report.json", FINGERPRINT, SCHEMA_VERSION)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
         read_baseline(tmp_path / "nowhere.json", FINGERPRINT, SCHEMA_VERSION)
 
 

@@ -127,7 +127,7 @@ def test_equal_reports_give_equal_bytes(tmp_path: Path):
 def test_a_missing_key_is_named(tmp_path: Path, section: str, key: str):
     report = make_report()
     del report[section][key]
-    with pytest.raises(ValueError, match=rf"has no {section}\.{key}"):
+    with pytest.raises(ValueError, match=rf"\b{section}\.{key}\b"):
         write_report(tmp_path, report)
 
 

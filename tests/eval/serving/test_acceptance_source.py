@@ -57,13 +57,13 @@ def test_an_acceptance_report_gives_its_forecast_over_all_domains_at_the_served_
     assert read_acceptance(path, "v1", NUCLEUS).is_sampled
     assert not read_acceptance(path, "suffix", GREEDY).is_sampled
     assert read(path, "suffix") == [0.2, 0.1], "the engine's, because nothing forecasts it"
-    with pytest.raises(ValueError, match="several drafts: choose one of v1, suffix"):
+    with pytest.raises(ValueError, match=r"report\.json .*\bv1, suffix$"):
         read(path)
     with pytest.raises(ValueError, match=r"'v2'.*v1"):
         read(path, "v2")
-    measured = r"measured at temperature 0 and temperature 0\.7, top_p 0\.8, and the served requests are sampled at"
+    measured = r"temperature 0 and temperature 0\.7, top_p 0\.8,"
     for other in (Sampling(temperature=0.7), Sampling(temperature=0.7, top_p=0.8, top_k=20), Sampling(top_p=0.8)):
-        with pytest.raises(ValueError, match=f"{measured} {other.words}: measure the draft so"):
+        with pytest.raises(ValueError, match=rf"{measured} .* {other.words}: .*--temperature"):
             read(path, "v1", other)
 
 
@@ -88,7 +88,7 @@ def test_a_benchmark_gives_its_counts(tmp_path: Path) -> None:
     path = write(tmp_path, {"tables": {}, "drafts": drafts, "settings": settings})
     assert read(path, served=NUCLEUS) == [0.5]
     assert read_acceptance(path, "a", NUCLEUS).is_sampled
-    with pytest.raises(ValueError, match="are sampled at temperature 0:"):
+    with pytest.raises(ValueError, match=r"temperature 0: .*--temperature"):
         read(path)
     older = write(tmp_path, {"tables": {}, "drafts": drafts, "settings": {}})
     assert read(older) == [0.5], "benchmarks that do not say it sent temperature 0"
@@ -96,12 +96,12 @@ def test_a_benchmark_gives_its_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("report", [{}, {"results": []}, {"tables": {}, "drafts": {}}])
 def test_a_report_without_acceptance_is_refused(tmp_path: Path, report: Any) -> None:
-    with pytest.raises(ValueError, match="has no acceptance by position"):
+    with pytest.raises(ValueError, match=r"\.json .*acceptance.*redraft eval"):
         read(write(tmp_path, report))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3"])
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "report.json").write_text(text)
-    with pytest.raises(ValueError, match="is corrupt"):
+    with pytest.raises(ValueError, match=r"report\.json .*redraft"):
         read(tmp_path / "report.json")

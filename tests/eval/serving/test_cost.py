@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -158,10 +159,10 @@ def test_costs_and_advice_survive_json() -> None:
 @pytest.mark.parametrize(
     ("costs", "said"),
     [
-        ({"target_s": {1: {1: 0.1}}, "draft_s": {1: 0.1}}, "batch size 1 have no step without draft tokens"),
-        ({"target_s": {1: {0: 0.1}}, "draft_s": {2: 0.1}}, "the same batch sizes"),
-        ({"target_s": {}, "draft_s": {}}, "the same batch sizes"),
-        ({"target_s": {1: {0: 0.0}}, "draft_s": {1: 0.1}}, "a time that is not positive"),
+        ({"target_s": {1: {1: 0.1}}, "draft_s": {1: 0.1}}, r"size 1\b.*k = 0"),
+        ({"target_s": {1: {0: 0.1}}, "draft_s": {2: 0.1}}, r"sizes.*\[1\].*\[2\]"),
+        ({"target_s": {}, "draft_s": {}}, r"sizes.*\[\].*\[\]"),
+        ({"target_s": {1: {0: 0.0}}, "draft_s": {1: 0.1}}, "positive"),
     ],
 )
 def test_incomplete_costs_are_refused(costs: dict[str, object], said: str) -> None:
@@ -170,7 +171,7 @@ def test_incomplete_costs_are_refused(costs: dict[str, object], said: str) -> No
 
 
 def test_json_of_another_version_or_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="of version 7, this redraft reads 1"):
+    with pytest.raises(ValueError, match=r"\b7\b.*\b1\b"):
         StepCosts.from_json({"version": 7})
     with pytest.raises(ValueError, match="target_s"):
         StepCosts.from_json({"version": 1})
@@ -178,5 +179,5 @@ def test_json_of_another_version_or_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("rates", [[], [1.2], [0.5, 0.6], [0.5, -0.1]])
 def test_malformed_acceptance_is_refused(rates: list[float]) -> None:
-    with pytest.raises(ValueError, match="must fall from at most 1"):
+    with pytest.raises(ValueError, match=re.escape(f"{rates}")):
         advise(rates, make_costs())

@@ -168,7 +168,7 @@ def test_every_text_and_tokenizer_gets_different_prompts(tiny_target: Path, tmp_
 
 
 def test_a_length_without_room_or_a_text_without_lines_is_refused(tiny_target: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no room for text beside the chat template"):
+    with pytest.raises(ValueError, match=r"^3 .*template"):
         write_sonnet(tmp_path / "p.jsonl", None, str(tiny_target), make_load(data="sonnet", input_tokens=3))
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ValueError, match="has 0 lines"):
@@ -180,9 +180,9 @@ def test_a_length_without_room_or_a_text_without_lines_is_refused(tiny_target: P
     [
         ({"data": "sonet"}, "sonet"),
         ({"data": "sharegpt"}, "sharegpt"),
-        ({"data": "jsonl:ours.txt"}, "jsonl:ours.txt"),
-        ({"data": "nowhere.jsonl"}, "nowhere.jsonl, the file of the jsonl prompts, does not exist"),
-        ({"num_prompts": 0}, "number of prompts is 0"),
+        ({"data": "jsonl:ours.txt"}, r"jsonl:ours\.txt"),
+        ({"data": "nowhere.jsonl"}, r"nowhere\.jsonl"),
+        ({"num_prompts": 0}, r"prompts.*\b0\b"),
     ],
 )
 def test_an_impossible_load_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -275,7 +275,7 @@ def test_every_kind_of_data_reaches_the_server(engine_with_draft: VllmServer, tm
 
 @pytest.mark.vllm
 def test_a_refused_request_is_reported_with_its_reason(engine_with_draft: VllmServer, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="refused 4 of 4 random requests: Bad Request"):
+    with pytest.raises(ValueError, match=r"4 of 4 random .*Bad Request"):
         run_load(engine_with_draft, make_load(input_tokens=400), tmp_path)
 
 
@@ -283,13 +283,13 @@ def test_a_refused_request_is_reported_with_its_reason(engine_with_draft: VllmSe
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("share.json", "[]", "no conversation of at least two turns"),
-        ("share.json", "{}", "no conversation of at least two turns"),
-        ("share.json", '[{"conversations": [{"value": "a"}, {"value": "b"}]}]', "no conversation fits"),
-        ("share.json", "[1]", "is not a ShareGPT file"),
-        ("ours.jsonl", "", "is empty"),
-        ("ours.jsonl", '{"text": "a"}', "line 1 has no column `prompt`"),
-        ("ours.jsonl", "{", "line 1 is not JSON"),
+        ("share.json", "[]", r"share\.json.*\btwo\b"),
+        ("share.json", "{}", r"share\.json.*\btwo\b"),
+        ("share.json", '[{"conversations": [{"value": "a"}, {"value": "b"}]}]', r"\bfits\b"),
+        ("share.json", "[1]", r"share\.json.*\bShareGPT\b"),
+        ("ours.jsonl", "", r"ours\.jsonl.*\bempty\b"),
+        ("ours.jsonl", '{"text": "a"}', "line 1.*`prompt`"),
+        ("ours.jsonl", "{", "line 1.*JSON"),
     ],
 )
 def test_a_file_without_prompts_is_refused(

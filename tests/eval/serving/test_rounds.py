@@ -36,7 +36,7 @@ sys.exit("ValueError: no such draft")
     monkeypatch.setattr("redraft.eval.engine.server.START_TIMEOUT_S", 40)
     began_s = time.monotonic()
     drafts = {"slow": None, "bad": {"method": "ngram", "num_speculative_tokens": 2}}
-    with pytest.raises(ChildProcessError, match="no such draft"), start_servers("t", drafts, tmp_path):
+    with pytest.raises(ChildProcessError, match=r"\bdraft\b.*vllm-bad\.log"), start_servers("t", drafts, tmp_path):
         pass
     assert time.monotonic() - began_s < 30
     pid = slow.read_text().split()[1]
@@ -112,7 +112,7 @@ def test_servers_on_a_cpu_start_together_without_a_share(servers: Servers, tmp_p
 def test_after_a_failed_start_on_a_gpu_no_other_begins(servers: Servers, tmp_path: Path) -> None:
     servers.refused = "vllm-ngram"
     starting = start_servers("t", FOUR, tmp_path, on_cpu=False)
-    with pytest.raises(ChildProcessError, match="no such draft"), starting:
+    with pytest.raises(ChildProcessError, match="draft"), starting:
         pass
     # The next one begins to start before the failure is known.
     assert list(servers.options)[:2] == ["vllm-none", "vllm-ngram"]

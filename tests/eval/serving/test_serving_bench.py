@@ -103,11 +103,11 @@ def test_the_target_is_measured_again_in_a_pass_that_lacks_a_cell() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"drafts": ()}, "at least one --draft"),
-        ({"num_speculative_tokens": (0,)}, "at least 1"),
-        ({"prompts_per_client": 0}, "at least 1"),
-        ({"input_tokens": 0}, "at least 1"),
-        ({"output_tokens": 1}, "at least 2"),
+        ({"drafts": ()}, "--draft"),
+        ({"num_speculative_tokens": (0,)}, r"draft.*\b1$"),
+        ({"prompts_per_client": 0}, r"client.*\b1$"),
+        ({"input_tokens": 0}, r"inputs.*\b1\b"),
+        ({"output_tokens": 1}, r"outputs.*\b2$"),
     ],
 )
 def test_a_sweep_of_nothing_is_refused(changes: dict[str, object], said: str) -> None:
@@ -212,7 +212,7 @@ def test_the_report_follows_its_schema(tmp_path: Path) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(report, SCHEMA)
     del report["tables"]["draft"][0]["measured"]["tau"]
-    with pytest.raises(jsonschema.ValidationError, match="'tau' is a required property"):
+    with pytest.raises(jsonschema.ValidationError, match="'tau'"):
         jsonschema.validate(report, SCHEMA)
 
 
