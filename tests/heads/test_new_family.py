@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -167,11 +168,13 @@ def test_its_export_is_recognised_loaded_and_checked(model: Any, target_folder: 
         )
         return [finding.problem for finding in found]
 
-    assert problems("eagle3", K) == ['method "eagle3" does not run drafts of family tiny']
-    assert "the draft proposes 3" in problems(None, K + 1)[0]
+    (problem,) = problems("eagle3", K)
+    assert re.search(r'"eagle3".*\btiny$', problem)
+    assert re.search(r"\b4\b.*\b3\b", problems(None, K + 1)[0])
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tiny_config": {"target_layer_ids": [1, 9]}}))
-    assert problems(None, K) == ["it reads layer 9, which the target does not have"]
+    (problem,) = problems(None, K)
+    assert "layer 9" in problem
 
 
 def test_it_is_forecast(model: Any, target_folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -170,7 +171,7 @@ def test_aux_layers_off_by_one(shift: int, side: str, layout: str, tmp_path: Pat
     folders = make_pair(tmp_path, make_eagle3, layout=layout)
     edit_config(folders[1], eagle_aux_hidden_state_layer_ids=[k + shift for k in AUX])
     finding = only(findings(folders))
-    assert f"aux layers {[k + shift for k in AUX]}, the head was trained on [1, 2, 4]: off by one" in finding.problem
+    assert re.search(rf"{re.escape(str([k + shift for k in AUX]))}.*\[1, 2, 4\].*\bone\b", finding.problem)
     assert side in finding.problem
     assert '"eagle_aux_hidden_state_layer_ids": [1, 2, 4]' in finding.cure
 
@@ -178,14 +179,13 @@ def test_aux_layers_off_by_one(shift: int, side: str, layout: str, tmp_path: Pat
 def test_aux_layers_that_are_others_or_do_not_exist(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle3)
     edit_config(folders[1], eagle_aux_hidden_state_layer_ids=[0, 2, 5])
-    assert only(findings(folders)).problem.endswith("aux layers [0, 2, 5], the head was trained on [1, 2, 4]")
+    assert re.search(r"\[0, 2, 5\].*\[1, 2, 4\]$", only(findings(folders)).problem)
     edit_config(folders[1], eagle_aux_hidden_state_layer_ids=[1, 2, 6])
-    assert "[1, 2, 6] are not distinct ascending layers" in only(findings(folders)).problem
+    assert re.search(r"\[1, 2, 6\].*\bascending\b", only(findings(folders)).problem)
     edit_config(folders[1], eagle_aux_hidden_state_layer_ids=[2, 4])
-    assert [f.problem for f in findings(folders)] == [
-        "the engine is told aux layers [2, 4], the head was trained on [1, 2, 4]",
-        "2 aux layers [2, 4] are fed, the weights of fc read 3",
-    ]
+    told, fed = (finding.problem for finding in findings(folders))
+    assert re.search(r"\[2, 4\].*\[1, 2, 4\]$", told)
+    assert re.search(r"^2 .*\[2, 4\].*\bfc\b.*\b3$", fed)
 
 
 def test_aux_layers_nested_instead_of_at_the_top_level(tmp_path: Path) -> None:
@@ -193,25 +193,25 @@ def test_aux_layers_nested_instead_of_at_the_top_level(tmp_path: Path) -> None:
     key = "eagle_aux_hidden_state_layer_ids"
     edit_config(folders[1], key, eagle_config={key: list(AUX)})
     finding = only(findings(folders))
-    assert "[1, 2, 4] are nested in another section" in finding.problem
-    assert "at the top level" in finding.cure
+    assert re.search(r"\[1, 2, 4\].*\bnested\b", finding.problem)
+    assert "top" in finding.cure
 
 
 def test_aux_layers_that_are_nowhere(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, lambda target: make_eagle3(target, aux_layer_ids=(0, 2, 3)))
     edit_config(folders[1], "eagle_aux_hidden_state_layer_ids", "redraft")
-    assert "[2, 2, 2] are not distinct" in only(findings(folders)).problem
+    assert re.search(r"\[2, 2, 2\].*\bdistinct\b", only(findings(folders)).problem)
     folders = make_pair(tmp_path / "deep", make_eagle3, {"num_hidden_layers": 7})
     edit_config(folders[1], "eagle_aux_hidden_state_layer_ids")
-    assert "names none and the engine takes aux layers [2, 3, 4]" in only(findings(folders)).problem
+    assert re.search(r"\bnone\b.*\[2, 3, 4\]", only(findings(folders)).problem)
 
 
 def test_a_number_of_aux_layers_that_vllm_does_not_count(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, lambda target: make_eagle3(target, aux_layer_ids=(1, 4)))
     edit_config(folders[1], "num_aux_hidden_states")
     finding = only(findings(folders))
-    assert finding.problem == "vLLM makes room for 3 aux layers, the weights of fc read 2"
-    assert finding.cure == 'write "num_aux_hidden_states": 2 into config.json'
+    assert re.search(r"\b3\b.*\bfc\b.*\b2$", finding.problem)
+    assert '"num_aux_hidden_states": 2' in finding.cure
 
 
 @pytest.mark.parametrize("layout", ["vllm", "speculators"])
@@ -219,8 +219,8 @@ def test_d2t_is_missing(layout: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle3, layout=layout)
     edit_tensors(folders[1], "d2t", "t2d")
     finding = only(findings(folders))
-    assert f"d2t is missing: {len(DRAFT_IDS)} draft ids" in finding.problem
-    assert "put d2t" in finding.cure
+    assert re.search(rf"d2t\b.*missing.*\b{len(DRAFT_IDS)}\b", finding.problem)
+    assert "d2t" in finding.cure
 
 
 @pytest.mark.parametrize("kept", ["t2d", "no t2d"])
@@ -228,24 +228,24 @@ def test_d2t_is_absolute(kept: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle3)
     edit_tensors(folders[1], *([] if kept == "t2d" else ["t2d"]), d2t=DRAFT_IDS)
     finding = only(findings(folders))
-    assert "d2t holds the target's ids themselves" in finding.problem
-    assert "the offset" in finding.cure
+    assert re.search(r"d2t\b.*\bthemselves\b", finding.problem)
+    assert "offset" in finding.cure
 
 
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"t2d": torch.arange(VOCAB) < len(DRAFT_IDS)}, "d2t and t2d contradict each other"),
-        ({"t2d": torch.zeros(VOCAB, dtype=torch.bool)}, "d2t and t2d contradict each other"),
-        ({"d2t": DRAFT_IDS - torch.arange(len(DRAFT_IDS)) + 7}, "ids that do not ascend within the target's 0 to 95"),
-        ({"d2t": (DRAFT_IDS - torch.arange(len(DRAFT_IDS))).bfloat16()}, "d2t is stored as BF16, which rounds"),
-        ({"d2t": torch.arange(5)}, f"d2t has 5 entries, the draft's head {len(DRAFT_IDS)} rows"),
+        ({"t2d": torch.arange(VOCAB) < len(DRAFT_IDS)}, "d2t and t2d"),
+        ({"t2d": torch.zeros(VOCAB, dtype=torch.bool)}, "d2t and t2d"),
+        ({"d2t": DRAFT_IDS - torch.arange(len(DRAFT_IDS)) + 7}, r"ascend.*\b0 to 95\b"),
+        ({"d2t": (DRAFT_IDS - torch.arange(len(DRAFT_IDS))).bfloat16()}, "d2t.*BF16"),
+        ({"d2t": torch.arange(5)}, rf"d2t.*\b5\b.*\b{len(DRAFT_IDS)}\b"),
     ],
 )
 def test_a_wrong_vocabulary_map(changed: dict[str, Tensor], problem: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle3)
     edit_tensors(folders[1], **changed)
-    assert problem in only(findings(folders)).problem
+    assert re.search(problem, only(findings(folders)).problem)
 
 
 def test_a_map_whose_offsets_ascend_is_no_list_of_ids() -> None:
@@ -267,10 +267,10 @@ def test_a_long_list_of_ids_is_no_map_though_it_stays_within_the_vocabulary() ->
 def test_a_draft_vocabulary_that_does_not_fit(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle3)
     edit_config(folders[1], draft_vocab_size=50)
-    assert "draft_vocab_size is 50, the head has 44 rows" in only(findings(folders)).problem
+    assert re.search(r"draft_vocab_size\b.*\b50\b.*\b44\b", only(findings(folders)).problem)
     edit_config(folders[1], draft_vocab_size=97)
     edit_tensors(folders[1], lm_head__weight=torch.ones(97, HIDDEN))
-    assert "97 ids is larger than the target's 96" in only(findings(folders)).problem
+    assert re.search(r"\b97\b.*\b96\b", only(findings(folders)).problem)
 
 
 @pytest.mark.parametrize("make", [make_eagle1, make_eagle3])
@@ -281,9 +281,8 @@ def test_a_random_embedding_is_left_over(make: Callable[..., Any], tmp_path: Pat
     assert findings(folders) == []  # rounded, no more
     edit_tensors(folders[1], embed_tokens__weight=torch.randn(VOCAB, HIDDEN))
     finding = findings(folders)[0]
-    assert "embed_tokens.weight is not the target's" in finding.problem
-    assert "random left-over" in finding.problem
-    assert "remove embed_tokens.weight" in finding.cure
+    assert re.search(r"embed_tokens\.weight\b.*\brandom\b", finding.problem)
+    assert "embed_tokens.weight" in finding.cure
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -292,7 +291,7 @@ def test_mtp_was_trained_on_the_wrong_side_of_the_norm(alone: bool, tmp_path: Pa
     given = {"reads_normed": True, "zero_at_start": True, "embedding_first": False}
     edit_config(folders[1], redraft={"family": "mtp", "trained_with": given})
     finding = only(findings(folders))
-    assert "hidden state before its final norm, it was trained with the target's hidden state after" in finding.problem
+    assert re.search(r"\bbefore\b.*\bnorm\b.*\bafter\b", finding.problem)
     edit_config(folders[1], redraft={"family": "mtp", "trained_with": {**given, "reads_normed": False}})
     assert findings(folders) == []
 
@@ -301,15 +300,13 @@ def test_mtp_was_trained_without_the_mask_of_the_first_token(tmp_path: Path) -> 
     folders = make_mimo(tmp_path, alone=False)
     given = {"reads_normed": False, "zero_at_start": False, "embedding_first": False}
     edit_config(folders[1], redraft={"family": "mtp", "trained_with": given})
-    assert "the embedding at position 0 set to zero, it was trained with the embedding at position 0 as it is" in (
-        only(findings(folders)).problem
-    )
+    assert re.search(r"position 0\b.*\bzero\b.*position 0\b", only(findings(folders)).problem)
 
 
 def test_an_mtp_target_that_does_not_count_its_layers(tmp_path: Path) -> None:
     folders = make_mimo(tmp_path, alone=False)
     edit_config(folders[1], "num_nextn_predict_layers")
-    assert only(findings(folders)).cure == 'write "num_nextn_predict_layers": 1 into config.json'
+    assert '"num_nextn_predict_layers": 1' in only(findings(folders)).cure
 
 
 @pytest.mark.parametrize(("layout", "default"), [("vllm", "false"), ("speculators", "true")])
@@ -318,16 +315,15 @@ def test_norm_before_residual_is_unset(trained: bool, layout: str, default: str,
     folders = make_pair(tmp_path, lambda target: make_eagle3(target, norm_before_residual=trained), layout=layout)
     edit_config(folders[1], "norm_before_residual")
     finding = only(findings(folders))
-    assert f"norm_before_residual is unset: the engine takes {default}, the head was trained" in finding.problem
-    assert f'write "norm_before_residual": {str(trained).lower()}' in finding.cure
+    assert re.search(rf"norm_before_residual\b.*\bunset\b.*\b{default}\b", finding.problem)
+    assert f'"norm_before_residual": {str(trained).lower()}' in finding.cure
 
 
 def test_norm_before_residual_of_peagle_is_unset(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, lambda t: make_peagle(t, norm_before_residual=True), layout="speculators")
     edit_config(folders[1], "norm_before_residual")
-    assert "norm_before_residual is unset: the engine takes false, the head was trained with true" in (
-        only(findings(folders)).problem
-    )
+    problem = only(findings(folders)).problem
+    assert re.search(r"norm_before_residual\b.*\bunset\b.*\bfalse\b.*\btrue\b", problem)
 
 
 def test_norms_of_peagle_are_not_where_vllm_looks(tmp_path: Path) -> None:
@@ -337,17 +333,17 @@ def test_norms_of_peagle_are_not_where_vllm_looks(tmp_path: Path) -> None:
     del inner["fc_norm"]
     edit_config(folders[1], transformer_layer_config=inner)
     finding = only(findings(folders))
-    assert "transformer_layer_config lacks fc_norm" in finding.problem
-    assert 'write "fc_norm": true into transformer_layer_config' in finding.cure
+    assert re.search(r"transformer_layer_config\b.*\bfc_norm\b", finding.problem)
+    assert re.search(r'"fc_norm": true .*\btransformer_layer_config\b', finding.cure)
 
 
 @pytest.mark.parametrize("key", ["fc_norm", "norm_output"])
 def test_an_option_of_eagle3_that_changed(key: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, lambda target: make_eagle3(target, **{key: True}))
     edit_config(folders[1], key)
-    assert f"{key} is unset: the engine takes false, the head was trained with true" in only(findings(folders)).problem
+    assert re.search(rf"{key}\b.*\bunset\b.*\bfalse\b.*\btrue\b", only(findings(folders)).problem)
     edit_config(folders[1], **{key: False})
-    assert f"{key} is false, the head was trained with true" in only(findings(folders)).problem
+    assert re.search(rf"{key} is false\b.*\btrue\b", only(findings(folders)).problem)
 
 
 @pytest.mark.parametrize("make", [make_dflash, make_peagle])
@@ -370,12 +366,12 @@ DFLASH_SECTION = {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1, 3], "ca
 @pytest.mark.parametrize(
     ("section", "problem", "cure"),
     [
-        ({"mask_token_id": 5}, "mask_token_id is 5, the head was trained with 95", '"mask_token_id": 95'),
-        ({"mask_token_id": None}, "has no mask_token_id", '"mask_token_id" of training'),
-        ({"target_layer_ids": [1, 2, 4]}, "trained with [0, 1, 3]: off by one", '"target_layer_ids": [0, 1, 3]'),
-        ({"target_layer_ids": [0, 3]}, "2 target layers [0, 3] are fed, the weights of fc read 3", "3 layers"),
-        ({"causal": True}, "causal is True, the head was trained with False", '"causal": false'),
-        ({"causal": None}, "does not say whether attention within a block is causal", '"causal": false'),
+        ({"mask_token_id": 5}, r"mask_token_id is 5\b.*\b95\b", '"mask_token_id": 95'),
+        ({"mask_token_id": None}, "no mask_token_id", '"mask_token_id"'),
+        ({"target_layer_ids": [1, 2, 4]}, r"\[0, 1, 3\].*\bone\b", '"target_layer_ids": [0, 1, 3]'),
+        ({"target_layer_ids": [0, 3]}, r"\[0, 3\].*\bfc\b.*\b3\b", "3 layers"),
+        ({"causal": True}, r"\bcausal is True\b.*\bFalse\b", '"causal": false'),
+        ({"causal": None}, r"\bcausal\b", '"causal": false'),
     ],
 )
 def test_keys_of_dflash_unlike_training(section: dict[str, Any], problem: str, cure: str, tmp_path: Path) -> None:
@@ -383,40 +379,40 @@ def test_keys_of_dflash_unlike_training(section: dict[str, Any], problem: str, c
     changed = {key: value for key, value in {**DFLASH_SECTION, **section}.items() if value is not None}
     edit_config(folders[1], dflash_config=changed)
     found = findings(folders)
-    assert any(problem in finding.problem and cure in finding.cure for finding in found), found
+    assert any(re.search(problem, finding.problem) and cure in finding.cure for finding in found), found
 
 
 @pytest.mark.parametrize(
     ("mask", "layers", "problem"),
-    [(VOCAB, [0, 1, 3], "not in the target's table of 96"), (3, [0, 1, 5], "which has 0 to 4")],
+    [(VOCAB, [0, 1, 3], r"\b96\b"), (3, [0, 1, 5], r"\b0 to 4\b")],
 )
 def test_a_dflash_head_of_another_target(mask: int, layers: list[int], problem: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_dflash)
     section = {"mask_token_id": mask, "target_layer_ids": layers, "causal": False}
     edit_config(folders[1], "redraft", dflash_config=section)
-    assert problem in only(findings(folders)).problem
+    assert re.search(problem, only(findings(folders)).problem)
 
 
 @pytest.mark.parametrize(
     ("changed", "problem", "cure"),
     [
-        ({"mask_token_id": 5}, "mask_token_id is 5, the head was trained with 95", '"mask_token_id": 95 into config'),
-        ({"mask_token_id": None}, "config.json has no mask_token_id", '"mask_token_id" of training'),
+        ({"mask_token_id": 5}, r"mask_token_id is 5\b.*\b95\b", '"mask_token_id": 95'),
+        ({"mask_token_id": None}, "no mask_token_id", '"mask_token_id"'),
         (
             {"aux_hidden_state_layer_ids": [0, 1, 3]},
-            "trained with [1, 2, 4]: off by one; k stands for the state after k layers",
+            r"\[1, 2, 4\].*\bone; k\b",
             '"aux_hidden_state_layer_ids": [1, 2, 4]',
         ),
-        ({"aux_hidden_state_layer_ids": [0, 2, 4]}, "which has 1 to 5", "the first layer of the target is 1"),
+        ({"aux_hidden_state_layer_ids": [0, 2, 4]}, r"\b1 to 5\b", "1"),
         (
             {"aux_hidden_state_layer_ids": [1, 4]},
-            "2 target layers [1, 4] are fed",
-            "name in aux_hidden_state_layer_ids",
+            r"\[1, 4\]",
+            "aux_hidden_state_layer_ids",
         ),
-        ({"aux_hidden_state_layer_ids": None}, "names no aux_hidden_state_layer_ids", "the first one is 1"),
-        ({"block_size": 8}, "block_size is 8, the head was trained with", '"block_size": '),
-        ({"sample_from_anchor": None}, "speculators takes true, vLLM false", '"sample_from_anchor": true'),
-        ({"sliding_window_non_causal": False}, "vLLM makes every layer causal", '"sliding_window_non_causal": true'),
+        ({"aux_hidden_state_layer_ids": None}, "no aux_hidden_state_layer_ids", "1"),
+        ({"block_size": 8}, r"\bblock_size is 8\b", '"block_size": '),
+        ({"sample_from_anchor": None}, r"\bspeculators\b.*\btrue\b.*\bvLLM\b.*\bfalse\b", '"sample_from_anchor": true'),
+        ({"sliding_window_non_causal": False}, r"\bcausal\b", '"sliding_window_non_causal": true'),
     ],
 )
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
@@ -432,7 +428,7 @@ def test_keys_of_blocks_of_speculators_unlike_training(
     if harmless in changed:
         assert found == []
     else:
-        assert any(problem in finding.problem and cure in finding.cure for finding in found), found
+        assert any(re.search(problem, finding.problem) and cure in finding.cure for finding in found), found
 
 
 def test_another_rotation_in_the_layout_of_speculators(tmp_path: Path) -> None:
@@ -440,32 +436,32 @@ def test_another_rotation_in_the_layout_of_speculators(tmp_path: Path) -> None:
     layer = json.loads((folders[1] / "config.json").read_text())["transformer_layer_config"]
     edit_config(folders[1], transformer_layer_config={**layer, "head_dim": 16})
     finding = only(findings(folders))
-    assert "head_dim is 16, the head was trained with 8" in finding.problem
-    assert finding.cure == 'write the "head_dim" of training into transformer_layer_config'
+    assert re.search(r"head_dim is 16\b.*\b8\b", finding.problem)
+    assert re.search(r'"head_dim".*\btransformer_layer_config\b', finding.cure)
 
 
 def test_a_longer_block_another_rotation_and_missing_norms(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_dflash)
     edit_config(folders[1], block_size=8)
-    assert only(findings(folders)).problem == "block_size is 8, the head was trained with 4"
+    assert re.search(r"block_size is 8\b.*\b4$", only(findings(folders)).problem)
     edit_config(folders[1], block_size=4, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     assert "rope_parameters is {'rope_type': 'default', 'rope_theta': 500000.0}" in only(findings(folders)).problem
     edit_config(folders[1], rope_parameters={"rope_type": "default", "rope_theta": 1e4}, head_dim=16)
-    assert "head_dim is 16, the head was trained with 8" in only(findings(folders)).problem
+    assert re.search(r"head_dim is 16\b.*\b8\b", only(findings(folders)).problem)
     edit_config(folders[1], head_dim=8)
     edit_tensors(folders[1], "layers.1.self_attn.k_norm.weight")
-    assert "layer 1 lacks k_norm" in only(findings(folders)).problem
+    assert re.search(r"layer 1\b.*\bk_norm\b", only(findings(folders)).problem)
 
 
 def test_a_reduced_dflash_head_without_its_map(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_dflash)
     edit_tensors(folders[1], "d2t")
-    assert "d2t is missing" in only(findings(folders)).problem
+    assert re.search(r"d2t\b.*missing", only(findings(folders)).problem)
 
 
 def test_more_tokens_are_asked_of_dflash_than_its_block_has(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_dflash)
-    assert "the draft proposes 3" in only(findings(folders, num_speculative_tokens=4)).problem
+    assert re.search(r"\b4\b.*\b3\b", only(findings(folders, num_speculative_tokens=4)).problem)
 
 
 @pytest.mark.parametrize(
@@ -473,28 +469,28 @@ def test_more_tokens_are_asked_of_dflash_than_its_block_has(tmp_path: Path) -> N
     [
         (
             {"mask_token_id": 5},
-            "mask_token_id is 5, the head was trained with 95",
-            '"mask_token_id": 95 into config.json',
+            r"mask_token_id is 5\b.*\b95\b",
+            '"mask_token_id": 95',
         ),
-        ({"mask_token_id": None}, "config.json has no mask_token_id", '"mask_token_id" of training'),
-        ({"mask_token_id": VOCAB}, f"not in the target's table of {VOCAB}", "mask_token_id of training"),
+        ({"mask_token_id": None}, "no mask_token_id", '"mask_token_id"'),
+        ({"mask_token_id": VOCAB}, rf"\b{VOCAB}\b.*\b{VOCAB}\b", "mask_token_id"),
         (
             {"target_layer_ids": [1, 2, 4]},
-            "trained with [0, 1, 3]: off by one",
-            '"target_layer_ids": [0, 1, 3] into config.json',
+            r"\[0, 1, 3\].*\bone\b",
+            '"target_layer_ids": [0, 1, 3]',
         ),
-        ({"target_layer_ids": [0, 1, 5]}, "not distinct ascending layers of the target, which has 0 to 4", "0"),
-        ({"target_layer_ids": [0, 3]}, "2 target layers [0, 3] are fed, the weights of fc read 3", "3 layers"),
-        ({"target_layer_ids": None}, "config.json names no target_layer_ids", "layer k counts from 0"),
-        ({"is_causal": True}, "is_causal is True, the head was trained with False", '"is_causal": false'),
-        ({"sample_from_anchor": False}, "sample_from_anchor is False, the head was trained with True", "true"),
-        ({"block_size": 7}, "block_size is 7, the head was trained with 3", '"block_size": 3'),
-        ({"markov_rank": 4}, "markov_head.markov_w1.weight is (96, 8), the engine wants (96, 4)", "(8 by this tensor)"),
-        ({"markov_rank": None}, "config.json has no markov_rank", '"markov_rank": 8'),
-        ({"enable_confidence_head": None}, "the engine drops the confidence head", '"enable_confidence_head": true'),
+        ({"target_layer_ids": [0, 1, 5]}, r"\[0, 1, 5\].*\b0 to 4\b", "0"),
+        ({"target_layer_ids": [0, 3]}, r"\[0, 3\].*\bfc\b.*\b3\b", "3 layers"),
+        ({"target_layer_ids": None}, "no target_layer_ids", "0"),
+        ({"is_causal": True}, r"is_causal is True\b.*\bFalse\b", '"is_causal": false'),
+        ({"sample_from_anchor": False}, r"sample_from_anchor is False\b.*\bTrue\b", "true"),
+        ({"block_size": 7}, r"block_size is 7\b.*\b3\b", '"block_size": 3'),
+        ({"markov_rank": 4}, r"markov_head\.markov_w1\.weight is \(96, 8\).*\(96, 4\)", "(8 by this tensor)"),
+        ({"markov_rank": None}, "no markov_rank", '"markov_rank": 8'),
+        ({"enable_confidence_head": None}, "confidence head", '"enable_confidence_head": true'),
         (
             {"confidence_head_with_markov": False},
-            "confidence_head_with_markov is false, the confidence head reads 40 numbers",
+            r"confidence_head_with_markov is false\b.*\b40\b",
             '"confidence_head_with_markov": true',
         ),
     ],
@@ -504,21 +500,21 @@ def test_keys_of_dspark_unlike_training(changed: dict[str, Any], problem: str, c
     removed = [key for key, value in changed.items() if value is None]
     edit_config(folders[1], *removed, **{key: value for key, value in changed.items() if value is not None})
     found = findings(folders)
-    assert any(problem in finding.problem and cure in finding.cure for finding in found), found
+    assert any(re.search(problem, finding.problem) and cure in finding.cure for finding in found), found
 
 
 def test_a_transposed_markov_head(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_dspark)
     tensors = load_file(folders[1] / "model.safetensors")
     for name, shape in (
-        ("markov_w1", "(8, 96), the engine wants (96, 8)"),
-        ("markov_w2", "(8, 44), the engine wants (44, 8)"),
+        ("markov_w1", r"\(8, 96\).*\(96, 8\)"),
+        ("markov_w2", r"\(8, 44\).*\(44, 8\)"),
     ):
         sound = tensors[f"markov_head.{name}.weight"]
         edit_tensors(folders[1], **{f"markov_head__{name}__weight": sound.T.contiguous()})
         finding = only(findings(folders))
-        assert finding.problem == f"markov_head.{name}.weight is {shape}: it is transposed"
-        assert finding.cure.startswith("transpose it")
+        assert re.search(rf"markov_head\.{name}\.weight is {shape}", finding.problem)
+        assert "transpose" in finding.cure
         edit_tensors(folders[1], **{f"markov_head__{name}__weight": sound})
     assert findings(folders) == []
 
@@ -527,40 +523,38 @@ def test_a_dspark_block_whose_anchor_proposes_nothing_says_so(tmp_path: Path) ->
     folders = make_pair(tmp_path, lambda target: make_dspark(target, sample_from_anchor=False, block_size=4))
     edit_config(folders[1], "sample_from_anchor")
     finding = only(findings(folders))
-    assert "the engine takes true, the head was trained with false" in finding.problem
-    assert finding.cure == 'write "sample_from_anchor": false into config.json'
+    assert re.search(r"\btrue\b.*\bfalse\b", finding.problem)
+    assert '"sample_from_anchor": false' in finding.cure
 
 
 def test_a_confidence_head_that_is_missing(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_dspark)
     edit_tensors(folders[1], "confidence_head.proj.bias")
-    assert "the checkpoint lacks confidence_head.proj.bias" in only(findings(folders)).problem
+    assert "confidence_head.proj.bias" in only(findings(folders)).problem
     edit_tensors(folders[1], "confidence_head.proj.weight")
-    assert "the checkpoint lacks confidence_head.proj.weight" in only(findings(folders)).problem
+    assert "confidence_head.proj.weight" in only(findings(folders)).problem
 
 
 def test_more_tokens_are_asked_of_dspark_than_its_block_has(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_dspark)
-    assert "the draft proposes 3" in only(findings(folders, num_speculative_tokens=4)).problem
+    assert re.search(r"\b4\b.*\b3\b", only(findings(folders, num_speculative_tokens=4)).problem)
 
 
 def test_medusa_drops_its_bias(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_medusa)
     edit_config(folders[1], "medusa_fc_bias")
     finding = only(findings(folders))
-    assert finding.problem == "medusa_fc_bias is unset, so the engine drops the biases that the checkpoint holds"
-    assert finding.cure == 'write "medusa_fc_bias": true into config.json'
+    assert "medusa_fc_bias is unset" in finding.problem
+    assert '"medusa_fc_bias": true' in finding.cure
     edit_config(folders[1], medusa_fc_bias=False)
-    assert "is false" in only(findings(folders)).problem
+    assert "medusa_fc_bias is false" in only(findings(folders)).problem
     edit_tensors(folders[1], *(f"blocks.{i}.layers.0.bias" for i in range(3)))
-    assert "trained with biases that the checkpoint lacks" in only(findings(folders)).problem
+    assert "biases" in only(findings(folders)).problem
 
 
 def test_more_tokens_are_asked_of_medusa_than_it_has_heads(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_medusa)
-    assert only(findings(folders, num_speculative_tokens=4)).problem.startswith(
-        "4 tokens are to be drafted, the draft proposes 3"
-    )
+    assert re.search(r"^4 .*\b3\b", only(findings(folders, num_speculative_tokens=4)).problem)
 
 
 @pytest.mark.parametrize("name", [name for name in UNBROKEN if UNBROKEN[name][1]])
@@ -569,19 +563,19 @@ def test_the_wrong_method_flag(name: str, tmp_path: Path) -> None:
     folders = make(tmp_path)
     wrong = "eagle" if method != "eagle" else "eagle3"
     finding = only(findings(folders, wrong))
-    assert f'method "{wrong}" does not run' in finding.problem
-    assert finding.cure == f'serve it with "method": "{method}"'
+    assert f'"{wrong}"' in finding.problem
+    assert f'"method": "{method}"' in finding.cure
 
 
 @pytest.mark.parametrize(
     ("changes", "problem", "cure"),
     [
-        ({"pard_token": 10}, "pard_token is 10, the head was trained with 9", 'write "pard_token": 9'),
-        ({"pard_token": None}, "names no mask token, so vLLM does not start", 'write "pard_token": 9 into it'),
+        ({"pard_token": 10}, r"pard_token is 10\b.*\b9\b", '"pard_token": 9'),
+        ({"pard_token": None}, r"\bmask token\b", '"pard_token": 9'),
         (
             {"num_hidden_layers": 1},
-            "config.json says 1 layers, the checkpoint holds 2",
-            'write "num_hidden_layers": 2',
+            r"\b1 layers.*\b2\b",
+            '"num_hidden_layers": 2',
         ),
     ],
 )
@@ -589,7 +583,7 @@ def test_keys_of_peagle_unlike_training(changes: dict[str, Any], problem: str, c
     folders = make_pair(tmp_path, make_peagle)
     edit_config(folders[1], **changes)
     finding = only(findings(folders))
-    assert problem in finding.problem
+    assert re.search(problem, finding.problem)
     assert cure in finding.cure
 
 
@@ -597,21 +591,21 @@ def test_masks_of_another_width_are_found(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_peagle)
     path = folders[1] / "model.safetensors"
     save_file({**load_file(path), "mask_hidden": torch.randn(1, 1, 5)}, path)
-    assert "mask_hidden has 5 numbers, fc reads" in only(findings(folders)).problem
+    assert re.search(r"mask_hidden\b.*\b5\b.*\bfc\b", only(findings(folders)).problem)
 
 
 def test_a_config_that_names_another_family(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle3, layout="speculators")
     edit_config(folders[1], speculators_model_type="peagle")
-    assert 'speculators_model_type "peagle", the tensors are those of eagle3' in only(findings(folders)).problem
+    assert re.search(r'speculators_model_type "peagle".*\beagle3\b', only(findings(folders)).problem)
     folders = make_pair(tmp_path / "other", make_eagle1)
     edit_config(folders[1], redraft={"family": "eagle3"})
-    assert "names the family eagle3, the tensors are those of eagle1" in only(findings(folders)).problem
+    assert re.search(r"\beagle3\b.*\beagle1\b", only(findings(folders)).problem)
 
 
 def test_a_path_that_steers_vllm_to_another_method(tmp_path: Path) -> None:
     folders = make_pair(tmp_path / "drafts-EAGLE-8b", make_medusa)
-    assert 'makes vLLM take the method "eagle", even if it is told "medusa"' in only(findings(folders)).problem
+    assert re.search(r'"eagle".*"medusa"', only(findings(folders)).problem)
     assert findings(make_pair(tmp_path / "eagle3-llama", make_eagle3)) == []
 
 
@@ -623,12 +617,12 @@ def test_rope_that_is_not_the_targets(layout: str, tmp_path: Path) -> None:
     layer = config.get("transformer_layer_config", config)
     layer["rope_parameters"]["rope_theta"] = 10000.0
     path.write_text(json.dumps(config))
-    assert only(findings(folders)).problem == "the draft's rope_theta is 10000.0, the target's is 500000.0"
+    assert re.search(r"rope_theta is 10000\.0.*\b500000\.0$", only(findings(folders)).problem)
     del layer["rope_parameters"], layer["rope_theta"]
     path.write_text(json.dumps(config))
-    problems = [finding.problem for finding in findings(folders)]
-    assert "the draft's rope_theta is 10000.0, the target's is 500000.0" in problems
-    assert "the draft's rope_type is default, the target's is llama3" in problems
+    problems = "\n".join(finding.problem for finding in findings(folders))
+    assert re.search(r"rope_theta is 10000\.0.*\b500000\.0", problems)
+    assert re.search(r"rope_type is default\b.*\bllama3\b", problems)
 
 
 @pytest.mark.parametrize("make", [lambda folder: make_pair(folder, make_eagle1), make_standalone])
@@ -636,7 +630,7 @@ def test_fewer_positions_than_the_target(make: Callable[[Path], tuple[Path, Path
     folders = make(tmp_path)
     edit_config(folders[1], max_position_embeddings=64)
     finding = only(findings(folders))
-    assert finding.problem == "the draft has 64 positions, the target serves 128: nothing is drafted beyond"
+    assert re.search(r"\b64\b.*\b128\b", finding.problem)
     assert "--max-model-len 64" in finding.cure
 
 
@@ -647,7 +641,7 @@ def test_a_head_of_a_wider_target(make: Callable[..., Any], tmp_path: Path) -> N
     shutil.rmtree(folders[0])
     make_target(hidden_size=48).save_pretrained(folders[0])
     problems = [finding.problem for finding in findings(folders)]
-    assert "hidden_size is 32, the target's is 48" in problems
+    assert any(re.search(r"hidden_size is 32\b.*\b48$", problem) for problem in problems)
     assert not any("fed" in problem for problem in problems)
 
 
@@ -655,7 +649,7 @@ def test_a_head_of_a_wider_target(make: Callable[..., Any], tmp_path: Path) -> N
 def test_a_bias_of_fc(make: Callable[..., Any], tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make)
     edit_tensors(folders[1], fc__bias=torch.ones(HIDDEN))
-    assert "fc.bias, which the engine does not add" in only(findings(folders)).problem
+    assert "fc.bias" in only(findings(folders)).problem
 
 
 @pytest.mark.parametrize(
@@ -665,7 +659,7 @@ def test_a_bias_of_fc(make: Callable[..., Any], tmp_path: Path) -> None:
 def test_a_tensor_is_missing(make: Callable[..., Any], name: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make)
     edit_tensors(folders[1], name)
-    assert f"lacks 1 tensors of its head, the first is {name}" in only(findings(folders)).problem
+    assert re.search(rf"\b1 tensors\b.*\b{re.escape(name)}\b", only(findings(folders)).problem)
 
 
 def test_another_target_than_the_one_trained_for(tmp_path: Path) -> None:
@@ -675,7 +669,7 @@ def test_another_target_than_the_one_trained_for(tmp_path: Path) -> None:
     assert findings((target, tmp_path / "published")) == []
     make_target(seed=1).save_pretrained(tmp_path / "other")
     finding = only(findings((tmp_path / "other", tmp_path / "published")))
-    assert "trained for another target: org/target" in finding.problem
+    assert "org/target" in finding.problem
 
 
 def test_a_file_that_changed_after_it_was_published(tmp_path: Path) -> None:
@@ -685,7 +679,7 @@ def test_a_file_that_changed_after_it_was_published(tmp_path: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert "model.safetensors is corrupt (its SHA-256 differs)" in only(findings((target, weights.parent))).problem
+    assert re.search(r"model\.safetensors\b.*SHA-256", only(findings((target, weights.parent))).problem)
 
 
 def test_a_standalone_draft_of_another_tokenizer(tmp_path: Path) -> None:
@@ -697,8 +691,8 @@ def test_a_standalone_draft_of_another_tokenizer(tmp_path: Path) -> None:
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     path.write_text(json.dumps(text))
     finding = only(findings(folders))
-    assert "the draft's tokenizer is not the target's: token" in finding.problem
-    assert "choose a draft of the target's family" in finding.cure
+    assert re.search(r"tokenizer\b.*: token \d", finding.problem)
+    assert "family" in finding.cure
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
@@ -706,28 +700,28 @@ def test_a_draft_that_is_its_target(is_copied: bool, tmp_path: Path) -> None:
     target, _ = make_standalone(tmp_path)
     draft = shutil.copytree(target, tmp_path / "copy") if is_copied else target
     finding = only(findings((target, draft)))
-    assert "the draft is the target itself" in finding.problem
+    assert "itself" in finding.problem
     assert "--draft" in finding.cure
 
 
 def test_a_standalone_draft_with_fewer_rows(tmp_path: Path) -> None:
     target, draft = make_standalone(tmp_path)
     edit_config(draft, vocab_size=200)
-    assert "the draft has 200 rows in its vocabulary" in findings((target, draft))[0].problem
+    assert "200 rows" in findings((target, draft))[0].problem
 
 
 def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
     said = list(notes(read(*make_pair(tmp_path, make_speculator))))
-    assert any("no proposer for MLPSpeculator" in each for each in said)
-    assert any("has no manifest.json" in note for note in said)
-    assert any("has no provenance.json" in note for note in said)
+    assert any(re.search("proposer.*MLPSpeculator", each) for each in said)
+    assert any("manifest.json" in note for note in said)
+    assert any("provenance.json" in note for note in said)
     folders = make_pair(tmp_path / "long", make_eagle3)
     provenance = {"config": {"loop": {"sequence_length": 64}}}
     (folders[1] / "provenance.json").write_text(json.dumps(provenance))
     edit_config(folders[1], "redraft")
     said = list(notes(read(*folders)))
-    assert any(note.startswith("trained on 64 positions, the target serves 128") for note in said)
-    assert any("does not record how it was trained" in note for note in said)
+    assert any(re.search(r"\b64\b.*\b128\b", note) for note in said)
+    assert any("record" in note for note in said)
 
 
 def test_a_folder_that_holds_no_draft_is_refused(tmp_path: Path) -> None:
@@ -735,5 +729,5 @@ def test_a_folder_that_holds_no_draft_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         read(folders[0], tmp_path / "nowhere")
     save_file({"something": torch.zeros(1)}, folders[1] / "model.safetensors")
-    with pytest.raises(ValueError, match="holds no draft of a known family: its tensors are such as something"):
+    with pytest.raises(ValueError, match=rf"{folders[1]} .*\bsomething$"):
         read(*folders)

@@ -251,11 +251,11 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"markov_head_type": "gated"}, "a Markov head of type gated is not supported"),
-        ({"confidence_head_with_markov": False}, "a confidence head that does not read the Markov head"),
-        ({"is_causal": True}, "only full attention in both directions"),
-        ({"enable_confidence_head": False}, "holds 2 tensors its config does not call for"),
-        ({"markov_rank": RANK + 1}, "it belongs to another target or config"),
+        ({"markov_head_type": "gated"}, r"Markov.*\bgated\b"),
+        ({"confidence_head_with_markov": False}, r"confidence.*Markov"),
+        ({"is_causal": True}, "attention"),
+        ({"enable_confidence_head": False}, r"\b2 tensors.*config"),
+        ({"markov_rank": RANK + 1}, r"confidence_head\.proj\.weight"),
     ],
 )
 def test_another_kind_of_head_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -270,10 +270,10 @@ def test_another_kind_of_head_is_refused(changed: dict[str, Any], message: str, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"markov_rank": 0}, "a bias of rank 0"),
-        ({"block_size": 0}, "block_size 1"),
-        ({"block_size": 1, "sample_from_anchor": False}, "block_size 2"),
-        ({"mask_token_id": VOCAB}, f"mask token {VOCAB} is not in the target's table"),
+        ({"markov_rank": 0}, r"rank 0\b"),
+        ({"block_size": 0}, r"block_size 1\b"),
+        ({"block_size": 1, "sample_from_anchor": False}, r"block_size 2\b"),
+        ({"mask_token_id": VOCAB}, rf"mask.*\b{VOCAB}\b"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:

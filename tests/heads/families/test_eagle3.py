@@ -186,12 +186,12 @@ def test_begun_from_an_olmo_2_the_head_keeps_the_norms_that_it_does_not_have() -
 @pytest.mark.parametrize(
     ("options", "draft_ids", "message"),
     [
-        ({"aux_layer_ids": (1, 2, 6)}, None, r"aux layers \(1, 2, 6\): the target has layers 0 to 5"),
-        ({"aux_layer_ids": (2, 1)}, None, "give distinct ones, ascending"),
-        ({}, None, r"aux layers \(2, 2, 2\) of a target of 5 layers: give distinct ones"),
-        ({"aux_layer_ids": (1,)}, torch.arange(VOCAB + 1), "97 ids is larger than the target's 96"),
-        ({"aux_layer_ids": (1,)}, torch.tensor([3, 3]), "must ascend within 0..95"),
-        ({"aux_layer_ids": (1,)}, torch.tensor([3, 200]), "must ascend within 0..95"),
+        ({"aux_layer_ids": (1, 2, 6)}, None, r"\(1, 2, 6\).*layers 0 to 5\b"),
+        ({"aux_layer_ids": (2, 1)}, None, r"\(2, 1\).*ascending"),
+        ({}, None, r"\(2, 2, 2\).*\b5 layers"),
+        ({"aux_layer_ids": (1,)}, torch.arange(VOCAB + 1), r"\b97\b.*\b96\b"),
+        ({"aux_layer_ids": (1,)}, torch.tensor([3, 3]), r"ascend.*\b0\.\.95\b"),
+        ({"aux_layer_ids": (1,)}, torch.tensor([3, 200]), r"ascend.*\b0\.\.95\b"),
     ],
 )
 def test_what_the_target_does_not_have_is_refused(
@@ -206,11 +206,11 @@ def test_a_map_of_absolute_ids_is_refused(tmp_path: Path) -> None:
     head.export(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "d2t": DRAFT_IDS}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="d2t must be the target's id minus the draft's"):
+    with pytest.raises(ValueError, match=r"d2t and t2d\b"):
         Eagle3.load(tmp_path, Target.from_model(model))
     del tensors["t2d"]
     save_file({**tensors, "d2t": DRAFT_IDS}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="is d2t an offset, not the target's id"):
+    with pytest.raises(ValueError, match=r"\b0\.\.\d+: .*\bd2t\b"):
         Eagle3.load(tmp_path, Target.from_model(model))
 
 
@@ -227,7 +227,7 @@ def test_a_missing_map_is_refused(tmp_path: Path) -> None:
 def test_embeddings_that_are_not_the_targets_are_refused(tmp_path: Path) -> None:
     head, _ = make_head()
     head.export(tmp_path, layout="speculators")
-    with pytest.raises(ValueError, match="embeddings that are not the target's"):
+    with pytest.raises(ValueError, match=rf"{tmp_path} .*embeddings"):
         Eagle3.load(tmp_path, Target.from_model(make_target(seed=1)))
 
 

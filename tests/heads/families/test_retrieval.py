@@ -202,15 +202,15 @@ def test_a_folder_gives_the_draft_back(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_refused_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the data has no label"):
+    with pytest.raises(ValueError, match="label"):
         count_answers([make_text([1, 2], [])], Config())
-    with pytest.raises(ValueError, match="runs of up to 0 tokens"):
+    with pytest.raises(ValueError, match=r"runs.*\b0\b.*\b16\b"):
         Config(max_run=0)
-    with pytest.raises(ValueError, match="found in 0 conversations"):
+    with pytest.raises(ValueError, match=r"\b0 conversations"):
         Config(min_texts=0)
-    with pytest.raises(ValueError, match="costs 2 steps"):
+    with pytest.raises(ValueError, match=r"\b2 steps"):
         Config(verify_cost=2)
     (tmp_path / CONFIG).write_text('{"redraft": {"family": "eagle3"}}')
     assert not is_retrieval(tmp_path)
-    with pytest.raises(ValueError, match="holds no counted answers"):
+    with pytest.raises(ValueError, match=rf"{tmp_path} .*`redraft retrieval`"):
         Retrieval.read(tmp_path)

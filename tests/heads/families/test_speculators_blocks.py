@@ -299,12 +299,12 @@ def edit_config(folder: Path, *removed: str, **changed: Any) -> None:
 @pytest.mark.parametrize(
     ("variant", "removed", "changed", "message"),
     [
-        ("dflash", "", {"sample_from_anchor": True}, r"its anchor proposes \(sample_from_anchor\)"),
-        ("dspark", "sample_from_anchor", {}, "does not say whether the anchor proposes"),
-        ("dflash", "mask_token_id", {}, "has no mask_token_id: write the one of training"),
-        ("dspark", "", {"aux_hidden_state_layer_ids": None}, "has no aux_hidden_state_layer_ids"),
-        ("dspark", "", {"markov_head_type": "rnn"}, "a Markov head of type rnn is not supported"),
-        ("dspark", "", {"confidence_head_with_markov": False}, "does not read the Markov head"),
+        ("dflash", "", {"sample_from_anchor": True}, r"\(sample_from_anchor\)"),
+        ("dspark", "sample_from_anchor", {}, "sample_from_anchor"),
+        ("dflash", "mask_token_id", {}, "mask_token_id"),
+        ("dspark", "", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
+        ("dspark", "", {"markov_head_type": "rnn"}, r"Markov.*\brnn\b"),
+        ("dspark", "", {"confidence_head_with_markov": False}, r"confidence.*Markov"),
     ],
 )
 def test_another_kind_of_head_is_refused(
@@ -322,8 +322,8 @@ def test_another_kind_of_head_is_refused(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "only full attention in both directions"),
-        ({"hidden_act": "gelu"}, "hidden_act is gelu, only silu is supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "attention"),
+        ({"hidden_act": "gelu"}, r"hidden_act.*\bgelu\b.*\bsilu\b"),
     ],
 )
 def test_other_layers_are_refused(variant: str, changed: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from():
 
 def test_a_head_with_a_bias_is_refused():
     model = PhiForCausalLM(PhiConfig(**SIZES | {"num_key_value_heads": 4}))
-    with pytest.raises(ValueError, match="bias in its head"):
+    with pytest.raises(ValueError, match=r"PhiForCausalLM.*\bbias\b"):
         StandaloneDraft(model)
 
 
@@ -264,7 +265,7 @@ def test_pruning_finds_layers_by_another_name():
 
 @pytest.mark.parametrize("layers", [[], [0, 4], [-1, 2], [2, 1], [1, 1]])
 def test_impossible_layers_are_refused(layers):
-    with pytest.raises(ValueError, match="ascending numbers from 0 to 3"):
+    with pytest.raises(ValueError, match=rf"\b0 to 3\b.*{re.escape(str(layers))}"):
         prune_layers(make_llama(), layers)
 
 
@@ -330,7 +331,7 @@ def test_a_draft_begins_as_its_init_says(tmp_path, byte_tokenizer):
 
 @pytest.mark.parametrize("wrong", [{}, {"layers": (0,), "num_layers": 2}])
 def test_a_draft_begins_one_way(wrong):
-    with pytest.raises(ValueError, match="a draft begins with"):
+    with pytest.raises(ValueError, match=r"layers.*num_layers"):
         Init(**wrong)
 
 

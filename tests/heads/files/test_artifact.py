@@ -1,5 +1,6 @@
 """Publication is all or nothing, and damage is named."""
 
+import errno
 import json
 import os
 import random
@@ -68,20 +69,20 @@ def test_the_manifest_is_what_sha256sum_says(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has 10239 bytes instead of 10240"),
-        (lambda path: path.write_bytes(b"\x01" + path.read_bytes()[1:]), "is corrupt"),
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"10239\b.*\b10240"),
+        (lambda path: path.write_bytes(b"\x01" + path.read_bytes()[1:]), "corrupt"),
     ],
 )
 def test_verify_names_the_file_that_is_damaged(tmp_path, damage, said):
     folder = publish_sample(tmp_path / "run")
     damage(folder / "weights" / "a.bin")
-    with pytest.raises(ValueError, match=rf"weights/a\.bin {said}"):
+    with pytest.raises(ValueError, match=rf"weights/a\.bin .*{said}"):
         verify(folder)
 
 
 def test_verify_refuses_a_folder_without_a_readable_manifest(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no manifest\.json"):
+    with pytest.raises(FileNotFoundError, match=r"manifest\.json"):
         verify(tmp_path)
     (tmp_path / MANIFEST).write_text('{"files": ')
     with pytest.raises(ValueError, match=r"manifest\.json"):
@@ -91,13 +92,13 @@ def test_verify_refuses_a_folder_without_a_readable_manifest(tmp_path):
 @pytest.mark.parametrize("content", ['{"layout": 1, "files": {}}', '{"files": ' + 100_000 * "["])
 def test_a_manifest_that_lists_nothing_or_cannot_be_read_is_damage(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match=r"manifest\.json is corrupt"):
+    with pytest.raises(ValueError, match=r"manifest\.json"):
         verify(tmp_path)
 
 
 def test_another_run_is_refused_until_overwriting_is_asked_for(tmp_path):
     folder = publish_sample(tmp_path / "run")
-    with pytest.raises(FileExistsError, match="holds another run"):
+    with pytest.raises(FileExistsError, match="--overwrite"):
         publish(folder, write_files, {})
     publish(folder, write_files, {"command": "again"}, overwrite=True)
     verify(folder)
@@ -108,7 +109,7 @@ def test_another_run_is_refused_until_overwriting_is_asked_for(tmp_path):
 def test_overwriting_spares_files_that_were_never_published(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(FileExistsError, match="did not publish"):
+    with pytest.raises(FileExistsError, match=rf"{tmp_path}/home\b"):
         publish(tmp_path / "home", write_files, {}, overwrite=True)
     assert (tmp_path / "home" / "thesis.tex").exists()
 
@@ -124,9 +125,9 @@ def test_an_empty_folder_is_free_and_a_file_is_not(tmp_path):
 def test_a_writer_that_fails_leaves_nothing(tmp_path):
     def fail(folder: Path) -> None:
         write_files(folder)
-        raise RuntimeError("half way")
+        raise RuntimeError("half")
 
-    with pytest.raises(RuntimeError, match="half way"):
+    with pytest.raises(RuntimeError, match="half"):
         publish(tmp_path / "run", fail, {})
     assert list(tmp_path.iterdir()) == []
 
@@ -144,7 +145,7 @@ def test_a_full_disk_is_reported_as_one(tmp_path):
             file.write("x")
             file.flush()
 
-    with pytest.raises(OSError, match=r"no space left on the disk of .*run: nothing was published"):
+    with pytest.raises(OSError, match=rf"Errno {errno.ENOSPC}.*{tmp_path}/run\b"):
         publish(tmp_path / "run", fill_disk, {})
     assert list(tmp_path.iterdir()) == []
 
@@ -155,7 +156,7 @@ def test_a_disk_that_fills_under_torchs_own_writer_is_reported_as_one(tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
-        with pytest.raises(OSError, match="no space left on the disk of"):
+        with pytest.raises(OSError, match=rf"Errno {errno.ENOSPC}.*{disk}/run\b"):
             publish(disk / "run", lambda folder: torch.save(torch.ones(2 << 20), folder / "optimizer.bin"), {})
         assert list(disk.iterdir()) == []
     finally:
@@ -173,7 +174,7 @@ def test_the_second_of_two_writers_does_not_win(tmp_path):
         write_files(folder)
         publish(tmp_path / "run", write_files, {"who": "first"})
 
-    with pytest.raises(FileExistsError, match="by another process meanwhile"):
+    with pytest.raises(FileExistsError, match=rf"{tmp_path}/run .*process"):
         publish(tmp_path / "run", publish_meanwhile, {"who": "second"})
     assert json.loads((tmp_path / "run" / "provenance.json").read_text()) == {"who": "first"}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -292,21 +293,21 @@ def test_a_cut_or_foreign_safetensors_file_is_named(tmp_path):
     assert safetensors_header(path)["layer.0"]["shape"] == [100, 100]
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=rf"model.safetensors is truncated: {len(whole) - 1} bytes of {len(whole)}"):
+    with pytest.raises(ValueError, match=rf"model\.safetensors\b.*\b{len(whole) - 1}\b.*\b{len(whole)}\b"):
         fingerprint(path.parent)
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ValueError, match="truncated or not a safetensors file"):
+    with pytest.raises(ValueError, match=rf"{path} .*\({path.stat().st_size} bytes\)"):
         safetensors_header(path)
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match="truncated or not a safetensors file"):
+    with pytest.raises(ValueError, match=rf"{path} .*\({path.stat().st_size} bytes\)"):
         safetensors_header(path)
     path.write_bytes(whole[:8] + b"x" + whole[9:])
-    with pytest.raises(ValueError, match="header cannot be read"):
+    with pytest.raises(ValueError, match=rf"{path} .*header"):
         safetensors_header(path)
 
 
 def test_a_folder_without_a_model_has_no_fingerprint(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not a model folder"):
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} .*config\.json"):
         fingerprint(tmp_path)
 
 

@@ -43,7 +43,7 @@ def test_a_whole_folder_loads_with_equal_logits(tmp_path, tied):
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_tokenizer])
 def test_a_missing_folder_is_said_to_be_missing(tmp_path, load):
-    with pytest.raises(FileNotFoundError, match=r"there is no .*nowhere") as error:
+    with pytest.raises(FileNotFoundError, match="nowhere") as error:
         load(tmp_path / "nowhere")
     assert_one_line(error)
 
@@ -54,10 +54,10 @@ def test_a_folder_without_a_config_is_said_to_be_the_wrong_one(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder):
-    with pytest.raises(FileNotFoundError, match=r"model holds no tokenizer"):
+    with pytest.raises(FileNotFoundError, match=r"model\b.*tokenizer\.json"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"cannot load the tokenizer of .*model") as error:
+    with pytest.raises(ValueError, match=rf"tokenizer.*{folder}\b") as error:
         load_tokenizer(folder)
     assert_one_line(error)
 
@@ -65,14 +65,14 @@ def test_a_folder_without_a_tokenizer_is_refused(folder):
 def test_a_truncated_shard_is_named(folder):
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=rf"{shard.name} is truncated"):
+    with pytest.raises(ValueError, match=rf"{shard.name}\b.*truncated"):
         load_causal_lm(folder)
 
 
 def test_a_missing_shard_is_named(folder):
     shard = sorted(folder.glob("*.safetensors"))[1]
     shard.unlink()
-    with pytest.raises(ValueError, match=rf"{shard.name} is missing"):
+    with pytest.raises(ValueError, match=rf"{shard.name}\b.*missing"):
         load_causal_lm(folder)
 
 
@@ -99,7 +99,7 @@ def test_weights_of_another_shape_are_refused(tmp_path):
     make_model().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
-    with pytest.raises(ValueError, match=r"cannot load the model|lacks") as error:
+    with pytest.raises(ValueError, match=rf"model {tmp_path}:|lacks") as error:
         load_causal_lm(tmp_path)
     assert_one_line(error)
 
@@ -119,7 +119,7 @@ def test_a_hub_name_is_looked_up_and_its_absence_said_in_one_line(monkeypatch):
     with pytest.raises(FileNotFoundError, match="redraft-tests/no-such-model") as error:
         load_causal_lm("redraft-tests/no-such-model")
     assert_one_line(error)
-    with pytest.raises(FileNotFoundError, match="nor in the hub's cache"):
+    with pytest.raises(FileNotFoundError, match=r"redraft-tests/no-such-model\b.*cache"):
         model_folder("redraft-tests/no-such-model")
 
 

@@ -58,14 +58,12 @@ def test_a_model_without_its_weights_is_refused_in_one_line(tmp_path: Path, case
         done = run_with_hub(FETCH, hub if case == "a file that the hub does not give" else NOWHERE, tmp_path)
     assert done.returncode
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"FileNotFoundError: {NAME} is no folder here, and the hub does not give all of it: "), (
-        done.stderr
-    )
+    assert last.startswith(f"FileNotFoundError: {NAME} "), done.stderr
 
 
 def test_a_folder_is_left_alone(tmp_path: Path) -> None:
     assert fetch_model(tmp_path) == tmp_path
-    with pytest.raises(ValueError, match="redraft data import-gguf"):
+    with pytest.raises(ValueError, match=r"`redraft data import-gguf model\.gguf\b"):
         fetch_model("model.gguf")
 
 

@@ -128,7 +128,7 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
 def test_a_draft_without_a_module_here_is_told_what_it_is(name: str, tmp_path: Path) -> None:
     config, names, said = KNOWN[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"holds an? ") as refused:
+    with pytest.raises(ValueError, match=str(tmp_path)) as refused:
         detect_family_by_tensors(names, tmp_path)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)

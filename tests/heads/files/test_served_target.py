@@ -76,7 +76,7 @@ def test_longrope_is_refused_beyond_the_original_length(target: Path) -> None:
     rope |= {"short_factor": [1.0] * (head_dim // 2), "long_factor": [4.0] * (head_dim // 2)}
     shape = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 512}
     edit(path, **shape, max_position_embeddings=4096, rope_parameters=rope, rope_scaling=None)
-    assert "set max_position_embeddings to 512" in complaint(target)
+    assert "max_position_embeddings to 512" in complaint(target)
     edit(path, max_position_embeddings=512)
     check(target)
 
@@ -111,7 +111,7 @@ def test_a_head_left_beside_tied_embeddings_is_refused(target: Path) -> None:
     save_file(weights, target / WEIGHTS, {"format": "pt"})
     edit(target / "config.json", tie_word_embeddings=True)
     (target / "manifest.json").unlink(missing_ok=True)
-    assert "lm_head.weight differs from model.embed_tokens.weight" in complaint(target)
+    assert re.search(r"\blm_head\.weight\b.*\bmodel\.embed_tokens\.weight\b", complaint(target))
     edit(target / "config.json", tie_word_embeddings=False)
     check(target)
     edit(target / "config.json", tie_word_embeddings=True)
@@ -132,10 +132,10 @@ def test_a_head_for_a_target_without_vllms_interface_is_refused(target: Path) ->
 @pytest.mark.parametrize(
     ("model_type", "family", "message"),
     [
-        ("siglip_vision_model", "standalone", "no language model for a SiglipVisionConfig"),
-        ("siglip_vision_model", "eagle3", "no language model for a SiglipVisionConfig"),
-        ("t5", "eagle1", "no language model for a T5Config"),
-        ("falcon_mamba", "eagle1", "FalconMambaConfig, which does not say .*max_position_embeddings"),
+        ("siglip_vision_model", "standalone", "SiglipVisionConfig"),
+        ("siglip_vision_model", "eagle3", "SiglipVisionConfig"),
+        ("t5", "eagle1", "T5Config"),
+        ("falcon_mamba", "eagle1", "FalconMambaConfig.*max_position_embeddings"),
     ],
 )
 def test_a_target_that_nothing_covers_is_refused_before_anything_is_loaded(
@@ -246,12 +246,12 @@ def test_two_chat_templates_that_disagree_are_refused_with_both_names(target: Pa
     (target / "chat_template.json").write_text(json.dumps({"chat_template": f"{template}\n"}))
     assert load_tokenizer(target).chat_template == template
     (target / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    with pytest.raises(ValueError, match=r"chat_template\.jinja and .*chat_template\.json"):
+    with pytest.raises(ValueError, match=r"chat_template\.jinja .*chat_template\.json"):
         load_tokenizer(target)
     (target / "chat_template.jinja").unlink()
     assert load_tokenizer(target).chat_template == "{{ messages }}"
     edit(target / "tokenizer_config.json", chat_template=template)
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json and .*chat_template\.json"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json .*chat_template\.json"):
         load_tokenizer(target)
 
 
@@ -292,17 +292,17 @@ def test_weights_under_another_name_are_named_with_the_way_out(target: Path) -> 
     """As in the folders of Medusa's authors, and in an interrupted download."""
     names = list(tensor_files(target))
     (target / WEIGHTS).rename(target / "medusa_lm_head.safetensors")
-    with pytest.raises(FileNotFoundError, match=rf"medusa_lm_head\.safetensors: rename it to {WEIGHTS}"):
+    with pytest.raises(FileNotFoundError, match=rf"medusa_lm_head\.safetensors: .*\b{WEIGHTS}"):
         tensor_files(target)
     (target / "medusa_lm_head.safetensors").rename(target / WEIGHTS)
     assert list(tensor_files(target)) == names
     shutil.copy(target / WEIGHTS, target / "model-1.safetensors")
     (target / WEIGHTS).rename(target / "model-2.safetensors")
-    with pytest.raises(FileNotFoundError, match=rf"model-1\.safetensors: fetch {INDEX} too"):
+    with pytest.raises(FileNotFoundError, match=rf"model-1\.safetensors: .*\b{INDEX}\b"):
         tensor_files(target)
     for path in target.glob("model-*"):
         path.rename(path.with_suffix(".pt"))
-    with pytest.raises(FileNotFoundError, match=r"model-1\.pt: convert"):
+    with pytest.raises(FileNotFoundError, match=r"model-1\.pt: "):
         tensor_files(target)
 
 

@@ -44,9 +44,9 @@ def test_a_tokenizer_with_tokens_more_is_another(byte_tokenizer):
     longer = make_byte_tokenizer()
     longer.add_tokens(["<think>"])
     last = len(byte_tokenizer)
-    with pytest.raises(ValueError, match=f"token {last} is absent in the target and '<think>' in the draft"):
+    with pytest.raises(ValueError, match=rf"token {last} .*\babsent\b.*'<think>'"):
         check_same_tokenizer(byte_tokenizer, longer)
-    with pytest.raises(ValueError, match=f"token {last} is '<think>' in the target and absent in the draft"):
+    with pytest.raises(ValueError, match=rf"token {last} .*'<think>'.*\babsent\b"):
         check_same_tokenizer(longer, byte_tokenizer)
 
 
@@ -54,7 +54,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(tmp_path, byte_tokenizer):
     sentencepiece = make_sentencepiece_tokenizer()
     StandaloneDraft(make_lm(len(sentencepiece))).export(tmp_path, tokenizer=sentencepiece)
     target = make_lm(384)
-    with pytest.raises(ValueError, match=r"token 0 is '<\|pad\|>' in the target and '<unk>' in the draft"):
+    with pytest.raises(ValueError, match=r"token 0 .*'<\|pad\|>'.*target.*'<unk>'.*draft"):
         make_draft(Init(checkpoint=str(tmp_path)), target, byte_tokenizer)
 
 
