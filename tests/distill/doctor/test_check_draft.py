@@ -51,5 +51,5 @@ def test_a_draft_that_the_runner_does_not_serve_is_checked_without_an_engine(
         engine=EngineCheck(folder=tmp_path / "engine"),
     )
     assert checked.findings == []
-    assert [note for note in checked.notes if f"not run in the engine: {reason}" in note]
+    assert [note for note in checked.notes if f"engine: {reason}" in note]
     assert not (tmp_path / "engine").exists()

@@ -81,9 +81,9 @@ def test_prompts_are_compared_one_by_one_only_if_forecast_and_engine_computed_in
     plan = make_plan(pair, tmp_path, engine)
     assert plan.run.dtype == engine
     problems = judge(pair, plan, TIES)
-    assert [("8 prompts count otherwise" in problem) for problem in problems] == [True] * is_broken
+    assert [("8 prompts" in problem) for problem in problems] == [True] * is_broken
     (worse,) = judge(pair, plan, [-10] * 16)
-    assert "serving sees 1.500" in worse, "the mean counts in every type"
+    assert "1.500" in worse, "the mean counts in every type"
 
 
 def test_the_engine_runs_in_the_type_of_the_forecast(random_target: Path, tmp_path: Path) -> None:

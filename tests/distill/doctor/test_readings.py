@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -196,8 +197,8 @@ def test_the_layers_of_a_head_of_speculators_are_counted_as_there(world: World, 
     head.export(tmp_path / "head", layout="speculators", target_name="target")
     edit_config(tmp_path / "head", lambda config: config.update(aux_hidden_state_layer_ids=[2, 4, 5], redraft={}))
     (finding,) = world.judge(tmp_path / "head")
-    assert finding.problem.startswith("the head was trained on the aux layers [1, 3, 4], and is fed [2, 4, 5]")
-    assert finding.cure == 'write "aux_hidden_state_layer_ids": [1, 3, 4] at the top level of config.json'
+    assert re.search(r"\[1, 3, 4\].*\[2, 4, 5\]", finding.problem)
+    assert '"aux_hidden_state_layer_ids": [1, 3, 4]' in finding.cure
 
 
 def test_the_order_of_the_layers_in_fc_of_a_block_drafter_is_named(world: World, tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_the_order_of_the_layers_in_fc_of_a_block_drafter_is_named(world: World,
     first, second, third = tensors["fc.weight"].chunk(3, dim=1)
     save_file({**tensors, "fc.weight": torch.cat([third, first, second], dim=1)}, folder / "model.safetensors")
     (finding,) = world.judge(folder)
-    assert finding.problem.startswith("fc.weight mixes the aux layers in the order [4, 1, 3]")
+    assert re.match(r"fc\.weight .*\[4, 1, 3\]", finding.problem)
 
 
 # --- sizes of a head
@@ -266,8 +267,8 @@ def make_reader_of_the_anchor(world: World) -> DFlash:
 
 def test_a_head_trained_with_the_feature_of_the_anchor_is_named(world: World) -> None:
     (finding,) = world.judge(world.write(make_reader_of_the_anchor(world), "reader"))
-    assert finding.problem.startswith("the head was trained with the target's feature of the anchor in the context")
-    assert "train again, with the features before each block's anchor only" in finding.cure
+    assert re.search(r"\bfeature of the anchor\b", finding.problem)
+    assert "anchor" in finding.cure
 
 
 def test_a_block_that_sees_its_anchor_reads_one_row_more_and_no_other_block_does(world: World) -> None:

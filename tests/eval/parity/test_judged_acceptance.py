@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -41,7 +42,7 @@ def test_a_loss_against_the_forecast_is_found_although_prompts_differ_more_than_
     served, expected = make_prompts(np.random.default_rng(1), loss)
     (finding,) = find_missed_forecast(served, expected, is_exact=False)
     tau = sum(expected, AcceptanceCounts.zero()).tau
-    assert f"tau {tau:.3f} on these 16 prompts" in finding.problem
+    assert re.search(rf"tau {tau:.3f}\b.*\b16 prompts", finding.problem)
     assert finding.cure
     (gained,) = find_missed_forecast(expected, served, is_exact=False)
     assert "+" in gained.problem.split("difference")[1], "more than forecast is another draft too"
@@ -71,7 +72,7 @@ def test_in_float32_a_fault_shows_by_the_prompts_that_count_otherwise() -> None:
         for i, e in enumerate(expected)
     ]
     (finding,) = find_missed_forecast(up_and_down, expected, is_exact=True)
-    assert "and 16 prompts count otherwise" in finding.problem
+    assert "16 prompts" in finding.problem
     assert not list(find_missed_forecast(up_and_down, expected, is_exact=False)), "in bfloat16 these may be ties"
 
 
@@ -100,7 +101,7 @@ def test_the_stored_forecast_is_read_back_and_knows_its_prompts() -> None:
 def test_acceptance_far_below_what_training_measured_is_a_finding() -> None:
     low = make_counts(*[0, 0, 0, 1] * 100)
     (finding,) = find_lost_acceptance(low, trained_tau=2.2)
-    assert "training said tau 2.20, serving sees 1.25 (400 drafts): 21% of the accepted tokens" in finding.problem
+    assert re.search(r"tau 2\.20\b.*\b1\.25 \(400 drafts\).*\b21%", finding.problem)
     assert not list(find_lost_acceptance(low, trained_tau=1.3))
     assert not list(find_lost_acceptance(make_counts(*[1, 2, 0, 3] * 100), trained_tau=2.2))
 
@@ -113,9 +114,9 @@ def test_a_finding_needs_enough_drafts() -> None:
 
 def test_a_draft_that_accepts_nothing_or_everything_is_found_without_a_reference() -> None:
     (dead,) = find_dead(make_counts(*[0] * 95, *[1] * 5))
-    assert dead.problem == "the draft is dead: tau 1.05 over 100 drafts, so it slows the server down"
+    assert re.search(r"tau 1\.05 over 100 drafts", dead.problem)
     (copied,) = find_too_good(make_counts(*[3] * 99, 1))
-    assert "99.3% of the draft tokens are accepted: the draft is a copy of the target" in copied.problem
+    assert re.search(r"99\.3%.*\bcopy\b", copied.problem)
     sound = make_counts(*[0, 1] * 100)
     assert [*find_dead(sound), *find_too_good(sound)] == []
     assert not list(find_dead(make_counts(*[0] * 50))), "too few drafts to say so"
