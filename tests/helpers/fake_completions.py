@@ -27,7 +27,7 @@ class Upstream:
     clients: set[Any] = field(default_factory=set)
     """The other ends of the connections of all requests."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to release requests to wait."""
+    """Set to release requests to wait, and to break off those that break within."""
     left: int = 0
     """Requests whose client disconnected before the answer."""
 
@@ -79,7 +79,7 @@ class Upstream:
     async def _events(self, question: dict[str, Any]) -> AsyncIterator[bytes]:
         yield event(answer(self.name, question))
         if question.get("do") == "break within":
-            await asyncio.sleep(0.05)  # the part sent so far arrives
+            await self.gate.wait()
             self._server.cut_off()
         try:
             await self.gate.wait()

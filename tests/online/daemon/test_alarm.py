@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -89,8 +90,8 @@ def test_evidence_is_recent_by_the_learners_clock_not_by_the_machines(world, rec
         is_worse, why = judge.find_loss(BAD, GOOD, 1)
         assert is_worse, why
         buffer.expire(now_s + RECENT_S + 1)
-        assert judge.find_loss(BAD, GOOD, 2) == (False, f"on held-out requests it is not proven worse than {GOOD}: "
-                                                 "0 held-out requests with drafts, 10 needed")  # fmt: skip
+        is_worse, why = judge.find_loss(BAD, GOOD, 2)
+        assert (is_worse, bool(re.search(rf"\b{GOOD}: 0 .*\b10\b", why))) == (False, True), why
 
 
 def test_requests_of_weights_of_before_do_not_decide_about_a_draft_for_those_of_now(world, records, drafts):
@@ -137,7 +138,7 @@ def test_counters_alone_roll_nothing_back(world, records):
     assert world.registry.current() == GOOD
     assert world.registry.promoted() == [NOISY, GOOD]
     assert "acceptance_alarm" in {entry.what for entry in world.entries("fault")}
-    assert "not proven worse than v000001: tau 1." in told(world, f"stays on {GOOD}")[0]
+    assert re.search(r"v000001: tau 1\.", told(world, f"stays on {GOOD}")[0])
 
 
 def test_a_bad_version_is_rolled_back_once_and_no_further(world, records):

@@ -35,8 +35,10 @@ def test_a_wait_ends_with_its_own_event_only():
     async def main():
         inbox = Inbox()
         waiting = asyncio.create_task(inbox.wait_for(Event.RESUME))
+        also_waiting = asyncio.create_task(inbox.wait_for(Event.BEGIN_AGAIN))
+        await asyncio.sleep(0)  # a turn of the loop: both wait
         inbox.post(Move(Event.BEGIN_AGAIN))
-        await asyncio.sleep(0.01)
+        await also_waiting  # woken after `waiting`
         assert not waiting.done()
         inbox.post(Move(Event.RESUME))
         await asyncio.wait_for(waiting, 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 from collections import Counter
@@ -116,7 +117,7 @@ def test_the_gate_judges_with_the_servers_draft_tokens_and_sampling_method(world
 
     play(world, script)
     verdicts = world.entries("gate")
-    assert all(entry.reason.endswith("(2 draft tokens, probabilistic, as the servers draft)") for entry in verdicts)
+    assert all(entry.reason.rpartition("(")[2].startswith("2 draft tokens, probabilistic,") for entry in verdicts)
     assert all(entry.tau_candidate <= 3 for entry in verdicts if entry.requests)
 
 
@@ -406,7 +407,7 @@ def test_a_bad_version_that_a_person_forces_is_taken_back_by_the_canary(world, r
         world.traffic.tau[bad] = 1.0
         reply = await control.ask(world.root / "learner", Outcome, do="swap", version=bad)
         assert not reply.passed
-        assert "hardly accepted" in reply.reason
+        assert "hardly" in reply.reason
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
         with pytest.raises(ValueError, match="v000099"):
             await control.ask(world.root / "learner", Outcome, do="swap", version="v000099")
@@ -418,7 +419,7 @@ def test_a_person_swaps_rolls_back_and_is_told_where_there_is_nothing_before(wor
     async def script(task):
         learner = world.root / "learner"
         await until(lambda: world.entries("state"), task)
-        with pytest.raises(ValueError, match="no version before"):
+        with pytest.raises(ValueError, match="v000001"):
             await control.ask(learner, control.WentBack, do="rollback")
         good = world.registry.publish(
             lambda folder: shutil.copytree(world.draft, folder, dirs_exist_ok=True),
@@ -534,7 +535,7 @@ def test_zero_retention_with_a_spool_on_a_disk_is_refused(world):
 
 def test_a_second_learner_of_the_same_draft_is_refused(world):
     async def script(task):
-        with pytest.raises(AlreadyOwnedError, match="already has a learner"):
+        with pytest.raises(AlreadyOwnedError, match=rf"learner\b.*\(process {os.getpid()} on "):
             async with world.learner():
                 pass
 
@@ -551,7 +552,7 @@ def test_a_second_learner_on_the_same_folder_is_refused_also_with_another_regist
     cfg.folder.mkdir()
     with (
         own(cfg.folder / "learner.lock", "a learner"),
-        pytest.raises(AlreadyOwnedError, match=r"learner already has a learner \(process \d+ on .*\): stop it first"),
+        pytest.raises(AlreadyOwnedError, match=rf"{cfg.folder} .*\(process {os.getpid()} on .*\)"),
     ):
         run(cfg)
 
@@ -561,7 +562,7 @@ def test_a_target_or_tokenizer_that_changed_is_refused_at_the_start(world, tmp_p
         await until(lambda: world.entries("buffer"), task)
 
     play(world, script)
-    with pytest.raises(ValueError, match=r"another target than .*; give each target its own"):
+    with pytest.raises(ValueError, match=r"registry/v\d+ .*\bchanged\b"):
         play(world, script, target=with_other_tokenizer(world.target, tmp_path / "changed"))
 
 

@@ -69,7 +69,7 @@ def test_hidden_states_survive_the_wire_and_wrong_ones_do_not(random_target):
     whole = with_states(record, random_target, "eagle3", begin=2)
     assert whole.hidden_words.shape == (29, 3, 64)
     for change in ({"hidden_begin": 4}, {"hidden_begin": -1}, {"hidden": whole.hidden[:-2]}, {"hidden_shape": (0, 64)}):
-        with pytest.raises(ValueError, match="hidden states"):
+        with pytest.raises(ValueError, match="hidden"):
             decode_record(encode_record(msgspec.structs.replace(whole, **change)))
 
 
@@ -193,7 +193,7 @@ def test_quantised_weights_are_refused_with_the_cure(random_target, targets, tmp
     layer = mtp.Mtp.load(make_head("mtp", mimo, tmp_path / "head"), Target.from_folder(mimo))
     packed = {n: t.to(torch.float8_e4m3fn) if t.ndim > 1 else t for n, t in layer.checkpoint_tensors().items()}
     stitch(mimo, packed, tmp_path / "target", {})
-    with pytest.raises(ValueError, match=r"quantised weights, such as block\..*: give the weights from before quanti"):
+    with pytest.raises(ValueError, match=r"quantised.* block\.\w+"):
         find_family("mtp").extract(tmp_path / "target", tmp_path / "alone")
     config = json.loads((eagle / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (eagle / "config.json").write_text(json.dumps(config))
@@ -358,7 +358,7 @@ def test_anchors_without_states_are_refused(world, random_target, tmp_path):
     async def script(task):
         await task
 
-    with pytest.raises(ValueError, match="heads learn without them"):
+    with pytest.raises(ValueError, match=r"anchors .*\bhidden\b.*`anchors`"):
         play(world, script, anchors=tmp_path / "anchors")
 
 

@@ -230,13 +230,13 @@ def test_every_printed_setting_is_explained():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainig.lr=1", "there is no setting trainig: did you mean training?"),
-        ("training.lrr=1", "there is no setting training.lrr: did you mean training.lr?"),
-        ("training.lr='high'", r"Expected `float`, got `str` - at `\$.training.lr`"),
-        ("training.fresh_per_step=0", "training.fresh_per_step is 0: it must be at least 1"),
-        ("gate.confidence=2", "confidence must be between 0.5 and 1"),
-        ("registry=3", "expected a path in quotes"),
-        ("folder=here", "strings need quotes"),
+        ("trainig.lr=1", r"\btrainig\b.*\btraining\b"),
+        ("training.lrr=1", r"\btraining\.lrr\b.*\btraining\.lr\b"),
+        ("training.lr='high'", r"`float`.*`str`.*`\$\.training\.lr`"),
+        ("training.fresh_per_step=0", r"training\.fresh_per_step\b.*\b0\b.*\b1\b"),
+        ("gate.confidence=2", r"confidence.*\b0\.5\b.*\b1\b"),
+        ("registry=3", r"path.*quotes.*`\$\.registry`"),
+        ("folder=here", "quotes"),
     ],
 )
 def test_an_invalid_setting_is_refused_in_one_line(tmp_path, override, message):

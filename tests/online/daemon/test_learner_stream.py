@@ -34,6 +34,11 @@ def over_the_log(world, broker):
     return replace(world.config(), spool=None, ingest=broker.url)
 
 
+def stored(world):
+    """Records in the buffer, as the journal has them."""
+    return world.last("buffer", "records") + world.last("buffer", "held_out")
+
+
 async def ship(broker, records):
     publisher = Publisher(broker.url, Nats())
     publisher.write([encode_frame(record) for record in records])
@@ -50,13 +55,13 @@ def test_a_learner_killed_before_it_acknowledges_trains_every_record_once(world,
                 config = over_the_log(world, broker)  # the fleet has taken its ports
                 process = start(config, "after 2 redraft.online.learning.buffer:Buffer.append")
                 await ship(broker, records[:100])
-                await asyncio.sleep(0.5)
+                await until(lambda: stored(world) or not process.is_alive())
                 await ship(broker, records[100:120])  # by now it is a second batch
                 assert await ended(process) == -9
                 broker.restart()
                 process = start(config)
                 await ship(broker, records[120:])
-                await until(lambda: world.last("buffer", "records") + world.last("buffer", "held_out") == len(records))
+                await until(lambda: stored(world) == len(records))
                 await until(lambda: world.last("buffer", "lag_records") < 4)
                 process.terminate()
                 assert await ended(process) == 0
@@ -70,12 +75,12 @@ def test_a_broker_that_goes_away_is_a_fault_that_heals(world, records, tmp_path)
         with running_broker(tmp_path / "nats") as broker:
             async with world.fleet(), world.learner(spool=None, ingest=broker.url) as task:
                 await ship(broker, records[:10])
-                await until(lambda: world.last("buffer", "records") + world.last("buffer", "held_out") == 10, task)
+                await until(lambda: stored(world) == 10, task)
                 broker.kill()
                 await until(lambda: "broker_unreachable" in [f.what for f in world.entries("fault")], task)
                 broker.start()
                 await ship(broker, records[10:20])
-                await until(lambda: world.last("buffer", "records") + world.last("buffer", "held_out") == 20, task)
+                await until(lambda: stored(world) == 20, task)
         assert [f.what for f in world.entries("fault")].count("broker_unreachable") == 1
 
     asyncio.run(main())
@@ -84,12 +89,12 @@ def test_a_broker_that_goes_away_is_a_fault_that_heals(world, records, tmp_path)
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", "set one of them"),
-        ('spool = "s"\ningest = "nats://host:4222"', "set one of them"),
-        ('ingest = "host:4222"', "it must be nats://HOST:4222"),
+        ("", "spool.*ingest"),
+        ('spool = "s"\ningest = "nats://host:4222"', "spool.*ingest"),
+        ('ingest = "host:4222"', "nats://HOST:4222"),
         ('ingest = "nats://host:4222"\n[nats]\nfleet = "a b"', "nats.fleet"),
         ('ingest = "nats://host:4222"\n[stream]\nmax_bytes = 0', "stream.max_bytes"),
-        ('ingest = "nats://host:4222"\n[nats]\ncredentials = "absent"', "there is no file"),
+        ('ingest = "nats://host:4222"\n[nats]\ncredentials = "absent"', "absent"),
     ],
 )
 def test_a_mistake_about_the_log_is_told(tmp_path, lines, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def test_a_perfect_draft_puts_the_learner_to_sleep_and_a_new_domain_wakes_it(wor
                 ship(world.spool, prose)
                 await until(lambda: len(world.entries("training")) > steps, task)
                 woken = next(entry for entry in world.entries("staleness") if "begins again" in entry.reason)
-                assert woken.reason == "training begins again: domain prose is new"
+                assert re.search(r"\bprose\b.*\bnew\b", woken.reason)
                 assert woken.tau_then == woken.tau_now == 6, "the servers draft 5 tokens, all accepted"
                 assert world.last("staleness", "steps_saved") >= saved
 

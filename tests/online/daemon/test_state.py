@@ -36,7 +36,7 @@ def test_every_pair_outside_the_table_raises():
     for phase in Phase:
         for event in Event:
             if (phase, event) not in TRANSITIONS:
-                with pytest.raises(IllegalEventError, match=f"'{event.value}' cannot happen while {phase.value}"):
+                with pytest.raises(IllegalEventError, match=rf"'{event.value}' .*\b{phase.value}"):
                     advance(State(phase=phase), event)
 
 
@@ -112,7 +112,7 @@ def write(content):
 )
 def test_a_file_that_holds_no_state_is_damaged(tmp_path, write):
     write(tmp_path / "state.json")
-    with pytest.raises(DamagedError, match=r"state\.json is damaged \("):
+    with pytest.raises(DamagedError, match=r"state\.json\b"):
         load(tmp_path / "state.json")
 
 
@@ -136,7 +136,7 @@ def test_no_flipped_bit_and_no_cut_makes_another_state(tmp_path):
 
 def test_a_state_of_a_later_release_is_not_taken_for_damage(tmp_path):
     write_sealed(tmp_path / "state.json", {"phase": "idle"}, layout=2)
-    with pytest.raises(ValueError, match="written by a later release of redraft") as error:
+    with pytest.raises(ValueError, match=r"state\.json .*\(layout 2\)") as error:
         load(tmp_path / "state.json")
     assert not isinstance(error.value, DamagedError)
 

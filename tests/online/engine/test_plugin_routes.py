@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import shutil
 import threading
 import time
@@ -169,7 +170,7 @@ def test_no_request_outlives_the_engine(registry, method):
     client, began_s = make_client(registry, engine), time.monotonic()
     answer = client.post("/redraft/swap", json={"version": "v000002"})
     assert answer.status_code == 503
-    assert "the engine has died" in answer.text
+    assert "died" in answer.text
     assert time.monotonic() - began_s < 60
 
 
@@ -212,7 +213,7 @@ def test_stages_of_a_pipeline_without_the_draft_do_not_stop_a_swap(registry):
     answer, calls = swap(registry, redraft_load=[None, BROKEN], redraft_restore=[None, LOADED], **with_draft)
     assert (answer.status_code, "v000001 was restored" in answer.text) == (500, True)
     answer, calls = swap(registry, redraft_stage=[None, None])
-    assert (answer.status_code, "no rank of this server has a draft" in answer.text) == (409, True)
+    assert (answer.status_code, "no rank" in answer.text) == (409, True)
     assert "redraft_load" not in calls
 
 
@@ -299,7 +300,7 @@ def test_a_load_that_no_rank_answers_is_a_line_and_puts_the_last_good_draft_back
 
 def test_a_target_that_was_overwritten_is_told(registry):
     answer, _ = swap(registry, redraft_load=[LOADED, OVERWRITTEN])
-    assert (answer.status_code, "the target weights changed" in answer.text) == (500, True)
+    assert (answer.status_code, "target weights" in answer.text) == (500, True)
 
 
 def test_generation_is_resumed_whatever_happens(registry):
@@ -313,7 +314,7 @@ def test_an_engine_that_sleeps_is_left_alone(registry, falls_asleep_in):
     engine = Engine({"redraft_staged": [staged(registry)] * 2}, falls_asleep_in=falls_asleep_in)
     engine.is_asleep = not falls_asleep_in
     answer = make_client(registry, engine).post(SWAP, json=BODY)
-    assert (answer.status_code, "the engine sleeps: wake it up" in answer.text) == (409, True)
+    assert (answer.status_code, "sleeps" in answer.text) == (409, True)
     assert not {"pause", "redraft_load", "resume"} & set(engine.calls)
 
 
@@ -398,7 +399,7 @@ def test_a_version_that_cannot_be_read_never_pauses_the_engine(registry, rank, c
 def test_a_storage_that_hangs_on_the_ranks_ends_in_504_without_a_pause(registry, monkeypatch):
     monkeypatch.setattr(swap_transaction, "STAGE_TIMEOUT_S", 0.3)
     answer, calls = swap(registry, redraft_staged=[staged(registry), staged(registry, done=False)])
-    assert (answer.status_code, "took longer than" in answer.text) == (504, True)
+    assert (answer.status_code, "longer" in answer.text) == (504, True)
     assert "still serving v000001" in answer.text
     assert calls[-1] == "redraft_discard"
     assert not {"pause", "redraft_load"} & set(calls)
@@ -494,7 +495,7 @@ async def test_of_two_versions_the_one_asked_for_later_wins_although_it_was_foun
     await until(lambda: swaps._reads)
     assert (await swaps.swap(Asked(version="v000003")))["version"] == "v000003"
     hangs.set()
-    with pytest.raises(RefusedError, match="v000002 gave way to the next, to v000003"):
+    with pytest.raises(RefusedError, match=r"v000002\b.*\bv000003"):
         await earlier
     assert engine.calls.count("redraft_load") == 1
 
@@ -511,7 +512,7 @@ async def test_a_swap_asked_for_twice_does_not_begin_again(registry):
 def test_a_load_that_hangs_is_given_up_and_generation_resumed(registry, monkeypatch):
     monkeypatch.setattr(swap_transaction, "PAUSE_TIMEOUT_S", 0.2)
     answer, calls = swap(registry, load_s=30, redraft_load=[LOADED, LOADED])
-    assert (answer.status_code, "was not loaded within" in answer.text) == (504, True)
+    assert (answer.status_code, "v000002" in answer.text) == (504, True)
     assert calls == [*READ, "pause", "redraft_load", "resume", "redraft_discard"]
 
 
@@ -541,9 +542,7 @@ def swap_refused(registry, refuses=None, *, can_pause=True, restored=LOADED, **e
 def test_a_pause_that_is_refused_leaves_the_draft_and_goes_on(registry, cache, problem, cure):
     code, told, calls = swap_refused(registry, cache=cache, refuses={"pause": 1})
     assert code == 503
-    assert (
-        told == f"the engine could not {problem}: Call to pause method failed: not now; still serving v000001: {cure}"
-    )
+    assert re.search(rf"{problem}: .* pause .*: not now; .*\bv000001: {cure}$", told)
     assert calls == ["pause", "resume"]
 
 
@@ -574,7 +573,7 @@ def test_an_engine_that_never_resumes_is_told(registry, monkeypatch):
     monkeypatch.setattr(swap_transaction, "RESUME_TIMEOUT_S", 0.2)
     code, told, calls = swap_refused(registry, refuses={"resume": 10**6})
     assert code == 503
-    assert told == "generation was not resumed: Call to resume method failed: not now: restart this server"
+    assert re.search(r" resume .*: not now\b", told)
     assert calls.count("resume") > 2
 
 
@@ -832,7 +831,7 @@ class Failing(Engine):
 
 def test_where_a_rank_fails_all_get_the_weights_of_before(move, registry, checkpoint):
     answer, engine = move(make_moving(registry, checkpoint, Failing))
-    assert (answer.status_code, "the target has the weights of before" in answer.text) == (500, True)
+    assert (answer.status_code, "before" in answer.text) == (500, True)
     assert engine.told == [str(checkpoint), None]
     assert engine.calls[-1] == "resume"
 
@@ -841,7 +840,7 @@ def test_half_new_weights_serve_nobody_until_a_load_succeeds(registry, checkpoin
     engine = make_moving(registry, checkpoint, answers={"redraft_load_target": [{"ok": True}, TORN]})
     client, body = make_client(registry, engine, targets=(checkpoint.parent,)), {"path": str(checkpoint)}
     answer = client.post(MOVE, json=body)
-    assert (answer.status_code, "the engine stays paused: load again" in answer.text) == (500, True)
+    assert (answer.status_code, "paused" in answer.text) == (500, True)
     assert engine.num_pauses == 1
     engine.answers = {}
     assert client.post(MOVE, json=body).status_code == 200
@@ -852,7 +851,7 @@ def test_a_draft_that_fails_after_the_target_is_told_with_the_new_weights(move, 
     engine = make_moving(registry, checkpoint, answers={"redraft_load": [REFUSED] * 2})
     answer, _ = move(engine, draft="v000002")
     assert answer.status_code == 409
-    assert answer.json()["detail"].startswith("the target has the new weights, but v000002 differs")
+    assert re.search(r"\btarget\b.*\bnew\b.*\bv000002\b", answer.json()["detail"])
     assert engine.calls[-2:] == ["resume", "redraft_discard"]
 
 

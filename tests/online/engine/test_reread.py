@@ -229,14 +229,14 @@ def test_an_error_among_the_ranks_ends_the_server_instead_of_letting_it_wait():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"window": 64}, "with a window over its keys"),
-        ({"vocab_mapping": 1}, "with another vocabulary"),
-        ({"parallel": PARALLEL | {"decode_context_parallel_size": 2}}, "of several ranks"),
-        ({"parallel": PARALLEL | {"is_moe_model": True, "data_parallel_size": 2}}, "beside experts"),
+        ({"window": 64}, "window"),
+        ({"vocab_mapping": 1}, "vocabulary"),
+        ({"parallel": PARALLEL | {"decode_context_parallel_size": 2}}, "ranks"),
+        ({"parallel": PARALLEL | {"is_moe_model": True, "data_parallel_size": 2}}, "experts"),
     ],
 )
 def test_keys_of_an_unknown_layout_are_refused(changes, told):
-    with pytest.raises(ValueError, match=f"a draft .*{told}.* is not read again after a swap"):
+    with pytest.raises(ValueError, match=told):
         make_rereader(**changes)
 
 
@@ -282,7 +282,7 @@ def test_by_default_the_cache_is_kept_for_heads_of_one_layer_and_read_again_by_d
     engine_worker._prepare_cache(worker, asked)
     assert (state.swap_cache, state.rereader is not None) == (chosen, chosen == "draft")
     if asked == "auto" and chosen == "clear":
-        with pytest.raises(ValueError, match=r"for standalone drafts|not read again"):
+        with pytest.raises(ValueError, match=r"--swap\.cache|\bdraft\b.*\bagain\b"):
             engine_worker._prepare_cache(worker, "draft")
 
 

@@ -41,7 +41,7 @@ def test_a_sliced_tensor_is_cut_and_copied_as_the_whole_one() -> None:
     assert torch.equal(torch.cat([sliced[2:3], sliced[4:5]]), whole[[2, 4]])
     assert torch.equal(sliced[2:5].to(torch.bfloat16), whole[2:5].bfloat16())
     for outside in (sliced[1:3], sliced[:, :2], sliced):
-        with pytest.raises(ValueError, match="was staged"):
+        with pytest.raises(ValueError, match="staged"):
             torch.zeros(6, 4)[: len(outside), : outside.shape[1]].copy_(outside)
 
 

@@ -62,7 +62,7 @@ def test_the_shared_modules_come_back_after_an_exception():
 def test_a_shared_tensor_in_a_module_of_its_own_is_refused():
     target, draft = Model(), Model()
     draft.embed_tokens.weight = target.embed_tokens.weight
-    with pytest.raises(ValueError, match="is a tensor of the target"), without_shared_modules(draft, target):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight"), without_shared_modules(draft, target):
         pass
 
 
@@ -163,7 +163,7 @@ def test_a_draft_that_is_not_quantised_as_the_served_one_is_refused_with_the_cur
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
     current, candidate = (tmp_path, start) if is_served else (start, tmp_path)
     found, served = ("not quantised", "fp8") if is_served else ("fp8", "not quantised")
-    told = f"{candidate.name} is {found}, the loaded draft is {served}: quantise {candidate.name} like that one"
+    told = f"{candidate.name} .*{found}.*{served}"
     with pytest.raises(ValueError, match=told):
         require_same_layout(Layout.read(current), Layout.read(candidate))
 
@@ -239,7 +239,7 @@ def test_the_token_comes_from_a_file_and_stays_out_of_logs(tmp_path):
     assert config.token == "secret"
     assert "secret" not in repr(config)
     (tmp_path / "token").write_text("\n")
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match=str(tmp_path / "token")):
         read_config({"REDRAFT_TOKEN_FILE": str(tmp_path / "token")})
 
 
@@ -255,7 +255,7 @@ def test_nothing_is_captured_unless_asked_for(tmp_path):
     assert not read_config({}).capture.is_on
     capture = read_config({"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_TENANTS": "a,b"}).capture
     assert (capture.is_on, capture.tenants) == (True, ("a", "b"))
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match=r"\b0 and 1\b"):
         read_config({"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_FRACTION": "3"})
 
 
@@ -472,8 +472,8 @@ def test_the_draft_is_there_again_after_sleep(half_way_and_asleep):
         assert report["output"] == start["output"]
         told = report["result"]
         assert (told["load"]["ok"], told["load"]["touched"]) == (False, False)
-        assert "fell asleep" in told["load"]["error"]
-        assert (told["staged"]["ok"], "the engine sleeps" in told["staged"]["error"]) == (False, True)
+        assert "asleep" in told["load"]["error"]
+        assert (told["staged"]["ok"], "sleeps" in told["staged"]["error"]) == (False, True)
         is_intact = [told["asleep"]["draft_intact"], told["half_awake"]["draft_intact"]]
         assert is_intact == [level == 1, True]
         asleep = [status["asleep"] for status in (told["asleep"], told["half_awake"], report["status"])]
@@ -522,6 +522,6 @@ def test_what_a_head_shares_with_the_target_is_never_written(random_target, eagl
     assert swapped["output"] == start["output"]
     assert not refused["result"]["ok"]
     assert not refused["result"]["touched"]
-    assert "a different embed_tokens.weight" in refused["result"]["error"]
+    assert "embed_tokens.weight" in refused["result"]["error"]
     assert refused["output"] == start["output"]
     assert refused["status"]["draft_intact"]

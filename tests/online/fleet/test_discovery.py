@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import socket
 
@@ -46,9 +47,9 @@ def test_a_file_lists_the_servers_of_every_domain(tmp_path):
 )
 def test_what_can_be_no_servers_address_is_told_before_it_is_asked(tmp_path, url):
     write_fleet(tmp_path / "fleet.toml", ("http://fine:8000", ""), (url, ""))
-    with pytest.raises(ValueError, match="is not the address of a server: it must be like"):
+    with pytest.raises(ValueError, match=re.escape(repr(url))):
         read_fleet(tmp_path / "fleet.toml", "", "t")
-    with pytest.raises(ValueError, match="is not the address of a server: it must be like"):
+    with pytest.raises(ValueError, match=re.escape(repr(url))):
         FleetConfig(servers=("http://fine:8000", url))
 
 

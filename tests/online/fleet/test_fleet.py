@@ -28,6 +28,7 @@ from redraft.online.fleet.rollout import (
 from redraft.online.fleet.server import (
     Drafting,
     FleetServer,
+    NonsenseError,
     RefusedError,
     UnreachableError,
     Window,
@@ -67,7 +68,6 @@ async def test_a_better_draft_reaches_every_server_after_its_canary():
         canary = await try_canary(servers, NEW, OLD, QUICK)
         assert canary.passed
         assert read_taus(canary) == (2.5, 2.0)
-        assert "against the control group: tau 2.500 (" in canary.reason
         assert [fake.version for fake in fakes] == [NEW] + [OLD] * 7
         rolled = await roll_waves(servers, NEW, OLD, QUICK)
         assert (rolled.passed, rolled.version) == (True, NEW)
@@ -81,7 +81,7 @@ async def test_a_canary_worse_than_the_control_group_is_taken_back():
     async with running(*fakes) as servers:
         outcome = await try_canary(servers, "worse", OLD, QUICK)
         assert (outcome.passed, outcome.version) == (False, OLD)
-        assert "0.200 worse, 0.1 allowed: tau 1.800" in outcome.reason
+        assert re.search(r"\b0\.200\b.*\b0\.1\b.*tau 1\.800", outcome.reason)
         assert fakes[0].swaps == ["worse", OLD]
         assert all(fake.swaps == [] for fake in fakes[1:])
 
@@ -161,7 +161,7 @@ async def test_a_draft_that_is_hardly_accepted_is_stopped_before_the_window_is_f
         policy = replace(QUICK, min_drafts=10**9, window_timeout_s=600)
         outcome = await asyncio.wait_for(try_canary(servers, "bad", OLD, policy), 120)
         assert not outcome.passed
-        assert "hardly accepted" in outcome.reason
+        assert "hardly" in outcome.reason
         assert {fake.version for fake in fakes} == {OLD}
 
 
@@ -172,7 +172,7 @@ async def test_too_little_traffic_is_no_proof():
         outcome = await try_canary(servers, NEW, OLD, IMPATIENT)
         assert not outcome.passed
         assert outcome.is_inconclusive
-        assert "inconclusive: fewer than 5000 drafts" in outcome.reason
+        assert "5000 drafts" in outcome.reason
         assert {fake.version for fake in fakes} == {OLD}
 
 
@@ -181,9 +181,12 @@ async def test_a_candidate_may_stay_on_the_canary_until_traffic_tells():
     traffic = Traffic(drafts_per_reading=1)
     fakes = [FakeServer(traffic) for _ in range(3)]
     async with running(*fakes) as servers:
-        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, replace(IMPATIENT, keep_inconclusive=True)))
-        await asyncio.sleep(3 * IMPATIENT.window_timeout_s)
-        assert not rollout.done()
+        # The first poll comes after the timeout already.
+        policy = replace(QUICK, window_timeout_s=0, keep_inconclusive=True)
+        rollout = asyncio.ensure_future(try_canary(servers, NEW, OLD, policy))
+        await until(lambda: fakes[0].version == NEW, rollout)
+        num_asked = len(fakes[0].asked)
+        await until(lambda: len(fakes[0].asked) > num_asked + 20, rollout)
         assert fakes[0].version == NEW
         traffic.drafts_per_reading = 5000
         assert (await asyncio.wait_for(rollout, 300)).passed
@@ -238,7 +241,7 @@ async def test_unlike_traffic_does_not_decide(tau, easy_on_canary, is_passed, lo
     async with running(*fakes) as servers:
         outcome = await try_canary(servers, NEW, OLD, QUICK)
     assert outcome.passed is is_passed, outcome.reason
-    interval = re.search(r"interval of the loss by position and domain ([-+.\d]+) to ([-+.\d]+)", outcome.reason)
+    interval = re.search(r"domain ([-+.\d]+) to ([-+.\d]+)", outcome.reason)
     assert [float(end) for end in interval.groups()] == pytest.approx([loss] * 2), outcome.reason
 
 
@@ -318,7 +321,7 @@ async def test_one_server_of_two_that_refuses_leaves_both_on_the_incumbent():
         async with running(*fakes) as servers:
             outcome = await roll_out(servers, NEW)
             assert (outcome.passed, outcome.version, outcome.refused) == (False, OLD, {})
-            assert f"{fakes[refusing].url} answers POST /redraft/swap with 500" in outcome.reason
+            assert re.search(rf"{fakes[refusing].url} .*POST /redraft/swap\b.*\b500\b", outcome.reason)
             assert [fake.version for fake in fakes] == [OLD, OLD]
 
 
@@ -458,7 +461,7 @@ async def test_an_alarm_in_a_wave_brings_all_servers_back():
     async with running(*fakes) as servers:
         outcome = await roll_out(servers, NEW)
         assert not outcome.passed
-        assert "5 servers hardly accept the draft: tau 1.0" in outcome.reason
+        assert re.search(r"5 servers\b.*tau 1\.0", outcome.reason)
         assert "against 2.000" in outcome.reason
         assert {fake.version for fake in fakes} == {OLD}
 
@@ -506,7 +509,7 @@ async def test_a_fleet_that_falls_silent_is_not_rolled_on():
             fake.stop()
         outcome = await roll_waves(servers, NEW, OLD, IMPATIENT)
         assert not outcome.passed
-        assert "servers are gone" in outcome.reason
+        assert "gone" in outcome.reason
         assert {fake.version for fake in fakes[:4]} == {OLD}
         assert set(outcome.absent) == {fake.url for fake in fakes[4:]}
 
@@ -646,7 +649,7 @@ async def test_a_port_that_nobody_listens_on_is_unreachable():
     fake = FakeServer(Traffic())
     async with running(fake) as servers:
         fake.stop()
-        with pytest.raises(UnreachableError, match="does not answer"):
+        with pytest.raises(UnreachableError, match=rf"{fake.url} .*\baddress\b"):
             await servers[0].status()
 
 
@@ -661,7 +664,7 @@ async def test_another_service_on_the_address_is_a_refusal():
     async with listener, httpx.AsyncClient() as http:
         server = FleetServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN, http)
         assert (await converge([server], NEW, 0)).refused
-        with pytest.raises(RefusedError, match="something other than a status"):
+        with pytest.raises(NonsenseError, match=rf"{server.url} .*status"):
             await server.status()
 
 

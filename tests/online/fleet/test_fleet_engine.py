@@ -75,5 +75,5 @@ def test_a_better_draft_passes_and_a_bad_one_is_taken_back(server):
 def test_a_damaged_version_is_refused_and_nothing_changes(server):
     outcome, _ = asyncio.run(roll_out_under_traffic(server, CORRUPT, COPY))
     assert not outcome.passed
-    assert "answers POST /redraft/swap with 422" in outcome.reason
+    assert re.search(r"POST /redraft/swap\b.*\b422\b", outcome.reason)
     assert server.status()["draft_version"] == COPY

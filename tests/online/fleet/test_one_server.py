@@ -49,7 +49,7 @@ async def test_every_request_has_a_deadline_as_a_whole(deadlines, path, trouble)
     async with running(fake) as (one,):
         ask = {STATUS: one.status, SWAP: lambda: one.swap(NEW)}[path]
         began_s = time.monotonic()
-        with pytest.raises(UnreachableError, match=r"does not answer .* within"):
+        with pytest.raises(UnreachableError, match=rf"{fake.url} .*{path} .*\d s$"):
             await ask()
         assert time.monotonic() - began_s < 5
 
@@ -58,7 +58,7 @@ async def test_every_request_has_a_deadline_as_a_whole(deadlines, path, trouble)
 async def test_an_answer_without_end_is_nonsense():
     fake = FakeServer(Traffic(), trouble={STATUS: "pour"})
     async with running(fake) as (one,):
-        with pytest.raises(NonsenseError, match="more than 8 MiB"):
+        with pytest.raises(NonsenseError, match=rf"{fake.url} .*\b8 MiB\b"):
             await one.status()
 
 
@@ -280,7 +280,7 @@ async def test_a_version_is_known_by_name_and_bytes(tmp_path):
         async with connected({fake.url: TOKEN}, theirs) as (one,):
             assert (await converge([one], OLD, 0)).is_complete, "the same bytes are the same version"
             refused = (await converge([one], NEW, 0)).refused
-            assert "another registry" in refused[fake.url]
+            assert "registry" in refused[fake.url]
         assert fake.swaps == [OLD], "the second learner swaps nothing"
         assert (await converge([plain], NEW, 0)).refused, "a learner of an earlier release says no hash"
 

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def test_pruning_keeps_the_newest_the_current_and_the_way_back(registry):
     assert registry.rollback() == "v000002"
     assert [path.name for path in registry.folder.iterdir() if ".removed" in path.name] == []
     assert publish(registry) == "v000009"
-    with pytest.raises(ValueError, match="keep is 0"):
+    with pytest.raises(ValueError, match=r"\bkeep\b.*\b0\b"):
         registry.prune(keep=0)
 
 
@@ -137,7 +138,7 @@ def test_a_second_learner_is_refused_with_the_first_ones_process(registry):
         code = f"{imports}with Registry(pathlib.Path(sys.argv[1])).owned(): pass"
         second = subprocess.run([sys.executable, "-c", code, registry.folder], capture_output=True, text=True)
         assert second.returncode != 0
-        assert f"already has a learner (process {os.getpid()} on {os.uname().nodename}): stop it first" in second.stderr
+        assert f"learner (process {os.getpid()} on {os.uname().nodename})" in second.stderr
     with registry.owned():
         pass
 
@@ -248,7 +249,7 @@ def test_a_repair_passes_over_every_damaged_version_to_an_intact_one(registry, l
         (registry.path(version) / lost).unlink()
     registry.repair()
     assert (registry.current(), registry.promoted()) == ("v000001", ["v000001"])
-    assert registry.mended[0].startswith("v000004 is damaged, so v000001 is current again")
+    assert re.match(r"v000004 .*\bv000001\b", registry.mended[0])
 
 
 @pytest.mark.parametrize("was_promoted", [True, False])

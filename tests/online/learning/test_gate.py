@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def test_a_later_look_needs_more_evidence_to_promote_and_no_more_to_reject() -> 
     first, second, tenth = (gain for gain in gains if gain is not None)
     assert first.lower > second.lower > tenth.lower
     assert first.upper == second.upper == tenth.upper
-    with pytest.raises(ValueError, match="counted from 1, got 0"):
+    with pytest.raises(ValueError, match=r"\b1\b.*\b0$"):
         judge(candidate, incumbent, ["chat"] * 80, Policy(), 0)
 
 
@@ -129,7 +130,7 @@ def test_a_small_noisy_gain_is_inconclusive_not_a_pass() -> None:
 def test_few_requests_are_inconclusive_however_large_the_gain() -> None:
     verdict = judge(make_scored([3.0] * 23), make_scored([0.0] * 23), ["chat"] * 23, Policy())
     assert verdict.decision is Decision.INCONCLUSIVE
-    assert "23 held-out requests with drafts, 24 needed" in verdict.reason
+    assert re.search(r"\b23\b.*\b24\b", verdict.reason)
     assert judge([], [], [], Policy()).decision is Decision.INCONCLUSIVE
 
 
@@ -145,7 +146,7 @@ def test_a_gain_on_average_does_not_excuse_a_domain_that_loses() -> None:
     candidate = make_scored([2.0] * 90 + [0.5] * 30)
     verdict = judge(candidate, make_scored([1.0] * 120), domains, LENIENT)
     assert verdict.decision is Decision.REJECT
-    assert "domain prose loses more than 0.1" in verdict.reason
+    assert re.search(r"\bprose loses\b.*\b0\.1\b", verdict.reason)
     assert verdict.overall is not None
     assert verdict.overall.lower > 0.02
 
@@ -155,7 +156,7 @@ def test_a_domain_that_may_lose_is_inconclusive() -> None:
     candidate = make_scored([2.0] * 90 + [0.4, 1.6] * 15)
     verdict = judge(candidate, make_scored([1.0] * 120), domains, LENIENT)
     assert verdict.decision is Decision.INCONCLUSIVE
-    assert "domain prose may lose more" in verdict.reason
+    assert "prose may lose" in verdict.reason
 
 
 def test_a_domain_without_new_requests_does_not_block_for_good() -> None:
@@ -197,7 +198,7 @@ def test_an_incumbent_that_computes_nonsense_is_an_error() -> None:
 
 
 def test_sequences_must_pair_up() -> None:
-    with pytest.raises(ValueError, match="must pair up"):
+    with pytest.raises(ValueError, match="pair"):
         judge(make_scored([1.0] * 2), make_scored([1.0]), ["a"], LENIENT)
 
 
@@ -227,7 +228,9 @@ def test_equal_versions_are_hardly_ever_found_worse_however_often_one_looks() ->
 
 def test_too_few_requests_find_nothing_and_numbers_that_are_not_finite_do() -> None:
     bad, good = make_scored([0.0] * 23), make_scored([1.0] * 23)
-    assert find_loss(bad, good, Policy()) == (False, "23 held-out requests with drafts, 24 needed")
+    is_worse, reason = find_loss(bad, good, Policy())
+    assert not is_worse
+    assert re.search(r"\b23\b.*\b24\b", reason)
     assert find_loss([], [], Policy())[0] is False
     assert find_loss([make_counts(math.nan, 1)], [make_counts(1, 1)], Policy())[0]
     with pytest.raises(ValueError, match=r"looks.*1"):
@@ -242,4 +245,4 @@ def test_domains_that_nobody_vouches_for_block_no_candidate() -> None:
     verdict = judge(candidate, incumbent, [name.replace("invented", OTHER) for name in domains], Policy())
     assert verdict.decision is Decision.PROMOTE
     assert set(verdict.domains) == {"code"}
-    assert verdict.reason.endswith("not judged by themselves: other (40)")
+    assert verdict.reason.endswith(": other (40)")

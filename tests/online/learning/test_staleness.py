@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -124,10 +125,10 @@ def test_another_mix_of_domains_or_a_new_one_leaves_no_weights_behind() -> None:
 def test_a_new_domain_is_something_to_learn() -> None:
     found = compare(make_rows(2.0, 100, 0), make_rows(2.0, 60, 1) + make_rows(1.2, 30, 2, "prose"), POLICY, GATE)
     assert found is not None
-    assert found.reason == "domain prose is new"
+    assert re.search(r"\bprose\b.*\bnew\b", found.reason)
     alone = compare(make_rows(2.0, 100, 0), make_rows(1.2, 30, 2, "prose"), POLICY, GATE)
     assert alone is not None
-    assert alone.reason == "domain prose is new"
+    assert re.search(r"\bprose\b.*\bnew\b", alone.reason)
 
 
 def test_too_few_requests_say_nothing() -> None:

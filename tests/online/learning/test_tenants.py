@@ -230,7 +230,7 @@ def test_a_key_without_a_note_is_of_an_earlier_release(tmp_path: Any) -> None:
         note.write_text(damaged)
         with opened(tmp_path, held_out_fraction=0.5) as buffer:
             (sentence,) = buffer.damage
-            assert "held-out.json is damaged" in sentence
+            assert "held-out.json" in sentence
             assert sides(buffer) == before
         with opened(tmp_path) as buffer:
             assert buffer.damage == []

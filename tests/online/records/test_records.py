@@ -214,14 +214,14 @@ def test_states_in_float8_survive_the_wire_and_what_is_not_finite_does_not():
     assert frame[:4] == b"RDR2"
     again = decode_record(frame)
     assert (again, again.num_hidden, again.hidden_words.shape) == (record, 5, (5, 2, 8))
-    with pytest.raises(CorruptRecordError, match="hidden states"):
+    with pytest.raises(CorruptRecordError, match="hidden"):
         decode_record(encode_record(msgspec.structs.replace(record, hidden=record.hidden[:-1])))
     for place, byte in ((3, 0x7F), (8 + 2, 0x80), (8 + 3, 0x7F)):  # a code of NaN; an infinite scale, byte by byte
         hidden = bytearray(record.hidden)
         hidden[place] = byte
         if place > 8:
             hidden[8:12] = np.float32(np.inf).tobytes()
-        with pytest.raises(CorruptRecordError, match="not finite"):
+        with pytest.raises(CorruptRecordError, match="finite"):
             decode_record(encode_record(msgspec.structs.replace(record, hidden=bytes(hidden))))
 
 

@@ -246,12 +246,12 @@ async def test_learners_by_domain_take_over_from_one_for_all_and_back(broker, na
     await source.take()
     with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
         by_domain = make_source(broker, nats_config, of_code)
-        with pytest.raises(BrokerError, match=r"learner of redraft-.* takes all records already"):
+        with pytest.raises(BrokerError, match=r"\bredraft-.*\brecords\b"):
             await by_domain.take()
         await source.close()  # the pending pull request expires, or ends with the connection
         await publish(broker, nats_config, make_record(1, domain="code"), make_record(2, domain="prose"))
         assert await take_when_free(by_domain) == {"stored": 1}
-        with pytest.raises(BrokerError, match=r"learner-code of redraft-.* already"):
+        with pytest.raises(BrokerError, match=r"\blearner-code of redraft-"):
             await source.take()
         await by_domain.close()
         assert await take_when_free(source) == {"stored": 1}
@@ -266,7 +266,7 @@ async def test_learners_of_two_registries_do_not_take_each_others_records(broker
 
     running, restarted, other = make("1" * 32), make("1" * 32), make("2" * 32)
     await running.take()
-    with pytest.raises(BrokerError, match=r"a learner of another registry takes all records of redraft-.* already"):
+    with pytest.raises(BrokerError, match=r"registry\b.*\bredraft-"):
         await other.take()
     await publish(broker, nats_config, make_record(1))
     assert await take_all(running, 1) == {"stored": 1}

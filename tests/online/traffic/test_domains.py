@@ -98,7 +98,7 @@ def test_a_target_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         load_token_decoder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a tokenizer"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/tokenizer\.json\b"):
         load_token_decoder(tmp_path)
 
 
@@ -154,10 +154,10 @@ def flip_a_byte(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (flip_a_byte, "centroids.safetensors is corrupt"),
-        (lambda folder: (folder / "centroids.safetensors").unlink(), "centroids.safetensors is missing"),
-        (lambda folder: (folder / "domains.json").write_text("{"), "domains.json has 1 bytes instead of"),
-        (lambda folder: (folder / "manifest.json").unlink(), "was not published by redraft"),
+        (flip_a_byte, r"centroids\.safetensors.*corrupt"),
+        (lambda folder: (folder / "centroids.safetensors").unlink(), r"centroids\.safetensors.*missing"),
+        (lambda folder: (folder / "domains.json").write_text("{"), r"domains\.json.*\b1 bytes"),
+        (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json"),
     ],
 )
 def test_damage_is_told_by_name(clusters, tmp_path, damage, message):
@@ -183,13 +183,13 @@ def test_what_was_published_but_is_no_domains_is_refused(clusters, tmp_path, cha
         change(folder)
 
     publish(tmp_path / "domains", write, {})
-    with pytest.raises(ValueError, match="redraft data domains"):
+    with pytest.raises(ValueError, match="`redraft data domains`"):
         Clusters.read(tmp_path / "domains")
 
 
 @pytest.mark.parametrize("count", [1, 16])
 def test_more_domains_than_prompts_or_only_one_are_refused(count):
-    with pytest.raises(ValueError, match=f"{count} domains cannot be made of 15 distinct prompts"):
+    with pytest.raises(ValueError, match=rf"^{count} .*\b15\b"):
         Clusters.fit(CODE + PROSE, count)
 
 

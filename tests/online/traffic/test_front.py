@@ -234,7 +234,7 @@ async def test_a_failing_look_at_unfinished_requests_ends_no_stream_and_is_logge
 
 
 STANDING_STILL = """
-import asyncio, sys
+import asyncio, sys, time
 from starlette.responses import PlainTextResponse
 from redraft.online.records.record import read_frames
 from redraft.online.records.spool import spool_files
@@ -244,10 +244,18 @@ async def main():
     front.HEAD_TIMEOUT_S, front.TICKS_BETWEEN_LOOKS = float(sys.argv[1]), 1
     server = front.FrontServer(PlainTextResponse("well"), "127.0.0.1", 0)
     server.config.timeout_keep_alive = float(sys.argv[2])
+    look = server.close_unfinished
+
+    def look_and_tell(now_s):
+        began_s = time.monotonic()
+        look(now_s)
+        print(began_s, flush=True)
+
+    server.close_unfinished = look_and_tell
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
-    print(server.servers[0].sockets[0].getsockname()[1], flush=True)
+    print(f"port {server.servers[0].sockets[0].getsockname()[1]}", flush=True)
     await serving
 
 config = front._configure(None)
@@ -271,11 +279,13 @@ def test_a_request_sent_while_the_process_stood_still_is_answered(head_timeout_s
     command = [sys.executable, "-c", STANDING_STILL, str(head_timeout_s), str(keep_alive_s)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
-            with socket.create_connection(("127.0.0.1", int(server.stdout.readline())), timeout=120) as client:
+            port = next(int(line[5:]) for line in server.stdout if line.startswith("port "))
+            with socket.create_connection(("127.0.0.1", port), timeout=120) as client:
                 answers = client.makefile("rb")
                 client.sendall(REQUEST)
                 assert read_text(answers) == b"well"
-                time.sleep(0.3)
+                answered_s = time.monotonic()
+                next(line for line in server.stdout if float(line) > answered_s)  # it has looked at the idle connection
                 server.send_signal(signal.SIGSTOP)
                 wait_until(lambda: psutil.Process(server.pid).status() == psutil.STATUS_STOPPED)
                 client.sendall(REQUEST)
@@ -377,7 +387,7 @@ async def test_operators_are_shown_them_on_their_own_port(tmp_path):
         assert (await http.get("/redraft/router")).json()["servers"][0]["url"] == upstream.url
         assert "redraft_router_server_up" in (await http.get("/metrics")).text
         assert (await http.post(PATH)).status_code == 404
-    with pytest.raises(OSError, match=f"the admin port 127.0.0.1:{port} cannot be opened.*set admin_port"):
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}\b.*\badmin_port\b"):
         AdminServer(admin_app, "127.0.0.1", port)
     server.should_exit = True
     await asyncio.wait_for(serving, 120)
