@@ -188,7 +188,7 @@ def test_our_side_must_run() -> None:
     def build(side: str, device: str) -> Run:
         return build_broken("broken" if side == OURS else side, device)
 
-    with pytest.raises(RuntimeError, match="no kernel for this"):
+    with pytest.raises(RuntimeError, match="kernel"):
         _start(make_case(build, peer=Against(description="one that runs", peer="peer")), "cpu")
 
 

@@ -168,11 +168,11 @@ def test_a_part_that_fails_leaves_the_results_of_those_before(tmp_path: Path, mo
     monkeypatch.setattr(fleet, "compare_records", lambda: {"v1_equals_v2": True, "tests": 35})
     monkeypatch.setattr(fleet, "count_queued", fail)
     output = tmp_path / "report.json"
-    with pytest.raises(ValueError, match="no kernel"):
+    with pytest.raises(ValueError, match="kernel"):
         fleet.main(Config(output=output, head=EAGLE3, target=EAGLE3, parts=("records", "bytes")))
     assert json.loads(output.read_text())["records"]["tests"] == 35
 
 
 def test_a_missing_target_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is not there: give --target"):
+    with pytest.raises(FileNotFoundError, match="--target"):
         fleet.main(Config(target=tmp_path, parts=()))

@@ -97,7 +97,7 @@ def test_a_head_that_nothing_here_serves_is_told_by_the_forecast(tmp_path: Path)
 
 
 def test_heads_that_nothing_here_serves_are_refused_alone() -> None:
-    with pytest.raises(ValueError, match="the engine here serves none of dspark"):
+    with pytest.raises(ValueError, match="dspark"):
         main(Config(heads=("dspark",)))
 
 

@@ -160,7 +160,7 @@ def test_a_baseline_of_another_day_is_of_the_same_prompts(
 
 
 def test_a_template_with_a_date_is_not_rendered_without_one(target: Path) -> None:
-    with pytest.raises(ValueError, match="the chat template writes today's date: choose one day for the whole run"):
+    with pytest.raises(ValueError, match="date"):
         Renderer(load_tokenizer(str(target)), {})
 
 

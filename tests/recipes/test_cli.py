@@ -119,7 +119,7 @@ def test_the_console_script_starts_without_torch_or_the_engine():
     )
     assert result.returncode == 0, result.stderr
     assert "redraft 0." in result.stdout
-    assert "did you mean 'train'?" in result.stderr
+    assert "'train'" in result.stderr
 
 
 SHOW_ENVIRONMENT = """
@@ -344,9 +344,9 @@ def test_flags_change_what_a_preset_sets():
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--preset", "dem"], "there is no preset 'dem': did you mean 'demo'"),
-        (["--preset", "xyzzy"], "there is demo"),
-        (["--preset"], "--preset needs a value"),
+        (["--preset", "dem"], "'dem'.*'demo'"),
+        (["--preset", "xyzzy"], "'xyzzy'.*demo"),
+        (["--preset"], "--preset"),
     ],
 )
 def test_a_preset_that_is_not_there_is_refused(args, said):

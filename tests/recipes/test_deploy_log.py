@@ -130,7 +130,7 @@ def test_nobody_connects_without_a_key_or_without_tls(log: Broker) -> None:
         for tls in (None, trust(log)):
             with pytest.raises((nats.errors.Error, OSError)):
                 await nats.connect(log.url, tls=tls, allow_reconnect=False, max_reconnect_attempts=1)
-        with pytest.raises(BrokerError, match="Authorization Violation"):
+        with pytest.raises(BrokerError, match="Authorization"):
             await connect(address(log), Nats(fleet=FLEET, ca=user(log, "servers").ca))
 
     asyncio.run(run())

@@ -61,7 +61,7 @@ def test_a_run_that_ended_before_it_began_keeps_nobody_from_its_folder(command, 
     for _ in range(2):
         refused = run(command("mistyped", "--target", str(tmp_path / "nowhere")))
         assert refused.returncode == 2
-        assert f"there is no model folder {tmp_path / 'nowhere'}" in refused.stderr.splitlines()[-1]
+        assert str(tmp_path / "nowhere") in refused.stderr.splitlines()[-1]
 
 
 def test_resuming_with_another_config_names_what_changed_and_a_cut_checkpoint_names_its_file(command, tmp_path):

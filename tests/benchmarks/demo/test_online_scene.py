@@ -116,7 +116,7 @@ def test_smollm2_itself_has_room_for_sixteen_requests_and_learns_from_its_first_
 
 
 def test_a_target_that_is_not_there_is_told_before_the_output_is_touched(parts: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no model folder"):
+    with pytest.raises(FileNotFoundError, match="nothing"):
         make_scene(Config(target=tmp_path / "nothing", parts=parts))
 
 

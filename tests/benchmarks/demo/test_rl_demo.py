@@ -232,7 +232,7 @@ def test_a_demo_continues_with_the_same_settings_only(tmp_path: Path) -> None:
     (cfg.output / "kept").touch()
     begin_report(Config(output=cfg.output, updates=4, resume=True), day, resume=True)
     assert (cfg.output / "kept").is_file()
-    with pytest.raises(ValueError, match="other settings"):
+    with pytest.raises(ValueError, match=rf"{cfg.output} .*--overwrite"):
         begin_report(Config(output=cfg.output, updates=5, resume=True), day, resume=True)
     begin_report(Config(output=cfg.output, updates=5, overwrite=True), day)
     assert not (cfg.output / "kept").exists()

@@ -80,7 +80,7 @@ def test_another_reports_acceptance_takes_the_place_of_the_benchmarks(
     report = {"draft": "d", "offline": {"forecast_per_position": [0.05, 0.01]}}
     (tmp_path / "report.json").write_text(json.dumps(report))
     cfg = Config(serving=serving, acceptance=tmp_path / "report.json", output=tmp_path / "advice.json")
-    with pytest.raises(ValueError, match="was measured at temperature 0, and the served requests"):
+    with pytest.raises(ValueError, match=r"report\.json .*temperature 0\b.*--temperature"):
         main(cfg)
     main(replace(cfg, temperature=0.0))
     assert "speculation does not pay at any batch size up to 16: leave it off" in capsys.readouterr().out
@@ -150,7 +150,7 @@ def test_a_benchmark_without_any_acceptance_is_refused(tmp_path: Path) -> None:
     report["drafts"]["runs/good/draft"]["acceptance_per_position"] = []
     report["drafts"]["ngram"] = report["drafts"]["runs/good/draft"]
     write_serving(tmp_path, report)
-    with pytest.raises(ValueError, match="counted no acceptance"):
+    with pytest.raises(ValueError, match=r"serving\.json .*--acceptance"):
         main(Config(serving=tmp_path / "serving.json"))
 
 

@@ -52,12 +52,12 @@ def test_layers_are_taken_at_equal_distances_with_the_first_and_the_last(tiny_ta
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train": ("layer-2",)}, "--train layer-2: give layers-N"),
+        ({"train": ("layer-2",)}, "--train layer-2: .*layers-N"),
         ({"train": ("eagle1-8k",)}, "--train eagle1-8k"),
-        ({"train": ("ngram+eagle1-8k",)}, r"--train ngram\+eagle1-8k: give"),
-        ({"train": ("ngram+dflash-8k",)}, "ngram or retrieval goes before eagle3-Nk only"),
-        ({"confirm_rounds": 5}, "no 95% interval"),
-        ({"rounds": 0}, "--rounds must be at least 1"),
+        ({"train": ("ngram+eagle1-8k",)}, r"--train ngram\+eagle1-8k: "),
+        ({"train": ("ngram+dflash-8k",)}, r"\bngram\b.*\bretrieval\b.*\beagle3-Nk\b"),
+        ({"confirm_rounds": 5}, "95%"),
+        ({"rounds": 0}, r"--rounds\b.*\b1\b"),
     ],
 )
 def test_bad_flags_are_one_line(changes: dict[str, Any], message: str) -> None:
@@ -106,7 +106,7 @@ def test_a_finished_draft_is_kept_and_one_of_other_flags_or_another_target_refus
 
     keep({"command": ["x.py", "--a"], "target": fingerprint(target)})
     run("x.py", "--a")
-    with pytest.raises(ValueError, match="other flags"):
+    with pytest.raises(ValueError, match=r"layers-2.*--overwrite"):
         run("x.py", "--b")
     (target / "config.json").write_text(json.dumps({**read_config(target), "rope_theta": 1.0}))
     with pytest.raises(ValueError, match=r"/target.*--overwrite"):
@@ -307,20 +307,18 @@ def test_finished_drafts_have_different_names(tmp_path: Path) -> None:
         *("old/layers-2/draft", "old/none", "old/retrieval")
     ]
     for source in ("ngram", "layers-2", "none"):
-        with pytest.raises(
-            ValueError, match=rf"--draft {source}: the comparison has one of this name; a folder is \./{source}"
-        ):
+        with pytest.raises(ValueError, match=rf"--draft {source}: .*\./{source}"):
             names(source)
     with pytest.raises(ValueError, match="--draft a/draft"):
         names("a/draft", "a/draft")
-    with pytest.raises(ValueError, match="--train medusa is given twice"):
+    with pytest.raises(ValueError, match=r"--train medusa\b.*\btwice"):
         Config(train=("medusa", "layers-2", "medusa"))
 
 
 def test_finished_drafts_forget_what_they_answered() -> None:
     (suffix,) = finished_drafts(["suffix"], (), 3)
     assert suffix.speculative_config["suffix_decoding_max_cached_requests"] == 0
-    with pytest.raises(ValueError, match="measure counted answers instead"):
+    with pytest.raises(ValueError, match="redraft retrieval"):
         list(finished_drafts(["live"], (), 3))
 
 

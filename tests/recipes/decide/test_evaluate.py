@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -237,7 +238,7 @@ def test_a_baseline_of_another_target_is_refused(
     assert run("--no-engine", "--draft", "ngram", output="before") == 0
     flags = ("--target", str(served_pair[1]), "--draft", "ngram", "--baseline", str(tmp_path / "before/report.json"))
     assert run("--no-engine", *flags) == 2
-    assert "is a baseline of another target" in capsys.readouterr().err
+    assert re.search(r"before/report\.json .*\bbaseline\b.*\btarget\b", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("draft", ["live", "live+ngram"])
@@ -245,7 +246,7 @@ def test_live_counts_depend_on_earlier_answers_and_are_not_measured(
     run: Run, draft: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--no-engine", "--draft", draft) == 2
-    assert "measure counted answers instead" in capsys.readouterr().err
+    assert "redraft retrieval" in capsys.readouterr().err
 
 
 def test_suffix_decoding_needs_its_package_and_the_engine(
@@ -257,7 +258,7 @@ def test_suffix_decoding_needs_its_package_and_the_engine(
     assert "pip install arctic-inference" in capsys.readouterr().err
     found.reverse()
     assert run("--no-engine", "--draft", "suffix") == 2
-    assert "is measured in the engine only" in capsys.readouterr().err
+    assert "--no-engine" in capsys.readouterr().err
 
 
 def test_a_target_that_does_not_fit_is_told_with_the_way_to_count_it(
@@ -268,7 +269,7 @@ def test_a_target_that_does_not_fit_is_told_with_the_way_to_count_it(
     (target / "config.json").write_text(json.dumps(config | {"intermediate_size": 10**11}))
     assert run("--no-engine", "--draft", "ngram", "--target", str(target)) == 2
     error = capsys.readouterr().err
-    assert "of this machine's memory; count in the engine alone: --no-forecast" in error
+    assert "--no-forecast" in error
 
 
 @torch.no_grad()
@@ -328,7 +329,7 @@ def test_an_engine_that_does_not_start_is_one_line_and_the_forecast_is_kept(
 ) -> None:
     flags = ("--draft", f"noisy={served_pair[1]}", "--num-speculative-tokens", "2")
     assert run(*flags, "--", "--no-such-flag") == 2
-    assert "redraft: noisy: vLLM did not start: error: unrecognized arguments" in capsys.readouterr().err
+    assert re.search(r"redraft: noisy: .*--no-such-flag", capsys.readouterr().err)
     monkeypatch.setattr(teacher_forced, "evaluate_batch", lambda *_: pytest.fail("it forecasts again"))
     assert run(*flags, "--no-engine") == 0
 

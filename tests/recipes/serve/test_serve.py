@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -223,16 +222,14 @@ def test_a_draft_of_v1_is_refused_in_a_line_where_v2_is_asked_for(tmp_path, monk
     write_draft(tmp_path, "peagle")
     assert "parallel_drafting" in str(server_command(parse("target", "--draft", str(tmp_path))))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    message = "only vLLM's V1 model runner serves P-EAGLE, and VLLM_USE_V2_MODEL_RUNNER=1 asks for V2: unset it"
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    with pytest.raises(ValueError, match=r"\bV1\b.*P-EAGLE.*VLLM_USE_V2_MODEL_RUNNER=1\b.*\bV2\b"):
         server_command(parse("target", "--draft", str(tmp_path)))
 
 
 def test_more_tokens_than_the_draft_proposes_are_refused_in_a_line(tmp_path):
     write_draft(tmp_path, "dflash", block_size=4)
     assert "dflash" in str(server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "3")))
-    asked = f"4 draft tokens asked of {tmp_path}, a DFlash draft that proposes 3: "
-    with pytest.raises(ValueError, match=f"^{re.escape(asked)}give --num-speculative-tokens 3 at most$"):
+    with pytest.raises(ValueError, match=rf"^4 .*{tmp_path}.*DFlash.* 3\b.*--num-speculative-tokens 3\b"):
         server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "4"))
 
 
@@ -287,13 +284,13 @@ def test_a_draft_without_a_folder_is_served_by_its_name(draft):
 @pytest.mark.parametrize(
     ("draft", "flags", "said"),
     [
-        ("live", ("--method", "eagle3"), "--method is for a model"),
+        ("live", ("--method", "eagle3"), "--method"),
         ("HEAD", ("--verify-cost", "0.1"), "--verify-cost"),
         ("ngram+HEAD", ("--verify-cost", "0.1"), "--verify-cost"),
         ("HEAD", ("--head-requests", "2"), "--head-requests"),
-        ("ngram+HEAD", ("--head-requests", "-1"), "--head-requests is -1"),
+        ("ngram+HEAD", ("--head-requests", "-1"), r"--head-requests\b.* -1\b"),
         ("ANSWERS", ("--head-requests", "2"), "--head-requests"),
-        ("ANSWERS", ("--method", "eagle3"), "--method is for a model"),
+        ("ANSWERS", ("--method", "eagle3"), "--method"),
     ],
 )
 def test_a_flag_without_an_effect_on_the_draft_is_refused(tmp_path, draft, flags, said):
@@ -304,7 +301,7 @@ def test_a_flag_without_an_effect_on_the_draft_is_refused(tmp_path, draft, flags
 
 
 def test_a_draft_that_is_not_there_is_told_before_vllm_starts(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"there is no draft .*/none"):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "none")):
         server_command(parse("target", "--draft", str(tmp_path / "none")))
     monkeypatch.setattr("redraft.heads.files.folder._download", lambda name, *patterns: "no network")
     with pytest.raises(FileNotFoundError, match="owner/name"):
@@ -312,13 +309,13 @@ def test_a_draft_that_is_not_there_is_told_before_vllm_starts(tmp_path, monkeypa
 
 
 def test_a_registry_alone_serves_its_current_version(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no current version"):
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path} .*--draft"):
         server_command(parse("target", "--registry", str(tmp_path)))
     write_draft(tmp_path / "v000003")
     (tmp_path / "current").symlink_to("v000003")
     command = server_command(parse("target", "--registry", str(tmp_path)))
     assert str(tmp_path / "v000003") in command[command.index("--speculative-config") + 1]
-    with pytest.raises(ValueError, match="no draft"):
+    with pytest.raises(ValueError, match=r"--draft.*--registry"):
         server_command(parse("target"))
 
 
@@ -372,10 +369,10 @@ def test_the_plugin_reads_back_what_the_command_was_told_of_the_log(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"REDRAFT_CAPTURE_SPOOL": "s", "REDRAFT_CAPTURE_INGEST": "nats://log:4222"}, "set one of them"),
-        ({"REDRAFT_CAPTURE_INGEST": "log:4222"}, "it must be nats://HOST:4222"),
+        ({"REDRAFT_CAPTURE_SPOOL": "s", "REDRAFT_CAPTURE_INGEST": "nats://log:4222"}, "spool.*ingest"),
+        ({"REDRAFT_CAPTURE_INGEST": "log:4222"}, "nats://HOST:4222"),
         ({"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_FLEET": "a b"}, r"nats\.fleet"),
-        ({"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_CA": "absent"}, "there is no file absent"),
+        ({"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_CA": "absent"}, "absent"),
     ],
 )
 def test_a_mistake_about_the_log_is_told_before_vllm_starts(variables, message):
@@ -421,7 +418,7 @@ def test_a_pace_gives_vllm_a_table_of_all_numbers_and_the_plugin_the_pace(tmp_pa
         command = server_command(paced)
         assert json.loads(command[command.index("--speculative-config") + 1])[table] == make_table(5)
         assert plugin_environment(paced, {})[variable] == pace
-    for pace, said in (("6", "above --num-speculative-tokens, 5"), ("fast", "fast is no pace"), ("-1", "is no pace")):
+    for pace, said in (("6", r"\b6\b.*--num-speculative-tokens\b.*\b5\b"), ("fast", "fast"), ("-1", r"-1\b")):
         with pytest.raises(ValueError, match=said):
             server_command(parse("target", "--draft", draft, "--num-speculative-tokens", "5", "--pace", pace))
 

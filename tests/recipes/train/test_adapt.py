@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_a_draft_of_another_lineage_is_refused(random_target: Path, data: Path, 
     model.resize_token_embeddings(model.config.vocab_size + 8)
     model.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(random_target).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="was trained for another target"):
+    with pytest.raises(ValueError, match=rf"{old}\b.*\bother\b"):
         adapt(find_family("medusa"), settings_of("medusa", old, tmp_path / "other", data, tmp_path / "run"), old)
     assert not (tmp_path / "run").exists()
 
@@ -187,7 +188,7 @@ def test_a_target_of_another_lineage_is_refused_before_it_answers(
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     flags = ["--prove.no-engine", "--output", str(tmp_path / "run")]
     assert dispatch(["adapt", str(old), "--target", str(other), *flags]) == 2
-    assert "was trained for another target" in capsys.readouterr().err
+    assert re.search(rf"{old}\b.*\bother\b", capsys.readouterr().err)
     assert not asked
     assert dispatch(["adapt", str(old), "--target", str(moved_target), *flags]) == 2  # no answers were written
     assert [(cfg.prompts, cfg.target) for cfg in asked] == [(str(data), str(moved_target))]
@@ -212,7 +213,7 @@ def test_a_draft_fits_the_lineage_of_its_target(random_target: Path, moved_targe
     names = {"target_fingerprint": "f" * 64, "target_lineage": lineage(random_target), "target": "base"}
     (draft / "provenance.json").write_text(json.dumps(names))
     require_trained_for(draft, TargetFolder.open(moved_target))
-    with pytest.raises(ValueError, match=r"another target than .*other: base"):
+    with pytest.raises(ValueError, match=rf"{draft} .*\bother: base$"):
         require_trained_for(draft, TargetFolder.open(other))
 
 

@@ -168,9 +168,9 @@ def test_least_squares_give_a_head_that_drafts_before_its_first_step(data: Path,
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     [
-        ({"fc_norm": False}, {}, "needs --head.fc-norm"),
-        ({"norm_before_residual": True}, {}, "not for heads with"),
-        ({}, {"init_tokens": 0}, "must be at least 1"),
+        ({"fc_norm": False}, {}, r"--head\.fc-norm"),
+        ({"norm_before_residual": True}, {}, r"--head\.norm-before-residual"),
+        ({}, {"init_tokens": 0}, r"--init-tokens\b.*\b1\b"),
     ],
 )
 def test_least_squares_refuse_other_flags_before_any_work(
@@ -327,27 +327,27 @@ def test_runs_share_the_targets_answers(random_target: Path, data: Path, tmp_pat
 
 
 BAD = [
-    ("eagle3", {"head": {"aux_layer_ids": (1, 99)}}, "aux layers .1, 99.: the target has layers 0 to 2"),
-    ("eagle3", {"draft_vocab_size": 9999}, "9,999 ids: the target's has 512"),
-    ("dflash", {"head": {"block_size": 3}}, "3 draft tokens asked of a head that learns 2"),
-    ("dflash", {"head": {"mask_token_id": 512}}, "mask token 512 is not in the target's table of 512 embeddings"),
-    ("dflash", {"head": {"num_layers": 3}}, "--head.num-layers 3 is more than the target's 2"),
-    ("dspark", {"head": {"block_size": 2}}, "3 draft tokens asked of a head that learns 2"),
-    ("dspark", {"head": {"sample_from_anchor": False}}, "3 draft tokens asked of a head that learns 2"),
-    ("dspark", {"head": {"mask_token_id": 512}}, "mask token 512 is not in the target's table of 512 embeddings"),
+    ("eagle3", {"head": {"aux_layer_ids": (1, 99)}}, r"\(1, 99\).*layers 0 to 2\b"),
+    ("eagle3", {"draft_vocab_size": 9999}, r"\b9,999\b.*\b512\b"),
+    ("dflash", {"head": {"block_size": 3}}, r"^3 .*\b2\b"),
+    ("dflash", {"head": {"mask_token_id": 512}}, r"mask.*\b512\b.*\b512\b"),
+    ("dflash", {"head": {"num_layers": 3}}, r"--head\.num-layers 3\b.*\b2\b"),
+    ("dspark", {"head": {"block_size": 2}}, r"^3 .*\b2\b"),
+    ("dspark", {"head": {"sample_from_anchor": False}}, r"^3 .*\b2\b"),
+    ("dspark", {"head": {"mask_token_id": 512}}, r"mask.*\b512\b.*\b512\b"),
     (
         "dspark",
         {"prove": Prove(num_speculative_tokens=3)},
-        "only vLLM's V2 model runner serves DSpark, .* or leave the engine out with --prove.no-engine",
+        r"\bV2\b.*DSpark.*--prove\.no-engine",
     ),
-    ("medusa", {"head": {"num_heads": 200}}, "vLLM verifies at most 128 draft tokens"),
-    ("medusa", {"head": {"num_heads": 2}}, "3 draft tokens asked of a head that learns 2"),
-    ("mlp_speculator", {"head": {"num_stages": 2}}, "3 draft tokens asked of a head that learns 2"),
-    ("mtp", {"head": {"as_mimo": False}}, "has no MTP layout"),
-    ("eagle1", {"init": "native"}, "--init native is not for EAGLE-1: choose random"),
-    ("medusa", {"layout": "speculators"}, "--layout speculators is not for Medusa"),
-    ("mtp", {"draft_vocab_size": 100}, "--draft-vocab-size does not fit MTP"),
-    ("medusa", {"gradient_checkpointing": True}, "--gradient-checkpointing does not fit Medusa"),
+    ("medusa", {"head": {"num_heads": 200}}, r"\b128\b"),
+    ("medusa", {"head": {"num_heads": 2}}, r"^3 .*\b2\b"),
+    ("mlp_speculator", {"head": {"num_stages": 2}}, r"^3 .*\b2\b"),
+    ("mtp", {"head": {"as_mimo": False}}, "MTP"),
+    ("eagle1", {"init": "native"}, "--init native.*EAGLE-1.*random"),
+    ("medusa", {"layout": "speculators"}, "--layout speculators.*Medusa"),
+    ("mtp", {"draft_vocab_size": 100}, "--draft-vocab-size.*MTP"),
+    ("medusa", {"gradient_checkpointing": True}, "--gradient-checkpointing.*Medusa"),
 ]
 
 
@@ -369,8 +369,8 @@ def test_a_head_of_another_target_or_family_is_refused(random_target: Path, data
     other.model.norm.weight.data += 1
     other.save_pretrained(tmp_path / "other")
     for name, target, message in (
-        ("eagle1", tmp_path / "other", "was trained for another target"),
-        ("medusa", random_target, "holds a head of the family eagle1, not medusa"),
+        ("eagle1", tmp_path / "other", r"run/draft .*\bother\b"),
+        ("medusa", random_target, r"run/draft .*\beagle1\b.*\bmedusa\b"),
     ):
         cfg = make_settings(name, target, data, tmp_path / "new", start_from=tmp_path / "run/draft")
         with pytest.raises(ValueError, match=message):

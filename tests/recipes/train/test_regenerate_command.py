@@ -78,7 +78,7 @@ def test_overwrite_answers_again_and_replaces_only_answers(source: Path, tmp_pat
 
 
 def test_a_target_and_a_url_are_one_too_many(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match=r"--target\b.*--url"):
         main(Config(prompts=str(source), output=tmp_path / "x.jsonl", target="t", url="http://127.0.0.1:1"))
 
 
