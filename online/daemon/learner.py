@@ -281,6 +281,8 @@ class Learner:
             self._report_off("swap_off", url, f"{url} cannot swap drafts", status.swap_off)
             self._report_off("server_note", url, url, "; ".join(status.notes))
             self._lost += one.lost
+            if one.is_alarming is False:
+                self.account.end_faults("acceptance_alarm", detail=url)
             self.account.acceptance(
                 one.since_last, status.draft_version, server=url, target_version=status.target_version, pace=status.pace
             )
@@ -300,7 +302,7 @@ class Learner:
             self.account.fault("buffer_damaged", self.buffer.damage.pop(0))
         while self._stream is not None and self._stream.faults:
             name, reason = self._stream.faults.pop(0)
-            self.account.begin_fault(name, "log", reason)
+            self._report_off(name, "log", self._stream.ingest, reason)
         status, now_s = self.buffer.status(), self.clock.now_s()
         if self.clock.problem:
             self.account.begin_fault("clock_jumped", "wall", self.clock.problem)

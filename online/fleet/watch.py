@@ -31,7 +31,7 @@ class Observation:
     reason: str = ""
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
     lost: Counter[str] = field(default_factory=Counter)  # by reason, since the previous look
-    is_alarming: bool = False  # hardly a token was accepted over the last ALARM_DRAFTS drafts
+    is_alarming: bool | None = None  # hardly a token was accepted over ALARM_DRAFTS drafts; None until they end
 
 
 class Watch:
@@ -91,7 +91,7 @@ class Watch:
             status=status,
             since_last=status.since(last) or AcceptanceCounts.zero(),
             lost=_count_lost(last, status),
-            is_alarming=window is not None and is_alarming(window),
+            is_alarming=is_alarming(window) if window and window.num_drafts >= ALARM_DRAFTS else None,
         )
 
 

@@ -2,7 +2,7 @@
 
     JetStream ─► Pull ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► overwrite, acknowledge
                   │ of a later layout                         │ disk full
-                  └─► given back, delivered again later       └─► given back, delivered again
+                  └─► given back, delivered again later       └─► closed: all delivered again, in order
 
 The log delivers at least once: after a kill between commit and acknowledgement a record is delivered again, and the
 buffer recognises it by id. A record of a later layout waits in the log until a learner of that release starts, which
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
@@ -75,8 +75,8 @@ class StreamSource:
         self.buffer, self.vocab_size, self._now_s = buffer, vocab_size, now_s
         self._client: Any = None
         self._pull: Pull | None = None
-        self._erase_from_s = 0.0  # monotonic, then messages are overwritten; inf: may not
-        self.faults: list[tuple[str, str]] = []  # the broker's (name, reason); reports empty it
+        self._erase_from_s = 0.0  # monotonic, then messages are overwritten again; inf: may not
+        self.faults: list[tuple[str, str]] = []  # the broker's (name, reason, "" at the end); reports empty it
 
     async def take(self, *, keep_later: bool = True) -> Taken:
         """Move the arrived records into the buffer. Empty if none arrived for a moment.
@@ -87,23 +87,19 @@ class StreamSource:
             with wrap_broker_errors(self.ingest):
                 self._pull = self._pull or await self._open()
                 messages = await self._pull.next()
-        except BaseException:
-            await self.close()
-            raise
-        later = [message for message in messages if is_later_layout(message.data)]
-        messages = [message for message in messages if not is_later_layout(message.data)]
-        # Lazy: the frames are decoded by `store` in the thread, not here on the event loop.
-        frames = chain.from_iterable(read_frames(message.data) for message in messages)
-        if keep_later:
-            await _put_off(later)
-        else:
-            await self._release(later)
-        try:
+            later = [message for message in messages if is_later_layout(message.data)]
+            messages = [message for message in messages if not is_later_layout(message.data)]
+            # Lazy: the frames are decoded by `store` in the thread, not here on the event loop.
+            frames = chain.from_iterable(read_frames(message.data) for message in messages)
+            if keep_later:
+                await _put_off(later)
+            else:
+                await self._release(later)
             # If this task is cancelled, the thread goes on; the messages come again, known by id.
             taken = await asyncio.to_thread(store, frames, self.buffer, self.vocab_size, self._now_s())
-        except OSError:
-            # A full disk: given back at once. Otherwise the log would wait ACK_WAIT_S before it delivers them again.
-            await _answer(messages, "nak")
+        except BaseException:
+            # Of a full disk, too: given back, a segment would come behind the next one, which needs its text.
+            await self.close()
             raise
         await self._release(messages)
         # Counted once, although each of them comes again and again.
@@ -136,10 +132,12 @@ class StreamSource:
 
     async def _release(self, messages: list[Any]) -> None:
         """Overwrite the messages in the broker's files, then acknowledge them."""
-        if self._client is not None and time.monotonic() >= self._erase_from_s:
+        if messages and self._client is not None and time.monotonic() >= self._erase_from_s:
             try:
                 with wrap_broker_errors(self.ingest):
                     await asyncio.gather(*(self._erase(message) for message in messages))
+                if self._erase_from_s:
+                    self._erase_from_s, self.faults = 0.0, [*self.faults, ("log_not_erased", "")]
             except BrokerError as error:
                 # Without the right to it, a request is not answered: only the client's last error names the subject.
                 is_forbidden = "stream.msg.delete" in str(self._client.last_error).lower()
@@ -147,7 +145,9 @@ class StreamSource:
                 reason = f"text stays in the broker's files: {error}"
                 cure = "; the learner needs $JS.API.STREAM.>" if is_forbidden else ""
                 self.faults.append(("log_not_erased", f"{reason}{cure}"))
-        await _answer(messages, "ack")
+        with suppress(NatsError, OSError):  # if the connection is lost on the way, they are delivered again
+            for message in messages:
+                await message.ack()
 
     async def _erase(self, message: Any) -> None:
         """Raises: BrokerError if the broker refuses or does not answer."""
@@ -165,7 +165,8 @@ class StreamSource:
                 await client.close()
 
     async def _open(self) -> Pull:
-        self._client, self._erase_from_s = await connect(self.ingest, self.config, "learner"), 0.0
+        self._client = await connect(self.ingest, self.config, "learner")
+        self._erase_from_s = min(self._erase_from_s, time.monotonic())
         version = self._client.connected_server_version
         if (version.major, version.minor) < SAFE_BROKER:
             reason = (
@@ -314,13 +315,6 @@ async def _make_way(stream: Any, config: Nats, wanted: ConsumerConfig) -> None:
                 "log has a domain, every learner needs a different one"
             )
         await stream.delete_consumer(config.stream, found.name)
-
-
-async def _answer(messages: list[Any], reply: Literal["ack", "nak"]) -> None:
-    """Acknowledge or refuse all messages. If the connection is lost on the way, they are delivered again."""
-    with suppress(NatsError, OSError):
-        for message in messages:
-            await getattr(message, reply)()
 
 
 async def _put_off(messages: list[Any]) -> None:

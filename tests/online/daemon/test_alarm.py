@@ -141,6 +141,30 @@ def test_counters_alone_roll_nothing_back(world, records):
     assert re.search(r"v000001: tau 1\.", told(world, f"stays on {GOOD}")[0])
 
 
+def test_every_alarm_of_a_server_is_told_once(world, records):
+    world.registry.rollback()
+
+    def alarms():
+        return [entry for entry in world.entries("fault") if entry.what == "acceptance_alarm"]
+
+    async def look():
+        before = [len(fake.asked) for fake in world.fakes]
+        await until(lambda: all(len(f.asked) > n + 8 for f, n in zip(world.fakes, before, strict=True)))
+
+    async def script(task):
+        await start(world, records, task)
+        for number in (1, 2):
+            spoil_counters(world)
+            await until(lambda number=number: len(alarms()) == 2 * number, task)
+            await look()
+            assert len(alarms()) == 2 * number, "it lasts"
+            world.traffic.tau.clear()
+            await look()
+
+    play(world, script)
+    assert len(alarms()) == 4
+
+
 def test_a_bad_version_is_rolled_back_once_and_no_further(world, records):
     async def script(task):
         await start(world, records, task)

@@ -15,6 +15,7 @@ from itertools import count
 
 import nats
 import nkeys
+import numpy as np
 import pytest
 from nats.js.errors import NotFoundError
 from real_broker import running_broker
@@ -120,6 +121,41 @@ async def test_what_was_taken_and_not_stored_comes_again(broker, nats_config, bu
     with pytest.raises(BufferFullError):
         await take_all(source, 1)
     assert await take_all(source, 20) == {"stored": 20}
+    await source.close()
+
+
+@in_event_loop
+async def test_after_a_full_disk_no_segment_comes_before_its_text(broker, nats_config, buffer, monkeypatch):
+    source = make_source(broker, nats_config, buffer)
+    await source.take()
+    first = [make_record(number) for number in range(20)]
+    end = 8 + 60  # of prompt and text of a first segment
+    second = [
+        make_record(
+            number,
+            sequence=1,
+            context=b"",
+            context_begin=end,
+            row_positions=np.arange(end, end + 60, dtype="i4").tobytes(),
+        )
+        for number in range(20)
+    ]
+    append, is_full = buffer.append, [True]
+
+    def fail(*args):
+        if is_full:
+            raise BufferFullError(28, "the buffer can not write")
+        return append(*args)
+
+    monkeypatch.setattr(buffer, "append", fail)
+    for records in (first, second):  # the servers go on while the disk is full
+        await publish(broker, nats_config, *records)
+        with pytest.raises(BufferFullError):
+            await take_all(source, 1)
+    is_full.clear()
+    assert await take_all(source, 40) == {"stored": 40}
+    await source.take()
+    assert (await stream_state(broker, nats_config)).messages == 0
     await source.close()
 
 
@@ -392,8 +428,9 @@ async def test_after_one_delete_that_was_not_answered_the_next_records_are_overw
             await publish(broker, nats_config, record, make_record(9, domain="prose"))  # the unread one keeps the file
             assert await take_all(source, 1) == {"stored": 1}
         await source.take()
-        ((name, reason),) = source.faults
+        ((name, reason), ended) = source.faults
         assert (name, "$JS.API" in reason) == ("log_not_erased", False), "no right is missing"
+        assert ended == ("log_not_erased", ""), "the fault has ended"
         assert count_on_disk(broker, nats_config, [encode_record(first)[100:200]]) == 1
         assert count_on_disk(broker, nats_config, [encode_record(second)[100:200]]) == 0
         await source.close()
