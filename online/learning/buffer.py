@@ -244,8 +244,10 @@ class Buffer(AbstractContextManager["Buffer"]):
         `limits` are other fields of EvidenceLimits."""
         with self._lock:
             index = self._usable()
+        # After a change of `held_out_fraction` a prompt may be on both sides: then it is trained.
+        held_out = index[index["held_out"] & ~np.isin(index["prompt"], index["prompt"][~index["held_out"]])]
         wanted = EvidenceLimits(per_domain=per_domain, tenant_share=self.config.tenant_share, **limits)
-        return choose_evidence(index[index["held_out"]], name_domains(index, self.known_domains), wanted)
+        return choose_evidence(held_out, name_domains(index, self.known_domains), wanted)
 
     def refresh_names(self) -> Mapping[str, str]:
         """Update `names` from the records, and return them."""

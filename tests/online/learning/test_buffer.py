@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -314,6 +315,22 @@ def test_held_out_prompts_never_train_whatever_the_segment(folder):
         assert 0.2 < len(judged) / 400 < 0.4
         replayed = buffer.replay(999, [], through=10**6, now_s=0.0, seed=0, policy=Replay())
         assert sorted(numbers_of(replayed)) == sorted(numbers_of(trained))
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.2, 0.1), (0.1, 0.3)])
+def test_after_a_change_of_the_fraction_no_prompt_that_trains_judges(folder, before, after):
+    with open_buffer(folder, held_out_fraction=before) as buffer:
+        fill(buffer, 200)
+        judged_before = set(numbers_of(buffer.read(buffer.select_held_out(999))))
+        buffer.config = replace(buffer.config, held_out_fraction=after)
+        buffer.append(frames_of(*(make_record(number, sequence=1) for number in range(200))), 1.0)
+        trained, judged = (
+            set(numbers_of(records)) for records in (buffer.fresh(0, 999), buffer.read(buffer.select_held_out(999)))
+        )
+        assert not trained & judged
+        # a prompt that was held out before and is now, or, with a larger fraction, was and still is
+        assert judged == judged_before - trained
+        assert len(judged) > 200 * min(before, after) / 2
 
 
 def test_held_out_keeps_every_domain_in_view(folder):
