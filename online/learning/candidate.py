@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from redraft.distill.loss.choice import Divergence
@@ -156,18 +156,26 @@ class Candidate:
         return self.distillation.step(mine)
 
     def write(self, folder: Path) -> None:
-        """Write STATE and DRAFT of a checkpoint. Raises NotFiniteError on every rank."""
+        """Write STATE and DRAFT of a checkpoint. Raises NotFiniteError on every rank; on the first
+        one, what kept a rank from writing."""
         weights = self.distillation.weights()
         are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
         broadcast_object_list(are_finite)  # only the first rank may hold the weights
         # All ranks raise or none: a rank going on alone would wait in `save` for the others.
         if not are_finite[0]:
             raise NotFiniteError
-        self.distillation.save(folder / STATE)
-        if self.accelerator.is_main_process:
-            self._export(folder / DRAFT, weights)
-            # A server accepts only drafts with the config it was started with.
-            shutil.copy(self.version / "config.json", folder / DRAFT)
+        failed: list[Exception] = []
+        try:
+            self.distillation.save(folder / STATE)
+            if self.accelerator.is_main_process:
+                self._export(folder / DRAFT, weights)
+                # A server accepts only drafts with the config it was started with.
+                shutil.copy(self.version / "config.json", folder / DRAFT)
+        except Exception as error:  # e.g. a full disk: torch and safetensors have their own names for it
+            failed.append(error)
+        # Every rank waits here until all have written: then the first one seals the folder.
+        if (failed := gather_object(failed)) and self.accelerator.is_main_process:
+            raise failed[0]
 
     def _export(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Export in the version's type, and a head also in the version's layout, because the servers expect both."""

@@ -5,14 +5,17 @@ python run_ranks.py DRAFT RECORDS OUTPUT
 
 from __future__ import annotations
 
+import errno
 import math
 import sys
+import time
 from pathlib import Path
 
+import pytest
 import torch
 from steady import SteadyAdamW
 
-from redraft.online.learning.candidate import Candidate, NotFiniteError, Ranks
+from redraft.online.learning.candidate import STATE, Candidate, NotFiniteError, Ranks
 from redraft.online.learning.config import Training
 from redraft.online.records.record import read_frames
 
@@ -25,6 +28,20 @@ class Breakable(Candidate):
         """Break the candidate, as a far too high learning rate would."""
         for parameter in self.distillation.module.parameters():
             getattr(parameter, "ds_tensor", parameter).data.fill_(math.nan)
+
+    def let_the_last_rank_fail(self, seconds: float) -> None:
+        """Let the next write of the last rank take longer, and fail on a full disk."""
+        if self.accelerator.is_last_process:
+            save = self.distillation.save
+
+            def fail(folder: Path) -> None:
+                self.distillation.save = save  # type: ignore[method-assign]
+                save(folder)
+                time.sleep(seconds)
+                (folder / "last").touch()
+                raise OSError(errno.ENOSPC, "no space left")
+
+            self.distillation.save = fail  # type: ignore[method-assign]
 
 
 def main(draft: Path, frames: Path, output: Path) -> None:
@@ -45,6 +62,10 @@ def main(draft: Path, frames: Path, output: Path) -> None:
         stats = ranks.do(Candidate.step, records[8 * step : 8 * step + 8], step)
         print(f"step {step}: loss {stats.loss:.9f}, {stats.labels} labels")
     output.mkdir()  # nothing has been written yet
+    ranks.do(Breakable.let_the_last_rank_fail, 1.0)
+    with pytest.raises(OSError, match="no space left"):
+        ranks.do(Candidate.write, output / "failed")
+    assert (output / "failed" / STATE / "last").exists(), "the first rank waits for the last one"
     ranks.do(Candidate.write, output)
     ranks.do(Candidate.rest)
     ranks.dismiss()
