@@ -3,7 +3,7 @@
     cursor.json       commits of checkpoints, the forgotten tenants, and weights of the target that no longer count
     forgotten.json    the forgotten tenants once more: a promise must outlive one damaged file
 
-A damaged file is set aside and reported. The commits are then read from the checkpoints, which know how far they came.
+A damaged file is set aside and reported. Checkpoints and versions then tell how far training came.
 """
 
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ class Cursor:
 
     def _tell(self, folder: Path, *lost: str) -> None:
         consequences = {
-            CURSOR: "the position of training is read from the checkpoints",
+            CURSOR: "the position of training is read from checkpoints or versions",
             FORGOTTEN: f"the {len(self.forgotten)} forgotten tenants are read from {CURSOR}",
         }
         for name in filter(None, lost):

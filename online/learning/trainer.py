@@ -8,6 +8,7 @@ A checkpoint counts once the buffer has committed it together with the sequence 
 every record is trained as new exactly once, also over a kill: before the resumed checkpoint, or after it.
 """
 
+import math
 import re
 import shutil
 import time
@@ -78,15 +79,15 @@ class Trainer:
         return SERVED
 
     def _recover_commits(self) -> list[Commit]:
-        """Commits of the checkpoints, newest first, as far as they show: the buffer has lost its list, or is new."""
-        found = []
-        is_kept = self.buffer.config.folder is not None  # without a folder, every start begins at the served version
-        for folder in reversed(self._checkpoints()):
-            if is_kept and self._is_intact(folder):
-                progress = msgspec.convert(read_provenance(folder).progress, Progress)
-                # Of a buffer that was removed, the position means nothing.
-                found.append(Commit(checkpoint_id=folder.name, through=min(progress.through, self.buffer.newest())))
-        return found
+        """Commits of the checkpoints, newest first, then of the registry: the buffer has lost its list, or is new."""
+        if self.buffer.config.folder is None:  # then every start begins at the served version
+            return []
+        ends = filter(math.isfinite, self.registry.list_training_ends().values())
+        found = [(SERVED, int(max(ends, default=0)))]
+        for folder in filter(self._is_intact, self._checkpoints()):
+            found.append((folder.name, msgspec.convert(read_provenance(folder).progress, Progress).through))
+        newest = self.buffer.newest()  # of a buffer that was removed, a position means nothing
+        return [Commit(checkpoint_id=name, through=min(through, newest)) for name, through in reversed(found)]
 
     def _is_intact(self, checkpoint: Path) -> bool:
         try:

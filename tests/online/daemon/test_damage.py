@@ -31,8 +31,12 @@ from redraft.online.daemon.sleep import save_sleep
 from redraft.online.daemon.state import Phase, State, load, save
 from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.candidate import Candidate
 from redraft.online.learning.clock import BELIEVED_AFTER_S, SteadyClock
+from redraft.online.learning.cursor import SERVED
 from redraft.online.learning.staleness import Sleep
+from redraft.online.learning.trainer import Trainer
+from redraft.online.records.record import encode_record, read_frames
 
 
 @pytest.fixture(autouse=True)
@@ -214,6 +218,26 @@ def test_the_learner_goes_on_and_tells(world, records, name):
     with opened(world.config()) as (_, again, buffer):  # the next start finds nothing to mend
         assert not again.mended
         assert not [sentence for sentence in buffer.damage if "waits for a later one" not in sentence]
+
+
+@pytest.mark.parametrize(("ends", "through"), [([], 0), ([10, 20], 20), ([10, 999], 28), ([10, None], 10)])
+def test_without_commits_and_checkpoints_training_goes_on_behind_the_versions(new_world, records, ends, through):
+    world, (cfg, draft) = new_world, (new_world.config(), new_world.draft)
+    for provenance in ({"copied_from": str(draft)}, *({"trained_through": end} for end in ends)):
+        version = world.registry.publish(
+            lambda folder: shutil.copytree(draft, folder, dirs_exist_ok=True),
+            target_fingerprint=fingerprint(world.target),
+            provenance={name: value for name, value in provenance.items() if value},
+            evaluation={},
+        )
+        world.registry.promote(version)
+    candidate = Candidate(cfg.training, "standalone", cfg.target)
+    with Buffer(replace(cfg.buffer_config, held_out_fraction=0), fingerprint(world.target)) as buffer:
+        buffer.append(read_frames(b"".join(map(encode_record, records[:28]))), time.time())
+        trainer = Trainer(cfg.training, cfg.replay, buffer, world.registry, candidate, cfg.folder / "checkpoints")
+        assert trainer.start() == SERVED
+        assert trainer.progress.through == through
+        assert trainer.find_waiting() == (28, 28 - through)
 
 
 PHASES = {
