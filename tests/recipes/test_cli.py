@@ -331,7 +331,7 @@ def test_a_launched_file_prints_its_help(name):
 
 def test_a_command_far_from_all_gets_the_list(capsys):
     assert dispatch(["xyzzy"]) == 2
-    assert "there is train, " in capsys.readouterr().err
+    assert "train, " in capsys.readouterr().err
 
 
 def test_flags_change_what_a_preset_sets():
@@ -411,7 +411,7 @@ def test_what_a_user_can_mend_is_one_line(error, line):
 
 def test_a_real_full_disk_is_one_line(capsys):
     assert run_guarded(disk_full) == 2
-    assert capsys.readouterr().err == "redraft: No space left on device\n"
+    assert capsys.readouterr().err == f"redraft: {os.strerror(errno.ENOSPC)}\n"
 
 
 RECIPE = """
@@ -436,7 +436,7 @@ run_recipe(main, Config, "A recipe.")
 def test_a_recipe_run_as_a_file_ends_with_one_line_and_2():
     result = run_python(RECIPE)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "redraft: No such file or directory: nowhere.jsonl\n"
+    assert re.fullmatch(r"redraft: [^\n]*\bnowhere\.jsonl\n", result.stderr)
 
 
 def test_the_traceback_is_there_for_who_asks_and_for_defects():

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -231,8 +232,8 @@ def test_a_fault_whose_target_stays_down_or_that_fails_itself_is_not_survived(mo
         raise OSError(5, "broken")
 
     found = [asyncio.run(inject(None, Fault("kill", "router", act))) for act in (harmless, failing)]
-    assert found[0].problem == "router is not well after 0 s: connection refused"
-    assert "could not be injected: OSError(5, 'broken')" in found[1].problem
+    assert re.search(r"router\b.*\b0 s: .*refused", found[0].problem)
+    assert "OSError(5, 'broken')" in found[1].problem
 
 
 @in_event_loop

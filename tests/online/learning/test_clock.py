@@ -75,7 +75,7 @@ def test_a_jump_and_back_within_a_minute_changes_no_time(machine: Machine, shift
     for _ in range(6):
         machine.look(clock, 10)
         assert clock.now_s() == machine.true_s
-        assert "hours ahead of" in clock.problem or "hours behind" in clock.problem
+        assert "ahead" in clock.problem or "behind" in clock.problem
     machine.shift_s = 0
     assert clock.now_s() == machine.true_s
     assert clock.problem == ""
