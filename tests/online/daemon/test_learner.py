@@ -59,7 +59,7 @@ def world(random_target, noisy_draft, tmp_path):
 
 
 def play(world, script, **changes):
-    """Run the script beside a learner and its fleet."""
+    """Run the script beside a learner and a fleet."""
 
     async def main():
         async with world.fleet(), world.learner(**changes) as task:

@@ -1,4 +1,4 @@
-"""The learner as `accelerate launch` starts it, and its messages for wrong settings."""
+"""The learner as `accelerate launch` starts it, and the messages for wrong settings."""
 
 from __future__ import annotations
 

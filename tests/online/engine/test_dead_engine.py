@@ -1,4 +1,4 @@
-"""A server whose engine was killed ends by itself, also if somebody was asking for its status, so that it is started
+"""A server whose engine was killed ends by itself, also if somebody was asking for the status, so that it is started
 again."""
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def list_differences(first, second):
 
 @pytest.fixture(scope="module")
 def drafts(random_target, served_pair, tmp_path_factory):
-    """By vLLM's method: a target and its draft."""
+    """By vLLM's method: a target and a draft."""
     folder = tmp_path_factory.mktemp("head")
     torch.manual_seed(0)
     Eagle3(Config(aux_layer_ids=(0, 1, 2)), Target.from_folder(random_target)).export(folder)

@@ -1,4 +1,4 @@
-"""The live page: data computed from a journal, and its display in a real browser while the learner lives."""
+"""The live page: data computed from a journal, shown in a real browser while the learner lives."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ def serving(folder: Path, port: int = 0) -> Iterator[str]:
 
 
 class Tab:
-    """A headless Chromium with one page, driven over its debugging port."""
+    """A headless Chromium with one page, driven over the debugging port."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         assert CHROMIUM is not None
