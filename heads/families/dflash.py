@@ -181,7 +181,7 @@ class DFlash(nn.Module):
         return cast(Tensor, checkpoint(layer, *inputs, use_reentrant=False))
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start as layers of the target, usually its last, on the stream of the highest aux layer;
+        """Start as layers of the target, usually the last, on the stream of the highest aux layer;
         tensors of other shapes stay random. Raises ValueError: another number of layers."""
         if len(layers) != len(self.layers):
             raise ValueError(f"{len(layers)} layers were given to a draft of {len(self.layers)}")

@@ -5,7 +5,7 @@
     total                  one softmax over both: the parts are merged by log sum exp
 
 The range has a form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows) and one for GPUs
-(FlexAttention). The first is an operation, which `redraft plan` counts by its sizes.
+(FlexAttention). The first is an operation, which `redraft plan` counts by size.
 
 B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size."""
 
@@ -81,7 +81,7 @@ def attend(
 ) -> Tensor:
     """softmax(scale * q k) v over the keys of each row, [B, H, N, E]. `context` has keys and values
     of the range, [B, G, T, E] each, as wide as each other; `own` are pairs of keys and values [B,
-    G, N, E], of which row n sees all rows of its block of `num_slots`."""
+    G, N, E], of which row n sees all rows of the same block of `num_slots`."""
     keys, values = ([pair[i] for pair in (context, *own)] for i in (0, 1))
     # Autocast would narrow the products of blocks. The backward pass, which has none, must compute the same scores.
     with torch.autocast(autocast_kind(q_BHNE.device), enabled=False):
@@ -269,7 +269,7 @@ def prefix_attention(
 
 @torch.library.register_fake("redraft::prefix_attention")  # type: ignore[untyped-decorator]
 def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    # However narrow q is, the log sum exp is float32 or wider: parts are merged by its exponential.
+    # However narrow q is, the log sum exp is float32 or wider: parts are merged by the exponential.
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from redraft.online.engine.request_log import RequestInfo
 
 MAX_QUEUED_BYTES = 256 << 20  # of tensors for the thread: device memory the engine lacks
-MAX_QUEUED_STEPS = 512  # Bound on steps that wait with their rows.
+MAX_QUEUED_STEPS = 512  # Bound on steps that wait with rows.
 MAX_LIGHT_STEPS = 8192  # bound on waiting steps, most light: tokens without rows and states
 
 MAX_LIGHT_BYTES = 256 << 20
@@ -150,7 +150,7 @@ class StepQueue:
         with self._lock:
             self._steps.append(step)
             self._count(step, 1)
-            # The newest step keeps its rows, even if it alone exceeds the bound.
+            # The newest step keeps the rows, even if it alone exceeds the bound.
             while self._num_light < len(self._steps) - 1 and (
                 self._num_bytes > self.max_bytes or len(self._steps) - self._num_light > self.max_steps
             ):

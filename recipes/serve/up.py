@@ -273,7 +273,7 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
     opened, weights = TargetFolder.open(target), Target.from_folder(target)
     size, ids_W = len(weights.head_VD), None
     if size > most_ids:
-        # Merges of a tokenizer come in the order of their frequency.
+        # Merges of a tokenizer come in order of frequency.
         ids_W = torch.tensor(sorted({*range(most_ids), *opened.end_ids}))
         print(f"the new head proposes the first {most_ids} of {size} ids; for others, train one and give --draft")
     torch.manual_seed(0)
