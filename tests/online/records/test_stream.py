@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import threading
 import time
 from collections import Counter
 from itertools import count
@@ -140,18 +141,22 @@ async def test_after_a_full_disk_no_segment_comes_before_its_text(broker, nats_c
         )
         for number in range(20)
     ]
-    append, is_full = buffer.append, [True]
+    append, is_full, may_fail = buffer.append, [True], threading.Event()
 
     def fail(*args):
         if is_full:
+            assert may_fail.wait(PATIENCE_S)
             raise BufferFullError(28, "the buffer can not write")
         return append(*args)
 
     monkeypatch.setattr(buffer, "append", fail)
-    for records in (first, second):  # the servers go on while the disk is full
-        await publish(broker, nats_config, *records)
-        with pytest.raises(BufferFullError):
-            await take_all(source, 1)
+    taking = asyncio.ensure_future(take_all(source, 1))
+    await publish(broker, nats_config, *first)
+    await publish(broker, nats_config, *second)
+    await until(lambda: source._pull._arrived and source._pull._arrived[-1].data == encode_record(second[-1]))
+    may_fail.set()
+    with pytest.raises(BufferFullError):
+        await taking
     is_full.clear()
     assert await take_all(source, 40) == {"stored": 40}
     await source.take()
