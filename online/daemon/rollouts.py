@@ -22,15 +22,9 @@ from redraft.online.learning.trainer import Trainer
 
 class Rollouts:
     def __init__(
-        self,
-        cfg: LearnerConfig,
-        registry: Registry,
-        trainer: Trainer,
-        servers: Sequence[JournaledServer],
-        saved: SavedState,
-        inbox: Inbox,
-        account: Account,
-    ) -> None:
+        self, cfg: LearnerConfig, registry: Registry, trainer: Trainer,
+        servers: Sequence[JournaledServer], saved: SavedState, inbox: Inbox, account: Account,
+    ) -> None:  # fmt: skip
         self.cfg, self.registry, self.trainer, self.servers = cfg, registry, trainer, servers
         self.saved, self.inbox, self.account = saved, inbox, account
         self.fleet = asyncio.Lock()
