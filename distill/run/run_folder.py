@@ -11,6 +11,7 @@ outputs/NAME/
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import shutil
 import sys
@@ -30,6 +31,7 @@ MAY_CHANGE = {"overwrite", "output", "wandb", "prove"}
 
 
 TOKENS = "tokens"  # Folder of the tokenised data in a run.
+LOCK = ".lock"  # File that is locked while a process writes the run.
 T = TypeVar("T")
 
 
@@ -105,13 +107,15 @@ class RunFolder:
     def _claim(self, overwrite: bool) -> None:
         started = self.folder / "run.json"
         # A run that failed on a wrong flag left run.json and perhaps tokens: nothing is lost.
-        early = {started.name, TOKENS}
+        early = {started.name, TOKENS, LOCK}
         holds_work = self.folder.exists() and any(path.name not in early for path in self.folder.iterdir())
         if holds_work and not started.exists():
             raise ValueError(f"{self.folder} is not a run of ours (no run.json): choose another --output")
-        if overwrite and self.folder.exists():
-            shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._own()
+        for path in self.folder.iterdir() if overwrite else ():
+            if path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         if started.exists():
             before, now = _lasting(json.loads(started.read_text()).get("config", {})), _lasting(self.config)
             changed = [key for key in now if before.get(key) != now[key]]
@@ -123,6 +127,14 @@ class RunFolder:
                 raise ValueError(f"{self.folder} holds another run, {was}: give --overwrite, or another --output")
         about = {"command": sys.argv, "date": self.date.isoformat(), "config": self.config}
         write_whole(started, json.dumps(about, indent=2) + "\n")
+
+    def _own(self) -> None:
+        # A lock of the process, which may open its run again; the kernel drops it when the process ends.
+        self._owner = (self.folder / LOCK).open("a")
+        try:
+            fcntl.lockf(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(f"another process trains in {self.folder}: choose another --output") from None
 
     def confirm(self, inputs: dict[str, str]) -> None:
         """Note what the run reads, by hash, on the main process. Raises ValueError: it was trained on others."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,3 +100,35 @@ def test_a_checkpoint_is_not_continued_on_data_or_a_target_that_changed_under_on
     for inputs, changed in (({"target": "a", "data": "b"}, "data"), ({"target": "b", "data": "c"}, "target")):
         with pytest.raises(ValueError, match=changed):
             again.confirm(inputs)
+
+
+def test_a_run_has_one_process_that_writes_it(tmp_path: Path) -> None:
+    """Also with --overwrite: nothing of the other's run is deleted."""
+    run = open_run(tmp_path / "run")
+    run.save(1, lambda folder: (folder / "step").write_text("1"))
+    code = """
+        import sys
+        from pathlib import Path
+        from redraft.distill.run.run_folder import RunFolder
+        from redraft.distill.train.loop import make_accelerator
+        for overwrite in (False, True):
+            try:
+                RunFolder.open(Path(sys.argv[1]), {}, make_accelerator(1, None, None), overwrite=overwrite)
+            except ValueError as error:
+                print(error)
+            else:
+                print("opened")
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(run.folder)]
+
+    def open_elsewhere() -> list[str]:
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return [line for line in out.splitlines() if not line.startswith("training in ")]
+
+    refused = open_elsewhere()
+    assert len(refused) == 2
+    assert all(str(run.folder) in line for line in refused)
+    assert run.restore(lambda folder: None) == 1
+    del run
+    assert open_elsewhere() == ["opened", "opened"]
+    assert not (tmp_path / "run" / "checkpoints").exists()
