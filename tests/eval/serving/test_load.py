@@ -296,9 +296,8 @@ def test_a_file_without_prompts_is_refused(
     engine_with_draft: VllmServer, tmp_path: Path, name: str, text: str, said: str
 ) -> None:
     (tmp_path / name).write_text(text)
-    kind = "sharegpt" if name.endswith(".json") else "jsonl"
     with pytest.raises(ValueError, match=said):
-        run_load(engine_with_draft, replace(make_load(), data=f"{kind}:{tmp_path / name}"), tmp_path)
+        run_load(engine_with_draft, replace(make_load(), data=str(tmp_path / name)), tmp_path)
 
 
 @pytest.mark.vllm
