@@ -19,6 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
 from redraft.eval.engine.server import VllmServer, vllm_server
 
+# Importing TRL sets this to ERROR if it is unset, and servers started later would not print their INFO lines.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
 # As many threads as a test has cores to itself; more of them slow these small tensors down.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
