@@ -170,7 +170,8 @@ def fit(cfg: Config, device: Device) -> Config:
     result = count(cfg)
     by_row = (result.step.memory[ACTIVATIONS] + result.step.memory[SIGNAL]) / result.plan.batch_size
     left = device.memory_bytes - result.on[device.name].memory_bytes
-    return replace(cfg, batch_size=max(1, result.plan.batch_size + math.floor(left / by_row)))
+    smaller = replace(cfg, batch_size=max(1, result.plan.batch_size + math.floor(left / by_row)))
+    return smaller if cfg.batch_size == 1 else fit(smaller, device)
 
 
 def plan_run(cfg: Config, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:

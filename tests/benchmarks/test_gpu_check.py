@@ -87,8 +87,10 @@ def test_the_benchmark_runs_the_step_that_redraft_plan_counts(family: Any) -> No
 def test_a_step_is_changed_for_the_benchmark_only_if_redraft_plan_says_that_it_does_not_fit(family: Any) -> None:
     own = gpu.choose_sizes(gpu.Config(), family, None)
     planned = Counting(family=family)
-    assert count(own).on["H100"].fits
-    if count(planned).on["H100"].fits:
+    if not count(own).on["H100"].fits:  # weights and optimizer state alone are too much beside the target
+        assert own.batch_size == 1
+        assert next(ways_to_fit(planned, DEVICES[0])).startswith("--signal ")
+    elif count(planned).on["H100"].fits:
         assert str(make_plan(own)) == str(make_plan(planned))
     else:
         changed = f"--batch-size {own.batch_size}" if own.batch_size else "--gradient-checkpointing"

@@ -28,7 +28,7 @@ def register() -> None:
 
     begin, stage, pause = engine_worker._load, Staging._stage, AsyncLLM.pause_generation
 
-    def begin_or_fail(worker: Any, staging: Any) -> dict[str, Any]:
+    def begin_or_fail(worker: Any, *args: Any) -> dict[str, Any]:
         # not data_parallel_rank: for a dense target vLLM sets it to 0 in all replicas
         is_second = worker.vllm_config.parallel_config.data_parallel_index == 1
         load = engine_worker.load_draft
@@ -42,7 +42,7 @@ def register() -> None:
 
         engine_worker.load_draft = load_or_fail
         try:
-            return begin(worker, staging)
+            return begin(worker, *args)
         finally:
             engine_worker.load_draft = load
 

@@ -324,6 +324,7 @@ def test_finished_drafts_forget_what_they_answered() -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
+@pytest.mark.timeout(2700)
 def test_the_command_makes_serves_and_compares_drafts(tiny_target: Path, tmp_path: Path) -> None:
     rows = load_conversations("stdlib")[:120]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
