@@ -138,7 +138,7 @@ def main(spec: dict[str, Any]) -> None:
         "status": wait_until_shipped(llm),
         "batches_at_once": llm.llm_engine.vllm_config.max_concurrent_batches,
         "preemptions": len(preempted),
-        "counted_drafts": sum(c[0] for c in llm.llm_engine.engine_core.engine_core.redraft_domains().values()),
+        "counted_drafts": sum(c[1] for c in llm.llm_engine.engine_core.engine_core.redraft_domains().values()),
     }
     print("REPORT", json.dumps(report))
 
