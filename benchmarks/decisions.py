@@ -152,17 +152,8 @@ def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, A
         size = (drafts_per_request, running, polls)
         equal = _count_findings(trials, seed, 0.0, (less, more), *size)
         worse = _count_findings(trials, seed, 0.2, (more, less), *size)
-        cases.append(
-            {
-                "traffic": traffic,
-                "drafts_per_request": drafts_per_request,
-                "running_requests": running,
-                "equal_rolled_back": equal[Finding.WORSE],
-                "equal_inconclusive": equal[Finding.INCONCLUSIVE],
-                "worse_passed": worse[Finding.PASSED],
-                "worse_inconclusive": worse[Finding.INCONCLUSIVE],
-            }
-        )
+        about = {"traffic": traffic, "drafts_per_request": drafts_per_request, "running_requests": running}
+        cases.append(about | _list_rates(equal, worse))
     worst = {
         traffic: {
             name: max(case[name] for case in cases if case["traffic"] == traffic)
@@ -174,6 +165,16 @@ def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, A
     return {**highest, **worst, "cases": cases}
 
 
+def _list_rates(equal: Mapping[Finding, float], worse: Mapping[Finding, float]) -> dict[str, float]:
+    """What the report says of an equal and of a worse draft."""
+    return {
+        "equal_rolled_back": equal[Finding.WORSE],
+        "equal_inconclusive": equal[Finding.INCONCLUSIVE],
+        "worse_passed": worse[Finding.PASSED],
+        "worse_inconclusive": worse[Finding.INCONCLUSIVE],
+    }
+
+
 def simulate_paces(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
     """The canary's findings while servers change their numbers of draft tokens, in a fleet and on a server of its own,
     which is compared with itself before. The pace always speaks against the truth."""
@@ -183,18 +184,9 @@ def simulate_paces(trials: int, seed: int = 0, polls: int = 180) -> dict[str, An
         shares, size = (0.5, 0.5), (drafts_per_request, running, polls)
         equal = _count_findings(trials, seed, 0.0, shares, *size, paces=(busier, idler), is_paired=is_paired)
         worse = _count_findings(trials, seed, LOSS_OF_ONE, shares, *size, paces=(idler, busier), is_paired=is_paired)
-        cases.append(
-            {
-                "pace": pace,
-                "is_alone": not is_paired,
-                "drafts_per_request": drafts_per_request,
-                "running_requests": running,
-                "equal_rolled_back": equal[Finding.WORSE],
-                "equal_inconclusive": equal[Finding.INCONCLUSIVE],
-                "worse_passed": worse[Finding.PASSED],
-                "worse_inconclusive": worse[Finding.INCONCLUSIVE],
-            }
-        )
+        about = {"pace": pace, "is_alone": not is_paired}
+        about |= {"drafts_per_request": drafts_per_request, "running_requests": running}
+        cases.append(about | _list_rates(equal, worse))
     highest = {name: max(case[name] for case in cases) for name in ("equal_rolled_back", "worse_passed")}
     return {**highest, "cases": cases}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_world import World, served_by
+from learner_world import World, make_draft, served_by
 from real_broker import Broker, running_broker
 from real_server import COPY, CORRUPT, FOREIGN, NOISY, RANDOM, TOKEN, WIDER, Server, running_server
 from safetensors.torch import load_file, save_file
@@ -79,3 +79,9 @@ def served_world(
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
     with served_by(server, random_target, tmp_path) as world:
         yield world
+
+
+@pytest.fixture(scope="session")
+def noisy_draft(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The draft with which the tests of learners begin."""
+    return make_draft(random_target, tmp_path_factory.mktemp("noisy-draft"))

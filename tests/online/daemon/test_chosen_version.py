@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import ANYTHING, World, make_draft, make_records, ship
+from learner_world import ANYTHING, World, make_records, ship
 from waiting import PATIENCE_S, until
 
 from redraft.heads.files.folder import fingerprint
@@ -20,11 +20,6 @@ from redraft.online.fleet.rollout import Outcome
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.cursor import SERVED
 from redraft.online.learning.trainer import Trainer
-
-
-@pytest.fixture(scope="module")
-def noisy_draft(random_target, tmp_path_factory):
-    return make_draft(random_target, tmp_path_factory.mktemp("noisy-draft"))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import World, make_draft, make_records, ship
+from learner_world import World, make_records, ship
 from waiting import PATIENCE_S, until, wait_until
 
 from redraft.heads.files.artifact import publish, verify
@@ -43,11 +43,6 @@ from redraft.online.records.record import encode_record, read_frames
 def token(monkeypatch):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
     monkeypatch.setattr(cycle, "DISK_RETRY_S", 0.1)
-
-
-@pytest.fixture(scope="module")
-def noisy_draft(random_target, tmp_path_factory):
-    return make_draft(random_target, tmp_path_factory.mktemp("noisy-draft"))
 
 
 @pytest.fixture(scope="module")

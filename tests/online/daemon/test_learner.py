@@ -44,11 +44,6 @@ def token(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def noisy_draft(random_target, tmp_path_factory):
-    return make_draft(random_target, tmp_path_factory.mktemp("noisy-draft"))
-
-
-@pytest.fixture(scope="session")
 def records(random_target):
     return make_records(random_target, 600)
 

@@ -7,18 +7,13 @@ import json
 
 import pytest
 from fake_fleet import TOKEN
-from learner_world import ANYTHING, World, make_draft, make_records, ship
+from learner_world import ANYTHING, World, make_records, ship
 from run_learner import start
 from waiting import until
 
 from redraft.heads.files.artifact import PROVENANCE, manifest, verify
 from redraft.heads.files.folder import fingerprint
 from redraft.online.learning.buffer import Buffer
-
-
-@pytest.fixture(scope="module")
-def noisy_draft(random_target, tmp_path_factory):
-    return make_draft(random_target, tmp_path_factory.mktemp("noisy-draft"))
 
 
 @pytest.fixture(scope="module")
