@@ -142,8 +142,7 @@ class RunFolder:
         changed = [name for name, value in inputs.items() if about.get("inputs", inputs).get(name) != value]
         if changed and self._checkpoints():
             raise ValueError(
-                f"{self.folder} holds a run on another {changed[0]}, whose files have changed since: give --overwrite, "
-                "or another --output"
+                f"the {changed[0]} of the run in {self.folder} has changed since: give --overwrite, or another --output"
             )
         write_whole(self.folder / "run.json", json.dumps({**about, "inputs": inputs}, indent=2) + "\n")
 
