@@ -122,8 +122,11 @@ class RunFolder:
             if not changed:
                 return
             if holds_work:
-                key = changed[0]
-                was = f"{key} was {before.get(key)!r} and is now {now[key]!r}"
+                key, was, is_now = changed[0], before.get(changed[0]), now[changed[0]]
+                while isinstance(was, dict) and isinstance(is_now, dict):
+                    part = next(part for part in {**was, **is_now} if was.get(part) != is_now.get(part))
+                    key, was, is_now = f"{key}.{part}", was.get(part), is_now.get(part)
+                was = f"{key} was {was!r} and is now {is_now!r}"
                 raise ValueError(f"{self.folder} holds another run, {was}: give --overwrite, or another --output")
         about = {"command": sys.argv, "date": self.date.isoformat(), "config": self.config}
         write_whole(started, json.dumps(about, indent=2) + "\n")
