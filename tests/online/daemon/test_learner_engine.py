@@ -141,7 +141,9 @@ def test_a_killed_server_comes_back_to_the_current_version_and_a_refusing_one_ke
                     replace_by_link(old, world.registry.folder)
                     await until(lambda: "server_unreachable" in {e.what for e in world.entries("fault")}, task)
                 assert kept.failures == []
-                await all_serve(servers, world.registry.current)
+                # A canary may be under way. It ends only with traffic.
+                async with streams([each.url for each in servers]).flowing():
+                    await all_serve(servers, world.registry.current)
 
     asyncio.run(main())
 
