@@ -137,7 +137,8 @@ class Pools:
                 await self._maintain()
 
     async def _maintain(self) -> None:
-        suspects = [upstream for upstream in self.upstreams if upstream.is_down or upstream.is_silent]
+        # A server that refuses at once has the fewest requests under way, and would get all the others.
+        suspects = [each for each in self.upstreams if each.is_down or each.has_failed or each.is_silent]
         found = await asyncio.gather(*(upstream.is_healthy() for upstream in suspects))
         for upstream, is_healthy in zip(suspects, found, strict=True):
             if not is_healthy and not upstream.is_down:

@@ -111,6 +111,7 @@ class Upstream:
         self.url, self.domain = url, domain
         self.last_turn = 0
         self.is_down = False
+        self.has_failed = False  # the last answer was an error of the server
         self.problem = ""  # why the last request did not arrive, with the cure; else empty
         self._is_told = False
         base = httpx.URL(url)
@@ -173,7 +174,7 @@ class Upstream:
             return False
         self._unanswered_s = math.inf
         await self._put_back(connection)
-        return response.status < 500  # not every server has this route
+        return not self.has_failed  # not every server has this route
 
     async def finish(self, request: _InFlight, response: httpcore.Response) -> None:
         """Count the request as done, and keep the connection if another can use it."""
@@ -231,6 +232,7 @@ class Upstream:
         except (RefusedError, BrokenError) as error:
             self.problem = explain(error)
             raise
+        self.has_failed = response.status >= 500
         self.problem = explain_answer(response.status, response.headers)
         if self.problem and not self._is_told:
             logger.warning("%s: %s", self.url, self.problem)

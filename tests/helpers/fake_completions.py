@@ -30,6 +30,10 @@ class Upstream:
     """Set to release requests to wait, and to break off those that break within."""
     left: int = 0
     """Requests whose client disconnected before the answer."""
+    health: int = 200
+    """Status of /health."""
+    checks: int = 0
+    """Requests for /health."""
 
     @property
     def url(self) -> str:
@@ -37,7 +41,7 @@ class Upstream:
 
     async def start(self) -> None:
         routes = [
-            Route("/health", lambda request: Response()),
+            Route("/health", self._check),
             Route("/v1/models", lambda request: JSONResponse({"data": [{"id": self.name}]})),
             Route("/v1/{path:path}", self._complete, methods=["POST"]),
             Route("/redraft/swap", lambda request: Response(self.name), methods=["POST"]),
@@ -52,6 +56,10 @@ class Upstream:
     def last(self) -> dict[str, str]:
         """Headers of the newest request."""
         return self.seen[-1][0]
+
+    async def _check(self, request: Request) -> Response:
+        self.checks += 1
+        return Response(status_code=self.health)
 
     async def _complete(self, request: Request) -> Response:
         body = await request.body()

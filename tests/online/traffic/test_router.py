@@ -474,6 +474,35 @@ async def test_a_request_without_a_free_descriptor_waits_and_no_server_is_blamed
 
 
 @in_event_loop
+async def test_a_server_that_refuses_at_once_gets_no_more_requests_until_it_is_healthy(tmp_path):
+    """It has fewer requests under way than any other, so that it would get nearly all."""
+    async with routed(tmp_path) as them:
+
+        async def is_up(server):
+            return await them.metric("redraft_router_server_up", server=server.url, pool=server.name) == 1
+
+        async def prose_is_down():
+            return not await is_up(them.prose)
+
+        them.prose.health = 503
+        assert (await them.ask("prose", do=503)).status_code == 503
+        await until(prose_is_down)
+        assert [await them.answered_by("prose") for _ in range(5)] == ["general"] * 5
+        them.prose.health = 200
+        await until_answered_by(them, "prose", "prose")
+        # an error of a server that is healthy
+        checks = them.code.checks
+        assert (await them.ask("code", do=500)).status_code == 500
+
+        async def code_is_checked():
+            return them.code.checks > checks
+
+        await until(code_is_checked)
+        assert await them.answered_by("code") == "code"
+        assert await is_up(them.code)
+
+
+@in_event_loop
 @pytest.mark.parametrize("is_patient", [True, False])
 async def test_a_server_that_takes_requests_and_never_answers_is_passed_over(tmp_path, monkeypatch, is_patient):
     monkeypatch.setattr(upstream, "SILENT_S", 0.05)
