@@ -157,7 +157,7 @@ class LookupFirst:
         if self.live:
             for head in (self.by_head, self.at_matches):
                 head.note(dict(zip(names, sampled, strict=False)))
-            if self.at_matches.is_due():
+            if self.limits.choose(most, len(sampled)) and self.at_matches.is_due():
                 self.live.least_first = 0.0
                 judged = _list_matches(names, self.lookup.look_up(scheduled, sampled))
             self.live.least_first = self.at_matches.probability if self.at_matches.is_good else 0.0

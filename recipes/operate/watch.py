@@ -1,4 +1,4 @@
-"""Watch the acceptance of a running fleet: tau and acceptance by position over time, from the servers' /metrics.
+"""Watch the acceptance of a running fleet over time, in all and by position, from the servers' /metrics.
 
 $ redraft fleet watch http://gpu1:8000 http://gpu2:8000                 # a line per server every 10 seconds
 $ redraft fleet watch http://gpu1:8000 --min-tau 1.8                    # ends with status 1 once tau falls below
@@ -34,8 +34,9 @@ class Config:
     interval_s: float = 10.0
     """Time between two readings, in seconds."""
     min_tau: float | None = None
-    """End with status 1 if the fleet's tau falls below this. By default only watch. With `--pace auto`, tau falls
-    with the number of draft tokens too."""
+    """End with status 1 if the fleet's tokens per drafted step fall below this. By default only
+    watch. With `--pace auto`, they fall with the number of draft tokens too; steps in which a
+    lookup finds nothing do not count."""
     min_drafts: int = 200
     """Drafts to collect before tau is compared with --min-tau: tau of a few drafts is noise."""
     polls: int = 0
@@ -151,18 +152,19 @@ def format_poll(poll: Poll, clock: str) -> Iterator[str]:
 
 
 def format_counts(counts: AcceptanceCounts, pace: float | None) -> str:
-    """tau, acceptance by position as bars and numbers, and drafts per second; without a pace, their number."""
+    """Tokens per drafted step, acceptance by position, and drafts per second; without a pace, their number."""
     if not counts.num_drafts:
         return "no drafts"
     rates = counts.acceptance_per_position
     bars = "".join(BARS[round(rate * (len(BARS) - 1))] for rate in rates)
     numbers = " ".join(f"{rate:.2f}" for rate in rates)
     drafts = f"{counts.num_drafts:,.0f} drafts so far" if pace is None else f"{pace:,.0f} drafts/s"
-    return f"tau {counts.tau:.2f}  |{bars}|  {numbers}  {drafts}"
+    return f"{counts.tau:.2f} tokens per drafted step  |{bars}|  {numbers}  {drafts}"
 
 
 def require_tau(counts: AcceptanceCounts, min_tau: float) -> None:
     """Raise SystemExit with status 1 if tau is below `min_tau`."""
     if counts.num_drafts and counts.tau < min_tau:
-        print(f"tau {counts.tau:.2f} over {counts.num_drafts:,.0f} drafts is below {min_tau:g}", flush=True)
+        short = f"{counts.tau:.2f} tokens per drafted step over {counts.num_drafts:,.0f} drafts"
+        print(f"{short}: below {min_tau:g}", flush=True)
         raise SystemExit(1)

@@ -97,14 +97,16 @@ def test_a_head_drafts_if_nothing_probable_is_counted(tmp_path: Path, monkeypatc
     assert propose([1, 5], [1, 5], [1, 6]) == ([[6], [6], [9, 9]], [2], {"0", "1"}), "0.9 pays, 0.9 * 0.49 does not"
 
 
-def make_live(monkeypatch: pytest.MonkeyPatch, *rows: list[int], head: Head | None = None) -> Any:
+def make_live(
+    monkeypatch: pytest.MonkeyPatch, *rows: list[int], head: Head | None = None, limits: HeadLimits | None = None
+) -> Any:
     """A runner with live counts, before a head if one is given."""
     config = DraftSource.parse("live").speculative()
     monkeypatch.setattr(answer_counter, "COUNTED_AT_ONCE", 5)
     runner, ended = make_runner(*rows), []
     runner.ended, runner._on_request_state_removed = ended, lambda name, request: ended.append(name)
     if head:
-        config = mix(config, {"method": "eagle3"}, HeadLimits())
+        config = mix(config, {"method": "eagle3"}, limits or HeadLimits())
         runner.propose_draft_token_ids = head.propose
         settings = {"method": "eagle3", "disable_padded_drafter_batch": True}
         runner.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(**settings))
@@ -221,6 +223,17 @@ def test_a_server_that_answers_more_than_it_counts_counts_some_of_them_whole(mon
     assert MOST_WAITING <= counts["counted"] < 100
     assert draft.counts.num_texts >= 500 // 21, "each is counted to its end"
     assert draft.propose(np.array([17, 18], np.int32), 1) == [4000]
+
+
+def test_a_head_above_its_limit_of_requests_costs_no_second_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never drafts there, so its probability at matches stays unmeasured for good."""
+    runner = make_live(monkeypatch, [1, 5], [2, 5], head=Head(), limits=HeadLimits(requests=1))
+    looks, look_up = [], runner.redraft_lookup.lookup.look_up
+    runner.redraft_lookup.lookup.look_up = lambda *step: looks.append(step) or look_up(*step)
+    for sampled, expected in (([[5], [5]], 1), ([[5]], 2)):
+        runner.propose_draft_token_ids(Scheduled(), sampled)
+        assert len(looks) == expected
+        looks.clear()
 
 
 def test_live_counts_ask_a_head_that_is_accepted_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_a_server_that_chooses_the_number_of_tokens_has_a_second_line(capsys: py
     with serving(make_metrics(100, (60, 30)) + PACE) as url:
         main(make_config(url, polls=1))
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert "tau 1.90" in first
+    assert "1.90 tokens per drafted step" in first
     assert second.strip() == "pace auto: 3 tokens (1.41x [1.24, 1.64]) at 1; 0.4% explored"
 
 
@@ -113,8 +113,8 @@ def test_a_line_has_bars_numbers_and_pace() -> None:
     counts = AcceptanceCounts(
         num_drafts=1000, num_draft_tokens=3000, num_accepted=1500, accepted_per_position=(1000, 500, 0)
     )
-    assert format_counts(counts, 100.0) == "tau 2.50  |█▄ |  1.00 0.50 0.00  100 drafts/s"
-    assert format_counts(counts, None) == "tau 2.50  |█▄ |  1.00 0.50 0.00  1,000 drafts so far"
+    assert format_counts(counts, 100.0) == "2.50 tokens per drafted step  |█▄ |  1.00 0.50 0.00  100 drafts/s"
+    assert format_counts(counts, None) == "2.50 tokens per drafted step  |█▄ |  1.00 0.50 0.00  1,000 drafts so far"
     assert format_counts(AcceptanceCounts.zero(), 10.0) == "no drafts"
 
 
@@ -133,16 +133,16 @@ def test_a_fleet_has_a_line_of_its_own() -> None:
         _, second = poll_servers(make_config(url, other))
     shown = list(format_poll(second, "now"))
     assert [line.split()[1] for line in shown] == [url, other, "fleet"]
-    assert "tau 1.25" in shown[2], "100 of 400 drafts were accepted"
+    assert "1.25 tokens per drafted step" in shown[2], "100 of 400 drafts were accepted"
 
 
 def test_a_server_that_comes_back_is_read_on(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(make_metrics(100, (60,)), None, make_metrics(40, (20,))) as url:
         main(make_config(url, polls=2))
     first, away, back = capsys.readouterr().out.splitlines()
-    assert "tau 1.60" in first
+    assert "1.60 tokens per drafted step" in first
     assert f"{url}/metrics" in away
-    assert "tau 1.50" in back, "all that the new process counted"
+    assert "1.50 tokens per drafted step" in back, "all that the new process counted"
 
 
 def test_the_pace_of_a_server_that_was_silent_is_over_the_whole_gap() -> None:
@@ -163,7 +163,7 @@ def test_too_low_a_tau_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
         assert_ends_with_1(make_config(url, min_tau=1.8, min_drafts=200, polls=5))
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 4, "100 drafts are too few to judge, 200 are not"
-    assert shown[-1] == "tau 1.50 over 200 drafts is below 1.8"
+    assert shown[-1] == "1.50 tokens per drafted step over 200 drafts: below 1.8"
 
 
 def assert_ends_with_1(cfg: Config) -> None:
