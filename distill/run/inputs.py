@@ -30,7 +30,7 @@ from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton
 from redraft.distill.signal.sharded import is_sharded, leading, load_sharded
-from redraft.distill.signal.shards import Content, is_complete, write_cache
+from redraft.distill.signal.shards import is_complete, write_cache
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget
 from redraft.distill.train.loop import LoadedData
 from redraft.eval.engine.hardware import Machine, this_machine
@@ -198,7 +198,7 @@ def target_signal(
 ) -> SignalFunction:
     """The source of the training signal: `live_signal`, or a cache, written here if it does not
     exist. Servers and caches work one batch ahead. `target_print` is the target's fingerprint.
-    Raises ValueError if the config does not fit; OSError if the disk has no room for the cache."""
+    Raises ValueError if the config or the cache does not fit; OSError if the disk has no room."""
     if not signal.url and signal.kind != "cache":
         return live_signal(signal, target, aux_layers, opened)
     # As for a head that reads no auxiliary layers: the last hidden state alone.
@@ -209,7 +209,9 @@ def target_signal(
         return OneAhead(live_signal(signal, target, aux_layers, opened), device)
     # Held-out samples too: evaluations read the signal from the same source.
     parts = (data.train.samples, data.held_out.samples)
-    cache = signal.cache or folder / "target-cache"
+    cache, content = signal.cache or folder / "target-cache", _content(signal, target, aux_layers)
+    # With the type in which the target computes: it rounds what is kept.
+    computed = f"{str(target.dtype).removeprefix('torch.')} {target_print}"
     # Every rank with a whole target, or with servers, writes its shards. A target in shards makes every pass on all
     # ranks, so rank 0 writes alone. All wait below, up to LONGEST_WAIT.
     alone = is_sharded(target)
@@ -219,8 +221,8 @@ def target_signal(
                 list(itertools.chain(*parts)),
                 live_signal(signal, target, aux_layers, opened),
                 cache,
-                _content(signal, target, aux_layers),
-                target=target_print,
+                content,
+                target=computed,
                 sequence_length=data.train.sequence_length,
                 # Fixed, not the batch of training: it is in the header, and an interrupted cache continues
                 # under an equal header only.
@@ -230,15 +232,15 @@ def target_signal(
                 num_ranks=1 if alone else accelerator.num_processes,
             )
     accelerator.wait_for_everyone()
-    identity = {"target": target_print, "data": data_hash(itertools.chain(*parts))}
-    if aux_layers is None:
-        return OneAhead(CachedTarget(cache, **identity), device)
+    identity = {"target": computed, "data": data_hash(itertools.chain(*parts))}
+    if isinstance(content, TopK):
+        return OneAhead(CachedTarget(cache, content, **identity), device)
     head_VD = target.get_output_embeddings().weight.detach()
     rule = LogitRule.of(target.config)
-    return OneAhead(CachedHiddenStates(cache, layers=aux_layers, head_VD=head_VD, rule=rule, **identity), device)
+    return OneAhead(CachedHiddenStates(cache, content, head_VD=head_VD, rule=rule, **identity), device)
 
 
-def _content(signal: Signal, target: Any, aux_layers: Sequence[int] | None) -> Content:
+def _content(signal: Signal, target: Any, aux_layers: Sequence[int] | None) -> TopK | HiddenStates:
     if aux_layers is None:
         return TopK(signal.k)
     hidden_size = target.config.get_text_config().hidden_size

@@ -11,7 +11,6 @@ the target's head, and takes 8 KB per token at D = 4096; a row of logits takes 2
 B = batch, T = tokens, N = rows, D = hidden, K = kept top-k ids, L = auxiliary layers, V = vocabulary,
 S = numbers stored of one state: D, or D + 4 bytes in float8."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,10 +118,9 @@ class HiddenStates:
 
 
 class CachedTarget:
-    def __init__(self, folder: Path, *, target: str, data: str) -> None:
-        """Raises ValueError if the cache is incomplete or was written for another target or other data."""
-        self._shards = Shards(folder, target=target, data=data)
-        self.k = int(_content(self._shards, "top k")["k"])
+    def __init__(self, folder: Path, content: TopK, *, target: str, data: str) -> None:
+        """Raises: as `Shards`."""
+        self._shards, self.k = Shards(folder, content, target=target, data=data), content.k
 
     def __call__(self, batch: Batch) -> TargetSignal:
         """Raises ValueError if a document of the batch was not cached."""
@@ -141,20 +139,13 @@ class CachedHiddenStates:
     """The signal read from a cache of `HiddenStates`: exact, except for rounding to the cache's dtype."""
 
     def __init__(
-        self, folder: Path, *, target: str, data: str, layers: Sequence[int], head_VD: Tensor, rule: LogitRule = PLAIN
+        self, folder: Path, content: HiddenStates, *, target: str, data: str, head_VD: Tensor, rule: LogitRule = PLAIN
     ) -> None:
-        """`layers` are the head's; the cache may hold more. Raises ValueError: the cache is
-        incomplete, of another target or other data, or has not all layers."""
-        self._shards, self.head_VD, self._rule = Shards(folder, target=target, data=data), head_VD, rule
-        content = _content(self._shards, "hidden states")
-        if missing := sorted(set(layers) - set(content["layers"])):
-            raise ValueError(
-                f"{folder} holds target layers {content['layers']}, but this head reads {sorted(layers)}: layers "
-                f"{missing} are missing; write a cache for this head"
-            )
-        self._is_float8 = content["dtype"] == "float8"
+        """Raises: as `Shards`."""
+        self._shards, self.head_VD, self._rule = Shards(folder, content, target=target, data=data), head_VD, rule
+        self._is_float8 = content.dtype == "float8"
         # A cache of layers [2, 8, 13] and a head of [2, 13]: places [0, 2].
-        self._places = [content["layers"].index(layer) for layer in sorted(layers)]
+        self._places = [self._shards.header.content["layers"].index(layer) for layer in content.layers]
 
     def __call__(self, batch: Batch) -> TargetSignal:
         """Raises ValueError if a document of the batch was not cached or is corrupt."""
@@ -182,12 +173,3 @@ class CachedHiddenStates:
         there = states.to(self.head_VD.device, non_blocking=True)
         # There, because a GPU decodes faster, and half the bytes have to be copied.
         return decode_float8(there, self.head_VD.dtype) if self._is_float8 else there
-
-
-def _content(shards: Shards, kind: str) -> dict[str, Any]:
-    content = shards.header.content
-    if content.get("kind") != kind:
-        raise ValueError(
-            f"{shards.folder} is a cache of the target's {content.get('kind')}, a cache of its {kind} is needed"
-        )
-    return content

@@ -218,14 +218,16 @@ def _crc(tensors: Mapping[str, Tensor]) -> int:
 class Shards:
     """A complete cache, mapped into memory."""
 
-    def __init__(self, folder: Path, *, target: str, data: str) -> None:
-        """Raises ValueError if the cache is incomplete or corrupt, or was written for another target or other data."""
+    def __init__(self, folder: Path, content: Content, *, target: str, data: str) -> None:
+        """Raises ValueError if the cache is incomplete or corrupt, or was written for another target,
+        other data or another content; of hidden states it may hold more layers."""
         self.folder, self.header = folder, read_header(folder)
-        for name, wanted in (("target", target), ("data", data)):
-            found = getattr(self.header, name)
-            if found != wanted:
+        there = {"target": self.header.target, "data": self.header.data, **self.header.content}
+        for name, wanted in {"target": target, "data": data, **content.spec}.items():
+            found = there.get(name)
+            if found != wanted and not (name == "layers" and set(wanted) <= set(found or ())):
                 raise ValueError(
-                    f"{folder} is a cache for another {name} ({found[:12]}, wanted {wanted[:12]}): "
+                    f"{folder} is a cache of another {name} ({found!s:.40}, wanted {wanted!s:.40}): "
                     "write a cache into another folder"
                 )
         if num_missing := _count_missing(folder, self.header):

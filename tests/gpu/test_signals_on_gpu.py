@@ -56,7 +56,7 @@ def cached(samples: list[Sample], tmp_path: Path) -> CachedTarget:
         sequence_length=64,
         batch_size=2,
     )
-    return CachedTarget(tmp_path / "cache", target="the-target", data=data_hash(samples))
+    return CachedTarget(tmp_path / "cache", TopK(8), target="the-target", data=data_hash(samples))
 
 
 def test_a_cache_gives_a_batch_on_the_gpu_what_it_gives_one_on_the_cpu(

@@ -91,10 +91,16 @@ def make_cache(
 
 
 def read_cache(
-    folder: Path, samples: list[Sample], model: Any, layers: Sequence[int] = LAYERS, target: str = "the-target"
+    folder: Path,
+    samples: list[Sample],
+    model: Any,
+    layers: Sequence[int] = LAYERS,
+    target: str = "the-target",
+    dtype: HiddenDtype = "float32",
 ) -> CachedHiddenStates:
     head_VD = model.get_output_embeddings().weight.detach()
-    return CachedHiddenStates(folder, target=target, data=data_hash(samples), layers=layers, head_VD=head_VD)
+    content = HiddenStates(layers=tuple(sorted(layers)), hidden_size=64, dtype=dtype)
+    return CachedHiddenStates(folder, content, target=target, data=data_hash(samples), head_VD=head_VD)
 
 
 def states(signal: TargetSignal, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -136,7 +142,7 @@ def test_a_cache_in_the_targets_own_dtype_gives_the_bits_of_the_target(
         batch = next(PackedDataset([sample], sequence_length=32).in_order(1))
         exact = InProcessTarget(model, LAYERS)(batch)
         make_cache(tmp_path / str(index), [sample], InProcessTarget(model, LAYERS), dtype=dtype)
-        cached = read_cache(tmp_path / str(index), [sample], model)(batch)
+        cached = read_cache(tmp_path / str(index), [sample], model, dtype=dtype)(batch)
         for one, other in zip(states(exact, batch), states(cached, batch), strict=True):
             assert one.dtype == other.dtype == model.dtype
             assert torch.equal(one, other)
@@ -147,7 +153,7 @@ def test_a_bfloat16_cache_of_a_float32_target_rounds_and_no_more(random_target: 
     source = InProcessTarget(model, LAYERS)
     make_cache(tmp_path, samples, source, dtype="bfloat16")
     batch = make_batch(samples)
-    exact, cached = source(batch), read_cache(tmp_path, samples, model)(batch)
+    exact, cached = source(batch), read_cache(tmp_path, samples, model, dtype="bfloat16")(batch)
     for one, other in zip(states(exact, batch), states(cached, batch), strict=True):
         assert other.dtype == torch.float32
         torch.testing.assert_close(other, one, rtol=2**-8, atol=1e-5)
@@ -184,14 +190,14 @@ def test_states_of_a_target_with_a_cap_give_capped_logits(tmp_path: Path) -> Non
 def test_the_cache_of_another_target_other_data_or_other_layers_is_refused(random_target: Path, tmp_path: Path) -> None:
     model, samples = load(random_target), make_samples()
     make_cache(tmp_path / "states", samples, InProcessTarget(model, (0, 2)), layers=(0, 2))
-    with pytest.raises(ValueError, match=r"\(the-target, wanted another-targ\)"):
+    with pytest.raises(ValueError, match=r"\(the-target, wanted another-target\)"):
         read_cache(tmp_path / "states", samples, model, target="another-target")
     with pytest.raises(ValueError, match=data_hash(samples)[:12]):
         read_cache(tmp_path / "states", make_samples(seed=1), model)
-    with pytest.raises(ValueError, match=r"\[0, 2\].*\[1, 2\].*\[1\]"):
+    with pytest.raises(ValueError, match=r"layers \(\[0, 2\], wanted \[1, 2\]\)"):
         read_cache(tmp_path / "states", samples, model, layers=(1, 2))
     with pytest.raises(ValueError, match=r"hidden states.*top k"):
-        CachedTarget(tmp_path / "states", target="the-target", data=data_hash(samples))
+        CachedTarget(tmp_path / "states", TopK(4), target="the-target", data=data_hash(samples))
     write_cache(
         samples,
         InProcessTarget(model),
@@ -289,7 +295,7 @@ def test_opening_and_reading_a_cache_copies_none_of_it(tmp_path: Path) -> None:
     content = HiddenStates(layers=(1,), hidden_size=hidden_size)
     write_cache(samples, source, tmp_path, content, target="t", sequence_length=2000, batch_size=1)
     before = anonymous_bytes()
-    cached = CachedHiddenStates(tmp_path, target="t", data=data_hash(samples), layers=(1,), head_VD=head_VD)
+    cached = CachedHiddenStates(tmp_path, content, target="t", data=data_hash(samples), head_VD=head_VD)
     opened = anonymous_bytes() - before
     signal = cached(next(PackedDataset(samples[:1], sequence_length=2000).in_order(1)))
     assert signal.aux_BTLD is not None
@@ -331,7 +337,31 @@ def test_a_head_trains_from_a_whole_cache_without_the_weights_of_the_target(
         assert torch.equal(one, other)
     assert_trains_alike(skeleton, batch, InProcessTarget(model, LAYERS)(batch), read(batch), tolerance=1e-4)
     header = json.loads((tmp_path / "cache" / "cache.json").read_text())
-    assert header["target"] == identity
+    assert header["target"] == f"float32 {identity}"
+
+
+def test_a_shared_cache_is_read_only_as_what_it_was_written(random_target: Path, tmp_path: Path) -> None:
+    samples, accelerator, identity = make_samples(), Accelerator(cpu=True), fingerprint(random_target)
+    data, wanted = make_data(samples), {"kind": "cache", "cache": tmp_path / "cache"}
+    exact, rounded = load(random_target), load(random_target, torch.bfloat16)
+
+    def read(model: Any, aux_layers: tuple[int, ...] | None = LAYERS, **options: Any) -> Any:
+        signal = Signal(**{**wanted, **options})
+        return target_signal(signal, model, identity, data, tmp_path, accelerator, aux_layers)
+
+    read(exact, cache_dtype="float8")
+    batch = make_batch(samples)
+    kept = states(read(exact, (0, 2), cache_dtype="float8")(batch), batch)[1]
+    whole = states(InProcessTarget(exact, (0, 2))(batch), batch)[1]
+    assert 0 < (kept - whole).norm() < 0.04 * whole.norm(), "float8, of the layers asked for"
+    for model, dtype, found in ((exact, "float32", "dtype"), (rounded, "float8", "target")):
+        with pytest.raises(ValueError, match=f"another {found}.*float.*, wanted b?float"):
+            read(model, cache_dtype=dtype)
+    top = {"cache": tmp_path / "top"}
+    assert read(exact, None, k=4, **top)(batch).distribution.ids_BTK.shape[-1] == 4
+    for k in (3, 64):
+        with pytest.raises(ValueError, match=rf"another k \(4, wanted {k}\)"):
+            read(exact, None, k=k, **top)
 
 
 # ------------------------------------------------------------------------------------------------------------ a fleet
@@ -427,7 +457,7 @@ def test_a_head_learns_the_same_from_float8_states_streamed_and_cached(random_ta
         live.require_target()
         streamed = live(batch)
     make_cache(tmp_path / "cache", samples, source, dtype="float8")
-    cached, exact = read_cache(tmp_path / "cache", samples, model)(batch), source(batch)
+    cached, exact = read_cache(tmp_path / "cache", samples, model, dtype="float8")(batch), source(batch)
     (last, aux), (last_streamed, aux_streamed), (last_cached, aux_cached) = (
         states(signal, batch) for signal in (exact, streamed, cached)
     )

@@ -107,7 +107,7 @@ def test_float8_costs_less_than_a_fiftieth_of_the_accepted_tokens(tiny_target: P
     for dtype in names:
         folder, content = tmp_path / dtype, HiddenStates(layers=LAYERS, hidden_size=hidden_size, dtype=dtype)
         write_cache(samples, exact, folder, content, target="t", sequence_length=LENGTH, batch_size=ROWS)
-        caches[dtype] = CachedHiddenStates(folder, target="t", data=data_hash(samples), layers=LAYERS, head_VD=head_VD)
+        caches[dtype] = CachedHiddenStates(folder, content, target="t", data=data_hash(samples), head_VD=head_VD)
         overlap = label_overlap(exact, caches[dtype], next(batches(samples, 0)))
         print(f"{dtype}: {content.bytes_per_row} bytes a token, 1 - TV to the exact target {overlap:.4f}")
     untrained = forecast(train(model, samples, None, 0), exact, answers, TOKENS).overall.tau

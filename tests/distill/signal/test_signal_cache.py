@@ -56,8 +56,8 @@ def write(
     write_cache(samples, source, folder, TopK(k), **{**defaults, **options})
 
 
-def read(folder: Path, samples: list[Sample], target: str = "the-target") -> CachedTarget:
-    return CachedTarget(folder, target=target, data=data_hash(samples))
+def read(folder: Path, samples: list[Sample], target: str = "the-target", k: int = K) -> CachedTarget:
+    return CachedTarget(folder, TopK(k), target=target, data=data_hash(samples))
 
 
 def test_the_cache_gives_the_top_k_of_the_target_however_the_rows_are_packed(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_cache_can_be_written_from_a_cache_with_a_smaller_k(tmp_path: Path) ->
     write(tmp_path / "six", samples, target)
     write(tmp_path / "two", samples, read(tmp_path / "six", samples), k=2)
     batch = PackedDataset(samples, sequence_length=32).batch(0, batch_size=4)
-    six, two = (read(tmp_path / name, samples)(batch).distribution for name in ("six", "two"))
+    six, two = (read(tmp_path / name, samples, k=k)(batch).distribution for name, k in (("six", 6), ("two", 2)))
     assert torch.equal(six.ids_BTK[:, :, :2], two.ids_BTK)
 
 
@@ -165,7 +165,7 @@ def test_an_interrupted_cache_goes_on_with_the_shard_that_it_was_at(
 def test_the_cache_of_another_target_or_of_other_data_is_refused(tmp_path: Path) -> None:
     samples = make_samples()
     write(tmp_path, samples, make_target())
-    with pytest.raises(ValueError, match=r"\(the-target, wanted another-targ\)"):
+    with pytest.raises(ValueError, match=r"\(the-target, wanted another-target\)"):
         read(tmp_path, samples, target="another-target")
     with pytest.raises(ValueError, match=data_hash(samples)[:12]):
         read(tmp_path, make_samples(seed=1))
