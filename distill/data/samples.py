@@ -188,10 +188,12 @@ def held_out_prompts(
     max_length: int,
     template_options: dict[str, Any] | None = None,
     day: datetime.date | None = None,
+    beside: Iterable[Prompt] = (),
 ) -> list[Prompt]:
-    """The prompts of the last assistant turn of up to `num_prompts` conversations, taken from each
-    domain in turn.
-    The conversations' hashes decide which. Prompts longer than `max_length` tokens are skipped;
+    """Up to `num_prompts` different prompts, of the last assistant turn of the conversations, taken
+    from each domain in turn; none is `beside`.
+    The conversations' hashes decide which. Repeats are left out: an answer follows from its prompt,
+    so they would count the same evidence again. So are prompts longer than `max_length` tokens;
     plain documents have no prompt. What is left out is printed in one line, with the number for
     each reason. `template_options` and `day` are those of `stream_samples`; by default the options
     are the arguments with which most answers begin. Raises ValueError if no prompt is left."""
@@ -207,7 +209,8 @@ def held_out_prompts(
             by_domain.setdefault(conversation["domain"], []).append(conversation)
     # One conversation of each domain per round, so that a small domain is not lost among large ones.
     in_turns = (c for round_ in zip_longest(*(by_domain[name] for name in sorted(by_domain))) for c in round_ if c)
-    rendered = (_prompt(conversation, render, max_length, stats, left_out) for conversation in in_turns)
+    seen = {tuple(prompt.token_ids) for prompt in beside}
+    rendered = (_prompt(conversation, render, max_length, stats, left_out, seen) for conversation in in_turns)
     prompts = list(islice((prompt for prompt in rendered if prompt), num_prompts))
     left_out.update({f"refused by the chat template ({reason})": count for reason, count in stats.refusals.items()})
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
@@ -233,10 +236,15 @@ def choose_arguments(conversations: Sequence[Conversation], tokenizer: Any, day:
 
 
 def _prompt(
-    conversation: Conversation, render: Renderer, max_length: int, stats: SampleStats, left_out: Counter[str]
+    conversation: Conversation,
+    render: Renderer,
+    max_length: int,
+    stats: SampleStats,
+    left_out: Counter[str],
+    seen: set[tuple[int, ...]],
 ) -> Prompt | None:
     """The prompt of the last assistant turn as a server renders it. None if the conversation has no
-    other turn, if the prompt is too long, or if the template refuses it: all counted."""
+    other turn, if the prompt is too long or was `seen`, or if the template refuses it: all counted."""
     messages = conversation["messages"]
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -252,6 +260,10 @@ def _prompt(
     if len(prompt.token_ids) > max_length:
         left_out[f"longer than {max_length:,} tokens"] += 1
         return None
+    if (key := tuple(prompt.token_ids)) in seen:
+        left_out["repeated"] += 1
+        return None
+    seen.add(key)
     return prompt
 
 

@@ -1,5 +1,6 @@
 """Which draft pays? Make every kind of draft for a target, measure each in a real vLLM, and confirm the best."""
 
+import functools
 import json
 import shlex
 import shutil
@@ -174,13 +175,12 @@ def render_prompts(
     """(prompts of the first rounds, prompts of the last ones). Raises ValueError: none is left."""
     day = choose_day(None)
 
-    def render(some: Sequence[Conversation], number: int) -> list[Prompt]:
-        return held_out_prompts(some, target.tokenizer, num_prompts=number, max_length=MAX_PROMPT_TOKENS, day=day)
-
-    # Disjoint from the prompts of the first rounds: choosing on the prompts that confirm would favour luck.
+    render = functools.partial(held_out_prompts, tokenizer=target.tokenizer, max_length=MAX_PROMPT_TOKENS, day=day)
+    first = render(questions[::FIRST_PROBLEMS], num_prompts=num_prompts(cfg))
     rest = [c for number, c in enumerate(questions) if number % FIRST_PROBLEMS]
     most = cfg.confirm_rounds * max(cfg.prompts_one, cfg.prompts_many)
-    return render(questions[::FIRST_PROBLEMS], num_prompts(cfg)), render(rest, most)
+    # Not those of the first rounds: choosing on the prompts that confirm would favour luck.
+    return first, render(rest, num_prompts=most, beside=first)
 
 
 def server_options(cfg: Config) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE
 from redraft.distill.data.samples import SampleStats, build_samples, data_hash, held_out_prompts
+from redraft.eval.intervals import estimate_ratio
 from redraft.heads.files.target_folder import writes_date
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|start|>", "<|close|>", "<|eot|>"]
@@ -414,6 +415,25 @@ def test_held_out_prompts_are_the_same_whatever_the_order() -> None:
     some = held_out_prompts(conversations, tokenizer, num_prompts=5, max_length=64)
     assert some == held_out_prompts(conversations[::-1], tokenizer, num_prompts=5, max_length=64)
     assert len(some) == 5
+
+
+def test_a_prompt_that_is_asked_again_is_held_out_once(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer, options = make_tokenizer(CHAT_TEMPLATE), {"num_prompts": 64, "max_length": 64}
+    several = [make_conversation(f"question {q}", f"answer {a}") for q in range(8) for a in range(8)]
+    several[-1]["domain"] = "another"
+    once = held_out_prompts(several[::8], tokenizer, **options)
+    prompts = held_out_prompts(several, tokenizer, **options)
+    assert sorted(prompt.token_ids for prompt in prompts) == sorted(prompt.token_ids for prompt in once)
+    assert "held-out prompts: 8; left out: 56 repeated\n" in capsys.readouterr().out
+    # An answer follows from its prompt, so the interval is that of eight prompts, not of 64.
+    accepted = {tuple(prompt.token_ids): float(20 + 9 * i) for i, prompt in enumerate(once)}
+    found, wanted = (
+        estimate_ratio(np.array([accepted[tuple(prompt.token_ids)] for prompt in some]), np.full(len(some), 60.0))
+        for some in (prompts, once)
+    )
+    assert found.interval() == pytest.approx(wanted.interval())
+    rest = held_out_prompts(several, tokenizer, beside=prompts[:3], **options)
+    assert sorted(p.token_ids for p in rest) == sorted(p.token_ids for p in prompts[3:])
 
 
 def peak_of_tokenising(num_turns: int) -> int:

@@ -232,6 +232,15 @@ def test_rounds_that_several_drafts_share_count_once(
     assert [{name for name, _ in group} for group in rounds.groups] == [{"none", "a", "b"}, {"none", "c"}]
 
 
+def test_no_prompt_that_chooses_confirms_too(tiny_target: Path) -> None:
+    questions = [{"messages": [{"role": "user", "content": f"question {i % 10}"}], "domain": "all"} for i in range(64)]
+    first, rest = compare.render_prompts(Config(), TargetFolder.open(tiny_target), questions)
+    chosen, confirming = ([tuple(prompt.token_ids) for prompt in some] for some in (first, rest))
+    # Every fourth of them asks an even question: 0, 4, 8, 2, 6.
+    assert (len(chosen), len(confirming)) == (len(set(chosen)), len(set(confirming))) == (5, 5)
+    assert not set(chosen) & set(confirming)
+
+
 def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
     tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
