@@ -120,8 +120,9 @@ def require_answers(cfg: Config) -> None:
 def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]) -> Making:
     """How the drafts are made, with the file of the first rounds' conversations, on which the trainings forecast."""
     prompts = cfg.output / "prompts.jsonl"
-    lines = [json.dumps(conversation) for conversation in questions[::FIRST_PROBLEMS]]
-    write_whole(prompts, "".join(f"{line}\n" for line in lines))
+    text = "".join(f"{json.dumps(conversation)}\n" for conversation in questions[::FIRST_PROBLEMS])
+    if not prompts.is_file() or prompts.read_text() != text:  # else finished drafts would look old
+        write_whole(prompts, text)
     return Making(
         target=target,
         output=cfg.output,

@@ -16,6 +16,7 @@ from redraft.eval.serving.drafts import Candidate
 from redraft.eval.serving.rounds import PLAIN
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import count_parameters
+from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.decide.compare_config import HEAD, LAYERS, LOOKUP_TOKENS, RETRIEVAL, parse_trained
 
@@ -167,18 +168,19 @@ def title(name: str) -> str:
 def run_once(folder: Path, result: Path, command: list[str], making: Making) -> None:
     """Run a recipe in a separate process, unless the result exists. `making.resume` continues an
     interrupted one. Raises ValueError: it fails, after it has printed the reason; or the result is
-    of other flags, or of other files of the target."""
+    of other flags, or of other files of the target or the data."""
     if folder in making.made:
         return
     making.made.add(folder)
     kept = making.output / f"{folder.name}.command.json"
-    made = {"command": command, "target": making.target.fingerprint}
+    data = [fingerprint_path(name) for name in (making.answers or "", str(making.prompts)) if name in command]
+    made = {"command": command, "target": making.target.fingerprint, "data": data}
     is_same = kept.is_file() and json.loads(kept.read_text()) == made
     if result.is_file() and not making.overwrite:
         if not is_same:
             raise ValueError(
-                f"{folder} was made with other flags, or the files of {making.target.name} have changed since: give "
-                "--overwrite, or another --output"
+                f"{folder} was made with other flags, or the files of its data or of {making.target.name} have "
+                "changed since: give --overwrite, or another --output"
             )
         print(f"{folder} is already done")
         return

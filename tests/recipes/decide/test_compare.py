@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,13 +105,52 @@ def test_a_finished_draft_is_kept_and_one_of_other_flags_or_another_target_refus
     def keep(made: object) -> None:
         (tmp_path / "layers-2.command.json").write_text(json.dumps(made))
 
-    keep({"command": ["x.py", "--a"], "target": fingerprint(target)})
+    keep({"command": ["x.py", "--a"], "target": fingerprint(target), "data": []})
     run("x.py", "--a")
     with pytest.raises(ValueError, match=r"layers-2.*--overwrite"):
         run("x.py", "--b")
     (target / "config.json").write_text(json.dumps({**read_config(target), "rope_theta": 1.0}))
     with pytest.raises(ValueError, match=r"/target.*--overwrite"):
         run("x.py", "--a")
+
+
+def test_a_draft_made_of_answers_or_prompts_that_have_changed_is_refused_or_made_again(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    script, answers = tmp_path / "recipe.py", tmp_path / "answers.jsonl"
+    # A recipe whose draft is what it was made of.
+    script.write_text(
+        "import pathlib, sys\n"
+        "folder, *read = map(pathlib.Path, sys.argv[1:])\n"
+        "folder.mkdir()\n"
+        "(folder / 'report.json').write_text(' '.join(path.read_text() for path in read))\n"
+    )
+
+    def prepare(question: str) -> Making:
+        questions = [{"messages": [{"role": "user", "content": question}], "domain": "all"}] * 4
+        cfg = Config(target=str(tiny_target), data=str(answers), output=tmp_path)
+        return compare.prepare(cfg, TargetFolder.open(tiny_target), questions)
+
+    def make(name: str, making: Making, **changes: Any) -> str:
+        folder, read = tmp_path / name, [answers] if name == "retrieval" else [answers, making.prompts]
+        command = [str(script), str(folder), *map(str, read)]
+        run_once(folder, folder / "report.json", command, replace(making, made=set(), **changes))
+        return (folder / "report.json").read_text().partition(" ")[0]
+
+    answers.write_text("Monday's\n")
+    assert [make(name, prepare("a")) for name in ("retrieval", "medusa")] == ["Monday's\n"] * 2
+    script.write_text("raise SystemExit('made again')")
+    assert [make(name, prepare("a")) for name in ("retrieval", "medusa")] == ["Monday's\n"] * 2
+    # A training forecasts on the prompts; counted answers do not read them.
+    assert make("retrieval", prepare("b")) == "Monday's\n"
+    with pytest.raises(ValueError, match=r"medusa .*--overwrite"):
+        make("medusa", prepare("b"))
+    answers.write_text("Friday's answers\n")
+    for name in ("retrieval", "medusa"):
+        with pytest.raises(ValueError, match=rf"{name} .*--overwrite"):
+            make(name, prepare("a"))
+        with pytest.raises(ValueError, match=f"{name} failed"):
+            make(name, prepare("a"), overwrite=True)
 
 
 def test_an_interrupted_training_starts_again_or_is_resumed(tmp_path: Path, tiny_target: Path) -> None:
