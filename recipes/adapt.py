@@ -92,6 +92,7 @@ def main(family: Family, old: Path, cfg: Any) -> None:
 
 def _answer(old: Path, cfg: Any) -> Path:
     """Have the new target answer the questions that `old` was trained on. A killed run continues there."""
+    from redraft.heads.files.kept import hash_key
     from redraft.recipes.data import regenerate
     from redraft.recipes.data.regenerate_config import Config
 
@@ -100,7 +101,10 @@ def _answer(old: Path, cfg: Any) -> Path:
         raise ValueError(
             f"{old} does not name the data of its training: give --data.source, best answers of {cfg.target}"
         )
-    output: Path = cfg.output.with_name(f"{cfg.output.name}-answers.jsonl")
+    asking = Config(prompts=asked.source, split=asked.split, target=cfg.target, output=cfg.output)
+    # By target and questions: answers of another fine-tune lie beside it.
+    who = hash_key([regenerate.identify(asking), asked.source, asked.split])[:8]
+    asking = replace(asking, output=cfg.output.with_name(f"{cfg.output.name}-answers-{who}.jsonl"))
     print(f"{cfg.target} answers the questions of {asked.source}")
-    regenerate.main(Config(prompts=asked.source, split=asked.split, target=cfg.target, output=output))
-    return output
+    regenerate.main(asking)
+    return asking.output

@@ -61,14 +61,16 @@ def prompt_key(conversation: Conversation) -> str:
 
 
 def regenerate(
-    conversations: Sequence[Conversation], endpoint: Endpoint, output: Path, sampling: Sampling
+    conversations: Sequence[Conversation], endpoint: Endpoint, output: Path, sampling: Sampling, target: str = ""
 ) -> RegenerationStats:
     """Answer every assistant turn again, in order, each on the regenerated history, and append to
     `output` (JSONL). Conversations already in `output` are skipped, so an interrupted run continues
-    where it stopped. Raises ConnectionError if the server does not answer; it names the URL and how
-    many conversations were finished. Raises ValueError if `output` was written with other settings
-    or is damaged, or if the server refuses everything."""
-    return asyncio.run(_Regeneration(endpoint, output, sampling).run(conversations))
+    where it stopped. `target` identifies what answers, beyond the name of its model. Raises
+    ConnectionError if the server does not answer; it names the URL and how many conversations were
+    finished. Raises ValueError if `output` was written by another target or with other settings or
+    is damaged, or if the server refuses everything."""
+    settings = {**({"target": target} if target else {}), **asdict(sampling)}
+    return asyncio.run(_Regeneration(endpoint, output, sampling).run(conversations, settings))
 
 
 class _Regeneration:
@@ -78,12 +80,12 @@ class _Regeneration:
         self.endpoint, self.output, self.sampling = endpoint, output, sampling
         self.stats = RegenerationStats()
 
-    async def run(self, conversations: Sequence[Conversation]) -> RegenerationStats:
+    async def run(self, conversations: Sequence[Conversation], settings: dict[str, Any]) -> RegenerationStats:
         # Of conversations with the same questions and tools, only the last is asked: the domain is not in the key.
         wanted = {prompt_key(c): c for c in conversations if _questions(c)}
         self.stats.without_question = sum(not _questions(c) for c in conversations)
         async with self.endpoint:
-            settings = {"model": await self.endpoint.model(), **asdict(self.sampling)}
+            settings = {"model": await self.endpoint.model(), **settings}
             there = finished_keys(self.output, settings)
             pending = {key: conversation for key, conversation in wanted.items() if key not in there}
             self.stats.already_there = len(wanted) - len(pending)

@@ -10,7 +10,10 @@ from redraft.distill.data.conversations import load_conversations
 from redraft.distill.data.target_answers import Sampling, finished_keys, regenerate
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.eval.engine.server import vllm_server
+from redraft.heads.files.artifact import sha256
 from redraft.heads.files.checkpoint import load_text_config
+from redraft.heads.files.folder import fetch_model, fingerprint
+from redraft.heads.files.kept import hash_key
 from redraft.recipes.data.regenerate_config import Config
 
 MAX_MODEL_LEN = 8192  # at most, in tokens: each running request reserves memory
@@ -29,7 +32,20 @@ def main(cfg: Config) -> None:
     sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens, template_options=cfg.template_options)
     with serve_answers(cfg) as (url, model):
         endpoint = Endpoint(url, model=model, concurrency=cfg.concurrency, api_key=os.environ.get("OPENAI_API_KEY"))
-        print(f"{regenerate(conversations, endpoint, cfg.output, sampling)} -> {cfg.output}")
+        stats = regenerate(conversations, endpoint, cfg.output, sampling, identify(cfg))
+        if stats.already_there and cfg.target is None:
+            print("those already there are taken for this model's, by its name: after a change, give --overwrite")
+        print(f"{stats} -> {cfg.output}")
+
+
+def identify(cfg: Config) -> str:
+    """A hash of all that the answers of a target depend on, beside the sampling: weights, chat template,
+    generation_config.json and vLLM's arguments. Empty for a running server."""
+    if cfg.target is None:
+        return ""
+    folder = fetch_model(cfg.target)
+    files = [sha256(path) for pattern in ("*.jinja", "*_config.json") for path in sorted(folder.glob(pattern))]
+    return hash_key([fingerprint(folder), files, cfg.vllm_args])[:16]
 
 
 @contextmanager

@@ -194,6 +194,36 @@ def test_a_target_of_another_lineage_is_refused_before_it_answers(
     assert [(cfg.prompts, cfg.target) for cfg in asked] == [(str(data), str(moved_target))]
 
 
+def test_every_target_is_adapted_to_by_its_own_answers(
+    random_target: Path,
+    moved_target: Path,
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learned: list[list[str]] = []
+
+    def answer(cfg: regenerate.Config) -> None:
+        with cfg.output.open("a") as file:
+            file.write(f"of {cfg.target}\n")
+
+    def learn(_: Any, cfg: Any, __: Path) -> None:
+        learned.append(Path(cfg.data.source).read_text().splitlines())
+
+    old = run_once("medusa", random_target, data, tmp_path / "first")
+    monkeypatch.setattr(regenerate, "main", answer)
+    monkeypatch.setattr("redraft.distill.run.adaptation.adapt", learn)
+    second = tmp_path / "second"
+    shutil.copytree(moved_target, second)
+    (second / "generation_config.json").write_text('{"temperature": 0.5}')
+    targets = [str(moved_target), str(second), str(moved_target)]
+    for target in targets:
+        flags = ["--prove.no-engine", "--output", str(tmp_path / "run")]
+        assert dispatch(["adapt", str(old), "--target", target, *flags]) in (0, None)
+    # The third continues the first's.
+    assert learned == [[f"of {targets[0]}"], [f"of {targets[1]}"], [f"of {targets[0]}"] * 2]
+
+
 def test_a_draft_fits_the_lineage_of_its_target(random_target: Path, moved_target: Path, tmp_path: Path) -> None:
     assert lineage(moved_target) == lineage(random_target)
     assert fingerprint(moved_target) != fingerprint(random_target)

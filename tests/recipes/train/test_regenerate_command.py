@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from teachers import Teacher, teaching
 
 from redraft.eval.engine.server import VllmServer
@@ -54,6 +57,52 @@ def test_the_engine_is_started_for_a_target_and_stopped(
     assert "dtype" not in options, "the type of training"
     assert options["max_model_len"] == limit
     assert stopped == {}
+
+
+def test_answers_of_another_target_behind_the_same_name_are_not_continued(
+    random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, output, source = tmp_path / "target", tmp_path / "answers.jsonl", tmp_path / "questions.jsonl"
+    shutil.copytree(random_target, target)
+    source.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(4)))
+    words = "old"
+
+    class Versioned(Teacher):
+        def reply(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            return 200, {"choices": [{"message": {"role": "assistant", "content": words}, "finish_reason": "stop"}]}
+
+    @contextmanager
+    def serve(target: str, **_: Any) -> Iterator[VllmServer]:
+        with teaching(Versioned(model=target)) as teacher:
+            yield VllmServer(url=teacher.url, model=target, dtype="auto", num_speculative_tokens=0)
+
+    def run(num: int, *args: str, **changes: Any) -> list[str]:
+        cfg = Config(prompts=str(source), output=output, target=str(target), num_conversations=num, vllm_args=args)
+        main(replace(cfg, **changes))
+        return sorted(read_answers(output))
+
+    monkeypatch.setattr(regenerate, "vllm_server", serve)
+    assert run(2) == ["old"] * 2
+    assert run(3) == ["old"] * 3, "the same target continues"
+    with pytest.raises(ValueError, match="--overwrite"):
+        run(4, "--dtype=bfloat16")
+    weights = load_file(target / "model.safetensors")
+    changes: list[tuple[str, Any]] = [
+        ("generation_config.json", lambda path: path.write_text('{"temperature": 0.1}')),
+        ("chat_template.jinja", lambda path: path.write_text("{{ messages[0].content }}")),
+        (
+            "model.safetensors",
+            lambda path: save_file({name: 2 * tensor for name, tensor in weights.items()}, path, {"format": "pt"}),
+        ),
+    ]
+    for name, change in changes:
+        words = name
+        change(target / name)
+        before = read_answers(output)
+        with pytest.raises(ValueError, match="--overwrite"):
+            run(4)
+        assert read_answers(output) == before
+        assert run(4, overwrite=True) == [name] * 4
 
 
 def test_a_running_server_is_asked_as_before(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
