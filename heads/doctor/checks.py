@@ -77,18 +77,14 @@ def target_fingerprint(pair: Pair) -> Iterator[Finding]:
     # A folder with the layer in it differs from the target of the layer's training.
     if pair.is_own_target or trained_for in ("", pair.target.fingerprint):
         return
+    other, cure = "another target", "give that target, or train a draft for this one"
+    is_doubt = pair.provenance.names_lineage(pair.target.lineage)
+    if is_doubt:
+        other = "another version of this target"
+        cure = "measure the acceptance with `redraft eval`, or run `redraft adapt`"
     name = pair.provenance.target or "another model"
-    if pair.provenance.names_lineage(pair.target.lineage):
-        yield Finding(
-            f"the draft was trained for another version of this target: {name}, fingerprint {trained_for[:12]}",
-            "measure the acceptance with `redraft eval`, or run `redraft adapt`",
-            is_doubt=True,
-        )
-        return
-    yield Finding(
-        f"the draft was trained for another target: {name}, fingerprint {trained_for[:12]}",
-        "give that target, or train a draft for this one",
-    )
+    found = f"the draft was trained for {other}: {name}, fingerprint {trained_for[:12]}"
+    yield Finding(found, cure, is_doubt)
 
 
 def completeness(pair: Pair) -> Iterator[Finding]:

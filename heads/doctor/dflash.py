@@ -48,19 +48,14 @@ def target_layers(pair: Pair) -> Iterator[Finding]:
 def mask_token(pair: Pair) -> Iterator[Finding]:
     """The token in the empty slots is a row of the target's embeddings."""
     section, place = _section(pair, pair.config)
-    mask, rows = section.get("mask_token_id"), pair.target_config.vocab_size
+    mask = section.get("mask_token_id")
     if mask is None:
         yield Finding(
             f"{place} has no mask_token_id, which fills the slots of the draft tokens",
             f'write the "mask_token_id" of training into {place}',
         )
-    elif not 0 <= mask < rows:
-        yield Finding(
-            f"mask_token_id {mask} is not in the target's table of {rows} embeddings",
-            "write the mask_token_id of training; if it is this one, the head belongs to a larger target",
-        )
     else:
-        yield from shared.mask_token_is_no_end(pair, mask)
+        yield from shared.mask_token_fits(pair, "mask_token_id", mask)
 
 
 def as_trained(pair: Pair) -> Iterator[Finding]:

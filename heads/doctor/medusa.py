@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from redraft.heads.doctor import shared
 from redraft.heads.doctor.pair import Check, Finding, Pair
 
 
@@ -24,14 +25,4 @@ def bias(pair: Pair) -> Iterator[Finding]:
         )
 
 
-def sizes(pair: Pair) -> Iterator[Finding]:
-    """Hidden size and vocabulary are the target's."""
-    target = pair.target_config
-    for key, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if pair.config.get(key, wanted) != wanted:
-            yield Finding(
-                f"{key} is {pair.config[key]}, the target's is {wanted}", "give the target that the head was trained on"
-            )
-
-
-CHECKS: tuple[Check, ...] = (bias, sizes)
+CHECKS: tuple[Check, ...] = (bias, shared.sizes)

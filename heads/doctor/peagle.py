@@ -17,16 +17,11 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
         said = "of training" if trained is None else str(trained)
         yield Finding("config.json names no mask token, so vLLM does not start", f'write "pard_token": {said} into it')
         return
-    mask, rows = pair.config[key], pair.target_config.vocab_size
+    mask = pair.config[key]
     if trained is not None and mask != trained:
         yield Finding(f"{key} is {mask}, the head was trained with {trained}", f'write "{key}": {trained}')
-    elif not 0 <= mask < rows:
-        yield Finding(
-            f"{key} {mask} is not in the target's table of {rows} embeddings",
-            "write the mask token of training; if it is this one, the head belongs to a larger target",
-        )
     else:
-        yield from shared.mask_token_is_no_end(pair, mask)
+        yield from shared.mask_token_fits(pair, key, mask)
 
 
 def mask_feature(pair: Pair) -> Iterator[Finding]:

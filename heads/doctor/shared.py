@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 
 from redraft.heads.doctor.pair import Check, Finding, Pair
@@ -30,7 +29,9 @@ def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Ite
         return
     target = Target.from_folder(pair.target.folder)
     for name, tensor in read_tensors(pair.draft, copies).items():
-        distance = _distance(tensor, getattr(target, copies[name]))
+        mine, its = tensor.float(), getattr(target, copies[name]).float()
+        fits = mine.shape == its.shape
+        distance = float((mine - its).norm() / its.norm()) if fits else float("inf")
         if distance > SAME_WITHIN:
             yield Finding(
                 f"{name} is not the target's (it differs by {distance:.2g} of its size), and the engine would use it: "
@@ -52,13 +53,6 @@ def require_own_head(draft: Path, target: Path) -> None:
             f"the {HEAD} of {draft} is the target's: vLLM would share it, and no version that is trained from it could "
             f"be swapped in; train it offline first, or export it without {HEAD}"
         )
-
-
-def _distance(mine: Tensor, its: Tensor) -> float:
-    """|mine - its| / |its|; infinite if the shapes differ."""
-    if mine.shape != its.shape:
-        return float("inf")
-    return float((mine.float() - its.float()).norm() / its.float().norm())
 
 
 def rope(pair: Pair) -> Iterator[Finding]:
@@ -195,18 +189,23 @@ def _file(pair: Pair) -> str:
     return "transformer_layer_config of config.json" if pair.is_speculators else "config.json"
 
 
-LAYER_CHECKS = (tensors_fit_config, activation, arithmetic)
-
-
-LLAMA_LAYER: tuple[Check, ...] = (sizes, rope, positions, *LAYER_CHECKS)
+LLAMA_LAYER = (sizes, rope, positions, tensors_fit_config, activation, arithmetic)
 """For a head made of one Llama layer at the target's positions."""
 
 EAGLE1: tuple[Check, ...] = (*LLAMA_LAYER, partial(shared_weights, borrowed=(EMBEDDINGS, HEAD)), fc_bias)
 """For a head that borrows embeddings and output head of the target."""
 
 
-def mask_token_is_no_end(pair: Pair, mask: int) -> Iterator[Finding]:
-    """The token in the empty slots is none that ends an answer: the head would learn both meanings at once."""
+def mask_token_fits(pair: Pair, key: str, mask: int) -> Iterator[Finding]:
+    """The token in the empty slots is a row of the target's embeddings, and none that ends an
+    answer: the head would learn both meanings at once."""
+    rows = pair.target_config.vocab_size
+    if not 0 <= mask < rows:
+        yield Finding(
+            f"{key} {mask} is not in the target's table of {rows} embeddings",
+            f"write the {key} of training; if it is this one, the head belongs to a larger target",
+        )
+        return
     try:
         ends = pair.target.end_ids
     except FileNotFoundError:  # no tokenizer
