@@ -221,7 +221,9 @@ def choose_proposer(folder: Path) -> dict[str, Any]:
         if foreign.method is None:
             detect_family(folder)  # raises, with the name of the kind
         return {"method": foreign.method}
-    family = match_tensors(names) or _match_architecture(config)
+    named = set(config.get("architectures") or ())
+    of_architecture = (family for family in FAMILIES if named.intersection(family.architectures))
+    family = match_tensors(names) or next(of_architecture, None)
     if family is None:
         return {"method": _guess_method(config) or detect_family(folder).method}
     if family.method is None:
@@ -240,11 +242,6 @@ def _tensor_names(folder: Path) -> Collection[str]:
     from redraft.heads.files.tensors import list_tensors  # torch, to read the old files of weights
 
     return list_tensors(folder)
-
-
-def _match_architecture(config: Mapping[str, Any]) -> Family | None:
-    named = set(config.get("architectures") or ())
-    return next((family for family in FAMILIES if named.intersection(family.architectures)), None)
 
 
 def _guess_method(config: Mapping[str, Any]) -> str | None:

@@ -73,13 +73,9 @@ def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not is_mixed(config) or key not in VARIABLES}
 
 
-def mix_env(config: Mapping[str, Any]) -> dict[str, str]:
-    """The rest of a mixed config, as environment variables."""
-    return {name: str(config[key]) for key, name in VARIABLES.items() if key in config}
-
-
 def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """The inverse of `mix_env`; empty if no lookup goes first. Raises ValueError: no number."""
+    """The settings of a mixed config by key; empty if no lookup goes first. Raises ValueError: one
+    is no number."""
     found = {key: environment[name] for key, name in VARIABLES.items() if name in environment}
     for key, value in found.items():
         if not value.isdecimal():

@@ -16,12 +16,8 @@ VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST"}
 """Keys of a config with counted answers, and the environment variables by which they reach the engine, past vLLM."""
 
 
-def counted_env(config: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(config[key]) for key, name in VARIABLES.items() if key in config}
-
-
 def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | None:
-    """The inverse of `counted_env`; None if no answers are named. Raises FileNotFoundError: there
+    """The answers that `lookup_env` names; None if it names none. Raises FileNotFoundError: there
     is no such folder. Raises ValueError: it holds another draft, or a number is out of bounds."""
     found = {key: environment[name] for key, name in VARIABLES.items() if environment.get(name)}
     folder = found.pop(FOLDER, None)
@@ -71,8 +67,9 @@ def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
     # Any other draft runs on the model runner of vLLM's choice.
     if config.get("method") != "ngram" and not needs_plugin(config):
         return {}
-    mixed = lookup_first.mix_env(config) if lookup_first.is_mixed(config) else {}
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **counted_env(config), **mixed}
+    variables = VARIABLES | (lookup_first.VARIABLES if lookup_first.is_mixed(config) else {})
+    passed = {name: str(config[key]) for key, name in variables.items() if key in config}
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **passed}
 
 
 def needs_plugin(config: Mapping[str, Any]) -> bool:

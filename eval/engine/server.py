@@ -131,10 +131,25 @@ def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_servable(speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ValueError if vLLM would refuse this draft, or propose fewer tokens: a check of runner
-    and config.json before a server starts."""
+    """Raise ValueError if vLLM would refuse this draft, or if more tokens are asked for than the
+    draft in the folder `model` proposes: vLLM would make up the others. A check of runner and
+    config.json before a server starts; tokens of a draft yet to be downloaded are not checked."""
     require_runner(speculative_config, environment)
-    _require_tokens(speculative_config or {})
+    config = speculative_config or {}
+    family, model = find_speculative(config), config.get("model")
+    asked = config.get("num_speculative_tokens")
+    if family is None or family.fixed_tokens is None or model is None or asked is None:
+        return
+    try:
+        folder = model_folder(model)
+    except FileNotFoundError:  # a hub name
+        return
+    most = family.max_tokens(read_config(folder)) if (folder / CONFIG).is_file() else None
+    if most is not None and asked > most:
+        raise ValueError(
+            f"{asked} draft tokens asked of {model}, a {family.title} draft that proposes {most}: give "
+            f"--num-speculative-tokens {most} at most"
+        )
 
 
 def require_runner(
@@ -166,25 +181,6 @@ def require_runner(
             return
         reason = f"VLLM_USE_V2_MODEL_RUNNER={asked} asks for {taken}: unset it"
     raise ValueError(f"only vLLM's {needed} model runner serves {family.title}, and {reason}{way_out}")
-
-
-def _require_tokens(speculative_config: Mapping[str, Any]) -> None:
-    """Raise ValueError if more tokens are asked for than the draft in the folder `model` proposes.
-    vLLM would make up the others. A draft that vLLM has yet to download is not checked."""
-    family, model = find_speculative(speculative_config), speculative_config.get("model")
-    asked = speculative_config.get("num_speculative_tokens")
-    if family is None or family.fixed_tokens is None or model is None or asked is None:
-        return
-    try:
-        folder = model_folder(model)
-    except FileNotFoundError:  # a hub name
-        return
-    most = family.max_tokens(read_config(folder)) if (folder / CONFIG).is_file() else None
-    if most is not None and asked > most:
-        raise ValueError(
-            f"{asked} draft tokens asked of {model}, a {family.title} draft that proposes {most}: give "
-            f"--num-speculative-tokens {most} at most"
-        )
 
 
 def read_runner(log: Path) -> Literal["v1", "v2"]:
