@@ -76,7 +76,10 @@ def main(cfg: Config) -> None:
                 recent = sum(poll.counts.values(), recent)
             # After each judgement the count starts again: a good hour must not hide the bad minute after it.
             if cfg.min_tau is not None and recent.num_drafts >= max(cfg.min_drafts, 1):
-                require_tau(recent, cfg.min_tau)
+                if recent.tau < cfg.min_tau:
+                    over = f"over {recent.num_drafts:,.0f} drafts: below {cfg.min_tau:g}"
+                    print(f"{recent.tau:.2f} tokens per drafted step {over}", flush=True)
+                    raise SystemExit(1)
                 recent = AcceptanceCounts.zero()
 
 
@@ -160,11 +163,3 @@ def format_counts(counts: AcceptanceCounts, pace: float | None) -> str:
     numbers = " ".join(f"{rate:.2f}" for rate in rates)
     drafts = f"{counts.num_drafts:,.0f} drafts so far" if pace is None else f"{pace:,.0f} drafts/s"
     return f"{counts.tau:.2f} tokens per drafted step  |{bars}|  {numbers}  {drafts}"
-
-
-def require_tau(counts: AcceptanceCounts, min_tau: float) -> None:
-    """Raise SystemExit with status 1 if tau is below `min_tau`."""
-    if counts.num_drafts and counts.tau < min_tau:
-        short = f"{counts.tau:.2f} tokens per drafted step over {counts.num_drafts:,.0f} drafts"
-        print(f"{short}: below {min_tau:g}", flush=True)
-        raise SystemExit(1)

@@ -166,7 +166,8 @@ class Meter:
 
     def describe(self, text: str, now_s: float) -> str:
         done, running, tokens = (
-            _total(text, name) for name in ("request_success_total", "num_requests_running", "generation_tokens_total")
+            sum(sample.value for sample in read_samples(text, f"vllm:{name}"))
+            for name in ("request_success_total", "num_requests_running", "generation_tokens_total")
         )
         counts = find_counts(text) or AcceptanceCounts.zero()
         new = counts.since(self._counts) or counts
@@ -177,7 +178,3 @@ class Meter:
         parts += [describe_pace(gauges)] if (gauges := read_gauges(text)) else []
         self._tokens, self._counts, self._read_s = tokens, counts, now_s
         return " | ".join(parts)
-
-
-def _total(metrics: str, name: str) -> float:
-    return sum(sample.value for sample in read_samples(metrics, f"vllm:{name}"))

@@ -78,7 +78,8 @@ def require_agreement(flags: Mapping[str, str], *, has_model: bool, records: boo
     """Raise ValueError for a flag of vLLM beside which draft or records would be wrong.
     `has_model`: the draft is a model, not a lookup. `records`: the server captures traffic."""
     for name in OWN.keys() & flags.keys():
-        raise ValueError(f"{_spell(name)} belongs to redraft: {OWN[name]}, and leave it out")
+        flag = f"--{name.replace('_', '-')}"
+        raise ValueError(f"{flag} belongs to redraft: {OWN[name]}, and leave it out")
     if has_model and "enable_prompt_embeds" in flags:
         raise ValueError(EMBEDS_BESIDE_DRAFT)
     if records and flags.get("load_format") == "dummy":
@@ -111,7 +112,3 @@ def list_warnings(
     except (ValueError, OSError, KeyError):  # e.g. a target that vLLM has yet to download: vLLM says what is wrong
         return
     yield from (f"{finding.problem}: {finding.cure}" for finding in findings)
-
-
-def _spell(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
