@@ -18,11 +18,15 @@ class Foreign:
     name: str
     method: str | None  # vLLM's method to serve it with; None if vLLM has none.
     architecture: str = ""  # pattern in `architectures`, or in `speculators_model_type`
+    tensors: tuple[str, ...] = ()  # patterns, each of which some tensor's name holds
     matches: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda config, names: False
     """By config.json and the names of the tensors."""
 
 
-def _has_window_or_direction(config: Mapping[str, Any]) -> bool:
+def _has_window_or_direction(config: Mapping[str, Any], method: str) -> bool:
+    is_it = f"{method}_config" in config or config.get("speculators_model_type") == method
+    if not is_it or "redraft" in config:  # in an export of redraft, it is a fault
+        return False
     section = config.get("dflash_config") or {}
     layer_types = (config.get("transformer_layer_config") or config).get("layer_types") or ()
     has_window = section.get("use_swa") or "sliding_attention" in layer_types
@@ -43,6 +47,12 @@ def _is_named(pattern: str, config: Mapping[str, Any]) -> bool:
     marks = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
     return any(re.search(pattern, mark) for mark in marks)
 
+
+def _has_all(patterns: Collection[str], names: Collection[str]) -> bool:
+    return bool(patterns) and all(any(re.search(pattern, name) for name in names) for pattern in patterns)
+
+
+SEVERAL_LAYERS = (r"(midlayer|layers\.0)\.hidden_norm", r"^(model\.)?layers\.1\.")
 
 # The first match counts: the rarer sign comes first.
 FOREIGN: tuple[Foreign, ...] = (
@@ -65,44 +75,28 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         name="a DSpark draft with windows",
         method="dspark",
-        matches=lambda config, names: (
-            config.get("speculators_model_type") == "dspark"
-            and "redraft" not in config
-            and _has_window_or_direction(config)
-        ),
+        matches=lambda config, names: _has_window_or_direction(config, "dspark"),
     ),
     Foreign(
         name="a DFlash draft with windows or with causal attention",
         method="dflash",
-        # in an export of redraft, it is a fault
-        matches=lambda config, names: (
-            ("dflash_config" in config or config.get("speculators_model_type") == "dflash")
-            and "redraft" not in config
-            and _has_window_or_direction(config)
-        ),
+        matches=lambda config, names: _has_window_or_direction(config, "dflash"),
     ),
     Foreign(
         name="an EAGLE-3 head with latent attention (MLA)",
         method="eagle3",
-        matches=lambda config, names: (
-            any("hidden_norm" in name for name in names) and any(".kv_a_proj_with_mqa" in name for name in names)
-        ),
+        tensors=("hidden_norm", r"\.kv_a_proj_with_mqa"),
     ),
     Foreign(
         name="an EAGLE-3 head with a mixture of experts",
         method="eagle3",
-        matches=lambda config, names: (
-            any("hidden_norm" in name for name in names) and any(".experts." in name for name in names)
-        ),
+        tensors=("hidden_norm", r"\.experts\."),
     ),
     Foreign(
         name="an EAGLE-3 head of several layers",
         method="eagle3",
-        matches=lambda config, names: (
-            any(re.search(r"(midlayer|layers\.0)\.hidden_norm", name) for name in names)
-            and "mask_hidden" not in names  # P-EAGLE has several layers
-            and any(re.match(r"(model\.)?layers\.1\.", name) for name in names)
-        ),
+        # P-EAGLE, with `mask_hidden`, has several layers.
+        matches=lambda config, names: "mask_hidden" not in names and _has_all(SEVERAL_LAYERS, names),
     ),
     Foreign(
         name="an EAGLE-3 head on the target's last hidden state alone (use_aux_hidden_state is false)",
@@ -122,7 +116,7 @@ FOREIGN: tuple[Foreign, ...] = (
         name="a Hydra head (Medusa heads that read each other)",
         method=None,
         architecture="(?i)hydra",
-        matches=lambda _, names: any(re.search(r"hydra_(mlp|head)", name) for name in names),
+        tensors=(r"hydra_(mlp|head)",),
     ),
 )
 
@@ -131,7 +125,7 @@ def match_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> For
     """The kind of a draft that redraft has no module for; None if it may be ours."""
     for kind in FOREIGN:
         is_named = kind.architecture and _is_named(kind.architecture, config)
-        if is_named or kind.matches(config, names):
+        if is_named or _has_all(kind.tensors, names) or kind.matches(config, names):
             return kind
     return None
 
