@@ -34,6 +34,7 @@ TARGET, DRAFT, LOSS, BACKWARD, OPTIMIZER = "target", "draft", "divergence", "bac
 class Plan:
     family: str
     target: Any  # The text config of the target.
+    whole: Any = None  # The config around it, of a target with images.
     head: Any  # The family's options; for a standalone draft, the text config of the draft.
     draft_vocab_size: int = 0  # 0 for the target's whole vocabulary.
     divergence: Divergence
@@ -116,7 +117,7 @@ def count_step(
 def count_target(plan: Plan) -> Counted:
     with Count(weightless=True) as count:
         with torch.device("meta"):
-            model = _make_model(plan.target, plan.dtype)
+            model = _make_model(plan.whole or plan.target, plan.dtype)
         count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
         count.memory.restart()
         count.begin(TARGET)
@@ -240,16 +241,17 @@ def _merging(count: Count, on_gpu: bool) -> Iterator[None]:
 
 
 def _make_model(config: Any, dtype: torch.dtype) -> Any:
-    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+    text = config.get_text_config()
+    if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
         # sorts rows by expert: the way of GPUs, and the only one whose sizes do not depend on the router's choices
-        config._experts_implementation = "grouped_mm"
+        text._experts_implementation = "grouped_mm"
     return new_model(config, dtype).eval().requires_grad_(False)
 
 
 def _make_target(plan: Plan) -> Any:
     """The target; or embeddings and output head, all that a trainer loads of one that runs elsewhere."""
     if plan.signal == "model":
-        return _make_model(plan.target, plan.dtype)
+        return _make_model(plan.whole or plan.target, plan.dtype)
     return _Borrowed(plan.target, plan.dtype)
 
 

@@ -1,12 +1,14 @@
 """Sizes of well-known models, to count with where the hub cannot be reached."""
 
 import difflib
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from redraft.heads.files.checkpoint import load_text_config
+from redraft.heads.files.checkpoint import load_config
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, *, head_dim: int = 128, tied: bool = False) -> LlamaConfig:
@@ -45,13 +47,24 @@ KNOWN = {
 
 
 def find_sizes(name: str) -> Any:
-    """The text config of a name, folder, config.json or hub name. Raises ValueError: none."""
+    """The config of a name, folder, config.json or hub name. Raises ValueError: none."""
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]()
     path = Path(name)
     try:
-        return load_text_config(path.parent if path.name == "config.json" else name)
+        return load_config(path.parent if path.name == "config.json" else name)
     except (OSError, ValueError) as error:
         close = difflib.get_close_matches(path.name.lower(), KNOWN, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known without the hub: {', '.join(KNOWN)}"
         raise ValueError(f"there is no config of a model {name}: give a folder or a config.json; {hint}") from error
+
+
+def stored_bits(config: Any) -> int | None:
+    """Bits of a weight of a target that is stored quantised; None of one that is not."""
+    parts = (config, config.get_text_config())
+    about = json.dumps([vars(part).get("quantization_config") for part in parts])
+    if about == "[null, null]":
+        return None
+    bits = re.search(r'"weights": {[^{}]*"num_bits": (\d+)|"bits": (\d+)', about)
+    # mxfp4, NVFP4 and bitsandbytes name no bits.
+    return int(bits[1] or bits[2]) if bits else 4 if re.search("(?i)fp4|4bit.: true", about) else 8

@@ -6,6 +6,7 @@
 
 `make_config` gives the defaults of a family, from its row in `heads.catalog`."""
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -22,6 +23,13 @@ from redraft.heads.family import Family
 from redraft.heads.options import Standalone
 
 Options = TypeVar("Options")
+
+
+def require_least(config: Any, group: str = "", **least: int) -> None:
+    """Raise ValueError, with the flag, if a number of a config is below its least one. None is not."""
+    for name, number in least.items():
+        if (value := getattr(config, name)) is not None and value < number:
+            raise ValueError(f"--{group}{name.replace('_', '-')} is {value}: give at least {number}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +66,7 @@ class Data:
             raise ValueError(f"--data.held-out is {self.held_out}: the share to evaluate on lies between 0 and 1")
         if self.date is not None:
             choose_day(self.date, "--data.date")
-        if self.num_prompts < 1:
-            raise ValueError("--data.num-prompts must be at least 1: the draft is evaluated on them")
+        require_least(self, "data.", num_prompts=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +101,7 @@ class Signal:
     floats with a scale for each state."""
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"--signal.k is {self.k}: a row keeps at least 1 id")
+        require_least(self, "signal.", k=1)
         if self.kind == "endpoint" and not self.url:
             raise ValueError("--signal.kind endpoint needs --signal.url, the address of the target's vLLM server")
         if self.shard and self.url:
@@ -147,17 +153,13 @@ class Loop:
             from redraft.distill.train.compiled import require_compiler  # here, because it imports torch
 
             require_compiler()
-        for name in ("steps", "batch_size", "log_every", "eval_batches", "patience"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--loop.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"--loop.minutes is {self.minutes}: it must be above 0")
-        if self.epochs is not None and not self.epochs > 0:
-            raise ValueError(f"--loop.epochs is {self.epochs}: it must be above 0")
+        require_least(self, "loop.", steps=1, batch_size=1, sequence_length=2, eval_batches=1, patience=1)
+        require_least(self, "loop.", log_every=1, eval_every=0, save_every=0)
+        for name, amount in (("minutes", self.minutes), ("epochs", self.epochs)):
+            if amount is not None and not 0 < amount < math.inf:
+                raise ValueError(f"--loop.{name} is {amount}: it must be above 0 and finite")
         if self.epochs is not None and self.minutes is not None:
             raise ValueError("--loop.epochs and --loop.minutes both say how long to train: leave out one of them")
-        if self.sequence_length < 2:
-            raise ValueError("--loop.sequence-length must be at least 2: a label and a token before it")
         if self.stop_by == "acceptance" and not self.eval_every:
             raise ValueError("--loop.stop-by acceptance needs evaluations: set --loop.eval-every above 0")
 
@@ -192,9 +194,7 @@ class Prove:
     def __post_init__(self) -> None:
         if 0 < self.speed_rounds < 6:
             raise ValueError(f"--prove.speed-rounds {self.speed_rounds} give no 95% interval: 6 or more, or 0 for none")
-        for name in ("num_speculative_tokens", "max_tokens", "concurrency"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--prove.{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        require_least(self, "prove.", num_speculative_tokens=1, max_tokens=1, concurrency=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,8 +252,7 @@ class HeadConfig(TrainConfig, Generic[Options]):
     P-EAGLE, DFlash and DSpark."""
 
     def __post_init__(self) -> None:
-        if self.init_tokens < 1:
-            raise ValueError(f"--init-tokens is {self.init_tokens}: it must be at least 1")
+        require_least(self, init_tokens=1)
 
 
 @dataclass(frozen=True, kw_only=True)

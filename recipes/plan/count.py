@@ -30,7 +30,7 @@ from redraft.distill.plan.roofs import (
     all_reduce_s,
     parts_of,
 )
-from redraft.distill.plan.sizes import find_sizes
+from redraft.distill.plan.sizes import find_sizes, stored_bits
 from redraft.distill.plan.weightless import ACTIVATIONS
 from redraft.distill.run.run_config import HeadConfig, make_config
 from redraft.distill.signal.sharded import size_weights
@@ -45,7 +45,10 @@ def make_plan(cfg: Config) -> Plan:
     Raises ValueError: there is no such model, or a flag does not fit the family."""
     family = find_family(cfg.family)
     recipe = make_config(family)
-    target = find_sizes(cfg.target_name)
+    whole = find_sizes(cfg.target_name)
+    target = whole.get_text_config()
+    if cfg.signal == "model" and stored_bits(whole):
+        raise ValueError(f"{cfg.target_name} is quantised: a training runs it on servers: --signal endpoint or cache")
     vocabulary = getattr(recipe, "draft_vocab_size", 0) if cfg.draft_vocab_size is None else cfg.draft_vocab_size
     if vocabulary and not getattr(recipe, "draft_vocab_size", 0):
         raise ValueError(f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary")
@@ -54,6 +57,7 @@ def make_plan(cfg: Config) -> Plan:
     return Plan(
         family=family.name,
         target=target,
+        whole=whole,
         head=_choose_head(cfg, recipe.head) if isinstance(recipe, HeadConfig) else _find_draft(cfg, target),
         # The default of 32,000 may exceed a small target's vocabulary.
         draft_vocab_size=min(vocabulary, target.vocab_size),
@@ -85,7 +89,7 @@ def _choose_head(cfg: Config, usual: Any) -> Any:
 def _find_draft(cfg: Config, target: Any) -> Any:
     if cfg.num_steps is not None:
         raise ValueError("--num-steps does not fit a standalone draft: it learns one step, for any number of tokens")
-    draft = find_sizes(cfg.checkpoint)
+    draft = find_sizes(cfg.checkpoint).get_text_config()
     draft.vocab_size = target.vocab_size  # as the command pads it
     return draft
 
@@ -126,6 +130,8 @@ def count(cfg: Config) -> Result:
     plan = make_plan(cfg)
     step = count_step(plan)
     served = None if plan.signal == "model" else count_target(plan)
+    if served and (bits := stored_bits(plan.whole)):
+        served.memory[TARGET_WEIGHTS] = served.memory[TARGET_WEIGHTS] * bits // (8 * plan.dtype.itemsize)
     flops = count_model_flops(plan, step)
     return Result(
         plan=plan, step=step, served=served, on={d.name: on_device(cfg, plan, step, served, flops, d) for d in DEVICES}
@@ -141,7 +147,7 @@ def on_device(
     step_s += all_reduce_s(step.gradient_bytes, cfg.devices, device)
     memory = step.memory
     if cfg.shard:
-        sizes = size_weights(plan.target, plan.dtype)
+        sizes = size_weights(plan.whole or plan.target, plan.dtype)
         step_s += all_gather_s(sum(sizes.layers), cfg.devices, device)
         elsewhere = sizes.whole - sizes.share(cfg.devices)
         memory = Counter({**memory, TARGET_WEIGHTS: memory[TARGET_WEIGHTS] - elsewhere})

@@ -10,11 +10,13 @@ group here: --batch-size is --loop.batch-size; --signal and --optim are --signal
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from redraft.distill.plan.choices import ShardingKind, SignalKind
+from redraft.distill.run.run_config import require_least
 from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.heads.catalog import FamilyName, find_family
 from redraft.heads.files.artifact import write_whole
@@ -66,9 +68,8 @@ class Config:
     """File that receives the numbers of the tables as JSON."""
 
     def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise ValueError(f"--devices is {self.devices}: a training takes at least 1")
-        if self.tokens is not None and not self.tokens > 0:
+        require_least(self, devices=1, batch_size=1, sequence_length=2, num_steps=1, draft_vocab_size=0)
+        if self.tokens is not None and not 0 < self.tokens < math.inf:
             raise ValueError(f"--tokens is {self.tokens:g}: give the tokens to train on, e.g. 1e9")
         if self.sharding != "none" and self.devices == 1:
             raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,9 @@ def test_epochs_are_passes_over_the_data_and_the_schedule_is_as_long(
     assert distillation.step_index == distillation.num_steps == 6
     told = "6 steps of 2 rows of 8 tokens: up to 96 tokens, 3 passes over the 4 rows of the data"
     assert told in capsys.readouterr().out
+    for name, wrong in (("epochs", math.inf), ("minutes", math.inf), ("save_every", -1), ("eval_every", -1)):
+        with pytest.raises(ValueError, match=f"--loop.{name.replace('_', '-')}\\b.*{wrong}"):
+            Loop(**{name: wrong})
     with pytest.raises(ValueError, match=r"--loop.epochs.*--loop.minutes"):
         Loop(epochs=1, minutes=1)
 

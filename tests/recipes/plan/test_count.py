@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import math
 import re
 import shlex
 import weakref
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import target_families
 import torch
 import torch.nn.functional as F
 from parse_flags import parse
@@ -54,6 +56,7 @@ from redraft.distill.plan.weightless import (
 )
 from redraft.heads.catalog import FAMILIES, FamilyName, find_family
 from redraft.heads.families import dflash, dspark, eagle3, medusa
+from redraft.heads.files.checkpoint import new_model
 from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.plan import plan as command
 from redraft.recipes.plan.count import (
@@ -549,6 +552,46 @@ def test_known_sizes_are_those_of_the_models() -> None:
             assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+def test_a_target_with_images_is_counted_whole(tmp_path: Path, model_type: str) -> None:
+    config = target_families.make_config(model_type)
+    config.save_pretrained(tmp_path)
+    cfg = Counting(target=str(tmp_path), batch_size=1, sequence_length=16, draft_vocab_size=0)
+    with torch.device("meta"):
+        model = new_model(config, torch.bfloat16)
+    size = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
+    assert count(cfg).step.memory[TARGET_WEIGHTS] == size > 0
+
+
+@pytest.mark.parametrize(
+    ("about", "bits"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "mxfp4"}, 4),
+        ({"quant_method": "awq", "bits": 4}, 4),
+        ({"quant_method": "gptq", "bits": 8}, 8),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 8),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+    ],
+)
+def test_a_quantised_target_is_served_at_its_size(tmp_path: Path, about: dict[str, Any], bits: int) -> None:
+    def served(**more: Any) -> int:
+        folder = tmp_path / str(len(more))
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**TARGET.to_dict(), **more}))
+        cfg = Counting(target=str(folder), **SMALL, signal="endpoint", devices=2)
+        if more:
+            with pytest.raises(ValueError, match=r"--signal endpoint\b"):
+                count(replace(cfg, signal="model"))
+        found = count(cfg).served
+        assert found is not None
+        return found.memory[TARGET_WEIGHTS]
+
+    assert served(quantization_config=about) == served() * bits // 16
+
+
 @pytest.mark.slow
 def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer() -> None:
     told = report(Counting(family="mtp", batch_size=1, sequence_length=64))[1]
@@ -579,7 +622,15 @@ def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) 
 
 
 def test_numbers_that_make_no_training_are_refused() -> None:
-    for flags in ({"devices": 0}, {"tokens": -1.0}, {"sharding": "zero2"}, {"shard": True}):
+    for flags in (
+        {"devices": 0},
+        {"batch_size": 0},
+        {"num_steps": 0},
+        {"tokens": -1.0},
+        {"tokens": math.inf},
+        {"sharding": "zero2"},
+        {"shard": True},
+    ):
         with pytest.raises(ValueError, match="--" + next(iter(flags)).replace("_", "-")):
             Counting(**flags)  # type: ignore[arg-type]
 
