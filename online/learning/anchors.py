@@ -16,7 +16,7 @@ from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import ExactTarget, label_rows
 from redraft.heads.files.artifact import sync, write_whole
 from redraft.online.learning.quarantine import overwrite
-from redraft.online.records.record import CorruptRecordError, Record, Sampling, encode_record, read_frames
+from redraft.online.records.record import CorruptRecordError, Record, Sampling, count_tenant, encode_record, read_frames
 
 
 def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, int] | None = None) -> list[Record]:
@@ -45,13 +45,9 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
     return records
 
 
-def count_in_anchors(path: Path, name: str) -> int:
-    return sum(isinstance(record, Record) and record.tenant == name for _, record in read_frames(path.read_bytes()))
-
-
 def forget_in_anchors(path: Path, name: str) -> int:
     """Write the file again without a tenant's records, and overwrite the former one; returns their number."""
-    num_records = count_in_anchors(path, name)
+    num_records = count_tenant(path.read_bytes(), name)
     if num_records:
         frames = read_frames(path.read_bytes())
         kept = [frame for frame, record in frames if not (isinstance(record, Record) and record.tenant == name)]

@@ -22,6 +22,7 @@ from redraft.online.fleet.registry import Registry
 from redraft.online.learning.buffer import Buffer, TenantRecords
 from redraft.online.learning.intake import Spool, Taken
 from redraft.online.records.origin import stored_name
+from redraft.online.records.record import count_tenant
 
 if TYPE_CHECKING:
     from redraft.online.learning.stream import StreamSource
@@ -78,8 +79,6 @@ class Reach:
 
     def preview(self, tenant: str) -> Forgotten:
         """The result of `forget`, without a deletion and without a look into the log."""
-        from redraft.online.learning.anchors import count_in_anchors  # loads torch
-
         name = stored_name(tenant)
         found = self.buffer.find_tenant(tenant)
         return self._tell(
@@ -87,7 +86,7 @@ class Reach:
             buffer=found.num_records,
             arriving=self.spool.count_tenant(name) if self.spool else 0,
             unread=0,
-            anchors=count_in_anchors(self.anchors, name) if self.anchors else 0,
+            anchors=count_tenant(self.anchors.read_bytes(), name) if self.anchors else 0,
             unattributed=found.num_examples + found.num_later_files,
         )
 

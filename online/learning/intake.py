@@ -29,7 +29,7 @@ from redraft.online.learning.buffer import Buffer, Frames
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.quarantine import overwrite
 from redraft.online.records.checks import Fault
-from redraft.online.records.record import CorruptRecordError, LaterLayoutError, Record, read_frames
+from redraft.online.records.record import CorruptRecordError, LaterLayoutError, Record, count_tenant, read_frames
 from redraft.online.records.spool import ABANDONED_S, list_abandoned, open_file, spool_files
 
 BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20  # records and bytes of one transaction, all in memory
@@ -119,9 +119,7 @@ class Spool:
         num_records = 0
         for path in spool_files(self.folder):
             with suppress(OSError), open_file(path) as file:
-                num_records += sum(
-                    isinstance(record, Record) and record.tenant == name for _, record in read_frames(file)
-                )
+                num_records += count_tenant(file, name)
         return num_records
 
     def _expire(self, paths: Sequence[Path], now_s: float) -> None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from redraft.heads.files.artifact import sync
+from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.sealed import DamagedError, read_sealed_as, set_aside, write_sealed
 from redraft.online.records.record import Record
 
@@ -87,11 +86,11 @@ def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
         damage.append(_take_away(folder, problem, note))
     if secret is None:  # written before the note: a key without a note is no damage
         secret = make_secret()
-        _write(folder / KEY, secret)
+        write_whole(folder / KEY, secret, mode=0o600)
     # The number is kept: the files hold the hashes by the lost key until these records expire.
     wanted = _Note(key_sha256=_sha256(secret), rehash_through=note.rehash_through if note else 0)
     if wanted != saved:
-        _write_note(folder / NOTE, wanted)
+        write_sealed(folder / NOTE, asdict(wanted), mode=0o600)
     return OpenedKey(key=PromptKey(secret), rehash_through=wanted.rehash_through, damage=tuple(damage))
 
 
@@ -110,7 +109,8 @@ def _find_problem(secret: bytes | None, note: _Note | None, has_hashes: bool) ->
 
 def _take_away(folder: Path, problem: str, note: _Note) -> str:
     """Set the damaged key aside; returns the sentence about it."""
-    _write_note(folder / NOTE, note)  # first: after a kill on the way, the next start finds no key that fits
+    # First: after a kill on the way, the next start finds no key that fits.
+    write_sealed(folder / NOTE, asdict(note), mode=0o600)
     path = folder / KEY
     aside = f" (it is now {set_aside(path).name})" if path.exists() else ""
     return (
@@ -126,10 +126,6 @@ def _read_secret(path: Path) -> bytes | None:
     return path.read_bytes()
 
 
-def _write_note(path: Path, note: _Note) -> None:
-    write_sealed(path, asdict(note), mode=0o600)
-
-
 def _sha256(secret: bytes) -> str:
     return hashlib.sha256(secret).hexdigest()
 
@@ -137,14 +133,3 @@ def _sha256(secret: bytes) -> str:
 def _to_integer(digest: bytes) -> int:
     # 0 stands for no hash (`NO_HASHES`).
     return int.from_bytes(digest[:8], "big", signed=True) or 1
-
-
-def _write(path: Path, secret: bytes) -> None:
-    """Write the key. It appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret)
-    sync(partial)
-    partial.replace(path)
-    sync(path.parent)

@@ -97,7 +97,11 @@ def make_batches(
     with_states = []
     for batch, share in zip(batches, shares, strict=True):
         states_BTLD = _lay_out_states(share, width, cut[0].hidden_HLD.shape[1:])
-        with_states.append(replace(batch, signal=_add_states(batch.signal, states_BTLD, reads)))
+        if reads == "layers":
+            signal = replace(batch.signal, aux_BTLD=states_BTLD)
+        else:  # "last" records one state per token
+            signal = replace(batch.signal, hidden_BTD=states_BTLD[:, :, 0])
+        with_states.append(replace(batch, signal=signal))
     return with_states
 
 
@@ -151,38 +155,24 @@ def _lay_out_states(rows: Sequence[Sequence[TrainingSequence]], width: int, shap
     return states_BTLD
 
 
-def _add_states(signal: TargetSignal, states_BTLD: Tensor, reads: Reads) -> TargetSignal:
-    if reads == "layers":
-        return replace(signal, aux_BTLD=states_BTLD)
-    # "last" records one state per token.
-    return replace(signal, hidden_BTD=states_BTLD[:, :, 0])
-
-
 def _make_batch(rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: int) -> RecordedBatch:
     batch = Batch.packed([[_document(text) for text in row] for row in rows], width=width, pad_id=FILLER)
-    _shift_positions(batch.position_ids_BT, rows)
     # Empty arrays first: a batch of padding has nothing to concatenate otherwise.
     rows_N = [np.empty(0, np.int64)]
     ids_NK, log_probs_NK = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]
     for b, row in enumerate(rows):
-        start = b * width  # positions in the flattened batch
-        for text in row:
-            rows_N.append(start + text.rows_R)
-            ids_NK.append(text.topk_ids_RK)
-            log_probs_NK.append(text.topk_log_probs_RK)
-            start += len(text.input_ids_T)
-    known = (torch.from_numpy(np.concatenate(parts)) for parts in (rows_N, ids_NK, log_probs_NK))
-    return RecordedBatch(**vars(batch), signal=recorded(batch, *known))
-
-
-def _shift_positions(position_ids_BT: Tensor, rows: Sequence[Sequence[TrainingSequence]]) -> None:
-    """Give every token its position in serving: some heads treat 0 alone differently."""
-    for b, row in enumerate(rows):
         start = 0
         for text in row:
-            # `Batch.packed` has counted every text from 0, so the offset is added.
-            position_ids_BT[b, start : start + len(text.input_ids_T)] += text.position
-            start += len(text.input_ids_T)
+            end = start + len(text.input_ids_T)
+            # The positions in serving: some heads treat 0 alone differently. `Batch.packed` has
+            # counted every text from 0, so the offset is added.
+            batch.position_ids_BT[b, start:end] += text.position
+            rows_N.append(b * width + start + text.rows_R)  # in the flattened batch
+            ids_NK.append(text.topk_ids_RK)
+            log_probs_NK.append(text.topk_log_probs_RK)
+            start = end
+    known = (torch.from_numpy(np.concatenate(parts)) for parts in (rows_N, ids_NK, log_probs_NK))
+    return RecordedBatch(**vars(batch), signal=recorded(batch, *known))
 
 
 def _document(text: TrainingSequence) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:

@@ -49,8 +49,12 @@ class Fault(NamedTuple):
 
 
 def find_fault(record: Record) -> Fault | None:
+    # In this order: each one relies on those before it.
     for reason, find in (
-        ("corrupt", _find_disagreement),
+        ("corrupt", _find_wrong_length),
+        ("corrupt", _find_wrong_text),
+        ("corrupt", _find_wrong_states),
+        ("corrupt", _find_wrong_row),
         ("bad_identifier", _find_bad_identifier),
         ("bad_sampling", lambda record: find_bad_sampling(record.sampling)),
         ("bad_probabilities", _find_bad_probability),
@@ -77,12 +81,6 @@ def find_bad_sampling(sampling: Sampling) -> str:
         if not is_within:
             return f"no engine serves a request with {name} {getattr(sampling, name)}"
     return ""
-
-
-def _find_disagreement(record: Record) -> str:
-    # In this order: each one relies on those before it.
-    checks = (_find_wrong_length, _find_wrong_text, _find_wrong_states, _find_wrong_row)
-    return next((sentence for check in checks if (sentence := check(record))), "")
 
 
 def _find_wrong_length(record: Record) -> str:

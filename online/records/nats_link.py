@@ -77,7 +77,8 @@ async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
             )
         except NoServersError as error:
             raise (reasons[0] if reasons else error) from error
-    if tls is not None and not _is_encrypted(client):
+    # If the server does not require TLS, nats-py silently connects without.
+    if tls is not None and client._transport._io_writer.get_extra_info("ssl_object") is None:
         await client.close()
         raise BrokerError(
             f"{hide_credentials(ingest)} does not speak TLS, but tls:// or nats.ca requires it: nothing was sent"
@@ -103,11 +104,6 @@ async def probe(ingest: str, config: Nats, timeout_s: float = PROBE_TIMEOUT_S) -
                 await stream.publish(config.subject(""), b"")
             finally:
                 await client.close()
-
-
-def _is_encrypted(client: Any) -> bool:
-    """Whether the connection uses TLS. If the server does not require it, nats-py silently connects without."""
-    return client._transport._io_writer.get_extra_info("ssl_object") is not None
 
 
 @contextmanager

@@ -385,6 +385,12 @@ def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | Corrup
         begin = end
 
 
+def count_tenant(data: bytes | BinaryIO, name: str) -> int:
+    """The number of a tenant's records among concatenated frames."""
+    records = (record for _, record in read_frames(data) if isinstance(record, Record))
+    return sum(record.tenant == name for record in records)
+
+
 class _Source:
     """A file of frames, read in pieces of PIECE_BYTES and at most one frame."""
 

@@ -177,7 +177,7 @@ def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(prompt_key, name, write_or_die)
 
-    for name in ("_write", "write_sealed", "set_aside"):
+    for name in ("write_whole", "write_sealed", "set_aside"):
         patch(name)
 
 
