@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.heads.files.artifact import verify
@@ -111,19 +110,17 @@ class Judge:
 
     def _score(self, folder: Path, seqs: Sequence[int]) -> dict[Request, RequestScore]:
         records = (stored.record for stored in self.buffer.read(seqs))
-        draft = self._load(folder)
+        draft = self.candidate.load(folder)
+        if self.candidate.accelerator.device.type == "cpu":
+            draft = draft.float()
         return score_requests(
-            draft,
+            draft.eval(),
             records,
             num_speculative_tokens=self.judging.num_speculative_tokens,
             method=self.judging.draft_sample_method,
             sequence_length=self.cfg.training.sequence_length,
             reads=choose_reads(self.candidate.family, draft),
         )
-
-    def _load(self, folder: Path) -> Any:
-        draft = self.candidate.load(folder)
-        return (draft.float() if self.candidate.accelerator.device.type == "cpu" else draft).eval()
 
 
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:

@@ -70,9 +70,7 @@ def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str)
     """The learner's buffer, for records the current version can learn from.
     Raises ValueError if this family of drafts cannot learn online. Raises AlreadyOwnedError or
     BufferFullError as `Buffer` does."""
-    current = registry.current()
-    assert current is not None, "the learner begins with a version"
-    states = read_hidden_shape(cfg.draft.family, registry.path(current))
+    states = read_hidden_shape(cfg.draft.family, registry.current_path())
     return Buffer(cfg.buffer_config, target_fingerprint, states, cfg.domain)
 
 
@@ -96,10 +94,8 @@ def provide_first_version(cfg: LearnerConfig, registry: Registry, target: Target
             evaluation={},
         )
     registry.repair()
-    current = registry.current()
-    assert current is not None
     try:
-        require_trained_for(registry.path(current), target)
+        require_trained_for(registry.current_path(), target)
     except ValueError as error:
         raise ValueError(f"{error}; give each target its own registry and learner folder") from None
 

@@ -125,12 +125,21 @@ class Registry:
         known = self.versions()
         return next((version for version in reversed(self._read_promoted()) if version in known), None)
 
+    def current_path(self) -> Path:
+        """The folder of the current version, which a learner's registry has."""
+        current = self.current()
+        assert current is not None, "the learner begins with a version"
+        return self.path(current)
+
     def repair(self) -> None:
         """Make sure that `current` is a link to an intact version. For the owner of a registry with
         a version. Raises ValueError if nothing shows which of several versions was current, or none
         that ever was is intact."""
         # The list first: the link is restored from it, and so is the way back from a damaged version.
-        if (is_damaged := self._is_damaged(PROMOTED, _Promoted)) or self._has_lost(PROMOTED):
+        is_damaged = self._is_damaged(PROMOTED, _Promoted)
+        # The first promotion writes the list before the link.
+        is_lost = (self.folder / "current").is_symlink() and not (self.folder / PROMOTED).exists()
+        if is_damaged or is_lost:
             promoted = self.promoted()
             consequence = f"the way back is now {', '.join(promoted) or 'empty'}"
             if is_damaged:
@@ -299,10 +308,6 @@ class Registry:
         except DamagedError:
             return True
         return False
-
-    def _has_lost(self, name: str) -> bool:
-        """Whether a file is missing that the first promotion writes before the link."""
-        return (self.folder / "current").is_symlink() and not (self.folder / name).exists()
 
     def _set_aside(self, name: str, consequence: str) -> None:
         aside = set_aside(self.folder / name)

@@ -78,7 +78,8 @@ class Watch:
         try:
             status = await server.status()
         except (UnreachableError, RefusedError) as error:
-            return Observation(server=server, status=None, fault=_name_fault(error), reason=str(error))
+            fault = "server_nonsense" if isinstance(error, NonsenseError) else "server_unreachable"
+            return Observation(server=server, status=None, fault=fault, reason=str(error))
         # By default against itself: nothing is lost and nothing counted at the first look.
         last = self._last.get(server, status)
         self._last[server] = status
@@ -100,10 +101,6 @@ def _count_lost(last: Status, now: Status) -> Counter[str]:
     before = last.lost if last.boot == now.boot else {}
     # A counter falling within one boot is nonsense, and must not lower the sum.
     return Counter({reason: max(0, count - before.get(reason, 0)) for reason, count in now.lost.items()})
-
-
-def _name_fault(error: UnreachableError | RefusedError) -> str:
-    return "server_nonsense" if isinstance(error, NonsenseError) else "server_unreachable"
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Trainer:
                 self.progress = Progress(through=commit.through)
                 break
             if self._is_intact(folder):
-                self.ranks.do(Candidate.resume, self._served(), folder)
+                self.ranks.do(Candidate.resume, self.registry.current_path(), folder)
                 self.progress = msgspec.convert(read_provenance(folder).progress, Progress)
                 # A later commit may have given the same checkpoint a later position, and a new buffer begins at 0.
                 self.progress.through = commit.through
@@ -75,7 +75,7 @@ class Trainer:
         else:
             # No checkpoint is left, e.g. its folder was removed. The records were trained all the same.
             self.progress = Progress(through=commits[0].through if commits else 0)
-        self.ranks.do(Candidate.begin, self._served())
+        self.ranks.do(Candidate.begin, self.registry.current_path())
         return SERVED
 
     def _recover_commits(self) -> list[Commit]:
@@ -159,7 +159,7 @@ class Trainer:
         newest = next(iter(self.buffer.commits()), None)
         through, name = self.progress.through, newest.checkpoint_id if newest else SERVED
         if name != SERVED and self._is_intact(self.folder / name):
-            self.ranks.do(Candidate.resume, self._served(), self.folder / name)
+            self.ranks.do(Candidate.resume, self.registry.current_path(), self.folder / name)
             # The same checkpoint again, at the present position: the records in between are not trained as new.
             self.buffer.commit_trained(name, through)
         else:
@@ -174,7 +174,7 @@ class Trainer:
         """Restart training from the served version. Trained records do not become new again."""
         self.give_up()
         self.num_steps = self.num_not_finite = 0
-        self.ranks.do(Candidate.begin, self._served())
+        self.ranks.do(Candidate.begin, self.registry.current_path())
         # After the commit: a kill in between leaves folders, which the newest commit does not name.
         for checkpoint in self._checkpoints():  # never resumed again; a person may want their training undone
             shutil.rmtree(checkpoint, ignore_errors=True)
@@ -184,11 +184,6 @@ class Trainer:
         self.progress.through = through
         newest = next(iter(self.buffer.commits()), None)
         self.buffer.commit_trained(newest.checkpoint_id if newest else SERVED, through)
-
-    def _served(self) -> Path:
-        current = self.registry.current()
-        assert current is not None, "the learner begins with a version"
-        return self.registry.path(current)
 
     def _checkpoints(self) -> list[Path]:
         found = (path for path in self.folder.glob("checkpoint-*") if _NAME.fullmatch(path.name))
