@@ -103,7 +103,9 @@ class Capture:
         self.last_error = message
 
     def _run(self) -> None:
-        _leave_engine_cores()
+        with contextlib.suppress(OSError):  # a container may not allow it
+            # Any core: vLLM's CPU worker pins its main thread, and new threads inherit the mask.
+            os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
         torch.set_num_threads(1)  # of this thread only: a thread pool would take the engine's cores
         while True:
             is_last = self._is_stopping.is_set()  # read before the queue: steps put before the stop are still taken
@@ -165,7 +167,9 @@ class Capture:
             first_state += part.num_read
             sampled = [] if part.sampled_row is None else sampled_by_row[part.sampled_row]
             if not sampled:
-                self._append_states(part, step, states_HLD)
+                log = self._open_log(part, step)
+                if not log.is_closed:
+                    log.add_states(self._read_states(part.begin, states_HLD))
                 continue
             verified = None
             if step.num_rows:
@@ -186,11 +190,6 @@ class Capture:
             num_true = max(0, part.num_read - part.num_drafts + len(sampled) - 1)
             states = [] if states_HLD is None else self._read_states(part.begin, states_HLD[:num_true])
             self._append(part, step, sampled, verified, states)
-
-    def _append_states(self, part: StepPart, step: EngineStep, states_HLD: Tensor | None) -> None:
-        log = self._open_log(part, step)
-        if not log.is_closed:
-            log.add_states(self._read_states(part.begin, states_HLD))
 
     def _read_states(self, begin: int, states_HLD: Tensor | None) -> list[States]:
         """The bfloat16 states in the configured format; an empty list if there is no token."""
@@ -292,9 +291,3 @@ class Capture:
 def _read_draft_probs(part: StepPart, draft_probs: NDArray[np.float32]) -> NDArray[np.float32]:
     """The draft's probabilities; 1 at temperature 0, where it proposes its best token and vLLM keeps logits instead."""
     return np.ones_like(draft_probs) if part.request.sampling.temperature < GREEDY_TEMPERATURE else draft_probs
-
-
-def _leave_engine_cores() -> None:
-    """Let this thread run on any core: vLLM's CPU worker pins its main thread, and new threads inherit the mask."""
-    with contextlib.suppress(OSError):  # a container may not allow it
-        os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))

@@ -91,17 +91,18 @@ def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
 
 def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
     """The plugin's settings. Raises ValueError; FileNotFoundError: no token file or registry."""
-    registry = environment.get("REDRAFT_REGISTRY")
-    if registry and not Path(registry).is_dir():
+    registry = _read_path(environment, "REGISTRY")
+    if registry is not None and not registry.is_dir():
         raise FileNotFoundError(f"REDRAFT_REGISTRY={registry} is not a folder: create it, or unset the variable")
     targets = tuple(map(Path, filter(None, environment.get("REDRAFT_TARGETS", "").split(os.pathsep))))
     for folder in targets:
         if not folder.is_dir():
             raise FileNotFoundError(f"REDRAFT_TARGETS names {folder}, which is no folder: create it, or leave it out")
+    file = _read_path(environment, "TOKEN_FILE")
     return PluginConfig(
         targets=targets,
-        registry=Path(registry) if registry else None,
-        token=_read_token(environment),
+        registry=registry,
+        token=environment.get("REDRAFT_TOKEN") or (read_token(file) if file else None),
         allow_remote=environment.get("REDRAFT_ALLOW_REMOTE") == "1",
         capture=_read_capture(environment),
         swap=SwapConfig(cache=_read_choice(environment, "SWAP_CACHE", get_args(SwapCache), "auto")),
@@ -125,34 +126,26 @@ def _read_choice(environment: Mapping[str, str], name: str, known: tuple[Any, ..
     return found
 
 
-def _read_token(environment: Mapping[str, str]) -> str | None:
-    file = environment.get("REDRAFT_TOKEN_FILE")
-    return environment.get("REDRAFT_TOKEN") or (read_token(Path(file)) if file else None)
+def _read_path(environment: Mapping[str, str], name: str) -> Path | None:
+    value = environment.get(f"REDRAFT_{name}")
+    return Path(value) if value else None
 
 
 def _read_capture(environment: Mapping[str, str]) -> CaptureConfig:
-    spool, tenants = environment.get("REDRAFT_CAPTURE_SPOOL"), environment.get("REDRAFT_CAPTURE_TENANTS", "")
+    tenants = environment.get("REDRAFT_CAPTURE_TENANTS", "")
     return CaptureConfig(
-        spool=Path(spool) if spool else None,
+        spool=_read_path(environment, "CAPTURE_SPOOL"),
         ingest=environment.get("REDRAFT_CAPTURE_INGEST", ""),
-        nats=_read_nats(environment),
+        nats=Nats(
+            fleet=environment.get("REDRAFT_NATS_FLEET", Nats.fleet),
+            credentials=_read_path(environment, "NATS_CREDENTIALS"),
+            ca=_read_path(environment, "NATS_CA"),
+            certificate=_read_path(environment, "NATS_CERTIFICATE"),
+        ),
         fraction=float(environment.get("REDRAFT_CAPTURE_FRACTION", CaptureConfig.fraction)),
         tenants=tuple(tenants.split(",")) if tenants else (),
         logprobs=int(environment.get("REDRAFT_CAPTURE_LOGPROBS", CaptureConfig.logprobs)),
         spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
         hidden_states=environment.get("REDRAFT_CAPTURE_HIDDEN_STATES") == "1",
         hidden_format=_read_choice(environment, "CAPTURE_HIDDEN_FORMAT", get_args(HiddenFormat), "bfloat16"),
-    )
-
-
-def _read_nats(environment: Mapping[str, str]) -> Nats:
-    def path(name: str) -> Path | None:
-        value = environment.get(f"REDRAFT_NATS_{name}")
-        return Path(value) if value else None
-
-    return Nats(
-        fleet=environment.get("REDRAFT_NATS_FLEET", Nats.fleet),
-        credentials=path("CREDENTIALS"),
-        ca=path("CA"),
-        certificate=path("CERTIFICATE"),
     )

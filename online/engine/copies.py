@@ -94,17 +94,15 @@ def _find_block(draft: Any) -> Any:
 def _list_projections(
     block: Any, tensors: Mapping[str, Tensor], kind: str, rank: int, num_ranks: int
 ) -> Iterator[Tensor]:
+    """This rank's key heads of all layers, each [G * E, D] or [G * E]; several ranks may hold the
+    same."""
     for i, layer in enumerate(block.layers):
+        size, count = layer.self_attn.head_dim, layer.self_attn.num_kv_heads
         for name in ("k_proj", "v_proj"):
             whole = tensors[f"layers.{i}.self_attn.{name}.{kind}"]
-            yield _take_heads(whole, layer.self_attn.num_kv_heads, layer.self_attn.head_dim, rank, num_ranks)
-
-
-def _take_heads(weight: Tensor, num_heads: int, head_dim: int, rank: int, num_ranks: int) -> Tensor:
-    """This rank's key heads, [G * E, D] or [G * E]; several ranks may hold the same."""
-    # e.g. two heads on four ranks: ranks 0 and 1 hold head 0, ranks 2 and 3 head 1
-    first = rank * (len(weight) // head_dim) // num_ranks
-    return weight[first * head_dim : (first + num_heads) * head_dim]
+            # e.g. two heads on four ranks: ranks 0 and 1 hold head 0, ranks 2 and 3 head 1
+            first = rank * (len(whole) // size) // num_ranks
+            yield whole[first * size : (first + count) * size]
 
 
 def _write(buffer: Tensor, values: Tensor, name: str) -> None:

@@ -162,9 +162,8 @@ class _Hooks:
             first_reads=first_reads,
             num_drafts=num_drafts,
             proposers=[foreign.get(request_id, 0) for request_id in runner.input_batch.req_ids[:count]],
-            first_rows=[
-                first_drafts[i] + i for i in range(count)
-            ],  # drafts, and one bonus row for each earlier request
+            # Drafts, and one bonus row for each earlier request.
+            first_rows=[first_drafts[i] + i for i in range(count)],
             first_drafts=first_drafts,
             # E.g. 10 cached tokens, one sampled and 3 drafts: it samples from 10 + 4 - 3 = 11 on.
             starts=[num_computed[i] + first_reads[i + 1] - first_reads[i] - num_drafts[i] for i in range(count)],

@@ -263,7 +263,13 @@ def _start_capture(worker: Any, config: CaptureConfig) -> None:
     capture = Capture(config, state.server_id, state.target_fingerprint, state.draft_version)
     install_capture(worker.model_runner, capture)
     capture.start()
-    _stop_at_shutdown(worker, capture)
+    shutdown = worker.shutdown
+
+    def stop_and_shutdown() -> None:
+        capture.stop()
+        shutdown()
+
+    worker.shutdown = stop_and_shutdown  # an instance attribute: vLLM calls it through the worker
     state.capture = capture
 
 
@@ -474,13 +480,3 @@ def _is_last_stage() -> bool:
     from vllm.distributed import get_pp_group
 
     return bool(get_pp_group().is_last_rank)
-
-
-def _stop_at_shutdown(worker: Any, capture: Capture) -> None:
-    shutdown = worker.shutdown
-
-    def stop_and_shutdown() -> None:
-        capture.stop()
-        shutdown()
-
-    worker.shutdown = stop_and_shutdown  # an instance attribute: vLLM calls it through the worker

@@ -113,9 +113,10 @@ def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
 def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that switch the plugin on, to be added to `environment`."""
     capture = cfg.capture
+    prefixes = map(str.strip, environment.get(RAY_PREFIXES, "").split(","))
     variables = {
         "VLLM_PLUGINS": with_plugin(environment.get("VLLM_PLUGINS")),
-        RAY_PREFIXES: _with_prefix(environment.get(RAY_PREFIXES, "")),
+        RAY_PREFIXES: ",".join(dict.fromkeys([*filter(None, prefixes), "REDRAFT_"])),
         "REDRAFT_REGISTRY": _absolute(cfg.registry),
         "REDRAFT_TOKEN_FILE": _absolute(cfg.token_file),
         "REDRAFT_ALLOW_REMOTE": "1" if cfg.allow_remote else None,
@@ -160,12 +161,6 @@ def with_plugin(allowed: str | None) -> str:
     else:
         names = {name for name in allowed.split(",") if name}
     return ",".join(sorted(names | {PLUGIN_NAME}))
-
-
-def _with_prefix(prefixes: str) -> str:
-    """RAY_PREFIXES with that of the plugin's variables added."""
-    names = [name for name in map(str.strip, prefixes.split(",")) if name]
-    return ",".join(dict.fromkeys([*names, "REDRAFT_"]))
 
 
 def _draft(cfg: Config) -> DraftSource:
