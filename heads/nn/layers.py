@@ -149,24 +149,24 @@ def read_layer_config(layer_config: Mapping[str, Any]) -> Any:
     return kind(**{key: value for key, value in layer_config.items() if key != "model_type"})
 
 
-LLAMA_RULES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-"""Rules of rotation for all of a head, which engines and transformers share."""
+LLAMA_RULES = ("default", "linear", "yarn", "longrope", "llama3")
+"""Rules of rotation for all of a head, which engines and transformers share. Not `dynamic`: only
+engines read Hunyuan's `alpha`, and up to `max_position_embeddings` the others are `default`."""
 
-PARTIAL = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved")
-"""Rotary parameters for rotating only a part of each head, or for several kinds of positions."""
+ENGINE_ONLY = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved", "use_fope", "short_mscale")
+"""Rotary parameters that engines read and transformers' Llama, which trains, does not."""
 
 
 def llama_rope(rope_parameters: Mapping[str, Any], theta: float | None = None) -> dict[str, Any]:
     """RoPE parameters for a head's Llama layer, derived from the target's. If the target has
-    several sets, the one for full attention is used. The keys in PARTIAL are dropped: with them an
-    engine would rotate part of each head, but transformers' Llama, which trains, all of it."""
+    several sets, the one for full attention is used. Without the keys in ENGINE_ONLY."""
     chosen = rope_parameters.get("full_attention", rope_parameters)
     kind, theta = chosen.get("rope_type", "default"), chosen.get("rope_theta") or theta or 10000.0
     # Phi-4-mini's lists of longrope have a factor for each rotated pair, fewer than the head has.
     is_partial = kind == "longrope" and chosen.get("partial_rotary_factor", 1.0) != 1.0
     if kind not in LLAMA_RULES or is_partial:
         return {"rope_type": "default", "rope_theta": theta}
-    return {"rope_type": kind, "rope_theta": theta, **{k: v for k, v in chosen.items() if k not in PARTIAL}}
+    return {"rope_type": kind, "rope_theta": theta, **{k: v for k, v in chosen.items() if k not in ENGINE_ONLY}}
 
 
 class Rotary:

@@ -6,6 +6,7 @@ B = batch, T = tokens, D = hidden.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from make_heads import make_target
 from torch import Tensor
 
 from redraft.heads.files.folder import read_config
-from redraft.heads.nn.layers import LlamaShape, RMSNorm
+from redraft.heads.nn.layers import LlamaShape, RMSNorm, Rotary, llama_rope
 from redraft.heads.options import Eagle3
 
 EPS = 1e-5
@@ -106,3 +107,50 @@ def test_one_size_is_chosen_and_the_others_stay_the_targets(name: str) -> None:
 def test_heads_that_do_not_divide_are_refused(chosen: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LlamaShape.of_head(Eagle3(**chosen), make_target().config)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 2048}
+LONG = {"rope_type": "longrope", "short_factor": [1.25] * 16, "long_factor": [4.0] * 16, "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4}
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "a part": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "Fourier": {"rope_type": "default", "rope_theta": 1e6, "use_fope": True, "num_key_value_heads": 2},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    "yarn": YARN,
+    "yarn, DeepSeek V2": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "yarn, gpt-oss": {**YARN, "truncate": False},
+    "longrope, Phi-3": {**LONG, "original_max_position_embeddings": 8192},
+    "longrope, Phi-3.5-MoE": {**LONG, "original_max_position_embeddings": 8192, "short_mscale": 1.25},
+    "dynamic": {**DYNAMIC, "factor": 2.0},
+    "dynamic, Hunyuan": {**DYNAMIC, "factor": 1.0, "alpha": 1000.0},
+    "dynamic, of a shorter training": {**DYNAMIC, "factor": 2.0, "max_trained_positions": 1024},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_vllm_rotates_a_head_as_training_does(name: str) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    rope = llama_rope(ROPES[name])
+    shape = LlamaShape(
+        **sizes, head_dim=32, rms_norm_eps=EPS, vocab_size=8, max_position_embeddings=8192, rope_parameters=rope
+    )
+    cos_BTE, sin_BTE = Rotary.from_shape(shape)(torch.arange(512)[None], torch.zeros(1))
+    served = VllmConfig()
+    served.model_config = SimpleNamespace(max_model_len=8192)
+    with set_current_vllm_config(served):
+        rotary = get_rope(32, 8192, rope_parameters=shape.hf_config()["rope_parameters"], dtype=torch.float32)
+    table = getattr(rotary, "long_short_cos_sin_cache", None)
+    table = rotary._compute_cos_sin_cache() if table is None else table
+    torch.testing.assert_close(torch.cat([cos_BTE[0, :, :16], sin_BTE[0, :, :16]], dim=-1), table[:512])
