@@ -37,8 +37,11 @@ class Optim:
     """Micro-batches per optimizer step. Raise it to train with larger batches than memory holds."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"the learning rate is {self.lr}: it must be above 0")
+        if not (self.lr > 0 and self.max_grad_norm > 0):
+            raise ValueError(f"lr is {self.lr}, max_grad_norm {self.max_grad_norm}: both must be above 0")
+        shares = {name: getattr(self, name) for name in ("warmup_fraction", "min_lr_fraction")}
+        if not all(0 <= share <= 1 for share in shares.values()):
+            raise ValueError(f"{shares}: both are shares, from 0 to 1")
         if self.accumulation < 1:
             raise ValueError(f"accumulation is {self.accumulation}: a step takes at least 1 micro-batch")
 

@@ -61,6 +61,8 @@ class Training:
         for name in ("fresh_per_step", "records_per_candidate", "accumulation", "patience", "warmup_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} is {getattr(self, name)}: it must be at least 1")
+        if not (self.lr > 0 and self.max_grad_norm > 0):
+            raise ValueError(f"training.lr is {self.lr}, max_grad_norm {self.max_grad_norm}: both must be above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,11 @@ from redraft.distill.train.optim import Optim
         (lambda: Loop(steps=0), r"--loop\.steps\b.*\b0\b"),
         (lambda: Loop(log_every=0), r"--loop\.log-every\b.*\b0\b"),
         (lambda: Loop(sequence_length=1), r"--loop\.sequence-length"),
-        (lambda: Optim(lr=0.0), r"rate.*\b0\.0\b"),
+        (lambda: Optim(lr=0.0), r"\blr\b.*\b0\.0\b"),
+        (lambda: Optim(max_grad_norm=0.0), r"max_grad_norm\b.*\b0\.0\b"),
+        (lambda: Optim(max_grad_norm=math.nan), r"max_grad_norm\b.*\bnan\b"),
+        (lambda: Optim(warmup_fraction=100), r"warmup_fraction\b.*\b100\b"),
+        (lambda: Optim(min_lr_fraction=-0.1), r"min_lr_fraction\b.*-0\.1\b"),
         (lambda: Optim(accumulation=0), r"accumulation.*\b0\b"),
         (lambda: Prove(concurrency=0), r"--prove\.concurrency\b.*\b0\b"),
         (lambda: Prove(num_speculative_tokens=0), r"--prove\.num-speculative-tokens\b.*\b0\b"),
