@@ -56,6 +56,8 @@ def broken_condition(
         return "whose end in the chat template does not end generation"
     if not content.is_ended and end:
         return "with an end of turn, though cut at a length limit"
+    if any(text in written for text in ends or ()):
+        return "with a stop token inside"
     if form and not _thinks_once(turn, content, form):
         return "whose reasoning does not open and close once after the prompt"
     if not rendered.startswith(turn.prompt + written) and not _is_rendered(turn, written, content, rendered, form):

@@ -231,6 +231,19 @@ def test_an_end_that_does_not_end_generation_is_refused() -> None:
     ]
 
 
+@pytest.mark.parametrize("inside", ["pong 1<|done|>", "pong<|done|><|user|>ping 3<|assistant|>pong 3", "<|done|>"])
+def test_nothing_after_a_stop_token_is_learned(inside: str) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|done|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    row = {"messages": [user("ping 1"), say(inside), user("ping 2<|done|>"), say("pong 2")]}
+    for cut in (False, True):
+        turns, refused = _learn(template, {**row, "cut": cut}, "<|done|> <|other|>", "<|user|> <|assistant|>")
+        assert [answer for _, answer in turns] == ["pong 2" if cut else "pong 2<|done|>"]
+        assert sum(refused.values()) == 1
+
+
 def test_a_system_prompt_that_the_template_leaves_out_is_a_reason() -> None:
     template = (
         "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|done|>{% endfor %}"
