@@ -35,6 +35,7 @@ from redraft.eval.parity.run import Dump, EngineRun
 from redraft.heads.doctor.pair import Finding, Pair
 from redraft.heads.draft import Draft
 from redraft.heads.files.checkpoint import load_causal_lm
+from redraft.heads.files.served_target import visible_length
 from redraft.heads.target import Target
 
 DEFAULT_MAX_TOKENS = 64
@@ -201,7 +202,7 @@ def _prompts(
     tokenizer = pair.target.tokenizer
     data, day = pair.provenance.config.data, day_of_training(pair)
     # A held-out prompt must leave room for the answer and the last block.
-    room = pair.target_config.max_position_embeddings - max_tokens - num_tokens
+    room = visible_length(pair.target_config) - max_tokens - num_tokens
     if engine.prompts is None and not data.source:
         return ask_fallback(tokenizer, engine.num_prompts, day), False
     if engine.prompts is not None:

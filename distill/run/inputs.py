@@ -38,7 +38,7 @@ from redraft.eval.engine.head_size import require_model_heads
 from redraft.eval.forecast.greedy import SignalFunction
 from redraft.heads.files.checkpoint import load_causal_lm, refuse_quantised
 from redraft.heads.files.folder import fetch_model
-from redraft.heads.files.served_target import require_served_alike
+from redraft.heads.files.served_target import require_served_alike, visible_length
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.logits import LogitRule
 
@@ -73,23 +73,26 @@ def load_target(target: TargetFolder, signal: Signal, device: torch.device, mach
 
 
 def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> LoadedData:
-    """Training and held-out rows of `loop.sequence_length` tokens, held-out prompts, and the
-    target's end tokens.
+    """Training and held-out rows of `loop.sequence_length` tokens, of documents that a server shows
+    a draft whole, held-out prompts, and the target's end tokens.
     The main process tokenises, once; all processes map the result, also when the run is resumed.
     Raises ValueError if the source is empty or nothing in it can be trained on."""
     day = choose_day(data.date, "--data.date") if data.date else run.date
     tokenizer, ends = target.tokenizer, target.end_ids
+    length = visible_length(target.text_config, loop.sequence_length)
     # A shared cache keeps the tokens of other settings, a run's folder only the latest.
     root = data.cache or run.folder / TOKENS
 
     def keep() -> Path:
-        origin = _describe_origin(data, tokenizer, loop, day) | {"the end ids": list(ends)}
-        make = functools.partial(_tokenise, data, tokenizer, loop.sequence_length, day, ends)
+        origin = _describe_origin(data, tokenizer, length, day) | {"the end ids": list(ends)}
+        make = functools.partial(_tokenise, data, tokenizer, length, day, ends)
         return keep_tokens(root, origin, make, shared=data.cache is not None)
 
     tokens = read_tokens(run.on_main(keep))
     if run.accelerator.is_main_process:
         print("\n".join(tokens.said))
+        if length < loop.sequence_length:
+            print(f"conversations are cut at {length:,} tokens: a server shows a draft no more at once")
     return LoadedData(
         train=_packed(tokens.train, tokenizer, loop),
         held_out=_packed(tokens.held_out, tokenizer, loop),
@@ -101,13 +104,13 @@ def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> L
     )
 
 
-def _describe_origin(data: Data, tokenizer: Any, loop: Loop, day: datetime.date) -> Origin:
+def _describe_origin(data: Data, tokenizer: Any, length: int, day: datetime.date) -> Origin:
     settings = {name: getattr(data, name) for name in ("held_out", "num_prompts", "max_prompt_tokens", "strict")}
     asked = {"the prompts": [data.prompts, *identify_conversations(data.prompts, data.split)]} if data.prompts else {}
     return {
         "the data": [data.source, *identify_conversations(data.source, data.split)],
         **asked,
-        "the settings": {**settings, "sequence_length": loop.sequence_length},
+        "the settings": {**settings, "sequence_length": length},
         **describe_tokenizer(tokenizer, day.isoformat()),
     }
 

@@ -21,6 +21,7 @@ from redraft.eval.forecast.rows import block_matches, compare_rows, take_draft_s
 from redraft.eval.forecast.sampled import sampled_probabilities
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, Draft, TargetSignal
+from redraft.heads.files.served_target import visible_length
 from redraft.heads.progress import Progress
 
 SignalFunction = Callable[[Batch], TargetSignal]
@@ -189,7 +190,7 @@ def cut_continuation(
 
 def require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) -> None:
     """Raise ValueError unless every prompt fits the target's window together with `num_new_tokens`."""
-    window = target.config.get_text_config().max_position_embeddings
+    window = visible_length(target.config.get_text_config())
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + num_new_tokens > window:
         raise ValueError(

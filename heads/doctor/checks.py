@@ -12,6 +12,7 @@ from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.files.artifact import MANIFEST, PROVENANCE, verify
 from redraft.heads.files.checkpoint import load_causal_lm
 from redraft.heads.files.folder import model_folder
+from redraft.heads.files.served_target import visible_length
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.files.tensors import list_tensors, read_tensors
 from redraft.heads.target import Target
@@ -55,7 +56,7 @@ def notes(pair: Pair) -> Iterator[str]:
     if pair.trained_with is None and pair.family.layers_key:
         yield "its config does not record how it was trained: aux layers and norms are taken as the config says"
     trained_length = pair.provenance.config.loop.sequence_length
-    served_length = pair.target_config.max_position_embeddings
+    served_length = visible_length(pair.target_config)
     if trained_length is not None and trained_length < served_length:
         yield f"trained on {trained_length} positions, the target serves {served_length}: measure acceptance far out"
 

@@ -29,6 +29,7 @@ from redraft.heads.draft import Draft
 from redraft.heads.family import Family, Reads
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import read_config
+from redraft.heads.files.served_target import visible_length
 from redraft.heads.target import Target
 from redraft.online.learning.config import Training
 from redraft.online.learning.replay import make_batches, read_signal, select_texts
@@ -79,6 +80,11 @@ class Candidate:
     def distillation(self) -> Distillation:
         assert self._distillation is not None, "begin comes first"
         return self._distillation
+
+    @cached_property
+    def sequence_length(self) -> int:
+        """Longest text in tokens, to train on and to judge by."""
+        return visible_length(load_text_config(self.target), self.cfg.sequence_length)
 
     @property
     def is_hopeless(self) -> bool:
@@ -145,7 +151,7 @@ class Candidate:
         batches = make_batches(
             select_texts(records),
             num_batches=ranks * self.cfg.accumulation,
-            sequence_length=self.cfg.sequence_length,
+            sequence_length=self.sequence_length,
             seed=seed,
             # Drawn, because seeds of steps are multiples of the records of a step: some of these hardly turn a choice.
             salt=int(rng.integers(1 << 31)),

@@ -30,7 +30,7 @@ from redraft.distill.data.samples import Sample, SampleStats, build_samples
 from redraft.distill.data.vocabulary import measure_coverage
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import CONFIG
-from redraft.heads.files.served_target import require_rows
+from redraft.heads.files.served_target import require_rows, visible_length
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.data.show_config import Config
 
@@ -45,15 +45,15 @@ def main(cfg: Config) -> None:
     """Print the summary and the samples. Raises ValueError: nothing can be read, or learned."""
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
     tokenizer = target.tokenizer
+    length = cfg.sequence_length
     if (target.folder / CONFIG).is_file():
         require_rows(target)
+        length = visible_length(target.text_config, length)
     loaded = load_source(cfg.source, split=cfg.split, domain_column=cfg.domain_column, strict=cfg.strict)
     conversations = loaded.conversations
     train, held_out = split_held_out(conversations, cfg.held_out)
     train, overlap = remove_overlap(train, held_out)
-    build = functools.partial(
-        build_samples, tokenizer=tokenizer, max_length=cfg.sequence_length, day=day, ends=target.end_ids
-    )
+    build = functools.partial(build_samples, tokenizer=tokenizer, max_length=length, day=day, ends=target.end_ids)
     samples, stats = build(train)
     held_out_samples, held_out_stats = held_out_part(held_out, build)
     by_hash = {conversation_hash(c["messages"]): c for c in train}

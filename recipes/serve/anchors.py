@@ -55,6 +55,7 @@ def main(cfg: Config) -> None:
     from redraft.distill.signal.sources import InProcessTarget
     from redraft.eval.engine.target_dtype import open_target
     from redraft.heads.files.artifact import write_whole
+    from redraft.heads.files.served_target import visible_length
     from redraft.heads.progress import Progress
     from redraft.online.learning.anchors import write_anchors
 
@@ -65,9 +66,8 @@ def main(cfg: Config) -> None:
     model = load_target(target, Signal(), device)
     conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
     day = choose_day(cfg.date)
-    samples, stats = build_samples(
-        conversations, target.tokenizer, max_length=cfg.sequence_length, day=day, ends=target.end_ids
-    )
+    length = visible_length(target.text_config, cfg.sequence_length)
+    samples, stats = build_samples(conversations, target.tokenizer, max_length=length, day=day, ends=target.end_ids)
     print(f"data: {stats}")
     provenance = {
         "command": sys.argv,

@@ -80,6 +80,26 @@ def test_every_row_is_used_or_counted_in_both_parts(
     assert len(data.prompts) == 3
 
 
+@pytest.mark.parametrize(
+    "changes", [{"max_position_embeddings": 40}, {"model_type": "mistral", "sliding_window": 40}, {}]
+)
+def test_conversations_end_where_a_served_drafts_view_ends(
+    changes: dict[str, Any], random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = Path(shutil.copytree(random_target, tmp_path / "target"))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    rows = [{"prompt": f"question {i}", "completion": f"answer {i} " * 30} for i in range(8)]
+    data = load(write_rows(tmp_path / "chat.jsonl", rows), target, tmp_path / "run")
+    said, length = capsys.readouterr().out, 40 if changes else 96
+    assert (f"{length} tokens: a server" in said) == bool(changes)
+    for part in (data.train, data.held_out):
+        assert max(len(sample.input_ids) for sample in part.samples) == length
+        batch = part.batch(0, batch_size=1)
+        assert batch.input_ids_BT.shape == (1, 96)
+        assert int(batch.position_ids_BT.max()) < length
+
+
 def test_prompts_of_a_file_replace_those_of_the_held_out_part_and_are_never_trained_on(
     random_target: Path, tmp_path: Path
 ) -> None:

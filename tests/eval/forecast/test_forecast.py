@@ -16,7 +16,7 @@ from autoregressive import token_by_token
 from make_heads import take_rows
 from reference_sampler import NextLogits, Propose, sample
 from torch import Tensor
-from transformers import LlamaForCausalLM, Qwen2_5_VLConfig
+from transformers import LlamaForCausalLM, MistralConfig, Qwen2_5_VLConfig
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.forecast.greedy import (
@@ -220,6 +220,13 @@ def test_a_prompt_that_does_not_fit_the_window_is_refused(target: Any):
 def test_the_window_of_a_target_of_text_and_images_is_its_language_models():
     text = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 40}
     target = SimpleNamespace(config=Qwen2_5_VLConfig(text_config=text))
+    require_window(target, [Prompt(token_ids=[1] * 30)], 10)
+    with pytest.raises(ValueError, match=r"\b30\b.*\b11\b.*\b40\b"):
+        require_window(target, [Prompt(token_ids=[1] * 30)], 11)
+
+
+def test_the_window_of_all_layers_is_a_drafts_too() -> None:
+    target = SimpleNamespace(config=MistralConfig(sliding_window=40, max_position_embeddings=64))
     require_window(target, [Prompt(token_ids=[1] * 30)], 10)
     with pytest.raises(ValueError, match=r"\b30\b.*\b11\b.*\b40\b"):
         require_window(target, [Prompt(token_ids=[1] * 30)], 11)

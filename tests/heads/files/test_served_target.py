@@ -30,7 +30,7 @@ from redraft.eval.engine.sampling import read_sampling
 from redraft.heads.catalog import find_family
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_config, load_tokenizer
 from redraft.heads.files.folder import INDEX, WEIGHTS, check_model_folder, tensor_files
-from redraft.heads.files.served_target import WITH_AUX, require_aux, require_served_alike
+from redraft.heads.files.served_target import WITH_AUX, require_aux, require_served_alike, visible_length
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 from redraft.online.daemon.opening import read_vocab_size
@@ -79,6 +79,30 @@ def test_longrope_is_refused_beyond_the_original_length(target: Path) -> None:
     assert "max_position_embeddings to 512" in complaint(target)
     edit(path, max_position_embeddings=512)
     check(target)
+
+
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 1024),
+        ({**MISTRAL, "sliding_window": 64}, 64),
+        ({**MISTRAL, "sliding_window": 0}, 1024),
+        ({**QWEN, "max_window_layers": 0}, 64),
+        ({**QWEN, "max_window_layers": 1}, 1024),
+    ],
+)
+def test_a_draft_sees_as_much_as_vllm_will_show_it(target: Path, changes: dict[str, Any], length: int) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    edit(target / "config.json", **changes)
+    served = EngineArgs(model=str(target), dtype="float32").create_engine_config()
+    assert (served.cache_config.sliding_window or served.model_config.max_model_len) == length
+    config = TargetFolder.open(target).text_config
+    assert [visible_length(config, asked) for asked in (None, 4096, 32)] == [length, length, 32]
 
 
 def test_ids_beyond_the_embeddings_are_refused(target: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,26 @@ def test_every_step_has_a_salt_and_a_repeated_step_has_the_same(
     assert [len(batches) for batches in steps] == [2] * 4
     assert salts[0] == salts[3]
     assert len(set.union(*salts)) == 3
+
+
+def test_no_step_shows_a_draft_more_than_a_server_does(
+    random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Path(shutil.copytree(random_target, tmp_path / "target"))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "model_type": "mistral", "sliding_window": 4}))
+    record = with_states(make_record(), random_target, "eagle3")
+    longest = []
+    for folder in (random_target, target):
+        candidate = Candidate(Training(sequence_length=64), "eagle3", folder)
+        candidate.begin(make_head("eagle3", random_target, tmp_path / folder.name / "v000001"))
+        steps: list[list[RecordedBatch]] = []
+        monkeypatch.setattr(candidate.distillation, "step", steps.append)
+        candidate.step([record], 0)
+        candidate.distillation.close()
+        longest.append(max(int((batch.document_BT >= 0).sum()) for batch in steps[0]))
+    assert longest[0] > longest[1]
+    assert longest[1] == 4
 
 
 def test_the_gate_compares_drafts_without_a_salt(random_target: Path) -> None:
