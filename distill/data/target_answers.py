@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import Message, Tool, conversation_hash, read_message, with_parts
+from redraft.distill.data.rows import UnusableRowError
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.heads.progress import Progress
 
@@ -130,8 +131,8 @@ class _Regeneration:
         for key, conversation in queue:
             try:
                 messages, cut = await self._answer(conversation)
-            except RequestRefusedError as error:
-                if error.status not in SKIPPED_STATUS:
+            except (RequestRefusedError, UnusableRowError, UnicodeEncodeError) as error:
+                if isinstance(error, RequestRefusedError) and error.status not in SKIPPED_STATUS:
                     raise
                 self._refuse(str(error))
             else:
@@ -176,7 +177,10 @@ class _Regeneration:
         if tools:
             options["tools"] = tools
         choice = (await self.endpoint.post("/v1/chat/completions", messages=messages, **options))["choices"][0]
-        return read_message({"role": "assistant", **choice["message"]}), choice["finish_reason"] == "length"
+        # Raises as `_work` expects: parsers pass on a tool call with half a JSON, or half a character in it.
+        answer = read_message({"role": "assistant", **choice["message"]})
+        json.dumps(answer, ensure_ascii=False).encode()
+        return answer, choice["finish_reason"] == "length"
 
     def _append(self, row: dict[str, Any], file: TextIO) -> None:
         file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -89,6 +89,24 @@ def test_a_second_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
     assert contents(output) == {(f"question {i}", f"question {i}! (1)") for i in range(6)}
 
 
+@pytest.mark.parametrize("arguments", ['{"cup": 1', "[1]", '{"cup": "\\ud83d"}'])
+def test_a_malformed_tool_call_costs_one_conversation(arguments: str, tmp_path: Path) -> None:
+    def call(request: dict[str, Any]) -> Reply:
+        if request["messages"][-1]["content"] != "weigh":
+            return answer(request)
+        function = {"name": "weigh", "arguments": arguments}
+        message = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+        return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+
+    output = tmp_path / "answers.jsonl"
+    asked = [make_conversation(question, "old") for question in ("a", "weigh", "b")]
+    with serving(call) as (url, _):
+        for there in (0, 2):
+            stats = regenerate(asked, make_endpoint(url), output, Sampling())
+            assert (stats.already_there, stats.done, stats.refused) == (there, 2 - there, 1)
+    assert contents(output) == {("a", "a! (1)"), ("b", "b! (1)")}
+
+
 def test_a_log_shows_the_wait_for_the_first_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
