@@ -34,7 +34,7 @@ class Batch:
     """Packed conversations. Attention never crosses from one document to another."""
 
     input_ids_BT: Tensor
-    """int64; padding holds any valid id."""
+    """int64; 0 on padding."""
     loss_mask_BT: Tensor
     """bool; True if token t is a label, i.e. text of the assistant. Row t - 1 learns from it."""
     document_BT: Tensor
@@ -47,14 +47,11 @@ class Batch:
 
     @staticmethod
     def packed(
-        rows: Sequence[Sequence[tuple[Tokens, Tokens]]],
-        *,
-        width: int,
-        pad_id: int = 0,
-        device: torch.device | str = "cpu",
+        rows: Sequence[Sequence[tuple[Tokens, Tokens]]], *, width: int, device: torch.device | str = "cpu"
     ) -> Batch:
         """The documents of each row, as (token ids, loss mask), laid end to end and padded on the right to `width`."""
-        ids_BT = torch.full((len(rows), width), pad_id)
+        # Padding is id 0, which every table has: a tokenizer's padding token may have no row.
+        ids_BT = torch.zeros((len(rows), width), dtype=torch.long)
         mask_BT = torch.zeros((len(rows), width), dtype=torch.bool)
         document_BT = torch.full((len(rows), width), -1)
         position_BT = torch.zeros((len(rows), width), dtype=torch.long)
@@ -76,11 +73,7 @@ class Batch:
 
     @staticmethod
     def padded(
-        texts: Sequence[Tokens],
-        num_prompt_tokens: int | Sequence[int] = 0,
-        *,
-        pad_id: int = 0,
-        device: torch.device | str = "cpu",
+        texts: Sequence[Tokens], num_prompt_tokens: int | Sequence[int] = 0, *, device: torch.device | str = "cpu"
     ) -> Batch:
         """One document per row, padded on the right to the longest; the tokens after the prompt are
         labels. `num_prompt_tokens` is each row's, or one for all rows."""
@@ -88,7 +81,7 @@ class Batch:
             num_prompt_tokens = [num_prompt_tokens] * len(texts)
         pairs = zip(texts, num_prompt_tokens, strict=True)
         rows = [[(text, torch.arange(len(text)) >= num_prompt)] for text, num_prompt in pairs]
-        return Batch.packed(rows, width=max(map(len, texts)), pad_id=pad_id, device=device)
+        return Batch.packed(rows, width=max(map(len, texts)), device=device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,17 +34,17 @@ def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
     return rows
 
 
-def collate(rows: Sequence[Sequence[Sample]], width: int, pad_id: int) -> Batch:
+def collate(rows: Sequence[Sequence[Sample]], width: int) -> Batch:
     """The samples of each row, laid end to end and padded to `width` tokens."""
     documents = [[(sample.input_ids, sample.loss_mask) for sample in row] for row in rows]
-    return Batch.packed(documents, width=width, pad_id=pad_id)
+    return Batch.packed(documents, width=width)
 
 
 class PackedDataset:
     """Rows of `sequence_length` tokens. A run's position in the data is one integer, the index of the next batch."""
 
-    def __init__(self, samples: Sequence[Sample], *, sequence_length: int, pad_id: int = 0, seed: int = 0) -> None:
-        self.samples, self.sequence_length, self.pad_id, self.seed = samples, sequence_length, pad_id, seed
+    def __init__(self, samples: Sequence[Sample], *, sequence_length: int, seed: int = 0) -> None:
+        self.samples, self.sequence_length, self.seed = samples, sequence_length, seed
         lengths = samples.lengths if isinstance(samples, MappedSamples) else [len(s.input_ids) for s in samples]
         self.rows = pack(lengths, sequence_length, seed)
         self._epoch, self._order = -1, np.empty(0, np.int64)
@@ -85,4 +85,4 @@ class PackedDataset:
             yield self._collate([*share, *[[]] * (width - len(share))])
 
     def _collate(self, rows: Sequence[Sequence[int]]) -> Batch:
-        return collate([[self.samples[i] for i in row] for row in rows], self.sequence_length, self.pad_id)
+        return collate([[self.samples[i] for i in row] for row in rows], self.sequence_length)

@@ -93,9 +93,10 @@ def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> L
         print("\n".join(tokens.said))
         if length < loop.sequence_length:
             print(f"conversations are cut at {length:,} tokens: a server shows a draft no more at once")
+    packed = functools.partial(PackedDataset, sequence_length=loop.sequence_length, seed=loop.seed)
     return LoadedData(
-        train=_packed(tokens.train, tokenizer, loop),
-        held_out=_packed(tokens.held_out, tokenizer, loop),
+        train=packed(tokens.train),
+        held_out=packed(tokens.held_out),
         prompts=tokens.prompts,
         stats=tokens.stats,
         hash=tokens.hash,
@@ -162,12 +163,6 @@ def _stream_held_out(samples: Iterator[Sample]) -> Iterator[Sample]:
     except ValueError as error:
         reason = str(error).removeprefix("nothing to train on: ")
         raise ValueError(f"nothing held out to evaluate on: {reason}") from error
-
-
-def _packed(samples: Sequence[Sample], tokenizer: Any, loop: Loop) -> PackedDataset:
-    # Any valid id does: padding is document -1, which no label row reads.
-    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return PackedDataset(samples, sequence_length=loop.sequence_length, pad_id=pad_id, seed=loop.seed)
 
 
 def live_signal(

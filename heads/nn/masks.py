@@ -27,13 +27,13 @@ def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     tokenizer = target.tokenizer
     if len(tokenizer) < num_embeddings:
         return len(tokenizer)
-    # A padding token that ends answers is no free token.
-    if tokenizer.pad_token_id in (None, *target.end_ids):
+    pad_id: int | None = tokenizer.pad_token_id
+    # One that ends answers is not free, and one added late has no row.
+    if pad_id is None or pad_id in target.end_ids or pad_id >= num_embeddings:
         raise ValueError(
             "every row of the target's embeddings is a token, and there is no padding token that ends no answer: "
             "name a token that never occurs in text with --head.mask-token-id"
         )
-    pad_id: int = tokenizer.pad_token_id
     return pad_id
 
 

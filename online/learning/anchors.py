@@ -79,7 +79,7 @@ def make_anchors(
 ) -> Iterator[Record]:
     """One record per sample. The labels are the output, and no draft proposed any of them."""
     for number, sample in enumerate(samples):
-        batch = to_device(collate([[sample]], len(sample.input_ids), 0), target.model.device)
+        batch = to_device(collate([[sample]], len(sample.input_ids)), target.model.device)
         rows_R = label_rows(batch, 0).flatten().nonzero().squeeze(1)
         exact = target(batch).distribution
         assert isinstance(exact, ExactTarget)

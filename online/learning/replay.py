@@ -156,7 +156,7 @@ def _lay_out_states(rows: Sequence[Sequence[TrainingSequence]], width: int, shap
 
 
 def _make_batch(rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: int) -> RecordedBatch:
-    batch = Batch.packed([[_document(text) for text in row] for row in rows], width=width, pad_id=FILLER)
+    batch = Batch.packed([[_document(text) for text in row] for row in rows], width=width)
     # Empty arrays first: a batch of padding has nothing to concatenate otherwise.
     rows_N = [np.empty(0, np.int64)]
     ids_NK, log_probs_NK = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]

@@ -100,6 +100,25 @@ def test_conversations_end_where_a_served_drafts_view_ends(
         assert int(batch.position_ids_BT.max()) < length
 
 
+def test_a_padding_token_without_a_row_pads_nothing(random_target: Path, tmp_path: Path) -> None:
+    late = Path(shutil.copytree(random_target, tmp_path / "target"))
+    tokenizer = load_tokenizer(late)
+    tokenizer.add_special_tokens({"pad_token": "[LATE]"})
+    tokenizer.save_pretrained(late)
+    num_rows = AutoConfig.from_pretrained(late).vocab_size
+    assert load_tokenizer(late).pad_token_id >= num_rows
+    rows = write_rows(tmp_path / "chat.jsonl", [{"prompt": f"question {i}", "completion": "so"} for i in range(8)])
+    usual, padded = (
+        load(rows, target, tmp_path / name).train.batch(0, batch_size=1)
+        for name, target in (("usual", random_target), ("late", late))
+    )
+    assert bool((padded.document_BT < 0).any())
+    for name, values in vars(usual).items():
+        assert torch.equal(torch.as_tensor(values), torch.as_tensor(getattr(padded, name))), name
+    with torch.no_grad():
+        load_target(TargetFolder.open(late), Signal(), torch.device("cpu"))(padded.input_ids_BT)
+
+
 def test_prompts_of_a_file_replace_those_of_the_held_out_part_and_are_never_trained_on(
     random_target: Path, tmp_path: Path
 ) -> None:

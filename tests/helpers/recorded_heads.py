@@ -59,7 +59,7 @@ def states_of(target, ids, name):
     """The states the head reads of the target, float32 [T, L, D], by Hugging Face's forward pass."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     sample = Sample(input_ids=np.array(ids, np.int32), loss_mask=np.ones(len(ids), bool), conversation="", domain="")
-    signal = InProcessTarget(model, LAYERS[name])(collate([[sample]], len(ids), 0))
+    signal = InProcessTarget(model, LAYERS[name])(collate([[sample]], len(ids)))
     return signal.aux_BTLD[0] if LAYERS[name] else final_hidden(signal)[0][:, None]
 
 

@@ -141,7 +141,7 @@ def test_the_buffer_is_judged_with_the_versions_that_were_served(tiny_target: Pa
     for record in make_records(target, 2, draft_version="v000001", target_version=""):
         ids = np.concatenate([record.context_ids, record.output_ids])
         sample = Sample(input_ids=ids, loss_mask=np.ones(len(ids), bool), conversation="", domain="")
-        states_HLD = source(collate([[sample]], len(ids), 0)).aux_BTLD[0, :-1]
+        states_HLD = source(collate([[sample]], len(ids))).aux_BTLD[0, :-1]
         hidden = {"hidden_shape": tuple(states_HLD.shape[1:]), "hidden": words(states_HLD).tobytes()}
         frames.append(encode_record(msgspec.structs.replace(record, **hidden)))
     with open_buffer(config, registry, play.target.fingerprint) as buffer:

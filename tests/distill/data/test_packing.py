@@ -52,12 +52,12 @@ def test_a_sample_longer_than_a_row_is_refused() -> None:
 
 
 def test_a_row_holds_its_documents_end_to_end_then_padding() -> None:
-    data = PackedDataset(make_samples([3, 2]), sequence_length=7, pad_id=9)
+    data = PackedDataset(make_samples([3, 2]), sequence_length=7)
     batch = data.batch(0, batch_size=1)
     first, second = (3, 2) if batch.input_ids_BT[0, 0] == 100 else (2, 3)
     assert batch.document_BT.tolist() == [[0] * first + [1] * second + [-1, -1]]
     assert batch.position_ids_BT.tolist() == [[*range(first), *range(second), 0, 0]]
-    assert batch.input_ids_BT[0, 5:].tolist() == [9, 9]
+    assert batch.input_ids_BT[0, 5:].tolist() == [0, 0]
     assert batch.loss_mask_BT.tolist()[0][:3] == [False, True, True] if first == 3 else [False, True, False]
     assert not batch.loss_mask_BT[0, 5:].any()
     assert batch.input_ids_BT.dtype == batch.document_BT.dtype == batch.position_ids_BT.dtype == torch.int64

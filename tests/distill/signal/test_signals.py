@@ -70,7 +70,7 @@ def make_batch(
         ]
         for row in rows
     ]
-    return collate(samples, width, pad_id=0)
+    return collate(samples, width)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

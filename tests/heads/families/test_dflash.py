@@ -250,7 +250,7 @@ def test_the_mask_token_is_an_unused_row_or_a_padding_token_that_ends_no_answer(
     size = len(tokenizer)
     assert choose_mask_token(TargetFolder.open(tmp_path), size + 10) == size
     assert choose_mask_token(TargetFolder.open(tmp_path), size) == tokenizer.pad_token_id
-    for pad in (tokenizer.eos_token, None):
+    for pad in (tokenizer.eos_token, None, "<late>"):
         tokenizer.pad_token = pad
         tokenizer.save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=r"--head\.mask-token-id"):

@@ -48,7 +48,7 @@ def make_records(model, target):
     records = [msgspec.structs.replace(record, sampling=Sampling(temperature=0)) for record in records]
     by_format = {"bfloat16": [], "float8": []}
     for record, sample in zip(records, samples, strict=True):
-        states_HLD = source(collate([[sample]], len(sample.input_ids), 0)).aux_BTLD[0, :-1].bfloat16()
+        states_HLD = source(collate([[sample]], len(sample.input_ids))).aux_BTLD[0, :-1].bfloat16()
         words = {"bfloat16": states_HLD.view(torch.int16), "float8": encode_float8(states_HLD)}
         for name, encoded in words.items():
             fields = {"hidden_shape": tuple(states_HLD.shape[1:]), "hidden_format": name}
