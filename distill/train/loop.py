@@ -36,7 +36,7 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch
 from redraft.heads.progress import Progress
 
-PRECISIONS = {"no": "float32", "bf16": "bfloat16, weights in float32,", "fp16": "float16, weights in float32,"}
+PRECISIONS = {"no": "float32", "bf16": "bfloat16, weights in float32,"}
 TIMED_STEPS = 3  # Steps to measure the speed of training by, after a first one that also warms up.
 
 
@@ -77,7 +77,8 @@ def _has_login() -> bool:
 def choose_precision(asked: str | None, launched: str | None, machine: Machine) -> tuple[str, str]:
     """(mixed precision here, the line that names it). `asked` is by the user, `launched` by
     `accelerate launch` (no, bf16, fp16 or fp8); None for neither."""
-    default = launched or "no"
+    # Not fp16: the scale of its loss grows until a step overflows, and a step that is skipped here never lowers it.
+    default = launched if launched and launched != "fp16" else "no"
     # Without a config, `accelerate launch` says "no" as well, so there "no" is nobody's wish.
     if machine.gpu and machine.has_bfloat16 and default == "no":
         default = "bf16"

@@ -37,12 +37,13 @@ FAST_CPU, SLOW_CPU = Machine(cpu_has_bfloat16=True), Machine()
     [
         (H100, None, None, "bf16", "bfloat16"),
         (H100, None, "no", "bf16", "bfloat16"),  # by `accelerate launch` without a config
-        (H100, None, "fp16", "fp16", "float16"),
+        (H100, None, "fp16", "bf16", "bfloat16"),
+        (FAST_CPU, None, "fp16", "no", "float32"),
         (H100, "no", "bf16", "no", "float32"),
         (V100, None, None, "no", "warning"),
         (V100, None, "bf16", "no", "warning"),
         (V100, "bf16", None, "no", "warning"),
-        (V100, None, "fp16", "fp16", "float16"),
+        (V100, None, "fp16", "no", "warning"),
         (FAST_CPU, None, None, "no", "float32"),
         (FAST_CPU, None, "bf16", "bf16", "bfloat16"),
         (FAST_CPU, "bf16", "no", "bf16", "bfloat16"),
@@ -72,6 +73,12 @@ def test_the_default_precision_reaches_autocast_and_is_named_at_the_start(
         assert made.mixed_precision == "bf16"
         assert "bfloat16" in capsys.readouterr().out
         AcceleratorState._reset_state()
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+        made = loop.make_accelerator(1, None, None, V100)
+        assert (made.mixed_precision, made.scaler) == ("no", None)
+        assert "float32" in capsys.readouterr().out
+        AcceleratorState._reset_state()
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
         monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
         assert loop.make_accelerator(1, None, None, H100).mixed_precision == "no"
         assert "the CPU" in capsys.readouterr().out
