@@ -5,7 +5,7 @@ tokens/3f2a.../                 the name is a hash of everything on which the to
   train.labels   bool           whether each is a label
   train.ends     int64          where each sample ends
   train.keys     32 bytes       each sample's conversation, by hash
-  train.domains  int16          the domain, as a place in `about.json`
+  train.domains  int32          the domain, as a place in `about.json`
   held-out.*                    the same
   about.json                    origin, counts, held-out prompts"""
 
@@ -43,7 +43,7 @@ class MappedSamples(Sequence[Sample]):
         self._labels: NDArray[np.bool_] = _map(folder / f"{part}.labels", np.bool_)
         self._ends: NDArray[np.int64] = _map(folder / f"{part}.ends", np.int64)
         self._keys: NDArray[np.uint8] = _map(folder / f"{part}.keys", np.uint8).reshape(-1, 32)
-        self._domains: NDArray[np.int16] = _map(folder / f"{part}.domains", np.int16)
+        self._domains: NDArray[np.int32] = _map(folder / f"{part}.domains", np.int32)
         self._names = domains
 
     @property
@@ -147,7 +147,7 @@ def _write(folder: Path, origin: Origin, content: Content) -> None:
 
 
 def _write_part(folder: Path, part: str, samples: Iterable[Sample], domains: dict[str, int]) -> None:
-    ends, keys, numbers, end = array("q"), bytearray(), array("h"), 0
+    ends, keys, numbers, end = array("q"), bytearray(), array("i"), 0
     with (folder / f"{part}.ids").open("wb") as ids, (folder / f"{part}.labels").open("wb") as labels:
         for sample in samples:
             ids.write(sample.input_ids.astype("<i4").tobytes())

@@ -7,6 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from redraft.distill.data import packing, samples, tokens
 from redraft.distill.data.conversations import load_conversations, remove_overlap, split_held_out
 from redraft.distill.data.packing import PackedDataset
-from redraft.distill.data.samples import Sample, build_samples, data_hash, map_in_processes
-from redraft.distill.data.tokens import MappedSamples
+from redraft.distill.data.samples import Sample, SampleStats, build_samples, data_hash, map_in_processes
+from redraft.distill.data.tokens import Content, MappedSamples, keep_tokens, read_tokens
 from redraft.distill.data.vocabulary import frequent_ids
 from redraft.distill.run.inputs import load_data
 from redraft.distill.run.run_config import Data, Loop
@@ -90,6 +91,22 @@ def test_what_is_mapped_is_what_was_built(world: World, monkeypatch: pytest.Monk
     assert listed is not None
     assert mapped.tolist() == listed.tolist()
     assert data.hash == data_hash(build_samples(train, world.tokenizer, max_length=96, progress=False)[0])
+
+
+def test_domains_may_be_as_many_as_hosts(tmp_path: Path) -> None:
+    """As many as 16 bits cannot number."""
+    one = Sample(input_ids=np.arange(2, dtype=np.int32), loss_mask=np.arange(2) > 0, conversation="00" * 32, domain="")
+    hosts = [f"host{number}" for number in range(70_000)]
+    content = Content(
+        train=(replace(one, domain=host) for host in hosts),
+        held_out=[one],
+        prompts=list,
+        stats=SampleStats(),
+        say=list,
+    )
+    found = read_tokens(keep_tokens(tmp_path, {}, lambda: content, shared=False))
+    assert [found.train[number].domain for number in range(0, 70_000, 999)] == hosts[::999]
+    assert found.held_out[0].domain == ""
 
 
 def test_a_resumed_run_reads_what_was_written(
