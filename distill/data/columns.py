@@ -83,7 +83,7 @@ class RowReader:
         # The whole conversation first: ultrachat_200k has `prompt` beside `messages`.
         if found := self.take(CONVERSATIONS):
             name, value = found
-            return self._read(name, parse_list(value, name), "user")
+            return self._read(name, parse_list(value, f"a column {name}"), "user")
         if begins_with_question(self.row.get("chosen")) and (found := self.take(("chosen",))):
             return self._read(*found, "user")
         if question := self.take(QUESTIONS):
@@ -124,7 +124,7 @@ class RowReader:
     def _history(self) -> Iterator[Message]:
         """Earlier turns: messages, or pairs of a question and an answer."""
         found = self.take((HISTORY,))
-        for turn in parse_list(found[1], HISTORY) if found else []:
+        for turn in parse_list(found[1], f"a column {HISTORY}") if found else []:
             if isinstance(turn, list) and len(turn) == 2:
                 for role, text in zip(("user", "assistant"), turn, strict=True):
                     yield {"role": role, "content": read_text(text)}

@@ -59,9 +59,12 @@ def _identity(message: Message) -> list[Any]:
     return [message["role"], message["content"], *([rest] if rest else [])]
 
 
-def parse_list(value: Any, name: str) -> Any:
-    """A list from its JSON, or as it is. Raises UnusableRowError for other text."""
-    return _parse_json(value, f"a column {name}")
+def parse_list(value: Any, name: str) -> list[Any]:
+    """A list from its JSON, or as it is. Raises UnusableRowError for anything else."""
+    values = _parse_json(value, name)
+    if not isinstance(values, list):
+        raise UnusableRowError(f"with {name} that is not a list", f"it is {type(values).__name__}")
+    return values
 
 
 def begins_with_question(value: Any) -> bool:
@@ -104,9 +107,7 @@ def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list
     value = value if role == TEXT_ROLE else _parse_messages(value)
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    if not isinstance(value, list):
-        raise UnusableRowError("with messages that are not a list", f"they are {type(value).__name__}")
-    return [read_message(raw, unread) for raw in value]
+    return [read_message(raw, unread) for raw in parse_list(value, "a conversation")]
 
 
 def read_message(raw: Any, unread: set[str] | None = None) -> Message:
@@ -238,9 +239,7 @@ def _read_call(call: Any, unread: set[str]) -> dict[str, Any]:
 def read_tools(value: Any, unread: set[str]) -> list[Tool]:
     """Definitions of functions as vLLM gives them to a template, from a list or its JSON; names
     that are not read are added to `unread`. Raises UnusableRowError."""
-    tools = _parse_json(value or [], "a tool's definition") or []
-    if not isinstance(tools, list):
-        raise UnusableRowError("with tools that are not a list", f"they are {type(tools).__name__}")
+    tools = parse_list(_parse_json(value or [], "a tool's definition") or [], "a column of tools")
     return [_read_tool(_parse_json(tool, "a tool's definition"), unread) for tool in tools]
 
 

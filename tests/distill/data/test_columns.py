@@ -116,6 +116,11 @@ def test_calls_are_read_in_every_spelling(call: Any) -> None:
             "with two system prompts",
         ),
         ({"messages": "how tall?"}, "with a column messages that is not JSON"),
+        ({"messages": 5}, "with a column messages that is not a list"),
+        *(
+            ({"prompt": "a", "completion": "b", "history": history}, "with a column history that is not a list")
+            for history in (5, True, "null", {"user": "a"})
+        ),
         ({"prompt": "a", "tools": [{"name": "weigh", "parameters": "{"}]}, "with a tool's parameters that is not JSON"),
     ],
 )

@@ -236,7 +236,7 @@ def test_unusable_rows_are_skipped_and_counted_by_reason_in_one_line(
     assert "columns read: prompt, text; not read: none" in columns
     assert "a.jsonl: 7 rows read, 2 used, 5 skipped: 2 not JSON (first: line 2: " in line
     assert "1 not UTF-8 (first: line 3" in line
-    assert "1 with messages that are not a list (first: line 4" in line
+    assert "1 with a conversation that is not a list (first: line 4" in line
     assert "1 not a JSON object (first: line 5)" in line
 
 
