@@ -26,6 +26,7 @@ from redraft.distill.data.rows import (
     read_rows,
 )
 
+MADE = {"stdlib": stdlib_conversations, "stdlib-functions": function_questions}  # Sources that are read from no file.
 MIN_SHARED_CHARS = 80  # An answer longer than this in two conversations is a copy, not chance.
 
 
@@ -132,10 +133,8 @@ def load_source(source: str, *, split: str = "train", domain_column: str | None 
         ValueError: if a file is corrupt or no row can be used; with `strict`, for the first row that cannot be used.
     """
     path = Path(source)
-    if source == "stdlib":
-        return Loaded(conversations=[_stdlib_conversation(row) for row in stdlib_conversations()])
-    if source == "stdlib-functions":
-        return Loaded(conversations=[_stdlib_conversation(row) for row in function_questions()])
+    if source in MADE:
+        return Loaded(conversations=[_stdlib_conversation(row) for row in MADE[source]()])
     if not path.is_dir() or is_saved(path):
         return _from_rows(read_rows(source, split), source, domain_column, strict)
     kinds = TABLES if find_files(path, TABLES) else TEXTS
@@ -151,7 +150,7 @@ def load_source(source: str, *, split: str = "train", domain_column: str | None 
 
 def identify_conversations(source: str, split: str) -> list[Any]:
     """The identity of the data of `source`, unread, for JSON. Raises as `load_conversations`."""
-    return ["stdlib", sys.version] if source == "stdlib" else identify_source(source, split)
+    return [source, sys.version] if source in MADE else identify_source(source, split)
 
 
 def _stdlib_conversation(row: dict[str, Any]) -> Conversation:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import datasets
@@ -10,6 +11,7 @@ import zstandard
 
 from redraft.distill.data.conversations import (
     Overlap,
+    identify_conversations,
     load_conversations,
     remove_overlap,
     split_held_out,
@@ -375,6 +377,11 @@ def test_functions_of_the_library_become_questions(tmp_path: Path) -> None:
             '    """Twice.\n\n    And more.\n    """\n```',
         }
     ]
+
+
+def test_made_data_have_an_identity_of_their_own() -> None:
+    ours = {source: identify_conversations(source, "train") for source in ("stdlib", "stdlib-functions")}
+    assert ours == {source: [source, sys.version] for source in ours}  # and no data set on the hub is asked for
 
 
 def test_the_first_functions_are_a_draw_from_all_modules(tmp_path: Path) -> None:
