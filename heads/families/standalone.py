@@ -35,6 +35,8 @@ ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types with an attention mask. A recurrent layer would carry state from one packed document to the next."""
 
 HEAD_DIM = 64  # of a new draft
+LAYER_NUMBERS, FIRST_LAYERS = ("mlp_only_layers", "moe_layers"), ("first_k_dense_replace", "num_dense_layers")
+"""Keys of MoE configs: layers by their numbers, and how many at the beginning are dense."""
 
 Init = options.Standalone
 
@@ -217,9 +219,12 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < total:
         raise ValueError(f"layers to keep are ascending numbers from 0 to {total - 1}, not {list(layers)}")
     config = copy.deepcopy(target.config)
-    # lists with an entry per layer; a list of layer numbers (mlp_only_layers) is as long only if it names every layer
     for key, value in target.config.to_dict().items():
-        if "layer" in key and isinstance(value, list) and len(value) == total:
+        if key in LAYER_NUMBERS and value:
+            setattr(config, key, [new for new, old in enumerate(layers) if old in value])
+        elif key in FIRST_LAYERS and value:
+            setattr(config, key, sum(layer < value for layer in layers))
+        elif "layer" in key and isinstance(value, list) and len(value) == total:  # an entry for each layer
             setattr(config, key, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)
     draft = new_model(config, target.dtype)

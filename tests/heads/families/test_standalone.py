@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2MoeConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -23,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 from redraft.heads.draft import Batch
@@ -238,6 +241,32 @@ def test_a_pruned_target_is_the_target_with_the_other_layers_taken_out(make):
     assert not torch.equal(draft.model(ids_BT).logits, target(ids_BT).logits)
     assert [layer.self_attn.layer_idx for layer in draft.model.model.layers] == [0, 1]
     assert draft.model.get_input_embeddings().weight.data_ptr() != target.get_input_embeddings().weight.data_ptr()
+
+
+MOE = {**SIZES, "num_hidden_layers": 6, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8}
+GLM = {**MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+QWEN = {**MOE, "num_experts": 4, "decoder_sparse_step": 1}
+
+
+@pytest.mark.parametrize("layers", [[0, 3, 5], [1, 3], [2, 4, 5], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Glm4MoeConfig(**GLM, first_k_dense_replace=2),
+        Qwen3MoeConfig(**QWEN, mlp_only_layers=[0, 1]),
+        Qwen3MoeConfig(**QWEN, mlp_only_layers=[0, 1, 2, 3, 4, 5]),
+        Lfm2MoeConfig(**MOE, num_experts=4, num_dense_layers=2, layer_types=["full_attention"] * 6),
+    ],
+    ids=["GLM", "Qwen", "dense", "LFM2"],
+)
+@torch.no_grad()
+def test_dense_layers_of_a_pruned_moe_target_stay_dense(config: transformers.PreTrainedConfig, layers: list[int]):
+    torch.manual_seed(0)
+    target, ids_BT = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval(), make_batch(8).input_ids_BT
+    draft = prune_layers(target, layers)
+    target.model.layers = torch.nn.ModuleList([target.model.layers[layer] for layer in layers])
+    target.config.num_hidden_layers = len(layers)
+    assert torch.equal(draft.model(ids_BT, use_cache=False).logits, target(ids_BT, use_cache=False).logits)
 
 
 @torch.no_grad()
