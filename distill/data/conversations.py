@@ -26,7 +26,7 @@ from redraft.distill.data.rows import (
     read_rows,
 )
 
-MADE = {"stdlib": stdlib_conversations, "stdlib-functions": function_questions}  # Sources that are read from no file.
+MADE = {"stdlib": stdlib_conversations, "stdlib-functions": function_questions}  # from no file
 MIN_SHARED_CHARS = 80  # An answer longer than this in two conversations is a copy, not chance.
 
 

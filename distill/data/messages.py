@@ -215,9 +215,7 @@ def read_calls(value: Any, unread: set[str]) -> list[dict[str, Any]]:
     """Tool calls as a chat template reads them, from one or a list, as JSON or parsed; names that
     are not read are added to `unread`. Raises UnusableRowError."""
     calls = _parse_json(value, "a tool call")
-    if not isinstance(calls, list):
-        calls = [calls]
-    return [_read_call(call, unread) for call in calls]
+    return [_read_call(call, unread) for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def _read_call(call: Any, unread: set[str]) -> dict[str, Any]:

@@ -141,6 +141,7 @@ def stream_samples(
     day: datetime.date | None = None,
     ends: Collection[int] | None = None,
     progress: bool = True,
+    purpose: str = "to train on",
 ) -> Iterator[Sample]:
     """Samples of at most `max_length` tokens, in the order of the conversations' hashes, counted in
     `stats`. A longer conversation is cut after the last answer that fits, and the rest dropped.
@@ -148,7 +149,7 @@ def stream_samples(
     several samples. `template_options` reach the chat template as they would in a request, e.g.
     `enable_thinking`. A template that writes today's date writes `day`, and needs one. `ends` are
     the stop ids: with them, an answer whose end of turn is another is refused. Raises ValueError at
-    the end if nothing is left to train on, or if a chat template is needed and the tokenizer has
+    the end if nothing is left for the `purpose`, or if a chat template is needed and the tokenizer has
     none."""
     # By hash, so that the samples do not depend on the order of the rows in a file.
     ordered = sorted((conversation_hash(c["messages"]), i) for i, c in enumerate(conversations))
@@ -164,7 +165,7 @@ def stream_samples(
                 yield sample
             bar.update(len(chunk))
     if not stats.samples:
-        raise ValueError(f"nothing to train on: {stats}")
+        raise ValueError(f"nothing {purpose}: {stats}")
 
 
 def _chunks(conversations: Iterable[tuple[str, Conversation]]) -> Iterator[list[tuple[str, Conversation]]]:

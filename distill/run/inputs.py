@@ -3,7 +3,7 @@
 import datetime
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from redraft.distill.data.conversations import (
 )
 from redraft.distill.data.day import choose_day
 from redraft.distill.data.packing import PackedDataset
-from redraft.distill.data.samples import Sample, SampleStats, data_hash, held_out_prompts, stream_samples
+from redraft.distill.data.samples import SampleStats, data_hash, held_out_prompts, stream_samples
 from redraft.distill.data.tokens import Content as TokenContent
 from redraft.distill.data.tokens import Origin, describe_tokenizer, keep_tokens, read_tokens
 from redraft.distill.run.run_config import Data, Loop, Signal
@@ -137,7 +137,7 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, e
     stream = functools.partial(stream_samples, tokenizer=tokenizer, max_length=max_length, day=day, ends=ends)
     return TokenContent(
         train=stream(train, stats=stats),
-        held_out=_stream_held_out(stream(held_out, stats=held_out_stats, progress=False)),
+        held_out=stream(held_out, stats=held_out_stats, progress=False, purpose="held out to evaluate on"),
         prompts=lambda: held_out_prompts(
             asked,
             tokenizer,
@@ -154,15 +154,6 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, e
             *filter(None, [stats.describe_arguments()]),
         ],
     )
-
-
-def _stream_held_out(samples: Iterator[Sample]) -> Iterator[Sample]:
-    """The samples of the held-out part. Raises ValueError if nothing of it can be used."""
-    try:
-        yield from samples
-    except ValueError as error:
-        reason = str(error).removeprefix("nothing to train on: ")
-        raise ValueError(f"nothing held out to evaluate on: {reason}") from error
 
 
 def live_signal(

@@ -77,7 +77,7 @@ def _has_login() -> bool:
 def choose_precision(asked: str | None, launched: str | None, machine: Machine) -> tuple[str, str]:
     """(mixed precision here, the line that names it). `asked` is by the user, `launched` by
     `accelerate launch` (no, bf16, fp16 or fp8); None for neither."""
-    # Not fp16: the scale of its loss grows until a step overflows, and a step that is skipped here never lowers it.
+    # Not fp16: a step that overflows is skipped here, and the scale of its loss never falls.
     default = launched if launched and launched != "fp16" else "no"
     # Without a config, `accelerate launch` says "no" as well, so there "no" is nobody's wish.
     if machine.gpu and machine.has_bfloat16 and default == "no":

@@ -228,9 +228,11 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
             setattr(config, key, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)
     draft = new_model(config, target.dtype)
-    # The dot after the number keeps layer 1 apart from layer 10.
-    kept = {f"{prefix}.{old}.": f"{prefix}.{new}." for new, old in enumerate(layers)}
-    draft.load_state_dict(_rename_layers(target.state_dict(), f"{prefix}.", kept))
+    state = {name: tensor for name, tensor in target.state_dict().items() if not name.startswith(f"{prefix}.")}
+    for new, old in enumerate(layers):
+        layer = target.get_submodule(f"{prefix}.{old}").state_dict()
+        state |= {f"{prefix}.{new}.{name}": tensor for name, tensor in layer.items()}
+    draft.load_state_dict(state)
     draft.generation_config = copy.deepcopy(target.generation_config)
     return StandaloneDraft(draft.to(target.device).train(target.training))
 
@@ -267,11 +269,3 @@ def _find_layers(model: Any) -> tuple[str, int]:
         if isinstance(module, nn.ModuleList) and len(module) == total:
             return name, total
     raise ValueError(f"{type(model).__name__} has no list of {total} decoder layers to prune")
-
-
-def _rename_layers(state: dict[str, Tensor], layers: str, kept: dict[str, str]) -> dict[str, Tensor]:
-    """`state` with layers renumbered by `kept` (old prefix to new prefix); layers not in `kept` are dropped."""
-    renamed = {name: tensor for name, tensor in state.items() if not name.startswith(layers)}
-    for old, new in kept.items():
-        renamed |= {new + name.removeprefix(old): tensor for name, tensor in state.items() if name.startswith(old)}
-    return renamed

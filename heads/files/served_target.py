@@ -73,7 +73,7 @@ def _require_one_rope(config: Any, name: str) -> None:
 def visible_length(config: Any, asked: int | None = None) -> int:
     """Tokens that a draft of this target sees at once when served: `asked` at most. With a window in
     all layers, vLLM (`EngineArgs.create_engine_config`) gives the draft the target's."""
-    lengths = [asked, getattr(config, "max_position_embeddings", None)]
+    lengths: list[int | None] = [asked, getattr(config, "max_position_embeddings", None)]
     if set(getattr(config, "layer_types", None) or ()) <= {"sliding_attention"}:
         lengths.append(getattr(config, "sliding_window", None))
     return min(filter(None, lengths))

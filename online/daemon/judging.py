@@ -118,7 +118,7 @@ class Judge:
             records,
             num_speculative_tokens=self.judging.num_speculative_tokens,
             method=self.judging.draft_sample_method,
-            sequence_length=self.candidate.sequence_length,
+            sequence_length=self.candidate.cfg.sequence_length,
             reads=choose_reads(self.candidate.family, draft),
         )
 

@@ -71,7 +71,8 @@ class Candidate:
 
     def __init__(self, cfg: Training, name: str, target: Path, machine: Machine | None = None) -> None:
         """`name` is the family's; `target` is the folder of the target, whose embeddings a head borrows."""
-        self.cfg, self.family, self.target = cfg, _find_learning(name), target
+        self.family, self.target = _find_learning(name), target
+        self.cfg = replace(cfg, sequence_length=visible_length(load_text_config(target), cfg.sequence_length))
         self._machine = machine or this_machine()
         self.accelerator = make_accelerator(cfg.accumulation, cfg.mixed_precision, None, machine)
         self._distillation: Distillation | None = None
@@ -80,11 +81,6 @@ class Candidate:
     def distillation(self) -> Distillation:
         assert self._distillation is not None, "begin comes first"
         return self._distillation
-
-    @cached_property
-    def sequence_length(self) -> int:
-        """Longest text in tokens, to train on and to judge by."""
-        return visible_length(load_text_config(self.target), self.cfg.sequence_length)
 
     @property
     def is_hopeless(self) -> bool:
@@ -151,7 +147,7 @@ class Candidate:
         batches = make_batches(
             select_texts(records),
             num_batches=ranks * self.cfg.accumulation,
-            sequence_length=self.sequence_length,
+            sequence_length=self.cfg.sequence_length,
             seed=seed,
             # Drawn, because seeds of steps are multiples of the records of a step: some of these hardly turn a choice.
             salt=int(rng.integers(1 << 31)),
