@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,14 @@ class Capture:
         if message != self.last_error:  # the same error on every step would flood the log
             logger.warning("capture failed (%s), serving goes on: %s", stage, message)
         self.last_error = message
+
+    @contextlib.contextmanager
+    def reporting(self, stage: str) -> Iterator[None]:
+        """Report an exception of the block and go on: capture may fail, serving must not."""
+        try:
+            yield
+        except Exception as error:
+            self.report(error, stage)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # a container may not allow it

@@ -115,21 +115,17 @@ class _Hooks:
             # Temperature and penalties change these in place; the rejection sampler changes copies.
             kept_RV = logits_RV.clone()
         output = self._sample(logits_RV, metadata)
-        try:
+        with self.capture.reporting("hook"):
             # References only: reading a value here would make the engine's thread wait for the GPU.
             self.feed.put(self._make_step(kept_RV, metadata, output.sampled_token_ids))
-        except Exception as error:  # capture may fail, serving must not
-            self.capture.report(error, "hook")
         self.step_draft_probs_SV = None  # as large as the logits
         return output
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         """Hook on the draft's proposal: args[3] holds the target's last hidden states, args[5] those of its layers."""
-        try:
+        with self.capture.reporting("hidden_states"):
             # vLLM 0.32 passes all by position. args[5] is a list of tensors, or None if the draft reads no layers.
             self.feed.put_states(args[5] or [args[3]])
-        except Exception as error:  # capture may fail, serving must not
-            self.capture.report(error, "hidden_states")
         return self._propose(*args, **kwargs)
 
     def draft_probs(self, metadata: Any) -> Tensor | None:
@@ -138,13 +134,11 @@ class _Hooks:
 
     def request_removed(self, request_id: str, state: Any) -> None:
         self._request_removed(request_id, state)
-        try:
+        with self.capture.reporting("hook"):
             self.feed.end(request_id)
             # Check even if this request was not recorded: it may be the last to go.
             if not self.runner.requests:
                 self.feed.flush()
-        except Exception as error:  # capture may fail, serving must not
-            self.capture.report(error, "hook")
 
     def _make_step(self, logits_RV: Tensor | None, metadata: Any, sampled_BK: Tensor) -> EngineStep | None:
         runner = self.runner

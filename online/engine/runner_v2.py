@@ -145,43 +145,35 @@ class _Hooks:
 
     def add_requests(self, scheduler_output: Any) -> None:
         self._add_requests(scheduler_output)
-        try:
+        with self.capture.reporting("hook"):
             self._padded = find_padded(scheduler_output)
             for request in scheduler_output.scheduled_new_reqs:
                 if request.sampling_params is not None and not request.req_id.startswith(WARMUP_IDS):
                     # A resumed request comes as a new one in V2. `Feed` keeps the first decision about it.
                     self.feed.add(request)
-        except Exception as error:  # capture may fail, serving must not
-            self.capture.report(error, "hook")
 
     def finish_requests(self, scheduler_output: Any) -> None:
         self._finish_requests(scheduler_output)
-        try:
+        with self.capture.reporting("hook"):
             for request_id in scheduler_output.finished_req_ids:
                 self.feed.end(request_id)
             # Without tokens to read there is no sampling, so no step would carry the ends to capture.
             if not scheduler_output.total_num_scheduled_tokens:
                 self.feed.flush()
-        except Exception as error:  # capture may fail, serving must not
-            self.capture.report(error, "hook")
 
     def sampled(
         self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Any = None, invalid: Any = None
     ) -> None:
         """Hook after a sampler: `draft_logits` [requests, J, V] belong to probabilistic drafts."""
-        try:
+        with self.capture.reporting("hook"):
             self.feed.put(self._make_step(output, logits_RV, batch, draft_logits))
-        except Exception as error:  # capture may fail, serving must not
-            self.capture.report(error, "hook")
 
     def propose(self, *args: Any, **options: Any) -> Any:
         """Hook on the draft's proposal, with the target's last hidden states and those of its layers, if it has any."""
-        try:
+        with self.capture.reporting("hidden_states"):
             if not options.get("dummy_run"):  # dummy runs pass arguments by keyword
                 last_ND, layers = args[3:5]
                 self.feed.put_states(layers or [last_ND])
-        except Exception as error:  # capture may fail, serving must not
-            self.capture.report(error, "hidden_states")
         return self._propose(*args, **options)
 
     def _make_step(self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Tensor | None) -> EngineStep | None:
