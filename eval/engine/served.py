@@ -62,15 +62,8 @@ def serve_and_count(
         return [[_counts(output, by_step=draft.forecast is None) for output in run.outputs] for run in runs]
 
     # All that the counts depend on, or those of another run would pass for these.
-    key = [
-        target.opened.fingerprint,
-        draft.fingerprint,
-        config,
-        prompts,
-        protocol.temperatures,
-        protocol.filters,
-        protocol.max_tokens,
-    ]
+    key: list[object] = [target.opened.fingerprint, draft.fingerprint, config, prompts]
+    key += [protocol.temperatures, protocol.filters, protocol.max_tokens]
     key += [options, engine_environment()]
     try:
         return compute_once(folder, f"engine-{draft.name}-{num_speculative_tokens}", key, CountsByTemperature, counted)

@@ -127,11 +127,9 @@ class JournaledServer(FleetServer):
         except asyncio.CancelledError:
             outcome, reason = "unreachable", "given up for a rollout or a rollback"
             raise
-        except UnreachableError as error:
-            outcome, reason = "unreachable", str(error)
-            raise
-        except RefusedError as error:
-            outcome, reason = "refused", str(error)
+        except (UnreachableError, RefusedError) as error:
+            outcome = "refused" if isinstance(error, RefusedError) else "unreachable"
+            reason = str(error)
             raise
         finally:
             # Only versions of the registry sort; a swap from the draft of the command line is never a step back.

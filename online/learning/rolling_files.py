@@ -107,12 +107,7 @@ class RollingFiles:
     def each(self, operation: Callable[[BufferFile], T]) -> Iterator[T]:
         """The result of `operation` on each file, oldest first, without those that prove damaged."""
         for file in list(self.files):  # a copy: a damaged file is removed from the list
-            try:
-                result = operation(file)
-            except sqlite3.DatabaseError as error:
-                self._drop_damaged(file, error)
-            else:
-                yield result
+            yield from self.unless_damaged(file, lambda file: [operation(file)], list[T]())
 
     def unless_damaged(self, file: BufferFile, operation: Callable[[BufferFile], T], otherwise: T) -> T:
         """`operation(file)`; if the file proves damaged, it is dropped and `otherwise` returned."""

@@ -46,16 +46,15 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    findings = check_environment(cfg) if cfg.draft is None and cfg.target is None else check_pair(cfg)
+    if cfg.draft is None and cfg.target is None:
+        facts = gather(cfg.output, import_engine=cfg.engine)
+        print(describe(facts))
+        findings = diagnose(facts)
+    else:
+        findings = check_pair(cfg)
     print(format_findings(findings))
     if any(not finding.is_doubt for finding in findings):
         raise SystemExit(1)
-
-
-def check_environment(cfg: Config) -> list[Finding]:
-    facts = gather(cfg.output, import_engine=cfg.engine)
-    print(describe(facts))
-    return diagnose(facts)
 
 
 def check_pair(cfg: Config) -> list[Finding]:
