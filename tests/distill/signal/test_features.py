@@ -732,8 +732,10 @@ def test_a_server_of_another_target_other_layers_or_none_is_refused(
     states_server: VllmServer, engine_with_draft: VllmServer, served_pair: tuple[Path, Path], storage: Path
 ) -> None:
     target, draft = served_pair
-    with pytest.raises(ValueError, match=rf"{states_server.url} .*log-probabilities"):
-        from_server(states_server, draft, storage).require_target()
+    # Of other weights, and no file says so: what a quantised target of another lineage is judged by.
+    skeleton = load_skeleton(TargetFolder.open(draft), torch.float32, torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"{states_server.url} .* nats "):
+        EndpointHiddenStates(Endpoint(states_server.url), skeleton, LAYERS, str(storage)).require_target()
     lacking = from_server(states_server, target, storage)
     lacking.layers = [0, 5]
     with pytest.raises(ValueError, match=r"\[0, 1, 2\].*\[5\]"):
