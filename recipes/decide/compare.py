@@ -123,18 +123,7 @@ def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
     text = "".join(f"{json.dumps(conversation)}\n" for conversation in questions[::FIRST_PROBLEMS])
     if not prompts.is_file() or prompts.read_text() != text:  # else finished drafts would look old
         write_whole(prompts, text)
-    return Making(
-        target=target,
-        output=cfg.output,
-        answers=known_answers(cfg),
-        prompts=prompts,
-        num_prompts=num_prompts(cfg),
-        num_speculative_tokens=cfg.num_speculative_tokens,
-        max_tokens=cfg.max_tokens,
-        minutes=cfg.minutes,
-        flags=cfg.flags,
-        overwrite=cfg.overwrite,
-    )
+    return Making(cfg=cfg, target=target, answers=known_answers(cfg), prompts=prompts)
 
 
 def make_groups(cfg: Config, ready: Sequence[Candidate], making: Making) -> Iterator[list[Candidate]]:
@@ -177,7 +166,7 @@ def render_prompts(
     day = choose_day(None)
 
     render = functools.partial(held_out_prompts, tokenizer=target.tokenizer, max_length=MAX_PROMPT_TOKENS, day=day)
-    first = render(questions[::FIRST_PROBLEMS], num_prompts=num_prompts(cfg))
+    first = render(questions[::FIRST_PROBLEMS], num_prompts=cfg.num_prompts)
     rest = [c for number, c in enumerate(questions) if number % FIRST_PROBLEMS]
     most = cfg.confirm_rounds * max(cfg.prompts_one, cfg.prompts_many)
     # Not those of the first rounds: choosing on the prompts that confirm would favour luck.
@@ -266,11 +255,6 @@ def known_answers(cfg: Config) -> str | None:
 
 def num_together(cfg: Config) -> int:
     return max(2, cfg.together or (5 if ENGINE_IS_CPU else 2))
-
-
-def num_prompts(cfg: Config) -> int:
-    """Prompts of the first rounds: every round has new ones, at both loads."""
-    return cfg.rounds * max(cfg.prompts_one, cfg.prompts_many)
 
 
 def plan_rounds(cfg: Config, rounds: int) -> Plan:

@@ -100,6 +100,11 @@ class Config:
             if getattr(self, field) < 1:
                 raise ValueError(f"--{field.replace('_', '-')} must be at least 1")
 
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the first rounds: every round has new ones, at both loads."""
+        return self.rounds * max(self.prompts_one, self.prompts_many)
+
 
 PRESETS = {
     # One head, trained for its two tokens, and the lookups.

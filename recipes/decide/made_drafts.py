@@ -18,7 +18,7 @@ from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import count_parameters
 from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.recipes.decide.compare_config import HEAD, LAYERS, LOOKUP_TOKENS, RETRIEVAL, parse_trained
+from redraft.recipes.decide.compare_config import HEAD, LAYERS, LOOKUP_TOKENS, RETRIEVAL, Config, parse_trained
 
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
     "eagle3": lambda tokens: [
@@ -49,16 +49,10 @@ verify than it gains."""
 
 @dataclass(frozen=True, kw_only=True)
 class Making:
+    cfg: Config
     target: TargetFolder
-    output: Path
     answers: str | None  # Answers of the target; None if nothing is trained or counted.
     prompts: Path  # Conversations that the trainings forecast on: those of the first rounds.
-    num_prompts: int
-    num_speculative_tokens: int
-    max_tokens: int
-    minutes: float
-    flags: tuple[str, ...] = ()  # Further flags of every training.
-    overwrite: bool = False
     made: set[Path] = field(default_factory=set)  # by this process: each is trained once
 
 
@@ -67,7 +61,7 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
     yield Candidate(NGRAM, "n-grams", DraftSource(source=NGRAM).speculative(), LOOKUP_TOKENS[NGRAM])
     if making.answers:
         # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
-        counted = making.output / RETRIEVAL
+        counted = making.cfg.output / RETRIEVAL
         module = ("-m", "redraft.recipes.cli", "retrieval")
         command = [*module, "--target", making.target.name, "--data", making.answers, "--output", str(counted)]
         run_once(counted, counted / "config.json", command, making)
@@ -79,12 +73,12 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
     """The trained drafts, trained when asked for and kept; a head with a lookup only once."""
     for name in names:
         draft = parse_trained(name)
-        run = making.output / draft.source
+        run = making.cfg.output / draft.source
         # The report is written last, so it stands for a finished training.
         run_once(run, run / "report.json", training_command(making, draft.source), making)
-        lookup = str(making.output / RETRIEVAL) if draft.lookup == RETRIEVAL else draft.lookup
+        lookup = str(making.cfg.output / RETRIEVAL) if draft.lookup == RETRIEVAL else draft.lookup
         served = replace(draft, source=str(run / "draft"), lookup=lookup)
-        most = LOOKUP_TOKENS[draft.lookup] if draft.lookup else making.num_speculative_tokens
+        most = LOOKUP_TOKENS[draft.lookup] if draft.lookup else making.cfg.num_speculative_tokens
         config = served.speculative(lookups=Lookups(head_requests=HEAD_REQUESTS))
         report = json.loads((run / "report.json").read_text())["train"]
         yield Candidate(name, title(name), config, most, count_parameters(run / "draft"), report)
@@ -117,29 +111,29 @@ def training_command(making: Making, name: str) -> list[str]:
     """The recipe of a draft, and the flags. All see the same answers for the same time. The start
     of an EAGLE-3 head is fitted before. Raises ValueError: the target has too few layers."""
     assert making.answers is not None, "a training without answers is refused before"
-    tokens = str(making.num_speculative_tokens)
+    cfg, tokens = making.cfg, str(making.cfg.num_speculative_tokens)
     if found := LAYERS.fullmatch(name):
         family, own = "standalone", ["--draft.layers", *map(str, spread(int(found[1]), making.target))]
     elif found := HEAD.fullmatch(name):
         family, own = found[1], ["--draft-vocab-size", str(1024 * int(found[2]))]
-        own += OWN_FLAGS[found[1]](making.num_speculative_tokens) if found[1] in OWN_FLAGS else []
+        own += OWN_FLAGS[found[1]](cfg.num_speculative_tokens) if found[1] in OWN_FLAGS else []
     else:
-        family, own = "medusa", OWN_FLAGS[name](making.num_speculative_tokens)
+        family, own = "medusa", OWN_FLAGS[name](cfg.num_speculative_tokens)
     return [
         *("-m", "redraft.recipes.train", family, "--target", making.target.name),
-        *("--output", str(making.output / name), *own),
+        *("--output", str(cfg.output / name), *own),
         *("--mixed-precision", "bf16" if this_machine().has_bfloat16 else "no"),
         *("--data.source", making.answers, "--data.held-out", "0.02"),
         # The forecast is of the prompts that the first rounds measure.
-        *("--data.prompts", str(making.prompts), "--data.num-prompts", str(making.num_prompts)),
-        *("--data.max-prompt-tokens", str(MAX_PROMPT_TOKENS), "--prove.max-tokens", str(making.max_tokens)),
+        *("--data.prompts", str(making.prompts), "--data.num-prompts", str(cfg.num_prompts)),
+        *("--data.max-prompt-tokens", str(MAX_PROMPT_TOKENS), "--prove.max-tokens", str(cfg.max_tokens)),
         *("--divergence.name", "lk_hybrid", "--optim.max-grad-norm", "0.5"),
         *(ADAMW if name == "medusa" else (*MUON, STARTED_RATE if name.startswith("eagle3") else MUON_RATE)),
-        *("--loop.minutes", str(making.minutes), "--loop.batch-size", "4", "--loop.sequence-length", "512"),
+        *("--loop.minutes", str(cfg.minutes), "--loop.batch-size", "4", "--loop.sequence-length", "512"),
         # No evaluation or engine in between: the minutes are for steps, and the rounds measure later.
         *("--loop.eval-every", "0", "--loop.save-every", "50", "--prove.no-engine"),
         # The target answers the held-out prompts once, for all trainings.
-        *("--prove.num-speculative-tokens", tokens, "--prove.reference", str(making.output / "target"), *making.flags),
+        *("--prove.num-speculative-tokens", tokens, "--prove.reference", str(cfg.output / "target"), *cfg.flags),
     ]
 
 
@@ -166,17 +160,17 @@ def title(name: str) -> str:
 
 
 def run_once(folder: Path, result: Path, command: list[str], making: Making) -> None:
-    """Run a recipe in a separate process, unless the result exists. `making.resume` continues an
-    interrupted one. Raises ValueError: it fails, after it has printed the reason; or the result is
-    of other flags, or of other files of the target or the data."""
+    """Run a recipe in a separate process, unless the result exists; an interrupted one continues.
+    Raises ValueError: it fails, after it has printed the reason; or the result is of other flags, or
+    of other files of the target or the data."""
     if folder in making.made:
         return
     making.made.add(folder)
-    kept = making.output / f"{folder.name}.command.json"
+    kept = making.cfg.output / f"{folder.name}.command.json"
     data = [fingerprint_path(name) for name in (making.answers or "", str(making.prompts)) if name in command]
     made = {"command": command, "target": making.target.fingerprint, "data": data}
     is_same = kept.is_file() and json.loads(kept.read_text()) == made
-    if result.is_file() and not making.overwrite:
+    if result.is_file() and not making.cfg.overwrite:
         if not is_same:
             raise ValueError(
                 f"{folder} was made with other flags, or the files of its data or of {making.target.name} have "
@@ -184,7 +178,7 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
             )
         print(f"{folder} is already done")
         return
-    if making.overwrite or not is_same:
+    if making.cfg.overwrite or not is_same:
         shutil.rmtree(folder, ignore_errors=True)
     # Before the run, so that an interrupted one is known by its flags.
     write_whole(kept, json.dumps(made))

@@ -7,7 +7,6 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,16 +65,10 @@ def test_bad_flags_are_one_line(changes: dict[str, Any], message: str) -> None:
         Config(**changes)
 
 
-def make_making(output: Path, target: Path, **changes: Any) -> Making:
-    settings: dict[str, Any] = {
-        "answers": "answers.jsonl",
-        "prompts": output / "prompts.jsonl",
-        "num_prompts": 8,
-        "num_speculative_tokens": 3,
-        "max_tokens": 16,
-        "minutes": 0.5,
-    }
-    return Making(target=TargetFolder.open(target), output=output, **settings | changes)
+def make_making(output: Path, target: Path, answers: str | None = "answers.jsonl", **changes: Any) -> Making:
+    cfg = Config(output=output, minutes=0.5, rounds=1, prompts_many=8, max_tokens=16, **changes)
+    opened = TargetFolder.open(target)
+    return Making(cfg=cfg, target=opened, answers=answers, prompts=output / "prompts.jsonl")
 
 
 @pytest.mark.parametrize("name", ["layers-2", "medusa", "eagle3-4k", "dflash-4k", "peagle-4k"])
@@ -126,15 +119,15 @@ def test_a_draft_made_of_answers_or_prompts_that_have_changed_is_refused_or_made
         "(folder / 'report.json').write_text(' '.join(path.read_text() for path in read))\n"
     )
 
-    def prepare(question: str) -> Making:
+    def prepare(question: str, *, overwrite: bool = False) -> Making:
         questions = [{"messages": [{"role": "user", "content": question}], "domain": "all"}] * 4
-        cfg = Config(target=str(tiny_target), data=str(answers), output=tmp_path)
+        cfg = Config(target=str(tiny_target), data=str(answers), output=tmp_path, overwrite=overwrite)
         return compare.prepare(cfg, TargetFolder.open(tiny_target), questions)
 
-    def make(name: str, making: Making, **changes: Any) -> str:
+    def make(name: str, making: Making) -> str:
         folder, read = tmp_path / name, [answers] if name == "retrieval" else [answers, making.prompts]
         command = [str(script), str(folder), *map(str, read)]
-        run_once(folder, folder / "report.json", command, replace(making, made=set(), **changes))
+        run_once(folder, folder / "report.json", command, making)
         return (folder / "report.json").read_text().partition(" ")[0]
 
     answers.write_text("Monday's\n")
@@ -150,7 +143,7 @@ def test_a_draft_made_of_answers_or_prompts_that_have_changed_is_refused_or_made
         with pytest.raises(ValueError, match=rf"{name} .*--overwrite"):
             make(name, prepare("a"))
         with pytest.raises(ValueError, match=f"{name} failed"):
-            make(name, prepare("a"), overwrite=True)
+            make(name, prepare("a", overwrite=True))
 
 
 def test_an_interrupted_training_starts_again_or_is_resumed(tmp_path: Path, tiny_target: Path) -> None:
