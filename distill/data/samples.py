@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import jinja2
@@ -85,9 +85,8 @@ class SampleStats:
         self.labels += int(sample.loss_mask.sum())
 
     def add_refusal(self, error: jinja2.TemplateError, conversation: Conversation) -> None:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        self.refusals[reason] += 1
-        self.add_example(f"by the chat template ({reason})", conversation)
+        self.refusals[_reason(error)] += 1
+        self.add_example(f"by the chat template ({_reason(error)})", conversation)
 
     def add_example(self, reason: str, conversation: Conversation) -> None:
         question = next((m["content"] for m in conversation["messages"] if m["role"] == "user"), "")
@@ -200,8 +199,7 @@ def held_out_prompts(
     are the arguments with which most answers begin. Raises ValueError if no prompt is left."""
     if template_options is None:
         template_options = choose_arguments(conversations, tokenizer, day)
-    render = Renderer(tokenizer, template_options, day)
-    stats, left_out = SampleStats(), Counter[str]()
+    render, left_out = Renderer(tokenizer, template_options, day), Counter[str]()
     by_domain: dict[str, list[Conversation]] = {}
     for conversation in sorted(conversations, key=lambda c: conversation_hash(c["messages"])):
         if is_plain_text(conversation):
@@ -210,10 +208,16 @@ def held_out_prompts(
             by_domain.setdefault(conversation["domain"], []).append(conversation)
     # One conversation of each domain per round, so that a small domain is not lost among large ones.
     in_turns = (c for round_ in zip_longest(*(by_domain[name] for name in sorted(by_domain))) for c in round_ if c)
-    seen = {tuple(prompt.token_ids) for prompt in beside}
-    rendered = (_prompt(conversation, render, max_length, stats, left_out, seen) for conversation in in_turns)
-    prompts = list(islice((prompt for prompt in rendered if prompt), num_prompts))
-    left_out.update({f"refused by the chat template ({reason})": count for reason, count in stats.refusals.items()})
+    prompts, seen = list[Prompt](), {tuple(prompt.token_ids) for prompt in beside}
+    while len(prompts) < num_prompts and (asked := next(in_turns, None)):
+        prompt = _prompt(asked, render, max_length)
+        if not isinstance(prompt, Prompt):
+            left_out[prompt] += 1
+        elif (key := tuple(prompt.token_ids)) in seen:
+            left_out["repeated"] += 1
+        else:
+            seen.add(key)
+            prompts.append(prompt)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if not prompts:
         raise ValueError(
@@ -236,36 +240,23 @@ def choose_arguments(conversations: Sequence[Conversation], tokenizer: Any, day:
     return counts.chosen_arguments()
 
 
-def _prompt(
-    conversation: Conversation,
-    render: Renderer,
-    max_length: int,
-    stats: SampleStats,
-    left_out: Counter[str],
-    seen: set[tuple[int, ...]],
-) -> Prompt | None:
-    """The prompt of the last assistant turn as a server renders it. None if the conversation has no
-    other turn, if the prompt is too long or was `seen`, or if the template refuses it: all counted."""
+def _prompt(conversation: Conversation, render: Renderer, max_length: int) -> Prompt | str:
+    """The prompt of the last assistant turn as a server renders it, or the reason why it is left out."""
     messages = conversation["messages"]
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if all(message["role"] == "assistant" for message in messages):
-        left_out["with nothing to answer"] += 1
-        return None
+        return "with nothing to answer"
     try:
         text = render.prompt(messages, conversation.get("tools"))
     except jinja2.TemplateError as error:
-        stats.add_refusal(error, conversation)
-        return None
+        return f"refused by the chat template ({_reason(error)})"
     prompt = Prompt(token_ids=render.tokenise([text])[0], domain=conversation["domain"])
-    if len(prompt.token_ids) > max_length:
-        left_out[f"longer than {max_length:,} tokens"] += 1
-        return None
-    if (key := tuple(prompt.token_ids)) in seen:
-        left_out["repeated"] += 1
-        return None
-    seen.add(key)
-    return prompt
+    return prompt if len(prompt.token_ids) <= max_length else f"longer than {max_length:,} tokens"
+
+
+def _reason(error: jinja2.TemplateError) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _chunk_samples(
