@@ -157,7 +157,7 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, e
 
 
 def live_signal(
-    signal: Signal, target: Any, aux_layers: Sequence[int] | None = None, opened: TargetFolder | None = None
+    signal: Signal, target: Any, opened: TargetFolder, aux_layers: Sequence[int] | None
 ) -> InProcessTarget | EndpointTarget:
     """A function from any batch to the target's predictions: computed here, or by servers if there
     is an url. `aux_layers` is None for a standalone draft, which reads only the text. For a head,
@@ -169,38 +169,38 @@ def live_signal(
     # One attempt at a server: `Endpoints` tries the next one instead.
     servers = Endpoints([Endpoint(url, attempts=1) for url in signal.url])
     if aux_layers is None and not signal.exact:
-        return EndpointTarget(servers, k=signal.k)
-    states = EndpointHiddenStates(servers, target, aux_layers or (), signal.storage, opened)
-    states.require_target()
-    return states
+        source = EndpointTarget(servers, signal.k, opened)
+    else:
+        source = EndpointHiddenStates(servers, target, aux_layers or (), signal.storage, opened)
+    source.require_target()
+    return source
 
 
 def target_signal(
     signal: Signal,
     target: Any,
-    target_print: str,
+    opened: TargetFolder,
     data: LoadedData,
     folder: Path,
     accelerator: Accelerator,
     aux_layers: Sequence[int] | None = None,
-    opened: TargetFolder | None = None,
 ) -> SignalFunction:
     """The source of the training signal: `live_signal`, or a cache, written here if it does not
-    exist. Servers and caches work one batch ahead. `target_print` is the target's fingerprint.
-    Raises ValueError if the config or the cache does not fit; OSError if the disk has no room."""
+    exist. Servers and caches work one batch ahead. Raises ValueError if the config, the cache or a
+    server does not fit; OSError if the disk has no room."""
     if not signal.url and signal.kind != "cache":
-        return live_signal(signal, target, aux_layers, opened)
+        return live_signal(signal, target, opened, aux_layers)
     # As for a head that reads no auxiliary layers: the last hidden state alone.
     if signal.exact:
         aux_layers = aux_layers or ()
     device = accelerator.device
     if signal.kind != "cache":
-        return OneAhead(live_signal(signal, target, aux_layers, opened), device)
+        return OneAhead(live_signal(signal, target, opened, aux_layers), device)
     # Held-out samples too: evaluations read the signal from the same source.
     parts = (data.train.samples, data.held_out.samples)
     cache, content = signal.cache or folder / "target-cache", _content(signal, target, aux_layers)
     # With the type in which the target computes: it rounds what is kept.
-    computed = f"{str(target.dtype).removeprefix('torch.')} {target_print}"
+    computed = f"{str(target.dtype).removeprefix('torch.')} {opened.fingerprint}"
     # Every rank with a whole target, or with servers, writes its shards. A target in shards makes every pass on all
     # ranks, so rank 0 writes alone. All wait below, up to LONGEST_WAIT.
     alone = is_sharded(target)
@@ -208,7 +208,7 @@ def target_signal(
         if (leads or not alone) and not is_complete(cache):
             write_cache(
                 list(itertools.chain(*parts)),
-                live_signal(signal, target, aux_layers, opened),
+                live_signal(signal, target, opened, aux_layers),
                 cache,
                 content,
                 target=computed,

@@ -131,7 +131,7 @@ def read_last_signals(run: Run, layer_ids: Sequence[int], num_tokens: int) -> li
     """The last batches of the first epoch with the target's states: `num_tokens` tokens, or all if
     there are fewer. The last ones, because training meets them late: a head learns little from text
     that its start was fitted to. They are the same on every rank."""
-    source = live_signal(run.cfg.signal, run.model, layer_ids, run.opened)
+    source = live_signal(run.cfg.signal, run.model, run.opened, layer_ids)
     train, size = run.data.train, run.cfg.loop.batch_size
     total = train.num_batches(size)
     first = max(0, total - math.ceil(num_tokens / (size * train.sequence_length)))

@@ -161,7 +161,7 @@ class Run:
 
     @functools.cached_property
     def forecaster(self) -> Forecaster:
-        signal = live_signal(self.cfg.signal, self.model, () if self.family.is_head else None, self.opened)
+        signal = live_signal(self.cfg.signal, self.model, self.opened, () if self.family.is_head else None)
         return Forecaster(self.cfg.prove, self.opened.fingerprint, self.model, signal, self.data, self.folder)
 
     def forecast(self, draft: Any) -> Forecast | None:
@@ -177,7 +177,7 @@ class Run:
         """A copy of a head in the engine's type, and its signal. A standalone draft is forecast as it is."""
         if not self.family.is_head:
             return draft, None
-        signal = live_signal(self.cfg.signal, self.model, draft.aux_layer_ids, self.opened)
+        signal = live_signal(self.cfg.signal, self.model, self.opened, draft.aux_layer_ids)
         return self._copy(draft).to(self.target.head_VD.dtype), signal
 
     def _copy(self, draft: Any) -> Any:
@@ -200,16 +200,8 @@ class Run:
         if cfg.gradient_checkpointing:
             draft.recomputes = True
         layers = draft.aux_layer_ids if self.family.is_head else None
-        signal = target_signal(
-            cfg.signal,
-            self.model,
-            self.teacher.fingerprint,
-            self.data,
-            folder.folder,
-            self.accelerator,
-            layers,
-            self.opened,
-        )
+        # A rewritten target has the states of the opened one.
+        signal = target_signal(cfg.signal, self.model, self.opened, self.data, folder.folder, self.accelerator, layers)
         if isinstance(signal, InProcessTarget) and not signal.packs and self.accelerator.is_main_process:
             self._say_factor()
         distillation = Distillation(draft, signal, divergence, cfg.optim, loop.steps, self.accelerator)

@@ -114,8 +114,8 @@ class EndpointHiddenStates(EndpointTarget):
         """Only the final norm and the head of `target` are used: `load_skeleton` is enough. Servers
         that name another version of `opened` are refused. Raises ValueError if `storage` is neither
         a folder nor a URL that fsspec knows, or if the target's final norm is not found."""
-        super().__init__(endpoint)
-        self._storage, self._opened = Storage(storage), opened
+        super().__init__(endpoint, opened=opened)
+        self._storage = Storage(storage)
         self.head_VD: Tensor = target.get_output_embeddings().weight.detach()
         self.rule, self.layers = LogitRule.of(target.config), sorted(layers)
         try:
@@ -124,19 +124,9 @@ class EndpointHiddenStates(EndpointTarget):
             raise ValueError(f"{error}: train with the target in the training process (--signal.kind model)") from error
         self._last_layer = target.config.get_text_config().num_hidden_layers
 
-    def require_target(self) -> None:
-        """Raise ValueError unless every server serves this target.
-        The log-probabilities computed here from a server's hidden states must match the server's. A
-        dead server among several is checked when it comes back, and gets no requests if it fails.
-        Raises ValueError if the log-probabilities differ or a layer is missing. Raises
-        ConnectionError if the server, or all of several, does not answer; it names the URL."""
-        if isinstance(self.endpoint, Endpoints):
-            self._runner.run(self.endpoint.require(self._require_target))
-        else:
-            self._runner.run(self._require_target(self.endpoint))
-
     @torch.no_grad()
-    async def _require_target(self, endpoint: Endpoint | Endpoints) -> None:
+    async def _require_target(self, endpoint: Endpoint) -> None:
+        """The log-probabilities computed here from the server's hidden states must match its own."""
         vocabulary, hidden = self.head_VD.shape
         # any tokens do, spread over the vocabulary
         prompt = [token * 7919 % vocabulary for token in range(1, 17)]

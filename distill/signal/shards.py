@@ -135,14 +135,12 @@ def _count_on(bar: Progress, batches: Iterable[Batch]) -> Iterator[Batch]:
 
 def _claim(folder: Path, header: CacheHeader) -> None:
     """Write the header into `folder`. Raises ValueError if `folder` already has a different one."""
-    if (folder / HEADER).exists():
-        there, wanted = asdict(read_header(folder)), asdict(header)
-        differing = next((name for name in wanted if there[name] != wanted[name]), None)
-        if differing:
-            was, is_now = there[differing], wanted[differing]
-            raise ValueError(f"{folder} holds a cache with {differing} {was}, not {is_now}: choose another folder")
-        return
-    write_whole(folder / HEADER, json.dumps(asdict(header), indent=2) + "\n")
+    if not (folder / HEADER).exists():
+        write_whole(folder / HEADER, json.dumps(asdict(header), indent=2) + "\n")
+    there = asdict(read_header(folder))
+    for name, wanted in asdict(header).items():
+        if (found := there[name]) != wanted:
+            raise ValueError(f"{folder} holds a cache with {name} {found}, not {wanted}: choose another folder")
 
 
 def _announce(samples: Sequence[Sample], folder: Path, content: Content) -> None:

@@ -12,8 +12,10 @@ B = batch, T = tokens, N = rows, D = hidden, V = vocabulary, K = kept top-k ids,
 """
 
 import asyncio
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +28,10 @@ from redraft.distill.signal.sharded import is_sharded, most_of_ranks
 from redraft.distill.train.compiled import running_compiled
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
 from redraft.heads.families.standalone import ATTENTION_TYPES
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.causal_lm import find_rule, language_model, prefix_arguments, reach, take_prefixes
 from redraft.heads.nn.logits import LogitRule
+from redraft.heads.progress import Progress
 
 CHUNK = 256
 """Rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k."""
@@ -40,6 +44,8 @@ SCORE_BYTES = 2 << 30
 
 LAST = -1
 """The last hidden states among the streams by layer."""
+
+WORDS = "a draft learns the text of its target"  # two vocabularies have different ids even of plain words
 
 UNRECORDED = -1e4
 """Log-probability beside the id -1. exp of it is 0, and it is finite: a masked row cannot turn a sum into NaN."""
@@ -208,19 +214,51 @@ def recorded(batch: Batch, rows_N: Tensor, ids_NK: Tensor, log_probs_NK: Tensor)
     return TargetSignal(distribution=TopKTarget(ids_BTK=ids_BTK, log_probs_BTK=log_probs_BTK))
 
 
+say_once = functools.cache(Progress.write)  # a run opens its servers for the forecast and for the training
+
+
 class EndpointTarget:
     """The top-k signal of one or several vLLM servers. One request per document.
     The servers must be started with `--max-logprobs` of at least k."""
 
-    def __init__(self, endpoint: Endpoint | Endpoints, k: int = 20) -> None:
-        """The endpoint must not be shared: the connections belong to this source's event loop."""
-        self.endpoint, self.k = endpoint, k
+    def __init__(self, endpoint: Endpoint | Endpoints, k: int = 20, opened: TargetFolder | None = None) -> None:
+        """The endpoint must not be shared: the connections belong to this source's event loop. Servers
+        that certainly serve another target than `opened` are refused."""
+        self.endpoint, self.k, self._opened = endpoint, k, opened
         # One event loop for all calls: the connections stay open between batches, and belong to a loop.
         self._runner = asyncio.Runner()
 
+    def require_target(self) -> None:
+        """Raise ValueError if a server certainly serves another target, or ConnectionError if it, or
+        each of several, does not answer; the message names the URL. A dead server among several is
+        checked when it comes back, and gets no requests if it fails."""
+        if isinstance(self.endpoint, Endpoints):
+            self._runner.run(self.endpoint.require(self._require_target))
+        else:
+            self._runner.run(self._require_target(self.endpoint))
+
+    async def _require_target(self, endpoint: Endpoint) -> None:
+        """The server's tokenizer must give the target's ids. Another name is only printed: an alias
+        or a quantised copy has one too."""
+        if (target := self._opened) is None:
+            return
+        asked = {"prompt": WORDS, "add_special_tokens": False, "return_token_ids": True}
+        answer = await endpoint.post("/v1/completions", max_tokens=1, **asked)
+        theirs = answer["choices"][0].get("prompt_token_ids")
+        ours = target.tokenizer(WORDS, add_special_tokens=False)["input_ids"]
+        if theirs not in (None, ours):
+            raise ValueError(f"{endpoint.url} serves another target: {WORDS!r} has the ids {theirs}, not {ours}")
+        if Path(named := await endpoint.model()).name != Path(target.name).name:
+            say_once(f"{endpoint.url} serves {named}: its answers are taken for those of {target.name}")
+
+    def _require_known(self, largest: int) -> None:
+        if self._opened is not None and largest >= (size := self._opened.text_config.vocab_size):
+            raise ValueError(f"{self.endpoint.url} serves another target: id {largest} of a vocabulary of {size}")
+
     def __call__(self, batch: Batch) -> TargetSignal:
-        """The signal of a batch. Raises ValueError if the server refuses k or a document. Raises
-        ConnectionError if it does not answer; the message names the URL."""
+        """The signal of a batch. Raises ValueError if the server refuses k or a document, or answers
+        with ids of another vocabulary. Raises ConnectionError if it does not answer; the message
+        names the URL."""
         return self._runner.run(self._signal(batch))
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
@@ -232,6 +270,7 @@ class EndpointTarget:
                 prompt=list(prompt), max_tokens=num_tokens, temperature=0, ignore_eos=True, return_token_ids=True
             )
             token_ids: list[int] = answer["choices"][0]["token_ids"]
+            self._require_known(max(token_ids, default=0))
             return token_ids
 
         async def every() -> list[list[int]]:
@@ -270,4 +309,5 @@ class EndpointTarget:
             sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True) for entry in entries
         ]
         ids_NK = torch.tensor([[token for _, token in row[: self.k]] for row in largest])
+        self._require_known(int(ids_NK.max()))
         return ids_NK, torch.tensor([[log_prob for log_prob, _ in row[: self.k]] for row in largest])

@@ -90,7 +90,7 @@ class Training:
     def read_cache(self, data: LoadedData) -> None:
         model = LlamaForCausalLM.from_pretrained(self.target)
         signal = Signal(kind="cache", k=4, cache=self.folder.parent / "cache")
-        target_signal(signal, model, str(self.target), data, self.folder, Accelerator(cpu=True))
+        target_signal(signal, model, TargetFolder.open(self.target), data, self.folder, Accelerator(cpu=True))
 
 
 def test_a_resumed_run_trains_on_the_same_tokens_and_reads_its_cache(

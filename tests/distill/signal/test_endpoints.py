@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,14 @@ from teachers import Teacher, log_probs, teaching
 from test_signals import make_batch
 from waiting import until
 
+from redraft.distill.run.inputs import live_signal
+from redraft.distill.run.run_config import Signal
+from redraft.distill.signal import sources
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.sources import EndpointTarget
 from redraft.heads.draft import TopKTarget
+from redraft.heads.files.target_folder import TargetFolder
 
 
 def make_endpoints(teachers: Sequence[Teacher], concurrency: int = 2, **options: Any) -> Endpoints:
@@ -206,3 +211,58 @@ def test_a_batch_shared_among_servers_has_the_signal_that_one_of_them_gives() ->
     assert torch.equal(alone.ids_BTK, shared.ids_BTK)
     assert torch.equal(alone.log_probs_BTK, shared.log_probs_BTK)
     assert int((alone.ids_BTK[..., 0] >= 0).sum()) > 20
+
+
+def serve_ids(tokenizer: Any, shift: int = 0, beyond: int = 0) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Answers of a server whose tokenizer gives other ids by `shift`, and which answers with ids from `beyond` on."""
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(request["prompt"], str):
+            ids = tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
+            return {"choices": [{"prompt_token_ids": [token + shift for token in ids]}]}
+        entries = [{str(beyond + i): {"logprob": -1.0 - i} for i in range(3)} for _ in request["prompt"][1:]]
+        return {"choices": [{"prompt_logprobs": [None, *entries], "token_ids": [beyond] * request["max_tokens"]}]}
+
+    return answer
+
+
+def open_source(opened: TargetFolder, *teachers: Teacher) -> EndpointTarget:
+    signal = Signal(kind="endpoint", url=tuple(teacher.url for teacher in teachers), k=3)
+    source = live_signal(signal, None, opened, None)
+    assert isinstance(source, EndpointTarget)
+    return source
+
+
+def test_servers_of_another_vocabulary_are_refused_by_their_ids(random_target: Path) -> None:
+    opened = TargetFolder.open(random_target)
+    ours, size = serve_ids(opened.tokenizer), opened.text_config.vocab_size
+    with teaching(Teacher(answer=ours)) as right, teaching(Teacher(answer=serve_ids(opened.tokenizer, 1))) as wrong:
+        known = open_source(opened, right)(make_batch()).distribution
+        assert isinstance(known, TopKTarget)
+        assert set(known.ids_BTK.flatten().tolist()) == {-1, 0, 1, 2}
+        with pytest.raises(ValueError, match=f"^{wrong.url} serves another target"):
+            open_source(opened, right, wrong)
+        assert [request["prompt"] for request in wrong.requests] == [sources.WORDS], "nothing was learned from it"
+    # The last id of the vocabulary, and the first one beyond it.
+    answers = [serve_ids(opened.tokenizer, beyond=beyond) for beyond in (size - 3, size - 2)]
+    with teaching(Teacher(answer=answers[0])) as last, teaching(Teacher(answer=answers[1])) as beyond:
+        known = open_source(opened, last)(make_batch()).distribution
+        assert isinstance(known, TopKTarget)
+        assert int(known.ids_BTK.max()) == size - 1
+        with pytest.raises(ValueError, match=rf"^{beyond.url}\b.*\b{size}\b.*\b{size}\b"):
+            open_source(opened, beyond)(make_batch())
+        beyond.answer = serve_ids(opened.tokenizer, beyond=size)
+        with pytest.raises(ValueError, match=rf"^{beyond.url}\b.*\b{size}\b.*\b{size}\b"):
+            open_source(opened, beyond).greedy([[1, 2]], 4)
+
+
+def test_a_server_with_another_name_is_named_once(random_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = TargetFolder.open(random_target)
+    ours = serve_ids(opened.tokenizer)
+    with teaching(Teacher(answer=ours, model="an-alias")) as alias, teaching(Teacher(model=opened.name)) as named:
+        named.answer = ours
+        for _ in range(2):
+            open_source(opened, alias, named)
+        said = capsys.readouterr().out.splitlines()
+        assert len(said) == 1
+        assert all(word in said[0] for word in (alias.url, "an-alias", opened.name))

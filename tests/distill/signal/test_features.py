@@ -48,7 +48,6 @@ from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, label_rows
 from redraft.heads.families import eagle3, medusa
 from redraft.heads.families.eagle3_start import start_by_least_squares
-from redraft.heads.files.folder import fingerprint
 from redraft.heads.files.target_folder import TARGET_VERSION, TargetFolder
 from redraft.heads.target import Target
 from tests.helpers.target_families import MOE, TINY
@@ -327,27 +326,27 @@ def test_a_head_trains_from_a_whole_cache_without_the_weights_of_the_target(
 ) -> None:
     samples, accelerator = make_samples(), Accelerator(cpu=True)
     data, signal = make_data(samples), Signal(kind="cache", cache=tmp_path / "cache", cache_dtype="float32")
-    identity, model = fingerprint(random_target), load(random_target)
-    written = target_signal(signal, model, identity, data, tmp_path, accelerator, aux_layers=LAYERS)
+    opened, model = TargetFolder.open(random_target), load(random_target)
+    written = target_signal(signal, model, opened, data, tmp_path, accelerator, aux_layers=LAYERS)
     skeleton = load_skeleton(TargetFolder.open(random_target), torch.float32, torch.device("cpu"))
     assert all(p.is_meta == (".layers." in n) for n, p in skeleton.named_parameters())
-    read = target_signal(signal, skeleton, identity, data, tmp_path, accelerator, aux_layers=LAYERS)
+    read = target_signal(signal, skeleton, opened, data, tmp_path, accelerator, aux_layers=LAYERS)
     batch = make_batch(samples)
     for one, other in zip(states(written(batch), batch), states(read(batch), batch), strict=True):
         assert torch.equal(one, other)
     assert_trains_alike(skeleton, batch, InProcessTarget(model, LAYERS)(batch), read(batch), tolerance=1e-4)
     header = json.loads((tmp_path / "cache" / "cache.json").read_text())
-    assert header["target"] == f"float32 {identity}"
+    assert header["target"] == f"float32 {opened.fingerprint}"
 
 
 def test_a_shared_cache_is_read_only_as_what_it_was_written(random_target: Path, tmp_path: Path) -> None:
-    samples, accelerator, identity = make_samples(), Accelerator(cpu=True), fingerprint(random_target)
+    samples, accelerator, opened = make_samples(), Accelerator(cpu=True), TargetFolder.open(random_target)
     data, wanted = make_data(samples), {"kind": "cache", "cache": tmp_path / "cache"}
     exact, rounded = load(random_target), load(random_target, torch.bfloat16)
 
     def read(model: Any, aux_layers: tuple[int, ...] | None = LAYERS, **options: Any) -> Any:
         signal = Signal(**{**wanted, **options})
-        return target_signal(signal, model, identity, data, tmp_path, accelerator, aux_layers)
+        return target_signal(signal, model, opened, data, tmp_path, accelerator, aux_layers)
 
     read(exact, cache_dtype="float8")
     batch = make_batch(samples)
@@ -476,13 +475,13 @@ def test_a_standalone_draft_learns_the_exact_distribution_from_servers_and_cache
 ) -> None:
     samples, accelerator = make_samples(), Accelerator(cpu=True)
     model, batch = load(random_target), make_batch(samples)
-    data, name = make_data(samples), str(random_target)
-    skeleton = load_skeleton(TargetFolder.open(name), torch.float32, torch.device("cpu"))
+    data, opened = make_data(samples), TargetFolder.open(random_target)
+    skeleton = load_skeleton(opened, torch.float32, torch.device("cpu"))
     with teaching(make_teacher(model, str(tmp_path))) as teacher:
         served: dict[str, Any] = {"url": (teacher.url,), "storage": str(tmp_path), "exact": True}
-        live = target_signal(Signal(kind="endpoint", **served), skeleton, name, data, tmp_path, accelerator)(batch)
+        live = target_signal(Signal(kind="endpoint", **served), skeleton, opened, data, tmp_path, accelerator)(batch)
         wanted = Signal(kind="cache", cache=tmp_path / "cache", cache_dtype="float32", **served)
-        cached = target_signal(wanted, skeleton, name, data, tmp_path, accelerator)(batch)
+        cached = target_signal(wanted, skeleton, opened, data, tmp_path, accelerator)(batch)
     expected = InProcessTarget(model)(batch)
     rows_BT = label_rows(batch, 0)
     for signal in (live, cached):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.sources import EndpointTarget, InProcessTarget, top_k
 from redraft.eval.engine.server import VllmServer
 from redraft.heads.draft import Batch, ExactTarget, TopKTarget, label_rows
+from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn import causal_lm
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
 from redraft.heads.nn.logits import LogitRule
@@ -238,6 +241,24 @@ def test_a_real_server_gives_the_log_probabilities_of_the_model_that_it_serves(
     torch.testing.assert_close(full_NV.gather(1, ids_NK), expected_NK, atol=1e-4, rtol=0)
     assert all(len(set(row)) == 20 for row in ids_NK.tolist())
     assert (live.ids_BTK[~label_rows(batch, 0)] == -1).all()
+
+
+@pytest.mark.vllm
+def test_a_real_server_is_told_from_one_of_another_vocabulary(
+    engine_with_draft: VllmServer, served_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def require(folder: Path) -> None:
+        EndpointTarget(Endpoint(engine_with_draft.url), k=3, opened=TargetFolder.open(folder)).require_target()
+
+    require(served_pair[0])
+    other = Path(shutil.copytree(served_pair[0], tmp_path / "other"))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary, ids = tokenizer["model"]["vocab"], sorted(tokenizer["model"]["vocab"].values())
+    shifted = dict(zip(ids, [*ids[1:], ids[0]], strict=True))
+    tokenizer["model"]["vocab"] = {token: shifted[number] for token, number in vocabulary.items()}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=engine_with_draft.url):
+        require(other)
 
 
 @pytest.mark.vllm
