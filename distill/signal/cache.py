@@ -11,7 +11,7 @@ the target's head, and takes 8 KB per token at D = 4096; a row of logits takes 2
 B = batch, T = tokens, N = rows, D = hidden, K = kept top-k ids, L = auxiliary layers, V = vocabulary,
 S = numbers stored of one state: D, or D + 4 bytes in float8."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +75,12 @@ class HiddenStates:
 
     @property
     def spec(self) -> dict[str, Any]:
-        return {
-            "kind": "hidden states",
-            "layers": list(self.layers),
-            "hidden_size": self.hidden_size,
-            "dtype": self.dtype,
-        }
+        return {"kind": "hidden states", **asdict(self), "layers": list(self.layers)}
 
     @property
     def bytes_per_row(self) -> int:
-        if self.dtype == "float8":
-            state_bytes = self.hidden_size + SCALE_BYTES
-        else:
-            dtype: torch.dtype = getattr(torch, self.dtype)
-            state_bytes = self.hidden_size * dtype.itemsize
+        size, is_float8 = self.hidden_size, self.dtype == "float8"
+        state_bytes: int = size + SCALE_BYTES if is_float8 else size * getattr(torch, self.dtype).itemsize
         return (len(self.layers) + 1) * state_bytes
 
     def rows(self, batch: Batch) -> Tensor:
