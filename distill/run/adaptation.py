@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from redraft.distill.run.proof import check_num_tokens
 from redraft.distill.run.run_config import HeadConfig
-from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.run.start import start
 from redraft.distill.run.training_run import Config, Run, refuse
 from redraft.distill.train.ranks import leave
@@ -68,7 +67,7 @@ def adapt(family: Family, cfg: Config, old: Path, machine: Machine | None = None
     if (new := _new_start(training, old, drafts["old"])) is not None:
         drafts["new"] = start(training, new)
     forecasts = {name: training.forecast(draft) for name, draft in drafts.items()}
-    chosen = training.folder.on_main(lambda: _choose(training.folder, forecasts))
+    chosen = training.folder.on_main(lambda: _choose(training, forecasts))
     trained, cost = training.train(drafts[chosen], cfg.divergence, cfg.loop)
     candidate = training.publish(trained, CANDIDATE)
     before = forecasts["old"]
@@ -102,11 +101,12 @@ def adapt(family: Family, cfg: Config, old: Path, machine: Machine | None = None
     return found
 
 
-def _choose(folder: RunFolder, forecasts: Mapping[Start, Forecast | None]) -> Start:
+def _choose(run: Run, forecasts: Mapping[Start, Forecast | None]) -> Start:
     """The start with the higher forecast; after a kill the same one."""
     taus = {name: forecast.overall.tau for name, forecast in forecasts.items() if forecast is not None}
     best: str = max(taus, key=lambda name: taus[name])
-    chosen: Start = "old" if compute_once(folder.folder, "start", sorted(taus), str, lambda: best) == "old" else "new"
+    kept = compute_once(run.folder.folder, "start", [sorted(taus), run.inputs], str, lambda: best)
+    chosen: Start = "old" if kept == "old" else "new"
     print("; ".join(f"the {name} draft starts with tau {tau:.2f}" for name, tau in taus.items()), end="")
     print(f": the {chosen} one is trained")
     return chosen

@@ -56,7 +56,8 @@ from redraft.heads.families.mtp_layouts import detect_layout
 from redraft.heads.family import Family, Training
 from redraft.heads.files.artifact import publish, publishing
 from redraft.heads.files.checkpoint import model_class, refuse_quantised
-from redraft.heads.files.folder import check_model_folder, fetch_model
+from redraft.heads.files.folder import check_model_folder, fetch_model, fingerprint
+from redraft.heads.files.provenance import read_provenance
 from redraft.heads.files.served_target import require_aux
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.layers import LlamaShape
@@ -108,8 +109,10 @@ class Run:
         self.model = load_target(self.teacher, cfg.signal, self.accelerator.device)
         self.target = Target.from_model(self.model)
         self.data = load_data(cfg.data, self.opened, cfg.loop, self.folder)
-        inputs = {"target": self.opened.fingerprint, "data": self.data.hash}
-        self.folder.on_main(lambda: self.folder.confirm(inputs))
+        source = cfg.start_from if isinstance(cfg, HeadConfig) else Path(str(cfg.draft))
+        begins = fingerprint(source) if source and source.is_dir() else ""
+        self.inputs = {"target": self.opened.fingerprint, "data": self.data.hash, "start": begins}
+        self.folder.on_main(lambda: self.folder.confirm(self.inputs))
         torch.manual_seed(cfg.loop.seed)
 
     @property
@@ -146,9 +149,10 @@ class Run:
         )
 
     def _rewrite_target(self) -> Path:
-        folder = self.folder.folder / "target"
-        if self.accelerator.is_main_process and not folder.exists():
-            publish(folder, lambda partial: as_mimo(fetch_model(self.opened.name), partial), {"from": self.cfg.target})
+        folder, source = self.folder.folder / "target", fetch_model(self.opened.name)
+        made_of = {"target": self.opened.name, "target_fingerprint": self.opened.fingerprint}
+        if self.accelerator.is_main_process and read_provenance(folder).target_fingerprint != self.opened.fingerprint:
+            publish(folder, lambda partial: as_mimo(source, partial), made_of, overwrite=True)
         self.accelerator.wait_for_everyone()
         return folder
 

@@ -97,9 +97,10 @@ def test_a_checkpoint_is_not_continued_on_data_or_a_target_that_changed_under_on
     run.save(1, lambda folder: (folder / "step").touch())
     again = open_run(tmp_path / "run")
     again.confirm({"target": "a", "data": "c"})
-    for inputs, changed in (({"target": "a", "data": "b"}, "data"), ({"target": "b", "data": "c"}, "target")):
+    again.confirm({"target": "a", "data": "c", "start": "d"})  # an earlier release did not note it
+    for changed in ("target", "data", "start"):
         with pytest.raises(ValueError, match=changed):
-            again.confirm(inputs)
+            again.confirm({"target": "a", "data": "c", "start": "d", changed: "another"})
 
 
 def test_a_run_has_one_process_that_writes_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from redraft.distill.run.adaptation import adapt
+from redraft.distill.run.adaptation import _choose, adapt
 from redraft.distill.run.run_config import make_config
 from redraft.distill.run.training_run import run as train
 from redraft.eval.counts import AcceptanceCounts
@@ -245,6 +246,17 @@ def test_a_draft_fits_the_lineage_of_its_target(random_target: Path, moved_targe
     require_trained_for(draft, TargetFolder.open(moved_target))
     with pytest.raises(ValueError, match=rf"{draft} .*\bother: base$"):
         require_trained_for(draft, TargetFolder.open(other))
+
+
+def test_the_start_is_chosen_again_for_another_target(tmp_path: Path) -> None:
+    def choose(target: str, **taus: float) -> str:
+        run: Any = SimpleNamespace(folder=SimpleNamespace(folder=tmp_path), inputs={"target": target})
+        forecasts: Any = {name: SimpleNamespace(overall=SimpleNamespace(tau=tau)) for name, tau in taus.items()}
+        return _choose(run, forecasts)
+
+    assert choose("one", old=1.5, new=1.2) == "old"
+    assert choose("one", old=1.2, new=1.3) == "old", "a killed run continues"
+    assert choose("another", old=1.2, new=1.3) == "new"
 
 
 def test_a_gain_in_tau_is_that_of_the_sums() -> None:

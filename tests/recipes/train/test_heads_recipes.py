@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
@@ -33,6 +34,7 @@ from redraft.heads.families import eagle3
 from redraft.heads.files.artifact import verify
 from redraft.heads.files.folder import fingerprint
 from redraft.heads.files.provenance import read_provenance
+from redraft.heads.files.tensors import read_tensors
 from redraft.heads.target import Target
 
 FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator")
@@ -288,6 +290,33 @@ def trained_head(family: str, target: Path, folder: Path) -> dict[str, torch.Ten
     model = Target.from_model(AutoModelForCausalLM.from_pretrained(target))
     weights: dict[str, torch.Tensor] = find_family(family).draft_class().load(folder, model).state_dict()
     return weights
+
+
+def change_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a folder, which are doubled in place."""
+    weights = {name: 2 * tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()  # a rewritten target has links to the file
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return weights
+
+
+def test_a_run_is_not_continued_from_a_draft_that_has_changed(random_target: Path, data: Path, tmp_path: Path) -> None:
+    start = tmp_path / "one/draft"
+    run("eagle1", random_target, data, tmp_path / "one")
+    for _ in range(2):
+        run("eagle1", random_target, data, tmp_path / "two", start_from=start)
+    change_weights(start)
+    with pytest.raises(ValueError, match=r"start .*--overwrite"):
+        run("eagle1", random_target, data, tmp_path / "two", start_from=start)
+
+
+def test_a_target_that_has_changed_is_rewritten_again(random_target: Path, data: Path, tmp_path: Path) -> None:
+    target, name = Path(shutil.copytree(random_target, tmp_path / "target")), "model.embed_tokens.weight"
+    wanted = load_file(target / "model.safetensors")[name]
+    for _ in range(2):
+        rewritten = Run(find_family("mtp"), make_settings("mtp", target, data, tmp_path / "run")).teacher.folder
+        assert torch.equal(read_tensors(rewritten, [name])[name], wanted)
+        wanted = change_weights(target)[name]
 
 
 def test_a_run_that_ended_is_not_trained_again(random_target: Path, data: Path, tmp_path: Path) -> None:
