@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,7 +82,8 @@ def test_v2_hidden_states_are_those_of_real_steps_however_vllm_calls():
     proposed, put = [], []
     hooks = runner_v2._Hooks.__new__(runner_v2._Hooks)
     hooks._propose, hooks.feed = lambda *args, **options: proposed.append((args, options)), SimpleNamespace()
-    hooks.feed.put_states, hooks.capture = put.append, None
+    hooks.feed.put_states = put.append
+    hooks.capture = SimpleNamespace(reporting=lambda stage: nullcontext())  # an exception ends the test
     hooks.propose(input_batch="batch", last_hidden_states="last", aux_hidden_states=["one"], dummy_run=True)
     assert put == []
     step = ("batch", "attention", "slots", "last", ["one", "two"], "sampled")
