@@ -43,10 +43,8 @@ class RegenerationStats:
 
     def __str__(self) -> str:
         parts = [f"{self.done:,} conversations regenerated ({self.cut:,} cut at the length limit)"]
-        if self.already_there:
-            parts.append(f"{self.already_there:,} were already there")
-        if self.without_question:
-            parts.append(f"{self.without_question:,} hold no question")
+        counts = {"were already there": self.already_there, "hold no question": self.without_question}
+        parts += [f"{count:,} {what}" for what, count in counts.items() if count]
         if self.refused:
             parts.append(f"{self.refused:,} refused by the server, first: {self.refusal}")
         return "; ".join(parts)

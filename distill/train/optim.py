@@ -39,9 +39,8 @@ class Optim:
     def __post_init__(self) -> None:
         if not (self.lr > 0 and self.max_grad_norm > 0):
             raise ValueError(f"lr is {self.lr}, max_grad_norm {self.max_grad_norm}: both must be above 0")
-        shares = {name: getattr(self, name) for name in ("warmup_fraction", "min_lr_fraction")}
-        if not all(0 <= share <= 1 for share in shares.values()):
-            raise ValueError(f"{shares}: both are shares, from 0 to 1")
+        if not (0 <= self.warmup_fraction <= 1 and 0 <= self.min_lr_fraction <= 1):
+            raise ValueError(f"warmup_fraction and min_lr_fraction are shares, from 0 to 1: {self}")
         if self.accumulation < 1:
             raise ValueError(f"accumulation is {self.accumulation}: a step takes at least 1 micro-batch")
 

@@ -209,7 +209,7 @@ def from_checkpoint(name_or_path: str | Path, target_tokenizer: Any, vocab_size:
 
 def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
     """A draft of the target's `layers` (0 is the first), embeddings, final norm and head; all
-    copied. Raises ValueError: `layers` is empty, out of range or not ascending."""
+    copied. Raises ValueError: `layers` is empty, out of range, not ascending, or of other kinds."""
     if target.config.get_text_config() is not target.config:
         raise ValueError(
             f"{type(target).__name__} reads images too, and a draft of the target's layers would: begin with "
@@ -232,7 +232,11 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
     for new, old in enumerate(layers):
         layer = target.get_submodule(f"{prefix}.{old}").state_dict()
         state |= {f"{prefix}.{new}.{name}": tensor for name, tensor in layer.items()}
-    draft.load_state_dict(state)
+    try:
+        draft.load_state_dict(state)
+    except RuntimeError:  # a config that counts layers in yet another way
+        kinds = f"layers {list(layers)} of {type(target).__name__} are of other kinds at their new places"
+        raise ValueError(f"{kinds}: choose others, or begin with draft.num_layers") from None
     draft.generation_config = copy.deepcopy(target.generation_config)
     return StandaloneDraft(draft.to(target.device).train(target.training))
 
@@ -245,8 +249,7 @@ def from_config(target_config: Any, *, num_layers: int, hidden_size: int) -> Sta
     config = LlamaConfig(
         vocab_size=target_config.vocab_size,
         hidden_size=hidden_size,
-        # 8/3 of the hidden size makes the three matrices of SwiGLU as large as the usual two of 4x
-        intermediate_size=-(-hidden_size * 8 // 3 // 64) * 64,
+        intermediate_size=-(-hidden_size * 8 // 3 // 64) * 64,  # as in `LlamaShape.from_config`
         num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // HEAD_DIM,
         head_dim=HEAD_DIM,

@@ -33,7 +33,7 @@ from redraft.heads.families import standalone
 from redraft.heads.families.standalone import Init, StandaloneDraft, from_config, make_draft, prune_layers
 from redraft.heads.files.checkpoint import new_model
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
-from tests.helpers.target_families import FAMILIES
+from tests.helpers.target_families import FAMILIES, TINY
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -274,6 +274,14 @@ def test_keeping_every_layer_keeps_the_target():
     for target in (make_llama(), make_qwen(tie_word_embeddings=True), make_mistral(sliding_window=4)):
         ids_BT = make_batch(8).input_ids_BT
         assert torch.equal(prune_layers(target, [0, 1, 2, 3]).model(ids_BT).logits, target(ids_BT).logits)
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "gemma4_text"])
+def test_layers_that_would_change_their_kind_are_refused_in_a_line(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, **{**TINY, **FAMILIES[model_type][1]})
+    with pytest.raises(ValueError, match=r"\[7\].*draft\.num_layers") as refused:
+        prune_layers(AutoModelForCausalLM.from_config(config), [7])
+    assert "\n" not in str(refused.value)
 
 
 def test_layer_types_follow_the_layers_that_stay():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from recorded_heads import make_head, make_record, with_states
 
+from redraft.online.daemon import judging
+from redraft.online.daemon.judging import Judge
 from redraft.online.learning.candidate import Candidate
-from redraft.online.learning.config import Training
+from redraft.online.learning.config import Judging, Training
 from redraft.online.learning.replay import RecordedBatch, make_batches, select_texts
 
 
@@ -43,10 +46,13 @@ def test_no_step_shows_a_draft_more_than_a_server_does(
     longest = []
     for folder in (random_target, target):
         candidate = Candidate(Training(sequence_length=64), "eagle3", folder)
-        candidate.begin(make_head("eagle3", random_target, tmp_path / folder.name / "v000001"))
+        candidate.begin(head := make_head("eagle3", random_target, tmp_path / folder.name / "v000001"))
         steps: list[list[RecordedBatch]] = []
         monkeypatch.setattr(candidate.distillation, "step", steps.append)
         candidate.step([record], 0)
+        judge = Judge(SimpleNamespace(judging=Judging()), None, SimpleNamespace(read=lambda _: []), candidate)
+        monkeypatch.setattr(judging, "score_requests", lambda *_, sequence_length, **__: sequence_length)
+        assert judge._score(head, []) == (4 if folder == target else 64)
         candidate.distillation.close()
         longest.append(max(int((batch.document_BT >= 0).sum()) for batch in steps[0]))
     assert longest[0] > longest[1]
