@@ -142,8 +142,7 @@ class RunFolder:
     def confirm(self, inputs: dict[str, str]) -> None:
         """Note what the run reads, by hash, on the main process. Raises ValueError: it was trained on others."""
         about = json.loads((self.folder / "run.json").read_text())
-        before = about.get("inputs", {})
-        changed = [name for name, value in inputs.items() if before.get(name, value) != value]
+        changed = [name for name, value in inputs.items() if about.get("inputs", {}).get(name, value) != value]
         if changed and self._checkpoints():
             raise ValueError(
                 f"the {changed[0]} of the run in {self.folder} has changed since: give --overwrite, or another --output"

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from redraft.eval.engine.draft_source import NGRAM, DraftSource
+from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.intervals import paired_ratio_interval
 from redraft.eval.serving.cost import StepCosts
@@ -171,10 +171,7 @@ class Results:
     def path(self, cell: Cell, repeat: int) -> Path:
         # `ngram+HEAD` is no path: the files of its parts tell whether the draft has changed.
         draft = DraftSource.parse(cell.variant.draft or "")
-        read = [draft.source, cell.load.file]
-        if draft.lookup not in (None, NGRAM):
-            read.insert(0, draft.lookup)
-        files = [fingerprint_path(name) for name in read if name]
+        files = [fingerprint_path(name) for name in (draft.lookup, draft.source, cell.load.file) if name]
         named = {"cell": asdict(cell), "served": self._served, "files": files, "repeat": repeat, "format": FORMAT}
         return self.folder / f"{hash_key(named)[:16]}.json"
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.folder import is_hub_name, model_folder
 
 T = TypeVar("T")
 
@@ -32,7 +33,11 @@ def hash_key(key: object) -> str:
 
 
 def fingerprint_path(name: str) -> str:
-    """A hash over names, sizes and times of the files at a path; `name` itself if it is not a path (a hub name)."""
+    """A hash over names, sizes and times of the files at a path. Of a hub name, the commit in the
+    hub's cache if it is there; else `name` itself."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        if is_hub_name(name):
+            return f"{name}@{model_folder(name).name}"
     path = Path(name)
     if not name or not path.exists():
         return name

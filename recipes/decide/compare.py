@@ -164,7 +164,6 @@ def render_prompts(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """(prompts of the first rounds, prompts of the last ones). Raises ValueError: none is left."""
     day = choose_day(None)
-
     render = functools.partial(held_out_prompts, tokenizer=target.tokenizer, max_length=MAX_PROMPT_TOKENS, day=day)
     first = render(questions[::FIRST_PROBLEMS], num_prompts=cfg.num_prompts)
     rest = [c for number, c in enumerate(questions) if number % FIRST_PROBLEMS]

@@ -178,6 +178,24 @@ def test_a_retrained_draft_is_measured_again(tmp_path: Path) -> None:
     assert (fingerprint_path("owner/name"), fingerprint_path("")) == ("owner/name", "")
 
 
+def test_a_draft_of_the_hub_that_has_changed_there_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--owner--draft"
+    for commit in ("a" * 40, "b" * 40):
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    cell = Cell(variant=Variant(draft="ngram+owner/draft", num_speculative_tokens=1), load=make_sweep().load())
+    results, there = Results(tmp_path, {}), []
+    for commit in ("a" * 40, "b" * 40, "a" * 40):
+        (model / "refs/main").write_text(commit)
+        there.append(results.has(cell, 0))
+        results.add(cell, 0, make_load_result(), make_load_result())
+    assert there == [False, False, True]
+
+
 def test_a_changed_text_is_measured_again(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("one line\nanother\n")
