@@ -22,6 +22,7 @@ class EngineOptions:
     concurrency: int = 4  # Requests sent at a time.
     dtype: str | None = None  # Type of the weights; by default as `vllm_server` chooses.
     args: tuple[str, ...] = ()  # Further arguments of vLLM, e.g. --tensor-parallel-size 8.
+    forecast: bool = True  # There are forecasts to compare the counts with.
 
 
 def serve_and_count(
@@ -37,6 +38,7 @@ def serve_and_count(
     serve it again. Raises ChildProcessError: the engine died; the message is the engine's, with the
     cure if the draft's folder shows one. Raises ConnectionError: the server went away."""
     assert draft.speculative is not None, "vLLM can serve it"
+    is_compared = options.forecast and draft.forecast is not None
     config = {**forget_requests(draft.speculative), "num_speculative_tokens": num_speculative_tokens}
 
     def counted() -> CountsByTemperature:
@@ -59,7 +61,7 @@ def serve_and_count(
                 )
                 for temperature in protocol.temperatures
             ]
-        return [[_counts(output, by_step=draft.forecast is None) for output in run.outputs] for run in runs]
+        return [[_counts(output, by_step=not is_compared) for output in run.outputs] for run in runs]
 
     # All that the counts depend on, or those of another run would pass for these.
     key: list[object] = [target.opened.fingerprint, draft.fingerprint, config, prompts]
@@ -73,7 +75,7 @@ def serve_and_count(
 
 
 def _counts(output: Output, *, by_step: bool) -> AcceptanceCounts:
-    """The counts of one request. Drafts with a forecast are compared with it draft by draft, others `by_step`."""
+    """The counts of one request. They are compared with a forecast draft by draft; others are `by_step`."""
     assert output.counts is not None, "the server speculates"
     return count_steps(output) if by_step else output.counts
 

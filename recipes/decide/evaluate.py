@@ -186,7 +186,9 @@ def measure_in_engine(
     kept: Path,
 ) -> dict[tuple[str, float, int], list[AcceptanceCounts]]:
     """The engine's counts of every prompt, by draft, temperature and number of draft tokens; kept in `kept`."""
-    options = EngineOptions(concurrency=cfg.concurrency, dtype=cfg.target_dtype, args=cfg.vllm_args)
+    options = EngineOptions(
+        concurrency=cfg.concurrency, dtype=cfg.target_dtype, args=cfg.vllm_args, forecast=cfg.forecast
+    )
     found: dict[tuple[str, float, int], list[AcceptanceCounts]] = {}
     for draft in drafts:
         numbers = [k for k in protocol.num_speculative_tokens if draft.serves(k)]

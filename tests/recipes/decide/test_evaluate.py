@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from redraft.eval.engine.measure import WARM_UP_TOKENS, measure, read_counters
+from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine import served
+from redraft.eval.engine.measure import WARM_UP_TOKENS, Measurement, Output, measure, read_counters
 from redraft.eval.engine.sampling import Sampling
 from redraft.eval.engine.server import VllmServer
 from redraft.eval.engine.target_dtype import default_target_dtype
@@ -292,6 +295,40 @@ def test_sampled_answers_follow_the_target_and_do_not_depend_on_their_batch(serv
     assert abs(float(log_p_V[drawn].mean()) - mean) < 3 * spread / 300**0.5
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An engine whose answers of 64 tokens take 57 steps: 4 with a draft, of which 6 tokens are accepted, and 53 in
+    which nothing was found. The requests in flight of every measurement.
+    """
+    concurrencies: list[int] = []
+
+    @contextlib.contextmanager
+    def start(*_: Any, **__: Any) -> Iterator[None]:
+        yield None
+
+    def count(server: None, prompts: Sequence[Prompt], *, concurrency: int, **_: Any) -> Measurement:
+        concurrencies.append(concurrency)
+        counts = AcceptanceCounts(num_drafts=4, num_accepted=6, num_draft_tokens=12, accepted_per_position=(3, 2, 1))
+        outputs = [Output(token_ids=list(range(64)), counts=counts)] * len(prompts)
+        return Measurement(prompts=prompts, outputs=outputs, duration_s=1.0, dtype="float32", counts=None)
+
+    monkeypatch.setattr(served, "vllm_server", start)
+    monkeypatch.setattr(served, "measure", count)
+    return concurrencies
+
+
+def test_without_forecasts_the_engines_steps_without_a_draft_count(run: Run, asked: list[int], tmp_path: Path) -> None:
+    flags = ("--draft", "ngram", "--num-speculative-tokens", "3", "--max-tokens", "64")
+    taus = []
+    # In one folder: counts beside a forecast, which are by draft, must not pass for counts by step.
+    for forecast in ((), ("--no-forecast",)):
+        assert run(*flags, *forecast) == 0
+        (entry,) = row_of(report_of(tmp_path / "out"), "ngram")["by_num_speculative_tokens"]
+        taus.append(entry["engine"]["tau"])
+    assert taus == pytest.approx([1 + 6 / 4, 1 + 6 / 57], abs=1e-6)
+    assert entry["engine"]["acceptance_per_position"] == pytest.approx([3 / 57, 2 / 57, 1 / 57], abs=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_real_engine_counts_what_was_forecast_greedy_and_sampled(run: Run, served_pair, tmp_path: Path) -> None:
@@ -309,7 +346,7 @@ def test_the_real_engine_counts_what_was_forecast_greedy_and_sampled(run: Run, s
     width = difference["high"] - difference["low"]  # nearly four standard errors: the engine draws anew every time
     assert abs(difference["value"]) < width < 0.5 * sampled["engine"]["tau"]
 
-    # Without a forecast only the engine loads the target's layers. What it has counted is kept.
+    # Without a forecast only the engine loads the target's layers.
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(evaluate, "load_target", None)
         given = ("--draft", f"noisy={served_pair[1]}", "--domain-column", "topic", *flags, *sizes)
