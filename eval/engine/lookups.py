@@ -77,6 +77,11 @@ def needs_plugin(config: Mapping[str, Any]) -> bool:
     return FOLDER in config or lookup_first.is_mixed(config)
 
 
+def depends_on_load(config: Mapping[str, Any]) -> bool:
+    """Whether a draft of this config proposes less in a step of more requests."""
+    return FOLDER in config or "head_requests" in config
+
+
 def patch_lookups() -> None:
     """Let workers look tokens up if the environment says so. Safe to call again."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase

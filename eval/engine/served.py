@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redraft.eval.counts import AcceptanceCounts
+from redraft.eval.engine.lookups import depends_on_load
 from redraft.eval.engine.measure import Output, measure
 from redraft.eval.engine.server import forget_requests, vllm_server
 from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft
@@ -39,6 +40,9 @@ def serve_and_count(
     cure if the draft's folder shows one. Raises ConnectionError: the server went away."""
     assert draft.speculative is not None, "vLLM can serve it"
     is_compared = options.forecast and draft.forecast is not None
+    if is_compared and depends_on_load(draft.speculative):
+        # A forecast is of one request in a step.
+        options = replace(options, concurrency=1)
     config = {**forget_requests(draft.speculative), "num_speculative_tokens": num_speculative_tokens}
 
     def counted() -> CountsByTemperature:

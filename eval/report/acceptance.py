@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from redraft.eval.engine.lookups import depends_on_load
 from redraft.eval.forecast.drafts import NamedDraft
 from redraft.eval.intervals import CONFIDENCE
 from redraft.eval.machine import environment
@@ -84,6 +85,8 @@ def _describe_draft(draft: NamedDraft) -> dict[str, Any]:
 def _list_notes(measured: Measured, drafts: Sequence[NamedDraft]) -> list[str]:
     notes = [f"{draft.name}: {note}." for draft in drafts for note in draft.notes]
     for draft in drafts:
+        if measured.forecast and depends_on_load(draft.speculative or {}):
+            notes.append(f"{draft.name} proposes less beside other requests: here it has each step alone.")
         beyond = [k for k in measured.num_speculative_tokens if not draft.serves(k)]
         if beyond and draft.forecast:
             left_out = join_words([f"k = {k}" for k in beyond])

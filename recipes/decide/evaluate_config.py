@@ -50,7 +50,7 @@ class Config(MeasureConfig):
     engine: bool = True
     """Also serve every draft in a real vLLM, with the largest number of draft tokens. --no-engine forecasts only."""
     concurrency: int = 4
-    """Requests in flight in the engine."""
+    """Requests in flight in the engine; 1 beside a forecast of counted answers, which propose less to several."""
     baseline: Path | None = None
     """An earlier report.json of the same target. Losses of acceptance are listed, and the exit status is 1."""
     max_loss: float = 0.02

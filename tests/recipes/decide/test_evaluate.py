@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -24,7 +25,8 @@ from redraft.eval.engine.target_dtype import default_target_dtype
 from redraft.eval.forecast import teacher_forced
 from redraft.eval.forecast.greedy import generate_answers
 from redraft.eval.prompts import Prompt
-from redraft.heads.families import eagle1, medusa
+from redraft.heads.families import eagle1, medusa, retrieval
+from redraft.heads.families.retrieval import Text, count_answers
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.target import Target
 from redraft.recipes.cli.run import dispatch
@@ -327,6 +329,26 @@ def test_without_forecasts_the_engines_steps_without_a_draft_count(run: Run, ask
         taus.append(entry["engine"]["tau"])
     assert taus == pytest.approx([1 + 6 / 4, 1 + 6 / 57], abs=1e-6)
     assert entry["engine"]["acceptance_per_position"] == pytest.approx([3 / 57, 2 / 57, 1 / 57], abs=1e-6)
+
+
+def test_counted_answers_are_counted_at_the_load_of_their_forecast(
+    run: Run, asked: list[int], served_pair, tmp_path: Path
+) -> None:
+    """Eight requests in a step would halve their proposals, and the forecast is of one."""
+    text = Text(ids=np.arange(20, 40, dtype=np.int32), is_label=np.ones(20, bool))
+    (tmp_path / "answers").mkdir()
+    count_answers([text], retrieval.Config()).write(tmp_path / "answers")
+    torch.manual_seed(0)
+    target = Target.from_model(LlamaForCausalLM.from_pretrained(served_pair[0]))
+    eagle1.Eagle1(eagle1.Config(), target).export(tmp_path / "head")
+    drafts = ("ngram", f"{tmp_path / 'answers'}", f"{tmp_path / 'answers'}+{tmp_path / 'head'}:1")
+    flags = [part for draft in drafts for part in ("--draft", draft)]
+    assert run(*flags, "--concurrency", "8") == 0
+    assert asked == [8, 1, 1]
+    noted = {note.split()[0] for note in report_of(tmp_path / "out")["notes"] if note.startswith("answers")}
+    assert noted == {"answers", "answers+head:1"}
+    assert run(*flags, "--concurrency", "8", "--no-forecast") == 0
+    assert asked[3:] == [8, 8, 8], "nothing to compare with"
 
 
 @pytest.mark.slow
