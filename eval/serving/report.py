@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.draft_source import shorten_name
+from redraft.eval.engine.lookups import depends_on_load
 from redraft.eval.engine.sampling import GREEDY, Sampling
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.report.page import TEMPLATES, charts_of, write_page
@@ -45,7 +46,8 @@ def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, 
     timed = tables.get(GRID, ())
     # of the load whose steps were timed, because acceptance depends on the load
     rates, costs = pool_acceptance(timed, name), fit_step_costs(timed, name)
-    advice = advise(rates, costs) if rates and costs else None
+    # One acceptance for all loads would be that of the largest, which has the most steps.
+    advice = advise(rates, costs) if rates and costs and not depends_on_load(config) else None
     return {
         "title": shorten_name(name),
         "config": dict(config),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.draft_source import shorten_name
-from redraft.eval.engine.lookups import lookup_env, needs_plugin
+from redraft.eval.engine.lookups import depends_on_load, lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.serving.acceptance_source import Acceptance, read_acceptance, read_sample_method_advice
 from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens
@@ -29,11 +29,12 @@ def main(cfg: Config) -> None:
     report = read_serving(cfg.serving)
     batch_size = cfg.batch_size or int(report["settings"]["concurrency"])
     fastest = find_fastest(report)
+    print(*format_fastest(fastest), sep="\n")
     draft = cfg.draft or (None if cfg.acceptance else choose_draft(fastest, batch_size))
     name, costs = measured_costs(report, draft, cfg.serving)
     acceptance = choose_acceptance(cfg, report, name)
     advice = advise(acceptance.per_position, costs)
-    print(*format_fastest(fastest), *format_advice(cfg, name, advice, acceptance, report), sep="\n")
+    print(*format_advice(cfg, name, advice, acceptance, report), sep="\n")
     if cfg.acceptance is not None:
         temperature = acceptance.sampling.temperature
         for sentence in read_sample_method_advice(cfg.acceptance, cfg.acceptance_draft, temperature):
@@ -65,13 +66,19 @@ def format_fastest(fastest: Mapping[int, Mapping[str, Any] | None]) -> Iterator[
 
 
 def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> tuple[str, StepCosts]:
-    """(draft, step costs). Raises ValueError: the benchmark has no such draft, or no costs."""
+    """(draft, step costs). Raises ValueError: the benchmark has no such draft, or no costs, or its
+    acceptance depends on the load."""
     drafts = report["drafts"]
     if draft is not None and draft not in drafts:
         raise ValueError(f"{path} has no draft {draft!r}: choose one of {', '.join(drafts)}")
     name = draft or report["settings"]["draft"]
     if drafts[name]["costs"] is None:
         raise ValueError(f"{path} has no step costs of {name}: run `redraft bench` with it again")
+    if depends_on_load(drafts[name]["config"]):
+        raise ValueError(
+            f"{shorten_name(name)} chooses the number of tokens itself, by the requests in a step: take the fastest "
+            f"that {path} has measured, or another --draft"
+        )
     return name, StepCosts.from_json(drafts[name]["costs"])
 
 

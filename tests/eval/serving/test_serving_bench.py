@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -17,7 +18,13 @@ from redraft.eval.engine.draft_source import shorten_name
 from redraft.eval.serving import report as serving_report
 from redraft.eval.serving.cost import StepCosts, advise
 from redraft.eval.serving.load import Load
-from redraft.eval.serving.report import compose_answer, describe_speedup, read_serving, write_serving
+from redraft.eval.serving.report import (
+    build_serving_report,
+    compose_answer,
+    describe_speedup,
+    read_serving,
+    write_serving,
+)
 from redraft.eval.serving.sweep import (
     ALONE,
     Cell,
@@ -138,6 +145,23 @@ def test_steps_in_which_nothing_was_proposed_lower_the_acceptance() -> None:
 
     assert pool_acceptance([row([0.8, 0.4], 100), row([], 300)], "ngram") == pytest.approx([0.2, 0.1])
     assert pool_acceptance([row([], 300)], "ngram") == [], "nothing was measured"
+
+
+@pytest.mark.parametrize(("folder", "is_advised"), [({}, True), ({"retrieval": "answers"}, False)])
+def test_acceptance_that_falls_with_the_load_gives_no_advice(folder: dict[str, str], is_advised: bool) -> None:
+    """Pooled, it is that of 32 requests: 1.21x for a draft that was measured at 2.23x with one, and 1.09x for 1.00x."""
+    rows: list[dict[str, Any]] = []
+    loads = {1: (10, 11, (0.5, 0.4, 0.3, 0.25), 500), 8: (12, 14, (0.35, 0.2, 0.1, 0.05), 4500)}
+    loads[32] = (18, 22, (0.15, 0.05, 0.02, 0.0), 20000)
+    for load, (alone_ms, step_ms, rates, num_steps) in loads.items():
+        for draft, k, ms, shares in ((None, 0, alone_ms, ()), ("lookup", 4, step_ms, rates)):
+            measured = {"step_s": ms / 1000, "acceptance_per_position": shares, "num_steps": num_steps}
+            row = {"draft": draft, "num_speculative_tokens": k, "concurrency": load, "measured": measured}
+            rows.append({**row, "step_ratio": ms / alone_ms})
+    config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1, **folder}
+    (draft,) = build_serving_report({"tokens": rows}, {"lookup": config})["drafts"].values()
+    assert draft["costs"] is not None
+    assert (draft["advice"] is not None) == (draft["speculative_config"] is not None) == is_advised
 
 
 def test_the_report_says_how_requests_were_sampled() -> None:

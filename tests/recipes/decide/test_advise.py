@@ -74,6 +74,18 @@ def test_the_draft_that_was_measured_fastest_is_advised_on(tmp_path: Path, capsy
     assert json.loads((tmp_path / "advice.json").read_text())["draft"] == head
 
 
+def test_counted_answers_get_no_advice_beside_what_was_measured_fastest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1, "retrieval": "answers"}
+    write_serving(tmp_path, make_serving_report(make_sweep(drafts=("runs/good/draft", "answers")), {"answers": config}))
+    assert dispatch(["advise", "--serving", str(tmp_path / "serving.json"), "--draft", "answers"]) == 2
+    shown, error = capsys.readouterr()
+    assert shown.count("measured fastest at") == 3
+    assert "expected speed-up" not in shown
+    assert "answers" in error
+
+
 def test_another_reports_acceptance_takes_the_place_of_the_benchmarks(
     serving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
