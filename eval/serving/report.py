@@ -81,9 +81,9 @@ def describe_sampling(report: Mapping[str, Any]) -> str:
 
 
 def find_best_row(report: Mapping[str, Any]) -> Row | None:
-    """The row of the draft with the highest speed-up on the base load; None if no draft was measured."""
+    """The row of the draft with the highest speed-up on the base load, first of the proven ones."""
     rows = [row for row in report["tables"].get("draft", ()) if row["draft"] and row["speedup"] is not None]
-    return max(rows, key=lambda row: row["speedup"], default=None)
+    return max(rows, key=lambda row: (_is_faster(row), row["speedup"]), default=None)
 
 
 def find_fastest(report: Mapping[str, Any]) -> dict[int, Row | None]:

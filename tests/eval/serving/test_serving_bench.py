@@ -22,6 +22,7 @@ from redraft.eval.serving.report import (
     build_serving_report,
     compose_answer,
     describe_speedup,
+    find_best_row,
     read_serving,
     write_serving,
 )
@@ -145,6 +146,19 @@ def test_steps_in_which_nothing_was_proposed_lower_the_acceptance() -> None:
 
     assert pool_acceptance([row([0.8, 0.4], 100), row([], 300)], "ngram") == pytest.approx([0.2, 0.1])
     assert pool_acceptance([row([], 300)], "ngram") == [], "nothing was measured"
+
+
+def test_the_headline_names_a_draft_that_is_proven_faster_before_a_higher_median() -> None:
+    alone = [make_load_result(100.0)] * 3
+    rows: list[Any] = [{"draft": None, "speedup": 1.0, "speedup_interval": None}]
+    for name, speeds in {"ngram": (95.0, 134.0, 160.0), "head": (130.0, 132.0, 131.0)}.items():
+        ratios = Ratios.from_passes([make_load_result(speed) for speed in speeds], alone)
+        rows.append({"draft": name, "speedup": ratios.speed, "speedup_interval": ratios.interval})
+    for given, named in ((rows, "head"), (rows[:2], "ngram")):
+        best = find_best_row({"tables": {"draft": given}})
+        assert best is not None
+        assert best["draft"] == named
+    assert (rows[1]["speedup"], rows[2]["speedup"]) == pytest.approx((1.34, 1.31))
 
 
 @pytest.mark.parametrize(("folder", "is_advised"), [({}, True), ({"retrieval": "answers"}, False)])
