@@ -110,11 +110,14 @@ def match_drafts(families: Mapping[str, str], settings: Mapping[str, Any], basel
     """Name of each draft -> name of the draft in the baseline to compare it with.
     Drafts of the same name are compared. If one draft on each side is left over, these two are
     compared as well. `families` are the drafts' families by name. Raises ValueError if a draft has
-    no counterpart, or the baseline was measured with other settings."""
+    no counterpart, or the baseline was measured with other settings, or not at some temperature."""
     for name, default in SAME_SETTINGS.items():
         now, was = settings.get(name, default), baseline.settings.get(name, default)
         if now != was:
             raise ValueError(f"the baseline was measured with {name} {was}, not {now}: measure both with the same")
+    measured = {row.temperature for row in baseline.per_prompt}
+    if missing := sorted(set(settings.get("temperatures", ())) - measured):
+        raise ValueError(f"the baseline has no temperature {missing[0]:g}: measure both at the same")
     baseline_families = {draft.name: draft.family for draft in baseline.drafts}
     pairs = {name: name for name in families if name in baseline_families}
     new = [name for name in families if name not in pairs]

@@ -60,10 +60,6 @@ def main(cfg: Config) -> None:
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
     for draft in drafts if cfg.engine else ():
         require_runner(draft.speculative, way_out=", or forecast with --no-engine")
-    if baseline:
-        # Refuse an unfit baseline before hours of measuring, not at the report.
-        families = {draft.name: draft.family for draft in drafts}
-        regression.match_drafts(families, settings(cfg, opened, sampling), baseline)
     if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
         raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
     if not cfg.forecast and (unserved := [draft.name for draft in drafts if draft.speculative is None]):
@@ -82,6 +78,11 @@ def main(cfg: Config) -> None:
         batch_size=cfg.batch_size,
         filters=sampling,
     )
+    if baseline:
+        # Refuse an unfit baseline before hours of measuring, not at the report.
+        families = {draft.name: draft.family for draft in drafts}
+        asked = settings(cfg, opened, sampling) | {"temperatures": protocol.temperatures}
+        regression.match_drafts(families, asked, baseline)
 
     # 3. forecast all drafts, then leave the whole GPU to the engine
     rows = forecast_all(target, drafts, prompts, protocol, kept) if cfg.forecast else {}

@@ -337,6 +337,16 @@ def test_a_baseline_with_other_settings_is_refused(changed: dict[str, Any]) -> N
         compare_reports(make_report(settings={**baseline["settings"], **changed}), baseline, 0.02)
 
 
+def test_a_temperature_that_the_baseline_lacks_is_refused_and_one_that_it_has_beyond_is_not() -> None:
+    """A draft that is useless at temperature 1 would pass, compared at 0 alone."""
+    both, one = make_report(), make_report()
+    one["per_prompt"] = [row for row in one["per_prompt"] if row["temperature"] == 0]
+    one["settings"] = {**one["settings"], "temperatures": [0.0]}
+    with pytest.raises(ValueError, match=r"temperature 1\b"):
+        compare_reports(both, one, 0.02)
+    assert {change.temperature for change in compare_reports(one, both, 0.02).changes} == {0.0}
+
+
 def test_a_draft_without_a_number_of_tokens_in_common_is_refused() -> None:
     baseline = make_report()
     baseline["per_prompt"] = [row for row in baseline["per_prompt"] if row["draft"] != "other"]

@@ -246,6 +246,16 @@ def test_a_baseline_of_another_target_is_refused(
     assert re.search(r"before/report\.json .*\bbaseline\b.*\btarget\b", capsys.readouterr().err)
 
 
+def test_a_baseline_without_a_temperature_is_refused_before_anything_is_measured(
+    run: Run, served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--no-engine", "--draft", "ngram", output="before") == 0
+    monkeypatch.setattr(teacher_forced, "evaluate_batch", lambda *_: pytest.fail("it forecasts"))
+    baseline = ("--baseline", str(tmp_path / "before/report.json"))
+    assert run("--no-engine", "--draft", "ngram", "--temperature", "0", "0.5", *baseline) == 2
+    assert re.search(r"\bbaseline\b.*\b0\.5\b", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("draft", ["live", "live+ngram"])
 def test_live_counts_depend_on_earlier_answers_and_are_not_measured(
     run: Run, draft: str, capsys: pytest.CaptureFixture[str]
