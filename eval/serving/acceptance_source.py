@@ -1,7 +1,7 @@
 """Read acceptance by position from any report about a draft, as far as it was measured with the served sampling."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ class Acceptance:
     per_position: list[float]  # share of the steps that accept up to each position
     sampling: Sampling
     is_sampled: bool  # drafts were sampled (`draft_sample_method: probabilistic`), not greedy
+    penalties: Mapping[str, float] = field(default_factory=dict)  # beside the sampling
 
 
 def read_acceptance(path: Path, draft: str | None, served: Sampling) -> Acceptance:
@@ -80,6 +81,7 @@ def _list_acceptances(report: Mapping[str, Any]) -> Iterator[Acceptance]:
                     per_position=rates,
                     sampling=read_served_sampling(report),
                     is_sampled=method == "probabilistic",
+                    penalties=report["settings"].get("penalties", {}),
                 )
     elif "offline" in report:
         engine = report.get("engine", {}).get("acceptance_per_position")

@@ -24,8 +24,10 @@ from redraft.recipes.decide.advise import Config, main
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Path:
-    """serving.json of a draft and of n-grams."""
-    write_serving(tmp_path, make_serving_report())
+    """serving.json of a draft and of n-grams, whose target sets no penalty."""
+    report = make_serving_report()
+    report["settings"]["penalties"] = {}
+    write_serving(tmp_path, report)
     return tmp_path / "serving.json"
 
 
@@ -98,6 +100,25 @@ def test_another_reports_acceptance_takes_the_place_of_the_benchmarks(
     assert "speculation does not pay at any batch size up to 16: leave it off" in capsys.readouterr().out
     written = json.loads((tmp_path / "advice.json").read_text())
     assert (written["advice"]["off_from"], written["draft"]) == (1, "runs/good/draft")
+
+
+def test_acceptance_without_the_penalties_of_the_benchmark_is_refused(
+    serving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`redraft eval` leaves a target's penalties out; another benchmark has them, and gives its own rates."""
+    (tmp_path / "trained.json").write_text(json.dumps({"draft": "d", "offline": {"forecast_per_position": [0.9]}}))
+    for name, penalties in {"same": 1.05, "other": 1.2}.items():
+        report = make_serving_report()
+        report["settings"]["penalties"] = {"repetition_penalty": penalties}
+        report["drafts"]["ngram"]["acceptance_per_position"] = [0.8, 0.7]
+        write_serving(tmp_path / name, report)
+    same, other = (tmp_path / name / "serving.json" for name in ("same", "other"))
+    flags = ("--acceptance-draft", "ngram", "--draft", "ngram", "--output", str(tmp_path / "advice.json"))
+    for served, acceptance, status in ((same, other, 2), (serving, same, 2), (other, serving, 2), (same, same, 0)):
+        assert dispatch(["advise", "--serving", str(served), "--acceptance", str(acceptance), *flags]) == status
+    assert json.loads((tmp_path / "advice.json").read_text())["advice"]["acceptance_per_position"] == [0.8, 0.7]
+    with pytest.raises(ValueError, match=r"\bpenalties\b"):
+        main(Config(serving=same, acceptance=tmp_path / "trained.json", temperature=0.0))
 
 
 def test_the_draft_of_another_report_is_not_the_benchmarks(
