@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from redraft.eval.counts import tau
+from redraft.eval.engine.lookups import depends_on_load
 from redraft.heads.catalog import find_speculative
 
 STEP_COSTS_VERSION = 1  # Version of the format of `StepCosts.to_json`.
@@ -29,6 +30,12 @@ def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
     """vLLM would exit if a step asked the draft of this speculative config for another number of tokens than set."""
     family = find_speculative(draft)
     return family is not None and not family.varies_tokens
+
+
+def has_one_acceptance(draft: Mapping[str, Any]) -> bool:
+    """A position of this speculative config is accepted as often at any load and with more tokens after it."""
+    family = find_speculative(draft)
+    return not depends_on_load(draft) and not (family is not None and family.is_block)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.lookup_first import is_mixed
-from redraft.eval.serving.cost import Prediction, StepCosts, advise
+from redraft.eval.serving.cost import Prediction, StepCosts, advise, has_one_acceptance
 from redraft.eval.serving.rounds import PLAIN, Compared, Results, compare, count, measure_prefill
 from redraft.heads.catalog import find_speculative
 
@@ -42,7 +42,7 @@ class Choice:
     measured: Mapping[str, Compared]  # by requests in flight
     costs: StepCosts
     by_tokens: Mapping[str, Sequence[Prediction]]
-    """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if the draft chooses them."""
+    """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if others cannot be known."""
     speculative_config: Mapping[str, Any]  # to serve, with the best numbers of tokens
 
     @property
@@ -75,10 +75,10 @@ class Choice:
 def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Choice:
     """The speed of a candidate with every number of draft tokens, at `loads` requests in flight.
     `results` are its rounds with the most draft tokens, and those of the target alone at these and
-    other loads. A position is accepted as often whatever comes after it, so one number of tokens
-    gives the acceptance of all smaller. The steps of the target alone say how long verification
-    takes (`StepCosts.from_steps`). Prefills are taken out of the steps and added to the expected
-    time of an answer: the more requests, the larger their share, and it would pass for
+    other loads. A position is accepted as often whatever comes after it, except in a block, so one
+    number of tokens gives the acceptance of all smaller. The steps of the target alone say how long
+    verification takes (`StepCosts.from_steps`). Prefills are taken out of the steps and added to the
+    expected time of an answer: the more requests, the larger their share, and it would pass for
     verification."""
     k, name = candidate.num_speculative_tokens, candidate.name
     # 1. The time of a step without prefills, by load: k = 0 is the target alone.
@@ -95,17 +95,15 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
     )
     # 3. The best number of tokens.
     measured = {str(load): compare(results, name, load) for load in loads}
-    if candidate.chooses_length:
-        # Counted answers propose less in a step of many requests, so every load has rates and an advice.
-        rates = {load: measured[str(load)].acceptance_per_position for load in loads}
-        by_load = {load: advise(rates[load], costs, choices=[k]) for load in loads}
-        config: Mapping[str, Any] = candidate.speculative_config
-    else:
-        # A model's acceptance does not depend on the load: all loads together give the narrower estimate.
-        counts = sum((count(results, name, load) for load in loads), AcceptanceCounts.zero())
-        advice = advise(counts.acceptance_per_position, costs)
-        by_load = dict.fromkeys(loads, advice)
-        config = advice.speculative_config(candidate.config) or candidate.speculative_config
+    counts = {load: count(results, name, load) for load in loads}
+    if not candidate.chooses_length:
+        # A model's acceptance does not depend on the load: all together give the narrower estimate.
+        counts = dict.fromkeys(loads, sum(counts.values(), AcceptanceCounts.zero()))
+    choices = [k] if candidate.chooses_length or not has_one_acceptance(candidate.config) else None
+    by_load = {load: advise(its.acceptance_per_position, costs, choices=choices) for load, its in counts.items()}
+    config: Mapping[str, Any] = candidate.speculative_config
+    if not candidate.chooses_length:
+        config = by_load[loads[0]].speculative_config(candidate.config) or config
     # 4. The speed of whole answers, with the prefills added again.
     tokens = {load: measured[str(load)].tokens_per_request for load in loads}
     by_tokens = {}

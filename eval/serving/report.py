@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.draft_source import shorten_name
-from redraft.eval.engine.lookups import depends_on_load
 from redraft.eval.engine.sampling import GREEDY, Sampling
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.report.page import TEMPLATES, charts_of, write_page
-from redraft.eval.serving.cost import advise
+from redraft.eval.serving.cost import advise, has_one_acceptance
 from redraft.eval.serving.sweep import QUESTIONS, fit_step_costs, pool_acceptance
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import read_as
@@ -46,8 +45,8 @@ def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, 
     timed = tables.get(GRID, ())
     # of the load whose steps were timed, because acceptance depends on the load
     rates, costs = pool_acceptance(timed, name), fit_step_costs(timed, name)
-    # One acceptance for all loads would be that of the largest, which has the most steps.
-    advice = advise(rates, costs) if rates and costs and not depends_on_load(config) else None
+    # Else the rates would be mostly those of the largest load, or of other numbers of tokens.
+    advice = advise(rates, costs) if rates and costs and has_one_acceptance(config) else None
     return {
         "title": shorten_name(name),
         "config": dict(config),

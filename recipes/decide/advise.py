@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.draft_source import shorten_name
-from redraft.eval.engine.lookups import depends_on_load, lookup_env, needs_plugin
+from redraft.eval.engine.lookups import lookup_env, needs_plugin
 from redraft.eval.engine.server import vllm_keys
 from redraft.eval.serving.acceptance_source import Acceptance, read_acceptance, read_sample_method_advice
-from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens
+from redraft.eval.serving.cost import Advice, StepCosts, advise, has_fixed_tokens, has_one_acceptance
 from redraft.eval.serving.report import (
     build_speedup_grid,
     describe_speedup,
@@ -67,16 +67,16 @@ def format_fastest(fastest: Mapping[int, Mapping[str, Any] | None]) -> Iterator[
 
 def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> tuple[str, StepCosts]:
     """(draft, step costs). Raises ValueError: the benchmark has no such draft, or no costs, or its
-    acceptance depends on the load."""
+    acceptance changes with the load or the number of tokens."""
     drafts = report["drafts"]
     if draft is not None and draft not in drafts:
         raise ValueError(f"{path} has no draft {draft!r}: choose one of {', '.join(drafts)}")
     name = draft or report["settings"]["draft"]
     if drafts[name]["costs"] is None:
         raise ValueError(f"{path} has no step costs of {name}: run `redraft bench` with it again")
-    if depends_on_load(drafts[name]["config"]):
+    if not has_one_acceptance(drafts[name]["config"]):
         raise ValueError(
-            f"{shorten_name(name)} chooses the number of tokens itself, by the requests in a step: take the fastest "
+            f"the acceptance of {shorten_name(name)} changes with the load or the number of tokens: take the fastest "
             f"that {path} has measured, or another --draft"
         )
     return name, StepCosts.from_json(drafts[name]["costs"])

@@ -97,6 +97,15 @@ def test_a_draft_that_chooses_its_length_keeps_its_measured_speed(candidate: Can
     assert choice.speculative_config == candidate.speculative_config
 
 
+def test_the_acceptance_of_a_block_says_nothing_of_shorter_blocks() -> None:
+    rounds = make_rounds("dflash", {1: 16.0, 8: 36.0}, (60, 30, 6))
+    block = predict(Candidate("dflash", "a block", {"method": "dflash", "model": "x"}, 3, 10_000_000), rounds, LOADS)
+    assert {row.num_speculative_tokens for row in block.by_tokens["1"]} == {0, 3}
+    assert block.speedups["1"] == pytest.approx(1.96 * 10 / 16), "as measured"
+    assert (block.best["8"].num_speculative_tokens, block.speedups["8"]) == (0, 1.0)
+    assert block.speculative_config["num_speculative_tokens"] == 3
+
+
 def test_the_drafts_that_pay_are_confirmed_in_the_order_of_their_speed_at_one_request() -> None:
     head = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
     ngram = predict(NGRAM, make_rounds("ngram", {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS)

@@ -161,8 +161,11 @@ def test_the_headline_names_a_draft_that_is_proven_faster_before_a_higher_median
     assert (rows[1]["speedup"], rows[2]["speedup"]) == pytest.approx((1.34, 1.31))
 
 
-@pytest.mark.parametrize(("folder", "is_advised"), [({}, True), ({"retrieval": "answers"}, False)])
-def test_acceptance_that_falls_with_the_load_gives_no_advice(folder: dict[str, str], is_advised: bool) -> None:
+@pytest.mark.parametrize(
+    ("changes", "is_advised"),
+    [({}, True), ({"retrieval": "answers"}, False), ({"method": "eagle3"}, True), ({"method": "dflash"}, False)],
+)
+def test_acceptance_that_changes_with_load_or_tokens_gives_no_advice(changes: dict[str, str], is_advised: bool) -> None:
     """Pooled, it is that of 32 requests: 1.21x for a draft that was measured at 2.23x with one, and 1.09x for 1.00x."""
     rows: list[dict[str, Any]] = []
     loads = {1: (10, 11, (0.5, 0.4, 0.3, 0.25), 500), 8: (12, 14, (0.35, 0.2, 0.1, 0.05), 4500)}
@@ -172,7 +175,7 @@ def test_acceptance_that_falls_with_the_load_gives_no_advice(folder: dict[str, s
             measured = {"step_s": ms / 1000, "acceptance_per_position": shares, "num_steps": num_steps}
             row = {"draft": draft, "num_speculative_tokens": k, "concurrency": load, "measured": measured}
             rows.append({**row, "step_ratio": ms / alone_ms})
-    config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1, **folder}
+    config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1, **changes}
     (draft,) = build_serving_report({"tokens": rows}, {"lookup": config})["drafts"].values()
     assert draft["costs"] is not None
     assert (draft["advice"] is not None) == (draft["speculative_config"] is not None) == is_advised
