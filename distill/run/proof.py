@@ -37,14 +37,7 @@ from redraft.eval.forecast.stored import StoredForecast, store_forecast
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_report
-from redraft.eval.serving.baseline import (
-    MODE_ROUNDS,
-    Baseline,
-    choose_mode,
-    describe_baseline,
-    describe_modes,
-    measure_bandwidth,
-)
+from redraft.eval.serving.baseline import MODE_ROUNDS, Baseline, choose_mode, describe_baseline, describe_modes
 from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
 from redraft.heads.draft import Draft
 from redraft.heads.family import Decoder
@@ -209,7 +202,6 @@ def prove_in_engine(
     modes: Mapping[Mode, float] = {}
     if cfg.speed_rounds:
         # A speed-up over a server that no user would start means nothing.
-        bandwidth = measure_bandwidth()
         mode, modes = choose_mode(
             target.name, lambda server: measured(server).tokens_per_s, MODE_ROUNDS, folder, cfg.reference or folder,
             [target.fingerprint, prompts, cfg.max_tokens, cfg.concurrency], **options,
@@ -239,14 +231,9 @@ def prove_in_engine(
                 rounds = run_rounds({"draft": ours, PLAIN: theirs}, prompts, plan)
                 rates = {name: [run.tokens_per_s for run in runs] for (name, _), runs in rounds.items()}
                 speed = Speed(with_draft=rates["draft"], without_draft=rates[PLAIN])
-                baseline = describe_baseline(
-                    plain_runs([rounds]),
-                    theirs.mode,
-                    modes,
-                    log=folder / "vllm-beside-draft.log",
-                    target=target.folder,
-                    bandwidth=bandwidth,
-                )
+    if mode:
+        log, alone = folder / "vllm-beside-draft.log", plain_runs([rounds])
+        baseline = describe_baseline(alone, mode, modes, log=log, target=target.folder)
     without_draft = compute_once(
         cfg.reference or folder,
         "without-draft",

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,8 @@ from redraft.eval.engine.measure import CHANGED
 from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.server import EAGER, Mode, VllmServer, read_threads, vllm_server
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment
-from redraft.heads.files.folder import model_folder, weight_files
+from redraft.heads.files.artifact import safetensors_header
+from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.kept import compute_once
 
 if TYPE_CHECKING:
@@ -32,8 +35,10 @@ if TYPE_CHECKING:
 MODES: tuple[Mode, ...] = get_args(Mode)
 BANDWIDTH_BYTES = 1 << 30  # read to measure the bandwidth: far more than any cache
 BANDWIDTH_READS = 5
-
-
+SERVED = re.compile(
+    r" dtype=torch\.(\w+),.* tensor_parallel_size=(\d+), pipeline_parallel_size=1, "
+    r"data_parallel_size=1,.* quantization=None,"
+)  # In vLLM's log.
 MODE_ROUNDS = 3
 
 
@@ -58,7 +63,7 @@ class Baseline:
     tokens_s: float
     threads: int | None  # OpenMP threads that compute; None if vLLM binds none.
     step_ms: float  # Median time of a step without a prefill.
-    limit_share: float  # time to read the weights once, as a share of the step
+    limit_share: float | None  # time to read the weights once, as a share of the step, if known
     speeds: int  # over all rounds, apart by the factor `CHANGED`; 1 is sound
     repeated: int  # Loads that were measured again because a server changed its speed.
     modes: Mapping[Mode, float]  # tokens/s of the rounds that chose; empty if the user did
@@ -117,32 +122,44 @@ def describe_baseline(
     modes: Mapping[Mode, float],
     *,
     log: Path,
-    target: str | Path,
-    bandwidth: float,
+    target: Path,
 ) -> Baseline:
     """The baseline of a comparison, from all runs of the target alone by requests in flight.
-    `log` is the plain server's. The machine reads `bandwidth` bytes/s."""
+    `log` is the plain server's; `target` the folder of its model. Call it when the servers have
+    ended: it measures the memory bandwidth."""
     smallest = loads[min(loads)]
     step_s = statistics.median(run.step_s or 1 / run.tokens_per_s for run in smallest)
+    num_bytes = read_weight_bytes(target, log)
     return Baseline(
         mode=mode,
         tokens_s=statistics.median(run.tokens_per_s for run in smallest),
         threads=read_threads(log),
         step_ms=1000 * step_s,
-        limit_share=weight_bytes(target) / bandwidth / step_s,
+        limit_share=num_bytes / measure_bandwidth() / step_s if num_bytes else None,
         speeds=max(map(count_speeds, loads.values())),
         repeated=sum(run.repeats for runs in loads.values() for run in runs),
         modes=dict(modes),
     )
 
 
-def weight_bytes(target: str | Path) -> int:
-    folder = model_folder(target)
+def read_weight_bytes(target: Path, log: Path) -> float | None:
+    """Bytes of weights that each GPU, or the CPU, reads in a step of the server with this log. None
+    if not known: experts, towers beside the text's model, quantised, in a pipeline, or replicas."""
+    served = SERVED.findall(log.read_text(errors="replace")) if log.is_file() else []
+    config = read_config(target)
+    if not served or any(config[key] and (key == "text_config" or "expert" in key) for key in config):
+        return None
     try:
-        files = weight_files(folder)
-    except (FileNotFoundError, ValueError):  # a layout that vLLM serves: a share of a limit must not end a benchmark
-        files = [*folder.glob("*.safetensors")]
-    return sum(file.stat().st_size for file in files)
+        headers = [safetensors_header(file) for file in set(tensor_files(target).values())]
+    except (FileNotFoundError, ValueError):  # a layout of vLLM alone must not end a benchmark
+        return None
+    shapes = {name: entry["shape"] for header in headers for name, entry in header.items()}
+    if any(name.endswith("lm_head.weight") for name in shapes):
+        # A step reads only the rows of its tokens.
+        shapes = {name: shape for name, shape in shapes.items() if "embed_tokens" not in name}
+    dtype, num_devices = served[-1]
+    width = 4 if dtype == "float32" else 2
+    return width * sum(map(math.prod, shapes.values())) / (1 if ENGINE_IS_CPU else int(num_devices))
 
 
 def count_speeds(runs: Sequence[Timed]) -> int:
@@ -153,7 +170,7 @@ def count_speeds(runs: Sequence[Timed]) -> int:
 
 @functools.cache
 def measure_bandwidth() -> float:
-    """Bytes/s at which this machine reads memory: the GPU's if the engine runs on one, else the CPU's, all cores."""
+    """Bytes/s at which this machine reads memory: a GPU's if the engine runs on one, else the CPU's, all cores."""
     import torch
 
     device = torch.device("cpu" if ENGINE_IS_CPU else "cuda")

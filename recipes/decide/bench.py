@@ -15,7 +15,7 @@ from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalti
 from redraft.eval.engine.server import Mode, VllmServer, forget_requests, require_servable, vllm_server
 from redraft.eval.engine.target_dtype import open_target
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
-from redraft.eval.serving.baseline import MODE_ROUNDS, choose_mode, describe_baseline, describe_modes, measure_bandwidth
+from redraft.eval.serving.baseline import MODE_ROUNDS, choose_mode, describe_baseline, describe_modes
 from redraft.eval.serving.load import Load, LoadResult, run_load
 from redraft.eval.serving.report import GRID, build_serving_report, compose_answer, write_serving
 from redraft.eval.serving.sweep import (
@@ -50,7 +50,6 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
     # 2. the plain server to beat: compiled or eager, whichever is faster here
     if cfg.overwrite:
         shutil.rmtree(cfg.output / "cells", ignore_errors=True)
-    bandwidth = measure_bandwidth()
     mode, modes = choose_baseline(cfg, target, cells[ALONE][0].load)
     print(describe_modes(mode, modes), flush=True)
 
@@ -65,7 +64,7 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
     alone = {
         cell.load.concurrency: results.runs(cell, cfg.repeats) for cell in questions[GRID] if cell.variant == ALONE
     }
-    baseline = describe_baseline(alone, mode, modes, log=log(cfg, ALONE), target=target.folder, bandwidth=bandwidth)
+    baseline = describe_baseline(alone, mode, modes, log=log(cfg, ALONE), target=target.folder)
     report = build_serving_report(
         build_tables(questions, measured, ratios),
         configs,

@@ -18,7 +18,7 @@ from redraft.eval.engine.server import Mode, VllmServer
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
 from redraft.eval.prompts import Prompt
 from redraft.eval.report.page import TEMPLATES, write_page
-from redraft.eval.serving.baseline import choose_mode, describe_baseline, describe_modes, measure_bandwidth
+from redraft.eval.serving.baseline import choose_mode, describe_baseline, describe_modes
 from redraft.eval.serving.drafts import Candidate, Choice, choose, predict
 from redraft.eval.serving.drafts_charts import build_charts
 from redraft.eval.serving.rounds import PLAIN, Plan, Results, keep_rounds, plain_runs, run_rounds, start_servers
@@ -54,7 +54,6 @@ def main(cfg: Config) -> None:
     making = prepare(cfg, target, questions)
 
     # 1. the plain server to beat: compiled or eager, whichever is faster here
-    bandwidth = measure_bandwidth()
     rounds = Rounds(cfg, target, *choose_baseline(cfg, target, first))
 
     # 2. every draft with one number of tokens; what needs no training comes first, and each verdict as it is known
@@ -77,14 +76,9 @@ def main(cfg: Config) -> None:
         | by_load(confirmed[choice.candidate.name], choice.candidate.name)
         for choice in best
     ]
-    baseline = describe_baseline(
-        plain_runs(rounds.groups),
-        rounds.mode,
-        rounds.modes,
-        log=cfg.output / "logs" / f"vllm-{PLAIN}.log",
-        target=target.folder,
-        bandwidth=bandwidth,
-    )
+    log = cfg.output / "logs" / f"vllm-{PLAIN}.log"
+    alone = plain_runs(rounds.groups)
+    baseline = describe_baseline(alone, rounds.mode, rounds.modes, log=log, target=target.folder)
     report = {
         "target": cfg.target or read_origin(target.folder),
         "command": shlex.join(sys.argv),

@@ -162,8 +162,8 @@ def compose_answer(report: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield f"serve {report['titles'][speed['served']]}"
     yield (
-        f"without a draft: {baseline['mode']}, {baseline['tokens_s']:.1f} tokens/s, {baseline['step_ms']:.1f} ms a "
-        f"step, {100 * baseline['limit_share']:.0f}% of the memory bandwidth's limit"
+        f"without a draft: {baseline['mode']}, {baseline['tokens_s']:.1f} tokens/s, {baseline['step_ms']:.1f} ms a step"
+        + (f", {100 * share:.0f}% of the memory bandwidth's limit" if (share := baseline["limit_share"]) else "")
         + (f", {baseline['threads']} threads" if baseline["threads"] else "")
     )
     if baseline["speeds"] > 1:

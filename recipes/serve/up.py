@@ -28,11 +28,10 @@ from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.server import last_error
 from redraft.eval.machine import ENGINE_IS_CPU
-from redraft.eval.serving.baseline import weight_bytes
 from redraft.heads.catalog import find_family
 from redraft.heads.families.retrieval import LIVE
 from redraft.heads.files.artifact import publish, require_space, write_whole
-from redraft.heads.files.folder import fetch_model, open_folder, read_config
+from redraft.heads.files.folder import fetch_model, open_folder, read_config, weight_files
 from redraft.heads.files.lock import own
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.daemon.config import LearnerConfig, load_config
@@ -179,7 +178,10 @@ def is_taken(port: int) -> bool:
 
 def require_memory(target: Path) -> None:
     """Raise ValueError if vLLM on this CPU could not load the target."""
-    need = weight_bytes(target)  # 0 for a hub name without weights yet: vLLM says it then
+    try:
+        need = sum(file.stat().st_size for file in weight_files(target))
+    except (FileNotFoundError, ValueError):  # vLLM says it then
+        return
     free = psutil.virtual_memory().available
     if ENGINE_IS_CPU and need > free:
         raise ValueError(f"{target} takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: free some")

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_completions import event, served
+from safetensors.torch import save_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -29,9 +31,10 @@ from redraft.eval.serving.baseline import (
     count_speeds,
     describe_baseline,
     measure_bandwidth,
-    weight_bytes,
+    read_weight_bytes,
 )
 from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
+from redraft.heads.files.folder import WEIGHTS
 from redraft.heads.files.target_folder import TargetFolder
 
 PROMPTS = [Prompt(token_ids=[1, 2])]
@@ -176,27 +179,82 @@ def test_speeds_a_factor_apart_are_counted(steps_ms: tuple[int, ...], speeds: in
     assert count_speeds([make_run(step_ms / 1000) for step_ms in steps_ms]) == speeds
 
 
-def test_the_baseline_is_its_share_of_the_time_to_read_the_weights(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(bytes(150_000))
-    (tmp_path / "log").write_text(
+SERVED = (
+    "(EngineCore pid=1) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='m', "
+    "speculative_config=None, dtype=torch.{dtype}, max_seq_len=623, load_format=auto, tensor_parallel_size={tensor}, "
+    "pipeline_parallel_size={pipeline}, data_parallel_size={data}, decode_context_parallel_size=1, "
+    "quantization={quantization}, quantization_config=None, enforce_eager=False, kv_cache_dtype=auto\n"
+)
+"""vLLM's line about its engine."""
+
+
+def make_target(folder: Path, **config: Any) -> Path:
+    """1,000 weights stored in bfloat16, beside an embedding of 500."""
+    folder.mkdir(exist_ok=True)
+    names = {"model.layers.0.mlp.weight": (30, 20), "lm_head.weight": (20, 20), "model.embed_tokens.weight": (25, 20)}
+    save_file({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in names.items()}, folder / WEIGHTS)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_experts": None, **config}))
+    return folder
+
+
+def write_log(folder: Path, **changes: Any) -> Path:
+    served = {"dtype": "bfloat16", "tensor": 1, "pipeline": 1, "data": 1, "quantization": None, **changes}
+    (folder / "log").write_text(
         "OpenMP thread binding info: \n\tlocal_rank=0, core ids=[0, 1]\n"
+        f"{SERVED.format(**{**served, 'dtype': 'float16', 'tensor': 4})}"
         "OpenMP thread binding info: \n\tlocal_rank=0, core ids=[0]\n"
-        "\tlocal_rank=1, core ids=[4, 5]\n\treserved_cpus=[1]\n"
+        f"\tlocal_rank=1, core ids=[4, 5]\n\treserved_cpus=[1]\n{SERVED.format(**served)}"
     )
+    return folder / "log"
+
+
+def test_the_baseline_is_its_share_of_the_time_to_read_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     groups = [
         {(PLAIN, 1): [make_run(0.020), make_run(0.020, 2)], ("head", 1): [make_run(0.001)]},
         {(PLAIN, 1): [make_run(0.020)], (PLAIN, 8): [make_run(0.05)]},
     ]
-    found = describe_baseline(
-        plain_runs(groups), "compiled", {"compiled": 50.0, "eager": 40.0},
-        log=tmp_path / "log", target=tmp_path, bandwidth=10e6,
-    )  # fmt: skip
-    # 150 kB at 10 MB/s are 15 ms of a step of 20
-    assert found.limit_share == pytest.approx(0.75)
+    monkeypatch.setattr(baseline, "measure_bandwidth", lambda: 200e3)
+    modes: dict[Mode, float] = {"compiled": 50.0, "eager": 40.0}
+    target, log = make_target(tmp_path), write_log(tmp_path, dtype="float32")
+    found = describe_baseline(plain_runs(groups), "compiled", modes, log=log, target=target)
+    # 1,000 weights of 4 bytes at 200 kB/s: a step of 20 ms could not be faster
+    assert found.limit_share == pytest.approx(1.0)
     assert (found.step_ms, found.tokens_s) == pytest.approx((20.0, 50.0))
     assert (found.speeds, found.repeated, found.mode) == (1, 2, "compiled")
     assert found.threads == 3, "of the last start, over all ranks"
-    json.dumps(vars(found))
+    log.unlink()
+    unknown = describe_baseline(plain_runs(groups), "compiled", modes, log=log, target=target)
+    assert (unknown.limit_share, unknown.step_ms) == (None, pytest.approx(20.0))
+    json.dumps([vars(found), vars(unknown)])
+
+
+@pytest.mark.parametrize(
+    ("served", "on_cpu", "num_bytes"),
+    [
+        ({}, True, 2000),
+        ({"dtype": "float32"}, True, 4000),
+        # Each GPU reads its half; the ranks of a CPU share its memory.
+        ({"tensor": 2}, False, 1000),
+        ({"tensor": 2}, True, 2000),
+        ({"pipeline": 2}, False, None),
+        ({"data": 2}, False, None),
+        ({"quantization": "fp8"}, False, None),
+    ],
+)
+def test_the_bytes_of_a_step_are_those_of_the_served_type_on_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: dict[str, Any], on_cpu: bool, num_bytes: int | None
+) -> None:
+    monkeypatch.setattr(baseline, "ENGINE_IS_CPU", on_cpu)
+    assert read_weight_bytes(make_target(tmp_path), write_log(tmp_path, **served)) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "config", [{"num_experts": 128}, {"n_routed_experts": 8}, {"text_config": {"model_type": "x"}}]
+)
+def test_the_weights_that_a_step_of_experts_reads_are_not_known(tmp_path: Path, config: dict[str, Any]) -> None:
+    assert read_weight_bytes(make_target(tmp_path, **config), write_log(tmp_path)) is None
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -261,12 +319,7 @@ def test_the_bandwidth_of_this_machine_is_measured() -> None:
     assert 1e9 < measure_bandwidth() < 1e13
 
 
-def test_the_weights_of_a_target_are_counted_once_in_every_layout(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"12345")
-    assert weight_bytes(tmp_path) == 5
-    (tmp_path / "model.safetensors").write_bytes(b"123")
-    (tmp_path / "consolidated.safetensors").write_bytes(b"1234")
-    assert weight_bytes(tmp_path) == 3
-    for name in ("pytorch_model.bin", "model.safetensors"):
-        (tmp_path / name).unlink()
-    assert weight_bytes(tmp_path) == 4
+def test_weights_outside_safetensors_are_not_counted(tmp_path: Path) -> None:
+    target, log = make_target(tmp_path), write_log(tmp_path)
+    (target / WEIGHTS).rename(target / "consolidated.safetensors")
+    assert read_weight_bytes(target, log) is None

@@ -270,6 +270,9 @@ def test_the_report_follows_its_schema(tmp_path: Path) -> None:
     report = read_serving(tmp_path / "serving.json")
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(report, SCHEMA)
+    report["baseline"]["limit_share"] = None
+    jsonschema.validate(report, SCHEMA)
+    assert "reading the weights" not in write_serving(tmp_path, report).read_text()
     del report["tables"]["draft"][0]["measured"]["tau"]
     with pytest.raises(jsonschema.ValidationError, match="'tau'"):
         jsonschema.validate(report, SCHEMA)

@@ -167,6 +167,13 @@ def test_a_baseline_with_two_speeds_is_named_in_every_answer(random_target: Path
     assert "2 speeds" in write_page(tmp_path, report, TEMPLATES / "compare.html.j2", build_charts).read_text()
 
 
+def test_a_limit_that_is_not_known_is_left_out(random_target: Path, tmp_path: Path) -> None:
+    for share, is_named in ((0.8, True), (None, False)):
+        report = make_report({"ngram": (1.3, 1.1)}, {"ngram": (1.3, 1.1)}, random_target, limit_share=share)
+        page = write_page(tmp_path, report, TEMPLATES / "compare.html.j2", build_charts).read_text()
+        assert [any("80%" in line for line in compose_answer(report)), "80% of the limit" in page] == [is_named] * 2
+
+
 def test_a_trained_head_is_reported_as_measured_beside_its_forecast(random_target: Path, tmp_path: Path) -> None:
     speeds = {"ngram": (1.3, 1.1), "eagle3-8k": (0.9, 0.9)}
     choices = make_choices(speeds, NGRAM, HEAD)
