@@ -29,7 +29,7 @@ from redraft.distill.train.loop import make_accelerator
 from redraft.distill.train.optim import Optim
 from redraft.distill.train.step import Distillation
 from redraft.eval.engine.hardware import this_machine
-from redraft.eval.engine.measure import Measurement
+from redraft.eval.engine.measure import Measurement, find_full_load
 from redraft.eval.engine.process import process_group
 from redraft.eval.engine.sampling import GREEDY, PENALTIES
 from redraft.eval.engine.server import EAGER, Mode, VllmServer, wait_until_healthy
@@ -258,6 +258,8 @@ class Answer:
     token_ids: list[int]
     times_s: list[float]
     """Monotonic times of the request and of every chunk."""
+    counts: list[int]
+    """Tokens at each of these times."""
 
 
 class Traffic:
@@ -337,7 +339,7 @@ async def stream(http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: 
     headers = {"X-Redraft-Domain": prompt.domain}
     headers |= {"X-Redraft-Tenant": TENANT} if captured else {"X-Redraft-Opt-Out": "1"}
     token_ids: list[int] = []
-    times_s = [time.monotonic()]
+    times_s, counts = [time.monotonic()], [0]
     async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
@@ -350,9 +352,10 @@ async def stream(http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: 
             times_s.append(time.monotonic())
             for choice in event["choices"]:
                 token_ids += choice.get("token_ids") or []
+            counts.append(len(token_ids) - sum(counts))
     if not token_ids:
         raise ValueError("an answer without a token")
-    return Answer(prompt=prompt, server=url, token_ids=token_ids, times_s=times_s)
+    return Answer(prompt=prompt, server=url, token_ids=token_ids, times_s=times_s, counts=counts)
 
 
 def read_tau(measurement: Measurement) -> float:
@@ -363,23 +366,21 @@ def read_tau(measurement: Measurement) -> float:
 async def measure_tokens_per_s(
     urls: Sequence[str], prompts: Iterable[Prompt], *, clients: int, max_tokens: int, captured: float
 ) -> float:
-    """Output tokens per second of all servers together, with the share `captured` of the requests captured."""
+    """Output tokens per second of all servers together while no client is without a request, with the share `captured`
+    of the requests captured."""
     # One iterator for all clients: nobody idles while prompts are left.
-    waiting = iter(enumerate(prompts))
-    num_tokens = 0
+    waiting, answers = iter(enumerate(prompts)), list[Answer]()
 
     async def client(number: int, http: httpx.AsyncClient) -> None:
-        nonlocal num_tokens
         for index, prompt in waiting:
             # Spread evenly, not drawn: a share of 0.1 captures requests 9, 19, 29, ...
             is_captured = int((index + 1) * captured) > int(index * captured)
-            answer = await stream(http, urls[number % len(urls)], prompt, max_tokens, captured=is_captured)
-            num_tokens += len(answer.token_ids)
+            answers.append(await stream(http, urls[number % len(urls)], prompt, max_tokens, captured=is_captured))
 
     async with httpx.AsyncClient(timeout=60) as http:
-        began_s = time.perf_counter()
         await asyncio.gather(*(client(number, http) for number in range(clients)))
-        return num_tokens / (time.perf_counter() - began_s)
+    full_s, num_tokens = find_full_load([list(zip(a.times_s, a.counts, strict=True)) for a in answers])
+    return num_tokens / full_s
 
 
 async def measure_rates(

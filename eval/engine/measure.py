@@ -32,14 +32,16 @@ FAST_STEPS = 0.1  # share of fastest steps that show a half's speed: longer draf
 class Output:
     token_ids: list[int]
     counts: AcceptanceCounts | None  # Counts of this request; None if nothing is drafted.
-    times_s: tuple[float, ...] = ()  # of the request, then of each step's tokens; our clock
+    arrivals: tuple[tuple[float, int], ...] = ()
+    """(time by our clock, number of tokens): of the request, with 0, then of every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     prompts: Sequence[Prompt]
     outputs: list[Output]
-    duration_s: float
+    full_s: float  # From the first request until one ends that no other follows.
+    full_tokens: int  # Tokens in this time.
     dtype: str
     counts: AcceptanceCounts | None  # over the whole run, by the engine's counters
     decode_s: float | None = None
@@ -55,7 +57,8 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_output_tokens / self.duration_s
+        """With all requests in flight: at the end fewer run, and with a draft others end first."""
+        return self.full_tokens / self.full_s
 
     @property
     def counts_by_domain(self) -> dict[str, AcceptanceCounts]:
@@ -77,7 +80,7 @@ def measure(
     sampling: Sampling | None = GREEDY,
     concurrency: int = 4,
 ) -> Measurement:
-    """Send every prompt after a warm-up; return outputs, duration and the engine's counts.
+    """Send every prompt after a warm-up; return outputs, speed and the engine's counts.
     Without `sampling`, requests name no parameter: the server takes all from the target's
     generation_config.json. Raises ValueError: there are no prompts; the engine refused one; another
     client used the server meanwhile. Raises ConnectionError: the server went away; the message says
@@ -92,9 +95,7 @@ def measure(
     decode = wait_for_decode_time(server, num_before + len(warm_up))
     # Counters include the warm-up and whatever came before: only differences count.
     before = read_counters(server)
-    started = time.perf_counter()
     outputs = asyncio.run(complete_all(server, prompts, max_tokens, sampling, concurrency, "prompts"))
-    duration_s = time.perf_counter() - started
     counts = None
     if server.num_speculative_tokens:
         # The requests' metrics have the counts by prompt. The engine's counters check the sum.
@@ -102,12 +103,15 @@ def measure(
         _require_equal_counters(server, before, counts)
     expected = decode.requests + len(prompts)
     now = wait_for_decode_time(server, expected)
-    step_s, half_step_s = time_steps([output.times_s for output in outputs])
+    arrivals = [output.arrivals for output in outputs]
+    full_s, full_tokens = find_full_load(arrivals)
+    step_s, half_step_s = time_steps([[at_s for at_s, _ in request] for request in arrivals])
     return Measurement(
         prompts=prompts,
-        # Only the medians are kept of the times.
-        outputs=[replace(output, times_s=()) for output in outputs],
-        duration_s=duration_s,
+        # Only sums and medians are kept of the times.
+        outputs=[replace(output, arrivals=()) for output in outputs],
+        full_s=full_s,
+        full_tokens=full_tokens,
         dtype=server.dtype,
         counts=counts,
         decode_s=now.seconds - decode.seconds if now.requests == expected else None,
@@ -119,6 +123,14 @@ def measure(
 def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
     """Whether a server lost or gained more than a third of its speed between the halves of a run."""
     return half_step_s is not None and max(half_step_s) > CHANGED * min(half_step_s)
+
+
+def find_full_load(requests: Sequence[Sequence[tuple[float, int]]]) -> tuple[float, int]:
+    """(seconds, tokens) until a request ends that no other follows. A request is its `arrivals`."""
+    last_s = max(request[0][0] for request in requests)
+    end_s = min(request[-1][0] for request in requests if request[-1][0] > last_s)
+    num_tokens = sum(count for request in requests for at_s, count in request if at_s <= end_s)
+    return end_s - min(request[0][0] for request in requests), num_tokens
 
 
 def time_steps(requests: Sequence[Sequence[float]]) -> tuple[float, tuple[float, float]] | tuple[None, None]:
@@ -184,7 +196,7 @@ async def _complete(
         **({} if sampling is None else asdict(sampling) | PENALTIES),
     }
     token_ids: list[int] = []
-    times_s = [time.perf_counter()]
+    arrivals = [(time.perf_counter(), 0)]
     metrics: dict[str, Any] | None = None
     async with client.stream("POST", f"{server.url}/v1/completions", json=request) as response:
         if response.is_error:
@@ -198,7 +210,7 @@ async def _complete(
                 raise _refused(prompt, str(event["error"].get("message")))
             for choice in event["choices"]:
                 if choice.get("token_ids"):
-                    times_s.append(time.perf_counter())
+                    arrivals.append((time.perf_counter(), len(choice["token_ids"])))
                     token_ids += choice["token_ids"]
             metrics = event.get("metrics") or metrics
     # Servers send them with --per-request-spec-decode-metrics.
@@ -206,7 +218,7 @@ async def _complete(
     return Output(
         token_ids=token_ids,
         counts=_request_counts(drafted, server.num_speculative_tokens) if server.num_speculative_tokens else None,
-        times_s=tuple(times_s),
+        arrivals=tuple(arrivals),
     )
 
 

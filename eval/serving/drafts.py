@@ -1,5 +1,6 @@
 """From rounds of a draft with one number of tokens to its speed with any: which draft, and how many tokens?"""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -86,7 +87,7 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
     steps: dict[int, dict[int, float]] = {}
     for server, load in results:
         if server in prefill_s:
-            seconds = _decode_step_s(compare(results, server, load), load, prefill_s[server])
+            seconds = _decode_step_s(results, server, load, prefill_s[server])
             steps.setdefault(load, {})[0 if server == PLAIN else k] = seconds
     # 2. Step costs. The target alone was measured at further loads, for the price of verification only.
     whole = StepCosts.from_steps(steps)
@@ -113,13 +114,18 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
     return Choice(candidate, measured, costs, by_tokens, config)
 
 
-def _decode_step_s(measured: Compared, load: int, prefill_s: float) -> float:
-    """Seconds of a step without prefills: those of the answers with `load` * tau tokens are taken out."""
-    # A step emits load * tau tokens, so it ends this many answers, and as many new ones begin with a prefill.
-    prefills = load * measured.tau / measured.tokens_per_request
-    step_s = measured.step_ms / 1000
-    # Noise must not leave a step without time.
-    return max(step_s - prefills * prefill_s, 0.1 * step_s)
+def _decode_step_s(results: Results, server: str, load: int, prefill_s: float) -> float:
+    """Seconds of a step with `load` requests in flight, without the prefills among the steps."""
+    runs, num_steps = results[server, load], count(results, server, load).num_drafts
+    # A prefill gives an answer's first token. The last step may give fewer tokens than it accepts.
+    num_tokens = sum(run.num_output_tokens - len(run.outputs) for run in runs)
+    tokens_per_step = max(1.0, num_tokens / max(1, num_steps))
+    steps_s = []
+    for run in runs:
+        steps = max(1, run.full_tokens - len(run.outputs)) / (load * tokens_per_step)
+        # Noise must not leave a step without time.
+        steps_s.append(max(run.full_s - len(run.outputs) * prefill_s, 0.1 * run.full_s) / steps)
+    return statistics.median(steps_s)
 
 
 def _add_prefills(rows: Sequence[Prediction], tokens: float, plain_s: float, drafting_s: float) -> list[Prediction]:

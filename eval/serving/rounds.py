@@ -155,7 +155,8 @@ def merge(runs: Sequence[Measurement]) -> Measurement:
     return Measurement(
         prompts=[prompt for prompt, _ in outputs.values()],
         outputs=[output for _, output in outputs.values()],
-        duration_s=math.nan,
+        full_s=math.nan,
+        full_tokens=0,
         dtype=runs[0].dtype,
         counts=sum(counted, AcceptanceCounts.zero()) if counted else None,
     )
@@ -216,8 +217,6 @@ def measure_prefill(results: Results, name: str) -> float:
     rounds. 0 if the engine's clock is not known, or if no round had one request in flight."""
     # With one request in flight, decode times do not overlap: the rest is the time before decoding.
     before_s = [
-        (run.duration_s - run.decode_s) / len(run.outputs)
-        for run in results.get((name, 1), ())
-        if run.decode_s is not None
+        (run.full_s - run.decode_s) / len(run.outputs) for run in results.get((name, 1), ()) if run.decode_s is not None
     ]
     return float(np.median(before_s)) if before_s else 0.0

@@ -202,7 +202,8 @@ class Rounds:
         also gets as many requests as eight verify rows."""
         drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
         # 1 request with 3 draft tokens verifies 4 rows, 8 verify 32: so time 4 and 32 alone.
-        rows = Plan(rounds=2, prompts={4: 4, ROWS_PROMPTS: ROWS_PROMPTS}, max_tokens=32)
+        # Two answers for each request in flight: the second begins where the first ends early.
+        rows = Plan(rounds=2, prompts={load: 2 * load for load in (4, ROWS_PROMPTS)}, max_tokens=32)
         return self._measure(drafts, prompts, plan_rounds(self.cfg, self.cfg.rounds), "logs", rows)
 
     def confirm(self, best: Sequence[Choice], prompts: Sequence[Prompt]) -> dict[str, Results]:

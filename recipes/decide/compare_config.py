@@ -66,8 +66,8 @@ class Config:
     """Interleaved rounds of these, at least 6 for an interval."""
     prompts_one: int = 2
     """Prompts of a round with one request in flight."""
-    prompts_many: int = 8
-    """Prompts of a round with eight requests in flight."""
+    prompts_many: int = 16
+    """Prompts of a round with eight requests in flight. The speed is that until fewer than eight are left."""
     max_tokens: int = 64
     """Longest answer, in tokens."""
     together: int = 0

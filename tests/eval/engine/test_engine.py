@@ -151,7 +151,8 @@ def test_a_measurement_leaves_out_statistics_of_the_warm_up_that_arrive_late(mon
 
     async def complete(server: VllmServer, prompts: Sequence[Prompt], max_tokens: int, *rest: Any) -> list[Output]:
         finished_s.extend([max_tokens] * len(prompts))
-        return [Output(token_ids=[1] * max_tokens, counts=None) for _ in prompts]
+        arrivals = ((0.0, 0), (1.0, max_tokens))
+        return [Output(token_ids=[1] * max_tokens, counts=None, arrivals=arrivals) for _ in prompts]
 
     def read_one_more(url: str, **options: Any) -> httpx.Response:
         nonlocal num_counted
@@ -180,7 +181,7 @@ def test_counts_of_another_dtype_are_not_taken_from_the_cache(tmp_path: Path, mo
         yield VllmServer(url="", model=model, dtype="", num_speculative_tokens=1)
 
     def measure_none(server: VllmServer, prompts: Sequence[Prompt], **options: Any) -> Measurement:
-        return Measurement(prompts=prompts, outputs=[], duration_s=1.0, dtype="", counts=None)
+        return Measurement(prompts=prompts, outputs=[], full_s=1.0, full_tokens=0, dtype="", counts=None)
 
     monkeypatch.setattr(served, "vllm_server", start)
     monkeypatch.setattr(served, "measure", measure_none)
@@ -254,7 +255,8 @@ def make_measurement(*outputs: list[int], dtype: str = "float32") -> Measurement
     return Measurement(
         prompts=[Prompt(token_ids=[1, 2], domain="code")] * len(outputs),
         outputs=[Output(token_ids=ids, counts=None) for ids in outputs],
-        duration_s=2.0,
+        full_s=2.0,
+        full_tokens=sum(map(len, outputs)),
         dtype=dtype,
         counts=None,
     )

@@ -37,13 +37,14 @@ def make_forecast(accepted: int) -> Forecast:
     )
 
 
-def make_measurement(accepted: int | None, duration_s: float) -> Measurement:
+def make_measurement(accepted: int | None, full_s: float) -> Measurement:
     prompts = [Prompt(token_ids=[1], domain=domain) for domain in ("code", "prose")]
     counts = [AcceptanceCounts.from_blocks([accepted] * 10, 4) if accepted is not None else None] * 2
     return Measurement(
         prompts=prompts,
         outputs=[Output(token_ids=[5] * 20, counts=c) for c in counts],
-        duration_s=duration_s,
+        full_s=full_s,
+        full_tokens=40,
         dtype="float32",
         counts=AcceptanceCounts.from_blocks([accepted] * 20, 4) if accepted is not None else None,
     )

@@ -22,7 +22,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from redraft.distill.run import proof
-from redraft.eval.engine.measure import MOST_REPEATS, Measurement, Output, changed_speed, time_steps
+from redraft.eval.engine.measure import MOST_REPEATS, Measurement, Output, changed_speed, find_full_load, time_steps
 from redraft.eval.engine.server import Mode, VllmServer
 from redraft.eval.prompts import Prompt
 from redraft.eval.serving import baseline, rounds
@@ -154,6 +154,14 @@ def test_longer_drafts_are_no_change_of_speed() -> None:
     assert time_steps([times_s])[1] == pytest.approx((0.01, 0.01))
 
 
+def test_a_speed_ends_with_the_first_slot_that_stays_empty() -> None:
+    # Two slots: C follows A; B and D have 6 and 4 tokens; when B ends nobody follows, and D goes on alone.
+    a, b = [(0.0, 0), (1.0, 1), (2.0, 2)], [(0.0, 0), (1.0, 1), (2.0, 2), (3.0, 3)]
+    c, d = [(2.1, 0), (2.5, 3)], [(2.6, 0), (3.0, 2), (4.0, 1), (5.0, 1)]
+    assert find_full_load([a, b, c, d]) == (3.0, 3 + 6 + 3 + 2)
+    assert find_full_load([b]) == (3.0, 6), "one request is the whole load"
+
+
 def test_servers_of_different_modes_are_not_compared() -> None:
     servers = {PLAIN: make_server("http://a", "eager"), "head": make_server("http://b", "compiled")}
     with pytest.raises(ValueError, match=r"none.* eager.*head.* compiled"):
@@ -164,7 +172,8 @@ def make_run(step_s: float, repeats: int = 0, **changes: Any) -> Measurement:
     return Measurement(
         prompts=PROMPTS,
         outputs=[Output(token_ids=[7] * 50, counts=None)],
-        duration_s=50 * step_s,
+        full_s=50 * step_s,
+        full_tokens=50,
         dtype="bfloat16",
         counts=None,
         step_s=step_s,

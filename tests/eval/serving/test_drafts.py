@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.engine.measure import Measurement, Output
+from redraft.eval.engine.measure import Measurement, Output, find_full_load
 from redraft.eval.prompts import Prompt
 from redraft.eval.serving.drafts import Candidate, choose, predict
 from redraft.eval.serving.rounds import PLAIN
@@ -29,12 +30,12 @@ def make_run(load: int, step_ms: float, accepted: tuple[int, ...], prefill_s: fl
     steps, total = 100, sum(accepted)
     counts = AcceptanceCounts(num_drafts=steps, num_accepted=total, accepted_per_position=accepted)
     output = Output(token_ids=[7] * (steps + total + 1), counts=counts if accepted else None)
-    tau = 1 + total / steps
-    decode_s = load * len(output.token_ids) / (1000 * load * tau / step_ms)
+    decode_s = steps * step_ms / 1000
     return Measurement(
         prompts=[Prompt(token_ids=[number]) for number in range(load)],
         outputs=[output] * load,
-        duration_s=decode_s + load * prefill_s,
+        full_s=decode_s + load * prefill_s,
+        full_tokens=load * len(output.token_ids),
         dtype="bfloat16",
         counts=None,
         decode_s=decode_s if load == 1 else None,
@@ -57,7 +58,7 @@ def test_the_speed_with_fewer_tokens_follows_from_acceptance_by_position_and_the
     one = {row.num_speculative_tokens: row for row in choice.by_tokens["1"]}
     assert [row.tau for row in one.values()] == pytest.approx([1.0, 1.6, 1.9, 1.96])
     assert one[3].speedup == pytest.approx(1.96 * 10 / 16)
-    assert one[3].speedup == pytest.approx(choice.measured["1"].ratio)
+    assert one[3].speedup == pytest.approx(choice.measured["1"].ratio, rel=0.01), "but for the prefill's token"
     assert one[1].speedup == pytest.approx(1.6 * 10 / 12)
     assert choice.best["1"].num_speculative_tokens == 2
     assert choice.speedups["1"] == pytest.approx(1.9 * 10 / 14)
@@ -80,6 +81,74 @@ def test_prefills_pass_neither_for_verification_nor_for_drafting() -> None:
     assert choice.by_tokens["8"][3].tokens_per_s == pytest.approx(8 * 197 / (8 * 0.3 + 197 / 1.96 * 0.036))
 
 
+PREFILL_S, DRAFT_S, ACCEPTED = 0.02, 0.0008, 0.7
+"""Of the engine below: a prefill, for which all wait; a draft token of all requests; the chance of the next token."""
+
+
+def verify_s(rows: int) -> float:
+    return 0.010 + 0.0008 * rows
+
+
+def serve(load: int, k: int, number: int, rng: np.random.Generator) -> Measurement:
+    """`number` answers of 4 to 64 tokens, `load` at a time, in an engine of known costs."""
+    wanted = [int(np.clip(rng.exponential(35), 4, 64)) for _ in range(number)]
+    arrivals: list[list[tuple[float, int]]] = [[] for _ in wanted]
+    accepted: list[list[int]] = [[] for _ in wanted]
+    now_s, decode_s, waiting, running = 0.0, 0.0, list(range(number)), list[int]()
+    while waiting or running:
+        begun = [waiting.pop(0) for _ in range(min(load - len(running), len(waiting)))]
+        for answer in begun:
+            arrivals[answer].append((now_s, 0))
+        now_s += PREFILL_S * len(begun)
+        for answer in begun:
+            arrivals[answer].append((now_s, 1))
+        running += begun
+        step_s = verify_s(len(running) * (k + 1)) + k * DRAFT_S
+        now_s, decode_s = now_s + step_s, decode_s + step_s * len(running)
+        for answer in tuple(running):
+            hits = int(np.cumprod(rng.random(k) < ACCEPTED).sum())
+            accepted[answer].append(hits)
+            left = wanted[answer] - sum(count for _, count in arrivals[answer])
+            arrivals[answer].append((now_s, min(hits + 1, left)))
+            if left <= hits + 1:
+                running.remove(answer)
+    full_s, full_tokens = find_full_load(arrivals)
+    return Measurement(
+        prompts=[Prompt(token_ids=[answer]) for answer in range(number)],
+        outputs=[
+            Output(token_ids=[7] * count, counts=AcceptanceCounts.from_blocks(hits, k) if k else None)
+            for count, hits in zip(wanted, accepted, strict=True)
+        ],
+        full_s=full_s,
+        full_tokens=full_tokens,
+        dtype="bfloat16",
+        counts=None,
+        decode_s=decode_s if load == 1 else None,
+    )
+
+
+def test_answers_that_end_early_leave_no_slot_empty_in_a_speed() -> None:
+    """Over the whole load, with fewer and fewer requests, the draft is 1.18x as fast at eight, and a step 25 ms."""
+    rng, loads = np.random.default_rng(0), {1: 2, 4: 8, 8: 16, 32: 64}
+    rounds: dict[Any, Any] = {}
+    for server, k in ((PLAIN, 0), ("head", 3)):
+        for load in loads if server == PLAIN else LOADS:
+            rounds[server, load] = [serve(load, k, loads[load], rng) for _ in range(30)]
+    choice = predict(HEAD, rounds, LOADS)
+    # A sustained load pays a prefill for every answer, here of 29 tokens.
+    mean = choice.measured["8"].tokens_per_request
+    token_s = {
+        k: PREFILL_S / mean + (verify_s(8 * (k + 1)) + k * DRAFT_S) / (8 * tau) for k, tau in ((0, 1), (3, 2.533))
+    }
+    assert choice.measured["8"].ratio == pytest.approx(token_s[0] / token_s[3], rel=0.05)
+    assert choice.costs.target_s[8][0] == pytest.approx(verify_s(8), rel=1e-3)
+    assert choice.costs.draft_s[8] == pytest.approx(DRAFT_S, rel=0.25)
+    for row in choice.by_tokens["8"][1:]:
+        k, tau = row.num_speculative_tokens, 1 + sum(ACCEPTED**j for j in range(1, row.num_speculative_tokens + 1))
+        its_s = PREFILL_S / mean + (verify_s(8 * (k + 1)) + k * DRAFT_S) / (8 * tau)
+        assert row.speedup == pytest.approx(token_s[0] / its_s, rel=0.05)
+
+
 def test_a_head_is_served_with_the_best_number_of_tokens_for_each_batch_size() -> None:
     choice = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
     config = choice.speculative_config
@@ -93,7 +162,7 @@ def test_a_draft_that_chooses_its_length_keeps_its_measured_speed(candidate: Can
     choice = predict(candidate, make_rounds(candidate.name, {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS)
     assert {row.num_speculative_tokens for row in choice.by_tokens["1"]} == {0, 4}
     for load in ("1", "8"):
-        assert choice.speedups[load] == pytest.approx(choice.measured[load].ratio)
+        assert choice.speedups[load] == pytest.approx(choice.measured[load].ratio, rel=0.01)
     assert choice.speculative_config == candidate.speculative_config
 
 

@@ -205,7 +205,12 @@ class Servers:
             output = Output(token_ids=[1, 2, 3], counts=None if name == PLAIN else counts)
             # a time that no two measurements share
             return Measurement(
-                prompts=prompts[:1], outputs=[output], duration_s=time.perf_counter(), dtype="float32", counts=counts
+                prompts=prompts[:1],
+                outputs=[output],
+                full_s=time.perf_counter(),
+                full_tokens=3,
+                dtype="float32",
+                counts=counts,
             )
 
         return {(name, load): [measurement(name)] for name in servers for load in plan.prompts}

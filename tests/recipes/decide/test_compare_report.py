@@ -47,7 +47,8 @@ def make_run(speed: float, accepted: int, *prompts: int) -> Measurement:
     return Measurement(
         prompts=[Prompt(token_ids=[prompt]) for prompt in prompts],
         outputs=[Output(token_ids=[7] * 41, counts=counts if accepted else None)] * len(prompts),
-        duration_s=41 * len(prompts) / speed,
+        full_s=41 * len(prompts) / speed,
+        full_tokens=41 * len(prompts),
         dtype="bfloat16",
         counts=counts if accepted else None,
     )

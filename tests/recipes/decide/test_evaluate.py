@@ -322,7 +322,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         concurrencies.append(concurrency)
         counts = AcceptanceCounts(num_drafts=4, num_accepted=6, num_draft_tokens=12, accepted_per_position=(3, 2, 1))
         outputs = [Output(token_ids=list(range(64)), counts=counts)] * len(prompts)
-        return Measurement(prompts=prompts, outputs=outputs, duration_s=1.0, dtype="float32", counts=None)
+        return Measurement(prompts=prompts, outputs=outputs, full_s=1.0, full_tokens=64, dtype="float32", counts=None)
 
     monkeypatch.setattr(served, "vllm_server", start)
     monkeypatch.setattr(served, "measure", count)
