@@ -176,7 +176,8 @@ def speedups(cfg: Config, cells: Cells, batch_size: int) -> dict[int, float]:
 def verdict(cfg: Config, cells: Cells, advice: Advice, batch_size: int) -> dict[str, Any]:
     """The advised number of draft tokens compared with the best measured one, with and without 0 as a choice."""
     measured = speedups(cfg, cells, batch_size)
-    expected = {k: advice.at(batch_size, k).speedup for k in measured}
+    rows = {row.num_speculative_tokens: row for row in advice.table if row.batch_size == batch_size}
+    expected = {k: rows[k].speedup for k in measured}
     advised = max(expected, key=lambda k: expected[k])
     drafting = max(sorted(cfg.num_speculative_tokens), key=lambda k: expected[k])
     return {

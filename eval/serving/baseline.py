@@ -10,7 +10,6 @@ a gain over a server far below it may be a gain over a fault."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import re
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from redraft.eval.engine.measure import CHANGED
 from redraft.eval.engine.process import exiting_on_sigterm
@@ -28,9 +27,6 @@ from redraft.eval.machine import ENGINE_IS_CPU, engine_environment
 from redraft.heads.files.artifact import safetensors_header
 from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.kept import compute_once
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 BANDWIDTH_BYTES = 1 << 30  # read to measure the bandwidth: far more than any cache
@@ -168,24 +164,19 @@ def count_speeds(runs: Sequence[Timed]) -> int:
     return 1 + sum(later > CHANGED * earlier for earlier, later in itertools.pairwise(steps_s))
 
 
-@functools.cache
 def measure_bandwidth() -> float:
-    """Bytes/s at which this machine reads memory: a GPU's if the engine runs on one, else the CPU's, all cores."""
+    """Bytes/s at which this machine reads memory: a GPU's if the engine runs on one, else the CPU's."""
     import torch
 
-    device = torch.device("cpu" if ENGINE_IS_CPU else "cuda")
-    # The fastest: a limit is not what neighbours leave at the moment.
-    fastest_s = min(_time_reads(torch.ones(BANDWIDTH_BYTES // 4, dtype=torch.float32, device=device)))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the servers start next, and take what is free
-    return BANDWIDTH_BYTES / fastest_s
-
-
-def _time_reads(buffer: Tensor) -> list[float]:
-    times_s = []
+    device = "cpu" if ENGINE_IS_CPU else "cuda"
+    buffer, times_s = torch.ones(BANDWIDTH_BYTES // 4, device=device), []
     for _ in range(1 + BANDWIDTH_READS):
         began_s = time.perf_counter()
         # A sum reads everything and writes one number; `item` waits for a GPU.
         buffer.sum().item()
         times_s.append(time.perf_counter() - began_s)
-    return times_s[1:]
+    del buffer
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the next server takes what is free
+    # The fastest: a limit is not what neighbours leave at the moment.
+    return BANDWIDTH_BYTES / min(times_s)

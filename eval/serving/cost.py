@@ -171,13 +171,6 @@ class Advice:
         inside = (r.num_speculative_tokens for r in self.schedule if batch_size <= r.last)
         return next(inside, self.schedule[-1].num_speculative_tokens)
 
-    def at(self, batch_size: int, num_speculative_tokens: int) -> Prediction:
-        """The prediction for a measured batch size. Raises KeyError if there is none."""
-        for row in self.table:
-            if (row.batch_size, row.num_speculative_tokens) == (batch_size, num_speculative_tokens):
-                return row
-        raise KeyError((batch_size, num_speculative_tokens))
-
     @property
     def off_from(self) -> int | None:
         """The smallest batch size from which speculation should be off; None if it pays at the largest measured."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.sampling import Sampling
@@ -272,21 +273,15 @@ def pool_acceptance(rows: Iterable[Mapping[str, Any]], draft: str) -> list[float
     tokens. Later positions come from fewer rows, so by chance one may have a larger share than the
     position before it, which is impossible in one sample. Such shares are cut to the smaller one.
     Empty if no row has a share."""
-    accepted: list[float] = []
-    steps: list[int] = []
-    chosen = [entry for entry in rows if entry["draft"] == draft]
-    if not any(entry["measured"]["acceptance_per_position"] for entry in chosen):
+    chosen = [(row["num_speculative_tokens"], row["measured"]) for row in rows if row["draft"] == draft]
+    if not any(measured["acceptance_per_position"] for _, measured in chosen):
         return []
-    for entry in chosen:
-        measured = entry["measured"]
+    accepted, steps = np.zeros((2, max(k for k, _ in chosen)))
+    for k, measured in chosen:
         # A row without a proposal has no shares, and its steps accepted nothing.
-        shares = measured["acceptance_per_position"] or [0.0] * entry["num_speculative_tokens"]
-        for position, rate in enumerate(shares):
-            if position == len(accepted):
-                accepted.append(0.0)
-                steps.append(0)
-            accepted[position] += rate * measured["num_steps"]
-            steps[position] += measured["num_steps"]
+        shares = measured["acceptance_per_position"] or [0.0] * k
+        accepted[: len(shares)] += np.multiply(shares, measured["num_steps"])
+        steps[: len(shares)] += measured["num_steps"]
     # Weighted by steps: a short run counts for little.
-    rates = [hits / total for hits, total in zip(accepted, steps, strict=True)]
-    return [min(rates[: position + 1]) for position in range(len(rates))]
+    rates: list[float] = np.minimum.accumulate(accepted / steps).tolist()
+    return rates
