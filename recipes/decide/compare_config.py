@@ -96,9 +96,10 @@ class Config:
                 raise ValueError(f"--train {name} is given twice")
         if self.confirm_rounds < 6:
             raise ValueError(f"--confirm-rounds {self.confirm_rounds} give no 95% interval: 6 or more")
-        for field in ("rounds", "confirm", "num_speculative_tokens", "prompts_one", "prompts_many"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"--{field.replace('_', '-')} must be at least 1")
+        least = {"rounds": 1, "confirm": 1, "num_speculative_tokens": 1, "prompts_one": 1, "prompts_many": 8}
+        for field, number in least.items():
+            if getattr(self, field) < number:
+                raise ValueError(f"--{field.replace('_', '-')} must be at least {number}")
 
     @property
     def num_prompts(self) -> int:

@@ -58,6 +58,7 @@ def test_layers_are_taken_at_equal_distances_with_the_first_and_the_last(tiny_ta
         ({"train": ("ngram+dflash-8k",)}, r"\bngram\b.*\bretrieval\b.*\beagle3-Nk\b"),
         ({"confirm_rounds": 5}, "95%"),
         ({"rounds": 0}, r"--rounds\b.*\b1\b"),
+        ({"prompts_many": 7}, r"--prompts-many\b.*\b8\b"),
     ],
 )
 def test_bad_flags_are_one_line(changes: dict[str, Any], message: str) -> None:
@@ -382,7 +383,7 @@ def test_the_command_makes_serves_and_compares_drafts(tiny_target: Path, tmp_pat
         data=str(tmp_path / "answers.jsonl"),
         prompts=str(tmp_path / "answers.jsonl"),
         rounds=2,
-        prompts_many=4,
+        prompts_many=8,
         max_tokens=16,
         together=3,
         flags=("--loop.batch-size", "2", "--loop.sequence-length", "256"),
