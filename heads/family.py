@@ -137,11 +137,6 @@ class Family:
         return not self.draft
 
     @property
-    def is_block(self) -> bool:
-        """The number of draft tokens changes every proposal, the first too."""
-        return self.parity == "block"
-
-    @property
     def speculative(self) -> dict[str, Any]:
         """The keys of vLLM's --speculative-config that choose the proposer; empty without a method."""
         chosen = {} if self.method is None else {"method": self.method}

@@ -198,12 +198,13 @@ def prove_in_engine(
     def measured(server: VllmServer) -> Measurement:
         return measure(server, prompts, max_tokens=cfg.max_tokens, concurrency=cfg.concurrency)
 
+    kept = cfg.reference or folder
     mode: Mode | None = None
     modes: Mapping[Mode, float] = {}
     if cfg.speed_rounds:
         # A speed-up over a server that no user would start means nothing.
         mode, modes = choose_mode(
-            target.name, lambda server: measured(server).tokens_per_s, MODE_ROUNDS, folder, cfg.reference or folder,
+            target.name, lambda server: measured(server).tokens_per_s, MODE_ROUNDS, folder, kept,
             [target.fingerprint, prompts, cfg.max_tokens, cfg.concurrency], **options,
         )  # fmt: skip
         print(describe_modes(mode, modes), flush=True)
@@ -223,32 +224,17 @@ def prove_in_engine(
         with_draft = measured(ours)
         if cfg.speed_rounds:
             with start("beside", target.name, None) as theirs:
-                plan = Plan(
-                    rounds=cfg.speed_rounds,
-                    prompts={cfg.concurrency: SPEED_PROMPTS * cfg.concurrency},
-                    max_tokens=cfg.max_tokens,
-                )
+                load = {cfg.concurrency: SPEED_PROMPTS * cfg.concurrency}
+                plan = Plan(rounds=cfg.speed_rounds, prompts=load, max_tokens=cfg.max_tokens)
                 rounds = run_rounds({"draft": ours, PLAIN: theirs}, prompts, plan)
                 rates = {name: [run.tokens_per_s for run in runs] for (name, _), runs in rounds.items()}
                 speed = Speed(with_draft=rates["draft"], without_draft=rates[PLAIN])
     if mode:
         log, alone = folder / "vllm-beside-draft.log", plain_runs([rounds])
         baseline = describe_baseline(alone, mode, modes, log=log, target=target.folder)
-    without_draft = compute_once(
-        cfg.reference or folder,
-        "without-draft",
-        [
-            target.fingerprint,
-            prompts,
-            cfg.max_tokens,
-            cfg.concurrency,
-            mode,
-            (*cfg.engine_args, *([f"--dtype={dtype}"] if dtype else [])),
-            engine_environment(),
-        ],
-        Measurement,
-        measure_alone,
-    )
+    key = [target.fingerprint, prompts, cfg.max_tokens, cfg.concurrency]
+    key += [mode, cfg.engine_args, dtype, engine_environment()]
+    without_draft = compute_once(kept, "without-draft", key, Measurement, measure_alone)
     return EngineProof(
         with_draft=with_draft,
         without_draft=without_draft,

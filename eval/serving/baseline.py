@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
-from redraft.eval.engine.measure import CHANGED
+from redraft.eval.engine.measure import CHANGED, Measurement
 from redraft.eval.engine.process import exiting_on_sigterm
 from redraft.eval.engine.server import EAGER, Mode, VllmServer, read_threads, vllm_server
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment
+from redraft.eval.serving.load import LoadResult
 from redraft.heads.files.artifact import safetensors_header
 from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.kept import compute_once
@@ -38,17 +39,7 @@ SERVED = re.compile(
 MODE_ROUNDS = 3
 
 
-class Timed(Protocol):
-    """A run of a server: `Measurement`, or `LoadResult` of vLLM's load generator."""
-
-    @property
-    def tokens_per_s(self) -> float: ...
-    @property
-    def step_s(self) -> float | None: ...
-    @property
-    def half_step_s(self) -> tuple[float, float] | None: ...
-    @property
-    def repeats(self) -> int: ...
+Timed = Measurement | LoadResult  # A run of a server.
 
 
 @dataclass(frozen=True, kw_only=True)

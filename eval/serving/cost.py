@@ -33,9 +33,10 @@ def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
 
 
 def has_one_acceptance(draft: Mapping[str, Any]) -> bool:
-    """A position of this speculative config is accepted as often at any load and with more tokens after it."""
+    """A position is accepted as often at any load and with any number of tokens after it. In a block
+    every proposal reads the others."""
     family = find_speculative(draft)
-    return not depends_on_load(draft) and not (family is not None and family.is_block)
+    return not depends_on_load(draft) and (family is None or family.parity != "block")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,10 +91,7 @@ def choose_acceptance(cfg: Config, report: Mapping[str, Any], name: str) -> Acce
     if cfg.acceptance is not None:
         acceptance = read_acceptance(cfg.acceptance, cfg.acceptance_draft, served)
         if acceptance.penalties != report["settings"].get("penalties", {}):
-            raise ValueError(
-                f"{cfg.acceptance} and {cfg.serving} were measured with different penalties (`redraft eval` and "
-                "trainings leave them out): advise without --acceptance"
-            )
+            raise ValueError(f"{cfg.acceptance} has not the penalties of {cfg.serving}: leave out --acceptance")
         return acceptance
     if not report["drafts"][name]["acceptance_per_position"]:
         raise ValueError(f"{cfg.serving} counted no acceptance of {name}: give --acceptance REPORT")
