@@ -9,7 +9,6 @@ from typing import Literal
 
 Kind = Literal["product", "attention", "other"]  # other: moves bytes and computes little
 
-
 PRODUCT_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.65, 0.4, 0.85
 """The part of a device's best that operations reach: of the FLOP/s in large matrix products and in fused attention
 kernels, and of the memory's bandwidth."""

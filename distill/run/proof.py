@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 MAX_DRAFT_TOKENS = 128  # of vLLM's rejection sampler, for one request in one step
 
-
 SPEED_PROMPTS = 4  # of a speed round, per request in flight: short rounds suit shared machines
 
 

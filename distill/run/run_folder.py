@@ -29,7 +29,6 @@ KEPT_CHECKPOINTS = 2
 MAY_CHANGE = {"overwrite", "output", "wandb", "prove"}
 """Config keys that may differ when a run is resumed: they do not change the training."""
 
-
 TOKENS = "tokens"  # Folder of the tokenised data in a run.
 LOCK = ".lock"  # File that is locked while a process writes the run.
 T = TypeVar("T")

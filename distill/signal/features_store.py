@@ -40,7 +40,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.25
 """Pauses between checks for the description. The first is short, because states of a short text arrive at once; the
 longest is not, because object storage charges for every check."""
 
-
 LONGEST_DESCRIPTION, LONGEST_ROW = 1 << 16, 1 << 26
 """Bytes of a NAME.json, and of the states of one token, at most. A hostile server must not fill the reader's memory."""
 

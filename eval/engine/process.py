@@ -17,7 +17,6 @@ PR_SET_PDEATHSIG = 1  # Option of prctl(2): the signal for the kernel to send wh
 # Loaded here and not in the child: a loader lock held by another thread at fork stays locked until exec.
 LIBC = ctypes.CDLL(None)
 
-
 _RESERVED: list[socket.socket] = []
 
 

@@ -38,7 +38,6 @@ SERVED = re.compile(
 )  # In vLLM's log.
 MODE_ROUNDS = 3
 
-
 Timed = Measurement | LoadResult  # A run of a server.
 
 

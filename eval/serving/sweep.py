@@ -270,9 +270,8 @@ def fit_step_costs(rows: Iterable[Mapping[str, Any]], draft: str) -> StepCosts |
 
 def pool_acceptance(rows: Iterable[Mapping[str, Any]], draft: str) -> list[float]:
     """Acceptance by position over all rows of a draft, as a share of the steps with enough draft
-    tokens. Later positions come from fewer rows, so by chance one may have a larger share than the
-    position before it, which is impossible in one sample. Such shares are cut to the smaller one.
-    Empty if no row has a share."""
+    tokens. Later positions come from fewer rows: by chance one may have a larger share than the one
+    before it, and is cut to that. Empty if no row has a share."""
     chosen = [(row["num_speculative_tokens"], row["measured"]) for row in rows if row["draft"] == draft]
     if not any(measured["acceptance_per_position"] for _, measured in chosen):
         return []

@@ -39,7 +39,6 @@ from redraft.heads.target import Target, aux_layers, layer_weights
 
 ANCHORS_A_CHUNK = 64  # blocks in memory at once: the mask has ANCHORS_A_CHUNK * S rows
 
-
 Config = options.DFlash
 
 

@@ -35,7 +35,6 @@ from redraft.heads.target import Target
 CONFIDENCE_HEAD = "confidence_head."  # in float32 in engines, and so in an export
 INIT_STD = 0.01  # Small, so the head begins as DFlash.
 
-
 Config = options.DSpark
 
 

@@ -103,7 +103,7 @@ class Config:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of the first rounds: every round has new ones, at both loads."""
+        """Prompts of the first rounds: every round has new ones, at both loads, if there are enough."""
         return self.rounds * max(self.prompts_one, self.prompts_many)
 
 
