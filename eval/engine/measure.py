@@ -23,8 +23,8 @@ from redraft.heads.progress import Progress
 WARM_UP_TOKENS = 16
 STATISTICS_TIMEOUT_S = 5  # /metrics has the last step shortly after the client its tokens
 CHANGED = 1.5  # step times apart by this factor are two speeds
-MOST_REPEATS = 2  # Times a load is measured again because a server changed its speed.
-LEAST_STEPS = 8  # Steps in half of a measurement that are enough to know its speed.
+MOST_REPEATS = 2  # Times a load is measured again because a server changed speed.
+LEAST_STEPS = 8  # Steps in half of a measurement that are enough to know the speed.
 FAST_STEPS = 0.1  # share of fastest steps that show a half's speed: longer drafts take longer
 
 
@@ -49,7 +49,7 @@ class Measurement:
     step_s: float | None = None  # median of a step without a prefill; None if there are few
     half_step_s: tuple[float, float] | None = None
     """Time of the fast steps (`FAST_STEPS`) in the first and in the second half, in seconds; None if there are few."""
-    repeats: int = 0  # runs of this load discarded, because a server changed its speed
+    repeats: int = 0  # runs of this load discarded, because a server changed speed
 
     @property
     def num_output_tokens(self) -> int:
@@ -126,7 +126,7 @@ def changed_speed(half_step_s: tuple[float, float] | None) -> bool:
 
 
 def find_full_load(requests: Sequence[Sequence[tuple[float, int]]]) -> tuple[float, int]:
-    """(seconds, tokens) until a request ends that no other follows. A request is its `arrivals`."""
+    """(seconds, tokens) until a request ends that no other follows. `requests` are `arrivals`."""
     last_s = max(request[0][0] for request in requests)
     end_s = min(request[-1][0] for request in requests if request[-1][0] > last_s)
     num_tokens = sum(count for request in requests for at_s, count in request if at_s <= end_s)
@@ -189,7 +189,7 @@ async def _complete(
         "max_tokens": max_tokens,
         # Ids, because decoded text may split into other tokens when it is encoded again.
         "return_token_ids": True,
-        # As users read answers; the arrival of each step shows its time. The usage chunk brings the metrics.
+        # As users read answers; the arrival of each step shows the time. The usage chunk brings the metrics.
         "stream": True,
         "stream_options": {"include_usage": True},
         # All of them: a server takes what is not set from the target's generation_config.json.

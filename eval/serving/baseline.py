@@ -51,7 +51,7 @@ class Baseline:
     step_ms: float  # Median time of a step without a prefill.
     limit_share: float | None  # time to read the weights once, as a share of the step, if known
     speeds: int  # over all rounds, apart by the factor `CHANGED`; 1 is sound
-    repeated: int  # Loads that were measured again because a server changed its speed.
+    repeated: int  # Loads that were measured again because a server changed speed.
     modes: Mapping[Mode, float]  # tokens/s of the rounds that chose; empty if the user did
 
 
@@ -141,7 +141,7 @@ def read_weight_bytes(target: Path, log: Path) -> float | None:
         return None
     shapes = {name: entry["shape"] for header in headers for name, entry in header.items()}
     if any(name.endswith("lm_head.weight") for name in shapes):
-        # A step reads only the rows of its tokens.
+        # A step reads only the rows of the tokens in it.
         shapes = {name: shape for name, shape in shapes.items() if "embed_tokens" not in name}
     dtype, num_devices = served[-1]
     width = 4 if dtype == "float32" else 2

@@ -97,12 +97,12 @@ class LoadResult:
     tau: float  # with steps in which n-grams found nothing; 1 without a draft
     acceptance_per_position: tuple[float, ...]  # share of steps that accept up to each position
     half_step_s: tuple[float, float] | None = None  # As of `Measurement`, by the client's clock.
-    repeats: int = 0  # earlier runs discarded because the server changed its speed
+    repeats: int = 0  # earlier runs discarded because the server changed speed
 
 
 def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
     """Run a load on a server. Generated prompts and the generator's output are kept in `folder`.
-    A run in which the server changes its speed by more than a third is repeated (`changed_speed`),
+    A run in which the server changes speed by more than a third is repeated (`changed_speed`),
     at most `MOST_REPEATS` times. Raises ValueError if the data has no prompt or the engine refuses
     one; ConnectionError if the server is not reachable."""
     _require_healthy(server)

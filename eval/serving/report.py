@@ -26,7 +26,7 @@ from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import read_as
 
 VERSION = 1
-GRID = "tokens"  # The question that varies two settings, so its table is two-dimensional.
+GRID = "tokens"  # The question that varies two settings, so the table is two-dimensional.
 
 Row = Mapping[str, Any]
 

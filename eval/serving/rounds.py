@@ -110,7 +110,7 @@ def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Result
 
 def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], plan: Plan) -> Results:
     """Measure every server in every round; a round starts at the prompt after the last one of the
-    round before. A load in which a server changes its speed by more than a third is measured again
+    round before. A load in which a server changes speed by more than a third is measured again
     on all servers (`changed_speed`), at most `MOST_REPEATS` times. Raises ValueError: the servers
     run in different modes, so a ratio of speeds would measure the compiler."""
     if len(modes := {server.mode for server in servers.values()}) > 1:

@@ -277,7 +277,7 @@ def pool_acceptance(rows: Iterable[Mapping[str, Any]], draft: str) -> list[float
         return []
     accepted, steps = np.zeros((2, max(k for k, _ in chosen)))
     for k, measured in chosen:
-        # A row without a proposal has no shares, and its steps accepted nothing.
+        # A row without a proposal has no shares, and the steps accepted nothing.
         shares = measured["acceptance_per_position"] or [0.0] * k
         accepted[: len(shares)] += np.multiply(shares, measured["num_steps"])
         steps[: len(shares)] += measured["num_steps"]

@@ -66,7 +66,7 @@ def format_fastest(fastest: Mapping[int, Mapping[str, Any] | None]) -> Iterator[
 
 
 def measured_costs(report: Mapping[str, Any], draft: str | None, path: Path) -> tuple[str, StepCosts]:
-    """(draft, step costs). Raises ValueError: the benchmark has no such draft, or no costs, or its
+    """(draft, step costs). Raises ValueError: the benchmark has no such draft, or no costs, or the
     acceptance changes with the load or the number of tokens."""
     drafts = report["drafts"]
     if draft is not None and draft not in drafts:
