@@ -1,6 +1,6 @@
 """Which draft pays? Make every kind of draft for a target, measure each in a real vLLM, and confirm the best.
 
-$ redraft compare --preset smollm2              # SmolLM2-135M-Instruct and one head, 20 minutes on two cores
+$ redraft compare --preset smollm2              # SmolLM2-135M-Instruct and one head, half an hour on two cores
 $ redraft compare --target models/llama-1b --data answers.jsonl --prompts prompts.jsonl
 $ redraft compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft ngram+outputs/eagle3/draft:2 --train
 
