@@ -9,6 +9,7 @@ from typing import Any
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from redraft.heads.files.checkpoint import load_config
+from redraft.heads.files.folder import quantization_section
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, *, head_dim: int = 128, tied: bool = False) -> LlamaConfig:
@@ -61,10 +62,10 @@ def find_sizes(name: str) -> Any:
 
 def stored_bits(config: Any) -> int | None:
     """Bits of a weight of a target that is stored quantised; None of one that is not."""
-    parts = (config, config.get_text_config())
-    about = json.dumps([vars(part).get("quantization_config") for part in parts])
-    if about == "[null, null]":
+    section = quantization_section(config.to_dict())
+    if not section:
         return None
+    about = json.dumps(section)
     bits = re.search(r'"weights": {[^{}]*"num_bits": (\d+)|"bits": (\d+)', about)
     # mxfp4, NVFP4 and bitsandbytes name no bits.
     return int(bits[1] or bits[2]) if bits else 4 if re.search("(?i)fp4|4bit.: true", about) else 8

@@ -88,11 +88,16 @@ def text_sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping
     return config, config.get("text_config") or {}
 
 
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What this config.json says of the quantization of the weights beside it; empty if they are plain."""
+    keys = ("quantization_config", "compression_config")  # the second is an old one of compressed-tensors
+    return next((place[key] for place in text_sections(config) for key in keys if place.get(key)), {})
+
+
 def find_quantization(config: Mapping[str, Any]) -> str | None:
     """The quantization of the weights beside this config.json, as its tool calls it; None if they are plain."""
-    # The second key is an old one of compressed-tensors. ModelOpt names the method `quant_algo`.
-    keys = ("quantization_config", "compression_config")
-    section = next((place[key] for place in text_sections(config) for key in keys if place.get(key)), None)
+    section = quantization_section(config)
+    # ModelOpt names the method `quant_algo`.
     return None if not section else section.get("quant_method") or section.get("quant_algo") or "packed"
 
 

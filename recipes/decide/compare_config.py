@@ -23,6 +23,7 @@ from typing import Annotated
 
 import tyro
 
+from redraft.distill.run.run_config import require_least
 from redraft.eval.engine.draft_source import NGRAM, NUM_TOKENS, DraftSource
 
 LAYERS = re.compile(r"layers-(\d+)")
@@ -96,10 +97,7 @@ class Config:
                 raise ValueError(f"--train {name} is given twice")
         if self.confirm_rounds < 6:
             raise ValueError(f"--confirm-rounds {self.confirm_rounds} give no 95% interval: 6 or more")
-        least = {"rounds": 1, "confirm": 1, "num_speculative_tokens": 1, "prompts_one": 1, "prompts_many": 8}
-        for field, number in least.items():
-            if getattr(self, field) < number:
-                raise ValueError(f"--{field.replace('_', '-')} must be at least {number}")
+        require_least(self, rounds=1, confirm=1, num_speculative_tokens=1, prompts_one=1, prompts_many=8)
 
     @property
     def num_prompts(self) -> int:

@@ -18,7 +18,7 @@ from redraft.distill.data.day import keep_day
 from redraft.distill.data.samples import held_out_prompts
 from redraft.distill.run.inputs import load_target
 from redraft.distill.run.memory_check import require_target_room
-from redraft.distill.run.run_config import Signal
+from redraft.distill.run.run_config import Signal, require_least
 from redraft.distill.signal.features import load_skeleton
 from redraft.distill.signal.sources import InProcessTarget
 from redraft.eval.counts import AcceptanceCounts
@@ -140,9 +140,7 @@ def check(cfg: Config) -> None:
         raise ValueError("--num-speculative-tokens needs numbers of at least 1")
     if min(cfg.temperature, default=0) < 0:
         raise ValueError("--temperature needs numbers of at least 0")
-    for name in ("num_prompts", "max_tokens", "batch_size", "concurrency"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(cfg, name)}: it must be at least 1")
+    require_least(cfg, num_prompts=1, max_tokens=1, batch_size=1, concurrency=1)
     if not (cfg.forecast or cfg.engine):
         raise ValueError("--no-forecast and --no-engine leave nothing to measure: leave out one of them")
     if not cfg.forecast and cfg.baseline:
