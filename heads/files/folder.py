@@ -89,7 +89,7 @@ def text_sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping
 
 
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What this config.json says of the quantization of the weights beside it; empty if they are plain."""
+    """The section of this config.json on the quantization of its weights; empty if they are plain."""
     keys = ("quantization_config", "compression_config")  # the second is an old one of compressed-tensors
     return next((place[key] for place in text_sections(config) for key in keys if place.get(key)), {})
 
