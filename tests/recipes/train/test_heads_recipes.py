@@ -438,5 +438,5 @@ def test_the_demo_of_all_heads_runs_small_and_goes_on_where_it_was(tiny_target: 
     for entry in (*report["families"].values(), *report["ablation"].values()):
         assert entry["lossless"] is True
         assert entry["forecast_error"] < 0.03
-    again = subprocess.run(command, cwd=root, check=True, timeout=60, capture_output=True, text=True)
+    again = subprocess.run([*command, "--resume"], cwd=root, check=True, timeout=60, capture_output=True, text=True)
     assert again.stdout.count("is already done") == 6, "three heads, another divergence, two more seeds"
