@@ -76,8 +76,8 @@ demo-domains: $(STAMP)  ## a draft per domain behind a router against one shared
 test: $(STAMP) browser  ## the quick tests, with the real engine, a real browser and a real NATS server
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2
 
-test-all: $(STAMP) browser  ## these and the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+test-all: $(STAMP) browser  ## these and the slow ones, two hours
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 gpu: $(STAMP)  ## everything that only a GPU runs, in 15 minutes on one card: tests, trainings, kernels, steps, vLLM
 	$(BIN)/python -m benchmarks.gpu
