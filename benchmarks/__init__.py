@@ -1,1 +1,4 @@
-"""What measures redraft itself: benchmarks against other trainers, the soak, and studies. Not a part of the package."""
+"""What measures redraft itself: benchmarks against other trainers, the soak, and studies.
+
+Not a part of the package.
+"""

@@ -1,11 +1,14 @@
-"""Check the advice against the engine: is the advised number of draft tokens within 5% of the best measured one?
+"""Check the advice against the engine.
+
+Is the advised number of draft tokens within 5% of the best measured one?
 
 $ python -m benchmarks.advice    # with the draft of `make demo-tiny`; if there is none, a short training makes one
 
-A server without a draft and one for every number of draft tokens run at the same time and get their loads in turn, so a
-change of the machine's speed affects all of them. Speed-ups are medians of ratios to the server without a draft. The
-advice is given the step times with the fewest and the most draft tokens, and the acceptance by position with the most;
-it has to predict the rest. A ratio below the requirement is printed, and is not an error.
+A server without a draft and one for every number of draft tokens run at the same time and get their
+loads in turn, so a change of the machine's speed affects all of them. Speed-ups are medians of
+ratios to the server without a draft. The advice is given the step times with the fewest and the
+most draft tokens, and the acceptance by position with the most; it has to predict the rest. A ratio
+below the requirement is printed, and is not an error.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ class Config:
     target: str = "tests/assets/tiny-target"
     """Folder or hub name of the model to serve."""
     draft: str = "outputs/demo-tiny/draft"
-    """Folder of a standalone draft. If it does not exist, a short training makes one next to `output`."""
+    """Folder of a standalone draft. If it does not exist, a short training makes one next to
+    `output`.
+    """
     num_speculative_tokens: tuple[int, ...] = (1, 2, 3, 5)
     """Numbers of draft tokens to measure."""
     concurrency: tuple[int, ...] = (1, 4, 16)
@@ -89,7 +94,9 @@ def train_draft(cfg: Config) -> str:
     """
     folder = cfg.output.parent / "advice-draft"
     command = [sys.executable, "-m", "benchmarks.studies.presets", "standalone", *TRAINING]
-    if subprocess.run([*command, "--target", cfg.target, "--output", str(folder), "--overwrite"]).returncode:
+    if subprocess.run(
+        [*command, "--target", cfg.target, "--output", str(folder), "--overwrite"]
+    ).returncode:
         raise ValueError("no draft could be trained: give one with --draft")
     return str(folder / "draft")
 
@@ -104,7 +111,10 @@ def start_servers(cfg: Config, draft: str) -> Iterator[dict[int, VllmServer]]:
                 vllm_server(
                     cfg.target,
                     log=cfg.output.parent / "logs" / f"advice-{k}.log",
-                    speculative_config={**DraftSource.parse(draft).speculative(), "num_speculative_tokens": k}
+                    speculative_config={
+                        **DraftSource.parse(draft).speculative(),
+                        "num_speculative_tokens": k,
+                    }
                     if k
                     else None,
                     dtype="float32",  # as the preset that trains the draft
@@ -118,7 +128,9 @@ def start_servers(cfg: Config, draft: str) -> Iterator[dict[int, VllmServer]]:
 
 def measure(cfg: Config, running: Mapping[int, VllmServer]) -> Cells:
     """Send every load to every server in turn. Every round begins with another server."""
-    cells: dict[tuple[int, int], list[LoadResult]] = {(b, k): [] for b in cfg.concurrency for k in running}
+    cells: dict[tuple[int, int], list[LoadResult]] = {
+        (b, k): [] for b in cfg.concurrency for k in running
+    }
     order = list(running)
     with Progress(total=cfg.rounds * len(cells), desc="loads", unit="load") as bar:
         for number in range(cfg.rounds):
@@ -130,13 +142,16 @@ def measure(cfg: Config, running: Mapping[int, VllmServer]) -> Cells:
                         input_tokens=cfg.input_tokens,
                         output_tokens=cfg.output_tokens,
                         sampling=GREEDY,  # of the cost model, which knows no sampling
-                        num_prompts=8 + 6 * batch_size,  # takes seconds; a machine's hiccups last tenths
+                        num_prompts=8
+                        + 6 * batch_size,  # takes seconds; a machine's hiccups last tenths
                         concurrency=batch_size,
                     )
-                    # The server before this one spins for a second after the last step, and would take time
-                    # from it.
+                    # The server before this one spins for a second after the last step, and would
+                    # take time from it.
                     time.sleep(IDLE_S)
-                    cells[batch_size, k].append(run_load(running[k], load, cfg.output.parent / "prompts"))
+                    cells[batch_size, k].append(
+                        run_load(running[k], load, cfg.output.parent / "prompts")
+                    )
                     bar.update()
     return cells
 
@@ -146,7 +161,10 @@ def cells_acceptance(cfg: Config, cells: Cells) -> list[float]:
     most = max(cfg.num_speculative_tokens)
     runs = [run for b in cfg.concurrency for run in cells[b, most]]
     steps = sum(run.num_steps for run in runs)
-    return [sum(run.acceptance_per_position[j] * run.num_steps for run in runs) / steps for j in range(most)]
+    return [
+        sum(run.acceptance_per_position[j] * run.num_steps for run in runs) / steps
+        for j in range(most)
+    ]
 
 
 def cells_costs(cfg: Config, cells: Cells) -> StepCosts:
@@ -165,16 +183,23 @@ def cells_costs(cfg: Config, cells: Cells) -> StepCosts:
 
 
 def speedups(cfg: Config, cells: Cells, batch_size: int) -> dict[int, float]:
-    """Speed-up by number of draft tokens: the median over rounds of the ratio to the speed without a draft."""
+    """Speed-up by number of draft tokens.
+
+    The median over rounds of the ratio to the speed without a draft.
+    """
     alone = [run.tokens_per_s for run in cells[batch_size, 0]]
     return {0: 1.0} | {
-        k: statistics.median(run.tokens_per_s / plain for run, plain in zip(cells[batch_size, k], alone, strict=True))
+        k: statistics.median(
+            run.tokens_per_s / plain for run, plain in zip(cells[batch_size, k], alone, strict=True)
+        )
         for k in sorted(cfg.num_speculative_tokens)
     }
 
 
 def verdict(cfg: Config, cells: Cells, advice: Advice, batch_size: int) -> dict[str, Any]:
-    """The advised number of draft tokens compared with the best measured one, with and without 0 as a choice."""
+    """The advised number of draft tokens compared with the best measured one, with and without 0 as
+    a choice.
+    """
     measured = speedups(cfg, cells, batch_size)
     rows = {row.num_speculative_tokens: row for row in advice.table if row.batch_size == batch_size}
     expected = {k: rows[k].speedup for k in measured}
@@ -188,7 +213,8 @@ def verdict(cfg: Config, cells: Cells, advice: Advice, batch_size: int) -> dict[
         # 1.0 if the advised number is the best measured one, no draft included.
         "ratio": measured[advised] / max(measured.values()),
         "advised_if_drafting": drafting,
-        "ratio_if_drafting": measured[drafting] / max(measured[k] for k in cfg.num_speculative_tokens),
+        "ratio_if_drafting": measured[drafting]
+        / max(measured[k] for k in cfg.num_speculative_tokens),
     }
 
 

@@ -1,4 +1,7 @@
-"""Find the nats-server that benchmarks, the soak and the tests run: the one that `make env` installs."""
+"""Find the nats-server that benchmarks, the soak and the tests run.
+
+The one that `make env` installs.
+"""
 
 from __future__ import annotations
 

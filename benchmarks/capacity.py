@@ -1,9 +1,12 @@
-"""Network, disk and compute that a fleet needs to learn from its own traffic, per served token: docs/capacity.md.
+"""Network, disk and compute that a fleet needs to learn from its own traffic, per served token.
+
+Docs/capacity.md.
 
 $ python -m benchmarks.capacity docs/capacity.md      # count its tables again
 
-Captured bytes are the sizes of records made by the plugin's code; stored bytes are the size of a real
-buffer. FLOPs are counted on a training step over those records, in the batch that the learner makes.
+Captured bytes are the sizes of records made by the plugin's code; stored bytes are the size of a
+real buffer. FLOPs are counted on a training step over those records, in the batch that the learner
+makes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,14 @@ import tyro
 
 from benchmarks.traffic import Traffic, make_record
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.plan.counted_step import DRAFT, Counted, Plan, count_flops, count_step, make_models
+from redraft.distill.plan.counted_step import (
+    DRAFT,
+    Counted,
+    Plan,
+    count_flops,
+    count_step,
+    make_models,
+)
 from redraft.distill.plan.roofs import DEVICES
 from redraft.distill.plan.sizes import find_sizes
 from redraft.heads.catalog import FamilyName, find_family
@@ -94,7 +104,8 @@ def all_costs(cfg: Fleet) -> list[Costs]:
     return [count_costs(family, cfg.target, cfg.draft, traffic) for family in cfg.families]
 
 
-# ----------------------------------------------------------------------------------------------- counting
+# -----------------------------------------------------------------------------------------------
+# counting
 
 
 @cache
@@ -104,8 +115,12 @@ def count_costs(family: FamilyName, target: str, draft: str, traffic: Traffic) -
     reads, num_states = find_reads(plan)
     records = _records((num_states, plan.target.hidden_size) if num_states else None, traffic)
     counted, tokens = count_learner(plan, records, reads)
-    met = sum(work.flops * n for work, n in counted.operations.items() if (work.part, work.kind) == MEETS)
-    captured = statistics.mean(len(encode_record(record)) for record in records) / traffic.output_tokens
+    met = sum(
+        work.flops * n for work, n in counted.operations.items() if (work.part, work.kind) == MEETS
+    )
+    captured = (
+        statistics.mean(len(encode_record(record)) for record in records) / traffic.output_tokens
+    )
     return Costs(
         name=find_family(family).title if find_family(family).is_head else f"standalone, {draft}",
         weights=met / 2 / tokens,
@@ -141,37 +156,52 @@ def find_reads(plan: Plan) -> tuple[Reads, int]:
 def count_learner(plan: Plan, records: list[Record], reads: Reads) -> tuple[Counted, int]:
     """(a step on the records, its tokens), in the batch that the learner makes: padding counts."""
     texts = select_texts(records)
-    (batch,) = make_batches(texts, num_batches=1, sequence_length=Training().sequence_length, seed=0, reads=reads)
+    (batch,) = make_batches(
+        texts, num_batches=1, sequence_length=Training().sequence_length, seed=0, reads=reads
+    )
     return count_step(plan, batch=batch, signal=batch.signal), batch.input_ids_BT.numel()
 
 
 def _records(hidden: tuple[int, int] | None, traffic: Traffic) -> list[Record]:
     if hidden is None:
         return [make_record(number, traffic) for number in range(NUM_RECORDS)]
-    return [with_states(make_record(number, traffic), hidden, number) for number in range(STATEFUL_RECORDS)]
+    return [
+        with_states(make_record(number, traffic), hidden, number)
+        for number in range(STATEFUL_RECORDS)
+    ]
 
 
 def with_states(record: Record, hidden: tuple[int, int], seed: int) -> Record:
-    """The record with hidden states for every token read by the target, drawn from a normal distribution."""
+    """The record with hidden states for every token read by the target, drawn from a normal
+    distribution.
+    """
     # The target never reads the last output token, so no state belongs to it.
     tokens = len(record.context_ids) + len(record.output_ids) - 1
-    states_HLD = torch.randn(tokens, *hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    states_HLD = torch.randn(
+        tokens, *hidden, generator=torch.Generator().manual_seed(seed)
+    ).bfloat16()
     return msgspec.structs.replace(
-        record, hidden_begin=0, hidden_shape=hidden, hidden=states_HLD.view(torch.int16).numpy().tobytes()
+        record,
+        hidden_begin=0,
+        hidden_shape=hidden,
+        hidden=states_HLD.view(torch.int16).numpy().tobytes(),
     )
 
 
 @cache
 def stored_per_captured(traffic: Traffic) -> float:
     """Bytes in the buffer's files per byte of records."""
-    frames = b"".join(encode_record(make_record(number, traffic)) for number in range(8 * NUM_RECORDS))
+    frames = b"".join(
+        encode_record(make_record(number, traffic)) for number in range(8 * NUM_RECORDS)
+    )
     with tempfile.TemporaryDirectory() as folder:
         with Buffer(BufferConfig(folder=Path(folder)), "0" * 64) as buffer:
             buffer.append(read_frames(frames), 0.0)
         return sum(path.stat().st_size for path in Path(folder).glob("records-*.db")) / len(frames)
 
 
-# ----------------------------------------------------------------------------------------------- tables
+# -----------------------------------------------------------------------------------------------
+# tables
 
 
 def fleet_table(cfg: Fleet, found: list[Costs]) -> Iterator[str]:
@@ -185,7 +215,8 @@ def fleet_table(cfg: Fleet, found: list[Costs]) -> Iterator[str]:
         yield (
             f"| {cost.name} | {format_bytes(cost.captured_bytes * captured_per_s)}/s "
             f"| {format_bytes(stored_per_s * 86400)} "
-            f"| {_duration(BufferConfig().max_bytes / stored_per_s)} | {two(flops_per_s / 1e12)} TFLOP/s "
+            f"| {_duration(BufferConfig().max_bytes / stored_per_s)} | {two(flops_per_s / 1e12)} "
+            "TFLOP/s "
             f"| {two(flops_per_s / H100.flops_per_s / UTILISATION)} |"
         )
 
@@ -224,7 +255,8 @@ def _duration(seconds: float) -> str:
     return f"{two(seconds)} seconds"
 
 
-# ----------------------------------------------------------------------------------------------- the page
+# -----------------------------------------------------------------------------------------------
+# the page
 
 
 @cache
@@ -239,7 +271,8 @@ def traffic_table(traffic: Traffic) -> Iterator[str]:
     yield "| standalone draft, per token captured | captured | of the table above |"
     yield "|---|---|---|"
     others = {
-        f"{traffic.top_k} probabilities, {traffic.num_speculative_tokens} draft tokens, tau {traffic.tau}": traffic,
+        f"{traffic.top_k} probabilities, {traffic.num_speculative_tokens} draft tokens, tau "
+        f"{traffic.tau}": traffic,
         "8 probabilities a row": replace(traffic, top_k=8),
         "7 draft tokens, tau 3.5": replace(traffic, num_speculative_tokens=7, tau=3.5),
         "prompts of 4,000 tokens": replace(traffic, prompt_tokens=4000),

@@ -1,4 +1,6 @@
-"""Simulate the decisions that rest on noisy counts: how often are they wrong, if the truth is known?
+"""Simulate the decisions that rest on noisy counts.
+
+How often are they wrong, if the truth is known?
 
     $ python -m benchmarks.decisions
 
@@ -11,8 +13,10 @@
     doctor      how many faults planted into a sound head does `redraft doctor` name? (`benchmarks/planted.py`)
     served      by how much do forecasts miss a real vLLM that filters as the target's generation_config.json says?
 
-Requests differ as they do on the demo's target: tau has a standard deviation of 0.46 between requests of 28 drafts,
-0.41 of which remains however long the request is. Seeds are fixed: the same code prints the same numbers.
+Requests differ as they do on the demo's target: tau has a standard deviation of 0.46 between
+requests of 28 drafts,
+0.41 of which remains however long the request is. Seeds are fixed: the same code prints the same
+numbers.
 
 T = trials, N = prompts or requests, P = polls.
 """
@@ -37,7 +41,13 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.intervals import estimate_gain, estimate_ratio
 from redraft.eval.report.regression import Counted, Draft, PromptId, Report, Target, compare_reports
 from redraft.heads.files.artifact import write_whole
-from redraft.online.fleet.rollout import MIN_POLLS, Finding, RolloutPolicy, decide, estimate_loss_by_domain
+from redraft.online.fleet.rollout import (
+    MIN_POLLS,
+    Finding,
+    RolloutPolicy,
+    decide,
+    estimate_loss_by_domain,
+)
 from redraft.online.learning.config import BufferConfig, Judging, Training
 from redraft.online.learning.gate import Decision, Policy, judge
 from redraft.online.learning.staleness import Row, SleepPolicy, compare
@@ -49,15 +59,23 @@ BETWEEN_REQUESTS = 0.41
 """Standard deviation of tau between long requests."""
 
 WITHIN_REQUEST = 1.1
-"""Standard deviation of accepted tokens between the drafts of a request; with 28 drafts it adds up to 0.46."""
+"""Standard deviation of accepted tokens between the drafts of a request; with 28 drafts it adds up
+to 0.46.
+"""
 
 TAU = 2.0
 
 DOMAIN_GAP = 0.22
 """Difference of tau between two domains: code 2.16, prose 1.94 on the demo's target."""
 
-MIXES = {"like_traffic": (0.5, 0.5), "unlike_traffic": (0.4, 0.6), "very_unlike_traffic": (0.2, 0.8)}
-"""Share of the easier domain on the worse-off and on the better-off group: evenly spread, or 40:60, or 20:80."""
+MIXES = {
+    "like_traffic": (0.5, 0.5),
+    "unlike_traffic": (0.4, 0.6),
+    "very_unlike_traffic": (0.2, 0.8),
+}
+"""Share of the easier domain on the worse-off and on the better-off group: evenly spread, or 40:60,
+or 20:80.
+"""
 
 DRAFTS_PER_POLL = 125
 """Drafts of one running request in a poll interval of 5 s."""
@@ -117,7 +135,10 @@ def simulate(trials: int, seed: int = 0) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pace:
-    """How many draft tokens a server drafts, from poll to poll: all NUM_TOKENS, or one while it is busy."""
+    """How many draft tokens a server drafts, from poll to poll.
+
+    All NUM_TOKENS, or one while it is busy.
+    """
 
     busy: float = 0.0
     """Share of the polls at one token."""
@@ -132,19 +153,27 @@ class Pace:
         drawn_TP = rng.random((trials, polls)) < self.busy
         is_busy_TP[:, 0] = drawn_TP[:, 0]
         for poll in range(1, polls):
-            is_busy_TP[:, poll] = np.where(is_drawn_TP[:, poll], drawn_TP[:, poll], is_busy_TP[:, poll - 1])
+            is_busy_TP[:, poll] = np.where(
+                is_drawn_TP[:, poll], drawn_TP[:, poll], is_busy_TP[:, poll - 1]
+            )
         return np.where(is_busy_TP, 1, NUM_TOKENS)
 
 
-PACES = {"moved": (Pace(1), Pace(0)), "shifted": (Pace(0.8), Pace(0.2)), "alike": (Pace(0.5), Pace(0.5))}
+PACES = {
+    "moved": (Pace(1), Pace(0)),
+    "shifted": (Pace(0.8), Pace(0.2)),
+    "alike": (Pace(0.5), Pace(0.5)),
+}
 """Paces of the group with fewer and of the one with more draft tokens."""
 
 
 def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
-    """The canary's findings by traffic, drafts per request and running requests per server; the largest rates on top.
+    """The canary's findings by traffic, drafts per request and running requests per server.
 
-    Unlike traffic is against the truth: an equal draft gets more of the harder domain, a worse one more of the easier
-    one. Time is up after `polls`; the policy is the default one.
+    The largest rates on top.
+
+    Unlike traffic is against the truth: an equal draft gets more of the harder domain, a worse one
+    more of the easier one. Time is up after `polls`; the policy is the default one.
     """
     cases: list[dict[str, Any]] = []
     sizes = itertools.product(MIXES.items(), (28, 100, 200, 400), (1, 8))
@@ -152,7 +181,11 @@ def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, A
         size = (drafts_per_request, running, polls)
         equal = _count_findings(trials, seed, 0.0, (less, more), *size)
         worse = _count_findings(trials, seed, 0.2, (more, less), *size)
-        about = {"traffic": traffic, "drafts_per_request": drafts_per_request, "running_requests": running}
+        about = {
+            "traffic": traffic,
+            "drafts_per_request": drafts_per_request,
+            "running_requests": running,
+        }
         cases.append(about | _list_rates(equal, worse))
     worst = {
         traffic: {
@@ -161,7 +194,10 @@ def simulate_canary(trials: int, seed: int = 0, polls: int = 180) -> dict[str, A
         }
         for traffic in MIXES
     }
-    highest = {name: max(rates[name] for rates in worst.values()) for name in ("equal_rolled_back", "worse_passed")}
+    highest = {
+        name: max(rates[name] for rates in worst.values())
+        for name in ("equal_rolled_back", "worse_passed")
+    }
     return {**highest, **worst, "cases": cases}
 
 
@@ -176,18 +212,26 @@ def _list_rates(equal: Mapping[Finding, float], worse: Mapping[Finding, float]) 
 
 
 def simulate_paces(trials: int, seed: int = 0, polls: int = 180) -> dict[str, Any]:
-    """The canary's findings while servers change their numbers of draft tokens, in a fleet and on a server of its own,
-    which is compared with itself before. The pace always speaks against the truth."""
+    """The canary's findings while servers change their numbers of draft tokens, in a fleet and on a
+    server of its own, which is compared with itself before. The pace always speaks against the
+    truth.
+    """
     cases: list[dict[str, Any]] = []
     sizes = itertools.product(PACES.items(), (True, False), (28, 400), (1, 8))
     for (pace, (busier, idler)), is_paired, drafts_per_request, running in sizes:
         shares, size = (0.5, 0.5), (drafts_per_request, running, polls)
-        equal = _count_findings(trials, seed, 0.0, shares, *size, paces=(busier, idler), is_paired=is_paired)
-        worse = _count_findings(trials, seed, LOSS_OF_ONE, shares, *size, paces=(idler, busier), is_paired=is_paired)
+        equal = _count_findings(
+            trials, seed, 0.0, shares, *size, paces=(busier, idler), is_paired=is_paired
+        )
+        worse = _count_findings(
+            trials, seed, LOSS_OF_ONE, shares, *size, paces=(idler, busier), is_paired=is_paired
+        )
         about = {"pace": pace, "is_alone": not is_paired}
         about |= {"drafts_per_request": drafts_per_request, "running_requests": running}
         cases.append(about | _list_rates(equal, worse))
-    highest = {name: max(case[name] for case in cases) for name in ("equal_rolled_back", "worse_passed")}
+    highest = {
+        name: max(case[name] for case in cases) for name in ("equal_rolled_back", "worse_passed")
+    }
     return {**highest, "cases": cases}
 
 
@@ -203,9 +247,11 @@ def _count_findings(
     paces: tuple[Pace, Pace] = (Pace(), Pace()),
     is_paired: bool = True,
 ) -> dict[Finding, float]:
-    """Share of each finding, for a canary whose true tau is `loss` below the control group's on the same traffic.
+    """Share of each finding, for a canary whose true tau is `loss` below the control group's on the
+    same traffic.
 
-    `easy_shares` are the shares of the easier domain on the canary and on the control group, `paces` their paces.
+    `easy_shares` are the shares of the easier domain on the canary and on the control group,
+    `paces` their paces.
     """
     rng, policy = np.random.default_rng(seed), RolloutPolicy()
     canary_TDPK2, control_TDPK2 = (
@@ -217,11 +263,14 @@ def _count_findings(
     findings = []
     for canary_DPK2, control_DPK2 in zip(canary_TDPK2, control_TDPK2, strict=True):
         look, finding = max(MIN_POLLS, enough), Finding.INCONCLUSIVE
-        while finding is Finding.INCONCLUSIVE and look < 2 * polls:  # the last look is when time is up
+        while (
+            finding is Finding.INCONCLUSIVE and look < 2 * polls
+        ):  # the last look is when time is up
             # Looks as in `rollout._compare`: the next one when the polls have doubled.
             seen = slice(min(look, polls))
             canary, control = (
-                {"easy": easy_PK2[seen], "hard": hard_PK2[seen]} for easy_PK2, hard_PK2 in (canary_DPK2, control_DPK2)
+                {"easy": easy_PK2[seen], "hard": hard_PK2[seen]}
+                for easy_PK2, hard_PK2 in (canary_DPK2, control_DPK2)
             )
             finding = decide(estimate_loss_by_domain(canary, control, is_paired=is_paired), policy)
             look *= 2
@@ -239,9 +288,11 @@ def _simulate_polls(
     running: int,
     pace: Pace = Pace(),
 ) -> Array:
-    """(tried, accepted) of a server at every poll, by position and domain, the easier first, [T, 2, P, K, 2].
+    """(tried, accepted) of a server at every poll, by position and domain, the easier first, [T, 2,
+    P, K, 2].
 
-    `running` requests at a time, each after another. `tau` is that of NUM_TOKENS tokens, all equally likely accepted.
+    `running` requests at a time, each after another. `tau` is that of NUM_TOKENS tokens, all
+    equally likely accepted.
     """
     border_P = np.arange(polls + 1) * float(DRAFTS_PER_POLL)
     # More than fit in on average: even a run of short ones must last until the last poll.
@@ -252,17 +303,26 @@ def _simulate_polls(
     for _ in range(running):
         # mean of a log-normal: exp(mu + 0.6**2 / 2)
         drafts_TN = rng.lognormal(np.log(drafts_per_request) - 0.18, 0.6, (trials, num_requests))
-        drafts_TN[:, 0] *= rng.random(trials)  # the first request was running when the window opened
+        drafts_TN[:, 0] *= rng.random(
+            trials
+        )  # the first request was running when the window opened
         is_easy_TN = rng.random((trials, num_requests)) < easy_share
-        tau_TN = tau + DOMAIN_GAP * (is_easy_TN - 0.5) + BETWEEN_REQUESTS * rng.standard_normal((trials, num_requests))
+        tau_TN = (
+            tau
+            + DOMAIN_GAP * (is_easy_TN - 0.5)
+            + BETWEEN_REQUESTS * rng.standard_normal((trials, num_requests))
+        )
         reached_TNK = _find_chance(tau_TN)[..., None] ** powers_K
         end_TN = drafts_TN.cumsum(1)
         for domain, is_of_domain_TN in enumerate((is_easy_TN, ~is_easy_TN)):
             total_TNK = ((drafts_TN * is_of_domain_TN)[..., None] * reached_TNK).cumsum(1)
             for trial, position in itertools.product(range(trials), powers_K):
-                # A request's drafts come evenly over time. So the running total at a border of polls lies
-                # on the line between two ends of requests, and a poll is the difference of two totals.
-                at_border = np.interp(border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TNK[trial, :, position]])
+                # A request's drafts come evenly over time. So the running total at a border of
+                # polls lies on the line between two ends of requests, and a poll is the difference
+                # of two totals.
+                at_border = np.interp(
+                    border_P, np.r_[0, end_TN[trial]], np.r_[0, total_TNK[trial, :, position]]
+                )
                 expected_TDPK[trial, domain, :, position] += np.diff(at_border)
     counts_TDPK2 = np.zeros((trials, 2, polls, NUM_TOKENS, 2))
     accepted_TDP = expected_TDPK[..., 0]
@@ -270,7 +330,9 @@ def _simulate_polls(
     for position in range(NUM_TOKENS):
         tried_TDP = accepted_TDP * (tokens_TDP > position)
         before_TDP, after_TDP = expected_TDPK[..., position], expected_TDPK[..., position + 1]
-        rate_TDP = np.divide(after_TDP, before_TDP, out=np.zeros_like(after_TDP), where=before_TDP > 0)
+        rate_TDP = np.divide(
+            after_TDP, before_TDP, out=np.zeros_like(after_TDP), where=before_TDP > 0
+        )
         rate_TDP = np.clip(rate_TDP, 0, 1)  # differences of totals are inexact
         # the normal approximation of a binomial number
         spread_TDP = np.sqrt(tried_TDP * rate_TDP * (1 - rate_TDP))
@@ -290,7 +352,10 @@ def _find_chance(tau_TN: Array) -> Array:
 
 
 def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Share of campaigns of ten looks that promote, by the true gain; candidates are judged until one is promoted."""
+    """Share of campaigns of ten looks that promote, by the true gain.
+
+    Candidates are judged until one is promoted.
+    """
     policy = Policy()
     gains = {
         "at_bar_promoted": policy.min_gain,
@@ -321,15 +386,22 @@ def simulate_gate(trials: int, seed: int = 0) -> dict[str, Any]:
 
 
 def _simulate_domain_guard(trials: int, seed: int, policy: Policy) -> dict[str, dict[str, float]]:
-    """Share of campaigns that promote a candidate which gains 0.3 in one domain, by its change in a domain without new
-    traffic: no change, a loss of `max_domain_loss`, and twice that."""
-    changes = {"equal": 0.0, "at_bar": -policy.max_domain_loss, "twice": -2 * policy.max_domain_loss}
+    """Share of campaigns that promote a candidate which gains 0.3 in one domain, by its change in a
+    domain without new traffic: no change, a loss of `max_domain_loss`, and twice that.
+    """
+    changes = {
+        "equal": 0.0,
+        "at_bar": -policy.max_domain_loss,
+        "twice": -2 * policy.max_domain_loss,
+    }
     report: dict[str, dict[str, float]] = {}
     for num_requests in (policy.min_domain_requests, 40, 100):
         rates: dict[str, float] = {}
         for name, change in changes.items():
             rng = np.random.default_rng(seed)
-            campaigns = [_run_campaign(rng, 0.3, 60, policy, (change, num_requests)) for _ in range(trials)]
+            campaigns = [
+                _run_campaign(rng, 0.3, 60, policy, (change, num_requests)) for _ in range(trials)
+            ]
             rates[f"{name}_promoted"] = sum(look > 0 for look in campaigns) / trials
             rates[f"{name}_at_first_look"] = campaigns.count(1) / trials
         report[f"{num_requests}_requests"] = rates
@@ -337,7 +409,9 @@ def _simulate_domain_guard(trials: int, seed: int, policy: Policy) -> dict[str, 
 
 
 def _simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str, float]:
-    """Distinct requests until a candidate can be judged, with the learner's defaults: median and 99th percentile.
+    """Distinct requests until a candidate can be judged, with the learner's defaults.
+
+    Median and 99th percentile.
 
     It takes `records_per_candidate` requests to train on and `min_requests` held-out ones.
     """
@@ -346,20 +420,26 @@ def _simulate_first_verdict(trials: int, seed: int, policy: Policy) -> dict[str,
     held_out_TN = is_held_out_TN.cumsum(1)
     # After n requests: each is either held out or trained on.
     trained_TN = np.arange(1, 1001) - held_out_TN
-    enough_TN = (held_out_TN >= policy.min_requests) & (trained_TN >= Training().records_per_candidate)
+    enough_TN = (held_out_TN >= policy.min_requests) & (
+        trained_TN >= Training().records_per_candidate
+    )
     # argmax of booleans is the first True.
     needed_T = 1 + enough_TN.argmax(1)
     return {"median": float(np.median(needed_T)), "p99": float(np.quantile(needed_T, 0.99))}
 
 
 def _run_campaign(
-    rng: np.random.Generator, gain: float, num_requests: int, policy: Policy, abandoned: tuple[float, int] = (0.0, 0)
+    rng: np.random.Generator,
+    gain: float,
+    num_requests: int,
+    policy: Policy,
+    abandoned: tuple[float, int] = (0.0, 0),
 ) -> int:
     """The look at which a candidate is promoted; 0 if none is.
 
-    From one look to the next a quarter of the held-out requests is replaced by new ones. Candidates differ in the
-    request they are good at, for half of the spread. `abandoned` is the gain in a domain without new requests, and the
-    number of its requests.
+    From one look to the next a quarter of the held-out requests is replaced by new ones. Candidates
+    differ in the request they are good at, for half of the spread. `abandoned` is the gain in a
+    domain without new requests, and the number of its requests.
     """
     requests = _make_requests(rng, num_requests)
     abandoned_gain, num_abandoned = abandoned
@@ -367,14 +447,18 @@ def _run_campaign(
     domains = ["all"] * num_requests + ["abandoned"] * num_abandoned
     for look in range(1, NUM_LOOKS + 1):
         candidate, incumbent = _score_candidate(rng, requests, gain)
-        for ours, more in zip((candidate, incumbent), _score_candidate(rng, kept, abandoned_gain), strict=True):
+        for ours, more in zip(
+            (candidate, incumbent), _score_candidate(rng, kept, abandoned_gain), strict=True
+        ):
             ours += more
         if judge(candidate, incumbent, domains, policy, look).decision is Decision.PROMOTE:
             return look
-        # The oldest quarter leaves. The other requests are judged again, so the looks of a campaign are not
-        # independent.
+        # The oldest quarter leaves. The other requests are judged again, so the looks of a campaign
+        # are not independent.
         fresh = _make_requests(rng, num_requests // 4)
-        requests = tuple(np.concatenate([old[len(new) :], new]) for old, new in zip(requests, fresh, strict=True))  # type: ignore[assignment]
+        requests = tuple(
+            np.concatenate([old[len(new) :], new]) for old, new in zip(requests, fresh, strict=True)
+        )  # type: ignore[assignment]
     return 0
 
 
@@ -388,27 +472,33 @@ def _score_candidate(
 
 
 def _make_requests(rng: np.random.Generator, count: int) -> tuple[Array, Array, Array]:
-    """Drafts, the incumbent's accepted tokens per draft, and how much more any candidate gets of this request."""
+    """Drafts, the incumbent's accepted tokens per draft, and how much more any candidate gets of
+    this request.
+    """
     drafts_N = np.maximum(rng.lognormal(np.log(24), 0.6, count).round(), 2.0)
-    # Uniform over 3.4 has a standard deviation of 0.98, and bounds the rates: 1.3 - 0.41 * 1.7 = 0.6.
+    # Uniform over 3.4 has a standard deviation of 0.98, and bounds the rates: 1.3 - 0.41 * 1.7 =
+    # 0.6.
     incumbent_N = 1.3 + BETWEEN_REQUESTS * rng.uniform(-1.7, 1.7, count)
     return drafts_N, incumbent_N, 0.1 * rng.standard_normal(count)
 
 
 def _to_counts(drafts_N: Array, rate_N: Array) -> list[AcceptanceCounts]:
     pairs = zip(drafts_N.tolist(), (drafts_N * rate_N).tolist(), strict=True)
-    return [AcceptanceCounts(num_drafts=drafts, num_accepted=accepted) for drafts, accepted in pairs]
+    return [
+        AcceptanceCounts(num_drafts=drafts, num_accepted=accepted) for drafts, accepted in pairs
+    ]
 
 
 # --- sleep
 
 
 def simulate_sleep(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Records until a sleeping learner wakes, by the true loss of tau since the promotion, in one of two domains.
+    """Records until a sleeping learner wakes, by the true loss of tau since the promotion, in one
+    of two domains.
 
-    `unchanged_woken` is the share of the longest pauses that a false alarm ends. `steps_saved` is the share of the
-    optimizer steps that a learner does not take in the long run if its traffic does not change; it still tries to find
-    a gain after every pause.
+    `unchanged_woken` is the share of the longest pauses that a false alarm ends. `steps_saved` is
+    the share of the optimizer steps that a learner does not take in the long run if its traffic
+    does not change; it still tries to find a gain after every pause.
     """
     policy, gate, training = SleepPolicy(), Policy(), Training()
     delays: dict[float, list[float]] = {loss: [] for loss in (0.0, 0.2, 0.4, 0.8)}
@@ -418,7 +508,9 @@ def simulate_sleep(trials: int, seed: int = 0) -> dict[str, Any]:
             found.append(_count_records_to_alarm(rng, loss, policy, gate, training))
     # In the long run: `slept` records passed over, then `trained` ones in an attempt, and so on.
     longest = policy.longest * training.records_per_candidate
-    woken = {loss: sum(delay < math.inf for delay in found) / trials for loss, found in delays.items()}
+    woken = {
+        loss: sum(delay < math.inf for delay in found) / trials for loss, found in delays.items()
+    }
     slept = [min(delay, longest) for delay in delays[0.0]]
     trained = training.patience * training.records_per_candidate
     return {
@@ -443,7 +535,10 @@ def _or_none(value: float) -> float | None:
 def _count_records_to_alarm(
     rng: np.random.Generator, loss: float, policy: SleepPolicy, gate: Policy, training: Training
 ) -> float:
-    """Training records after the drift until it is noticed; infinite if the longest pause ends before."""
+    """Training records after the drift until it is noticed.
+
+    Infinite if the longest pause ends before.
+    """
     fraction = BufferConfig().held_out_fraction
     # With a share f held out, n training records come with n f / (1 - f) held-out ones.
     per_look = round(training.records_per_candidate * fraction / (1 - fraction))
@@ -462,17 +557,29 @@ def _make_rows(rng: np.random.Generator, count: int, loss: float) -> list[Row]:
     """Requests of two domains, half and half; in the second, tau is lower by `loss`."""
     drafts_N, rate_N, _ = _make_requests(rng, count)
     domains = ["code" if is_code else "prose" for is_code in rng.random(count) < 0.5]
-    rates = [max(0.0, rate - loss * (name == "prose")) for rate, name in zip(rate_N.tolist(), domains, strict=True)]
-    return [(name, n, n * rate) for name, n, rate in zip(domains, drafts_N.tolist(), rates, strict=True)]
+    rates = [
+        max(0.0, rate - loss * (name == "prose"))
+        for rate, name in zip(rate_N.tolist(), domains, strict=True)
+    ]
+    return [
+        (name, n, n * rate) for name, n, rate in zip(domains, drafts_N.tolist(), rates, strict=True)
+    ]
 
 
 # --- baseline
 
 
 def simulate_baseline(trials: int, seed: int = 0) -> dict[str, Any]:
-    """Share of comparisons of two reports that list a fall, by the true loss of tau: 2 domains, 2 numbers of tokens."""
+    """Share of comparisons of two reports that list a fall, by the true loss of tau.
+
+    2 domains, 2 numbers of tokens.
+    """
     rates = {}
-    for name, loss in {"equal_failed": 0.0, "loss_0.05_failed": 0.05, "loss_0.1_failed": 0.1}.items():
+    for name, loss in {
+        "equal_failed": 0.0,
+        "loss_0.05_failed": 0.05,
+        "loss_0.1_failed": 0.1,
+    }.items():
         rng = np.random.default_rng(seed)
         failed = 0
         for _ in range(trials):
@@ -483,7 +590,10 @@ def simulate_baseline(trials: int, seed: int = 0) -> dict[str, Any]:
 
 
 def _make_reports(rng: np.random.Generator, num_prompts: int, loss: float) -> tuple[Report, Report]:
-    """Two reports on the same prompts; the second draft's tau is truly lower by the share `loss`."""
+    """Two reports on the same prompts.
+
+    The second draft's tau is truly lower by the share `loss`.
+    """
     steps_N = np.maximum(rng.lognormal(np.log(24), 0.6, num_prompts).round(), 2.0)
     rate_N = 1.0 + BETWEEN_REQUESTS * rng.uniform(-1.7, 1.7, num_prompts)
     # two drafts that are equal on the whole differ on each prompt
@@ -519,7 +629,9 @@ def _make_reports(rng: np.random.Generator, num_prompts: int, loss: float) -> tu
 # --- intervals
 
 
-def simulate_intervals(trials: int, seed: int = 0, sizes: Sequence[int] = (16, 32, 64)) -> dict[str, Any]:
+def simulate_intervals(
+    trials: int, seed: int = 0, sizes: Sequence[int] = (16, 32, 64)
+) -> dict[str, Any]:
     """Share of 95% intervals that hold the truth, by number of prompts, for lengths of three kinds.
 
     tau is a ratio over prompts; the gain is the difference of two drafts over the same prompts.
@@ -539,19 +651,32 @@ def simulate_intervals(trials: int, seed: int = 0, sizes: Sequence[int] = (16, 3
                 gain = estimate_gain(accepted_N2, drafts_N2).interval()
                 held += [tau[0] <= truth_tau <= tau[1], gain[0] <= truth_gain <= gain[1]]
             tau_share, gain_share = (held / num_trials).tolist()
-            cases.append({"lengths": kind, "num_prompts": num_prompts, "tau": tau_share, "gain": gain_share})
+            cases.append(
+                {"lengths": kind, "num_prompts": num_prompts, "tau": tau_share, "gain": gain_share}
+            )
     coverage = {}
     for num_prompts in sizes:
-        shares = [case[name] for case in cases if case["num_prompts"] == num_prompts for name in ("tau", "gain")]
+        shares = [
+            case[name]
+            for case in cases
+            if case["num_prompts"] == num_prompts
+            for name in ("tau", "gain")
+        ]
         coverage[str(num_prompts)] = {"lowest": min(shares), "highest": max(shares)}
     return {"coverage": coverage, "cases": cases}
 
 
-def _sum_prompts(rng: np.random.Generator, num_prompts: int, sigma: float) -> tuple[Array, Array, float, float]:
-    """(accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1 of the first one, its gain)."""
+def _sum_prompts(
+    rng: np.random.Generator, num_prompts: int, sigma: float
+) -> tuple[Array, Array, float, float]:
+    """(accepted tokens of two drafts [N, 2], their drafts [N, 2], tau - 1 of the first one, its
+    gain).
+    """
     drafts_N = np.maximum(rng.lognormal(np.log(24), sigma, num_prompts).round(), 1.0)
     # gamma(4, 0.5) has mean 2 and standard deviation 1.
-    difficulty_N = BETWEEN_REQUESTS * (rng.gamma(4.0, 0.5, num_prompts) - 2)  # skewed: few prompts are easy
+    difficulty_N = BETWEEN_REQUESTS * (
+        rng.gamma(4.0, 0.5, num_prompts) - 2
+    )  # skewed: few prompts are easy
     noise_N = WITHIN_REQUEST / np.sqrt(drafts_N) * rng.standard_normal(num_prompts)
     ours_N = np.maximum(1 + difficulty_N + noise_N, 0)
     theirs_N = np.maximum(ours_N - 0.05 + 0.15 * rng.standard_normal(num_prompts), 0)

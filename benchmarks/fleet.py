@@ -8,8 +8,9 @@
               work on GPUs by family, requests and vocabulary, counted
     swap      two versions of a draft in turn: the same function, but every key and value has the other sign
 
-The last is the worst case of a swap. With consistent keys both versions propose the same tokens, so acceptance before
-is what it should be afterwards. What the old draft left in the cache is as wrong as it can be.
+The last is the worst case of a swap. With consistent keys both versions propose the same tokens, so
+acceptance before is what it should be afterwards. What the old draft left in the cache is as wrong
+as it can be.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixCache:
-    """Tokens of prompts that were looked up in the cache, and those found there, since the engine started."""
+    """Tokens of prompts that were looked up in the cache, and those found there, since the engine
+    started.
+    """
 
     queries: int
     hits: int
@@ -112,7 +115,12 @@ def count_queued(*, num_requests: int, num_drafts: int, vocab_size: int) -> dict
     logits_RV = torch.zeros(num_requests * (num_drafts + 1), vocab_size, dtype=torch.bfloat16)
     with open_capture() as capture:
         sizes = [
-            make_step(Feed(capture, max_model_len=4096, reduces=reduces), num_requests, num_drafts, logits_RV)
+            make_step(
+                Feed(capture, max_model_len=4096, reduces=reduces),
+                num_requests,
+                num_drafts,
+                logits_RV,
+            )
             for reduces in (True, False)
         ]
     return {"bytes_per_step": sizes[0].num_bytes, "bytes_by_reference": sizes[1].num_bytes}
@@ -126,7 +134,9 @@ def main(cfg: Config) -> None:
     """
     for model in (cfg.target, cfg.head):
         if not (model / "config.json").is_file():
-            raise FileNotFoundError(f"{model} is not there: give --target and --head, a head for it")
+            raise FileNotFoundError(
+                f"{model} is not there: give --target and --head, a head for it"
+            )
     report: dict[str, Any] = {"config": asdict(cfg), "environment": environment()}
     try:
         measure_parts(cfg, report)
@@ -141,13 +151,19 @@ def measure_parts(cfg: Config, report: dict[str, Any]) -> None:
     if "records" in cfg.parts:
         report["records"] = compare_records()
     if "bytes" in cfg.parts:
-        report["capture"] = count_queued(num_requests=256, num_drafts=NUM_TOKENS, vocab_size=128_256)
+        report["capture"] = count_queued(
+            num_requests=256, num_drafts=NUM_TOKENS, vocab_size=128_256
+        )
         report["capture"]["work"] = list(count_work(num_drafts=NUM_TOKENS))
     with tempfile.TemporaryDirectory() as folder, make_registry(cfg, Path(folder)) as drafts:
         if "capture" in cfg.parts:
-            report.setdefault("capture", {}).update(asyncio.run(measure_capture(cfg, drafts["standalone"])))
+            report.setdefault("capture", {}).update(
+                asyncio.run(measure_capture(cfg, drafts["standalone"]))
+            )
         if "swap" in cfg.parts:
-            by_draft = {name: measure_caches(cfg, name, registry) for name, registry in drafts.items()}
+            by_draft = {
+                name: measure_caches(cfg, name, registry) for name, registry in drafts.items()
+            }
             report["swap"] = by_draft["standalone"]["draft"] | {"by_draft": by_draft}
 
 
@@ -158,7 +174,8 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     capture = report.get("capture", {})
     if "bytes_per_step" in capture:
         yield (
-            f"queue, 256 requests, vocabulary 128k: {capture['bytes_per_step'] / 1e6:.2f} MB a step on a GPU,"
+            f"queue, 256 requests, vocabulary 128k: {capture['bytes_per_step'] / 1e6:.2f} MB a "
+            "step on a GPU,"
             f" {capture['bytes_by_reference'] / 1e6:.0f} MB by reference"
         )
     if "work" in capture:
@@ -166,7 +183,10 @@ def lines(report: Mapping[str, Any]) -> Iterator[str]:
     for name in ("all", "tenth"):
         if f"ratio_{name}" in capture:
             cost = describe_cost(1 - capture[f"ratio_{name}"], capture[f"interval_{name}"])
-            yield f"capture of {name} requests: {capture[f'ratio_{name}']:.3f} of tokens/s, cost {cost}"
+            yield (
+                f"capture of {name} requests: {capture[f'ratio_{name}']:.3f} of tokens/s, cost "
+                f"{cost}"
+            )
 
 
 def describe_records(records: Mapping[str, Any]) -> str:
@@ -184,38 +204,68 @@ def describe_swap(result: Mapping[str, Any]) -> str:
     )
     by_age = ", ".join(f"{name} {value:.3f}" for name, value in result["alpha_running"].items())
     return (
-        f"blocks kept {result['blocks_kept']:.1%}, pause {result['pause_over_step_ms']:.0f} ms over a step of"
+        f"blocks kept {result['blocks_kept']:.1%}, pause {result['pause_over_step_ms']:.0f} ms "
+        "over a step of"
         f" {result['step_ms']:.0f} ms, cached prompts accepted {result['alpha_before']:.3f} before,"
-        f" {result['alpha_after']:.3f} after, running requests {by_age}: {'PASS' if passed else 'BELOW TARGET'}"
+        f" {result['alpha_after']:.3f} after, running requests {by_age}: "
+        f"{'PASS' if passed else 'BELOW TARGET'}"
     )
 
 
-# ------------------------------------------------------------------------------------------------------- records
+# -------------------------------------------------------------------------------------------------------
+# records
 
 
 def compare_records() -> dict[str, Any]:
-    """Run the tests that compare the runners' records bit for bit. None if one of them did not run."""
+    """Run the tests that compare the runners' records bit for bit.
+
+    None if one of them did not run.
+    """
     if not RUNNER_TESTS.is_file():
         return {"v1_equals_v2": None, "reason": f"no {RUNNER_TESTS} in this folder", "tests": 0}
     with tempfile.NamedTemporaryFile(suffix=".xml") as file:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(RUNNER_TESTS)]
-        subprocess.run([*command, "-k", "same_records or count_the_same", "--junitxml", file.name], check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            str(RUNNER_TESTS),
+        ]
+        subprocess.run(
+            [*command, "-k", "same_records or count_the_same", "--junitxml", file.name], check=False
+        )
         return judge_tests(ET.parse(file.name).getroot())
 
 
 def judge_tests(suite: ET.Element) -> dict[str, Any]:
-    """The verdict of a run of pytest, from the JUnit file: equal if all tests passed and none was skipped."""
+    """The verdict of a run of pytest, from the JUnit file.
+
+    Equal if all tests passed and none was skipped.
+    """
     cases = list(suite.iter("testcase"))
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = [skip.get("message", "") for case in cases if (skip := case.find("skipped")) is not None]
+    failed = [
+        case for case in cases if case.find("failure") is not None or case.find("error") is not None
+    ]
+    skipped = [
+        skip.get("message", "") for case in cases if (skip := case.find("skipped")) is not None
+    ]
     reason = "" if cases else "no test was found"
     if skipped:
-        reason = f"{len(skipped)} of {len(cases)} tests were skipped: {'; '.join(sorted(set(skipped)))}"
+        reason = (
+            f"{len(skipped)} of {len(cases)} tests were skipped: {'; '.join(sorted(set(skipped)))}"
+        )
     is_known = bool(failed) or not reason
-    return {"v1_equals_v2": not failed if is_known else None, "reason": reason, "tests": len(cases) - len(skipped)}
+    return {
+        "v1_equals_v2": not failed if is_known else None,
+        "reason": reason,
+        "tests": len(cases) - len(skipped),
+    }
 
 
-# ------------------------------------------------------------------------------------------------------- drafts
+# -------------------------------------------------------------------------------------------------------
+# drafts
 
 
 @contextlib.contextmanager
@@ -250,7 +300,10 @@ def _writer(source: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def add_noise(tensors: Mapping[str, torch.Tensor], scale: float = 0.1) -> dict[str, torch.Tensor]:
-    """A copy whose matrices are off by `scale` of their deviation: a draft that is accepted now and then."""
+    """A copy whose matrices are off by `scale` of their deviation.
+
+    A draft that is accepted now and then.
+    """
     generator = torch.Generator().manual_seed(0)
     return {
         name: (t + scale * t.float().std() * torch.randn(t.shape, generator=generator)).to(t.dtype)
@@ -261,7 +314,9 @@ def add_noise(tensors: Mapping[str, torch.Tensor], scale: float = 0.1) -> dict[s
 
 
 def turn_keys(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same function with another sign of every query, key and value, and of the matrix that reads the values."""
+    """The same function with another sign of every query, key and value, and of the matrix that
+    reads the values.
+    """
     # (-q) (-k) = q k, and -o undoes -v. RoPE only rotates, so the signs pass through it.
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     return {
@@ -272,7 +327,10 @@ def turn_keys(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def serve(cfg: Config, registry: Path, *options: str) -> Iterator[Server]:
-    """A server with a prefix cache, of the draft in this registry. `options` are those of `redraft serve`."""
+    """A server with a prefix cache, of the draft in this registry.
+
+    `options` are those of `redraft serve`.
+    """
     with start_server(
         cfg.target,
         registry,
@@ -300,7 +358,8 @@ def list_prompts(cfg: Config, count: int, length: int) -> list[Prompt]:
     return [Prompt(token_ids=list(ids)) for ids in islice(long, count)]
 
 
-# ------------------------------------------------------------------------------------------------------- capture
+# -------------------------------------------------------------------------------------------------------
+# capture
 
 
 async def measure_capture(cfg: Config, registry: Path) -> dict[str, Any]:
@@ -309,7 +368,9 @@ async def measure_capture(cfg: Config, registry: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(stack.enter_context, serve(cfg, registry))
         await asyncio.to_thread(time.sleep, IDLE_S)
-        rates = await measure_rates([server.url], prompts, rounds=cfg.rounds, clients=cfg.clients, max_tokens=96)
+        rates = await measure_rates(
+            [server.url], prompts, rounds=cfg.rounds, clients=cfg.clients, max_tokens=96
+        )
     results: dict[str, Any] = {"tokens_per_s": {str(share): some for share, some in rates.items()}}
     for name, share in (("all", 1.0), ("tenth", 0.1)):
         cost, interval = estimate_overhead(rates[share], rates[0.0])
@@ -317,12 +378,15 @@ async def measure_capture(cfg: Config, registry: Path) -> dict[str, Any]:
     return results
 
 
-# ------------------------------------------------------------------------------------------------------- swap
+# -------------------------------------------------------------------------------------------------------
+# swap
 
 
 def measure_caches(cfg: Config, draft: str, registry: Path) -> dict[str, Any]:
     """The figures of a swap by setting of --swap.cache."""
-    settings: tuple[SwapCache, ...] = ("clear", "keep", "draft") if draft == "standalone" else ("clear", "keep")
+    settings: tuple[SwapCache, ...] = (
+        ("clear", "keep", "draft") if draft == "standalone" else ("clear", "keep")
+    )
     results: dict[str, Any] = {}
     for cache in settings:
         results[cache] = asyncio.run(measure_swaps(cfg, registry, "--swap.cache", cache))
@@ -340,13 +404,16 @@ class Stream:
 
 def choose_texts(cfg: Config) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts to compare, and shorter ones of other texts for the requests that run during a swap."""
-    # One list of long texts: a running request that begins as a compared prompt would refill blocks counted as kept.
+    # One list of long texts: a running request that begins as a compared prompt would refill blocks
+    # counted as kept.
     texts = list_prompts(cfg, 8 + cfg.clients, 400)
     return texts[:8], [Prompt(token_ids=text.token_ids[:100]) for text in texts[8:]]
 
 
 async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str, Any]:
-    """Swap from one version to the other and back, under load, and send the same prompts before and after each."""
+    """Swap from one version to the other and back, under load, and send the same prompts before and
+    after each.
+    """
     prompts, running = choose_texts(cfg)
     with contextlib.ExitStack() as stack:
         server = await asyncio.to_thread(stack.enter_context, serve(cfg, registry, *options))
@@ -356,7 +423,9 @@ async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str,
         # The second time: the first has filled the prefix cache.
         before = await bench.send_all()
         swaps = []
-        for version in Progress(list(islice(itertools.cycle(("v000002", "v000001")), cfg.swaps)), desc="swaps"):
+        for version in Progress(
+            list(islice(itertools.cycle(("v000002", "v000001")), cfg.swaps)), desc="swaps"
+        ):
             swaps.append(await bench.swap(version))
         await bench.http.aclose()
     return summarize(before, swaps)
@@ -364,7 +433,9 @@ async def measure_swaps(cfg: Config, registry: Path, *options: str) -> dict[str,
 
 @dataclass(frozen=True)
 class Sent:
-    """The answers to the same prompts, with the shares of accepted draft tokens and of tokens found in the cache."""
+    """The answers to the same prompts, with the shares of accepted draft tokens and of tokens found
+    in the cache.
+    """
 
     answers: list[list[int]]
     alpha: float
@@ -389,10 +460,17 @@ class SwapBench:
     """One server, and the requests sent to it."""
 
     def __init__(
-        self, cfg: Config, server: Server, token: str, prompts: Sequence[Prompt], running: Sequence[Prompt]
+        self,
+        cfg: Config,
+        server: Server,
+        token: str,
+        prompts: Sequence[Prompt],
+        running: Sequence[Prompt],
     ) -> None:
         self.server, self.prompts, self.running = server, prompts, running
-        self.http = httpx.AsyncClient(base_url=server.url, timeout=120, headers={"Authorization": f"Bearer {token}"})
+        self.http = httpx.AsyncClient(
+            base_url=server.url, timeout=120, headers={"Authorization": f"Bearer {token}"}
+        )
         self.wanted: list[list[int]] = []
 
     async def send_all(self) -> Sent:
@@ -400,8 +478,16 @@ class SwapBench:
         before = (await self.http.get("/metrics")).text
         answers = []
         for prompt in self.prompts:
-            body = {"model": "m", "prompt": prompt.token_ids, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
-            answer = (await self.http.post("/v1/completions", json=body | {"return_token_ids": True})).json()
+            body = {
+                "model": "m",
+                "prompt": prompt.token_ids,
+                "max_tokens": 32,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            answer = (
+                await self.http.post("/v1/completions", json=body | {"return_token_ids": True})
+            ).json()
             answers.append(answer["choices"][0]["token_ids"])
         after = (await self.http.get("/metrics")).text
         counts = parse_counts(after).since(parse_counts(before))
@@ -414,7 +500,9 @@ class SwapBench:
         """Swap while requests are answered; once they have ended, send the prompts again."""
         if not self.wanted:
             # Once, without a swap: both versions propose the same tokens, and the target decides.
-            self.wanted = [list(itertools.chain(*(await self.stream(p)).token_ids)) for p in self.running]
+            self.wanted = [
+                list(itertools.chain(*(await self.stream(p)).token_ids)) for p in self.running
+            ]
         tasks = [asyncio.create_task(self.stream(prompt)) for prompt in self.running]
         # Time for all requests to get past the prefill: the swap has to hit running ones.
         await asyncio.sleep(1.0)
@@ -425,17 +513,27 @@ class SwapBench:
             raise ValueError(f"the swap failed: {answer.text}")
         streams = await asyncio.gather(*tasks)
         texts = [list(itertools.chain(*stream.token_ids)) for stream in streams]
-        return Swapped(answer.json(), began_s, ended_s, streams, await self.send_all(), texts == self.wanted)
+        return Swapped(
+            answer.json(), began_s, ended_s, streams, await self.send_all(), texts == self.wanted
+        )
 
     async def stream(self, prompt: Prompt) -> Stream:
-        body = {"model": "m", "prompt": prompt.token_ids, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": "m",
+            "prompt": prompt.token_ids,
+            "max_tokens": 300,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         times_s, tokens = [], []
         body |= {"stream": True, "return_token_ids": True}
         async with self.http.stream("POST", "/v1/completions", json=body) as answer:
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
                     times_s.append(time.monotonic())
-                    tokens.append(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"] or [])
+                    tokens.append(
+                        json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"] or []
+                    )
         return Stream(times_s, tokens)
 
 
@@ -448,23 +546,37 @@ def summarize(before: Sent, swaps: Sequence[Swapped]) -> dict[str, Any]:
     steps_ms, gaps_ms = [], []
     by_age: dict[str, list[int]] = {name: [] for name in AGES}
     for swap in swaps:
-        gaps = [(later, 1e3 * (later - earlier)) for s in swap.streams for earlier, later in pairwise(s.times_s)]
+        gaps = [
+            (later, 1e3 * (later - earlier))
+            for s in swap.streams
+            for earlier, later in pairwise(s.times_s)
+        ]
         steps_ms.append(statistics.median(gap for later, gap in gaps if later < swap.began_s))
         # A second longer than the request: streams show the pause when the next chunk comes.
         gaps_ms.append(max(gap for later, gap in gaps if swap.began_s < later < swap.ended_s + 1))
         for stream in swap.streams:
-            earlier = [len(t) for at, t in zip(stream.times_s, stream.token_ids, strict=True) if at < swap.began_s]
-            later = [len(t) for at, t in zip(stream.times_s, stream.token_ids, strict=True) if at > swap.ended_s]
+            earlier = [
+                len(t)
+                for at, t in zip(stream.times_s, stream.token_ids, strict=True)
+                if at < swap.began_s
+            ]
+            later = [
+                len(t)
+                for at, t in zip(stream.times_s, stream.token_ids, strict=True)
+                if at > swap.ended_s
+            ]
             # The first chunk is the prefill's token, to which nothing was drafted.
             by_age["before"] += earlier[1:]
             for name, ages in AGES.items():
                 if ages:
-                    # The first chunk may be of a step from before the swap ended, the last is cut at
-                    # max_tokens.
+                    # The first chunk may be of a step from before the swap ended, the last is cut
+                    # at max_tokens.
                     by_age[name] += later[1:-1][slice(*ages)]
     return {
         "blocks_kept": statistics.median(swap.after.hits / before.hits for swap in swaps),
-        "pause_over_step_ms": statistics.median(g - s for g, s in zip(gaps_ms, steps_ms, strict=True)),
+        "pause_over_step_ms": statistics.median(
+            g - s for g, s in zip(gaps_ms, steps_ms, strict=True)
+        ),
         "pause_ms": statistics.median(swap.report["pause_ms"] for swap in swaps),
         "load_ms": statistics.median(swap.report["load_ms"] for swap in swaps),
         "step_ms": statistics.median(steps_ms),
@@ -472,9 +584,13 @@ def summarize(before: Sent, swaps: Sequence[Swapped]) -> dict[str, Any]:
         "alpha_after": statistics.median(swap.after.alpha for swap in swaps),
         # A chunk of s tokens: s - 1 accepted drafts and the bonus token.
         "alpha_running": {
-            n: statistics.mean(s - 1 for s in sizes) / NUM_TOKENS for n, sizes in by_age.items() if sizes
+            n: statistics.mean(s - 1 for s in sizes) / NUM_TOKENS
+            for n, sizes in by_age.items()
+            if sizes
         },
-        "lossless": all(swap.texts_equal and swap.after.answers == before.answers for swap in swaps),
+        "lossless": all(
+            swap.texts_equal and swap.after.answers == before.answers for swap in swaps
+        ),
         "swaps": len(swaps),
     }
 

@@ -1,8 +1,9 @@
-"""The work and the memory of capture's hook, counted by the real hook on a step of the size of a fleet.
+"""The work and the memory of capture's hook, counted by the real hook on a step of the size of a
+fleet.
 
-Bytes in the queue are those of the tensors that a step leaves there. The hook's work on a GPU is a trace without
-memory; the Triton kernels, which a trace cannot see into, read and write each of their tensors once. Times are roofs,
-not measurements.
+Bytes in the queue are those of the tensors that a step leaves there. The hook's work on a GPU is a
+trace without memory; the Triton kernels, which a trace cannot see into, read and write each of
+their tensors once. Times are roofs, not measurements.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from redraft.online.engine.steps import EngineStep
 from redraft.online.records.record import Sampling
 
 STATES = {"standalone": 0, "eagle1, mtp": 1, "eagle3, peagle": 3, "dflash, dspark": 5}
-"""Hidden states of each token that the hook copies, by families. Block drafters usually read five layers."""
+"""Hidden states of each token that the hook copies, by families. Block drafters usually read five
+layers.
+"""
 
 TARGET_WEIGHTS = 8e9
-"""Weights of an 8B target, in bfloat16. A step reads them once, and multiplies each with every row."""
+"""Weights of an 8B target, in bfloat16. A step reads them once, and multiplies each with every row.
+"""
 
 SCANNED, COPIED, DRAFTED = "top-k and log-sum-exp", "hidden states", "draft probabilities"
 
@@ -46,17 +50,27 @@ def count_work(
     num_drafts: int = 3,
     hidden_size: int = 4096,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case: bytes queued, bytes moved on a GPU, kernels, their time by device, in milliseconds, and the
+    """A row for each case.
+
+    Bytes queued, bytes moved on a GPU, kernels, their time by device, in milliseconds, and the
     share of a step of the target, attention not counted.
 
-    Launches count as if the GPU waited for each: with CUDA graphs or steps scheduled ahead it does not.
+    Launches count as if the GPU waited for each: with CUDA graphs or steps scheduled ahead it does
+    not.
     """
     num_rows = num_drafts + 1
     for name, num_requests, vocab_size in itertools.product(families, requests, vocabularies):
         step, operations = _trace(STATES[name], num_requests, num_drafts, vocab_size, hidden_size)
         work = add_up(operations, operations)
-        parts = {part: sum(o.num_bytes * n for o, n in operations.items() if o.part == part) for part in PARTS}
-        target = Operation("target", "product", *(int(n * TARGET_WEIGHTS) for n in (2 * num_requests * num_rows, 2)))
+        parts = {
+            part: sum(o.num_bytes * n for o, n in operations.items() if o.part == part)
+            for part in PARTS
+        }
+        target = Operation(
+            "target",
+            "product",
+            *(int(n * TARGET_WEIGHTS) for n in (2 * num_requests * num_rows, 2)),
+        )
         floors_ms = {d.name: 1e3 * target.seconds(d) for d in DEVICES}
         times_ms = {d.name: 1e3 * work.seconds[d.name] for d in DEVICES}
         yield {
@@ -82,7 +96,9 @@ def format_work(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         + "".join(f"{d.name + ', ms':>10}{'of a step':>10}" for d in DEVICES)
     )
     for row in rows:
-        times = "".join(f"{row['ms'][d.name]:>10.3f}{row['share_of_step'][d.name]:>10.1%}" for d in DEVICES)
+        times = "".join(
+            f"{row['ms'][d.name]:>10.3f}{row['share_of_step'][d.name]:>10.1%}" for d in DEVICES
+        )
         sizes = f"{row['bytes_queued'] / 1e6:>11.2f}{row['bytes_moved'] / 1e6:>10.1f}{row['kernels']:>8}"
         yield f"{row['families']:<15}{row['requests']:>9}{row['vocab_size']:>11,}{sizes}{times}"
 
@@ -90,7 +106,10 @@ def format_work(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _trace(
     num_states: int, num_requests: int, num_drafts: int, vocab_size: int, hidden_size: int
 ) -> tuple[EngineStep, Counter[Operation]]:
-    """The step that the hook of a GPU leaves, and its operations. Drafts are sampled: greedy ones need less."""
+    """The step that the hook of a GPU leaves, and its operations.
+
+    Drafts are sampled: greedy ones need less.
+    """
     rows = num_requests * (num_drafts + 1)
     with Count(weightless=True) as count, open_capture() as capture:
         logits_RV = torch.empty(rows, vocab_size, dtype=torch.bfloat16)
@@ -112,12 +131,17 @@ def _trace(
             count.begin(DRAFTED)
             one_pass.gather_probs(draft_logits, slots_N, steps_N, ids_N, temperatures_N)
             count.begin("")
-        assert step.num_bytes > 0  # cached while the count is open: it knows the sizes of weightless tensors
+        assert (
+            step.num_bytes > 0
+        )  # cached while the count is open: it knows the sizes of weightless tensors
     return step, count.operations
 
 
 class _CountedKernels:
-    """Stands in for the module of the kernels: each reads and writes the tensors that it is given, once."""
+    """Stands in for the module of the kernels.
+
+    Each reads and writes the tensors that it is given, once.
+    """
 
     def __init__(self, count: Count) -> None:
         self._count = count
@@ -146,13 +170,20 @@ class _CountedKernel:
 @contextmanager
 def open_capture() -> Iterator[Capture]:
     with tempfile.TemporaryDirectory() as folder:
-        yield Capture(CaptureConfig(spool=Path(folder) / "spool", hidden_states=True), "bench", "target", "start")
+        yield Capture(
+            CaptureConfig(spool=Path(folder) / "spool", hidden_states=True),
+            "bench",
+            "target",
+            "start",
+        )
 
 
 def make_step(feed: Feed, num_requests: int, num_drafts: int, logits_RV: Tensor) -> EngineStep:
     """A step in which every request verifies `num_drafts` tokens."""
     sampling = Sampling(temperature=0.0)
-    info = RequestInfo(request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=64, stop_ids=frozenset())
+    info = RequestInfo(
+        request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=64, stop_ids=frozenset()
+    )
     num_rows = num_drafts + 1
     batch = Batch(
         infos=[info] * num_requests,

@@ -1,4 +1,5 @@
-"""Measure how fast records get from a server's publisher into the learner's buffer, compared with the bare log.
+"""Measure how fast records get from a server's publisher into the learner's buffer, compared with
+the bare log.
 
 $ python -m benchmarks.ingest                # with the nats-server of `make env`
 
@@ -70,7 +71,10 @@ class Bench:
     publisher: Connection
 
     def publish(self, where: str, fleet: str) -> None:
-        """Start publishing all records: to the log of this fleet, or to the spool in this folder."""
+        """Start publishing all records.
+
+        To the log of this fleet, or to the spool in this folder.
+        """
         self.publisher.send((where, fleet))
 
     def wait_published(self) -> None:
@@ -78,7 +82,9 @@ class Bench:
 
 
 Side = Callable[[Bench, str], float]
-"""Moves all records and returns the time in seconds. The name is used for the fleet and the folders."""
+"""Moves all records and returns the time in seconds. The name is used for the fleet and the
+folders.
+"""
 
 
 def main(cfg: Config) -> None:
@@ -88,15 +94,26 @@ def main(cfg: Config) -> None:
         FileNotFoundError: if there is no nats-server.
     """
     frame_bytes = statistics.mean(len(frame) for frame in frames(20, cfg.traffic))
-    print(f"{cfg.records} records of {frame_bytes / 1e3:.0f} kB, {cfg.rounds} interleaved rounds", flush=True)
-    with tempfile.TemporaryDirectory(dir=cfg.folder) as folder, running_bench(cfg, Path(folder)) as bench:
+    print(
+        f"{cfg.records} records of {frame_bytes / 1e3:.0f} kB, {cfg.rounds} interleaved rounds",
+        flush=True,
+    )
+    with (
+        tempfile.TemporaryDirectory(dir=cfg.folder) as folder,
+        running_bench(cfg, Path(folder)) as bench,
+    ):
         seconds = measure(bench, cfg.rounds)
-    results = {name: summary(taken_s, seconds["raw"], cfg.records, frame_bytes) for name, taken_s in seconds.items()}
+    results = {
+        name: summary(taken_s, seconds["raw"], cfg.records, frame_bytes)
+        for name, taken_s in seconds.items()
+    }
     # A drain starts from a full log, so only the raw drain compares with it.
     results["drain"]["of_raw"] = of(seconds["raw drain"], seconds["drain"])
     for name, result in results.items():
         print(line(name, result))
-    write_results(cfg.output, {"config": asdict(cfg), "frame_bytes": frame_bytes, "results": results})
+    write_results(
+        cfg.output, {"config": asdict(cfg), "frame_bytes": frame_bytes, "results": results}
+    )
 
 
 def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
@@ -110,7 +127,9 @@ def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def summary(taken_s: list[float], raw_s: list[float], records: int, frame_bytes: float) -> dict[str, Any]:
+def summary(
+    taken_s: list[float], raw_s: list[float], records: int, frame_bytes: float
+) -> dict[str, Any]:
     median_s = statistics.median(taken_s)
     return {
         "records_per_s": records / median_s,
@@ -128,14 +147,18 @@ def of(base_s: list[float], taken_s: list[float]) -> float:
 def line(name: str, result: dict[str, Any]) -> str:
     verdict = ""
     if name == "end to end":
-        verdict = f"  {'PASS' if result['of_raw'] >= REQUIRED_OF_RAW else 'BELOW TARGET'} (at least {REQUIRED_OF_RAW})"
+        verdict = (
+            f"  {'PASS' if result['of_raw'] >= REQUIRED_OF_RAW else 'BELOW TARGET'} (at "
+            f"least {REQUIRED_OF_RAW})"
+        )
     return (
         f"    {name:<12} {result['records_per_s']:7,.0f} records/s  {result['mb_per_s']:6,.0f} MB/s"
         f"  {result['of_raw']:.2f} of raw{' drain' if name == 'drain' else ''}{verdict}"
     )
 
 
-# ----------------------------------------------------------------------------------------------- the sides
+# -----------------------------------------------------------------------------------------------
+# the sides
 
 
 def end_to_end(bench: Bench, name: str) -> float:
@@ -194,7 +217,10 @@ async def _raw(bench: Bench, name: str, *, is_full: bool) -> float:
 
 
 async def _begin(bench: Bench, name: str, is_full: bool) -> float:
-    """Start the publisher and return the start of the measurement: now, or when the log is full if `is_full`."""
+    """Start the publisher and return the start of the measurement.
+
+    Now, or when the log is full if `is_full`.
+    """
     began_s = time.perf_counter()
     bench.publish("log", name)
     if is_full:
@@ -241,7 +267,8 @@ SIDES: dict[str, Side] = {
 }
 
 
-# -------------------------------------------------------------------------------------- the broker and the publisher
+# -------------------------------------------------------------------------------------- the broker
+# and the publisher
 
 
 def frames(count: int, traffic: Traffic) -> list[Frame]:
@@ -254,17 +281,25 @@ def running_bench(cfg: Config, folder: Path) -> Iterator[Bench]:
     executable = find_broker()
     port = free_port()
     config = folder / "nats.conf"
-    config.write_text(f'listen: "127.0.0.1:{port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{folder}/nats" }}\n')
-    # A process, not a thread: publisher and learner must not share an interpreter, as they do not in a fleet.
+    config.write_text(
+        f'listen: "127.0.0.1:{port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{folder}/nats" '
+        f"}}\n"
+    )
+    # A process, not a thread: publisher and learner must not share an interpreter, as they do not
+    # in a fleet.
     ours, theirs = multiprocessing.Pipe()
     publisher = multiprocessing.get_context("spawn").Process(
-        target=publish, args=(f"nats://127.0.0.1:{port}", cfg.records, cfg.traffic, theirs), daemon=True
+        target=publish,
+        args=(f"nats://127.0.0.1:{port}", cfg.records, cfg.traffic, theirs),
+        daemon=True,
     )
     publisher.start()
     with subprocess.Popen([executable, "-c", str(config)], stderr=subprocess.DEVNULL) as broker:
         try:
             ours.recv()  # the publisher has made its records
-            yield Bench(cfg.records, cfg.traffic.vocab_size, folder, f"nats://127.0.0.1:{port}", ours)
+            yield Bench(
+                cfg.records, cfg.traffic.vocab_size, folder, f"nats://127.0.0.1:{port}", ours
+            )
         finally:
             broker.kill()
             publisher.kill()
@@ -280,8 +315,8 @@ def publish(url: str, count: int, traffic: Traffic, orders: Connection) -> None:
     while True:
         where, name = orders.recv()
         if where == "log":
-            # Without a bound: a dropped record is never counted as published, and the loop below would not
-            # end.
+            # Without a bound: a dropped record is never counted as published, and the loop below
+            # would not end.
             publisher = Publisher(url, Nats(fleet=name), max_waiting_bytes=1 << 40)
             for batch in batches:
                 publisher.write(batch)

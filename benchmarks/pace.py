@@ -3,11 +3,12 @@
 $ python -m benchmarks.pace --draft outputs/demo-up/up/registry/v000003    # a version of `make demo-up`
 $ python -m benchmarks.pace --draft outputs/demo-up/up/registry/v000001 --fixed --rounds 24    # a useless one
 
-The modes take turns in a server of `redraft serve --pace auto`: no drafts, `auto`, and each fixed number. In a round
-all modes answer the same questions of HumanEval, at 1, 4 and 8 clients and at a number that moves; every round begins
-with another mode. Speeds are medians over rounds of the ratio to no drafts. Before the first round `auto` sees 2,000
-steps. It must reach 0.95 of the best fixed number; without fixed numbers, the lower bound of its speed must reach 0.97.
-A ratio below its requirement is printed, and is not an error.
+The modes take turns in a server of `redraft serve --pace auto`: no drafts, `auto`, and each fixed
+number. In a round all modes answer the same questions of HumanEval, at 1, 4 and 8 clients and at a
+number that moves; every round begins with another mode. Speeds are medians over rounds of the ratio
+to no drafts. Before the first round `auto` sees 2,000 steps. It must reach 0.95 of the best fixed
+number; without fixed numbers, the lower bound of its speed must reach 0.97. A ratio below its
+requirement is printed, and is not an error.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def main(cfg: Config) -> None:
     questions = held_out_prompts(
         scene.test["code"], opened.tokenizer, num_prompts=400, max_length=160, day=choose_day()
     )
-    server = Server(cfg, scene.target, scene.dtype, count_kv_bytes(opened.text_config, 1, scene.dtype))
+    server = Server(
+        cfg, scene.target, scene.dtype, count_kv_bytes(opened.text_config, 1, scene.dtype)
+    )
     try:
         rates = asyncio.run(measure(cfg, server, questions))
     finally:
@@ -91,7 +94,10 @@ def main(cfg: Config) -> None:
     verdicts = {load: judge(found) for load, found in rates.items()}
     for load, verdict in verdicts.items():
         print(f"{load} clients: {verdict['line']}")
-    write_results(cfg.output, {"draft": str(cfg.draft), "verdicts": verdicts, "rates": rates, "pace": server.line})
+    write_results(
+        cfg.output,
+        {"draft": str(cfg.draft), "verdicts": verdicts, "rates": rates, "pace": server.line},
+    )
 
 
 class Server:
@@ -102,10 +108,25 @@ class Server:
             write_token(folder / "token")
         self.url, self.line = f"http://127.0.0.1:{free_port()}", ""
         self._headers = {"Authorization": f"Bearer {read_token(folder / 'token')}"}
-        command = [sys.executable, "-m", "redraft.recipes.cli", "serve", str(target), "--draft", str(cfg.draft)]
+        command = [
+            sys.executable,
+            "-m",
+            "redraft.recipes.cli",
+            "serve",
+            str(target),
+            "--draft",
+            str(cfg.draft),
+        ]
         command += ["--num-speculative-tokens", str(cfg.num_speculative_tokens), "--pace", "auto"]
-        command += ["--token-file", str(folder / "token"), "--", *list_arguments(self.url, dtype, kv_bytes)]
-        self._process = start_group(command, log=folder / "server.log", env={"VLLM_NO_USAGE_STATS": "1"})
+        command += [
+            "--token-file",
+            str(folder / "token"),
+            "--",
+            *list_arguments(self.url, dtype, kv_bytes),
+        ]
+        self._process = start_group(
+            command, log=folder / "server.log", env={"VLLM_NO_USAGE_STATS": "1"}
+        )
         wait_until_healthy(self.url, self._process, folder / "server.log", name="redraft serve")
 
     async def take(self, pace: str) -> dict[str, Any]:
@@ -126,13 +147,21 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
     rates: Rates = {load: {mode: [] for mode in modes} for load in cfg.loads}
 
     def ask(clients: Sequence[int]) -> list[list[Prompt]]:
-        """A block for each number of clients. Too few questions would leave most of 8 clients idle."""
+        """A block for each number of clients.
+
+        Too few questions would leave most of 8 clients idle.
+        """
         return [list(itertools.islice(waiting, 8 if count < 4 else 16)) for count in clients]
 
     async def answer(clients: Sequence[int], asked: Sequence[Sequence[Prompt]]) -> float:
-        """Geometric mean of the tokens/s of the blocks: a slow one with one client counts as much as a fast one."""
+        """Geometric mean of the tokens/s of the blocks.
+
+        A slow one with one client counts as much as a fast one.
+        """
         speeds = [
-            await measure_tokens_per_s([server.url], block, clients=count, max_tokens=cfg.max_tokens, captured=0.0)
+            await measure_tokens_per_s(
+                [server.url], block, clients=count, max_tokens=cfg.max_tokens, captured=0.0
+            )
             for count, block in zip(clients, asked, strict=True)
         ]
         return statistics.geometric_mean(speeds)
@@ -156,20 +185,33 @@ async def measure(cfg: Config, server: Server, questions: Sequence[Prompt]) -> R
 
 
 def judge(rates: dict[str, list[float]]) -> dict[str, Any]:
-    """The speed of every mode against no drafts, and of `auto` against the best fixed number, 0 included."""
+    """The speed of every mode against no drafts, and of `auto` against the best fixed number, 0
+    included.
+    """
 
     def against(mode: str, other: str) -> tuple[float, tuple[float, float]]:
-        return median_interval([one / two for one, two in zip(rates[mode], rates[other], strict=True)])
+        return median_interval(
+            [one / two for one, two in zip(rates[mode], rates[other], strict=True)]
+        )
 
     speeds = {mode: against(mode, "off") for mode in rates if mode != "off"}
     fixed = {mode: speed for mode, (speed, _) in speeds.items() if mode != "auto"}
     best = max(["off", *fixed], key=lambda mode: fixed.get(mode, 1.0))
     of_best, interval = against("auto", best)
     low = speeds["auto"][1][0]
-    words = ", ".join(f"{mode} {speed:.3f}x [{low:.3f}, {high:.3f}]" for mode, (speed, (low, high)) in speeds.items())
+    words = ", ".join(
+        f"{mode} {speed:.3f}x [{low:.3f}, {high:.3f}]"
+        for mode, (speed, (low, high)) in speeds.items()
+    )
     passed = "PASS" if (of_best >= OF_BEST if fixed else low >= OF_OFF) else "BELOW TARGET"
     line = f"against no drafts {words}; auto is {of_best:.3f} of the best ({best})  {passed}"
-    return {"speeds": speeds, "best": best, "of_best": of_best, "of_best_interval": interval, "line": line}
+    return {
+        "speeds": speeds,
+        "best": best,
+        "of_best": of_best,
+        "of_best_interval": interval,
+        "line": line,
+    }
 
 
 if __name__ == "__main__":

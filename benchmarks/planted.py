@@ -1,9 +1,12 @@
-"""Faults planted into a sound EAGLE-3 head, and whether `redraft doctor` names each. One table for tests and documents.
+"""Faults planted into a sound EAGLE-3 head, and whether `redraft doctor` names each.
 
-Every fault is planted twice: into a head as redraft publishes it, with provenance and without its manifest (with the
-manifest every changed byte is named), and into the same head as another trainer would hand it on, without a trace of
-its training. The engine is left out: it agrees with a damaged head number by number, and counts what the forecast does,
-so acceptance is taken from the target's answers.
+One table for tests and documents.
+
+Every fault is planted twice: into a head as redraft publishes it, with provenance and without its
+manifest (with the manifest every changed byte is named), and into the same head as another trainer
+would hand it on, without a trace of its training. The engine is left out: it agrees with a damaged
+head number by number, and counts what the forecast does, so acceptance is taken from the target's
+answers.
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ MISSED = "the forecast published with the draft is tau"
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault, and the words that name it. Empty words: it is not seen, for the reason in `unseen`."""
+    """One fault, and the words that name it.
+
+    Empty words: it is not seen, for the reason in `unseen`.
+    """
 
     name: str
     plant: Callable[[Path], None]
@@ -78,7 +84,11 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Mapping[str
     tensors = load_file(path)
     tensors |= change(tensors)
     # Copies: safetensors refuses tensors with shared memory.
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
+        path,
+        {"format": "pt"},
+    )
 
 
 def change_tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
@@ -112,8 +122,14 @@ def transpose_blocks(tensor_DN: Tensor) -> Tensor:
 
 
 def swap_halves(folder: Path) -> None:
-    # q, k and v read [embedding, hidden state] side by side: half a turn of the columns swaps the two.
-    edit_tensors(folder, lambda t: {name: t[name].roll(t[name].shape[1] // 2, dims=1) for name in (QUERY, KEY, VALUE)})
+    # q, k and v read [embedding, hidden state] side by side: half a turn of the columns swaps the
+    # two.
+    edit_tensors(
+        folder,
+        lambda t: {
+            name: t[name].roll(t[name].shape[1] // 2, dims=1) for name in (QUERY, KEY, VALUE)
+        },
+    )
 
 
 def halve_vocabulary(folder: Path) -> None:
@@ -122,14 +138,21 @@ def halve_vocabulary(folder: Path) -> None:
         ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"])))[::2]
         kept = torch.zeros_like(tensors["t2d"])
         kept[ids] = True
-        return {"d2t": ids - torch.arange(len(ids)), "t2d": kept, "lm_head.weight": tensors["lm_head.weight"][::2]}
+        return {
+            "d2t": ids - torch.arange(len(ids)),
+            "t2d": kept,
+            "lm_head.weight": tensors["lm_head.weight"][::2],
+        }
 
     edit_tensors(folder, change)
     edit_config(folder, draft_vocab_size=512)
 
 
 def shift_region(folder: Path) -> None:
-    """The ids of 1,000 places in a row move to the next id that the head does not have; d2t and t2d still agree."""
+    """The ids of 1,000 places in a row move to the next id that the head does not have.
+
+    D2t and t2d still agree.
+    """
 
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
@@ -147,7 +170,10 @@ def shift_region(folder: Path) -> None:
 
 
 def noisy(share: float) -> Callable[[Tensor], Tensor]:
-    """A matrix as another revision of the target would have it: the same and `share` of its size in noise."""
+    """A matrix as another revision of the target would have it.
+
+    The same and `share` of its size in noise.
+    """
 
     def change(tensor: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
@@ -160,7 +186,11 @@ def age_layer(folder: Path) -> None:
     """The layer of an earlier checkpoint, or of another run: every matrix a little different."""
     edit_tensors(
         folder,
-        lambda tensors: {name: noisy(0.5)(t) for name, t in tensors.items() if name.startswith(LAYER) and t.ndim == 2},
+        lambda tensors: {
+            name: noisy(0.5)(t)
+            for name, t in tensors.items()
+            if name.startswith(LAYER) and t.ndim == 2
+        },
     )
 
 
@@ -168,7 +198,9 @@ def claim_other_target(folder: Path) -> None:
     """Trained for another revision of the target: the provenance says so, if there is one."""
     path = folder / PROVENANCE
     if path.is_file():
-        path.write_text(json.dumps({**json.loads(path.read_text()), "target_fingerprint": "0" * 64}))
+        path.write_text(
+            json.dumps({**json.loads(path.read_text()), "target_fingerprint": "0" * 64})
+        )
 
 
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -195,9 +227,9 @@ FAULTS: tuple[Fault, ...] = (
           ours="o_proj.weight is all zeros", theirs="o_proj.weight is all zeros"),
     # --- config against tensors
     Fault(name="attention_bias set", plant=set_config(attention_bias=True),
-          ours="attention_bias is true, the checkpoint holds no biases", theirs="attention_bias is true"),
+          ours="attention_bias is true, the checkpoint holds no biases", theirs="attention_bias is " "true"),
     Fault(name="two layers claimed", plant=set_config(num_hidden_layers=2),
-          ours="config.json says 2 layers, the checkpoint holds 1", theirs="config.json says 2 layers"),
+          ours="config.json says 2 layers, the checkpoint holds 1", theirs="config.json says 2 " "layers"),
     Fault(name="activation gelu", plant=set_config(hidden_act="gelu"),
           ours='hidden_act is "gelu"', theirs='hidden_act is "gelu"'),
     Fault(name="rms_norm_eps 1e-2", plant=set_config(rms_norm_eps=1e-2),
@@ -249,11 +281,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="vocabulary halved", plant=halve_vocabulary, ours=MISSED, theirs="",
           unseen="a head of 512 ids is a legal head"),
     Fault(name="a left-over embedding", plant=lambda folder: add_tensor(folder, "embed_tokens.weight", 4096),
-          ours="embed_tokens.weight is not the target's", theirs="embed_tokens.weight is not the target's"),
+          ours="embed_tokens.weight is not the target's", theirs="embed_tokens.weight is not the " "target's"),
     Fault(name="lm_head of another revision", plant=change_tensor("lm_head.weight", noisy(1.0)),
           ours="lm_head is not of this target", theirs="lm_head is not of this target"),
     Fault(name="layer of another run or revision", plant=age_layer, ours=MISSED, theirs="",
-          unseen="it is a poorer head, in itself consistent: only its forecast shows that it was better"),
+          unseen="it is a poorer head, in itself consistent: only its forecast shows that it was " "better"),
     Fault(name="trained for another revision of the target", plant=claim_other_target,
           ours="the draft was trained for another target", theirs="",
           unseen="nothing in the head records its target; its acceptance is what it is"),
@@ -289,14 +321,19 @@ class Row:
     @property
     def is_named(self) -> bool:
         """A problem or a doubt has the expected words, and a cure."""
-        return bool(self.expected) and any(self.expected in each.problem and each.cure for each in self.findings)
+        return bool(self.expected) and any(
+            self.expected in each.problem and each.cure for each in self.findings
+        )
 
 
 class Examiner:
     """Plants faults into copies of a sound head, and checks each as `redraft doctor` does."""
 
     def __init__(self, work: Path, num_prompts: int = 16, max_tokens: int = 64) -> None:
-        """Let the target answer the prompts. The forecast of the sound head on them is the published one."""
+        """Let the target answer the prompts.
+
+        The forecast of the sound head on them is the published one.
+        """
         self.work = work
         self.model = load_causal_lm(TARGET, torch.float32).eval()
         opened = TargetFolder.open(TARGET)
@@ -333,7 +370,10 @@ class Examiner:
         folder = self.work / f"{kind}-{fault.name if fault else 'sound'}".replace(" ", "-")
         shutil.copytree(HEAD, folder)
         if kind == "ours":
-            provenance = {"target_fingerprint": fingerprint(TARGET), "forecast": self.stored.to_json()}
+            provenance = {
+                "target_fingerprint": fingerprint(TARGET),
+                "forecast": self.stored.to_json(),
+            }
             (folder / PROVENANCE).write_text(json.dumps(provenance))
         else:
             # Without redraft's section, config.json could be any trainer's.
@@ -352,30 +392,43 @@ class Examiner:
     def _judge(self, pair: Pair) -> list[Finding]:
         head = self._load(pair)
         stored = StoredForecast.from_json(pair.provenance.forecast)
-        served = Served(outputs=[answer.output_ids for answer in self.answers], counts=self._count(head))
+        served = Served(
+            outputs=[answer.output_ids for answer in self.answers], counts=self._count(head)
+        )
         plan = Plan(run=self.run, stored=stored, are_held_out=False)
-        judged = judge_acceptance(pair, plan, served, head, InProcessTarget(self.model, head.aux_layer_ids), {})
+        judged = judge_acceptance(
+            pair, plan, served, head, InProcessTarget(self.model, head.aux_layer_ids), {}
+        )
         return [each for each in judged if isinstance(each, Finding)]
 
     def _load(self, pair: Pair) -> Any:
-        head: Any = pair.family.load(pair.draft, lambda: Target.from_model(self.model), torch.float32)
+        head: Any = pair.family.load(
+            pair.draft, lambda: Target.from_model(self.model), torch.float32
+        )
         head.config = replace(head.config, num_steps=NUM_TOKENS)
         return head.eval()
 
     def _count(self, head: Any) -> list[AcceptanceCounts]:
         signal = InProcessTarget(self.model, head.aux_layer_ids)
-        return [forecast_prompt(head, signal, answer, NUM_TOKENS, "cpu").counts for answer in self.answers]
+        return [
+            forecast_prompt(head, signal, answer, NUM_TOKENS, "cpu").counts
+            for answer in self.answers
+        ]
 
 
 def examine_all(work: Path) -> list[Row]:
     """Every fault in both kinds of head, after the sound head of both kinds."""
     examiner = Examiner(work)
-    cases: list[tuple[Fault | None, Kind]] = [(fault, kind) for fault in (None, *FAULTS) for kind in KINDS]
+    cases: list[tuple[Fault | None, Kind]] = [
+        (fault, kind) for fault in (None, *FAULTS) for kind in KINDS
+    ]
     return [examiner.examine(*case) for case in Progress(cases, desc="faults planted", unit="head")]
 
 
 def measure_doctor() -> dict[str, Any]:
-    """`planted` and `named` faults over both kinds of head, false alarms, and the faults that were not named."""
+    """`planted` and `named` faults over both kinds of head, false alarms, and the faults that were
+    not named.
+    """
     with tempfile.TemporaryDirectory() as work:
         rows = examine_all(Path(work))
     sound, planted = rows[: len(KINDS)], rows[len(KINDS) :]
@@ -390,11 +443,17 @@ def measure_doctor() -> dict[str, Any]:
 
 
 def write_table() -> str:
-    """The section of the documentation, in Markdown: faults named in every head, and a table of the others."""
+    """The section of the documentation, in Markdown.
+
+    Faults named in every head, and a table of the others.
+    """
     verdict = {True: "named", False: "not seen"}
     seen = "; ".join(fault.name for fault in FAULTS if fault.ours and fault.theirs)
     lines = [*textwrap.wrap(f"Named in every head: {seen}.", 120), ""]
-    lines += ["| fault | head with provenance | head from another trainer | why |", "|---|---|---|---|"]
+    lines += [
+        "| fault | head with provenance | head from another trainer | why |",
+        "|---|---|---|---|",
+    ]
     for fault in FAULTS:
         if not (fault.ours and fault.theirs):
             ours, theirs = verdict[bool(fault.ours)], verdict[bool(fault.theirs)]

@@ -13,5 +13,7 @@ from redraft.heads.files.artifact import write_whole
 
 def write_results(output: Path, results: Mapping[str, Any]) -> None:
     """Write results with the environment they were measured in, as one JSON file."""
-    write_whole(output, json.dumps({"environment": environment(), **results}, indent=2, default=str) + "\n")
+    write_whole(
+        output, json.dumps({"environment": environment(), **results}, indent=2, default=str) + "\n"
+    )
     print(f"written to {output}")

@@ -1,13 +1,14 @@
-"""Measure the delay that the router adds to a request, compared with the same request made directly.
+"""Measure the delay that the router adds to a request, compared with the same request made
+directly.
 
     $ python -m benchmarks.router --streams 600
 
     direct   client ─► server             the server answers at once, so that the delay is not hidden
     router   client ─► router ─► server   the router finds the domain from the prompt's text
 
-Each part runs in a separate process, and requests take turns. Whole answers are timed, and streams to the first event.
-Then many streams run at once, directly and through the router in turn: the gaps between chunks show whether one
-stream waits for others. It all takes less than two minutes.
+Each part runs in a separate process, and requests take turns. Whole answers are timed, and streams
+to the first event. Then many streams run at once, directly and through the router in turn: the gaps
+between chunks show whether one stream waits for others. It all takes less than two minutes.
 """
 
 from __future__ import annotations
@@ -59,12 +60,17 @@ class Config:
     streams: int = 600
     """Streams at once, of 2 events per second each; 0 leaves this part out."""
     stream_rounds: int = 3
-    """Rounds of streams, directly and through the router each. A round takes 10 s, and 45 s at most."""
+    """Rounds of streams, directly and through the router each. A round takes 10 s, and 45 s at
+    most.
+    """
 
 
 def main(cfg: Config) -> None:
     texts = sample_texts()
-    with tempfile.TemporaryDirectory() as folder, running_pair(Path(folder), texts) as (direct, router):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_pair(Path(folder), texts) as (direct, router),
+    ):
         results = overhead(direct, router, "\n".join(texts)[: cfg.prompt_chars], cfg.requests)
     for kind, result in results.items():
         print(line(kind, result))
@@ -76,12 +82,18 @@ def main(cfg: Config) -> None:
 
 def sample_texts() -> list[str]:
     """200 texts from the standard library."""
-    return [str(conversation["messages"][1]["content"]) for conversation in islice(stdlib_conversations(), 200)]  # type: ignore[index]
+    return [
+        str(conversation["messages"][1]["content"])  # type: ignore[index]
+        for conversation in islice(stdlib_conversations(), 200)
+    ]
 
 
 @contextmanager
 def running_pair(folder: Path, texts: list[str]) -> Iterator[tuple[str, str]]:
-    """Start a server that answers at once, and a router with domains learned from `texts`; yield both addresses."""
+    """Start a server that answers at once, and a router with domains learned from `texts`.
+
+    Yield both addresses.
+    """
     clusters = Clusters.fit(texts, 2)
     publish(folder / "domains", clusters.write, {})
     server = ["-m", "uvicorn", "benchmarks.router:instant_server", "--factory"]
@@ -94,12 +106,17 @@ def running_pair(folder: Path, texts: list[str]) -> Iterator[tuple[str, str]]:
 def running_router(
     folder: Path, server: Sequence[str], domains: Sequence[str], setting: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Start `python SERVER PORT`, and a router that lists it once for each of `domains`; yield both addresses."""
+    """Start `python SERVER PORT`, and a router that lists it once for each of `domains`.
+
+    Yield both addresses.
+    """
     ports = free_port(), free_port()
     direct, router = (f"http://127.0.0.1:{port}" for port in ports)
     fleet = (f'[[servers]]\nurl = "{direct}"\ndomain = "{name}"\n' for name in domains)
     (folder / "fleet.toml").write_text("".join(fleet))
-    (folder / "router.toml").write_text(f'fleet = "fleet.toml"\n{setting}\nport = {ports[1]}\nadmin_port = 0\n')
+    (folder / "router.toml").write_text(
+        f'fleet = "fleet.toml"\n{setting}\nport = {ports[1]}\nadmin_port = 0\n'
+    )
     commands = {
         "server": [*server, str(ports[0])],
         "router": ["-m", "redraft.recipes.cli", "router", "--config", str(folder / "router.toml")],
@@ -108,8 +125,8 @@ def running_router(
         for name, command in commands.items():
             log = folder / f"{name}.log"
             process = running.enter_context(process_group([sys.executable, *command], log=log))
-        # After the loop `process` and `log` are the router's. It answers 503 until it reaches a server, so
-        # this waits for both.
+        # After the loop `process` and `log` are the router's. It answers 503 until it reaches a
+        # server, so this waits for both.
         wait_until_healthy(router, process, log, name="the router")
         yield direct, router
 
@@ -121,7 +138,11 @@ def instant_server() -> Starlette:
 
     async def complete(request: Request) -> Response:
         is_streamed = (await request.json()).get("stream")
-        return StreamingResponse(events(), media_type="text/event-stream") if is_streamed else JSONResponse(answer)
+        return (
+            StreamingResponse(events(), media_type="text/event-stream")
+            if is_streamed
+            else JSONResponse(answer)
+        )
 
     async def events() -> AsyncIterator[bytes]:
         for _ in range(NUM_EVENTS):
@@ -131,7 +152,9 @@ def instant_server() -> Starlette:
     async def health(request: Request) -> Response:
         return Response()
 
-    return Starlette(routes=[Route("/v1/completions", complete, methods=["POST"]), Route("/health", health)])
+    return Starlette(
+        routes=[Route("/v1/completions", complete, methods=["POST"]), Route("/health", health)]
+    )
 
 
 def overhead(direct: str, router: str, prompt: str, requests: int) -> dict[str, dict[str, Any]]:
@@ -146,11 +169,16 @@ def overhead(direct: str, router: str, prompt: str, requests: int) -> dict[str, 
             taken_ms: dict[str, list[float]] = {"direct": [], "router": []}
             for number in Progress(range(-requests // 10, requests), desc=kind, unit="request"):
                 # The order alternates: neither side always runs in caches warmed by the other.
-                for side, url in (("direct", direct), ("router", router))[:: 1 if number % 2 else -1]:
+                for side, url in (("direct", direct), ("router", router))[
+                    :: 1 if number % 2 else -1
+                ]:
                     took_ms = 1e3 * seconds(http, f"{url}/v1/completions", body)
                     if number >= 0:
                         taken_ms[side].append(took_ms)
-            at = {side: np.percentile(times, [50, 95]).round(3).tolist() for side, times in taken_ms.items()}
+            at = {
+                side: np.percentile(times, [50, 95]).round(3).tolist()
+                for side, times in taken_ms.items()
+            }
             results[kind] = {
                 "direct_ms_p50": at["direct"][0],
                 "overhead_ms_p50": round(at["router"][0] - at["direct"][0], 3),
@@ -173,12 +201,22 @@ def seconds(http: httpx.Client, url: str, body: dict[str, Any]) -> float:
 
 
 def measure_streams(num_streams: int, rounds: int) -> dict[str, Any]:
-    """Gaps between chunks of `num_streams` streams at once, by side, and how many times longer the router's are."""
+    """Gaps between chunks of `num_streams` streams at once, by side, and how many times longer the
+    router's are.
+    """
     raise_file_limit()  # for the connections of the load
     server = ["-m", "benchmarks.streams"]
-    with tempfile.TemporaryDirectory() as folder, running_router(Path(folder), server, [""]) as (direct, router):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_router(Path(folder), server, [""]) as (direct, router),
+    ):
         sides = streams.compare({"direct": direct, "router": router}, num_streams, rounds)
-    return {**sides, "gap_ratio_p99_9": round(sides["router"]["gap_ms_p99_9"] / sides["direct"]["gap_ms_p99_9"], 3)}
+    return {
+        **sides,
+        "gap_ratio_p99_9": round(
+            sides["router"]["gap_ms_p99_9"] / sides["direct"]["gap_ms_p99_9"], 3
+        ),
+    }
 
 
 def stream_lines(num_streams: int, result: dict[str, Any]) -> list[str]:
@@ -187,19 +225,28 @@ def stream_lines(num_streams: int, result: dict[str, Any]) -> list[str]:
     for side in ("direct", "router"):
         at = result[side]
         lines.append(
-            f"    {side:<8} p50 {at['gap_ms_p50']:.0f}, p99 {at['gap_ms_p99']:.0f}, p99.9 {at['gap_ms_p99_9']:.0f}; "
+            f"    {side:<8} p50 {at['gap_ms_p50']:.0f}, p99 {at['gap_ms_p99']:.0f}, p99.9 "
+            f"{at['gap_ms_p99_9']:.0f}; "
             f"first event p50 {at['first_event_ms_p50']:.0f}; failed {at['failed']}"
         )
     ratio = result["gap_ratio_p99_9"]
-    verdict = "PASS" if ratio <= REQUIRED_GAP_RATIO and not result["router"]["failed"] else "BELOW TARGET"
-    return [*lines, f"    p99.9 through the router is {ratio:.2f} of direct  {verdict} (at most {REQUIRED_GAP_RATIO})"]
+    verdict = (
+        "PASS" if ratio <= REQUIRED_GAP_RATIO and not result["router"]["failed"] else "BELOW TARGET"
+    )
+    return [
+        *lines,
+        f"    p99.9 through the router is {ratio:.2f} of direct  {verdict} (at most "
+        f"{REQUIRED_GAP_RATIO})",
+    ]
 
 
 def line(kind: str, result: dict[str, Any]) -> str:
     verdict = "PASS" if result["overhead_ms_p50"] < REQUIRED_MS else "BELOW TARGET"
     return (
-        f"    {kind:<8} {result['direct_ms_p50']:.2f} ms directly; the router adds {result['overhead_ms_p50']:.2f} ms"
-        f" at the median, {result['overhead_ms_p95']:.2f} ms at p95  {verdict} (below {REQUIRED_MS} ms)"
+        f"    {kind:<8} {result['direct_ms_p50']:.2f} ms directly; the router adds "
+        f"{result['overhead_ms_p50']:.2f} ms"
+        f" at the median, {result['overhead_ms_p95']:.2f} ms at p95  {verdict} (below "
+        f"{REQUIRED_MS} ms)"
     )
 
 

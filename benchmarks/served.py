@@ -1,8 +1,10 @@
-"""Forecast against engine: the small target with filters in its generation_config, greedy and sampled drafts.
+"""Forecast against engine.
 
-The engine answers with the target's own sampling, which the requests do not name. The forecast is then made on the
-engine's answers, so the two differ by the draws of drafting and verification only, not by the text: one part in two
-hundred with the default number of prompts.
+The small target with filters in its generation_config, greedy and sampled drafts.
+
+The engine answers with the target's own sampling, which the requests do not name. The forecast is
+then made on the engine's answers, so the two differ by the draws of drafting and verification only,
+not by the text: one part in two hundred with the default number of prompts.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 METHODS: Mapping[str, SampleMethod] = {"greedy": "greedy", "sampled": "probabilistic"}
 
 NOISE = 0.35
-"""Standard deviation of the noise on the draft's weights, as a share of theirs: a third of its tokens is refused."""
+"""Standard deviation of the noise on the draft's weights, as a share of theirs: a third of its
+tokens is refused.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +96,13 @@ def measure_served(case: ServedCase, folder: Path) -> dict[str, Any]:
         counts = [output.counts or AcceptanceCounts.zero() for output in outputs]
         report[name] = compare(counts, with_filters, case)
         without = compare(counts, forecast(target, named.forecast, texts_of_plain, plain), case)
-        report[name]["ignoring_filters"] = {key: without[key] for key in ("tau_forecast", "error", "error_interval")}
-    return {f"error_{name}": abs(report[name]["error"]) for name in METHODS} | {"sampling": SAMPLING, **report}
+        report[name]["ignoring_filters"] = {
+            key: without[key] for key in ("tau_forecast", "error", "error_interval")
+        }
+    return {f"error_{name}": abs(report[name]["error"]) for name in METHODS} | {
+        "sampling": SAMPLING,
+        **report,
+    }
 
 
 def make_target(source: Path, folder: Path) -> LoadedTarget:
@@ -106,7 +115,10 @@ def make_target(source: Path, folder: Path) -> LoadedTarget:
 
 
 def make_draft(source: Path, folder: Path, seed: int) -> Path:
-    """The target with noise on its weights: a draft of real text whose quality needs no training."""
+    """The target with noise on its weights.
+
+    A draft of real text whose quality needs no training.
+    """
     model = load_causal_lm(source).float()
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
@@ -118,11 +130,18 @@ def make_draft(source: Path, folder: Path, seed: int) -> Path:
 
 def choose_prompts(case: ServedCase, target: LoadedTarget) -> list[Prompt]:
     _, held_out = split_held_out(load_conversations("stdlib"), 0.2)
-    return held_out_prompts(held_out, target.opened.tokenizer, num_prompts=case.num_prompts, max_length=256)
+    return held_out_prompts(
+        held_out, target.opened.tokenizer, num_prompts=case.num_prompts, max_length=256
+    )
 
 
 def ask_engine(
-    case: ServedCase, target: LoadedTarget, draft: Path, method: SampleMethod, prompts: Sequence[Prompt], log: Path
+    case: ServedCase,
+    target: LoadedTarget,
+    draft: Path,
+    method: SampleMethod,
+    prompts: Sequence[Prompt],
+    log: Path,
 ) -> list[Output]:
     """The engine's answers and counts; the server takes its sampling from the target's folder."""
     config = {
@@ -139,7 +158,9 @@ def ask_engine(
         max_num_seqs=16,
         dtype="float32",  # as the forecast, which is compared with these counts
     ) as server:
-        return measure(server, prompts, max_tokens=case.max_tokens, sampling=None, concurrency=16).outputs
+        return measure(
+            server, prompts, max_tokens=case.max_tokens, sampling=None, concurrency=16
+        ).outputs
 
 
 def continue_answers(
@@ -159,7 +180,9 @@ def continue_answers(
             sampling=protocol.filters,
             seed=protocol.seed,
         )
-        texts.append(Continuation(prompt=prompt, output_ids=output.token_ids, beyond_ids=rest.output_ids))
+        texts.append(
+            Continuation(prompt=prompt, output_ids=output.token_ids, beyond_ids=rest.output_ids)
+        )
     return texts
 
 
@@ -169,17 +192,26 @@ def forecast(
     signal, rows = InProcessTarget(target.model, []), []
     for first in range(0, len(texts), protocol.batch_size):
         batch = texts[first : first + protocol.batch_size]
-        found = evaluate_batch(batch, signal, {"it": draft}, read_sampling(target.opened.folder).temperature, protocol)
+        found = evaluate_batch(
+            batch, signal, {"it": draft}, read_sampling(target.opened.folder).temperature, protocol
+        )
         rows += [row["it"] for row in found]
     return rows
 
 
-def compare(counts: Sequence[AcceptanceCounts], rows: Sequence[PromptRows], case: ServedCase) -> dict[str, Any]:
+def compare(
+    counts: Sequence[AcceptanceCounts], rows: Sequence[PromptRows], case: ServedCase
+) -> dict[str, Any]:
     """Forecast against engine, with the 95% interval of the error over prompts."""
     expected = [row.counts[case.num_speculative_tokens] for row in rows]
-    # Column 0 the forecast, column 1 the engine, on the same prompts: the gain is the forecast's error in tau.
-    over_N2 = np.array([(e.num_accepted, c.num_accepted) for e, c in zip(expected, counts, strict=True)], float)
-    under_N2 = np.array([(e.num_drafts, c.num_drafts) for e, c in zip(expected, counts, strict=True)], float)
+    # Column 0 the forecast, column 1 the engine, on the same prompts: the gain is the forecast's
+    # error in tau.
+    over_N2 = np.array(
+        [(e.num_accepted, c.num_accepted) for e, c in zip(expected, counts, strict=True)], float
+    )
+    under_N2 = np.array(
+        [(e.num_drafts, c.num_drafts) for e, c in zip(expected, counts, strict=True)], float
+    )
     tau_forecast, tau_engine = (1 + over_N2.sum(0) / under_N2.sum(0)).tolist()
     low, high = estimate_gain(over_N2, under_N2).interval()
     return {

@@ -3,8 +3,9 @@
     load ─ 600 connections ─► server           one event per stream every 0.5 s, sent at fixed times:
     load ─► router ─► server                   the difference between the gaps is due to the router
 
-Both ends are bare asyncio protocols, because a framework at either end would itself be slow enough to hide the router.
-A client asks twice in a round. The first answers have all lengths, so streams begin and end while others flow.
+Both ends are bare asyncio protocols, because a framework at either end would itself be slow enough
+to hide the router. A client asks twice in a round. The first answers have all lengths, so streams
+begin and end while others flow.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ EVENTS_PER_S = 2.0
 ROUND_TIMEOUT_S = 45.0
 """A round takes 10 s if nothing is late."""
 
-EVENT = b"data: " + json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "text": " and so on"}]}).encode() + b"\n\n"
+EVENT = (
+    b"data: "
+    + json.dumps({"id": "cmpl-0", "choices": [{"index": 0, "text": " and so on"}]}).encode()
+    + b"\n\n"
+)
 CHUNK = b"%x\r\n%s\r\n" % (len(EVENT), EVENT)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -35,7 +40,10 @@ HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
 
 class StreamingServer(asyncio.Protocol):
-    """One connection to the fake server. It sends `max_tokens` events at fixed times, late or not."""
+    """One connection to the fake server.
+
+    It sends `max_tokens` events at fixed times, late or not.
+    """
 
     def __init__(self) -> None:
         self._received = b""
@@ -56,7 +64,11 @@ class StreamingServer(asyncio.Protocol):
             self._transport.write(HEALTHY)
             return
         self._transport.write(HEAD)
-        self._began_s, self._sent, self._wanted = self._now_s(), 0, int(json.loads(body)["max_tokens"])
+        self._began_s, self._sent, self._wanted = (
+            self._now_s(),
+            0,
+            int(json.loads(body)["max_tokens"]),
+        )
         self._send()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -79,7 +91,9 @@ class StreamingServer(asyncio.Protocol):
 
 async def serve_streams(port: int) -> None:
     """Run the fake server until the process ends."""
-    server = await asyncio.get_running_loop().create_server(StreamingServer, "127.0.0.1", port, backlog=2048)
+    server = await asyncio.get_running_loop().create_server(
+        StreamingServer, "127.0.0.1", port, backlog=2048
+    )
     await server.serve_forever()
 
 
@@ -124,7 +138,9 @@ class StreamingClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now_s = time.perf_counter()
         if b"data: " in data:
-            (self.gaps.between_s if self._is_streaming else self.gaps.first_s).append(now_s - self._last_s)
+            (self.gaps.between_s if self._is_streaming else self.gaps.first_s).append(
+                now_s - self._last_s
+            )
             self._last_s, self._is_streaming = now_s, True
         # The tail alone: the end of an answer may come in two reads.
         self._received = (self._received + data)[-len(END) :]
@@ -142,12 +158,16 @@ class StreamingClient(asyncio.Protocol):
 
 
 async def load(url: str, num_streams: int, gaps: Gaps) -> None:
-    """One round: `num_streams` clients at once, each of which reads `EVENTS_PER_CLIENT` events in two streams.
+    """One round: `num_streams` clients at once, each of which reads `EVENTS_PER_CLIENT` events in
+    two streams.
 
     A round is cut off after `ROUND_TIMEOUT_S`, and open streams count as failed.
     """
     # 1 to 19 events first, then the rest of 20.
-    clients = [_stream_twice(url, 1 + number % (EVENTS_PER_CLIENT - 1), gaps) for number in range(num_streams)]
+    clients = [
+        _stream_twice(url, 1 + number % (EVENTS_PER_CLIENT - 1), gaps)
+        for number in range(num_streams)
+    ]
     try:
         async with asyncio.timeout(ROUND_TIMEOUT_S):
             await asyncio.gather(*clients)
@@ -164,8 +184,13 @@ async def _stream(url: str, num_events: int, gaps: Gaps) -> None:
     address = urlsplit(url)
     assert address.hostname is not None
     assert address.port is not None
-    body = json.dumps({"model": "m", "prompt": "x", "stream": True, "max_tokens": num_events}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
+    body = json.dumps(
+        {"model": "m", "prompt": "x", "stream": True, "max_tokens": num_events}
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: "
+        f"{len(body)}\r\n\r\n"
+    )
     loop = asyncio.get_running_loop()
     try:
         _, client = await loop.create_connection(
@@ -181,7 +206,10 @@ async def _stream(url: str, num_events: int, gaps: Gaps) -> None:
 
 
 def compare(sides: dict[str, str], num_streams: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """The summary of every side, by name. `sides` are addresses; the sides take turns, `rounds` times."""
+    """The summary of every side, by name.
+
+    `sides` are addresses; the sides take turns, `rounds` times.
+    """
     gaps = {name: Gaps() for name in sides}
     for number in range(rounds):
         for name in sorted(sides, reverse=bool(number % 2)):

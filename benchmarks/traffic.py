@@ -1,4 +1,5 @@
-"""Records like those of a server under load, made without a server, for the capacity page and the ingest benchmark.
+"""Records like those of a server under load, made without a server, for the capacity page and the
+ingest benchmark.
 
 R = rows, K = kept top-k ids.
 """
@@ -34,26 +35,33 @@ class Traffic:
     def __post_init__(self) -> None:
         if min(self.prompt_tokens, self.output_tokens, self.num_speculative_tokens, self.top_k) < 1:
             raise ValueError(
-                "prompt_tokens, output_tokens, num_speculative_tokens and top_k must be at least 1, not "
-                f"{self.prompt_tokens}, {self.output_tokens}, {self.num_speculative_tokens} and {self.top_k}"
+                "prompt_tokens, output_tokens, num_speculative_tokens and top_k must be at least "
+                "1, not "
+                f"{self.prompt_tokens}, {self.output_tokens}, {self.num_speculative_tokens} and "
+                f"{self.top_k}"
             )
         if not 1 <= self.tau <= self.num_speculative_tokens + 1:
             raise ValueError(
-                f"tau is {self.tau}: with {self.num_speculative_tokens} draft tokens a step emits 1 to "
+                f"tau is {self.tau}: with {self.num_speculative_tokens} draft tokens a step emits "
+                "1 to "
                 f"{self.num_speculative_tokens + 1}"
             )
 
 
 def make_record(number: int, traffic: Traffic) -> Record:
-    """One complete request, assembled by the plugin's code. The same number always gives the same record.
+    """One complete request, assembled by the plugin's code.
 
-    Ids follow a power law, as words do. Log-probabilities fall along a row and use all bits of a float32: like real
-    ones, they hardly compress.
+    The same number always gives the same record.
+
+    Ids follow a power law, as words do. Log-probabilities fall along a row and use all bits of a
+    float32: like real ones, they hardly compress.
     """
     rng = np.random.default_rng(number)
     prompt = _ids(rng, traffic, traffic.prompt_tokens)
     log = RequestLog(info=_info(f"cmpl-{number:08d}", prompt, traffic), max_bytes=LOG_RECORD_BYTES)
-    log.append(len(prompt), [int(_ids(rng, traffic, 1)[0])], None)  # sampled from the prompt, before the first draft
+    log.append(
+        len(prompt), [int(_ids(rng, traffic, 1)[0])], None
+    )  # sampled from the prompt, before the first draft
     while not log.is_complete:
         start = len(prompt) + len(log.output)
         num_accepted = _num_accepted(rng, traffic)
@@ -97,7 +105,11 @@ def _verified(
 
 def _num_accepted(rng: np.random.Generator, traffic: Traffic) -> int:
     """A random number of accepted draft tokens, tau - 1 on average."""
-    return int(rng.binomial(traffic.num_speculative_tokens, (traffic.tau - 1) / traffic.num_speculative_tokens))
+    return int(
+        rng.binomial(
+            traffic.num_speculative_tokens, (traffic.tau - 1) / traffic.num_speculative_tokens
+        )
+    )
 
 
 def _ids(rng: np.random.Generator, traffic: Traffic, count: int) -> np.ndarray:

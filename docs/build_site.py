@@ -38,11 +38,26 @@ GUIDES = {
 
 PUBLIC = {
     "Drafts": ["heads.draft", "heads.family", "heads.catalog", "heads.target", "heads.options"],
-    "Files": ["heads.files.artifact", "heads.files.folder", "heads.files.target_folder", "heads.files.gguf"],
+    "Files": [
+        "heads.files.artifact",
+        "heads.files.folder",
+        "heads.files.target_folder",
+        "heads.files.gguf",
+    ],
     "Losses": ["distill.loss.choice", "distill.loss.outcomes", "distill.loss.fused"],
-    "Training": ["distill.run.run_config", "distill.run.training_run", "distill.train.optim", "distill.signal.sources"],
+    "Training": [
+        "distill.run.run_config",
+        "distill.run.training_run",
+        "distill.train.optim",
+        "distill.signal.sources",
+    ],
     "Measuring": ["eval.acceptance", "eval.counts", "eval.intervals", "eval.forecast.greedy"],
-    "Records": ["online.records.record", "online.records.spool", "online.fleet.registry", "online.learning.gate"],
+    "Records": [
+        "online.records.record",
+        "online.records.spool",
+        "online.fleet.registry",
+        "online.learning.gate",
+    ],
 }
 """Titles and modules of the API reference."""
 
@@ -66,7 +81,10 @@ def main(folder: Path) -> None:
         shutil.copy(picture, pages / "docs")
     known = {name for names in GUIDES.values() for name in names}
     for name in known:
-        _write(pages / _page(name), LINK.sub(lambda link, name=name: _lead(link, name, known, pages), _read(name)))
+        _write(
+            pages / _page(name),
+            LINK.sub(lambda link, name=name: _lead(link, name, known, pages), _read(name)),
+        )
     _write(pages / "commands.md", "\n".join(_commands()))
     for title, modules in PUBLIC.items():
         lines = [f"# {title}", *(f"\n::: redraft.{module}" for module in modules)]
@@ -121,10 +139,14 @@ def _copy(path: Path, pages: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     page = f"source/{name}.md"
     if path.is_dir():
-        files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        files = sorted(
+            file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()
+        )
         text = "\n".join(f"- `{file}`" for file in files if "__pycache__" not in file)
     else:
-        text = f"````{path.suffix.removeprefix('.').replace('py', 'python')}\n{path.read_text()}\n````"
+        text = (
+            f"````{path.suffix.removeprefix('.').replace('py', 'python')}\n{path.read_text()}\n````"
+        )
     _write(pages / page, f"# {name}\n\n{text}")
     return page
 
@@ -135,7 +157,9 @@ def _commands() -> Iterator[str]:
     for name, _ in list_recipes():
         words = name.split()
         names = [[*words, family] for family in list_trained()] if name == "train" else [words]
-        summary = COMMANDS[words[0]].parts[words[1]].summary if words[1:] else COMMANDS[words[0]].summary
+        summary = (
+            COMMANDS[words[0]].parts[words[1]].summary if words[1:] else COMMANDS[words[0]].summary
+        )
         yield f"\n## redraft {name}\n\n{summary}."
         for each in names:
             if len(names) > 1:
@@ -150,7 +174,11 @@ def _help(words: list[str]) -> str:
 
 
 def _configuration() -> str:
-    sections = {**GUIDES, "Commands": ["commands.md"], "API": [f"api/{title.lower()}.md" for title in PUBLIC]}
+    sections = {
+        **GUIDES,
+        "Commands": ["commands.md"],
+        "API": [f"api/{title.lower()}.md" for title in PUBLIC],
+    }
     lines = []
     for title, names in sections.items():
         pages = ", ".join(f'"{_page(name)}"' for name in names)

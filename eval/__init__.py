@@ -1,1 +1,4 @@
-"""The definitions of acceptance, and the measurements built on them: forecast, engine, serving, parity, report."""
+"""The definitions of acceptance, and the measurements built on them.
+
+Forecast, engine, serving, parity, report.
+"""

@@ -3,17 +3,23 @@
 N = rows, V = vocabulary. p = target, q = draft.
 
 `alpha`          acceptance probability of a draft token drawn from q: sum_v min(p, q) = 1 - TV(p, q)
-`alpha_greedy`   the same for the most probable draft token: p(argmax q)"""
+`alpha_greedy`   the same for the most probable draft token: p(argmax q)
+"""
 
 import torch
 from torch import Tensor
 
 
 def probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
-    """softmax(logits / temperature), float32 or wider, [N, V]; one-hot at the first maximum for temperature 0."""
+    """softmax(logits / temperature), float32 or wider, [N, V].
+
+    One-hot at the first maximum for temperature 0.
+    """
     if temperature == 0:
         # The limit of the softmax, spelled out: dividing by 0 would give NaN.
-        return torch.nn.functional.one_hot(logits_NV.argmax(-1), logits_NV.shape[-1]).to(torch.float32)
+        return torch.nn.functional.one_hot(logits_NV.argmax(-1), logits_NV.shape[-1]).to(
+            torch.float32
+        )
     # bfloat16 has 8 significant bits, so each probability would be off by up to 0.4%.
     wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     return (wide_NV / temperature).softmax(-1)
@@ -21,11 +27,16 @@ def probabilities(logits_NV: Tensor, temperature: float) -> Tensor:
 
 def alpha(p_NV: Tensor, q_NV: Tensor, out: Tensor | None = None) -> Tensor:
     """sum_v min(p, q), [N]: the acceptance rate of speculative sampling (Leviathan et al., arXiv
-    2211.17192). `out`, [N, V], is scratch memory, to reuse from call to call."""
+
+    2211.17192). `out`, [N, V], is scratch memory, to reuse from call to call.
+    """
     return torch.minimum(p_NV, q_NV, out=out).sum(-1)
 
 
 def alpha_greedy(p_NV: Tensor, q_NV: Tensor) -> Tensor:
-    """p(argmax q), [N]: the acceptance rate of greedy drafting. The definition. Forecast and fused
-    loss know argmax q already and read p there; the tests compare both with this."""
+    """p(argmax q), [N]: the acceptance rate of greedy drafting.
+
+    The definition. Forecast and fused loss know argmax q already and read p there; the tests
+    compare both with this.
+    """
     return p_NV.gather(-1, q_NV.argmax(-1, keepdim=True)).squeeze(-1)

@@ -1,4 +1,6 @@
-"""Counts of drafts and accepted tokens, measured or expected, and the rates derived from them. Imports no torch.
+"""Counts of drafts and accepted tokens, measured or expected, and the rates derived from them.
+
+Imports no torch.
 
 T = output tokens, K = num_speculative_tokens.
 
@@ -42,28 +44,41 @@ class AcceptanceCounts:
 
     @staticmethod
     def zero(num_speculative_tokens: int = 0) -> AcceptanceCounts:
-        return AcceptanceCounts(num_drafts=0, num_accepted=0, accepted_per_position=(0,) * num_speculative_tokens)
+        return AcceptanceCounts(
+            num_drafts=0, num_accepted=0, accepted_per_position=(0,) * num_speculative_tokens
+        )
 
     @staticmethod
     def from_blocks(accepted: Sequence[int], num_speculative_tokens: int) -> AcceptanceCounts:
-        """Counts of full blocks of `num_speculative_tokens`, given the number of accepted tokens of each."""
+        """Counts of full blocks of `num_speculative_tokens`, given the number of accepted tokens of
+        each.
+        """
         return AcceptanceCounts(
             num_drafts=len(accepted),
             num_accepted=sum(accepted),
             num_draft_tokens=len(accepted) * num_speculative_tokens,
             # Accepted [2, 0, 1] in blocks of 2 tokens: (2, 1) by position.
-            accepted_per_position=tuple(sum(a > j for a in accepted) for j in range(num_speculative_tokens)),
+            accepted_per_position=tuple(
+                sum(a > j for a in accepted) for j in range(num_speculative_tokens)
+            ),
         )
 
     def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:
         return _combine(self, other, 1)
 
     def since(self, earlier: AcceptanceCounts) -> AcceptanceCounts | None:
-        """The counts added after `earlier`; None if a counter fell, because the engine restarted in between."""
+        """The counts added after `earlier`.
+
+        None if a counter fell, because the engine restarted in between.
+        """
         more = _combine(self, earlier, -1)
         counts = (more.num_drafts, more.num_accepted, more.num_draft_tokens)
         # A restart goes unseen if all counters have passed the earlier values again.
-        return more if min(*counts, *more.accepted_per_position, *more.tried_per_position) >= 0 else None
+        return (
+            more
+            if min(*counts, *more.accepted_per_position, *more.tried_per_position) >= 0
+            else None
+        )
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -109,13 +124,17 @@ class ExpectedCounts(AcceptanceCounts):
     """Counts in expectation over proposals and verification, given the text."""
 
     num_steps: float
-    """Target steps after the prefill. Above `num_drafts` if some have no draft to verify (n-grams)."""
+    """Target steps after the prefill. Above `num_drafts` if some have no draft to verify (n-grams).
+    """
 
 
 def expected_blocks(
-    accept_TK: NDArray[np.float64], num_output_tokens: int, drafted_T: NDArray[np.float64] | None = None
+    accept_TK: NDArray[np.float64],
+    num_output_tokens: int,
+    drafted_T: NDArray[np.float64] | None = None,
 ) -> ExpectedCounts:
     """Expected counts of the blocks of speculative decoding over one output, at any temperature.
+
     `accept_TK[t, j]` is the probability of drafting and accepting the text's token at j + 1 after
     output token t, given that the earlier tokens of the block were accepted. `drafted_T[t]` is the
     probability of any draft after token t; None means 1. The prefill gives output token 0; then
@@ -123,7 +142,8 @@ def expected_blocks(
     of texts as it is, so over texts of the target this is the engine's expectation exactly. An
     engine counts accepted tokens *before* it cuts the output (end token or length), so the last
     block counts in full: rows must be right for tokens beyond the end too, and there must be
-    `num_output_tokens - 1`."""
+    `num_output_tokens - 1`.
+    """
     assert len(accept_TK) >= num_output_tokens - 1, "a row for every output token but the last"
     num_rows = max(num_output_tokens - 1, 0)
     begins_T, reach_TK = walk_blocks(accept_TK[:num_rows])
@@ -140,30 +160,34 @@ def expected_blocks(
 
 def walk_blocks(accept_TK: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(chance that a block begins after output token t [T], that such a block accepts at least j +
-    1 tokens [T, K]).
-    `accept_TK` is that of `expected_blocks`, without rows at which no block begins."""
+    1 tokens [T, K]). `accept_TK` is that of `expected_blocks`, without rows at which no block
+    begins.
+    """
     num_rows, k = accept_TK.shape
     reach_TK = np.cumprod(accept_TK, axis=1, dtype=np.float64)
-    # Given the text, blocks are a Markov chain: one that begins at t accepts exactly n tokens with probability
-    # ends[t, n] = reach[t, n] - reach[t, n + 1] (reach = 1 for n = 0), and the next one begins at t + n + 1.
-    # K = 2, accept [0.8, 0.5]: reach [0.8, 0.4], edges [1, 0.8, 0.4, 0], so a block accepts 0, 1 or 2 tokens
-    # with probability 0.2, 0.4 or 0.4.
+    # Given the text, blocks are a Markov chain: one that begins at t accepts exactly n tokens with
+    # probability ends[t, n] = reach[t, n] - reach[t, n + 1] (reach = 1 for n = 0), and the next one
+    # begins at t + n + 1. K = 2, accept [0.8, 0.5]: reach [0.8, 0.4], edges [1, 0.8, 0.4, 0], so a
+    # block accepts 0, 1 or 2 tokens with probability 0.2, 0.4 or 0.4.
     edges = np.concatenate([np.ones((num_rows, 1)), reach_TK, np.zeros((num_rows, 1))], axis=1)
     ends_TN = edges[:, :-1] - edges[:, 1:]
     # The last row's block may end k + 1 rows further on. The return cuts these rows off.
     begins_T = np.zeros(num_rows + k + 1)
     begins_T[:1] = 1.0
     for row in range(num_rows):
-        # The prefill gives token 0, so the first block begins at row 0. Rows only feed later rows: one sweep is enough.
+        # The prefill gives token 0, so the first block begins at row 0. Rows only feed later rows:
+        # one sweep is enough.
         begins_T[row + 1 : row + k + 2] += begins_T[row] * ends_TN[row]
     return begins_T[:num_rows], reach_TK
 
 
 def simulate_blocks(match_TK: ArrayLike, num_output_tokens: int) -> AcceptanceCounts:
     """Counts of the blocks of greedy speculative decoding over one output.
+
     `match_TK[t, j]` is true if the j-th token drafted after output token t is the target's greedy
     token, given a match of the earlier ones. This is `expected_blocks` with probabilities 0 and 1,
-    whose counts are whole numbers."""
+    whose counts are whole numbers.
+    """
     accept_TK = np.asarray(match_TK, np.float64)
     walked = expected_blocks(accept_TK, num_output_tokens)
     # Zeros and ones stay exact in float64, so `round` changes the type only.

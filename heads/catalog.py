@@ -1,9 +1,10 @@
 """The table of draft families, one row each: all that the rest of redraft knows about a family.
 
-To add a family, write a module with a `Config` and an implementation of `heads.draft.Draft`, and add a row here.
-Training, export, forecast, doctor, serving and the learner need nothing else.
+To add a family, write a module with a `Config` and an implementation of `heads.draft.Draft`, and
+add a row here. Training, export, forecast, doctor, serving and the learner need nothing else.
 
-Standard library only. The fields of a row are in `heads.family`."""
+Standard library only. The fields of a row are in `heads.family`.
+"""
 
 import re
 from collections.abc import Collection, Mapping
@@ -60,7 +61,12 @@ FAMILIES: tuple[Family, ...] = (
         decoders=("v1",),
         # Before EAGLE-3's row, because it has all tensors of an EAGLE-3 head too.
         tensors="mask_hidden",
-        architectures=("PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator", "PEagleDraftModel"),
+        architectures=(
+            "PeagleLlamaForCausalLM",
+            "PeagleQwen3ForCausalLM",
+            "PEagleSpeculator",
+            "PEagleDraftModel",
+        ),
         reads="layers",
         layers_key="eagle_aux_hidden_state_layer_ids",
         is_parallel=True,
@@ -213,7 +219,10 @@ FAMILIES: tuple[Family, ...] = (
         checks="redraft.heads.doctor.shared:EAGLE1",
         options="redraft.heads.options:Eagle1",
         training=Training(
-            options={"num_steps": 4}, divergence="forward_kl", lr=5e-5, loop={"steps": 20000, "sequence_length": 2048}
+            options={"num_steps": 4},
+            divergence="forward_kl",
+            lr=5e-5,
+            loop={"steps": 20000, "sequence_length": 2048},
         ),
     ),
     Family(
@@ -238,31 +247,52 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(name="ngram", title="n-gram lookup", method="ngram", decoders=("v1", "v2")),
     # vLLM is told n-grams, and our plugin puts the counted answers in place of the lookup.
-    Family(name="retrieval", title="counted answers", method="ngram", decoders=("v1",), tensors=r"ngrams\.runs"),
+    Family(
+        name="retrieval",
+        title="counted answers",
+        method="ngram",
+        decoders=("v1",),
+        tensors=r"ngrams\.runs",
+    ),
     Family(name="live", title="live counts", method="ngram", decoders=("v1",)),
-    Family(name="suffix", title="suffix decoding", method="suffix", decoders=("v1",), varies_tokens=False),
+    Family(
+        name="suffix",
+        title="suffix decoding",
+        method="suffix",
+        decoders=("v1",),
+        varies_tokens=False,
+    ),
 )
 
 
 def find_family(name: str) -> Family:
-    """The row of a family with weights; dashes may stand in its name. Raises ValueError: there is none."""
+    """The row of a family with weights; dashes may stand in its name.
+
+    Raises:
+        ValueError: there is none.
+    """
     known = {family.name: family for family in FAMILIES if not family.is_lookup}
     if (row := known.get(name.replace("-", "_"))) is None:
-        raise ValueError(f"there is no draft family {name}: choose one of {', '.join(sorted(known))}")
+        raise ValueError(
+            f"there is no draft family {name}: choose one of {', '.join(sorted(known))}"
+        )
     return row
 
 
 def find_method(method: str | None, *, parallel_drafting: bool = False) -> Family | None:
     """The row with this vLLM method and `parallel_drafting` beside it; None if there is none."""
     rows = [family for family in FAMILIES if family.method == method and method is not None]
-    # Only the flag tells P-EAGLE from EAGLE-3. vLLM itself sets it for DFlash and DSpark, whose rows do not ask for it.
+    # Only the flag tells P-EAGLE from EAGLE-3. vLLM itself sets it for DFlash and DSpark, whose
+    # rows do not ask for it.
     rows.sort(key=lambda family: family.is_parallel != parallel_drafting)
     return next(iter(rows), None)
 
 
 def find_speculative(config: Mapping[str, Any]) -> Family | None:
     """The row of a --speculative-config; None if there is none."""
-    return find_method(config.get("method"), parallel_drafting=bool(config.get("parallel_drafting")))
+    return find_method(
+        config.get("method"), parallel_drafting=bool(config.get("parallel_drafting"))
+    )
 
 
 def list_lookups() -> list[str]:
@@ -295,21 +325,32 @@ else:
 
 
 def detect_family(folder: Path) -> Family:
-    """The family of a draft's folder, by its tensors. The config.json may claim another.
-    Raises FileNotFoundError: the folder has no weights. Raises ValueError: no row matches, or the
-    draft is of a kind without a module here."""
+    """The family of a draft's folder, by its tensors.
+
+    The config.json may claim another.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        ValueError: no row matches, or the draft is of a kind without a module here.
+    """
     return detect_family_by_tensors(tensor_files(folder), folder)
 
 
 def detect_family_by_tensors(names: Collection[str], folder: Path) -> Family:
-    """`detect_family` of a folder whose tensors are known by name. Raises ValueError as it does."""
+    """`detect_family` of a folder whose tensors are known by name.
+
+    Raises:
+        ValueError: as it does.
+    """
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
     if (foreign := find_foreign(config, names)) is not None:
         raise ValueError(f"{folder} holds {foreign}")
     if (family := match_tensors(names)) is not None:
         return family
     example = min(names, default="none")
-    raise ValueError(f"{folder} holds no draft of a known family: its tensors are such as {example}")
+    raise ValueError(
+        f"{folder} holds no draft of a known family: its tensors are such as {example}"
+    )
 
 
 def match_tensors(names: Collection[str]) -> Family | None:
@@ -322,17 +363,30 @@ def match_tensors(names: Collection[str]) -> Family | None:
 
 def require_head(folder: Path, name: str, target: TargetFolder) -> None:
     """Raise ValueError unless `folder` holds a head of family `name` for the lineage of this
-    target. Raises FileNotFoundError: the folder has no weights. Raises ValueError: it is a head of
-    another family, or was trained for another target (`require_trained_for`)."""
+    target.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        ValueError: it is a head of another family, or was trained for another target
+            (`require_trained_for`).
+    """
     if (found := detect_family(folder).name) != name:
-        raise ValueError(f"{folder} holds a head of the family {found}, not {name}: use the recipe of {found}")
+        raise ValueError(
+            f"{folder} holds a head of the family {found}, not {name}: use the recipe of {found}"
+        )
     require_trained_for(folder, target)
 
 
 def require_trained_for(folder: Path, target: TargetFolder) -> None:
     """Raise ValueError if a draft's provenance names a target of another lineage
     (`heads.files.folder.lineage`). A draft of another trainer names none. Another version of the
-    target, such as a fine-tune, passes."""
+    target, such as a fine-tune, passes.
+    """
     made = read_provenance(folder)
-    if made.target_fingerprint not in ("", target.fingerprint) and not made.names_lineage(target.lineage):
-        raise ValueError(f"{folder} was trained for another target than {target.name}: {made.target or 'unnamed'}")
+    if made.target_fingerprint not in ("", target.fingerprint) and not made.names_lineage(
+        target.lineage
+    ):
+        raise ValueError(
+            f"{folder} was trained for another target than {target.name}: "
+            f"{made.target or 'unnamed'}"
+        )

@@ -1,9 +1,12 @@
-"""The interface of all draft families: a batch, the target's signal on it, and the draft steps summed by training.
+"""The interface of all draft families.
 
-B = batch, T = tokens, V = target vocabulary, W = draft vocabulary, D = hidden, L = auxiliary layers,
-K = kept top-k ids, N = rows, R = rank of a bias.
+A batch, the target's signal on it, and the draft steps summed by training.
 
-Row t always stands for everything known after tokens x[0..t]. The target's row t is its distribution of x[t+1].
+B = batch, T = tokens, V = target vocabulary, W = draft vocabulary, D = hidden, L = auxiliary
+layers, K = kept top-k ids, N = rows, R = rank of a bias.
+
+Row t always stands for everything known after tokens x[0..t]. The target's row t is its
+distribution of x[t+1].
 """
 
 from __future__ import annotations
@@ -42,14 +45,20 @@ class Batch:
     position_ids_BT: Tensor
     """int64, consecutive in every document: from 0, or later if the beginning was cut off."""
     salt: int = 0
-    """Turns the choice of rows, for drafts that train a part of them: the epoch, or a number for each step of the
-    learner. Evaluation has 0."""
+    """Turns the choice of rows, for drafts that train a part of them: the epoch, or a number for
+    each step of the learner. Evaluation has 0.
+    """
 
     @staticmethod
     def packed(
-        rows: Sequence[Sequence[tuple[Tokens, Tokens]]], *, width: int, device: torch.device | str = "cpu"
+        rows: Sequence[Sequence[tuple[Tokens, Tokens]]],
+        *,
+        width: int,
+        device: torch.device | str = "cpu",
     ) -> Batch:
-        """The documents of each row, as (token ids, loss mask), laid end to end and padded on the right to `width`."""
+        """The documents of each row, as (token ids, loss mask), laid end to end and padded on the
+        right to `width`.
+        """
         # Padding is id 0, which every table has: a tokenizer's padding token may have no row.
         ids_BT = torch.zeros((len(rows), width), dtype=torch.long)
         mask_BT = torch.zeros((len(rows), width), dtype=torch.bool)
@@ -73,10 +82,16 @@ class Batch:
 
     @staticmethod
     def padded(
-        texts: Sequence[Tokens], num_prompt_tokens: int | Sequence[int] = 0, *, device: torch.device | str = "cpu"
+        texts: Sequence[Tokens],
+        num_prompt_tokens: int | Sequence[int] = 0,
+        *,
+        device: torch.device | str = "cpu",
     ) -> Batch:
-        """One document per row, padded on the right to the longest; the tokens after the prompt are
-        labels. `num_prompt_tokens` is each row's, or one for all rows."""
+        """One document per row, padded on the right to the longest.
+
+        The tokens after the prompt are labels. `num_prompt_tokens` is each row's, or one for all
+        rows.
+        """
         if isinstance(num_prompt_tokens, int):
             num_prompt_tokens = [num_prompt_tokens] * len(texts)
         pairs = zip(texts, num_prompt_tokens, strict=True)
@@ -94,13 +109,18 @@ class ExactTarget:
     rule: LogitRule = PLAIN
 
     def logits(self, rows_N: Tensor) -> Tensor:
-        """The target's logits in `rows_N` of the flattened batch, [N, V], in the target's dtype, as it is served."""
+        """The target's logits in `rows_N` of the flattened batch, [N, V], in the target's dtype, as
+        it is served.
+        """
         return self.rule.apply_(F.linear(self.hidden_BTD.flatten(0, 1)[rows_N], self.head_VD))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopKTarget:
-    """The target's largest probabilities at every row; the rest of the probability is one tail bucket."""
+    """The target's largest probabilities at every row.
+
+    The rest of the probability is one tail bucket.
+    """
 
     ids_BTK: Tensor
     """int64, distinct within a row. -1 in a row without a record, i.e. without a label."""
@@ -114,9 +134,13 @@ class TargetSignal:
 
     distribution: ExactTarget | TopKTarget
     aux_BTLD: Tensor | None = None
-    """Residual stream after the layers the head asked for, ascending (k = after k layers, before any final norm)."""
+    """Residual stream after the layers the head asked for, ascending (k = after k layers, before
+    any final norm).
+    """
     hidden_BTD: Tensor | None = None
-    """After the final norm, for heads that read it. Only beside a `TopKTarget`: an `ExactTarget` holds it already."""
+    """After the final norm, for heads that read it. Only beside a `TopKTarget`: an `ExactTarget`
+    holds it already.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,52 +153,77 @@ class Bias:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftStep:
-    """One draft step over a batch: row t of `hidden` predicts what the target's row t + shift
-    predicts. A standalone draft has one step of shift 0. The first step of a head has shift 1, the
-    second shift 2."""
+    """One draft step over a batch.
+
+    Row t of `hidden` predicts what the target's row t + shift predicts. A standalone draft has one
+    step of shift 0. The first step of a head has shift 1, the second shift 2.
+    """
 
     hidden_BTD: Tensor
     """Input of the draft's head, after the draft's final norm if it has one."""
     head_WD: Tensor
     shift: int
     mask_BT: Tensor
-    """bool, the rows to train: x[t + 1 + shift] is a label and belongs to the same document as row t."""
+    """bool, the rows to train: x[t + 1 + shift] is a label and belongs to the same document as row
+    t.
+    """
     weight: float = 1.0
     draft_ids_W: Tensor | None = None
-    """int64, the target id of every draft id, ascending; None if the draft has the target's whole vocabulary."""
+    """int64, the target id of every draft id, ascending; None if the draft has the target's whole
+    vocabulary.
+    """
     extra_loss_BT: Tensor | None = None
-    """A further unreduced loss per row (EAGLE-1's feature regression); masked and weighted like the divergence."""
+    """A further unreduced loss per row (EAGLE-1's feature regression); masked and weighted like the
+    divergence.
+    """
     bias: Bias | None = None
     """Added to the logits (DSpark's Markov head)."""
     rule: LogitRule = PLAIN
     """The rule of the logits, the bias included."""
     confidence_BT: Tensor | None = None
-    """Logit of the draft's estimate of alpha (DSpark's confidence head). Training compares it with alpha by binary
-    cross-entropy, masked and weighted like the divergence."""
+    """Logit of the draft's estimate of alpha (DSpark's confidence head). Training compares it with
+    alpha by binary cross-entropy, masked and weighted like the divergence.
+    """
 
     def logits(self, rows_N: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The draft's logits in `rows_N` of the flattened batch, [N, W]; computed in `dtype`, by default the head's."""
-        # The dtypes may differ: autocast narrows hidden states, and a frozen head may be narrower than a trained layer.
+        """The draft's logits in `rows_N` of the flattened batch, [N, W].
+
+        Computed in `dtype`, by default the head's.
+        """
+        # The dtypes may differ: autocast narrows hidden states, and a frozen head may be narrower
+        # than a trained layer.
         dtype = dtype or self.head_WD.dtype
         logits_NW = self.hidden_BTD.flatten(0, 1)[rows_N].to(dtype) @ self.head_WD.to(dtype).T
         # The bias costs R / D of the product above: 1/16 for rank 256 and hidden size 4,096.
         if self.bias is not None:
-            logits_NW = logits_NW + self.bias.code_BTR.flatten(0, 1)[rows_N].to(dtype) @ self.bias.head_WR.to(dtype).T
+            logits_NW = (
+                logits_NW
+                + self.bias.code_BTR.flatten(0, 1)[rows_N].to(dtype) @ self.bias.head_WR.to(dtype).T
+            )
         return self.rule.apply(logits_NW)
 
 
 class Draft(Protocol):
-    """The module of a draft family. Training, forecast, doctor and learner use these members and no
-    others. Every draft is also an `nn.Module`, to which the last three methods belong."""
+    """The module of a draft family.
+
+    Training, forecast, doctor and learner use these members and no others. Every draft is also an
+    `nn.Module`, to which the last three methods belong.
+    """
 
     is_autoregressive: bool
-    """One step serves for all: the row of step 0 that is j rows further on predicts the j-th draft token."""
+    """One step serves for all: the row of step 0 that is j rows further on predicts the j-th draft
+    token.
+    """
 
     is_block: bool
-    """All tokens come from one block, whose length changes them: a forecast of K tokens takes a pass of K tokens."""
+    """All tokens come from one block, whose length changes them: a forecast of K tokens takes a
+    pass of K tokens.
+    """
 
     aux_layer_ids: tuple[int, ...]
-    """The target layers whose residual stream it reads, ascending; they become `TargetSignal.aux_BTLD`."""
+    """The target layers whose residual stream it reads, ascending; they become
+    `TargetSignal.aux_BTLD`.
+    """
 
     @property
     def max_tokens(self) -> int | None:
@@ -186,26 +235,48 @@ class Draft(Protocol):
         """Which output of vLLM's drafter is `DraftStep.hidden_BTD`, counted from 0."""
         ...
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
-        """Teacher-forced draft steps, the first draft token's first: `num_steps`, or as many as are
-        trained; a draft with fewer returns those it has. Raises ValueError: the signal, with the
-        streams after `aux_layer_ids`, is incomplete for this draft."""
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
+        """Teacher-forced draft steps, the first draft token's first.
+
+        `num_steps`, or as many as are trained; a draft with fewer returns those it has.
+
+        Raises:
+            ValueError: the signal, with the streams after `aux_layer_ids`, is incomplete for this
+                draft.
+        """
         ...
 
     def feature(self, signal: TargetSignal) -> Tensor | None:
-        """Input from the target in the first pass of an engine, [B, T, D]; None for a draft without one."""
+        """Input from the target in the first pass of an engine, [B, T, D].
+
+        None for a draft without one.
+        """
         ...
 
-    def export(self, folder: Path, dtype: Dtype = None, *, weights: Weights = None, like: Path | None = None) -> None:
-        """Write a folder for an engine to load. `dtype` is by default the module's; `weights` is
-        the state dict gathered from all ranks, if they shard it. Of `like`, an earlier export,
-        layout and further files are taken over."""
+    def export(
+        self,
+        folder: Path,
+        dtype: Dtype = None,
+        *,
+        weights: Weights = None,
+        like: Path | None = None,
+    ) -> None:
+        """Write a folder for an engine to load.
+
+        `dtype` is by default the module's; `weights` is the state dict gathered from all ranks, if
+        they shard it. Of `like`, an earlier export, layout and further files are taken over.
+        """
         ...
 
     @staticmethod
     def load(folder: Path, target: Target) -> Draft:
         """The draft of an exported folder.
-        Raises ValueError: a tensor is missing, unknown or of another shape."""
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape.
+        """
         ...
 
     def to(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -215,37 +286,55 @@ class Draft(Protocol):
 
 def final_hidden(signal: TargetSignal) -> Tensor:
     """The target's last hidden state, after the final norm, [B, T, D].
-    Raises ValueError: the signal has none."""
+
+    Raises:
+        ValueError: the signal has none.
+    """
     if isinstance(signal.distribution, ExactTarget):
         return signal.distribution.hidden_BTD
     if signal.hidden_BTD is None:
-        raise ValueError("this head reads the target's last hidden state, which the signal lacks: capture it as well")
+        raise ValueError(
+            "this head reads the target's last hidden state, which the signal lacks: capture it as "
+            "well"
+        )
     return signal.hidden_BTD
 
 
 def aux_streams(signal: TargetSignal, aux_layer_ids: Sequence[int]) -> Tensor:
     """The target's residual streams after these layers, [B, T, L, D].
-    Raises ValueError: the signal has another number of layers, or none."""
+
+    Raises:
+        ValueError: the signal has another number of layers, or none.
+    """
     aux_BTLD = signal.aux_BTLD
     if aux_BTLD is None or aux_BTLD.shape[2] != len(aux_layer_ids):
         held = 0 if aux_BTLD is None else aux_BTLD.shape[2]
-        raise ValueError(f"this head reads target layers {aux_layer_ids}, the signal holds {held} layers")
+        raise ValueError(
+            f"this head reads target layers {aux_layer_ids}, the signal holds {held} layers"
+        )
     return aux_BTLD
 
 
 def label_rows(batch: Batch, shift: int) -> Tensor:
-    """Rows whose label x[t + 1 + shift] is in the loss mask and belongs to row t's document, bool [B, T]."""
+    """Rows whose label x[t + 1 + shift] is in the loss mask and belongs to row t's document, bool
+    [B, T].
+    """
     # Shift 1, tokens [p, q, a, b], labels a and b: row 0 learns a, row 1 learns b, the others none.
     ahead = shift + 1
     mask_BT = torch.zeros_like(batch.loss_mask_BT)
     same_document_BT = batch.document_BT[:, ahead:] == batch.document_BT[:, :-ahead]
     # padding is document -1, which equals itself: the last condition leaves it out
-    mask_BT[:, :-ahead] = batch.loss_mask_BT[:, ahead:] & same_document_BT & (batch.document_BT[:, :-ahead] >= 0)
+    mask_BT[:, :-ahead] = (
+        batch.loss_mask_BT[:, ahead:] & same_document_BT & (batch.document_BT[:, :-ahead] >= 0)
+    )
     return mask_BT
 
 
 def attention_mask(batch: Batch) -> Tensor:
-    """Causal mask within each document, bool [B, 1, T, T]. True lets a query see a key; padding sees itself only."""
+    """Causal mask within each document, bool [B, 1, T, T].
+
+    True lets a query see a key; padding sees itself only.
+    """
     tokens = batch.document_BT.shape[1]
     causal_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=batch.document_BT.device).tril()
     # padding counts as a document: a row without any key would be NaN

@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from redraft.heads.target import Target
 
 Reads = Literal["nothing", "layers", "last"]
-"""Input from the target: nothing, the streams after some layers, or the last hidden state after the final norm."""
+"""Input from the target: nothing, the streams after some layers, or the last hidden state after the
+final norm.
+"""
 
 Parity = Literal["autoregressive", "recurrent", "parallel", "block", "prefix_and_masks"]
-"""How vLLM's drafter computes a block, for the doctor's comparison with training (`eval.parity.compare`).
+"""How vLLM's drafter computes a block, for the doctor's comparison with training
+(`eval.parity.compare`).
 
 autoregressive   the prefix in one pass, then every drafted token
 recurrent        the prefix shifted by one token beside the target's features, then a row for every drafted token
 parallel         one pass over the target's last hidden state for all tokens
 block            one pass over the last known token and masks for the tokens to draft
-prefix_and_masks the prefix shifted by one token beside the target's features, and the masks, in one pass
+prefix_and_masks the prefix shifted by one token beside the target's features, and the masks, in one
+pass
 """
 
 Decoder = Literal["v1", "v2"]
@@ -39,9 +43,11 @@ class FixedTokens:
     """The number of draft tokens is fixed by the checkpoint. This says where config.json has it."""
 
     keys: tuple[str, ...]
-    """Keys of config.json, of which the first one present counts. Dots lead into nested sections."""
+    """Keys of config.json, of which the first one present counts. Dots lead into nested sections.
+    """
     unused: int = 0
-    """Counted positions without a proposal, e.g. 1 for a block with the last known token in front."""
+    """Counted positions without a proposal, e.g. 1 for a block with the last known token in front.
+    """
     used_if: str = ""
     """Key of config.json by which the unused positions propose too, unless it is false there."""
 
@@ -82,7 +88,9 @@ class Family:
     title: str
     """In reports."""
     draft: str = ""
-    """The class that implements `Draft`, as "module:Class". Empty for a lookup in the text, which has no weights."""
+    """The class that implements `Draft`, as "module:Class". Empty for a lookup in the text, which
+    has no weights.
+    """
     method: str | None
     """vLLM's name for it in --speculative-config; None if vLLM has no proposer."""
     decoders: tuple[Decoder, ...]
@@ -90,36 +98,48 @@ class Family:
     last_vllm: str = ""
     """The last vLLM that serves it, e.g. "0.32"; empty for a family that the newest one serves."""
     tensors: str = ""
-    """Pattern of a tensor name by which a checkpoint is recognised. The first matching row of the table wins."""
+    """Pattern of a tensor name by which a checkpoint is recognised. The first matching row of the
+    table wins.
+    """
     architectures: tuple[str, ...] = ()
     """Names in `architectures` of config.json. No other family may use them."""
     reads: Reads = "nothing"
-    """Input from the target. MTP layers of some targets read a stream instead of the last hidden state."""
+    """Input from the target. MTP layers of some targets read a stream instead of the last hidden
+    state.
+    """
     layers_key: str = ""
     """Key of config.json with the list of target layers to read. Dots lead into nested sections."""
     layers_offset: int = 0
     """Added to each of them: 1 if the checkpoint's k stands for the stream after k + 1 layers."""
     speculators_layers_key: str = ""
-    """Key of the same list in the layout of the library `speculators`, whose k stands for the stream after k layers;
-    empty if it is `layers_key` there too."""
+    """Key of the same list in the layout of the library `speculators`, whose k stands for the
+    stream after k layers; empty if it is `layers_key` there too.
+    """
     fixed_tokens: FixedTokens | None = None
     """The limit on draft tokens; None for a family without one."""
     is_parallel: bool = False
     """vLLM must be told to draft all tokens in one pass: `parallel_drafting` beside the method."""
     varies_tokens: bool = True
-    """The number of draft tokens may change from step to step. If false, vLLM exits when it does."""
+    """The number of draft tokens may change from step to step. If false, vLLM exits when it does.
+    """
     chooses_locally: bool = False
-    """vLLM can choose the draft's most probable token among the draft's own vocabulary (`use_local_argmax_reduction`),
-    instead of copying the draft's logits into a row of the target's vocabulary first."""
+    """vLLM can choose the draft's most probable token among the draft's own vocabulary
+    (`use_local_argmax_reduction`), instead of copying the draft's logits into a row of the
+    target's vocabulary first.
+    """
     keeps_cache: bool = False
-    """After a swap the keys of the draft before may stay in the cache: there are none, or a head of one layer with the
-    target's state of every token hardly depends on them. If false, they cost acceptance as long as they stay."""
+    """After a swap the keys of the draft before may stay in the cache: there are none, or a head of
+    one layer with the target's state of every token hardly depends on them. If false, they cost
+    acceptance as long as they stay.
+    """
     can_sample: bool = False
     """vLLM can draw draft tokens from q. If false, it always takes the most probable one."""
     learns_online: bool = False
     """`redraft learner` trains it from records."""
     trains_lm_head: bool = False
-    """Training changes `lm_head.weight`. While it still equals the target's, vLLM shares the target's."""
+    """Training changes `lm_head.weight`. While it still equals the target's, vLLM shares the
+    target's.
+    """
     is_in_target: bool = False
     """The weights lie in the target's folder, so vLLM gets a method and no model."""
     parity: Parity | None = None
@@ -138,13 +158,18 @@ class Family:
 
     @property
     def speculative(self) -> dict[str, Any]:
-        """The keys of vLLM's --speculative-config that choose the proposer; empty without a method."""
+        """The keys of vLLM's --speculative-config that choose the proposer.
+
+        Empty without a method.
+        """
         chosen = {} if self.method is None else {"method": self.method}
         return {**chosen, "parallel_drafting": True} if self.is_parallel else chosen
 
     @property
     def takes_lookup(self) -> bool:
-        """A server can look tokens up first, and ask this draft if it finds none (`eval.engine.lookup_first`)."""
+        """A server can look tokens up first, and ask this draft if it finds none
+        (`eval.engine.lookup_first`).
+        """
         return self.is_head and self.varies_tokens and "v1" in self.decoders
 
     @property
@@ -154,7 +179,9 @@ class Family:
 
     @property
     def is_head(self) -> bool:
-        """A head reads the target's hidden states and borrows embeddings, so loading one takes the target too."""
+        """A head reads the target's hidden states and borrows embeddings, so loading one takes the
+        target too.
+        """
         return self.reads != "nothing"
 
     @property
@@ -167,16 +194,26 @@ class Family:
         return _import(self.draft)
 
     def options_class(self) -> Any:
-        """The class of a draft's options: `draft_class()(options_class()(...), target)` is an untrained head."""
+        """The class of a draft's options.
+
+        `draft_class()(options_class()(...), target)` is an untrained head.
+        """
         return _import(self.options or f"{self.draft.partition(':')[0]}:Config")
 
-    def load(self, folder: Path, target: Callable[[], Target], dtype: torch.dtype | None = None) -> Draft:
+    def load(
+        self, folder: Path, target: Callable[[], Target], dtype: torch.dtype | None = None
+    ) -> Draft:
         """The draft of a folder, in `dtype` (None: a head in float32, a whole model as stored).
-        `target` is called only for a head, because reading a target takes time. Raises ValueError:
-        a tensor is missing, unknown or of another shape."""
+
+        `target` is called only for a head, because reading a target takes time.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape.
+        """
         draft: Draft
         if not self.is_head:
-            # cast while loading: `.to` would round the rotary frequencies of a transformers model too
+            # cast while loading: `.to` would round the rotary frequencies of a transformers model
+            # too
             draft = self.draft_class().load(folder, dtype=dtype)
             return draft
         draft = self.draft_class().load(folder, target())
@@ -184,15 +221,21 @@ class Family:
 
     def extract(self, target: Path, folder: Path) -> None:
         """Write the draft that lies in a target's weights into a folder of its own, in the target's
-        type. Raises ValueError: the target holds no such draft, or in another layout."""
+        type.
+
+        Raises:
+            ValueError: the target holds no such draft, or in another layout.
+        """
         from redraft.heads.target import Target  # here, because it imports torch
 
         borrowed = Target.from_folder(target)
         self.load(target, lambda: borrowed).export(folder, borrowed.config.dtype)
 
     def read_layers(self, config: Mapping[str, Any]) -> list[int]:
-        """The target layers read by an export with this config.json, from `layers_key`; k stands for the stream after
-        k layers."""
+        """The target layers read by an export with this config.json, from `layers_key`.
+
+        K stands for the stream after k layers.
+        """
         if self.speculators_layers_key and "speculators_model_type" in config:
             return list(config[self.speculators_layers_key])
         *sections, last = self.layers_key.split(".")

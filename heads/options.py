@@ -1,21 +1,33 @@
-"""The options of every family of drafts: the flags `--head.*`, and `--draft.*` of a standalone draft.
+"""The options of every family of drafts.
 
-Standard library only, because help texts and control planes read them without torch."""
+The flags `--head.*`, and `--draft.*` of a standalone draft.
+
+Standard library only, because help texts and control planes read them without torch.
+"""
 
 from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of a head's layers. By default they are those of the target's layers, or the usual ones if these are not
-    like Llama's."""
+    """Sizes of a head's layers.
+
+    By default they are those of the target's layers, or the usual ones if these are not like
+    Llama's.
+    """
 
     intermediate_size: int | None = None
-    """Width of the MLP in the head's layers; by default that of the target's, or 8/3 of the hidden size."""
+    """Width of the MLP in the head's layers; by default that of the target's, or 8/3 of the hidden
+    size.
+    """
     num_attention_heads: int | None = None
-    """Query heads of the head's layers; by default as many as in the target's, or hidden size / 128."""
+    """Query heads of the head's layers; by default as many as in the target's, or hidden size /
+    128.
+    """
     num_key_value_heads: int | None = None
-    """Key heads of the head's layers; by default as many as in the target's, or one for four query heads."""
+    """Key heads of the head's layers; by default as many as in the target's, or one for four query
+    heads.
+    """
     head_dim: int | None = None
     """Size of the attention heads of the head's layers; by default that of the target's, or 128."""
 
@@ -38,10 +50,13 @@ class Unrolled:
 @dataclass(frozen=True, kw_only=True)
 class Eagle1(Unrolled, LayerSizes):
     num_steps: int = 1
-    """Draft steps trained at once. The paper trains 1; with more, the head also learns from features of earlier steps,
-    as it reads them in serving."""
+    """Draft steps trained at once. The paper trains 1; with more, the head also learns from
+    features of earlier steps, as it reads them in serving.
+    """
     regression_weight: float = 10.0
-    """Weight of the SmoothL1 distance to the target's feature; the divergence weighs 1. The paper uses 1 and 0.1."""
+    """Weight of the SmoothL1 distance to the target's feature; the divergence weighs 1. The paper
+    uses 1 and 0.1.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +64,13 @@ class LayerMix(LayerSizes):
     """A head that reads a mix of the target's layers, as EAGLE-3 does."""
 
     aux_layer_ids: tuple[int, ...] = ()
-    """Target layers to read, ascending; k stands for the residual stream after k layers. Empty chooses
-    2, n // 2 and n - 3 of n layers."""
+    """Target layers to read, ascending; k stands for the residual stream after k layers. Empty
+    chooses 2, n // 2 and n - 3 of n layers.
+    """
     own_head: bool = True
-    """Train the output head, starting from the target's. If false, the target's rows are used and stay frozen."""
+    """Train the output head, starting from the target's. If false, the target's rows are used and
+    stay frozen.
+    """
     norm_before_fc: bool = False
     """Norm the concatenated streams before they are mixed (gpt-oss)."""
     fc_norm: bool = False
@@ -72,26 +90,34 @@ class Eagle3(Unrolled, LayerMix):
 @dataclass(frozen=True, kw_only=True)
 class DFlash(LayerSizes):
     aux_layer_ids: tuple[int, ...] = ()
-    """Target layers to read, ascending; k stands for the residual stream after k layers, from 1. Empty chooses
-    2, n // 2 and n - 3 of n layers."""
+    """Target layers to read, ascending; k stands for the residual stream after k layers, from 1.
+    Empty chooses 2, n // 2 and n - 3 of n layers.
+    """
     num_layers: int = 5
     """Layers of the draft."""
     block_size: int = 16
-    """Slots of a block in training: the anchor, and one for every draft token. An engine may serve fewer tokens, never
-    more than block_size - 1."""
+    """Slots of a block in training: the anchor, and one for every draft token. An engine may serve
+    fewer tokens, never more than block_size - 1.
+    """
     mask_token_id: int | None = None
-    """Token whose embedding stands in the empty slots. It must be in the target's table and should never occur in text.
-    By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
+    """Token whose embedding stands in the empty slots. It must be in the target's table and should
+    never occur in text. By default the recipe takes a row that the tokenizer does not use, or
+    else the padding token.
+    """
     num_anchors: int = 512
     """Blocks to train in each row of a batch. Every epoch chooses other anchors."""
     gamma: float = 7.0
-    """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma). Usual values are 4 for
-    blocks of 8 and 7 for blocks of 16."""
+    """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma).
+    Usual values are 4 for blocks of 8 and 7 for blocks of 16.
+    """
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
             least = self.first_slot + 1
-            raise ValueError(f"a block of {self.block_size} slots has no draft token: give block_size {least} or more")
+            raise ValueError(
+                f"a block of {self.block_size} slots has no draft token: give block_size {least} "
+                "or more"
+            )
 
     @property
     def first_slot(self) -> int:
@@ -107,16 +133,21 @@ class DFlash(LayerSizes):
 @dataclass(frozen=True, kw_only=True)
 class DSpark(DFlash):
     block_size: int = 7
-    """Slots of a block in training, each for a draft token. Without `sample_from_anchor` there is one token fewer. An
-    engine may serve fewer tokens, never more."""
+    """Slots of a block in training, each for a draft token. Without `sample_from_anchor` there is
+    one token fewer. An engine may serve fewer tokens, never more.
+    """
     gamma: float = 4.0
     """Decay of a draft token's weight in the loss: token i has the weight exp(-(i - 1) / gamma)."""
     sample_from_anchor: bool = True
-    """The slot of the last known token proposes the first draft token. If false, it proposes none, as in DFlash."""
+    """The slot of the last known token proposes the first draft token. If false, it proposes none,
+    as in DFlash.
+    """
     markov_rank: int = 256
     """Rank of the bias by the token before."""
     confidence_head: bool = True
-    """Learn to estimate the acceptance of every draft token, for engines that verify fewer tokens if it is low."""
+    """Learn to estimate the acceptance of every draft token, for engines that verify fewer tokens
+    if it is low.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,15 +163,20 @@ class DSpark(DFlash):
 @dataclass(frozen=True, kw_only=True)
 class PEagle(LayerMix):
     num_layers: int = 4
-    """Layers of the draft. The first one reads the token's embedding next to the feature. A draft that guesses several
-    tokens ahead at once needs more layers than EAGLE-3's one."""
+    """Layers of the draft. The first one reads the token's embedding next to the feature. A draft
+    that guesses several tokens ahead at once needs more layers than EAGLE-3's one.
+    """
     num_steps: int = 8
     """Draft tokens to learn, all in one pass. An engine may serve fewer, never more."""
     mask_token_id: int | None = None
-    """Token whose embedding stands in the slots to fill. It must be in the target's table and should never occur in
-    text. By default the recipe takes a row that the tokenizer does not use, or else the padding token."""
+    """Token whose embedding stands in the slots to fill. It must be in the target's table and
+    should never occur in text. By default the recipe takes a row that the tokenizer does not
+    use, or else the padding token.
+    """
     keep_ratio: float = 0.7
-    """Share of the rows of a step that the next step trains, from above 0 to 1. Every epoch chooses other rows."""
+    """Share of the rows of a step that the next step trains, from above 0 to 1. Every epoch chooses
+    other rows.
+    """
     min_share: float = 0.2
     """Smallest share of the first step's rows that a step trains."""
     norm_before_residual: bool = False
@@ -149,7 +185,8 @@ class PEagle(LayerMix):
     def __post_init__(self) -> None:
         if self.num_layers < 1 or self.num_steps < 2:
             raise ValueError(
-                "num_layers must be at least 1, and num_steps 2: for one draft token train an EAGLE-3 head"
+                "num_layers must be at least 1, and num_steps 2: for one draft token train an "
+                "EAGLE-3 head"
             )
         if not (0 < self.keep_ratio <= 1 and 0 <= self.min_share <= 1):
             raise ValueError("keep_ratio must be above 0 and at most 1, min_share between 0 and 1")
@@ -187,7 +224,9 @@ class Mtp(Unrolled):
     num_steps: int = 3
     """Draft steps trained at once; each reads the output of the step before."""
     as_mimo: bool = False
-    """Rewrite a Llama target into the MiMo layout, which computes the same and has room for an MTP layer."""
+    """Rewrite a Llama target into the MiMo layout, which computes the same and has room for an MTP
+    layer.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +236,9 @@ class MLPSpeculator:
     inner_dim: int = 0
     """Width of the state; 0 takes the target's hidden size."""
     tie_weights: bool = False
-    """Share one embedding, norm and head among all stages, and one projection among all but the first."""
+    """Share one embedding, norm and head among all stages, and one projection among all but the
+    first.
+    """
     scale_input: bool = False
     """Normalise the target's hidden state, and halve the variance."""
     step_decay: float = 1.0
@@ -216,17 +257,24 @@ class Standalone:
     checkpoint: str | None = None
     """Folder or hub name of a causal LM to start from."""
     layers: tuple[int, ...] = ()
-    """Numbers of the target layers to start from, 0 being the first. Embeddings, final norm and head are kept too."""
+    """Numbers of the target layers to start from, 0 being the first. Embeddings, final norm and
+    head are kept too.
+    """
     num_layers: int | None = None
-    """Start from a new Llama of this many layers, with random weights and the target's vocabulary."""
+    """Start from a new Llama of this many layers, with random weights and the target's vocabulary.
+    """
     hidden_size: int = 512
     """Hidden size of that new Llama."""
 
     def __post_init__(self) -> None:
         if self.layers and self.num_layers:
-            raise ValueError("a draft begins with layers of the target or with num_layers new ones, not both")
+            raise ValueError(
+                "a draft begins with layers of the target or with num_layers new ones, not both"
+            )
         if not (self.checkpoint or self.layers or self.num_layers):
-            raise ValueError("a draft begins with one of checkpoint, layers, num_layers: none is given")
+            raise ValueError(
+                "a draft begins with one of checkpoint, layers, num_layers: none is given"
+            )
 
     def __str__(self) -> str:
         if self.layers:

@@ -11,7 +11,8 @@ LOG_INTERVAL_S = 10.0  # Shortest time between two lines of one bar in a log.
 
 class Progress(tqdm):  # type: ignore[misc]
     """tqdm; without a terminal, one line every `LOG_INTERVAL_S` at most, instead of a bar drawn
-    over itself. A bar that is done sooner writes nothing. A longer one also writes its end."""
+    over itself. A bar that is done sooner writes nothing. A longer one also writes its end.
+    """
 
     disable: bool
 

@@ -21,27 +21,35 @@ OUTER = re.compile(r"^((model|language_model|backbone)\.)+")
 
 
 def short_name(name: str) -> str:
-    """The name of a tensor within its language model, alike in files of text alone, and of text and images."""
+    """The name of a tensor within its language model, alike in files of text alone, and of text and
+    images.
+    """
     short = OUTER.sub("", name)
     return EMBEDDINGS if short == "embeddings.weight" else short  # Nemotron-H
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The embeddings and the output head of a target. A draft head reads them, and neither trains
-    nor saves them. A draft head keeps references to these tensors without registering them, so they
-    follow the target's updates."""
+    """The embeddings and the output head of a target.
+
+    A draft head reads them, and neither trains nor saves them. A draft head keeps references to
+    these tensors without registering them, so they follow the target's updates.
+    """
 
     config: Any
     """The `transformers` config of the text model."""
     embed_VD: Tensor
     head_VD: Tensor
     has_moved: bool = False
-    """A draft's copies of these tensors may be of other weights of the same lineage. They are dropped, not compared."""
+    """A draft's copies of these tensors may be of other weights of the same lineage. They are
+    dropped, not compared.
+    """
 
     def is_copy(self, held: Tensor, rows: Tensor) -> bool:
-        """Whether a draft's tensor equals these rows of the target, in the type of the copy: an export in bfloat16
-        rounds the rows of a float32 target."""
+        """Whether a draft's tensor equals these rows of the target, in the type of the copy.
+
+        An export in bfloat16 rounds the rows of a float32 target.
+        """
         return self.has_moved or torch.equal(held, rows.to(held))
 
     @staticmethod
@@ -56,12 +64,20 @@ class Target:
     @staticmethod
     def from_folder(folder: Path) -> Target:
         """Borrow from a model folder, of which only these two tensors are read.
-        Raises ValueError: the folder has no embeddings."""
-        # By the short name: DeepSeek-V3 (61 layers) has copies in an MTP layer, `model.layers.61.embed_tokens.weight`.
+
+        Raises:
+            ValueError: the folder has no embeddings.
+        """
+        # By the short name: DeepSeek-V3 (61 layers) has copies in an MTP layer,
+        # `model.layers.61.embed_tokens.weight`.
         names = {short_name(name): name for name in list_tensors(folder)}
-        tensors = read_tensors(folder, [names[short] for short in (EMBEDDINGS, HEAD) if short in names])
+        tensors = read_tensors(
+            folder, [names[short] for short in (EMBEDDINGS, HEAD) if short in names]
+        )
         if EMBEDDINGS not in names:
-            raise ValueError(f"{folder} has no tensor {EMBEDDINGS}: give the folder of the target model")
+            raise ValueError(
+                f"{folder} has no tensor {EMBEDDINGS}: give the folder of the target model"
+            )
         embed = tensors[names[EMBEDDINGS]]
         # A checkpoint with tied weights stores the embeddings only.
         head = tensors.get(names.get(HEAD, ""), embed)
@@ -70,27 +86,45 @@ class Target:
 
 @torch.no_grad()
 def norm_scale(norm: Any) -> Tensor | None:
-    """The factors of an RMS norm, [D]. Gemma stores them less 1. None for any other module, or one without values."""
+    """The factors of an RMS norm, [D].
+
+    Gemma stores them less 1. None for any other module, or one without values.
+    """
     weight = getattr(norm, "weight", None)
-    if weight is None or weight.is_meta or weight.ndim != 1 or getattr(norm, "bias", None) is not None:
+    if (
+        weight is None
+        or weight.is_meta
+        or weight.ndim != 1
+        or getattr(norm, "bias", None) is not None
+    ):
         return None
     # The root mean square of ones is 1.
     try:
         factors = norm(torch.ones_like(weight)).float()
-    except (TypeError, AttributeError):  # a gated norm takes a second tensor, which may be None at first
+    except (
+        TypeError,
+        AttributeError,
+    ):  # a gated norm takes a second tensor, which may be None at first
         return None
     # Gemma adds 1 in float32.
     stored = (weight.detach(), 1 + weight.detach().float())
-    return next((scale for scale in stored if torch.allclose(factors, scale.float(), rtol=0.02, atol=1e-3)), None)
+    return next(
+        (scale for scale in stored if torch.allclose(factors, scale.float(), rtol=0.02, atol=1e-3)),
+        None,
+    )
 
 
 def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a target's layer or norm, for a draft of Llama's layout to start with. Norms
-    have their factors. In that layout `post_attention_layernorm` comes before the MLP. In OLMo 2
-    and Gemma 2 and 3 a tensor of this name norms the output of attention; Gemma's norm before the
-    MLP has another name, and OLMo 2 has none. Tensors on `meta`, which were not read from the
-    target's files, are left out."""
-    scales = {f"{name}.weight".lstrip("."): norm_scale(module) for name, module in layer.named_modules()}
+    """The tensors of a target's layer or norm, for a draft of Llama's layout to start with.
+
+    Norms have their factors. In that layout `post_attention_layernorm` comes before the MLP. In
+    OLMo 2 and Gemma 2 and 3 a tensor of this name norms the output of attention; Gemma's norm
+    before the MLP has another name, and OLMo 2 has none. Tensors on `meta`, which were not read
+    from the target's files, are left out.
+    """
+    scales = {
+        f"{name}.weight".lstrip("."): norm_scale(module) for name, module in layer.named_modules()
+    }
     stored = {name: tensor for name, tensor in layer.state_dict().items() if not tensor.is_meta}
     weights = {**stored, **{name: scale for name, scale in scales.items() if scale is not None}}
     if "post_feedforward_layernorm.weight" in weights:
@@ -102,11 +136,16 @@ def layer_weights(layer: nn.Module) -> dict[str, Tensor]:
 
 def aux_layers(chosen: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The aux layers of a target with `num_layers` layers: the chosen ones, or 2, n // 2 and n - 3.
-    Raises ValueError: a layer does not exist, or they are not ascending."""
+
+    Raises:
+        ValueError: a layer does not exist, or they are not ascending.
+    """
     # vLLM's default for EAGLE-3. For 4 layers it is (2, 2, 1), and refused below.
     layers = tuple(chosen) or (2, num_layers // 2, num_layers - 3)
     if list(layers) != sorted(set(layers)):
-        raise ValueError(f"aux layers {layers} of a target of {num_layers} layers: give distinct ones, ascending")
+        raise ValueError(
+            f"aux layers {layers} of a target of {num_layers} layers: give distinct ones, ascending"
+        )
     # num_layers is allowed: the stream after the last layer, before the final norm.
     if layers[0] < 0 or layers[-1] > num_layers:
         raise ValueError(f"aux layers {layers}: the target has layers 0 to {num_layers}")

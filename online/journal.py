@@ -1,6 +1,9 @@
-"""The learner's journal: actions and observations as lines of JSON, for the page, the metrics and debugging.
+"""The learner's journal.
 
-    learner ─ write ─► journal-<offset>.jsonl ─ full ─► next file ─ over budget ─► the oldest is unlinked
+Actions and observations as lines of JSON, for the page, the metrics and debugging.
+
+    learner ─ write ─► journal-<offset>.jsonl ─ full ─► next file ─ over budget ─► the oldest is
+    unlinked
                  └───► observers: metrics, the process's log, wandb
     page ◄─ read(after) ─ any process, at any time
 
@@ -13,11 +16,12 @@
 | `staleness` | when the served draft is compared with itself at its promotion, and when the learner sleeps or wakes |
 | `fault` | when something failed and the learner carries on |
 
-No entry can hold a user's text: fields are numbers, identifiers without spaces, and short labels. An unknown field is
-refused. Reasons are the learner's sentences.
+No entry can hold a user's text: fields are numbers, identifiers without spaces, and short labels.
+An unknown field is refused. Reasons are the learner's sentences.
 
-An offset counts bytes from the beginning of the journal, unlinked files included, so it stays valid over rotation and
-restarts. Only one process writes. Every line ends with a checksum. A line torn by a kill or damaged is skipped.
+An offset counts bytes from the beginning of the journal, unlinked files included, so it stays valid
+over rotation and restarts. Only one process writes. Every line ends with a checksum. A line torn by
+a kill or damaged is skipped.
 """
 
 import logging
@@ -49,14 +53,18 @@ Verdict = Literal["promote", "reject", "inconclusive"]
 SwapOutcome = Literal["swapped", "refused", "unreachable", "rolled_back"]
 
 
-class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+class _Entry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"
+):
     time_s: float = 0.0  # since the epoch, by `Journal.write`; the end of an entry's window
 
 
 class AcceptanceEntry(_Entry, frozen=True, kw_only=True, tag="acceptance"):
     """Acceptance since the previous entry of the same server and domain.
+
     Without a domain, these are the engine's counters of all traffic. With a domain, they are
-    counted on captured records."""
+    counted on captured records.
+    """
 
     server: Identifier | None = None  # None if the records of several servers are counted together.
     draft_version: Identifier
@@ -75,7 +83,9 @@ class BufferEntry(_Entry, frozen=True, kw_only=True, tag="buffer"):
     max_bytes: int | None = None  # Size at which the oldest records are dropped.
     held_out: int  # Records to judge by.
     dropped: dict[Identifier, int] = {}
-    """Records since the learner started, by reason: duplicate, foreign, corrupt, expired, evicted, queue_full, ..."""
+    """Records since the learner started, by reason: duplicate, foreign, corrupt, expired, evicted,
+    queue_full, ...
+    """
     oldest_s: float | None = None  # Age of the oldest record, in seconds.
     lag_s: float | None = None  # age of the oldest untrained record; None if there is none
     lag_records: int = 0  # Records not trained yet.
@@ -87,7 +97,9 @@ class TrainingEntry(_Entry, frozen=True, kw_only=True, tag="training"):
     alpha: float | None = None
     alpha_greedy: float | None = None
     grad_norm: float | None = None
-    """Norm of the gradient before it was clipped; None if the step was skipped, because it was not finite."""
+    """Norm of the gradient before it was clipped; None if the step was skipped, because it was not
+    finite.
+    """
     lr: float | None = None  # Learning rate of the step.
     tokens_per_s: float | None = None
     records_seen: int  # fresh ones trained, also by drafts given up; without a checkpoint 0
@@ -182,7 +194,10 @@ class Entries(NamedTuple):
 
 
 class Journal:
-    """The journal of one learner, in `folder`. Several threads of one process may write, and any process may read."""
+    """The journal of one learner, in `folder`.
+
+    Several threads of one process may write, and any process may read.
+    """
 
     def __init__(
         self,
@@ -201,9 +216,13 @@ class Journal:
 
     def write(self, entry: E) -> E:
         """Write an entry with the present time, and return it as it was written.
+
         Non-finite numbers become None, and long reasons are cut. If the disk is full, the entry is
-        lost and counted, and learning continues; observers get it all the same. Raises ValueError
-        if a field is neither a number nor an identifier; the message names it."""
+        lost and counted, and learning continues; observers get it all the same.
+
+        Raises:
+            ValueError: if a field is neither a number nor an identifier; the message names it.
+        """
         fields = msgspec.to_builtins(entry, enc_hook=_to_python) | {"time_s": self._clock()}
         if "reason" in fields:
             fields["reason"] = " ".join(fields["reason"].split())[:MAX_REASON_CHARS]
@@ -211,13 +230,17 @@ class Journal:
             # A round trip: msgspec checks only when it decodes. NaN and infinities become null.
             entry = cast(E, _decoder.decode(_encoder.encode(fields)))
         except msgspec.ValidationError as error:
-            raise ValueError(f"this is not a {fields['kind']!r} entry of the journal: {error}") from error
+            raise ValueError(
+                f"this is not a {fields['kind']!r} entry of the journal: {error}"
+            ) from error
         with self._lock:
             try:
                 self._append(_seal(_encoder.encode(entry)))
             except OSError as error:
                 if not self.num_lost:  # once: a full disk would repeat it every second
-                    logger.warning("the journal in %s cannot be written: %s", self.folder, error.strerror)
+                    logger.warning(
+                        "the journal in %s cannot be written: %s", self.folder, error.strerror
+                    )
                 self.num_lost += 1
         for observe in self.observers:
             try:
@@ -228,8 +251,10 @@ class Journal:
 
     def read(self, after: int = 0) -> Entries:
         """All entries after offset `after`, in the order of writing, and the offset after the last.
+
         Torn, damaged or unknown lines are skipped. An offset beyond the end belongs to a removed
-        journal, and reading starts from the beginning."""
+        journal, and reading starts from the beginning.
+        """
         files = self._files()
         if not files or after > files[-1][0] + files[-1][1].stat().st_size:
             after = 0
@@ -247,23 +272,32 @@ class Journal:
         begin, path = files[-1]
         size = path.stat().st_size if path.exists() else 0
         if size >= self.max_bytes // NUM_FILES:
-            # The name holds the offset. A reader finds its place after any number of files has been unlinked.
+            # The name holds the offset. A reader finds its place after any number of files has been
+            # unlinked.
             path = self.folder / _file_name(begin + size)
             for _, oldest in files[: max(0, len(files) + 1 - NUM_FILES)]:
                 oldest.unlink(missing_ok=True)
         elif size and not _ends_a_line(path):
-            line = b"\n" + line  # the last line is torn: the writer was killed, or found the disk full
-        # Unbuffered, so that a line is one write: a reader never sees a later line before an earlier one.
+            line = (
+                b"\n" + line
+            )  # the last line is torn: the writer was killed, or found the disk full
+        # Unbuffered, so that a line is one write: a reader never sees a later line before an
+        # earlier one.
         with path.open("ab", buffering=0) as file:
             file.write(line)
 
     def _files(self) -> list[tuple[int, Path]]:
-        names = [(_FILE_NAME.fullmatch(path.name), path) for path in self.folder.glob("journal-*.jsonl")]
+        names = [
+            (_FILE_NAME.fullmatch(path.name), path) for path in self.folder.glob("journal-*.jsonl")
+        ]
         return sorted((int(name[1]), path) for name, path in names if name)
 
 
 def to_stderr(entry: Entry) -> None:
-    """An observer that makes the journal the log of the process: the same lines, for any log collector."""
+    """An observer that makes the journal the log of the process.
+
+    The same lines, for any log collector.
+    """
     sys.stderr.write(_encoder.encode(entry).decode() + "\n")
 
 
@@ -305,12 +339,16 @@ def _ends_a_line(path: Path) -> bool:
 
 def _seal(line: bytes) -> bytes:
     """The JSON object with a CRC-32 as the last field, and the end of the line."""
-    # E.g. {"a":1} becomes {"a":1,"crc32":"561bacaf"}: still one JSON object. The CRC is that of {"a":1}.
+    # E.g. {"a":1} becomes {"a":1,"crc32":"561bacaf"}: still one JSON object. The CRC is that of
+    # {"a":1}.
     return b'%b,"crc32":"%08x"}\n' % (line[:-1], zlib.crc32(line))
 
 
 def decode(line: bytes) -> Entry | None:
-    """The entry; None if the line is damaged or unknown. Lines of earlier releases have no checksum."""
+    """The entry; None if the line is damaged or unknown.
+
+    Lines of earlier releases have no checksum.
+    """
     if sealed := _CHECKSUM.search(line):
         line = line[: sealed.start()] + b"}"
         if zlib.crc32(line) != int(sealed[1], 16):

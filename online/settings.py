@@ -1,12 +1,15 @@
-"""Settings in a TOML file: read into frozen dataclasses, and printed as an example with every key explained.
+"""Settings in a TOML file.
+
+Read into frozen dataclasses, and printed as an example with every key explained.
 
     @dataclass                          [fleet]
     class FleetConfig:          ◄─►     # Seconds between two looks at every server.
         poll_s: float = 10              poll_s = 10
         (a string under the field)
 
-The string under a field documents it. A field's metadata may hold `example`, a value to print in place of the
-default, and `listed: False`, which keeps the field out of the printed example."""
+The string under a field documents it. A field's metadata may hold `example`, a value to print in
+place of the default, and `listed: False`, which keeps the field out of the printed example.
+"""
 
 import ast
 import difflib
@@ -37,26 +40,36 @@ class SettingsFile:
     config: Path
     """The TOML file with the settings."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Override one setting of the file, as a line of TOML: KEY=VALUE. May be given several times."""
+    """Override one setting of the file, as a line of TOML: KEY=VALUE. May be given several times.
+    """
     print_config: bool = False
     """Print a complete TOML file, with the default and the meaning of every setting, and exit."""
 
 
 def read_toml(path: Path, config_type: type[Config], overrides: Sequence[str] = ()) -> Config:
-    """The configuration in `path`. An override is one more line of TOML, e.g. `training.lr=1e-3`,
-    and wins. Relative paths are relative to the folder of the file. Raises FileNotFoundError if
-    there is no such file. Raises ValueError if a key is unknown, with the closest known one, or a
-    value does not fit."""
+    """The configuration in `path`.
+
+    An override is one more line of TOML, e.g. `training.lr=1e-3`, and wins. Relative paths are
+    relative to the folder of the file.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if a key is unknown, with the closest known one, or a value does not fit.
+    """
     if not path.is_file():
         command = config_type.__name__.removesuffix("Config").lower()
-        raise FileNotFoundError(f"there is no {path}: redraft {command} --print-config > {path} begins one")
+        raise FileNotFoundError(
+            f"there is no {path}: redraft {command} --print-config > {path} begins one"
+        )
     values = read_table(path)
     for override in overrides:
         values = _merge(values, _parse(override, f"--set {override}"))
     # After the merge, so that a misspelt override is found too.
     _require_known(values, config_type, "")
     folder = path.parent.absolute()
-    config: Config = convert(values, config_type, str(path), lambda text: folder / Path(text).expanduser())
+    config: Config = convert(
+        values, config_type, str(path), lambda text: folder / Path(text).expanduser()
+    )
     return config
 
 
@@ -104,16 +117,22 @@ def render_value(value: Any) -> str:
 
 @functools.cache
 def read_field_docs(config_type: type) -> dict[str, str]:
-    """The string under each field, folded into one line; a subclass's field hides the parent's. Python drops such a
-    string, so it is read from the source; a class that was typed into an interpreter has none."""
+    """The string under each field, folded into one line; a subclass's field hides the parent's.
+
+    Python drops such a string, so it is read from the source; a class that was typed into an
+    interpreter has none.
+    """
     docs: dict[str, str] = {}
     for parent in filter(is_dataclass, reversed(config_type.__mro__)):
         try:
             definition = ast.parse(textwrap.dedent(inspect.getsource(parent))).body[0]
         except OSError:
             continue
-        # A field and the statement after it, e.g. `port: int = 8001` and `"""Port to listen on."""`.
-        for field, doc in itertools.pairwise(definition.body if isinstance(definition, ast.ClassDef) else []):
+        # A field and the statement after it, e.g. `port: int = 8001` and `"""Port to listen
+        # on."""`.
+        for field, doc in itertools.pairwise(
+            definition.body if isinstance(definition, ast.ClassDef) else []
+        ):
             text = doc.value if isinstance(doc, ast.Expr) else None
             if (
                 isinstance(field, ast.AnnAssign)
@@ -125,7 +144,11 @@ def read_field_docs(config_type: type) -> dict[str, str]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises ValueError: it is not TOML."""
+    """The tables of a TOML file.
+
+    Raises:
+        ValueError: it is not TOML.
+    """
     try:
         return _parse(path.read_bytes().decode(), str(path))
     except UnicodeDecodeError as error:
@@ -140,7 +163,11 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 
 def convert(value: Any, kind: Any, where: str, read_path: Callable[[str], Path]) -> Any:
-    """A value of TOML as a `kind`. Raises ValueError: it does not fit; the message begins with `where`."""
+    """A value of TOML as a `kind`.
+
+    Raises:
+        ValueError: it does not fit; the message begins with `where`.
+    """
 
     # msgspec knows no Path, and asks this hook.
     def hook(wanted: type, found: Any) -> Any:
@@ -172,7 +199,9 @@ def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _require_known(values: Mapping[str, Any], config_type: type, section: str) -> None:
-    """Raise ValueError unless every key is a field. msgspec would pass over an unknown one in silence."""
+    """Raise ValueError unless every key is a field. msgspec would pass over an unknown one in
+    silence.
+    """
     types = get_type_hints(config_type)
     known = [config_field.name for config_field in fields(config_type)]
     for key, value in values.items():

@@ -1,4 +1,7 @@
-"""Files with a bearer token: one for each server, or one for all servers of a learner. Others must not read them."""
+"""Files with a bearer token: one for each server, or one for all servers of a learner.
+
+Others must not read them.
+"""
 
 import ipaddress
 import os
@@ -10,8 +13,12 @@ _TOKEN = re.compile(r"[ -~]+")
 
 
 def read_token(path: Path) -> str:
-    """The token in `path`. Raises ValueError if the file holds no token, or others can read it.
-    Raises OSError if it cannot be read."""
+    """The token in `path`.
+
+    Raises:
+        ValueError: if the file holds no token, or others can read it.
+        OSError: if it cannot be read.
+    """
     with path.open() as file:
         # Of the open file: the path could name another one by the time it is read.
         _require_private(path, os.fstat(file.fileno()).st_mode)
@@ -25,26 +32,32 @@ def read_token(path: Path) -> str:
 
 def require_private(path: Path) -> None:
     """Raise ValueError if users outside the file's group can read it, or others than its owner can
-    change it. The group may read: with an fsGroup, Kubernetes mounts secrets with mode 0440."""
+    change it. The group may read: with an fsGroup, Kubernetes mounts secrets with mode 0440.
+    """
     _require_private(path, path.stat().st_mode)
 
 
 def _require_private(path: Path, mode: int) -> None:
     if mode & 0o027:
         raise ValueError(
-            f"{path} is a secret, and its mode {mode & 0o777:04o} lets others read or change it: chmod 600 {path} "
+            f"{path} is a secret, and its mode {mode & 0o777:04o} lets others read or change it: "
+            f"chmod 600 {path} "
             "(a Kubernetes secret: defaultMode 0440)"
         )
 
 
 def write_token(path: Path) -> None:
     """Write a new token of 256 bits to `path`, readable by this user only.
-    Raises FileExistsError if the file exists."""
+
+    Raises:
+        FileExistsError: if the file exists.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise FileExistsError(
-            f"{path} exists: servers and learner may use it. Delete it first if it is to be replaced"
+            f"{path} exists: servers and learner may use it. Delete it first if it is to be "
+            "replaced"
         ) from None
     with os.fdopen(descriptor, "w") as file:
         # `open` applies the umask, which may leave less than 0600.

@@ -3,11 +3,16 @@
 $ redraft adapt outputs/eagle3/draft --target models/finetuned --data.source answers.jsonl
 $ redraft adapt outputs/eagle3/draft --target models/finetuned             # the fine-tune answers OLD's questions
 
-Two starts are compared on held-out answers of the new target: the old draft, and a new one. The better start is
-trained, until the acceptance rises no more (--loop.stop-by, --loop.minutes). The result is published in
---output/draft if its gain over the old draft is proven: the 95% interval, over held-out prompts, lies above 0.
-Otherwise the old draft stays. --output/adapt.json has the verdict, the forecasts and the interval. The data are best
-answers of the new target; without --data.source it answers the questions of OLD's training data first. All other
+Two starts are compared on held-out answers of the new target: the old draft, and a new one. The
+better start is
+trained, until the acceptance rises no more (--loop.stop-by, --loop.minutes). The result is
+published in
+--output/draft if its gain over the old draft is proven: the 95% interval, over held-out prompts,
+lies above 0.
+Otherwise the old draft stays. --output/adapt.json has the verdict, the forecasts and the interval.
+The data are best
+answers of the new target; without --data.source it answers the questions of OLD's training data
+first. All other
 settings are those of `redraft train`. A killed run continues with the same command.
 """
 
@@ -30,18 +35,28 @@ EVAL_EVERY = 50  # Steps between two evaluations: an adapted draft needs a fract
 
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
-    """The recipe for the draft of the first argument, and the other arguments. Raises
-    FileNotFoundError, ValueError: it is none; SystemExit after the help."""
+    """The recipe for the draft of the first argument, and the other arguments.
+
+    Raises:
+        FileNotFoundError, ValueError: it is none.
+        SystemExit: after the help.
+    """
     if not args or args[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {prog} OLD --target TARGET [--data.source DATA] [flags]\n\n{__doc__}")
-        print(f"{prog} OLD --help prints the usual flags for the family of OLD, --help-all all of them.")
+        print(
+            f"{prog} OLD --help prints the usual flags for the family of OLD, --help-all all of "
+            "them."
+        )
         raise SystemExit(0)
     old = Path(args[0])
     if not (old / CONFIG).is_file():
         raise FileNotFoundError(f"there is no draft in {old}: give the folder of an exported draft")
     family = detect_family(old)
     if family.training is None:
-        raise ValueError(f"{old} holds {family.title}, made without training: make them anew from the target's answers")
+        raise ValueError(
+            f"{old} holds {family.title}, made without training: make them anew from the target's "
+            "answers"
+        )
     recipe = Recipe(
         main=functools.partial(main, family, old),
         config_type=HeadConfig if family.is_head else StandaloneConfig,
@@ -66,7 +81,9 @@ def _defaults(family: Family, old: Path) -> Any:
     head = cfg.head
     if family.layers_key:
         head = replace(head, aux_layer_ids=tuple(family.read_layers(read_config(old))))
-    return replace(cfg, start_from=old, head=head, draft_vocab_size=_count_vocabulary(old), **shared)
+    return replace(
+        cfg, start_from=old, head=head, draft_vocab_size=_count_vocabulary(old), **shared
+    )
 
 
 def _count_vocabulary(old: Path) -> int:
@@ -91,7 +108,10 @@ def main(family: Family, old: Path, cfg: Any) -> None:
 
 
 def _answer(old: Path, cfg: Any) -> Path:
-    """Have the new target answer the questions that `old` was trained on. A killed run continues there."""
+    """Have the new target answer the questions that `old` was trained on.
+
+    A killed run continues there.
+    """
     from redraft.heads.files.kept import hash_key
     from redraft.recipes.data import regenerate
     from redraft.recipes.data.regenerate_config import Config
@@ -99,7 +119,8 @@ def _answer(old: Path, cfg: Any) -> Path:
     asked = read_provenance(old).config.data
     if not asked.source:
         raise ValueError(
-            f"{old} does not name the data of its training: give --data.source, best answers of {cfg.target}"
+            f"{old} does not name the data of its training: give --data.source, best answers of "
+            f"{cfg.target}"
         )
     asking = Config(prompts=asked.source, split=asked.split, target=cfg.target, output=cfg.output)
     # By target and questions: answers of another fine-tune lie beside it.

@@ -1,12 +1,15 @@
-"""Train a policy by TRL's GRPO on answers of `redraft serve`, whose draft keeps learning. It needs the extra `rl`.
+"""Train a policy by TRL's GRPO on answers of `redraft serve`, whose draft keeps learning.
+
+It needs the extra `rl`.
 
 $ redraft serve TARGET --registry registry --targets outputs/grpo --token-file token \\
       --capture.spool spool -- --logprobs-mode processed_logprobs &
 $ redraft learner --config learner.toml &
 $ python -m redraft.recipes.rl_grpo --target TARGET --token-file token --prompts questions.jsonl
 
-After each update the policy is saved in --output, and the server loads it (`POST /redraft/target`): on any device, and
-without vLLM's development mode. The learner swaps drafts meanwhile. Replace `reward` by that of your task.
+After each update the policy is saved in --output, and the server loads it (`POST /redraft/target`):
+on any device, and without vLLM's development mode. The learner swaps drafts meanwhile. Replace
+`reward` by that of your task.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ class Config:
     token_file: Path
     """The server's --token-file."""
     prompts: str
-    """Questions: the first message of each conversation in a file, a folder or a data set of the hub."""
+    """Questions: the first message of each conversation in a file, a folder or a data set of the
+    hub.
+    """
     url: str = "http://127.0.0.1:8000"
     """Address of the server."""
     output: Path = Path("outputs/grpo")
@@ -49,7 +54,10 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def main(cfg: Config) -> None:
-    """Raises: as TRL, httpx and the loaders; ValueError with the answer of a server that refuses a policy."""
+    """Raises: as TRL, httpx and the loaders.
+
+    ValueError with the answer of a server that refuses a policy.
+    """
     make_trainer(cfg).train()
 
 
@@ -66,9 +74,15 @@ def make_trainer(cfg: Config, reward: Any = reward, **training: Any) -> Any:
     from redraft.distill.data.conversations import load_conversations
 
     target, output = TargetFolder.open(cfg.target), cfg.output.absolute()
-    dtype = target.text_config.dtype  # as it is served: float32 would be twice as much to write and read
+    dtype = (
+        target.text_config.dtype
+    )  # as it is served: float32 would be twice as much to write and read
     headers = {"Authorization": f"Bearer {read_token(cfg.token_file)}"}
-    small = [path for path in target.folder.iterdir() if path.suffix in (".json", ".jinja", ".model", ".txt")]
+    small = [
+        path
+        for path in target.folder.iterdir()
+        if path.suffix in (".json", ".jinja", ".model", ".txt")
+    ]
 
     class Client(vllm_generation.VLLMClient):  # type: ignore[misc]
         """TRL's, with a checkpoint in place of NCCL. The server empties the cache by itself."""
@@ -81,7 +95,9 @@ def make_trainer(cfg: Config, reward: Any = reward, **training: Any) -> Any:
         def get_server_info(self) -> dict[str, Any]:  # a route of the development mode
             return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
-        def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def update_named_params(
+            self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]
+        ) -> None:
             self.num_pushes += 1
             folder = output / f"step-{self.num_pushes}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -89,11 +105,16 @@ def make_trainer(cfg: Config, reward: Any = reward, **training: Any) -> Any:
                 shutil.copy(path, folder)
             (folder / INDEX).unlink(missing_ok=True)  # of the target's shards
             # copied, because weights that share memory cannot be saved
-            tensors = {name: x.detach().to("cpu", dtype, copy=True).contiguous() for name, x in named_params}
+            tensors = {
+                name: x.detach().to("cpu", dtype, copy=True).contiguous()
+                for name, x in named_params
+            }
             save_file(tensors, folder / "model.safetensors", {"format": "pt"})
             body = {"version": folder.name, "path": str(folder)}
             # not by TRL's session, which repeats a request that the server has refused
-            answer = httpx.post(f"{self.base_url}/redraft/target", json=body, headers=headers, timeout=None)
+            answer = httpx.post(
+                f"{self.base_url}/redraft/target", json=body, headers=headers, timeout=None
+            )
             if answer.is_error:
                 raise ValueError(f"the server does not load {folder}: {answer.text}")
             self.moved = answer.json()
@@ -109,9 +130,17 @@ def make_trainer(cfg: Config, reward: Any = reward, **training: Any) -> Any:
         max_steps=cfg.updates, learning_rate=cfg.lr, **settings | training,
     )  # fmt: skip
     # In float32: bfloat16 weights would swallow updates of 1e-6.
-    model = AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        target.folder, dtype=torch.float32, trust_remote_code=False
+    )
     data, tokenizer = Dataset.from_list(questions), target.tokenizer
-    return GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer)
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=data,
+        processing_class=tokenizer,
+    )
 
 
 if __name__ == "__main__":

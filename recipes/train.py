@@ -3,11 +3,13 @@
 $ redraft train eagle3 --target Qwen/Qwen3-8B --data.source answers.jsonl
 $ redraft train eagle3 --config eagle3.toml --optim.lr 3e-4        # settings from a file; flags win
 $ accelerate launch -m redraft.recipes.cli train dflash --target Qwen/Qwen3-8B           # on all GPUs
-$ redraft train standalone --target Qwen/Qwen3-8B --draft.checkpoint Qwen/Qwen3-0.6B --loop.batch-size 2
+$ redraft train standalone --target Qwen/Qwen3-8B --draft.checkpoint Qwen/Qwen3-0.6B \
+--loop.batch-size 2
 
-The run folder receives the config, metrics, checkpoints, the exported draft and a report. The same command continues
-a killed run. Without --prove.no-engine, vLLM serves the target with the draft and without it at the end.
-`recipes/accelerate` of the package has configurations that share a draft out over GPUs.
+The run folder receives the config, metrics, checkpoints, the exported draft and a report. The same
+command continues a killed run. Without --prove.no-engine, vLLM serves the target with the draft and
+without it at the end. `recipes/accelerate` of the package has configurations that share a draft out
+over GPUs.
 """
 
 import functools
@@ -46,7 +48,11 @@ COMMON = frozenset(
 
 def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]]:
     """The recipe of the family that the first argument names, and the other arguments.
-    Raises ValueError: it names none. Raises SystemExit after the help without a family."""
+
+    Raises:
+        ValueError: it names none.
+        SystemExit: after the help without a family.
+    """
     names = list_trained()
     if not args or args[0] in ("-h", "--help", "--help-all"):
         print(f"usage: {prog} FAMILY [flags]\n\n{__doc__}\nFAMILY is one of {', '.join(names)}.")
@@ -59,7 +65,8 @@ def choose_recipe(args: Sequence[str], prog: str) -> tuple[Recipe, Sequence[str]
         main=functools.partial(main, family),
         config_type=HeadConfig if family.is_head else StandaloneConfig,
         default=make_config(family),
-        description=f"Train a draft of the family {family.title}, prove it in a real vLLM, and report.",
+        description=f"Train a draft of the family {family.title}, prove it in a real vLLM, and "
+        "report.",
         common=COMMON,
         prog=f"{prog} {args[0]}",
     )

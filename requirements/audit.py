@@ -2,8 +2,9 @@
 
     python requirements/audit.py [PIP_AUDIT] [--osv-url URL]
 
-Exit status: 0, every package was looked up and nothing is known; 1, something is; 2, not every package was looked up.
-pip-audit itself reports "no known vulnerabilities" for packages that the service does not know, and ends well.
+Exit status: 0, every package was looked up and nothing is known; 1, something is; 2, not every
+package was looked up. pip-audit itself reports "no known vulnerabilities" for packages that the
+service does not know, and ends well.
 """
 
 from __future__ import annotations
@@ -37,7 +38,16 @@ def ask(command: Sequence[str], packages: Sequence[Package]) -> tuple[list[dict[
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("".join(f"{package.name}=={package.version}\n" for package in packages))
         file.flush()
-        options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json", "-r", file.name]
+        options = [
+            "--no-deps",
+            "--disable-pip",
+            "--progress-spinner",
+            "off",
+            "--format",
+            "json",
+            "-r",
+            file.name,
+        ]
         done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     try:
         entries: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
@@ -46,25 +56,37 @@ def ask(command: Sequence[str], packages: Sequence[Package]) -> tuple[list[dict[
         return [], (done.stderr.strip().splitlines() or ["no answer"])[-1][:200]
 
 
-def judge(packages: Sequence[Package], entries: Sequence[dict[str, Any]], reason: str) -> tuple[int, list[str]]:
+def judge(
+    packages: Sequence[Package], entries: Sequence[dict[str, Any]], reason: str
+) -> tuple[int, list[str]]:
     """The exit status, and a line for each finding."""
     found = [
-        f"{entry['name']} {entry['version']}: {each['id']}, fixed in {', '.join(each['fix_versions']) or 'no release'}"
+        f"{entry['name']} {entry['version']}: {each['id']}, fixed in "
+        f"{', '.join(each['fix_versions']) or 'no release'}"
         for entry in entries
         for each in entry.get("vulns", ())
     ]
     num_known = sum("vulns" in entry for entry in entries)
-    skipped = next((entry["skip_reason"] for entry in entries if "skip_reason" in entry), reason or "no answer")
+    skipped = next(
+        (entry["skip_reason"] for entry in entries if "skip_reason" in entry), reason or "no answer"
+    )
     if num_known < len(packages):
-        why = f"audit: NOT DONE for {len(packages) - num_known} of {len(packages)} packages: {skipped}"
+        why = (
+            f"audit: NOT DONE for {len(packages) - num_known} of {len(packages)} packages: "
+            f"{skipped}"
+        )
         return 1 if found else 2, [*found, why]
     return bool(found), found or [f"audit: {num_known} packages, no known vulnerability"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pip_audit", nargs="?", default=".venv-audit/bin/pip-audit")
-    parser.add_argument("--osv-url", help="a mirror of https://api.osv.dev/v1/query; by default PyPI is asked")
+    parser.add_argument(
+        "--osv-url", help="a mirror of https://api.osv.dev/v1/query; by default PyPI is asked"
+    )
     args = parser.parse_args()
     command = [args.pip_audit, *(["-s", "osv", "--osv-url", args.osv_url] if args.osv_url else [])]
     packages = read_locks()

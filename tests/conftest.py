@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from benchmarks.studies.tiny_target import CHAT_TEMPLATE, SPECIAL_TOKENS
 from redraft.eval.engine.server import VllmServer, vllm_server
 
-# Importing TRL sets this to ERROR if it is unset, and servers started later would not print their INFO lines.
+# Importing TRL sets this to ERROR if it is unset, and servers started later would not print their
+# INFO lines.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 # As many threads as a test has cores to itself; more of them slow these small tensors down.
@@ -30,14 +31,24 @@ ASSETS = Path(__file__).parent / "assets"
 
 @functools.cache
 def list_engine_tests(path: str) -> frozenset[str]:
-    """Names of a file's tests that use a real vLLM: `pytest.mark.vllm` decorates them, or is the whole file's."""
+    """Names of a file's tests that use a real vLLM.
+
+    `pytest.mark.vllm` decorates them, or is the whole file's.
+    """
     nodes = ast.parse((Path(__file__).parents[1] / path).read_text()).body
-    is_whole = any(isinstance(node, ast.Assign) and "pytest.mark.vllm" in ast.unparse(node) for node in nodes)
+    is_whole = any(
+        isinstance(node, ast.Assign) and "pytest.mark.vllm" in ast.unparse(node) for node in nodes
+    )
     return frozenset(
         node.name
         for node in nodes
         if isinstance(node, ast.FunctionDef)
-        and (is_whole or any("pytest.mark.vllm" in ast.unparse(decorator) for decorator in node.decorator_list))
+        and (
+            is_whole
+            or any(
+                "pytest.mark.vllm" in ast.unparse(decorator) for decorator in node.decorator_list
+            )
+        )
     )
 
 
@@ -47,9 +58,12 @@ def uses_engine(nodeid: str) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In one of several pytest workers: begin with what takes longest, so that all workers end together.
+    """In one of several pytest workers.
 
-    That is the engine, and then the folders from last to first: a file of tests/recipes may train for a minute.
+    Begin with what takes longest, so that all workers end together.
+
+    That is the engine, and then the folders from last to first: a file of tests/recipes may train
+    for a minute.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -59,14 +73,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run the tests that use an engine on one worker, one after the other, and the others file by file on any worker.
+    """Run the tests that use an engine on one worker, one after the other, and the others file by
+    file on any worker.
 
-    A CPU build of vLLM binds its threads to core 0, so that two engines would share one core; and these tests share
-    engines by session fixtures, of which each worker has its own.
+    A CPU build of vLLM binds its threads to core 0, so that two engines would share one core; and
+    these tests share engines by session fixtures, of which each worker has its own.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    config.option.loadscopereorder = False  # the files with most tests first, which are not the longest
+    config.option.loadscopereorder = (
+        False  # the files with most tests first, which are not the longest
+    )
 
     class OneEngineAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -79,9 +96,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def one_model_loads_at_a_time() -> Iterator[None]:
     """Let no two threads load models at once.
 
-    While transformers loads a model, `PreTrainedModel.tie_weights` is replaced. If two threads overlap, it may stay
-    replaced, and no later model of this process has tied weights. The thread of a learner that a test has ended may
-    still be loading when the next test begins.
+    While transformers loads a model, `PreTrainedModel.tie_weights` is replaced. If two threads
+    overlap, it may stay replaced, and no later model of this process has tied weights. The thread
+    of a learner that a test has ended may still be loading when the next test begins.
     """
     load, lock = PreTrainedModel.from_pretrained.__func__, threading.RLock()
 
@@ -107,7 +124,9 @@ def tiny_target() -> Path:
     """The trained small target: Llama, 7 layers, vocabulary of 4,096."""
     folder = ASSETS / "tiny-target"
     if not (folder / "model.safetensors").exists():
-        pytest.skip(f"{folder} is not there: python -m benchmarks.studies.tiny_target --output {folder}")
+        pytest.skip(
+            f"{folder} is not there: python -m benchmarks.studies.tiny_target --output {folder}"
+        )
     return folder
 
 
@@ -115,7 +134,8 @@ def tiny_target() -> Path:
 def small_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE of 512 tokens with the small target's special tokens and chat template.
 
-    Trained once on ast.py and string.py of Python 3.11.7: another Python's files would give other token counts.
+    Trained once on ast.py and string.py of Python 3.11.7: another Python's files would give other
+    token counts.
     """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(ASSETS / "small-tokenizer.json")),
@@ -130,8 +150,12 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def random_target(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: PreTrainedTokenizerFast) -> Path:
-    """A folder with a random Llama of 2 layers whose distributions are sharp, float32, and its tokenizer."""
+def random_target(
+    tmp_path_factory: pytest.TempPathFactory, small_tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """A folder with a random Llama of 2 layers whose distributions are sharp, float32, and its
+    tokenizer.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(small_tokenizer),
@@ -156,12 +180,19 @@ def random_target(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Pre
 
 @pytest.fixture(scope="session")
 def served_pair(
-    random_target: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+    random_target: Path,
+    small_tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, Path]:
-    """A random target whose answers end at different lengths, and a noisy copy of it that it accepts about half of."""
+    """A random target whose answers end at different lengths, and a noisy copy of it that it
+    accepts about half of.
+    """
     model = LlamaForCausalLM.from_pretrained(random_target)
     model.generation_config.eos_token_id = list(range(2, 16))
-    target, draft = tmp_path_factory.mktemp("served-target"), tmp_path_factory.mktemp("served-draft")
+    target, draft = (
+        tmp_path_factory.mktemp("served-target"),
+        tmp_path_factory.mktemp("served-draft"),
+    )
     model.save_pretrained(target)
     torch.manual_seed(1)
     for weight in model.parameters():
@@ -174,7 +205,9 @@ def served_pair(
 
 
 @pytest.fixture(scope="session")
-def engine_with_draft(served_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def engine_with_draft(
+    served_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServer]:
     """One real vLLM for all tests that need one: `served_pair` with 3 draft tokens."""
     target, draft = served_pair
     speculative_config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}

@@ -1,4 +1,7 @@
-"""`make check-deps`: the page of licences is the lock files', and an audit that did not take place does not pass."""
+"""`make check-deps`.
+
+The page of licences is the lock files', and an audit that did not take place does not pass.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from licences import Package  # noqa: E402
 
 ONE, OTHER = Package("jinja2", "3.1.6"), Package("torch", "2.13.0")
 KNOWN = [{"name": p.name, "version": p.version, "vulns": []} for p in (ONE, OTHER)]
-SKIPPED = {"name": "torch", "skip_reason": "Dependency not found on PyPI and could not be audited: torch (2.13.0)"}
+SKIPPED = {
+    "name": "torch",
+    "skip_reason": "Dependency not found on PyPI and could not be audited: torch (2.13.0)",
+}
 FLAW = {"id": "PYSEC-2030-1", "fix_versions": ["3.1.7"], "aliases": [], "description": ""}
 
 
@@ -31,7 +37,11 @@ def test_the_page_lists_every_locked_package_with_its_licence() -> None:
 
 
 def test_the_page_is_read_as_it_was_written() -> None:
-    found = {ONE: "BSD-3-Clause", OTHER: "LicenseRef-Proprietary", Package("uv", "1.0.post1"): "MIT OR Apache-2.0"}
+    found = {
+        ONE: "BSD-3-Clause",
+        OTHER: "LicenseRef-Proprietary",
+        Package("uv", "1.0.post1"): "MIT OR Apache-2.0",
+    }
     text = licences.write_page(found, {"torch"})
     assert licences.parse_page(text) == found
     assert "**torch** 2.13.0" in text
@@ -69,13 +79,19 @@ def test_the_ways_to_name_a_licence(
 
 
 def test_an_audit_that_knows_nothing_of_a_package_is_not_done() -> None:
-    assert audit.judge([ONE, OTHER], KNOWN, "") == (0, ["audit: 2 packages, no known vulnerability"])
+    assert audit.judge([ONE, OTHER], KNOWN, "") == (
+        0,
+        ["audit: 2 packages, no known vulnerability"],
+    )
     status, (line,) = audit.judge([ONE, OTHER], [KNOWN[0], SKIPPED], "")
     assert (status, line) == (2, f"audit: NOT DONE for 1 of 2 packages: {SKIPPED['skip_reason']}")
     status, (line,) = audit.judge([ONE, OTHER], [], "Max retries exceeded")
     assert (status, line) == (2, "audit: NOT DONE for 2 of 2 packages: Max retries exceeded")
     flawed = KNOWN[0] | {"vulns": [FLAW]}
-    assert audit.judge([ONE, OTHER], [flawed, KNOWN[1]], "") == (1, ["jinja2 3.1.6: PYSEC-2030-1, fixed in 3.1.7"])
+    assert audit.judge([ONE, OTHER], [flawed, KNOWN[1]], "") == (
+        1,
+        ["jinja2 3.1.6: PYSEC-2030-1, fixed in 3.1.7"],
+    )
     status, lines = audit.judge([ONE, OTHER], [flawed, SKIPPED], "")
     assert (status, len(lines)) == (1, 2)
 
@@ -89,7 +105,9 @@ def test_an_audit_that_knows_nothing_of_a_package_is_not_done() -> None:
         ("all", 0, "no known vulnerability"),
     ],
 )
-def test_the_command_passes_on_nothing_but_a_whole_answer(answer: str, status: int, told: str, tmp_path: Path) -> None:
+def test_the_command_passes_on_nothing_but_a_whole_answer(
+    answer: str, status: int, told: str, tmp_path: Path
+) -> None:
     """With a stand-in for pip-audit: the advisory service is not reached from everywhere."""
     stand_in = tmp_path / "pip-audit"
     stand_in.write_text(f"""#!{sys.executable}

@@ -1,4 +1,6 @@
-"""The wheel: everything is in it, under one name, and it works where another package has a top-level `recipes`."""
+"""The wheel: everything is in it, under one name, and it works where another package has a
+top-level `recipes`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ print(*sorted(loaded))
 
 
 def list_tracked(*folders: str) -> list[str]:
-    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
 
 
@@ -36,7 +40,10 @@ def test_a_package_opens_on_ten_names_at_most(folder):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the tree as git tracks it, built in a copy with its links: setuptools writes beside its input."""
+    """The wheel of the tree as git tracks it, built in a copy with its links.
+
+    Setuptools writes beside its input.
+    """
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in list_tracked(*FOLDERS, "redraft", "pyproject.toml", "README.md", "LICENSE"):
         copy = source / name
@@ -45,14 +52,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             copy.symlink_to((ROOT / name).readlink())
         else:
             copy.write_bytes((ROOT / name).read_bytes())
-    subprocess.run([sys.executable, "-c", BUILD, str(output)], cwd=source, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", BUILD, str(output)], cwd=source, check=True, capture_output=True
+    )
     (built,) = output.glob("*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of packages with the wheel and, as torchtune brings one, a foreign `recipes` that fails if imported."""
+    """A folder of packages with the wheel and, as torchtune brings one, a foreign `recipes` that
+    fails if imported.
+    """
     folder = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
@@ -65,7 +76,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_installed(installed: Path, *args: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
-        [sys.executable, *args], cwd=installed, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *args],
+        cwd=installed,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -79,11 +95,15 @@ def test_the_wheel_holds_every_file_of_ours_under_one_name(wheel: Path) -> None:
 
 
 def test_an_installed_command_runs_beside_packages_of_the_folders_names(installed: Path) -> None:
-    assert "usage: redraft COMMAND" in run_installed(installed, "-m", "redraft.recipes.cli", "--help")
+    assert "usage: redraft COMMAND" in run_installed(
+        installed, "-m", "redraft.recipes.cli", "--help"
+    )
     assert "usage: redraft train eagle3" in run_installed(
         installed, "-m", "redraft.recipes.cli", "train", "eagle3", "--help"
     )
-    where = run_installed(installed, "-c", "import redraft.online.engine.plugin as plugin; print(plugin.__file__)")
+    where = run_installed(
+        installed, "-c", "import redraft.online.engine.plugin as plugin; print(plugin.__file__)"
+    )
     assert Path(where.strip()).is_relative_to(installed)
 
 

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "jsonpickle",
+}
 LOADERS = {"read_pickle", "unsafe_load", "full_load", "unsafe_load_all"}
 NAMES = {"load": {"yaml.load"}, "load_all": {"yaml.load_all"}, "eval": {"eval"}, "exec": {"exec"}}
 ASKS = "from_pretrained without trust_remote_code=False: transformers would ask on the terminal"
@@ -36,10 +46,22 @@ def find_loaders(source: str) -> Iterator[tuple[int, str]]:
 
 def _judge(call: ast.Call) -> Iterator[tuple[int, str]]:
     last = getattr(call.func, "attr", getattr(call.func, "id", ""))
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg in SWITCHES}
-    if last == "load" and ast.unparse(call.func).endswith("torch.load") and given.get("weights_only") != "True":
+    given = {
+        keyword.arg: ast.unparse(keyword.value)
+        for keyword in call.keywords
+        if keyword.arg in SWITCHES
+    }
+    if (
+        last == "load"
+        and ast.unparse(call.func).endswith("torch.load")
+        and given.get("weights_only") != "True"
+    ):
         yield call.lineno, "torch.load without weights_only=True"
-    if last == "from_pretrained" and ast.unparse(call.func).startswith("Auto") and "trust_remote_code" not in given:
+    if (
+        last == "from_pretrained"
+        and ast.unparse(call.func).startswith("Auto")
+        and "trust_remote_code" not in given
+    ):
         yield call.lineno, ASKS
     for switch in ("allow_pickle", "trust_remote_code"):
         if given.get(switch, "False") != "False":
@@ -49,7 +71,9 @@ def _judge(call: ast.Call) -> Iterator[tuple[int, str]]:
 
 
 def list_sources() -> list[str]:
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return [name for name in listed.stdout.splitlines() if name not in EXCEPT]
 
 
@@ -89,5 +113,8 @@ def test_each_way_to_run_code_is_found(line: str) -> None:
 
 def test_safe_loaders_are_not_found() -> None:
     assert not list(
-        find_loaders("torch.load(path, weights_only=True); yaml.safe_load(text); json.load(file); model.eval()")
+        find_loaders(
+            "torch.load(path, weights_only=True); yaml.safe_load(text); json.load(file); "
+            "model.eval()"
+        )
     )

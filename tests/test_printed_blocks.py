@@ -1,6 +1,8 @@
-"""The commands in the documents run as printed, in a clone with a small target, draft and data under the printed names.
+"""The commands in the documents run as printed, in a clone with a small target, draft and data
+under the printed names.
 
-A command that cannot run here is listed in `LEFT_OUT` with the reason; any other new command is run.
+A command that cannot run here is listed in `LEFT_OUT` with the reason; any other new command is
+run.
 """
 
 from __future__ import annotations
@@ -28,14 +30,18 @@ LEFT_OUT = {
     r"make |.venv/bin/python -m pytest": "minutes to an hour; CI runs check, test and docs",
     r"redraft (serve|up|eval|bench|compare|regenerate|adapt|serve-features) ": "starts vLLM",
     r"redraft doctor (?!.*--no-engine).*--draft": "starts vLLM",
-    r"redraft train (?!.*--print-config)|accelerate launch|vllm serve": "starts vLLM; most name GPUs",
+    r"redraft train (?!.*--print-config)|accelerate launch|vllm serve": "starts vLLM; most name "
+    "GPUs",
     r"python -m benchmarks.studies.presets": "trains for four minutes and starts vLLM",
     r"python recipes/rl_grpo.py": "needs a running server and trl",
-    r"for i in 1 2; do|until curl|python ask.py|redraft fleet rollback": "needs the two servers of the tutorial",
+    r"for i in 1 2; do|until curl|python ask.py|redraft fleet rollback": "needs the two servers of "
+    "the "
+    "tutorial",
     r"kill %1": "the test ends the jobs",
     r"redraft fleet (watch|probe) ": "names machines",
     r"redraft router --config|redraft learner --config learner-code.toml": "needs a fleet",
-    r"docs/(online|rl).md: (redraft learner --config|until)": "reads settings that the reader has edited",
+    r"docs/(online|rl).md: (redraft learner --config|until)": "reads settings that the reader has "
+    "edited",
     r"cd recipes/deploy|for image|kubectl": "needs a registry and a cluster",
 }
 """Commands that the test does not run, as the beginning of each, and the reason."""
@@ -53,7 +59,13 @@ MADE = {
 }
 """The documents with commands to run, and the files that their commands make."""
 
-SLOW = ["README.md", "docs/tutorial.md", "docs/evaluation.md", "docs/privacy.md", "docs/training.md"]
+SLOW = [
+    "README.md",
+    "docs/tutorial.md",
+    "docs/evaluation.md",
+    "docs/privacy.md",
+    "docs/training.md",
+]
 """They start a learner, or several commands that load torch."""
 
 STATEMENT = re.compile(r"(?:.*<<'END'\n(?:.*\n)*?END|for .*\n(?:.*\n)*?done.*|(?:.*\\\n)*.*)\n")
@@ -61,29 +73,44 @@ STATEMENT = re.compile(r"(?:.*<<'END'\n(?:.*\n)*?END|for .*\n(?:.*\n)*?done.*|(?
 
 def list_statements(name: str) -> Iterator[str]:
     """The commands in the blocks of a document."""
-    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL):
+    for block in re.findall(
+        r"^```bash\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL
+    ):
         yield from (found for found in STATEMENT.findall(block) if not found.startswith("#"))
 
 
 def find_reasons(name: str, statement: str) -> list[str]:
     """The entries of `LEFT_OUT` for this command."""
     command = re.sub(r"^(?:[A-Z_]+=\S+ )*", "", statement.replace("\\\n", " "))
-    return [each for each in LEFT_OUT if re.match(each, command) or re.match(each, f"{name}: {command}")]
+    return [
+        each for each in LEFT_OUT if re.match(each, command) or re.match(each, f"{name}: {command}")
+    ]
 
 
 def list_runnable(name: str) -> list[str]:
     return [statement for statement in list_statements(name) if not find_reasons(name, statement)]
 
 
-LISTED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+LISTED = subprocess.run(
+    ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.split()
 DOCUMENTS = [name for name in LISTED if name.endswith(".md") and (ROOT / name).is_file()]
 
 
 def test_every_block_is_decided() -> None:
-    languages = {each for name in DOCUMENTS for each in re.findall(r"^```(\w+)", (ROOT / name).read_text(), re.M)}
+    languages = {
+        each
+        for name in DOCUMENTS
+        for each in re.findall(r"^```(\w+)", (ROOT / name).read_text(), re.M)
+    }
     assert languages == {"bash"}, "another language needs a test"
     assert {name for name in DOCUMENTS if list_runnable(name)} == MADE.keys()
-    used = {each for name in DOCUMENTS for statement in list_statements(name) for each in find_reasons(name, statement)}
+    used = {
+        each
+        for name in DOCUMENTS
+        for statement in list_statements(name)
+        for each in find_reasons(name, statement)
+    }
     assert used == LEFT_OUT.keys()
 
 
@@ -102,7 +129,9 @@ def clone(tmp_path_factory, tiny_target, random_target, small_tokenizer) -> Path
     (clone / "outputs/tutorial/run").mkdir(parents=True)
     shutil.copytree(tiny_target, clone / "outputs/tutorial/run/draft")
     rows = [
-        {"prompt": f"{word} {n}?", "completion": f"{word} is {n}."} for n in range(9) for word in ("a", "bee", "cat")
+        {"prompt": f"{word} {n}?", "completion": f"{word} is {n}."}
+        for n in range(9)
+        for word in ("a", "bee", "cat")
     ]
     for name in ("prompts.jsonl", "answers.jsonl"):
         (clone / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -120,7 +149,9 @@ def write_records(clone: Path, target: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in MADE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in MADE]
+)
 def test_the_blocks_run_as_printed(name, clone, tmp_path, random_target):
     folder = tmp_path / "redraft"
     shutil.copytree(clone, folder, symlinks=True)
@@ -128,9 +159,16 @@ def test_the_blocks_run_as_printed(name, clone, tmp_path, random_target):
         write_records(folder, random_target)
     made = [str(folder / each) for each in MADE[name]]
     end = [f"until [ -e {each} ]; do sleep 0.2; kill -0 $!; done\n" for each in made]
-    script = ["set -euo pipefail; trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n", *list_runnable(name), *end]
+    script = [
+        "set -euo pipefail; trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n",
+        *list_runnable(name),
+        *end,
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "REDRAFT_TOKEN"}
-    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
     # `timeout` ends the learner as well: it signals the whole process group
     command = ["timeout", "--kill-after=10", "800", "bash", "-c", "".join(script)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -34,7 +34,10 @@ def read_lock(name: str) -> dict[str, list[str]]:
 
 def list_requirements(*extras: str) -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    asked = [
+        *project["dependencies"],
+        *(line for extra in extras for line in project["optional-dependencies"][extra]),
+    ]
     return [Requirement(line) for line in asked]
 
 
@@ -44,17 +47,27 @@ def test_the_lock_holds_a_version_that_is_allowed_of_every_dependency(engine: st
     if engine == "cpu":
         assert "torch" not in lock, "its file depends on where it comes from"
         assert not [name for name in lock if name.startswith("nvidia-")]
-        (line,) = [x for x in (REQUIREMENTS / "torch-cpu.txt").read_text().splitlines() if not x.startswith("#")]
+        (line,) = [
+            x
+            for x in (REQUIREMENTS / "torch-cpu.txt").read_text().splitlines()
+            if not x.startswith("#")
+        ]
         lock["torch"] = [line.removeprefix("torch==")]
     for asked in list_requirements(engine, *INSTALLED):
         for version in lock[canonicalize_name(asked.name)]:
-            assert asked.specifier.contains(version), f"{asked}: the lock has {version}; run `make lock`"
+            assert asked.specifier.contains(version), (
+                f"{asked}: the lock has {version}; run `make lock`"
+            )
 
 
 def test_every_dependency_has_a_floor() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for asked in list_requirements(*extras):
-        assert {each.operator for each in asked.specifier} & {">=", "=="}, f"{asked}: which versions does it work with?"
+        assert {each.operator for each in asked.specifier} & {">=", "=="}, (
+            f"{asked}: which versions does it work with?"
+        )
 
 
 def test_the_images_add_only_hashed_packages_that_vllm_does_not_bring() -> None:
@@ -68,8 +81,15 @@ def test_the_images_add_only_hashed_packages_that_vllm_does_not_bring() -> None:
 
 
 def test_the_environment_is_installed_from_the_lock_without_a_resolver() -> None:
-    recipe = (ROOT / "Makefile").read_text().partition("$(STAMP): pyproject.toml")[2].partition("\nlock:")[0]
+    recipe = (
+        (ROOT / "Makefile")
+        .read_text()
+        .partition("$(STAMP): pyproject.toml")[2]
+        .partition("\nlock:")[0]
+    )
     installs = [line for line in recipe.splitlines() if "pip install" in line]
     assert len(installs) == 4
     for line in installs:
-        assert "--require-hashes" in line or ("--no-deps" in line and ("torch-cpu.txt" in line or "-e ." in line))
+        assert "--require-hashes" in line or (
+            "--no-deps" in line and ("torch-cpu.txt" in line or "-e ." in line)
+        )

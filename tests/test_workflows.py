@@ -1,4 +1,7 @@
-"""The workflow files ask for what the tree has: make targets, Python versions, files and the version of the package."""
+"""The workflow files ask for what the tree has.
+
+Make targets, Python versions, files and the version of the package.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ def test_every_target_and_file_of_a_workflow_is_there(path: Path) -> None:
 
 
 def test_every_python_that_the_package_allows_is_tested() -> None:
-    tested = read_jobs(ROOT / ".github/workflows/ci.yml")["check-and-test"]["strategy"]["matrix"]["python"]
+    tested = read_jobs(ROOT / ".github/workflows/ci.yml")["check-and-test"]["strategy"]["matrix"][
+        "python"
+    ]
     allowed = SpecifierSet(PROJECT["requires-python"])
     assert tested == [f"3.{minor}" for minor in range(30) if f"3.{minor}" in allowed]
 

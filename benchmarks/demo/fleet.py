@@ -45,7 +45,9 @@ SETTINGS = "demo.json"
 """File with a demo's settings. It also marks a folder as a demo's, which may be deleted."""
 
 TENANT = "demo"
-"""Tenant of the traffic to learn from. Measurements are sent without a tenant, so test prompts are never trained on."""
+"""Tenant of the traffic to learn from. Measurements are sent without a tenant, so test prompts are
+never trained on.
+"""
 
 MAX_NUM_SEQS = 16
 """Most requests that a server answers at once."""
@@ -71,7 +73,9 @@ def clear(folder: Path, *, overwrite: bool) -> None:
     """
     require_free(folder, overwrite=overwrite)
     if folder.exists() and any(folder.iterdir()) and not (folder / SETTINGS).is_file():
-        raise FileExistsError(f"{folder} holds files that do not belong to a demo: move them away first")
+        raise FileExistsError(
+            f"{folder} holds files that do not belong to a demo: move them away first"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
@@ -79,8 +83,8 @@ def clear(folder: Path, *, overwrite: bool) -> None:
 def begin_report(cfg: Any, day: datetime.date, *, resume: bool = False) -> dict[str, Any]:
     """Empty `cfg.output`, write the settings there, and return the first entries of the report.
 
-    `day` is the date that the chat template writes in the whole run, if it writes today's. With `resume`, a demo with
-    the same settings stays as it is.
+    `day` is the date that the chat template writes in the whole run, if it writes today's. With
+    `resume`, a demo with the same settings stays as it is.
 
     Raises:
         FileExistsError: as `clear`.
@@ -92,7 +96,9 @@ def begin_report(cfg: Any, day: datetime.date, *, resume: bool = False) -> dict[
         settings.pop(flag, None)
     if resume and (cfg.output / SETTINGS).is_file():
         if json.loads((cfg.output / SETTINGS).read_text()) != settings:
-            raise ValueError(f"{cfg.output} holds a demo with other settings: repeat those, or give --overwrite")
+            raise ValueError(
+                f"{cfg.output} holds a demo with other settings: repeat those, or give --overwrite"
+            )
     else:
         clear(cfg.output, overwrite=cfg.overwrite)
         write_whole(cfg.output / SETTINGS, json.dumps(settings, indent=2) + "\n")
@@ -128,12 +134,24 @@ def distil(
 
 
 def distil_on(
-    samples: Sequence[Sample], draft: Any, target: Any, *, name: str, steps: int, optim: Optim, rows: int = 4
+    samples: Sequence[Sample],
+    draft: Any,
+    target: Any,
+    *,
+    name: str,
+    steps: int,
+    optim: Optim,
+    rows: int = 4,
 ) -> Iterator[int]:
-    """Train the draft in steps of `rows` x 1,024 tokens. Yields the number of labels read, also before the first
-    step."""
+    """Train the draft in steps of `rows` x 1,024 tokens.
+
+    Yields the number of labels read, also before the first step.
+    """
     data, num_labels = PackedDataset(samples, sequence_length=1024), 0
-    accelerator, signal = make_accelerator(1, fastest_precision(), None), InProcessTarget(target, draft.aux_layer_ids)
+    accelerator, signal = (
+        make_accelerator(1, fastest_precision(), None),
+        InProcessTarget(target, draft.aux_layer_ids),
+    )
     distillation = Distillation(draft, signal, Divergence(), optim, steps, accelerator)
     yield num_labels
     for step in Progress(range(steps), desc=f"distil on {name}", unit="step"):
@@ -159,7 +177,11 @@ class Server:
     def measured(self, num_speculative_tokens: int) -> VllmServer:
         """The same server as an argument for the measurements of `eval`."""
         return VllmServer(
-            url=self.url, model="m", dtype=self.dtype, num_speculative_tokens=num_speculative_tokens, mode=self.mode
+            url=self.url,
+            model="m",
+            dtype=self.dtype,
+            num_speculative_tokens=num_speculative_tokens,
+            mode=self.mode,
         )
 
 
@@ -182,15 +204,36 @@ def start_server(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Start `redraft serve` with the registry's current draft. The server is not ready yet: see `Server.ready`.
+    """Start `redraft serve` with the registry's current draft.
 
-    `options` are further ones of `redraft serve`, `arguments` those of vLLM, `environment` further variables.
+    The server is not ready yet: see `Server.ready`.
+
+    `options` are further ones of `redraft serve`, `arguments` those of vLLM, `environment` further
+    variables.
     """
     command = [
-        *(sys.executable, "-m", "redraft.recipes.cli", "serve", str(target), "--registry", str(registry)),
+        *(
+            sys.executable,
+            "-m",
+            "redraft.recipes.cli",
+            "serve",
+            str(target),
+            "--registry",
+            str(registry),
+        ),
         *("--num-speculative-tokens", str(num_speculative_tokens), "--token-file", str(token_file)),
         *("--capture.spool", str(spool), "--capture.tenants", TENANT, *options),
-        *("--", "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m", "--dtype", dtype),
+        *(
+            "--",
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+            "--served-model-name",
+            "m",
+            "--dtype",
+            dtype,
+        ),
         *([EAGER] if mode == "eager" else []),
         *("--max-model-len", str(max_model_len), "--max-num-seqs", str(MAX_NUM_SEQS)),
         *("--kv-cache-memory-bytes", str(kv_cache_bytes), "--no-enable-prefix-caching"),
@@ -198,16 +241,29 @@ def start_server(
         *("--per-request-spec-decode-metrics", "detailed", *arguments),
     ]
     # By default vLLM would bind both servers to the first core.
-    bound = {"VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)), "VLLM_NO_USAGE_STATS": "1"}
+    bound = {
+        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     with process_group(command, log=log, env={**bound, **(environment or {})}) as process:
-        yield Server(url=f"http://127.0.0.1:{port}", process=process, log=log, dtype=dtype, mode=mode)
+        yield Server(
+            url=f"http://127.0.0.1:{port}", process=process, log=log, dtype=dtype, mode=mode
+        )
 
 
 @contextlib.asynccontextmanager
 async def start_learner(folder: Path) -> AsyncIterator[None]:
-    """Run `redraft learner` with the folder's learner.toml, which keeps its state there, without binding it to a
-    core."""
-    command = [sys.executable, "-m", "redraft.recipes.cli", "learner", "--config", str(folder / "learner.toml")]
+    """Run `redraft learner` with the folder's learner.toml, which keeps its state there, without
+    binding it to a core.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "redraft.recipes.cli",
+        "learner",
+        "--config",
+        str(folder / "learner.toml"),
+    ]
     log, socket = folder / "logs" / "learner.log", folder / "learner" / control.SOCKET
     socket.unlink(missing_ok=True)  # of a learner that was killed
     # One thread: the servers leave about one of two cores.
@@ -227,7 +283,8 @@ def runner_environment(runner: Runner | None, *, on_cpu: bool = ENGINE_IS_CPU) -
     """Variables of a server with this model runner; empty if vLLM chooses.
 
     Raises:
-        FileNotFoundError: V2 is to run on a CPU, and Triton or the backend for its interpreter is not there.
+        FileNotFoundError: V2 is to run on a CPU, and Triton or the backend for its interpreter is
+        not there.
     """
     if runner is None:
         return {}
@@ -235,10 +292,13 @@ def runner_environment(runner: Runner | None, *, on_cpu: bool = ENGINE_IS_CPU) -
     if runner == "v1" or not on_cpu:
         return chosen
     if not TRITON_BACKEND.is_dir():
-        raise FileNotFoundError(f"V2 on a CPU needs {TRITON_BACKEND}: start from the top of redraft's source tree")
+        raise FileNotFoundError(
+            f"V2 on a CPU needs {TRITON_BACKEND}: start from the top of redraft's source tree"
+        )
     if not TRITON.is_dir():
         raise FileNotFoundError(
-            f"V2 on a CPU needs Triton in {TRITON}: `python -m pytest tests/distill/loss/test_kernels.py` installs it "
+            f"V2 on a CPU needs Triton in {TRITON}: `python -m pytest "
+            "tests/distill/loss/test_kernels.py` installs it "
             "(700 MB)"
         )
     path = [str(TRITON), str(TRITON_BACKEND.absolute()), os.environ.get("PYTHONPATH", "")]
@@ -294,7 +354,9 @@ class Traffic:
                 prompt = next(self._prompts[self.domain])
                 try:
                     url = self.urls[number % len(self.urls)]
-                    self.answers.append(await stream(http, url, prompt, self.max_tokens, captured=self.captured))
+                    self.answers.append(
+                        await stream(http, url, prompt, self.max_tokens, captured=self.captured)
+                    )
                 except (httpx.HTTPError, ValueError) as error:
                     self.failures.append(repr(error))
                 await asyncio.sleep(self.pause_s)
@@ -308,18 +370,23 @@ class Traffic:
                 await asyncio.gather(*running)
 
     def longest_gap_ms(self, server: str, begin_s: float, end_s: float) -> float:
-        """The longest wait for a chunk in any stream of this server, if the wait ended within the given time."""
+        """The longest wait for a chunk in any stream of this server, if the wait ended within the
+        given time.
+        """
         longest_s = 0.0
         for answer in self.answers:
             if answer.server == server:
-                # From the first chunk on: the wait for it is queue and prefill, not a gap in a stream.
+                # From the first chunk on: the wait for it is queue and prefill, not a gap in a
+                # stream.
                 for earlier, later in itertools.pairwise(answer.times_s[1:]):
                     if begin_s < later <= end_s:
                         longest_s = max(longest_s, later - earlier)
         return 1e3 * longest_s
 
 
-async def stream(http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: int, *, captured: bool) -> Answer:
+async def stream(
+    http: httpx.AsyncClient, url: str, prompt: Prompt, max_tokens: int, *, captured: bool
+) -> Answer:
     """Request one streamed greedy answer.
 
     Raises:
@@ -364,10 +431,16 @@ def read_tau(measurement: Measurement) -> float:
 
 
 async def measure_tokens_per_s(
-    urls: Sequence[str], prompts: Iterable[Prompt], *, clients: int, max_tokens: int, captured: float
+    urls: Sequence[str],
+    prompts: Iterable[Prompt],
+    *,
+    clients: int,
+    max_tokens: int,
+    captured: float,
 ) -> float:
-    """Output tokens per second of all servers together while no client is without a request, with the share `captured`
-    of the requests captured."""
+    """Output tokens per second of all servers together while no client is without a request, with
+    the share `captured` of the requests captured.
+    """
     # One iterator for all clients: nobody idles while prompts are left.
     waiting, answers = iter(enumerate(prompts)), list[Answer]()
 
@@ -375,24 +448,34 @@ async def measure_tokens_per_s(
         for index, prompt in waiting:
             # Spread evenly, not drawn: a share of 0.1 captures requests 9, 19, 29, ...
             is_captured = int((index + 1) * captured) > int(index * captured)
-            answers.append(await stream(http, urls[number % len(urls)], prompt, max_tokens, captured=is_captured))
+            answers.append(
+                await stream(
+                    http, urls[number % len(urls)], prompt, max_tokens, captured=is_captured
+                )
+            )
 
     async with httpx.AsyncClient(timeout=60) as http:
         await asyncio.gather(*(client(number, http) for number in range(clients)))
-    full_s, num_tokens = find_full_load([list(zip(a.times_s, a.counts, strict=True)) for a in answers])
+    full_s, num_tokens = find_full_load(
+        [list(zip(a.times_s, a.counts, strict=True)) for a in answers]
+    )
     return num_tokens / full_s
 
 
 async def measure_rates(
     urls: Sequence[str], prompts: Sequence[Prompt], *, rounds: int, clients: int, max_tokens: int
 ) -> dict[float, list[float]]:
-    """Tokens/s with none, a tenth and all of the requests captured, in rounds that each begin with another share."""
+    """Tokens/s with none, a tenth and all of the requests captured, in rounds that each begin with
+    another share.
+    """
     rates: dict[float, list[float]] = {0.0: [], 0.1: [], 1.0: []}
     for number in Progress(range(rounds), desc="cost of capture", unit="round"):
         order = list(rates)
         # Round 0: 0, 0.1, 1. Round 1: 0.1, 1, 0. So no share always comes first.
         for share in order[number % 3 :] + order[: number % 3]:
             rates[share].append(
-                await measure_tokens_per_s(urls, prompts, clients=clients, max_tokens=max_tokens, captured=share)
+                await measure_tokens_per_s(
+                    urls, prompts, clients=clients, max_tokens=max_tokens, captured=share
+                )
             )
     return rates

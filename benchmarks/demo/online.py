@@ -1,19 +1,22 @@
 """The online learner on two real servers: the traffic moves to a new domain, and the draft adapts.
 
     $ make demo-online                                    # at most 20 minutes on two cores: outputs/demo-online/
-    $ python -m benchmarks.demo.online --overwrite --distil-steps 40 --records-b 200 --overhead-pairs 2
+    $ python -m benchmarks.demo.online --overwrite --distil-steps 40 --records-b 200 \
+    --overhead-pairs 2
     $ python -m benchmarks.demo.online --preset smollm2      # SmolLM2-135M-Instruct in outputs/demo-online-smollm2/
     $ python -m benchmarks.demo.online --preset v2           # vLLM's V2 model runner, by Triton's interpreter on a CPU
 
-The traffic has two domains, A and B. A draft distilled on A is served to 8 streaming clients, who ask about A and later
-about B. The learner captures, trains, evaluates, publishes and swaps, on the defaults of learner.toml but for the few
-settings in `forced_settings`. Then a poisoned draft is offered to the gate, and a useless one is forced past it.
-Everything is measured in the engine, and no request may fail. At the end the training is replayed offline with several
-seeds, beside a ceiling: the same draft, trained for as many steps on the recorded answers to B alone. One server swaps
-between the first and the adapted draft, round by round, and tells the difference in speed.
+The traffic has two domains, A and B. A draft distilled on A is served to 8 streaming clients, who
+ask about A and later about B. The learner captures, trains, evaluates, publishes and swaps, on the
+defaults of learner.toml but for the few settings in `forced_settings`. Then a poisoned draft is
+offered to the gate, and a useless one is forced past it. Everything is measured in the engine, and
+no request may fail. At the end the training is replayed offline with several seeds, beside a
+ceiling: the same draft, trained for as many steps on the recorded answers to B alone. One server
+swaps between the first and the adapted draft, round by round, and tells the difference in speed.
 
-The small target, the default, writes code and then prose. A real model answers questions about documentation, and then
-completes functions; prompts of HumanEval, on which nothing trains, measure that (`make_scene`).
+The small target, the default, writes code and then prose. A real model answers questions about
+documentation, and then completes functions; prompts of HumanEval, on which nothing trains, measure
+that (`make_scene`).
 """
 
 from __future__ import annotations
@@ -72,7 +75,10 @@ from redraft.recipes.cli.run import run_recipe
 
 CEILING = "offline on B"
 
-INTERPRETED = "V2 on a CPU: Triton's interpreter runs the kernels, for correctness and not for speed (--preset v2)"
+INTERPRETED = (
+    "V2 on a CPU: Triton's interpreter runs the kernels, for correctness and not for "
+    "speed (--preset v2)"
+)
 
 TEMPLATE = Path(__file__).parent / "templates" / "online.html.j2"
 
@@ -111,13 +117,18 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
         servers = [running.enter_context(stage.server(core)) for core in (0, 1)]
         await asyncio.gather(*(server.ready() for server in servers))
         urls = [server.url for server in servers]
-        traffic = Traffic(urls, stage.traffic, clients=cfg.clients, max_tokens=cfg.max_tokens, pause_s=cfg.pause_s)
+        traffic = Traffic(
+            urls, stage.traffic, clients=cfg.clients, max_tokens=cfg.max_tokens, pause_s=cfg.pause_s
+        )
         first = [await read_status(stage, server) for server in servers]
         report["runner"] = first[0]["runner"]
 
         # 1. before: the draft was trained on A only
         before = await measure_domains(cfg, stage, servers)
-        print(f"tau of the draft trained on {a}: {read_tau(before[a]):.2f} on {a}, {read_tau(before[b]):.2f} on {b}")
+        print(
+            f"tau of the draft trained on {a}: {read_tau(before[a]):.2f} on {a}, "
+            f"{read_tau(before[b]):.2f} on {b}"
+        )
 
         # 2. the traffic moves from A to B, and the learner follows
         async with learner(stage, servers) as cfg_learner, traffic.flowing():
@@ -139,20 +150,29 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
 
         # 4. after: the served version, every version before it, and the ceiling
         after = await measure_domains(cfg, stage, servers)
-        moments = {"a_before": before[a], "b_before": before[b], "b_adapted": after[b], "a_after": after[a]}
+        moments = {
+            "a_before": before[a],
+            "b_before": before[b],
+            "b_adapted": after[b],
+            "a_after": after[a],
+        }
         report["tau"] = {name: read_tau(run) for name, run in moments.items()}
         report["tokens_per_s"] = {name: run.tokens_per_s for name, run in moments.items()}
         # The learner has ended, and with it the lock on the buffer.
         report["gap"] = await asyncio.to_thread(replay, cfg, stage)
         report["versions"] = await measure_versions(cfg, stage, servers, records_at_shift)
-        report["tau"]["b_offline"] = next(v["tau"] for v in report["versions"] if v["origin"] == CEILING)
+        report["tau"]["b_offline"] = next(
+            v["tau"] for v in report["versions"] if v["origin"] == CEILING
+        )
         report["records_to_adapt"] = count_records_to_adapt(report)
 
         # 5. the speed, and the cost of capture
         report["speed"] = await compare_speed(cfg, stage, servers[0])
         # No swap may have changed the target's weights by a bit.
         last = [await read_status(stage, server) for server in servers]
-        report["swap"]["target_checksum_equal"] = list(map(read_checksum, last)) == list(map(read_checksum, first))
+        report["swap"]["target_checksum_equal"] = list(map(read_checksum, last)) == list(
+            map(read_checksum, first)
+        )
         report["capture"] = await measure_capture_overhead(cfg, stage, servers)
     report["outputs"] = check_outputs(cfg, stage, traffic.answers, list(moments.values()))
     report["lossless"] = report["outputs"]["lossless"]
@@ -160,7 +180,8 @@ async def play(cfg: Config, stage: Stage) -> dict[str, Any]:
     return report
 
 
-# ------------------------------------------------------------------------------------------------------- the acts
+# -------------------------------------------------------------------------------------------------------
+# the acts
 
 
 @asynccontextmanager
@@ -173,29 +194,43 @@ async def learner(stage: Stage, servers: Sequence[Server]) -> Any:
 
 async def wait(seconds: float, title: str, is_enough: Callable[[], bool] = lambda: False) -> None:
     """Show a progress bar for this time, or until `is_enough`."""
-    with Progress(total=round(seconds), desc=title, unit="s", bar_format="{desc}: {n:.0f}/{total} s") as bar:
+    with Progress(
+        total=round(seconds), desc=title, unit="s", bar_format="{desc}: {n:.0f}/{total} s"
+    ) as bar:
         while bar.n < round(seconds) and not is_enough():
             await asyncio.sleep(1)
             bar.update()
 
 
 def read_provenance(registry: Registry, version: str) -> dict[str, Any]:
-    """The provenance of a version. If the learner made it, `records` counts the records trained on by then."""
+    """The provenance of a version.
+
+    If the learner made it, `records` counts the records trained on by then.
+    """
     provenance: dict[str, Any] = json.loads((registry.path(version) / PROVENANCE).read_text())
     return provenance
 
 
 def count_trained_records(cfg: LearnerConfig) -> int:
     """The number of records the learner has trained on by now."""
-    seen = [e.records_seen for e in Journal(cfg.folder / "journal").read().entries if isinstance(e, TrainingEntry)]
+    seen = [
+        e.records_seen
+        for e in Journal(cfg.folder / "journal").read().entries
+        if isinstance(e, TrainingEntry)
+    ]
     return seen[-1] if seen else 0
 
 
-async def measure_domains(cfg: Config, stage: Stage, servers: Sequence[Server]) -> dict[str, Measurement]:
+async def measure_domains(
+    cfg: Config, stage: Stage, servers: Sequence[Server]
+) -> dict[str, Measurement]:
     """The engine's measurement on each domain's test prompts, one domain per server."""
     domains = stage.scene.domains
     measured = await asyncio.gather(
-        *(measure_server(cfg, server, stage.test[name]) for server, name in zip(servers, domains, strict=True))
+        *(
+            measure_server(cfg, server, stage.test[name])
+            for server, name in zip(servers, domains, strict=True)
+        )
     )
     return dict(zip(domains, measured, strict=True))
 
@@ -212,7 +247,9 @@ async def measure_server(cfg: Config, server: Server, prompts: Sequence[Prompt])
 
 
 async def offer_poison(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
-    """Offer the gate the current draft with noise of 0.3 times the spread of every matrix, and return the verdict."""
+    """Offer the gate the current draft with noise of 0.3 times the spread of every matrix, and
+    return the verdict.
+    """
     folder = stage.folder / "poisoned"
     served = stage.registry.path(stage.registry.current() or "")
     await asyncio.to_thread(add_noise, served, folder, noise=0.3)
@@ -221,7 +258,10 @@ async def offer_poison(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
 
 
 async def force_useless(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
-    """Publish a draft that is mostly noise and swap it in past the gate, as an operator could; return the outcome."""
+    """Publish a draft that is mostly noise and swap it in past the gate, as an operator could.
+
+    Return the outcome.
+    """
     registry = stage.registry
     current = registry.current()
     version = await asyncio.to_thread(
@@ -244,12 +284,18 @@ async def force_useless(cfg: LearnerConfig, stage: Stage) -> dict[str, Any]:
 
 
 def add_noise(draft: Path, folder: Path, noise: float) -> None:
-    """Write the draft into `folder` with noise on every matrix, `noise` times its standard deviation."""
+    """Write the draft into `folder` with noise on every matrix, `noise` times its standard
+    deviation.
+    """
     model = StandaloneDraft.load(draft)
     generator = torch.Generator().manual_seed(0)
     for weight in model.model.parameters():
         if weight.ndim == 2:
-            weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+            weight.data += (
+                noise
+                * weight.std()
+                * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+            )
     model.export(folder, like=draft)
     # A server refuses a draft with another configuration than it was started with.
     shutil.copy(draft / "config.json", folder)
@@ -258,7 +304,10 @@ def add_noise(draft: Path, folder: Path, noise: float) -> None:
 async def measure_versions(
     cfg: Config, stage: Stage, servers: Sequence[Server], records_at_shift: int
 ) -> list[dict[str, Any]]:
-    """For every version that was current, and for the ceiling: tau on B's test prompts, and records of B trained on."""
+    """For every version that was current, and for the ceiling.
+
+    Tau on B's test prompts, and records of B trained on.
+    """
     registry = stage.registry
     offline = registry.publish(
         lambda folder: copy_draft(stage.folder / "ceiling", registry.path(FIRST), folder),
@@ -269,63 +318,94 @@ async def measure_versions(
     promoted, b = registry.promoted(), stage.scene.domains[1]
     rows = []
     async with connected({server.url: stage.token for server in servers}) as fleet:
-        # Two versions at a time, one on each server. Of an odd number, the last leaves the second server idle.
+        # Two versions at a time, one on each server. Of an odd number, the last leaves the second
+        # server idle.
         for first in range(0, len(promoted) + 1, 2):
             pair = [*promoted, offline][first : first + 2]
-            await asyncio.gather(*(server.swap(version) for server, version in zip(fleet, pair, strict=False)))
+            await asyncio.gather(
+                *(server.swap(version) for server, version in zip(fleet, pair, strict=False))
+            )
             measured = await asyncio.gather(
-                *(measure_server(cfg, server, stage.test[b]) for server, _ in zip(servers, pair, strict=False))
+                *(
+                    measure_server(cfg, server, stage.test[b])
+                    for server, _ in zip(servers, pair, strict=False)
+                )
             )
             for version, run in zip(pair, measured, strict=True):
                 provenance = read_provenance(registry, version)
                 records = max(0, provenance.get("records", 0) - records_at_shift)
-                origin = provenance.get("origin", "learned" if "records" in provenance else "offline on A")
-                rows.append({"version": version, "origin": origin, "records": records, "tau": read_tau(run)})
+                origin = provenance.get(
+                    "origin", "learned" if "records" in provenance else "offline on A"
+                )
+                rows.append(
+                    {"version": version, "origin": origin, "records": records, "tau": read_tau(run)}
+                )
     return rows
 
 
 def replay(cfg: Config, stage: Stage) -> dict[str, Any]:
-    """The share of the gap closed, with an interval, by the learner's training replayed offline with several seeds."""
+    """The share of the gap closed, with an interval, by the learner's training replayed offline
+    with several seeds.
+    """
     b = stage.scene.domains[1]
     records = read_provenance(stage.registry, stage.registry.current() or "").get("records", 0)
-    with Replayer(stage.config, stage.target, stage.test[b], cfg.num_speculative_tokens, cfg.max_tokens) as replayer:
+    with Replayer(
+        stage.config, stage.target, stage.test[b], cfg.num_speculative_tokens, cfg.max_tokens
+    ) as replayer:
         return replayer.run(records, b, range(cfg.seeds), stage.folder / "ceiling")
 
 
 def copy_draft(draft: Path, like: Path, folder: Path) -> None:
-    """Copy the draft's files, but config.json from `like`: servers refuse a draft with another configuration."""
+    """Copy the draft's files, but config.json from `like`.
+
+    Servers refuse a draft with another configuration.
+    """
     for path in draft.iterdir():
         shutil.copy(path, folder)
     shutil.copy(like / "config.json", folder)
 
 
 async def compare_speed(cfg: Config, stage: Stage, server: Server) -> dict[str, Any]:
-    """`estimate_speed` of the adapted draft over the first one. In every round, the server swaps to each of them."""
+    """`estimate_speed` of the adapted draft over the first one.
+
+    In every round, the server swaps to each of them.
+    """
     versions = {"before": FIRST, "adapted": stage.registry.current() or FIRST}
     runs: dict[str, list[Measurement]] = {name: [] for name in versions}
     prompts = stage.test[stage.scene.domains[1]]
     async with connected({server.url: stage.token}) as (swapped,):
         for number in Progress(range(cfg.speed_rounds), desc="speed", unit="round"):
-            some = [prompts[(number * cfg.speed_prompts + i) % len(prompts)] for i in range(cfg.speed_prompts)]
+            some = [
+                prompts[(number * cfg.speed_prompts + i) % len(prompts)]
+                for i in range(cfg.speed_prompts)
+            ]
             # In turns the first one: a drift of the machine's speed favours neither.
             for name in sorted(versions, reverse=bool(number % 2)):
                 await swapped.swap(versions[name])
                 runs[name].append(await measure_server(cfg, server, some))
     steps = {name: [run.step_s for run in some if run.step_s] for name, some in runs.items()}
-    return estimate_speed({name: [run.tokens_per_s for run in some] for name, some in runs.items()}) | {
+    return estimate_speed(
+        {name: [run.tokens_per_s for run in some] for name, some in runs.items()}
+    ) | {
         "concurrency": min(cfg.speed_prompts, cfg.clients // 2),
         "mode": server.mode,
         "step_ms": {name: 1000 * statistics.median(some) for name, some in steps.items() if some},
     }
 
 
-async def measure_capture_overhead(cfg: Config, stage: Stage, servers: Sequence[Server]) -> dict[str, Any]:
-    """1 - (tokens/s with capture) / (tokens/s without) of one server under load, as medians over interleaved rounds."""
+async def measure_capture_overhead(
+    cfg: Config, stage: Stage, servers: Sequence[Server]
+) -> dict[str, Any]:
+    """1 - (tokens/s with capture) / (tokens/s without) of one server under load, as medians over
+    interleaved rounds.
+    """
     urls, prompts = [servers[0].url], stage.test[stage.scene.domains[1]][: cfg.overhead_prompts]
     rates = await measure_rates(
         urls, prompts, rounds=cfg.overhead_pairs, clients=cfg.clients, max_tokens=cfg.max_tokens
     )
-    (whole, interval), (tenth, tenth_interval) = (estimate_overhead(rates[share], rates[0.0]) for share in (1.0, 0.1))
+    (whole, interval), (tenth, tenth_interval) = (
+        estimate_overhead(rates[share], rates[0.0]) for share in (1.0, 0.1)
+    )
     return {
         "overhead": whole,
         "overhead_interval": interval,
@@ -346,7 +426,9 @@ def read_checksum(status: Mapping[str, Any]) -> str:
     return str(status["target_checksum"]) if status["target_intact"] else "changed"
 
 
-def check_outputs(cfg: Config, stage: Stage, answers: Sequence[Answer], runs: Sequence[Measurement]) -> dict[str, Any]:
+def check_outputs(
+    cfg: Config, stage: Stage, answers: Sequence[Answer], runs: Sequence[Measurement]
+) -> dict[str, Any]:
     """`compare_with_target` of what clients and measurements received."""
     texts: list[Text] = [(answer.prompt.token_ids, answer.token_ids) for answer in answers]
     for run in runs:

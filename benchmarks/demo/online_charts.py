@@ -34,7 +34,11 @@ def _live(timeline: Mapping[str, Any]) -> alt.LayerChart:
     lines = accepted.mark_line(strokeWidth=2.5, interpolate="monotone").encode(
         y=alt.Y("smooth:Q", title=TAU, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
     )
-    swaps = [{**swap, "event": OUTCOMES[swap["outcome"]]} for swap in timeline["swaps"] if swap["outcome"] in OUTCOMES]
+    swaps = [
+        {**swap, "event": OUTCOMES[swap["outcome"]]}
+        for swap in timeline["swaps"]
+        if swap["outcome"] in OUTCOMES
+    ]
     rules = (
         alt.Chart(alt.Data(values=swaps))
         .mark_rule(strokeWidth=1.5, color="currentColor", opacity=0.5)
@@ -50,10 +54,17 @@ def _live(timeline: Mapping[str, Any]) -> alt.LayerChart:
 
 
 def _versions(report: Mapping[str, Any]) -> alt.LayerChart:
-    """tau of every learned version on test prompts of the new domain; the draft distilled offline is the ceiling."""
+    """tau of every learned version on test prompts of the new domain.
+
+    The draft distilled offline is the ceiling.
+    """
     learned = [row for row in report["versions"] if row["origin"] in ("offline on A", "learned")]
     base = alt.Chart(alt.Data(values=learned)).encode(
-        x=alt.X("records:Q", title=f"records of {report['domains'][1]} learned from", axis=alt.Axis(grid=False)),
+        x=alt.X(
+            "records:Q",
+            title=f"records of {report['domains'][1]} learned from",
+            axis=alt.Axis(grid=False),
+        ),
         y=alt.Y("tau:Q", title=TAU, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),
         tooltip=[
             alt.Tooltip("version:N"),

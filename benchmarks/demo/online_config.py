@@ -24,17 +24,22 @@ MAX_MODEL_LEN = 512
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: Path = SMALL
-    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct, from the hub, or from a wheel on PyPI
-    if the hub cannot be reached. The small target is asked about functions, and then about documentation; any other
-    first about documentation, and then to complete functions."""
+    """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct, from the hub, or from
+    a wheel on PyPI if the hub cannot be reached. The small target is asked about functions, and
+    then about documentation; any other first about documentation, and then to complete
+    functions.
+    """
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes, here and in the servers. By default bfloat16 if the target is stored so and
-    this machine computes in it; for the small target float32."""
+    """Type in which the target computes, here and in the servers. By default bfloat16 if the target
+    is stored so and this machine computes in it; for the small target float32.
+    """
     runner: Runner | None = None
-    """vLLM's model runner; by default vLLM chooses. On a CPU, v2 runs in Triton's interpreter, for correctness and not
-    for speed: --preset v2 has sizes for that."""
+    """vLLM's model runner; by default vLLM chooses. On a CPU, v2 runs in Triton's interpreter, for
+    correctness and not for speed: --preset v2 has sizes for that.
+    """
     parts: Path = Path("outputs/parts")
-    """Folder of the downloaded model and prompts, kept for later runs. The small target needs none."""
+    """Folder of the downloaded model and prompts, kept for later runs. The small target needs none.
+    """
     output: Path = Path("outputs/demo-online")
     """Folder for the report, the drafts and the logs."""
     overwrite: bool = False
@@ -56,7 +61,9 @@ class Config:
     clients: int = 8
     """Number of streaming clients."""
     pause_s: float = 1.0
-    """Pause of a client between two answers, in seconds. It leaves the learner about one of two cores."""
+    """Pause of a client between two answers, in seconds. It leaves the learner about one of two
+    cores.
+    """
     max_tokens: int = 96
     """Maximum length of an answer, in tokens."""
     max_prompt_tokens: int = 160
@@ -76,12 +83,16 @@ class Config:
     max_loss: float = 0.2
     """Loss of tau that the canary may have. It must be less than a useless draft loses."""
     overhead_pairs: int = 16
-    """Number of rounds to measure the cost of capture in, each with capture of all, a tenth and none of the requests.
-    Many short rounds are best, because the speed of a shared machine changes within seconds."""
+    """Number of rounds to measure the cost of capture in, each with capture of all, a tenth and
+    none of the requests. Many short rounds are best, because the speed of a shared machine
+    changes within seconds.
+    """
     overhead_prompts: int = 20
     """Requests per measurement of the cost of capture."""
     speed_rounds: int = 6
-    """Rounds to compare the speed with the first and with the adapted draft in, at least 6 for an interval."""
+    """Rounds to compare the speed with the first and with the adapted draft in, at least 6 for an
+    interval.
+    """
     speed_prompts: int = 4
     """Prompts of B in such a round, for each of the two drafts."""
 
@@ -91,7 +102,8 @@ class Config:
         longest = self.max_prompt_tokens + self.max_tokens + self.num_speculative_tokens
         if longest > MAX_MODEL_LEN:
             raise ValueError(
-                f"--max-prompt-tokens, --max-tokens and --num-speculative-tokens add up to {longest} tokens: the "
+                "--max-prompt-tokens, --max-tokens and --num-speculative-tokens add up to "
+                f"{longest} tokens: the "
                 f"servers take {MAX_MODEL_LEN}"
             )
 
@@ -112,7 +124,8 @@ PRESETS = {
         records_b=200,
         traffic_b_s=420,
         window_s=90,
-        # A short training gives a draft of little tau: a useless one loses less than 0.2 against it.
+        # A short training gives a draft of little tau: a useless one loses less than 0.2 against
+        # it.
         max_loss=0.1,
         overhead_pairs=1,
         overhead_prompts=4,
@@ -140,7 +153,10 @@ def forced_settings(cfg: Config) -> dict[str, tuple[Any, str]]:
     slow = "a server on one core verifies some two dozen drafts a second"
     cores = "the learner shares two cores with two servers"
     return {
-        "training.lr": (1e-3, "a model of a few million parameters learns at higher rates than one of billions"),
+        "training.lr": (
+            1e-3,
+            "a model of a few million parameters learns at higher rates than one of billions",
+        ),
         "training.sequence_length": (MAX_MODEL_LEN, "the longest text that the servers take"),
         "training.mixed_precision": (fastest_precision(), "the faster one on this processor"),
         "training.replay_per_step": (12, cores),
@@ -155,11 +171,18 @@ def forced_settings(cfg: Config) -> dict[str, tuple[Any, str]]:
 
 
 def describe_settings(forced: Mapping[str, tuple[Any, str]]) -> list[dict[str, Any]]:
-    """A row for every forced setting: name, default, value and reason. All others are the defaults."""
-    defaults = asdict(LearnerConfig(target=Path("target"), registry=Path("drafts"), spool=Path("spool")))
+    """A row for every forced setting: name, default, value and reason.
+
+    All others are the defaults.
+    """
+    defaults = asdict(
+        LearnerConfig(target=Path("target"), registry=Path("drafts"), spool=Path("spool"))
+    )
     rows = []
     for name, (value, reason) in forced.items():
         table, key = name.split(".")
-        rows.append({"setting": name, "default": defaults[table][key], "value": value, "reason": reason})
+        rows.append(
+            {"setting": name, "default": defaults[table][key], "value": value, "reason": reason}
+        )
     # A value may be the default: the faster precision, or a loss that an option gives.
     return [row for row in rows if row["value"] != row["default"]]

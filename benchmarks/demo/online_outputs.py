@@ -1,8 +1,9 @@
 """The tokens that clients received, beside the target's greedy ones.
 
-In float32 they are the same but for ties. In 16 bits, rounding chooses between more tokens, with or without a draft. So
-the target alone, computed here in its type, is compared with itself in float32 on the same texts. The engine has other
-kernels and batches and rounds otherwise, so an answer may be twice as far off as the widest of these gaps.
+In float32 they are the same but for ties. In 16 bits, rounding chooses between more tokens, with or
+without a draft. So the target alone, computed here in its type, is compared with itself in float32
+on the same texts. The engine has other kernels and batches and rounds otherwise, so an answer may
+be twice as far off as the widest of these gaps.
 
 T = tokens of an answer, V = vocabulary.
 """
@@ -29,22 +30,27 @@ def spread(texts: Sequence[Text], most: int) -> Sequence[Text]:
 
 @torch.no_grad()
 def compare_with_target(texts: Sequence[Text], target: Any, exact: Any) -> dict[str, Any]:
-    """The answers with another token than the best one of `exact`, the target in float32, and the widest gap in logits.
+    """The answers with another token than the best one of `exact`, the target in float32, and the
+    widest gap in logits.
 
-    The same of `target_alone`: the tokens that `target`, the same model in the type it is served in, prefers after the
-    same words. If `exact` is `target`, there is nothing to compare, and it parts nowhere. `tie_gap` is the widest gap
-    that counts as rounding, and `lossless` tells whether all are within it.
+    The same of `target_alone`: the tokens that `target`, the same model in the type it is served
+    in, prefers after the same words. If `exact` is `target`, there is nothing to compare, and it
+    parts nowhere. `tie_gap` is the widest gap that counts as rounding, and `lossless` tells whether
+    all are within it.
     """
     gaps, alone = [0.0], [0.0]
     for prompt, answer in Progress(texts, desc="lossless", unit="answer"):
         ids = torch.tensor([[*prompt, *answer]])
-        # Row t predicts token t + 1: the answer is predicted from the last token of the prompt to the last but one.
+        # Row t predicts token t + 1: the answer is predicted from the last token of the prompt to
+        # the last but one.
         rows = slice(len(prompt) - 1, -1)
         logits_TV = exact(input_ids=ids).logits[0, rows]
         gaps.append(widest_gap(logits_TV, torch.tensor(answer)))
         if target is not exact:
             alone.append(widest_gap(logits_TV, target(input_ids=ids).logits[0, rows].argmax(-1)))
-    tie_gap = max(2 * max(alone), TIE_LOGIT_GAP if target.dtype == torch.float32 else TIE_LOGIT_GAP_HALF)
+    tie_gap = max(
+        2 * max(alone), TIE_LOGIT_GAP if target.dtype == torch.float32 else TIE_LOGIT_GAP_HALF
+    )
     return {
         "answers": len(texts),
         "parted": sum(gap > 0 for gap in gaps),
@@ -56,6 +62,9 @@ def compare_with_target(texts: Sequence[Text], target: Any, exact: Any) -> dict[
 
 
 def widest_gap(logits_TV: Tensor, ids_T: Tensor) -> float:
-    """The largest distance of a token's logit from the best one of its row; 0 if every token is a best one."""
+    """The largest distance of a token's logit from the best one of its row.
+
+    0 if every token is a best one.
+    """
     chosen_T = logits_TV.gather(1, ids_T[:, None])[:, 0]
     return float((logits_TV.amax(-1) - chosen_T).max())

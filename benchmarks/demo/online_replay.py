@@ -1,10 +1,11 @@
-"""The learner's training replayed offline on the captured records, with several seeds, and a fair ceiling beside it.
+"""The learner's training replayed offline on the captured records, with several seeds, and a fair
+ceiling beside it.
 
     learned   the records in order of arrival with replayed ones, as the learner trained, without gate and rollout
     ceiling   as many steps of as many records, all of the new domain and drawn at random from everything captured
 
-Both begin at the first version and are judged by the forecast on test prompts. A seed changes which records are
-replayed or drawn, and their order within a step.
+Both begin at the first version and are judged by the forecast on test prompts. A seed changes which
+records are replayed or drawn, and their order within a step.
 
 S = seeds, N = prompts.
 """
@@ -38,10 +39,18 @@ FIRST = "v000001"
 
 
 class Replayer:
-    """Trains from the first version on the records in a learner's buffer. The learner must have ended."""
+    """Trains from the first version on the records in a learner's buffer.
+
+    The learner must have ended.
+    """
 
     def __init__(
-        self, cfg: LearnerConfig, target: Any, prompts: Sequence[Prompt], num_speculative_tokens: int, max_tokens: int
+        self,
+        cfg: LearnerConfig,
+        target: Any,
+        prompts: Sequence[Prompt],
+        num_speculative_tokens: int,
+        max_tokens: int,
     ) -> None:
         self.cfg, self.target, self.num_speculative_tokens = cfg, target, num_speculative_tokens
         opened = TargetFolder.open(cfg.target)
@@ -63,8 +72,13 @@ class Replayer:
     def __exit__(self, *_: object) -> None:
         self.buffer.close()
 
-    def run(self, num_records: int, domain: str, seeds: Sequence[int], ceiling: Path) -> dict[str, Any]:
-        """The share of the gap closed by training on the first `num_records`; the first ceiling goes to `ceiling`."""
+    def run(
+        self, num_records: int, domain: str, seeds: Sequence[int], ceiling: Path
+    ) -> dict[str, Any]:
+        """The share of the gap closed by training on the first `num_records`.
+
+        The first ceiling goes to `ceiling`.
+        """
         stored = self.buffer.fresh(0, 1_000_000)
         of_domain = [one.record for one in stored if one.record.domain == domain]
         steps = -(-num_records // self.cfg.training.fresh_per_step)
@@ -81,8 +95,8 @@ class Replayer:
                 ):
                     self.candidate.begin(self.first)
                     for step, records in enumerate(batches):
-                        # The form of the learner's seeds (`Trainer.step`). No run has a million steps, so two
-                        # seeds never meet.
+                        # The form of the learner's seeds (`Trainer.step`). No run has a million
+                        # steps, so two seeds never meet.
                         self.candidate.step(records, seed * 1_000_003 + step)
                         bar.update()
                     folder = Path(scratch) / f"{name}-{seed}"
@@ -93,7 +107,13 @@ class Replayer:
                     if name == "ceiling" and not ceiling.exists():
                         (folder / DRAFT).rename(ceiling)
         share = estimate_share(before_N2, np.stack(runs["learned"]), np.stack(runs["ceiling"]))
-        return {**share, "seeds": list(seeds), "steps": steps, "num_prompts": len(before_N2), "records": len(of_domain)}
+        return {
+            **share,
+            "seeds": list(seeds),
+            "steps": steps,
+            "num_prompts": len(before_N2),
+            "records": len(of_domain),
+        }
 
     def _in_order(self, steps: int, seed: int) -> Iterator[list[Record]]:
         """The records of every step as the learner takes them (`Trainer.step`)."""
@@ -113,10 +133,14 @@ class Replayer:
             yield [*(one.record for one in fresh), *replayed]
             through = fresh[-1].seq
 
-    def _at_random(self, records: Sequence[Record], steps: int, seed: int) -> Iterator[list[Record]]:
+    def _at_random(
+        self, records: Sequence[Record], steps: int, seed: int
+    ) -> Iterator[list[Record]]:
         """Every step draws as many records as the learner takes, without order."""
         rng = np.random.default_rng(seed)
-        count = min(len(records), self.cfg.training.fresh_per_step + self.cfg.training.replay_per_step)
+        count = min(
+            len(records), self.cfg.training.fresh_per_step + self.cfg.training.replay_per_step
+        )
         for _ in range(steps):
             yield [records[i] for i in rng.choice(len(records), count, replace=False)]
 
@@ -124,5 +148,10 @@ class Replayer:
     def _judge(self, folder: Path) -> NDArray[np.float64]:
         """Accepted draft tokens and drafts of every test prompt, by the forecast, [N, 2]."""
         draft = StandaloneDraft.load(folder, dtype=torch.float32).eval()
-        found = forecast(draft, InProcessTarget(self.target), self.continuations, self.num_speculative_tokens)
-        return np.array([(prompt.counts.num_accepted, prompt.counts.num_drafts) for prompt in found.per_prompt], float)
+        found = forecast(
+            draft, InProcessTarget(self.target), self.continuations, self.num_speculative_tokens
+        )
+        return np.array(
+            [(prompt.counts.num_accepted, prompt.counts.num_drafts) for prompt in found.per_prompt],
+            float,
+        )

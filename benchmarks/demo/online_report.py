@@ -17,8 +17,13 @@ Array = NDArray[np.float64]
 
 
 def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, Any]:
-    """Failed requests, and the longest waits for a streamed chunk: around each swap, and in an equal time before it."""
-    swaps = [e for e in journal if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")]
+    """Failed requests, and the longest waits for a streamed chunk.
+
+    Around each swap, and in an equal time before it.
+    """
+    swaps = [
+        e for e in journal if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")
+    ]
     # the journal has wall-clock times, the traffic monotonic ones
     monotonic = time.monotonic() - time.time()
     around, before = [], []
@@ -29,12 +34,16 @@ def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, A
         around.append(traffic.longest_gap_ms(swap.server, begin_s, end_s))
         # As long a time, right before: (begin - (end - begin), begin].
         before.append(traffic.longest_gap_ms(swap.server, 2 * begin_s - end_s, begin_s))
-    first_s = next((e.time_s for e in journal if isinstance(e, GateEntry) and e.gain is not None), None)
+    first_s = next(
+        (e.time_s for e in journal if isinstance(e, GateEntry) and e.gain is not None), None
+    )
     answered_s = [answer.times_s[-1] - monotonic for answer in traffic.answers]
     return {
         "failed_requests": len(traffic.failures),
         "requests": len(traffic.answers),
-        "first_verdict_requests": None if first_s is None else sum(s <= first_s for s in answered_s),
+        "first_verdict_requests": None
+        if first_s is None
+        else sum(s <= first_s for s in answered_s),
         "failures": traffic.failures[:5],
         "swap": {
             "count": len(swaps),
@@ -45,7 +54,10 @@ def summarise_traffic(traffic: Traffic, journal: Sequence[Entry]) -> dict[str, A
 
 
 def count_records_to_adapt(report: dict[str, Any]) -> int | None:
-    """Records of B that the first version to close 70% of the gap had learned from; None if no version did."""
+    """Records of B that the first version to close 70% of the gap had learned from.
+
+    None if no version did.
+    """
     tau = report["tau"]
     wanted = tau["b_before"] + 0.7 * (tau["b_offline"] - tau["b_before"])
     learned = [v for v in report["versions"] if v["origin"] == "learned" and v["tau"] >= wanted]
@@ -61,14 +73,18 @@ def build_timeline(journal: Sequence[Entry], shifted_s: float) -> dict[str, Any]
         if isinstance(entry, AcceptanceEntry) and entry.server and entry.tau is not None:
             acceptance.append({"s": s, "server": entry.server, "tau": entry.tau})
         elif isinstance(entry, SwapEntry):
-            swaps.append({"s": s, "server": entry.server, "version": entry.version, "outcome": entry.outcome})
+            swaps.append(
+                {"s": s, "server": entry.server, "version": entry.version, "outcome": entry.outcome}
+            )
     return {"acceptance": acceptance, "swaps": swaps}
 
 
 def estimate_overhead(
     with_capture: Sequence[float], without: Sequence[float]
 ) -> tuple[float, tuple[float, float] | None]:
-    """Cost of capture as a share of tokens/s: the median over interleaved pairs of runs, with its 95% interval.
+    """Cost of capture as a share of tokens/s.
+
+    The median over interleaved pairs of runs, with its 95% interval.
 
     None in place of an interval if there are too few pairs for one.
     """
@@ -86,7 +102,10 @@ def describe_cost(cost: float, interval: Sequence[float] | None) -> str:
 
 
 def estimate_speed(rates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Tokens/s of the draft `adapted` over those of `before`: the median over six rounds or more, with its interval."""
+    """Tokens/s of the draft `adapted` over those of `before`.
+
+    The median over six rounds or more, with its interval.
+    """
     ratio, interval = median_interval(np.divide(rates["adapted"], rates["before"]))
     return {
         "adapted_over_before": ratio,
@@ -99,7 +118,8 @@ def describe_speed(speed: Mapping[str, Any]) -> str:
     """The ratio in words, with its interval."""
     low, high = speed["interval"]
     return (
-        f"{speed['adapted_over_before']:.2f}x the tokens/s of the first draft (95% interval {low:.2f}x to {high:.2f}x)"
+        f"{speed['adapted_over_before']:.2f}x the tokens/s of the first draft (95% interval "
+        f"{low:.2f}x to {high:.2f}x)"
     )
 
 
@@ -109,17 +129,20 @@ def describe_outputs(outputs: Mapping[str, Any], dtype: str) -> str:
         return f"lossless: {outputs['lossless']}"
     alone = outputs["target_alone"]
     return (
-        f"{outputs['parted']} of {outputs['answers']} answers part from the target in float32, by up to "
-        f"{outputs['widest_gap']:.2f} in logits; the target in {dtype} alone in {alone['parted']}, by up to "
+        f"{outputs['parted']} of {outputs['answers']} answers part from the target in float32, by "
+        "up to "
+        f"{outputs['widest_gap']:.2f} in logits; the target in {dtype} alone in {alone['parted']}, "
+        "by up to "
         f"{alone['widest_gap']:.2f}"
     )
 
 
 def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> dict[str, Any]:
-    """Share of the gap between two drafts that learning closed, with a 95% interval over seeds and prompts.
+    """Share of the gap between two drafts that learning closed, with a 95% interval over seeds and
+    prompts.
 
-    The arrays hold accepted draft tokens and drafts of every prompt. `share` and `interval` are None if the ceiling is
-    not above the draft before.
+    The arrays hold accepted draft tokens and drafts of every prompt. `share` and `interval` are
+    None if the ceiling is not above the draft before.
     """
     learned_S, ceiling_S, share_S = _share_by_seed(before_N2, learned_SN2, ceiling_SN2)
     report: dict[str, Any] = {
@@ -133,16 +156,19 @@ def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> 
     if not (ceiling_S > _tau(before_N2)).all():
         return report
     num_seeds, num_prompts = len(learned_SN2), len(before_N2)
-    # The jackknife over prompts: the mean share without each of them. Axis -2 is N in [N, 2] and in [S, N, 2].
+    # The jackknife over prompts: the mean share without each of them. Axis -2 is N in [N, 2] and in
+    # [S, N, 2].
     left_out_N = np.array(
         [
-            _share_by_seed(*(np.delete(counts, n, axis=-2) for counts in (before_N2, learned_SN2, ceiling_SN2)))[
-                2
-            ].mean()
+            _share_by_seed(
+                *(np.delete(counts, n, axis=-2) for counts in (before_N2, learned_SN2, ceiling_SN2))
+            )[2].mean()
             for n in range(num_prompts)
         ]
     )
-    prompt_error = np.sqrt((num_prompts - 1) / num_prompts * np.square(left_out_N - share_S.mean()).sum())
+    prompt_error = np.sqrt(
+        (num_prompts - 1) / num_prompts * np.square(left_out_N - share_S.mean()).sum()
+    )
     # One seed shows no spread: infinite, and then no interval is told.
     seed_error = share_S.std(ddof=1) / np.sqrt(num_seeds) if num_seeds > 1 else np.inf
     # Seeds and prompts vary independently, so their errors add up as those of a difference do.
@@ -154,12 +180,20 @@ def estimate_share(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> 
     return report | {"shares": share_S.tolist(), "share": share.value, "interval": interval}
 
 
-def _share_by_seed(before_N2: Array, learned_SN2: Array, ceiling_SN2: Array) -> tuple[Array, Array, Array]:
+def _share_by_seed(
+    before_N2: Array, learned_SN2: Array, ceiling_SN2: Array
+) -> tuple[Array, Array, Array]:
     """tau of the learned drafts, tau of the ceilings, and the share of the gap; [S] each."""
     before = _tau(before_N2)
-    learned_S, ceiling_S = (np.array([_tau(counts_N2) for counts_N2 in runs]) for runs in (learned_SN2, ceiling_SN2))
+    learned_S, ceiling_S = (
+        np.array([_tau(counts_N2) for counts_N2 in runs]) for runs in (learned_SN2, ceiling_SN2)
+    )
     gap_S = ceiling_S - before
-    return learned_S, ceiling_S, np.divide(learned_S - before, gap_S, out=np.zeros_like(gap_S), where=gap_S != 0)
+    return (
+        learned_S,
+        ceiling_S,
+        np.divide(learned_S - before, gap_S, out=np.zeros_like(gap_S), where=gap_S != 0),
+    )
 
 
 def _tau(counts_N2: Array) -> float:
@@ -175,7 +209,10 @@ def describe_gap(gap: Mapping[str, Any]) -> str:
     if gap["interval"] is None:
         return f"{gap['share']:.0%} of the gap closed (one seed, no interval)"
     low, high = gap["interval"]
-    return f"{gap['share']:.0%} of the gap closed (95% interval {low:.0%} to {high:.0%} over {seeds} seeds)"
+    return (
+        f"{gap['share']:.0%} of the gap closed (95% interval {low:.0%} to {high:.0%} over "
+        f"{seeds} seeds)"
+    )
 
 
 def summarise_report(report: dict[str, Any]) -> str:
@@ -184,19 +221,24 @@ def summarise_report(report: dict[str, Any]) -> str:
     capture, adapted = report["capture"], report["records_to_adapt"]
     when = "never" if adapted is None else f"after {adapted} records"
     whole = describe_cost(capture["overhead"], capture["overhead_interval"])
-    tenth = describe_cost(capture["overhead_at_10_percent"], capture["overhead_at_10_percent_interval"])
+    tenth = describe_cost(
+        capture["overhead_at_10_percent"], capture["overhead_at_10_percent_interval"]
+    )
     return "\n".join(
         [
-            f"tau on {b}: {tau['b_before']:.3f} -> {tau['b_adapted']:.3f}, trained offline on the same answers for "
+            f"tau on {b}: {tau['b_before']:.3f} -> {tau['b_adapted']:.3f}, trained offline on the "
+            "same answers for "
             f"as many steps {tau['b_offline']:.3f} (70% of the gap: {when})",
             f"the same training replayed offline, by the forecast: {describe_gap(report['gap'])}",
             f"tau on {a}: {tau['a_before']:.3f} -> {tau['a_after']:.3f}",
             f"speed on {b}: {describe_speed(report['speed'])}",
-            f"{report['swap']['count']} swaps; longest wait for a chunk {report['swap']['pause_ms_max']:.0f} ms around "
+            f"{report['swap']['count']} swaps; longest wait for a chunk "
+            f"{report['swap']['pause_ms_max']:.0f} ms around "
             f"them, {report['swap']['pause_ms_max_before']:.0f} ms before them",
             f"{report['failed_requests']} of {report['requests']} requests failed; "
             f"{describe_outputs(report['outputs'], report['dtype'])}",
-            f"poisoned candidate rejected: {report['bad_candidate']['rejected_by_gate']}; bad draft rolled back: "
+            f"poisoned candidate rejected: {report['bad_candidate']['rejected_by_gate']}; bad "
+            "draft rolled back: "
             f"{report['bad_draft']['rolled_back']}, after {report['bad_draft']['rollback_s']} s",
             f"cost in tokens/s of capturing every request: {whole}; one in ten: {tenth}",
             f"first verdict of the gate after {report['first_verdict_requests']} requests",

@@ -1,4 +1,7 @@
-"""Everything that the online demo prepares before a server starts: the scene's data, the draft, the learner's files."""
+"""Everything that the online demo prepares before a server starts.
+
+The scene's data, the draft, the learner's files.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,10 @@ def small_scene(target: Path, dtype: TargetDtype) -> Scene:
 
 
 def real_scene(target: Path, dtype: TargetDtype, parts: Path) -> Scene:
-    """A real model. HumanEval's functions measure how well the draft learns to complete those of the library."""
+    """A real model.
+
+    HumanEval's functions measure how well the draft learns to complete those of the library.
+    """
     check_model_folder(target)
     train, held_out = split_stdlib()
     problems: list[Conversation] = [
@@ -111,7 +117,8 @@ def real_scene(target: Path, dtype: TargetDtype, parts: Path) -> Scene:
         domains=("prose", "code"),
         about={
             "prose": "questions about the documentation of Python's standard library",
-            "code": "functions of Python's standard library to complete; the test prompts are HumanEval's",
+            "code": "functions of Python's standard library to complete; the test prompts are "
+            "HumanEval's",
         },
         training=train["prose"],
         traffic={"prose": train["prose"], "code": load_conversations("stdlib-functions")},
@@ -120,7 +127,9 @@ def real_scene(target: Path, dtype: TargetDtype, parts: Path) -> Scene:
 
 
 def split_stdlib() -> tuple[ByDomain, ByDomain]:
-    """The conversations about the standard library by domain, `code` and `prose`, and a held-out part of them."""
+    """The conversations about the standard library by domain, `code` and `prose`, and a held-out
+    part of them.
+    """
     train, held_out = split_held_out(load_conversations("stdlib"), 0.05)
     return by_domain(train), by_domain(held_out)
 
@@ -134,7 +143,10 @@ def by_domain(conversations: Iterable[Conversation]) -> ByDomain:
 
 @dataclass(kw_only=True)
 class Stage:
-    """Everything that is prepared before a server starts: prompts, drafts, anchors, the learner's settings."""
+    """Everything that is prepared before a server starts.
+
+    Prompts, drafts, anchors, the learner's settings.
+    """
 
     cfg: Config
     scene: Scene
@@ -151,23 +163,39 @@ class Stage:
     def set(cls, cfg: Config, scene: Scene, day: datetime.date) -> Stage:
         folder = cfg.output.absolute()
         opened = TargetFolder.open(scene.target)
-        target, tokenizer = load_causal_lm(scene.target, to_torch(scene.dtype)).eval(), opened.tokenizer
+        target, tokenizer = (
+            load_causal_lm(scene.target, to_torch(scene.dtype)).eval(),
+            opened.tokenizer,
+        )
         model = opened.text_config
         layers = cfg.draft_layers or (0, model.num_hidden_layers - 1)
 
         a = scene.domains[0]
         draft = make_draft(Init(layers=layers), target, tokenizer)
-        distil(draft, target, tokenizer, scene.training, day=day, name=a, steps=cfg.distil_steps, lr=cfg.distil_lr)
+        distil(
+            draft,
+            target,
+            tokenizer,
+            scene.training,
+            day=day,
+            name=a,
+            steps=cfg.distil_steps,
+            lr=cfg.distil_lr,
+        )
         draft.export(folder / f"draft-{a}", torch.bfloat16, tokenizer=tokenizer)
         samples, _ = build_samples(
-            scene.training[: cfg.num_anchors], tokenizer, max_length=MAX_MODEL_LEN, day=day, progress=False
+            scene.training[: cfg.num_anchors],
+            tokenizer,
+            max_length=MAX_MODEL_LEN,
+            day=day,
+            progress=False,
         )
         write_anchors(folder / "anchors", samples, InProcessTarget(target), opened.fingerprint)
 
         write_token(folder / "token")
         (folder / "spool").mkdir(mode=0o700)
-        # Without servers: they start from the registry, which these settings name. `configure` adds the
-        # addresses.
+        # Without servers: they start from the registry, which these settings name. `configure` adds
+        # the addresses.
         config = write_learner_config(cfg, scene, folder, servers=[])
         registry = Registry(config.registry)
         provide_first_version(config, registry, opened)
@@ -175,7 +203,11 @@ class Stage:
         def prompts(conversations: ByDomain, count: int) -> dict[str, list[Prompt]]:
             return {
                 name: held_out_prompts(
-                    conversations[name], tokenizer, num_prompts=count, max_length=cfg.max_prompt_tokens, day=day
+                    conversations[name],
+                    tokenizer,
+                    num_prompts=count,
+                    max_length=cfg.max_prompt_tokens,
+                    day=day,
                 )
                 for name in scene.domains
             }
@@ -219,10 +251,14 @@ class Stage:
             yield server
 
     def configure(self, servers: Sequence[Server]) -> None:
-        self.config = write_learner_config(self.cfg, self.scene, self.folder, [server.url for server in servers])
+        self.config = write_learner_config(
+            self.cfg, self.scene, self.folder, [server.url for server in servers]
+        )
 
 
-def write_learner_config(cfg: Config, scene: Scene, folder: Path, servers: Sequence[str]) -> LearnerConfig:
+def write_learner_config(
+    cfg: Config, scene: Scene, folder: Path, servers: Sequence[str]
+) -> LearnerConfig:
     """Write learner.toml: the addresses, and the forced settings."""
     addresses: dict[str, Any] = {
         "target": str(scene.target.absolute()),
@@ -241,15 +277,16 @@ def write_learner_config(cfg: Config, scene: Scene, folder: Path, servers: Seque
 
 
 def count_kv_bytes(model: Any, num_draft_layers: int, dtype: TargetDtype) -> int:
-    """Bytes for the keys and values of as many of the longest requests as a server answers at once, draft included.
+    """Bytes for the keys and values of as many of the longest requests as a server answers at once,
+    draft included.
 
     `model` is the target's config. The draft has layers of the same shape.
     """
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     layers = model.num_hidden_layers + num_draft_layers
-    # SmolLM2 with two draft layers in bfloat16: 2 x 32 layers x 3 heads x 64 x 2 bytes are 24 KiB a token, 192 MiB in
-    # all.
+    # SmolLM2 with two draft layers in bfloat16: 2 x 32 layers x 3 heads x 64 x 2 bytes are 24 KiB a
+    # token, 192 MiB in all.
     needed = 2 * layers * heads * head_dim * to_torch(dtype).itemsize * MAX_NUM_SEQS * MAX_MODEL_LEN
     return max(KV_CACHE_BYTES, int(needed))
 

@@ -4,11 +4,12 @@
     $ make demo-rl RL=--resume                       # continue after a kill
     $ python -m benchmarks.demo.rl --overwrite --updates 8
 
-TRL's GRPO trains the small target on answers of a real server with a draft, capture and learner (recipes/rl_grpo.py).
-Each update is pushed into the server, whose clients notice nothing. Three drafts are compared on the rollouts of each
-update: one that stays as it was, one that was trained on answers of the first policy, and the learner's, which begins
-as the second. No question is asked twice, so no draft has seen an answer. Records and forecasts are of the policy that
-they name, whose weights are kept to check the names. At the end the server takes targets alone and with a draft, in
+TRL's GRPO trains the small target on answers of a real server with a draft, capture and learner
+(recipes/rl_grpo.py). Each update is pushed into the server, whose clients notice nothing. Three
+drafts are compared on the rollouts of each update: one that stays as it was, one that was trained
+on answers of the first policy, and the learner's, which begins as the second. No question is asked
+twice, so no draft has seen an answer. Records and forecasts are of the policy that they name, whose
+weights are kept to check the names. At the end the server takes targets alone and with a draft, in
 turns, and a fine-tune of the target shows how many labels an old draft saves.
 """
 
@@ -109,7 +110,10 @@ def main(cfg: Config) -> None:
     report |= summarise(judged) | moved
     report["sentence"] = decide(report["gain"]["learning"])
     report["curve"] = [
-        {**play.rows[one.update], **{name: 1 + accepted / drafts for name, (drafts, accepted) in one.counts.items()}}
+        {
+            **play.rows[one.update],
+            **{name: 1 + accepted / drafts for name, (drafts, accepted) in one.counts.items()},
+        }
         for one in judged
         if one.update in play.rows
     ]
@@ -138,7 +142,9 @@ class Play:
     def rows(self) -> dict[int, dict[str, Any]]:
         """What was seen of each update; after a kill the later row counts."""
         path = self.folder / "updates.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        rows = (
+            [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        )
         return {row["update"]: row for row in sorted(rows, key=lambda row: row["update"])}
 
     def prepare(self) -> None:
@@ -148,16 +154,23 @@ class Play:
         if (self.folder / "token").exists():
             return
         short = [
-            one for some in self.conversations[0].values() for one in some if len(one["messages"][0]["content"]) < 160
+            one
+            for some in self.conversations[0].values()
+            for one in some
+            if len(one["messages"][0]["content"]) < 160
         ]
         random.Random(0).shuffle(short)
         first = self.cfg.scale(128, 32)
-        lines = [f"{json.dumps(one)}\n" for one in short[first : first + self.cfg.updates * QUESTIONS]]
+        lines = [
+            f"{json.dumps(one)}\n" for one in short[first : first + self.cfg.updates * QUESTIONS]
+        ]
         (self.folder / "questions.jsonl").write_text("".join(lines))
         model = load_causal_lm(self.target.folder, torch.float32).eval().requires_grad_(False)
         samples = make_samples(self.answer(model, short[:first], first, Sampling()))
         draft = Eagle3.load(self.head, Target.from_model(model))
-        for _ in distil_on(samples, draft, model, name="answers", steps=self.cfg.scale(32, 4), optim=OPTIM, rows=2):
+        for _ in distil_on(
+            samples, draft, model, name="answers", steps=self.cfg.scale(32, 4), optim=OPTIM, rows=2
+        ):
             pass
         draft.export(self.folder / "once", torch.bfloat16, like=self.head)
         shutil.copy(self.head / "config.json", self.folder / "once")
@@ -174,11 +187,16 @@ class Play:
             "rollout.max_loss": 0.2, "rollout.window_timeout_s": 60, "rollout.warm_up_s": 1, "rollout.watch_s": 2,
         }  # fmt: skip
         path = self.folder / "learner.toml"
-        path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
+        path.write_text(
+            "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+        )
         return load_config(path)
 
     async def run(self) -> dict[str, Any]:
-        """Train the policy, then push targets with and without drafts. Returns the numbers of the pushes."""
+        """Train the policy, then push targets with and without drafts.
+
+        Returns the numbers of the pushes.
+        """
         config = self.configure([])
         provide_first_version(config, Registry(config.registry), self.target)
         port = free_port()
@@ -193,7 +211,9 @@ class Play:
             await serving.ready()
             # A bystander, whom no push may disturb. It is not recorded.
             prompts = {"code": self.ask(self.conversations[1]["code"], 100)}
-            traffic = Traffic([serving.url], prompts, clients=1, max_tokens=MAX_TOKENS, pause_s=1, captured=False)
+            traffic = Traffic(
+                [serving.url], prompts, clients=1, max_tokens=MAX_TOKENS, pause_s=1, captured=False
+            )
             self.configure([serving.url])
             async with traffic.flowing():
                 async with start_learner(self.folder):
@@ -202,7 +222,11 @@ class Play:
                         while spool_files(self.folder / "spool"):
                             await asyncio.sleep(0.5)
                 push = await self.compare_pushes(serving.url, config)
-        return {"push": push, "failed_requests": len(traffic.failures), "failures": traffic.failures[:5]}
+        return {
+            "push": push,
+            "failed_requests": len(traffic.failures),
+            "failures": traffic.failures[:5],
+        }
 
     def train(self, url: str) -> None:
         """Train the policy from the newest whole checkpoint on, and note each update."""
@@ -232,7 +256,11 @@ class Play:
         def push_and_keep(*args: Any) -> None:
             push(*args)
             version = client.moved["target_version"]
-            seen.update(version=version, draft=client.moved["draft_version"], pause_s=client.moved["pause_ms"] / 1e3)
+            seen.update(
+                version=version,
+                draft=client.moved["draft_version"],
+                pause_s=client.moved["pause_ms"] / 1e3,
+            )
             kept = weights / f"{version}.safetensors"
             kept.unlink(missing_ok=True)
             os.link(self.policies / f"step-{client.num_pushes}" / "model.safetensors", kept)
@@ -244,12 +272,22 @@ class Play:
             seen.update(tokens=tokens, tokens_per_s=tokens / (time.perf_counter() - began_s))
             return found
 
-        path, bar = self.folder / "updates.jsonl", Progress(total=updates, initial=done, desc="RL", unit="update")
+        path, bar = (
+            self.folder / "updates.jsonl",
+            Progress(total=updates, initial=done, desc="RL", unit="update"),
+        )
 
         class Watch(TrainerCallback):  # type: ignore[misc]
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            def on_log(
+                self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
+            ) -> None:
                 if "reward" in logs:
-                    row = {"update": state.global_step, "reward": logs["reward"], "time_s": time.time(), **seen}
+                    row = {
+                        "update": state.global_step,
+                        "reward": logs["reward"],
+                        "time_s": time.time(),
+                        **seen,
+                    }
                     with path.open("a") as file:
                         file.write(f"{json.dumps(row)}\n")
                     bar.update(state.global_step - bar.n)
@@ -263,7 +301,10 @@ class Play:
 
     async def compare_pushes(self, url: str, config: LearnerConfig) -> dict[str, Any]:
         """The pause of a push of the target alone, and of one with a draft, in turns."""
-        registry, times = Registry(config.registry), dict[str, list[float]]({"alone": [], "with_draft": []})
+        registry, times = (
+            Registry(config.registry),
+            dict[str, list[float]]({"alone": [], "with_draft": []}),
+        )
         about = {"target_lineage": self.target.lineage}
         with registry.owned():
             frozen = registry.publish(
@@ -271,7 +312,9 @@ class Play:
                 provenance=about, evaluation={},
             )  # fmt: skip
         drafts = [frozen, registry.versions()[0]]
-        target = str(max(self.policies.glob("step-*"), key=lambda path: int(path.name.split("-")[1])))
+        target = str(
+            max(self.policies.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+        )
         headers = {"Authorization": f"Bearer {read_token(self.folder / 'token')}"}
         async with httpx.AsyncClient(timeout=600, headers=headers) as http:
             for number in Progress(range(self.cfg.scale(10, 3)), desc="pushes", unit="pair"):
@@ -282,7 +325,11 @@ class Play:
                     answer.raise_for_status()
                     times[kind].append(answer.json()["pause_ms"] / 1e3)
         medians = {kind: statistics.median(some) for kind, some in times.items()}
-        return {"pause_s": medians["alone"], "with_draft_s": medians["with_draft"], "pauses_s": times}
+        return {
+            "pause_s": medians["alone"],
+            "with_draft_s": medians["with_draft"],
+            "pauses_s": times,
+        }
 
     def judge(self) -> list[Judged]:
         config = self.configure([])
@@ -296,7 +343,11 @@ class Play:
             return judge((one.record for one in buffer.read(seqs)), policy, before, drafts, updates)
 
     def adapt(self) -> dict[str, Any]:
-        sizes = {"tuning": self.cfg.scale(100, 8), "steps": self.cfg.scale(32, 4), "prompts": self.cfg.scale(32, 8)}
+        sizes = {
+            "tuning": self.cfg.scale(100, 8),
+            "steps": self.cfg.scale(32, 4),
+            "prompts": self.cfg.scale(32, 8),
+        }
         return compare_starts(self.folder / "once", self.target, self.answer, **sizes)
 
     def answer(
@@ -313,7 +364,9 @@ class Play:
         return answers
 
     def ask(self, conversations: Sequence[Conversation], count: int) -> list[Prompt]:
-        return held_out_prompts(conversations, self.target.tokenizer, num_prompts=count, max_length=160, day=self.day)
+        return held_out_prompts(
+            conversations, self.target.tokenizer, num_prompts=count, max_length=160, day=self.day
+        )
 
 
 def find_checkpoint(folder: Path) -> tuple[str | None, int]:

@@ -1,6 +1,9 @@
-"""The fine-tune case: how many labels does the old draft need on the new target, and how many a new draft?
+"""The fine-tune case.
 
-The small target learns C++, from headers that PyTorch brings along. Both drafts then train on its answers.
+How many labels does the old draft need on the new target, and how many a new draft?
+
+The small target learns C++, from headers that PyTorch brings along. Both drafts then train on its
+answers.
 """
 
 from __future__ import annotations
@@ -47,7 +50,11 @@ def make_samples(answers: Sequence[Continuation]) -> list[Sample]:
     for number, one in enumerate(answers):
         ids = np.array([*one.prompt.token_ids, *one.output_ids], np.int32)
         mask = np.arange(len(ids)) >= len(one.prompt.token_ids)
-        samples.append(Sample(input_ids=ids, loss_mask=mask, conversation=str(number), domain=one.prompt.domain))
+        samples.append(
+            Sample(
+                input_ids=ids, loss_mask=mask, conversation=str(number), domain=one.prompt.domain
+            )
+        )
     return samples
 
 
@@ -57,9 +64,14 @@ def read_headers() -> list[Conversation]:
     for header in sorted((root / "c10").rglob("*.h")):
         lines = [line for line in header.read_text(errors="ignore").splitlines() if line.strip()]
         for first in range(0, len(lines) - LINES, LINES):
-            question = f"Write the C++ header `{header.relative_to(root)}`, part {first // LINES + 1}."
+            question = (
+                f"Write the C++ header `{header.relative_to(root)}`, part {first // LINES + 1}."
+            )
             answer = "\n".join(lines[first : first + LINES])[:900]
-            messages: Any = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            messages: Any = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
             found.append({"messages": messages, "domain": "cpp"})
     return found
 
@@ -67,8 +79,13 @@ def read_headers() -> list[Conversation]:
 def fine_tune(target: TargetFolder, conversations: Sequence[Conversation], steps: int) -> Any:
     """The target after `steps` steps of 2,048 tokens on the conversations, in float32."""
     model = load_causal_lm(target.folder, torch.float32).train()
-    texts = [target.tokenizer.apply_chat_template(one["messages"], tokenize=False) for one in conversations]
-    ids = [i for text in target.tokenizer(texts, add_special_tokens=False)["input_ids"] for i in text]
+    texts = [
+        target.tokenizer.apply_chat_template(one["messages"], tokenize=False)
+        for one in conversations
+    ]
+    ids = [
+        i for text in target.tokenizer(texts, add_special_tokens=False)["input_ids"] for i in text
+    ]
     rows_NT = torch.tensor(ids[: len(ids) // 512 * 512]).view(-1, 512)
     order_N = torch.randperm(len(rows_NT), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))
@@ -84,7 +101,9 @@ def fine_tune(target: TargetFolder, conversations: Sequence[Conversation], steps
 def compare_starts(
     old: Path, target: TargetFolder, answer: Answer, *, tuning: int, steps: int, prompts: int
 ) -> dict[str, Any]:
-    """tau of the old draft on a fine-tune, and of it and a new one by the labels that each has read."""
+    """tau of the old draft on a fine-tune, and of it and a new one by the labels that each has
+    read.
+    """
     train, test = split_held_out(read_headers(), 0.15)
     model = fine_tune(target, train, tuning)
     texts = answer(model, test, prompts, GREEDY)
@@ -97,7 +116,9 @@ def compare_starts(
     curves, found = dict[str, list[tuple[int, float]]](), dict[str, list[Forecast]]()
     for name, draft in (("adapted", continued), ("new", new)):
         curves[name], found[name] = [], []
-        for step, labels in enumerate(distil_on(samples, draft, model, name=name, steps=steps, optim=OPTIM, rows=2)):
+        for step, labels in enumerate(
+            distil_on(samples, draft, model, name=name, steps=steps, optim=OPTIM, rows=2)
+        ):
             if step % 4 == 0 or step == steps:
                 found[name].append(forecast(draft, signal, texts, 3))
                 curves[name].append((labels, found[name][-1].overall.tau))
@@ -114,7 +135,8 @@ def compare_starts(
 
 
 def find_labels_ratio(adapted: Curve, new: Curve) -> float | None:
-    """Labels that the adapted draft needs for the last tau of the new one, as a share of the new one's labels.
+    """Labels that the adapted draft needs for the last tau of the new one, as a share of the new
+    one's labels.
 
     Between two points the curve is a line. None if the adapted draft does not get there.
     """

@@ -1,7 +1,8 @@
-"""How three drafts follow a policy that reinforcement learning moves, by the records of its rollouts.
+"""How three drafts follow a policy that reinforcement learning moves, by the records of its
+rollouts.
 
-Each record is judged under the weights that it names: which tokens would each draft have had accepted there, and are
-the recorded distributions those of these weights?
+Each record is judged under the weights that it names: which tokens would each draft have had
+accepted there, and are the recorded distributions those of these weights?
 
 R = rows of a record, K = kept top-k ids.
 """
@@ -35,8 +36,10 @@ from redraft.online.records.record import Record
 DRAFTS = ("frozen", "once", "learning")
 
 LIMIT = 1e-6
-"""Largest KL of a row, in nats, between a record and the weights that it names. Engine and `transformers` are nearer
-in float32, and successive policies further apart: `would_be_noticed` counts that."""
+"""Largest KL of a row, in nats, between a record and the weights that it names. Engine and
+`transformers` are nearer in float32, and successive policies further apart: `would_be_noticed`
+counts that.
+"""
 
 NUM_BLOCKS = 20
 """Blocks of successive updates, the units of intervals: neighbours are alike."""
@@ -79,25 +82,41 @@ class Policy:
 
     @torch.no_grad()
     def measure_kl(self, record: Record) -> float:
-        """The largest KL of a row of the text, in nats, of the record from the model, over the recorded tokens.
+        """The largest KL of a row of the text, in nats, of the record from the model, over the
+        recorded tokens.
 
-        Its terms are p log(p / q) - p + q: none is below 0, so a part of the vocabulary shows a difference too.
+        Its terms are p log(p / q) - p + q: none is below 0, so a part of the vocabulary shows a
+        difference too.
         """
         text_R = record.branches == 0
         ids_T = [*record.context_ids.tolist(), *record.output_ids.tolist()]
         rows_R = torch.from_numpy(record.positions[text_R] - 1).long()
         ids_RK = torch.from_numpy(record.topk_ids[text_R]).long()
         log_p_RK = torch.from_numpy(record.topk_log_probs[text_R]).double()
-        log_q_RK = self.model(torch.tensor([ids_T])).logits[0, rows_R].double().log_softmax(-1).gather(1, ids_RK)
+        log_q_RK = (
+            self.model(torch.tensor([ids_T]))
+            .logits[0, rows_R]
+            .double()
+            .log_softmax(-1)
+            .gather(1, ids_RK)
+        )
         terms_RK = log_p_RK.exp() * (log_p_RK - log_q_RK) - log_p_RK.exp() + log_q_RK.exp()
         return float(terms_RK.sum(-1).max()) if len(terms_RK) else 0.0
 
 
 def judge(
-    records: Iterable[Record], policy: Policy, before: Policy, drafts: Mapping[str, Path], updates: Mapping[str, int]
+    records: Iterable[Record],
+    policy: Policy,
+    before: Policy,
+    drafts: Mapping[str, Path],
+    updates: Mapping[str, int],
 ) -> list[Judged]:
-    """The records of each update. `policy` and `before` are two models of one target, `drafts` the folders of `frozen`,
-    `once` and all versions that were served, and `updates` the numbers of the versions of the target, in order."""
+    """The records of each update.
+
+    `policy` and `before` are two models of one target, `drafts` the folders of `frozen`, `once` and
+    all versions that were served, and `updates` the numbers of the versions of the target, in
+    order.
+    """
 
     @cache
     def load(name: str) -> Any:
@@ -107,7 +126,11 @@ def judge(
 
     def count(name: str, record: Record) -> AcceptanceCounts:
         draft, reads = load(name)
-        settings: Any = {"num_speculative_tokens": 3, "method": "greedy", "sequence_length": MAX_MODEL_LEN}
+        settings: Any = {
+            "num_speculative_tokens": 3,
+            "method": "greedy",
+            "sequence_length": MAX_MODEL_LEN,
+        }
         return score(draft, [record], reads=reads, **settings)[0]
 
     versions, found = list(updates), dict[int, Judged]()
@@ -144,7 +167,9 @@ def count_engine(record: Record) -> AcceptanceCounts:
 
 
 def summarise(judged: Sequence[Judged]) -> dict[str, Any]:
-    """tau of each draft, the gain over adapting once, paired by block of updates, and the share of misnamed records."""
+    """tau of each draft, the gain over adapting once, paired by block of updates, and the share of
+    misnamed records.
+    """
     rows = [one for one in judged if len(one.counts) == len(DRAFTS)]
     size = max(1, len(rows) // NUM_BLOCKS)
     blocks = [rows[first : first + size] for first in range(0, len(rows), size)]
@@ -153,8 +178,12 @@ def summarise(judged: Sequence[Judged]) -> dict[str, Any]:
         drafts, accepted = map(sum, zip(*pairs, strict=True))
         return AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)
 
-    by_draft = {name: [total(one.counts[name] for one in block) for block in blocks] for name in DRAFTS}
-    gains = {name: estimate_tau_gain(by_draft[name], by_draft["once"]) for name in ("learning", "frozen")}
+    by_draft = {
+        name: [total(one.counts[name] for one in block) for block in blocks] for name in DRAFTS
+    }
+    gains = {
+        name: estimate_tau_gain(by_draft[name], by_draft["once"]) for name in ("learning", "frozen")
+    }
     num_records = sum(one.records for one in judged)
     return {
         "tau": {name: _describe(_estimate_tau(counts)) for name, counts in by_draft.items()},
@@ -170,7 +199,9 @@ def summarise(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def _estimate_tau(counts: Sequence[AcceptanceCounts]) -> Estimate:
-    accepted_N, drafts_N = (np.array([getattr(c, n) for c in counts], float) for n in ("num_accepted", "num_drafts"))
+    accepted_N, drafts_N = (
+        np.array([getattr(c, n) for c in counts], float) for n in ("num_accepted", "num_drafts")
+    )
     rate = estimate_ratio(accepted_N, drafts_N)
     return Estimate(1 + rate.value, rate.error, rate.freedom)
 
@@ -182,20 +213,37 @@ def _describe(estimate: Estimate) -> dict[str, Any]:
 
 
 def decide(gain: Mapping[str, Any]) -> str:
-    """The sentence that a user decides by. A gain for which the gate would promote no candidate is none."""
+    """The sentence that a user decides by.
+
+    A gain for which the gate would promote no candidate is none.
+    """
     if gain["interval"] is None:
         return f"too few updates to decide: learning gains {gain['value']:+.2f}"
     low, high = gain["interval"]
-    verdict = "adapting once is not enough" if low > gate.Policy.min_gain else "adapting once is enough"
-    return f"{verdict}; learning gains {gain['value']:+.2f} [{low:+.2f}, {high:+.2f}] tokens per target step"
+    verdict = (
+        "adapting once is not enough" if low > gate.Policy.min_gain else "adapting once is enough"
+    )
+    return (
+        f"{verdict}; learning gains {gain['value']:+.2f} [{low:+.2f}, {high:+.2f}] tokens per "
+        "target step"
+    )
 
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
     """The charts of the page, by element id."""
-    rows = [{**row, "series": name, "value": row[name]} for row in report["curve"] for name in DRAFTS if name in row]
+    rows = [
+        {**row, "series": name, "value": row[name]}
+        for row in report["curve"]
+        for name in DRAFTS
+        if name in row
+    ]
     speed = [{**row, "series": "rollouts", "value": row["tokens_per_s"]} for row in report["curve"]]
     curves = report["adapt"]["curves"]
-    labels = [{"labels": x, "value": tau, "series": name} for name, curve in curves.items() for x, tau in curve]
+    labels = [
+        {"labels": x, "value": tau, "series": name}
+        for name, curve in curves.items()
+        for x, tau in curve
+    ]
     updates, tau = ("update", "update of the policy"), "tokens per target step"
     return {
         "tau": _draw(rows, updates, tau, near=4),

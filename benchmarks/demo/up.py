@@ -1,13 +1,17 @@
-"""`redraft up`, from an empty folder to a draft that pays: speed against the same server without drafts, over time.
+"""`redraft up`, from an empty folder to a draft that pays.
+
+Speed against the same server without drafts, over time.
 
     $ make demo-up                                # SmolLM2-135M-Instruct, 20 minutes on two cores: outputs/demo-up/
-    $ python -m benchmarks.demo.up --overwrite --learn-s 60 --pairs 6 --target tests/assets/tiny-target
+    $ python -m benchmarks.demo.up --overwrite --learn-s 60 --pairs 6 --target \
+    tests/assets/tiny-target
 
-One command starts server and learner. Clients, 1 to 8 at once, ask for functions of the standard library, and the
-learner trains on the answers. Speed is measured in pairs of blocks, which ask the same questions of HumanEval (of the
-small target: held-out ones) and are never recorded: one at the server's own pace, one without drafts (`POST
-/redraft/pace`). Their ratio compares the server with plain vLLM, the learner beside both. In the middle SIGKILL ends
-all processes, and the same command continues. At the end the answers are compared with the target's.
+One command starts server and learner. Clients, 1 to 8 at once, ask for functions of the standard
+library, and the learner trains on the answers. Speed is measured in pairs of blocks, which ask the
+same questions of HumanEval (of the small target: held-out ones) and are never recorded: one at the
+server's own pace, one without drafts (`POST /redraft/pace`). Their ratio compares the server with
+plain vLLM, the learner beside both. In the middle SIGKILL ends all processes, and the same command
+continues. At the end the answers are compared with the target's.
 """
 
 from __future__ import annotations
@@ -55,8 +59,9 @@ CLIENTS = (1, 2, 4, 8)
 """Requests at once, in turn."""
 
 LEAST_BLOCK = 2
-"""Requests of a block; with more clients, one each. A short block sees one speed of the machine, and the first 200
-requests have 25 pairs."""
+"""Requests of a block; with more clients, one each. A short block sees one speed of the machine,
+and the first 200 requests have 25 pairs.
+"""
 
 WINDOW = 6
 """Pairs that show a gain if all do: the fewest with a 95% interval."""
@@ -70,8 +75,9 @@ class Config:
     target: Path = SMOLLM2
     """Folder of the target, or the word `smollm2` for SmolLM2-135M-Instruct."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default bfloat16 if the target is stored so and this machine computes in
-    it; for the small target float32."""
+    """Type in which the target computes. By default bfloat16 if the target is stored so and this
+    machine computes in it; for the small target float32.
+    """
     parts: Path = Path("outputs/parts")
     """Folder of the downloaded model and prompts, kept for later runs."""
     output: Path = Path("outputs/demo-up")
@@ -112,7 +118,9 @@ class Pair:
 
 def main(cfg: Config) -> None:
     began_s, day = time.perf_counter(), choose_day()
-    scene = make_scene(SceneConfig(target=cfg.target, target_dtype=cfg.target_dtype, parts=cfg.parts))
+    scene = make_scene(
+        SceneConfig(target=cfg.target, target_dtype=cfg.target_dtype, parts=cfg.parts)
+    )
     report = begin_report(cfg, day) | {"target": scene.target.name, "dtype": scene.dtype}
     opened, code = TargetFolder.open(scene.target), "code"
 
@@ -121,7 +129,14 @@ def main(cfg: Config) -> None:
         return held_out_prompts(chosen, opened.tokenizer, num_prompts=400, max_length=160, day=day)
 
     kv_bytes = count_kv_bytes(opened.text_config, 1, scene.dtype)
-    play = Play(cfg, scene.target.absolute(), scene.dtype, kv_bytes, prompts(scene.traffic), prompts(scene.test))
+    play = Play(
+        cfg,
+        scene.target.absolute(),
+        scene.dtype,
+        kv_bytes,
+        prompts(scene.traffic),
+        prompts(scene.test),
+    )
     try:
         report["up"] = asyncio.run(play.run())
     finally:
@@ -129,7 +144,11 @@ def main(cfg: Config) -> None:
     report |= play.describe()
     texts = [(answer.prompt.token_ids, answer.token_ids) for answer in play.traffic.answers]
     target = load_causal_lm(scene.target, to_torch(scene.dtype)).eval()
-    exact = target if scene.dtype == "float32" else load_causal_lm(scene.target, to_torch("float32")).eval()
+    exact = (
+        target
+        if scene.dtype == "float32"
+        else load_causal_lm(scene.target, to_torch("float32")).eval()
+    )
     report["outputs"] = compare_with_target(spread(texts, cfg.checked_answers), target, exact)
     report["lossless"] = report["outputs"]["lossless"]
     report["duration_s"] = round(time.perf_counter() - began_s, 1)
@@ -150,13 +169,18 @@ class Play:
     test: Sequence[Prompt]
     pairs: list[Pair] = field(default_factory=list)
     restarts_s: list[float] = field(default_factory=list)
-    """Moments of the kill and of the answer after it, in seconds since the server was ready first."""
+    """Moments of the kill and of the answer after it, in seconds since the server was ready first.
+    """
     _process: Any = None
 
     def __post_init__(self) -> None:
         self.folder, self.url = self.cfg.output.absolute() / "up", f"http://127.0.0.1:{free_port()}"
         self.traffic = Traffic(
-            [self.url], {"code": self.questions}, clients=4, max_tokens=self.cfg.max_tokens, pause_s=0.2
+            [self.url],
+            {"code": self.questions},
+            clients=4,
+            max_tokens=self.cfg.max_tokens,
+            pause_s=0.2,
         )
         self._waiting = itertools.cycle(self.test)
 
@@ -184,12 +208,15 @@ class Play:
             "speed_first": estimate(self.pairs[:first]),
             "speed_last": estimate(alone),
             "speed_last_by_clients": {
-                str(clients): estimate([pair for pair in self.pairs[last:] if pair.clients == clients])
+                str(clients): estimate(
+                    [pair for pair in self.pairs[last:] if pair.clients == clients]
+                )
                 for clients in CLIENTS
             },
             "time_to_gain_s": find_gain(self.pairs),
             "explored_share": pace["explored"],
-            "requests": len(self.traffic.answers) + sum(2 * max(LEAST_BLOCK, pair.clients) for pair in self.pairs),
+            "requests": len(self.traffic.answers)
+            + sum(2 * max(LEAST_BLOCK, pair.clients) for pair in self.pairs),
             "failed": len(self.traffic.failures) - cut,
             "failures": self.traffic.failures[cut:][:5],
             "cut_by_kill": cut,
@@ -210,7 +237,9 @@ class Play:
             stop_group(self._process)
 
     async def kill(self) -> int:
-        """End all processes at once while clients wait, start the command again, and return the requests cut off."""
+        """End all processes at once while clients wait, start the command again, and return the
+        requests cut off.
+        """
         async with self.traffic.flowing():
             await asyncio.sleep(5)
             failed, at_s = len(self.traffic.failures), time.monotonic()
@@ -225,7 +254,9 @@ class Play:
         return cut
 
     async def learn(self, duration_s: float) -> None:
-        """Traffic to learn from at a changing number of clients, with two pairs of blocks each minute."""
+        """Traffic to learn from at a changing number of clients, with two pairs of blocks each
+        minute.
+        """
         parts = max(1, round(duration_s / 60))
         for number in Progress(range(parts), desc="traffic", unit="min"):
             self.traffic.clients = CLIENTS[-1 - number % len(CLIENTS)]
@@ -257,13 +288,21 @@ class Play:
 
     def describe(self) -> dict[str, Any]:
         """The pairs, and the swaps that the learner noted, on one clock."""
-        journal = Journal(load_config(self.folder / "learner.toml").folder / "journal").read().entries
+        journal = (
+            Journal(load_config(self.folder / "learner.toml").folder / "journal").read().entries
+        )
         zero_s = time.time() - (time.monotonic() - self.ready_s)
-        swaps = [e for e in journal if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")]
+        swaps = [
+            e
+            for e in journal
+            if isinstance(e, SwapEntry) and e.outcome in ("swapped", "rolled_back")
+        ]
         return {
             "started": f"redraft {shlex.join(self.command)}",
             "pairs": [{**vars(pair), "ratio": pair.ratio} for pair in self.pairs],
-            "swaps": [{"s": e.time_s - zero_s, "version": e.version, "outcome": e.outcome} for e in swaps],
+            "swaps": [
+                {"s": e.time_s - zero_s, "version": e.version, "outcome": e.outcome} for e in swaps
+            ],
             "kill_s": self.restarts_s,
         }
 
@@ -283,11 +322,17 @@ def estimate(pairs: Sequence[Pair]) -> dict[str, Any]:
     if not pairs:
         return {"ratio": None, "interval": None, "pairs": 0}
     ratio, interval = median_interval([pair.ratio for pair in pairs])
-    return {"ratio": ratio, "interval": None if interval == UNBOUNDED else interval, "pairs": len(pairs)}
+    return {
+        "ratio": ratio,
+        "interval": None if interval == UNBOUNDED else interval,
+        "pairs": len(pairs),
+    }
 
 
 def find_gain(pairs: Sequence[Pair]) -> float | None:
-    """The time of the first of WINDOW successive pairs of one client that all are faster with drafts."""
+    """The time of the first of WINDOW successive pairs of one client that all are faster with
+    drafts.
+    """
     alone = [pair for pair in pairs if pair.clients == 1]
     for number in range(len(alone) - WINDOW + 1):
         if min(pair.ratio for pair in alone[number : number + WINDOW]) > 1:
@@ -305,10 +350,12 @@ def summarise(up: Mapping[str, Any]) -> str:
     gain = up["time_to_gain_s"]
     return "\n".join(
         [
-            f"against the same server without drafts: first {words(up['speed_first'])}, last {words(up['speed_last'])}"
+            f"against the same server without drafts: first {words(up['speed_first'])}, last "
+            f"{words(up['speed_last'])}"
             " at one client",
             "no gain is shown" if gain is None else f"faster from {gain:.0f} s on",
-            f"{up['requests']} requests, {up['failed']} failed, {up['cut_by_kill']} cut off by the kill; "
+            f"{up['requests']} requests, {up['failed']} failed, {up['cut_by_kill']} cut off by the "
+            "kill; "
             f"{up['explored_share']:.2%} of the time lost in probes",
         ]
     )
@@ -325,12 +372,19 @@ def draw(report: Mapping[str, Any]) -> Spec:
     )
     events = [{"minutes": swap["s"] / 60, "event": swap["version"]} for swap in report["swaps"]]
     events += [
-        {"minutes": s / 60, "event": name} for s, name in zip(report["kill_s"], ("kill -9", "continued"), strict=False)
+        {"minutes": s / 60, "event": name}
+        for s, name in zip(report["kill_s"], ("kill -9", "continued"), strict=False)
     ]
     marks = alt.Chart(alt.Data(values=events)).encode(x="minutes:Q")
     rules = marks.mark_rule(strokeDash=[4, 4], color="currentColor", opacity=0.5)
-    names = marks.mark_text(angle=270, align="right", dy=-6, y=4, color="currentColor").encode(text="event:N")
-    plain = alt.Chart(alt.Data(values=[{"ratio": 1}])).mark_rule(color="currentColor", opacity=0.6).encode(y="ratio:Q")
+    names = marks.mark_text(angle=270, align="right", dy=-6, y=4, color="currentColor").encode(
+        text="event:N"
+    )
+    plain = (
+        alt.Chart(alt.Data(values=[{"ratio": 1}]))
+        .mark_rule(color="currentColor", opacity=0.6)
+        .encode(y="ratio:Q")
+    )
     return to_spec(
         (plain + rules + names + points.mark_point(size=60, filled=True, opacity=0.9)).properties(
             width="container", height=PANEL_HEIGHT

@@ -1,4 +1,6 @@
-"""Check everything that only a GPU runs, in fifteen minutes on one card. Without a GPU, all that needs none.
+"""Check everything that only a GPU runs, in fifteen minutes on one card.
+
+Without a GPU, all that needs none.
 
     $ python -m benchmarks.gpu                       # every phase, the most valuable first
     $ python -m benchmarks.gpu --phases facts tests --tests "norm or attention"
@@ -11,9 +13,9 @@
     loss     the fused loss alone                                                               loss.json
     engine   vLLM: its model runner, CUDA graphs, capture and swaps                             engine.json
 
-Each phase is a process with a time limit and writes its file at every result, so that a kill loses one phase at most.
-Its log is beside the file. `tests` and `train` measure no time and run side by side. On a CPU, step, loss and engine
-are left out.
+Each phase is a process with a time limit and writes its file at every result, so that a kill loses
+one phase at most. Its log is beside the file. `tests` and `train` measure no time and run side by
+side. On a CPU, step, loss and engine are left out.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Config:
     tests: str = ""
     """Tests to run, as an expression of pytest -k; by default all."""
     trainings: tuple[str, ...] = ("eagle3", "standalone", "dflash", "compiled", "cached")
-    """Trainings to run: families, `compiled` for EAGLE-3 with compiled layers, `cached` for Medusa on a cache."""
+    """Trainings to run: families, `compiled` for EAGLE-3 with compiled layers, `cached` for Medusa
+    on a cache.
+    """
     steps: int | None = None
     """Steps of each training; by default 60 on a GPU and 3 on a CPU."""
     families: tuple[str, ...] = ("eagle3", "dflash", "mtp", "medusa", "standalone")
@@ -111,7 +115,9 @@ def main(cfg: Config) -> None:
     with ThreadPoolExecutor(len(PHASES)) as pool:
         for group in group_phases(phases):
             left_s = began_s + 60 * cfg.minutes - time.monotonic()
-            for one in pool.map(lambda phase, left_s=left_s: run_phase(phase, cfg, device, left_s), group):
+            for one in pool.map(
+                lambda phase, left_s=left_s: run_phase(phase, cfg, device, left_s), group
+            ):
                 ended.append(one)
                 print(f"{one.name:<8} {one.outcome}, {one.seconds:.0f} s", flush=True)
     if failed := [one.name for one in ended if one.outcome not in ("passed", "left out")]:
@@ -141,7 +147,9 @@ def run_phase(phase: Phase, cfg: Config, device: str, left_s: float) -> Ended:
     began_s = time.monotonic()
     with (cfg.output / f"{phase.name}.log").open("w") as log:
         # A session of its own, so that the limit ends the phase's children too.
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(timeout=limit_s)
             outcome = "passed" if code == 0 else f"exit status {code}"
@@ -159,7 +167,9 @@ def measure(name: str, settings: str) -> None:
     from benchmarks.gpu.results import Results
 
     read: dict[str, Any] = json.loads(settings)
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in read.items()}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in read.items()
+    }
     values["output"] = Path(read["output"])
     cfg = Config(**values)
     phase = next(one for one in PHASES if one.name == name)

@@ -1,5 +1,6 @@
-"""redraft's plugin in vLLM on the card: the model runner, the target's text, records against Transformers, and swaps
-under CUDA graphs.
+"""redraft's plugin in vLLM on the card.
+
+The model runner, the target's text, records against Transformers, and swaps under CUDA graphs.
 
 R = recorded rows, K = kept ids, T = tokens, V = vocabulary.
 """
@@ -37,7 +38,10 @@ NUM_TOKENS = 3
 
 
 def measure(cfg: Config, results: Results) -> None:
-    """Every draft in an engine of its own, with capture and without. Raises: ValueError if one failed."""
+    """Every draft in an engine of its own, with capture and without.
+
+    Raises: ValueError if one failed.
+    """
     failed = []
     for draft in cfg.drafts:
         for kind in ("recorded", "plain"):
@@ -56,7 +60,10 @@ def measure(cfg: Config, results: Results) -> None:
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = f"stopped after {LIMIT_S:.0f} s"
-            results.keep(name, {"exit status": code, **(json.loads(file.read_text()) if file.exists() else {})})
+            results.keep(
+                name,
+                {"exit status": code, **(json.loads(file.read_text()) if file.exists() else {})},
+            )
             failed += [name] if code else []
     if failed:
         raise ValueError(f"{'; '.join(failed)} failed")
@@ -78,7 +85,11 @@ def serve(draft: str, results: Results, spool: Path) -> None:
         disable_log_stats=False,
         kv_cache_memory_bytes=(2 << 30) if on_gpu else (64 << 20),
         enforce_eager=not on_gpu,
-        speculative_config={"model": str(good), "method": draft, "num_speculative_tokens": NUM_TOKENS},
+        speculative_config={
+            "model": str(good),
+            "method": draft,
+            "num_speculative_tokens": NUM_TOKENS,
+        },
     )
     engine = Engine(llm)
     results.keep("start", {"seconds": time.perf_counter() - began_s, **engine.status()})
@@ -89,14 +100,20 @@ def serve(draft: str, results: Results, spool: Path) -> None:
         loaded = engine.swap(folder)
         again = engine.answer(prompts, 48)
         equal = sum(one == other for one, other in zip(again, texts, strict=True))
-        results.keep(f"swap, {name}", {**loaded, "accepted": engine.read_accepted(), "texts as before": equal})
+        results.keep(
+            f"swap, {name}",
+            {**loaded, "accepted": engine.read_accepted(), "texts as before": equal},
+        )
     engine.answer(prompts, 16)
     began_s = time.perf_counter()
     engine.answer([prompts[i % len(prompts)] for i in range(192)], 96)
     results.keep("tokens/s", 192 * 96 / (time.perf_counter() - began_s))
     results.keep("end", engine.status())
     model = load_model(on_gpu)
-    results.measure("distance of the text from the best token, nats", lambda: find_distance(model, prompts, texts))
+    results.measure(
+        "distance of the text from the best token, nats",
+        lambda: find_distance(model, prompts, texts),
+    )
     if spool.is_dir():
         results.measure("records", lambda: compare_records(model, spool))
 
@@ -115,14 +132,23 @@ class Engine:
         """The greedy answers of this length, recorded as those of one server."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=length, ignore_eos=True, detokenize=False
+        )
         sampling.extra_args = {EXTRA_ARGS_KEY: Origin()._asdict()}
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return [list(one.outputs[0].token_ids) for one in self._llm.generate(asked, sampling, use_tqdm=False)]
+        return [
+            list(one.outputs[0].token_ids)
+            for one in self._llm.generate(asked, sampling, use_tqdm=False)
+        ]
 
     def read_accepted(self) -> float:
         """Accepted tokens per step since the last call."""
-        found = {metric.name: metric.value for metric in self._llm.get_metrics() if hasattr(metric, "value")}
+        found = {
+            metric.name: metric.value
+            for metric in self._llm.get_metrics()
+            if hasattr(metric, "value")
+        }
         names = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts")
         accepted, drafts = (found.get(name, 0.0) for name in names)
         before, self._seen = self._seen, (accepted, drafts)
@@ -153,7 +179,9 @@ def make_noise(good: Path, folder: Path) -> Path:
     shutil.copytree(good, folder)
     torch.manual_seed(0)
     weights = {
-        name: torch.randn_like(x) * x.float().std().to(x.dtype) if x.is_floating_point() and x.ndim == 2 else x
+        name: torch.randn_like(x) * x.float().std().to(x.dtype)
+        if x.is_floating_point() and x.ndim == 2
+        else x
         for name, x in load_file(good / "model.safetensors").items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -164,18 +192,29 @@ def load_model(on_gpu: bool) -> Any:
     """The target in Transformers, in float32."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).to("cuda" if on_gpu else "cpu").eval()
+    return (
+        AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+        .to("cuda" if on_gpu else "cpu")
+        .eval()
+    )
 
 
 @torch.no_grad()
 def read_log_probs(model: Any, ids: Sequence[int]) -> torch.Tensor:
     """log p of every next token, [T, V], on the CPU."""
-    found: torch.Tensor = model(torch.tensor([list(ids)], device=model.device)).logits[0].log_softmax(-1).cpu()
+    found: torch.Tensor = (
+        model(torch.tensor([list(ids)], device=model.device)).logits[0].log_softmax(-1).cpu()
+    )
     return found
 
 
-def find_distance(model: Any, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[float]:
-    """For each answer the largest log p that a token lacks to the best one: rounding in bfloat16 gives 0.1."""
+def find_distance(
+    model: Any, prompts: Sequence[list[int]], texts: Sequence[list[int]]
+) -> list[float]:
+    """For each answer the largest log p that a token lacks to the best one.
+
+    Rounding in bfloat16 gives 0.1.
+    """
     found = []
     for prompt, text in zip(prompts, texts, strict=True):
         log_probs_TV = read_log_probs(model, [*prompt, *text])[len(prompt) - 1 : -1]
@@ -196,7 +235,9 @@ def compare_records(model: Any, spool: Path) -> dict[str, Any]:
             log_probs_TV = read_log_probs(model, [int(one) for one in sequence.input_ids_T])
             ids_RK = torch.as_tensor(sequence.topk_ids_RK).long()
             wanted_RK = log_probs_TV[torch.as_tensor(sequence.rows_R).long()].gather(1, ids_RK)
-            errors.append((wanted_RK - torch.as_tensor(sequence.topk_log_probs_RK)).abs()[:, :4].flatten())
+            errors.append(
+                (wanted_RK - torch.as_tensor(sequence.topk_log_probs_RK)).abs()[:, :4].flatten()
+            )
             num_rows += len(ids_RK)
     if not errors:
         raise ValueError(f"no records in {spool}")

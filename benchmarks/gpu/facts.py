@@ -14,7 +14,17 @@ from benchmarks.gpu.results import Results, median_s
 from redraft.eval.engine.hardware import this_machine
 from redraft.eval.machine import environment
 
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "safetensors", "vllm", "liger-kernel", "trl")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "vllm",
+    "liger-kernel",
+    "trl",
+)
 
 
 def measure(cfg: Config, results: Results) -> None:
@@ -23,7 +33,9 @@ def measure(cfg: Config, results: Results) -> None:
     results.measure("environment", environment)
     results.measure("machine", lambda: asdict(this_machine()))
     results.measure("versions", lambda: {name: find_version(name) for name in PACKAGES})
-    results.measure("compilers", lambda: {name: shutil.which(name) for name in ("g++", "nvcc", "ncu")})
+    results.measure(
+        "compilers", lambda: {name: shutil.which(name) for name in ("g++", "nvcc", "ncu")}
+    )
     results.measure("cores", os.cpu_count)
     results.measure("copy, TB/s read and written", time_copy, device)
     for dtype in (torch.bfloat16, torch.float32):
@@ -44,7 +56,9 @@ def find_version(package: str) -> str | None:
 
 def time_copy(device: torch.device) -> float:
     """Bytes read and written per second by a copy, in TB/s."""
-    source = torch.ones(1 << (30 if device.type == "cuda" else 25), dtype=torch.uint8, device=device)
+    source = torch.ones(
+        1 << (30 if device.type == "cuda" else 25), dtype=torch.uint8, device=device
+    )
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_s(lambda: target.copy_(source), device) / 1e12
 

@@ -1,5 +1,8 @@
-"""The steps that `redraft plan` counts, run on the card: the benchmark's numbers, then the device's and the
-host's time of each part, the waits, and the kernels that take most of it."""
+"""The steps that `redraft plan` counts, run on the card.
+
+The benchmark's numbers, then the device's and the host's time of each part, the waits, and the
+kernels that take most of it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def measure_steps(cfg: Config, results: Results) -> None:
         results.measure(f"{family}, parts", measure_parts, plan, device)
 
 
-def measure_family(own: gpu.Config, plan: Plan, device: torch.device, sheet: Device | None) -> dict[str, Any]:
+def measure_family(
+    own: gpu.Config, plan: Plan, device: torch.device, sheet: Device | None
+) -> dict[str, Any]:
     """The benchmark's result."""
     return asdict(gpu.measure_plan(own, plan, device, sheet, 3))
 
@@ -53,7 +58,10 @@ class Marks:
 
 
 def measure_parts(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of each part. If the host's are the device's, launches are the limit, or the host waits."""
+    """Milliseconds of each part.
+
+    If the host's are the device's, launches are the limit, or the host waits.
+    """
     run = gpu.prepare_step(plan, device)
     for _ in range(2):
         run(Marks())
@@ -65,7 +73,9 @@ def measure_parts(plan: Plan, device: torch.device) -> dict[str, Any]:
         run(marks)
         marks.begin("")
         torch.cuda.synchronize()
-        for (part, event, host_s), (_, next_event, next_s) in zip(marks.found, marks.found[1:], strict=False):
+        for (part, event, host_s), (_, next_event, next_s) in zip(
+            marks.found, marks.found[1:], strict=False
+        ):
             device_ms.setdefault(part, []).append(event.elapsed_time(next_event))
             host_ms.setdefault(part, []).append(1e3 * (next_s - host_s))
     kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
@@ -79,12 +89,15 @@ def measure_parts(plan: Plan, device: torch.device) -> dict[str, Any]:
     )
     return {
         "tokens": plan.tokens,
-        "device, ms": {part: round(statistics.median(values), 2) for part, values in device_ms.items()},
+        "device, ms": {
+            part: round(statistics.median(values), 2) for part, values in device_ms.items()
+        },
         "host, ms": {part: round(statistics.median(values), 2) for part, values in host_ms.items()},
         "peak GB": torch.cuda.max_memory_allocated() / 1e9,
         "waits": sum(event.count for event in events if event.key in WAITS),
         "kernels, count, ms": [
-            (event.key[:110], event.count, round(event.self_device_time_total / 1e3, 3)) for event in kernels[:28]
+            (event.key[:110], event.count, round(event.self_device_time_total / 1e3, 3))
+            for event in kernels[:28]
         ],
     }
 

@@ -1,6 +1,7 @@
 """Kernels and attention by themselves beside their roofs, and the work of capture and swaps.
 
-B = batch, H = query heads, G = key heads, T = tokens, E = head size, M = draft rows, C = target rows, V = vocabulary.
+B = batch, H = query heads, G = key heads, T = tokens, E = head size, M = draft rows, C = target
+rows, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def measure(cfg: Config, results: Results) -> None:
         checksums,
         pinning,
     ]
-    of_gpus: list[Callable[[torch.device], Any]] = [rows_of_the_loss, beyond_2_to_31, attention_in_compiled_layers]
+    of_gpus: list[Callable[[torch.device], Any]] = [
+        rows_of_the_loss,
+        beyond_2_to_31,
+        attention_in_compiled_layers,
+    ]
     for make in [*both, *(of_gpus if device.type == "cuda" else ())]:
         results.measure(make.__name__, make, device)
 
@@ -50,7 +55,10 @@ def random(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat1
 
 
 def product_into_float32(device: torch.device) -> dict[str, float]:
-    """A product of bfloat16 operands that is added to a float32 gradient: PyTorch before 2.10 refuses it on a GPU."""
+    """A product of bfloat16 operands that is added to a float32 gradient.
+
+    PyTorch before 2.10 refuses it on a GPU.
+    """
     m, w, d = (14336, 32000, 4096) if device.type == "cuda" else (64, 256, 128)
     dz_MW, hidden_MD = random(m, w, device=device).mul_(1e-3), random(m, d, device=device)
     gradient, scratch = Gradient(torch.zeros(w, d, device=device)), Scratch()
@@ -59,7 +67,9 @@ def product_into_float32(device: torch.device) -> dict[str, float]:
 
 
 def rows_without_a_number(device: torch.device) -> dict[str, Any]:
-    """A NaN or an overflow in the target's state makes the loss NaN in every form, or a step into nonsense is taken."""
+    """A NaN or an overflow in the target's state makes the loss NaN in every form, or a step into
+    nonsense is taken.
+    """
     hidden_MD, target_CD = (random(64, 64, device=device) for _ in range(2))
     head_WD, target_head_VD = (random(1000, 64, device=device) for _ in range(2))
     head_WD.requires_grad_()
@@ -68,7 +78,14 @@ def rows_without_a_number(device: torch.device) -> dict[str, Any]:
     agree = True
     for bad in (math.nan, math.inf):
         target_CD[5, 7] = bad
-        for name in ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "neg_log_alpha", "lk_hybrid"):
+        for name in (
+            "forward_kl",
+            "reverse_kl",
+            "jensen_shannon",
+            "total_variation",
+            "neg_log_alpha",
+            "lk_hybrid",
+        ):
             losses = []
             for form in forms:
                 draft = DraftRows(
@@ -88,20 +105,32 @@ def rows_without_a_number(device: torch.device) -> dict[str, Any]:
 
 
 def attention(device: torch.device) -> dict[str, Any]:
-    """FlexAttention as drafts call it, beside PyTorch's own on one document of twice the work. The first call
-    compiles."""
+    """FlexAttention as drafts call it, beside PyTorch's own on one document of twice the work.
+
+    The first call compiles.
+    """
     on_gpu = device.type == "cuda"
     sizes = ((128, 32, 8, 2048, 8), (64, 32, 8, 2048, 8), (128, 32, 8, 8192, 2), (256, 16, 4, 2048, 4)) if on_gpu else (
         (64, 4, 2, 256, 1),
     )  # fmt: skip
-    return {f"head {size[0]}, {size[4]} x {size[3]}": time_attention(*size, device=device) for size in sizes}
+    return {
+        f"head {size[0]}, {size[4]} x {size[3]}": time_attention(*size, device=device)
+        for size in sizes
+    }
 
 
-def time_attention(size: int, heads: int, keys: int, tokens: int, batch: int, *, device: torch.device) -> Any:
+def time_attention(
+    size: int, heads: int, keys: int, tokens: int, batch: int, *, device: torch.device
+) -> Any:
     """Two documents in each row."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q, k, v = (random(batch, h, tokens, size, device=device, dtype=dtype).requires_grad_() for h in (heads, keys, keys))
-    documents_BT = (torch.arange(tokens, device=device) * 2 // tokens).expand(batch, -1).contiguous()
+    q, k, v = (
+        random(batch, h, tokens, size, device=device, dtype=dtype).requires_grad_()
+        for h in (heads, keys, keys)
+    )
+    documents_BT = (
+        (torch.arange(tokens, device=device) * 2 // tokens).expand(batch, -1).contiguous()
+    )
     prefixes, scale = prefix.Prefixes.of(documents_BT), size**-0.5
 
     def ours() -> Any:
@@ -127,15 +156,23 @@ def capture(device: torch.device) -> dict[str, Any]:
     logits_RV = random(num_rows, width, device=device)
     table = {
         "one pass": median_s(lambda: find_in_one_pass(logits_RV, 32), device),
-        "topk and logsumexp": median_s(lambda: (logits_RV.float().topk(32), logits_RV.float().logsumexp(-1)), device),
+        "topk and logsumexp": median_s(
+            lambda: (logits_RV.float().topk(32), logits_RV.float().logsumexp(-1)), device
+        ),
     }
     return {name: {"ms": 1e3 * s, "TB/s": logits_RV.nbytes / s / 1e12} for name, s in table.items()}
 
 
 def checksums(device: torch.device) -> dict[str, float]:
-    """The target's checksum, which a swap computes twice in the pause; and its memory for a transposed weight."""
+    """The target's checksum, which a swap computes twice in the pause.
+
+    And its memory for a transposed weight.
+    """
     wide, layers = (14336, 32) if device.type == "cuda" else (512, 2)
-    model = nn.ModuleList(nn.Linear(4096, wide, bias=False, device=device, dtype=torch.bfloat16) for _ in range(layers))
+    model = nn.ModuleList(
+        nn.Linear(4096, wide, bias=False, device=device, dtype=torch.bfloat16)
+        for _ in range(layers)
+    )
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     found = {"GB": num_bytes / 1e9, "ms": 1e3 * median_s(lambda: checksum(model), device, rounds=3)}
     if device.type == "cuda":
@@ -144,12 +181,17 @@ def checksums(device: torch.device) -> dict[str, float]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         checksum(turned)
-        found["further GB for a transposed weight of 0.27"] = (torch.cuda.max_memory_allocated() - before) / 1e9
+        found["further GB for a transposed weight of 0.27"] = (
+            torch.cuda.max_memory_allocated() - before
+        ) / 1e9
     return found
 
 
 def pinning(device: torch.device) -> dict[str, float]:
-    """The staged draft's buffer: time to make it, and the longest wait of another thread's launch meanwhile."""
+    """The staged draft's buffer.
+
+    Time to make it, and the longest wait of another thread's launch meanwhile.
+    """
     num_bytes = 1 << (31 if device.type == "cuda" else 24)
     memory, done = HostMemory(pin_on(device)), threading.Event()
 
@@ -173,18 +215,33 @@ def pinning(device: torch.device) -> dict[str, float]:
 
 
 def rows_of_the_loss(device: torch.device) -> dict[str, Any]:
-    """The kernels at the sizes of EAGLE-3 for Llama-3.1-8B and of a standalone draft; bytes that must be moved."""
-    target_CV, ids_W = random(2048, 128256, device=device), torch.arange(0, 128000, 4, device=device)
+    """The kernels at the sizes of EAGLE-3 for Llama-3.1-8B and of a standalone draft.
+
+    Bytes that must be moved.
+    """
+    target_CV, ids_W = (
+        random(2048, 128256, device=device),
+        torch.arange(0, 128000, 4, device=device),
+    )
     seconds = median_s(lambda: rows.target_rows(target_CV, None, 1.0), device)
     table = {"target_rows 2048 x 128256": target_CV.nbytes / seconds / 1e12}
-    for m, draft_ids_W, name in ((14336, ids_W, "lk_hybrid"), (14336, ids_W, "forward_kl"), (2048, None, "forward_kl")):
+    for m, draft_ids_W, name in (
+        (14336, ids_W, "lk_hybrid"),
+        (14336, ids_W, "forward_kl"),
+        (2048, None, "forward_kl"),
+    ):
         kept_CW, sums_2C = rows.target_rows(target_CV, draft_ids_W, 1.0)
         kept_CW = target_CV if draft_ids_W is None else kept_CW
-        place_M, scale_M = torch.arange(m, device=device) % 2048, torch.full((m,), 1e-4, device=device)
+        place_M, scale_M = (
+            torch.arange(m, device=device) % 2048,
+            torch.full((m,), 1e-4, device=device),
+        )
         work_MW = random(m, kept_CW.shape[1], device=device)
         run = launch(work_MW, kept_CW, sums_2C, place_M, scale_M, name)
         seconds = median_s(run, device)
-        table[f"draft_rows {name} {m} x {kept_CW.shape[1]}"] = (2 * work_MW.nbytes + kept_CW.nbytes) / seconds / 1e12
+        table[f"draft_rows {name} {m} x {kept_CW.shape[1]}"] = (
+            (2 * work_MW.nbytes + kept_CW.nbytes) / seconds / 1e12
+        )
     return {"TB/s": table}
 
 
@@ -193,7 +250,9 @@ def launch(work_MW: Tensor, *args: Any) -> Callable[[], Tensor]:
     kept_CW, sums_2C, place_M, scale_M, name = args
 
     def run() -> Tensor:
-        made: Tensor = rows.draft_rows(work_MW, kept_CW, sums_2C, place_M, scale_M, None, name, 1.0, 0.5, 3.0)
+        made: Tensor = rows.draft_rows(
+            work_MW, kept_CW, sums_2C, place_M, scale_M, None, name, 1.0, 0.5, 3.0
+        )
         return made
 
     return run
@@ -207,7 +266,9 @@ def beyond_2_to_31(device: torch.device) -> dict[str, Any]:
     place_M, scale_M = torch.arange(m, device=device) % c, torch.full((m,), 1e-2, device=device)
     _, sums_2C = rows.target_rows(target_CV, None, 1.0)
     values = launch(work_MW, target_CV, sums_2C, place_M, scale_M, "forward_kl")()
-    alone = launch(last_MW, target_CV, sums_2C, place_M[-8:].clone(), scale_M[-8:].clone(), "forward_kl")()
+    alone = launch(
+        last_MW, target_CV, sums_2C, place_M[-8:].clone(), scale_M[-8:].clone(), "forward_kl"
+    )()
     return {
         "values equal": torch.equal(values[:, -8:], alone),
         "gradients equal": torch.equal(work_MW[-8:], last_MW),
@@ -216,7 +277,10 @@ def beyond_2_to_31(device: torch.device) -> dict[str, Any]:
 
 
 def attention_in_compiled_layers(device: torch.device) -> dict[str, Any]:
-    """Attention stays outside of a layer's graph and is compiled by itself: it must not hold all scores."""
+    """Attention stays outside of a layer's graph and is compiled by itself.
+
+    It must not hold all scores.
+    """
     attend: Any = torch.compiler.disable(prefix.attend)  # type: ignore[no-untyped-call]
     linear = nn.Linear(256, 256, device=device, dtype=torch.bfloat16)
     prefixes = prefix.Prefixes.of(torch.zeros(2, 256, dtype=torch.long, device=device))

@@ -53,7 +53,11 @@ def collect(cfg: Config, env: dict[str, str]) -> list[str]:
     """The ids of the tests. Raises: ValueError if they cannot be collected."""
     command = [*PYTEST, "-q", "--collect-only", "-m", "gpu", "-k", cfg.tests, str(TESTS)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    nodes = [line for line in done.stdout.splitlines() if "::" in line and " " not in line.partition("[")[0]]
+    nodes = [
+        line
+        for line in done.stdout.splitlines()
+        if "::" in line and " " not in line.partition("[")[0]
+    ]
     if done.returncode or not nodes:
         raise ValueError(f"no tests are collected: {done.stdout[-2000:]}{done.stderr[-1000:]}")
     return nodes
@@ -62,7 +66,9 @@ def collect(cfg: Config, env: dict[str, str]) -> list[str]:
 def run_shard(env: dict[str, str], nodes: list[str]) -> Iterator[tuple[str, str, str]]:
     """(test, outcome, "") as each test ends, then (test, outcome, message) of those that failed."""
     command = [*PYTEST, "-v", "-rfE", "--color=no", *nodes]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert process.stdout is not None
     num_ended = 0
     for line in process.stdout:
@@ -73,7 +79,11 @@ def run_shard(env: dict[str, str], nodes: list[str]) -> Iterator[tuple[str, str,
             yield found[2], found[1], found[3] or "failed"
         print(line, end="", flush=True)
     if process.wait() and num_ended < len(nodes):
-        yield nodes[num_ended], "ERROR", f"pytest ended with status {process.returncode} after {num_ended} tests"
+        yield (
+            nodes[num_ended],
+            "ERROR",
+            f"pytest ended with status {process.returncode} after {num_ended} tests",
+        )
 
 
 MEASURES = {"tests": measure}

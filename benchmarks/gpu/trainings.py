@@ -1,5 +1,7 @@
-"""Trainings end to end, by the product's command, on a small target of random weights: the loss falls, the export is
-there, and a run that is resumed ends as the unbroken one."""
+"""Trainings end to end, by the product's command, on a small target of random weights.
+
+The loss falls, the export is there, and a run that is resumed ends as the unbroken one.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,19 @@ def measure(cfg: Config, results: Results) -> None:
     steps = cfg.steps or (60 if on_gpu else 3)
     names = cfg.trainings if on_gpu else cfg.trainings[:1]
     with ThreadPoolExecutor(3 if on_gpu else 1) as pool:
-        jobs = {name: pool.submit(train, name, target, work / name, steps, on_gpu=on_gpu) for name in names}
+        jobs = {
+            name: pool.submit(train, name, target, work / name, steps, on_gpu=on_gpu)
+            for name in names
+        }
         for name, job in jobs.items():
             results.measure(name, job.result)
     first = names[0]
     results.measure(f"{first}, resumed", resume, first, target, work / first, steps, on_gpu)
-    failed = [name for name, found in results.found.items() if isinstance(found, dict) and "error" in found]
+    failed = [
+        name
+        for name, found in results.found.items()
+        if isinstance(found, dict) and "error" in found
+    ]
     if failed:
         raise ValueError(f"{', '.join(failed)} failed")
 
@@ -56,17 +65,50 @@ def make_target(folder: Path) -> Path:
     return folder
 
 
-def train(name: str, target: Path, folder: Path, steps: int, *flags: str, on_gpu: bool) -> dict[str, Any]:
+def train(
+    name: str, target: Path, folder: Path, steps: int, *flags: str, on_gpu: bool
+) -> dict[str, Any]:
     """A training by the command. Raises: ValueError with the end of its output if it fails."""
     family, own = SETTINGS.get(name, (name, ()))
     rows = ("4", "1024") if on_gpu else ("1", "256")
     third = str(max(1, steps // 3))
     command = [
-        *(sys.executable, "-m", "benchmarks.studies.presets", family, "--target", str(target), "--output", str(folder)),
-        *("--target-dtype", "bfloat16" if on_gpu else "float32", "--prove.no-engine", "--prove.speed-rounds", "0"),
+        *(
+            sys.executable,
+            "-m",
+            "benchmarks.studies.presets",
+            family,
+            "--target",
+            str(target),
+            "--output",
+            str(folder),
+        ),
+        *(
+            "--target-dtype",
+            "bfloat16" if on_gpu else "float32",
+            "--prove.no-engine",
+            "--prove.speed-rounds",
+            "0",
+        ),
         *("--prove.max-tokens", "8", "--data.num-prompts", "2"),
-        *("--loop.steps", str(steps), "--loop.batch-size", rows[0], "--loop.sequence-length", rows[1]),
-        *("--loop.log-every", "1", "--loop.eval-every", third, "--loop.eval-batches", "1", "--loop.save-every", third),
+        *(
+            "--loop.steps",
+            str(steps),
+            "--loop.batch-size",
+            rows[0],
+            "--loop.sequence-length",
+            rows[1],
+        ),
+        *(
+            "--loop.log-every",
+            "1",
+            "--loop.eval-every",
+            third,
+            "--loop.eval-batches",
+            "1",
+            "--loop.save-every",
+            third,
+        ),
         *(("--prove.no-ce-baseline",) if family == "standalone" else ()),
         *own,
         *flags,
@@ -79,7 +121,9 @@ def train(name: str, target: Path, folder: Path, steps: int, *flags: str, on_gpu
     return {
         "first loss": losses[0],
         "last loss": losses[-1],
-        "tokens_per_s": next((line["tokens_per_s"] for line in reversed(lines) if "tokens_per_s" in line), None),
+        "tokens_per_s": next(
+            (line["tokens_per_s"] for line in reversed(lines) if "tokens_per_s" in line), None
+        ),
         "exported": (folder / "draft").is_dir(),
         "start": next((line for line in done.stdout.splitlines() if "training in" in line), ""),
     }
@@ -93,7 +137,10 @@ def resume(name: str, target: Path, folder: Path, steps: int, on_gpu: bool) -> d
     shutil.rmtree(checkpoints[-1])
     shutil.rmtree(folder / "draft", ignore_errors=True)
     found = train(name, target, folder, steps, on_gpu=on_gpu)
-    return found | {"unbroken last loss": unbroken, "difference": abs(found["last loss"] - unbroken)}
+    return found | {
+        "unbroken last loss": unbroken,
+        "difference": abs(found["last loss"] - unbroken),
+    }
 
 
 MEASURES = {"train": measure}

@@ -1,9 +1,12 @@
-"""The attacker: a raw-socket client that sends requests no honest client sends, in bursts, to one door after the other.
+"""The attacker: a raw-socket client that sends requests no honest client sends, in bursts, to one
+door after the other.
 
 a burst    some well-known attacks, and mutations of the door's requests: bad lengths, upgrades, pipelining, half heads
-           and bodies, header lines of 9,000 bytes, torn bytes; the connections stay open until it ends
+           and bodies, header lines of 9,000 bytes, torn bytes; the connections stay open until it
+           ends
 judged     the process is alive; an honest request that began before is answered whole; the log has hardly grown;
-           every answer is a status blaming the request, or the end of the connection; none is from /redraft/...
+           every answer is a status blaming the request, or the end of the connection; none is from
+           /redraft/...
 """
 
 from __future__ import annotations
@@ -30,13 +33,17 @@ AT_ONCE = 16
 """Requests under way at the same time."""
 
 HELD_S = 1.3
-"""Shortest time with open connections in a burst: router and tap look for unfinished requests once a second."""
+"""Shortest time with open connections in a burst: router and tap look for unfinished requests once
+a second.
+"""
 
 LOOK_S = 0.15
 """Time for the answer to a mutated request, which may wait for the rest."""
 
 ANSWER_S = 60.0
-"""Deadline of the answer to a complete request. Generous: a fault may stop the router or all servers meanwhile."""
+"""Deadline of the answer to a complete request. Generous: a fault may stop the router or all
+servers meanwhile.
+"""
 
 MAX_LOG_BYTES = 10_000
 """Growth of a log above which a burst has flooded it."""
@@ -52,7 +59,9 @@ UNAVAILABLE = (502, 503)
 """No server answers the router: another fault's doing, and clearly told."""
 
 KILLED = b"EngineCore encountered an issue"
-"""In vLLM's status 500 after a kill of the engine. A server that nobody killed is a failure of its own (judge.py)."""
+"""In vLLM's status 500 after a kill of the engine. A server that nobody killed is a failure of its
+own (judge.py).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +86,8 @@ class Door:
     generates: bool = False
     """It forwards requests to an engine, so well-known attacks on those are sent as well."""
     streams: str = ""
-    """Path of an honest stream; empty: the first of `paths` is an honest request, answered by JSON."""
+    """Path of an honest stream; empty: the first of `paths` is an honest request, answered by JSON.
+    """
 
 
 @dataclass(kw_only=True)
@@ -168,7 +178,13 @@ async def ask_honestly(http: httpx.AsyncClient, door: Door) -> Verdict:
         if not door.streams:
             answer = await http.get(url + door.paths[0].decode())
             return Verdict("answered") if answer.json() else Verdict("untold", "an empty answer")
-        body = {"model": "m", "prompt": "Once", "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
+        body = {
+            "model": "m",
+            "prompt": "Once",
+            "max_tokens": NUM_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         async with http.stream("POST", url + door.streams, json=body) as stream:
             if stream.status_code != 200:
@@ -178,7 +194,8 @@ async def ask_honestly(http: httpx.AsyncClient, door: Door) -> Verdict:
         return Verdict("untold", f"{type(error).__name__}: {error}")
 
 
-# ------------------------------------------------------------------------------------------------------- the shots
+# -------------------------------------------------------------------------------------------------------
+# the shots
 
 
 def draw_shot(rng: random.Random, door: Door) -> Shot:
@@ -196,7 +213,9 @@ def _draw_request(rng: random.Random, paths: Sequence[bytes]) -> bytes:
     path = rng.choice(paths)
     if rng.random() < 0.4:
         return b"GET " + path + b" HTTP/1.1\r\nHost: a\r\n\r\n"
-    body = rng.choice((b"{}", b'{"version":"v000001"}', b'{"model":"m","prompt":"x","max_tokens":1}'))
+    body = rng.choice(
+        (b"{}", b'{"version":"v000001"}', b'{"model":"m","prompt":"x","max_tokens":1}')
+    )
     head = b"POST " + path + b" HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
@@ -205,13 +224,28 @@ Paths = Sequence[bytes]
 
 
 def _length(rng: random.Random, sent: bytes, paths: Paths) -> bytes:
-    given = rng.choice((b"-1", b"0", b"3", b"%d" % (1 << 31), b"%d" % (1 << 70), b"ten", b"0x10", b"+5", b"5, 5", b""))
+    given = rng.choice(
+        (
+            b"-1",
+            b"0",
+            b"3",
+            b"%d" % (1 << 31),
+            b"%d" % (1 << 70),
+            b"ten",
+            b"0x10",
+            b"+5",
+            b"5, 5",
+            b"",
+        )
+    )
     return re.sub(rb"Content-Length: \d+", b"Content-Length: " + given, sent)
 
 
 def _upgrade(rng: random.Random, sent: bytes, paths: Paths) -> bytes:
     to = rng.choice((b"websocket", b"h2c", b"TLS/1.0", b"\xff"))
-    key = rng.choice((b"", b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"))
+    key = rng.choice(
+        (b"", b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n")
+    )
     return _add_header(sent, b"Connection: Upgrade\r\nUpgrade: " + to + b"\r\n" + key)
 
 
@@ -235,7 +269,9 @@ def _long_header(rng: random.Random, sent: bytes, paths: Paths) -> bytes:
 def _chunks(rng: random.Random, sent: bytes, paths: Paths) -> bytes:
     head, _, body = sent.partition(b"\r\n\r\n")
     head = re.sub(rb"\r\nContent-Length: [^\r]*", rng.choice((b"", rb"\g<0>")), head)
-    size = rng.choice((b"%x" % len(body), b"zz", b"f" * 40, b"-1", b"%x;ext=%s" % (len(body), b"a" * 5000)))
+    size = rng.choice(
+        (b"%x" % len(body), b"zz", b"f" * 40, b"-1", b"%x;ext=%s" % (len(body), b"a" * 5000))
+    )
     end = rng.choice((b"0\r\n\r\n", b"0\r\nX: y\r\n\r\n", b""))
     return head + b"\r\nTransfer-Encoding: chunked\r\n\r\n" + size + b"\r\n" + body + b"\r\n" + end
 
@@ -254,13 +290,30 @@ def _torn(rng: random.Random, sent: bytes, paths: Paths) -> bytes:
 
 def _first_line(rng: random.Random, sent: bytes, paths: Paths) -> bytes:
     line = rng.choice(
-        (b"GET  / HTTP/1.1", b"GET / HTTP/0.9", b"GET / HTTP/9.9", b"get / HTTP/1.0", b"FETCH / HTTP/1.1")
+        (
+            b"GET  / HTTP/1.1",
+            b"GET / HTTP/0.9",
+            b"GET / HTTP/9.9",
+            b"get / HTTP/1.0",
+            b"FETCH / HTTP/1.1",
+        )
     )
     return line + sent[sent.find(b"\r\n") :]
 
 
 MUTATIONS: tuple[Callable[[random.Random, bytes, Paths], bytes], ...] = (
-    *(_length, _upgrade, _pipeline, _half_head, _half_body, _long_header, _chunks, _twice, _torn, _first_line),
+    *(
+        _length,
+        _upgrade,
+        _pipeline,
+        _half_head,
+        _half_body,
+        _long_header,
+        _chunks,
+        _twice,
+        _torn,
+        _first_line,
+    ),
 )
 
 
@@ -296,7 +349,11 @@ def build_plain_requests(rng: random.Random) -> list[Shot]:
         ("h2c", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
         ("absolute form", b"GET http://127.0.0.1/redraft/status HTTP/1.1\r\nHost: a\r\n\r\n"),
         *((f"path {path!r}", b"GET " + path + b" HTTP/1.1\r\nHost: a\r\n\r\n") for path in _PATHS),
-        ("swap", b"POST /redraft/swap HTTP/1.1\r\nHost: a\r\nContent-Length: 21\r\n\r\n" + b'{"version":"v000001"}'),
+        (
+            "swap",
+            b"POST /redraft/swap HTTP/1.1\r\nHost: a\r\nContent-Length: 21\r\n\r\n"
+            + b'{"version":"v000001"}',
+        ),
     ]
     return [Shot(name=name, sent=sent, is_complete=True, max_answers=2) for name, sent in requests]
 
@@ -304,9 +361,15 @@ def build_plain_requests(rng: random.Random) -> list[Shot]:
 def build_requests(rng: random.Random) -> list[Shot]:
     """These, and well-known attacks on a server of completions."""
     requests = [
-        ("websocket", b"GET /v1/realtime HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n"),
+        (
+            "websocket",
+            b"GET /v1/realtime HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+        ),
         *((name, _complete(content)) for name, content in _BODIES),
-        *((str(setting), _complete(json.dumps({**_QUESTION, **setting}).encode())) for setting in _SETTINGS),
+        *(
+            (str(setting), _complete(json.dumps({**_QUESTION, **setting}).encode()))
+            for setting in _SETTINGS
+        ),
         (
             "odd labels",
             _complete(
@@ -320,8 +383,20 @@ def build_requests(rng: random.Random) -> list[Shot]:
 
 
 _PATHS = (
-    *(b"/redraft/status", b"/redraft/%73tatus", b"/v1/../redraft/status", b"/v1/%2e%2e/redraft/status"),
-    *(b"//redraft/status", b"/redraft/status?x=/v1", b"/./redraft/status", b"/%00", b"/metrics", b"/" + b"a" * 9000),
+    *(
+        b"/redraft/status",
+        b"/redraft/%73tatus",
+        b"/v1/../redraft/status",
+        b"/v1/%2e%2e/redraft/status",
+    ),
+    *(
+        b"//redraft/status",
+        b"/redraft/status?x=/v1",
+        b"/./redraft/status",
+        b"/%00",
+        b"/metrics",
+        b"/" + b"a" * 9000,
+    ),
 )
 
 _QUESTION: dict[str, Any] = {"model": "m", "prompt": "x", "max_tokens": 2}
@@ -359,7 +434,8 @@ def _complete(content: bytes, headers: bytes = b"") -> bytes:
     return head + headers + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
-# ------------------------------------------------------------------------------------------------------- the answers
+# -------------------------------------------------------------------------------------------------------
+# the answers
 
 
 async def _shoot(port: int, shot: Shot, slots: asyncio.Semaphore, held: AsyncExitStack) -> str:
@@ -387,7 +463,9 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, shot: Shot) -> bytes:
-    """The answer, up to the end of the connection or a pause. One without an answer gives an empty one.
+    """The answer, up to the end of the connection or a pause.
+
+    One without an answer gives an empty one.
 
     Raises: TimeoutError if a complete request has no answer.
     """

@@ -1,4 +1,6 @@
-"""Clients with churn, and the verdict on every request: was it answered, or did the client learn why not?
+"""Clients with churn, and the verdict on every request.
+
+Was it answered, or did the client learn why not?
 
 answered    complete: every choice has a finish reason, and a stream ends with [DONE]
 left        the client hung up in the middle, on purpose
@@ -23,7 +25,9 @@ import httpx
 from redraft.eval.prompts import Prompt
 
 SILENCE_S = 90.0
-"""Longest wait for a byte. No fault of the soak takes longer, so a longer silence is a request nobody told of."""
+"""Longest wait for a byte. No fault of the soak takes longer, so a longer silence is a request
+nobody told of.
+"""
 
 TENANTS = ("", "acme", "globex", "initech", "umbrella")
 DOMAINS = ("", "", "", "code", "prose", "invented")
@@ -84,7 +88,9 @@ class Clients:
         patience = self.rng.randrange(1, 12) if self.rng.random() < 0.15 else None
         began_s = time.monotonic()
         try:
-            async with http.stream("POST", f"{self.url}{path}", json=body, headers=headers) as answer:
+            async with http.stream(
+                "POST", f"{self.url}{path}", json=body, headers=headers
+            ) as answer:
                 if answer.status_code != 200:
                     return judge_refusal(answer.status_code, await answer.aread())
                 if not body["stream"]:
@@ -92,10 +98,14 @@ class Clients:
                 return await judge_stream(answer, body.get("n", 1), patience)
         except httpx.HTTPError as error:
             name = type(error).__name__
-            is_silence = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
+            is_silence = isinstance(error, httpx.TimeoutException) and not isinstance(
+                error, httpx.ConnectTimeout
+            )
             # A failed connect is no silence: a killed router refuses, and the client knows.
             if is_silence or self.was_router_up(began_s):
-                return Verdict("untold", f"{name} of {path} stream={body['stream']} after {_since(began_s)}")
+                return Verdict(
+                    "untold", f"{name} of {path} stream={body['stream']} after {_since(began_s)}"
+                )
             return Verdict("cut", name)
 
     def draw_request(self) -> tuple[str, dict[str, Any], dict[str, str]]:
@@ -114,7 +124,19 @@ class Clients:
         if rng.random() < 0.1:
             headers["X-Redraft-Opt-Out"] = "1"
         if rng.random() < 0.3:
-            words = ["write", "a", "function", "that", "reads", "a", "file", "and", "counts", "its", "words"]
+            words = [
+                "write",
+                "a",
+                "function",
+                "that",
+                "reads",
+                "a",
+                "file",
+                "and",
+                "counts",
+                "its",
+                "words",
+            ]
             body["messages"] = [{"role": "user", "content": " ".join(rng.sample(words, 6))}]
             return "/v1/chat/completions", body, headers
         body["prompt"] = prompt.token_ids
@@ -127,22 +149,38 @@ def judge_refusal(status: int, body: bytes) -> Verdict:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = ""
-    return Verdict("told", str(status)) if message else Verdict("untold", f"status {status} without a message")
+    return (
+        Verdict("told", str(status))
+        if message
+        else Verdict("untold", f"status {status} without a message")
+    )
 
 
 def judge_whole(body: bytes, num_choices: int) -> Verdict:
     try:
         choices = json.loads(body)["choices"]
-        is_complete = len(choices) == num_choices and all(choice["finish_reason"] for choice in choices)
+        is_complete = len(choices) == num_choices and all(
+            choice["finish_reason"] for choice in choices
+        )
     except (ValueError, KeyError, TypeError):
         is_complete = False
-    return Verdict("answered") if is_complete else Verdict("untold", f"an incomplete answer: {body[:200]!r}")
+    return (
+        Verdict("answered")
+        if is_complete
+        else Verdict("untold", f"an incomplete answer: {body[:200]!r}")
+    )
 
 
 async def judge_stream(
-    answer: httpx.Response, num_choices: int, patience: int | None = None, num_tokens: int | None = None
+    answer: httpx.Response,
+    num_choices: int,
+    patience: int | None = None,
+    num_tokens: int | None = None,
 ) -> Verdict:
-    """Read the events; with `patience`, hang up after so many of them. `num_tokens` must be reported as used."""
+    """Read the events; with `patience`, hang up after so many of them.
+
+    `num_tokens` must be reported as used.
+    """
     finished: set[int] = set()
     num_events, used = 0, None
     async for line in answer.aiter_lines():
@@ -151,7 +189,11 @@ async def judge_stream(
         data = line.removeprefix("data: ")
         if data == "[DONE]":
             is_complete = len(finished) == num_choices and used == num_tokens
-            return Verdict("answered") if is_complete else Verdict("untold", "[DONE] before all choices finished")
+            return (
+                Verdict("answered")
+                if is_complete
+                else Verdict("untold", "[DONE] before all choices finished")
+            )
         try:
             event = json.loads(data)
         except ValueError:
@@ -163,7 +205,8 @@ async def judge_stream(
         finished |= {choice["index"] for choice in event["choices"] if choice.get("finish_reason")}
         num_events += 1
         if num_events == patience:
-            # Returning leaves the caller's `async with`, which closes the connection: so the client hangs up.
+            # Returning leaves the caller's `async with`, which closes the connection: so the client
+            # hangs up.
             return Verdict("left")
     return Verdict("untold", "a stream that ended without [DONE]")
 

@@ -1,4 +1,6 @@
-"""Small disks that can fill up and hang: files with an ext4 inside, mounted through a loop device. Needs root.
+"""Small disks that can fill up and hang: files with an ext4 inside, mounted through a loop device.
+
+Needs root.
 
 fill     the rest of the disk is allocated, so every write fails with ENOSPC
 freeze   every write waits, and so do fsync, create and unlink, as on a network disk whose server is gone
@@ -28,7 +30,9 @@ PIECES = (64 << 20, 1 << 20, 4 << 10)
 class Disk:
     folder: Path
     is_real: bool
-    """False if nothing could be mounted: then it is a plain folder, which can neither fill up nor hang."""
+    """False if nothing could be mounted: then it is a plain folder, which can neither fill up nor
+    hang.
+    """
 
     def fill(self) -> None:
         """Take all free space."""
@@ -39,7 +43,8 @@ class Disk:
             for piece in PIECES:
                 with contextlib.suppress(OSError):
                     while True:
-                        # Allocated, not written: gigabytes in no time, and the rest of the disk is truly gone.
+                        # Allocated, not written: gigabytes in no time, and the rest of the disk is
+                        # truly gone.
                         os.posix_fallocate(descriptor, size, piece)
                         size += piece
         finally:
@@ -49,29 +54,42 @@ class Disk:
         (self.folder / FILLER).unlink(missing_ok=True)
 
     def freeze(self, seconds: float, log: Path) -> subprocess.Popen[bytes]:
-        """Freeze the disk; the returned process thaws it. It does so even if this process is killed."""
+        """Freeze the disk; the returned process thaws it.
+
+        It does so even if this process is killed.
+        """
         assert self.is_real
-        # The shell ignores SIGTERM, which the kernel sends it when the soak dies. A disk left frozen would
-        # hang all who touch it.
+        # The shell ignores SIGTERM, which the kernel sends it when the soak dies. A disk left
+        # frozen would hang all who touch it.
         script = f'trap "" TERM; fsfreeze -f "$1" && sleep {seconds:.1f}; fsfreeze -u "$1"'
         return start_group(["sh", "-c", script, "freeze", str(self.folder)], log=log)
 
 
 @contextlib.contextmanager
 def mounted(image: Path, folder: Path, num_bytes: int) -> Iterator[Disk]:
-    """An empty disk of `num_bytes` at `folder`; a plain folder if this machine does not allow mounts."""
+    """An empty disk of `num_bytes` at `folder`.
+
+    A plain folder if this machine does not allow mounts.
+    """
     folder.mkdir(parents=True, mode=0o700)
     tools = [
-        shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") for name in ("mkfs.ext4", "mount")
+        shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+        for name in ("mkfs.ext4", "mount")
     ]
-    if os.geteuid() or not all(tools) or not shutil.which("fsfreeze", path="/usr/sbin:/sbin:/usr/bin"):
+    if (
+        os.geteuid()
+        or not all(tools)
+        or not shutil.which("fsfreeze", path="/usr/sbin:/sbin:/usr/bin")
+    ):
         yield Disk(folder, is_real=False)
         return
     with image.open("wb") as file:
         file.truncate(num_bytes)
     # -m 0: no blocks in reserve for root, as which the soak runs.
     _run(str(tools[0]), "-q", "-F", "-m", "0", str(image))
-    if subprocess.run([str(tools[1]), "-o", "loop", image, folder], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        [str(tools[1]), "-o", "loop", image, folder], capture_output=True, check=False
+    ).returncode:
         yield Disk(folder, is_real=False)
         return
     try:
@@ -90,8 +108,8 @@ def unmount_below(folder: Path) -> None:
 
 
 def _unmount(folder: Path) -> None:
-    # Thawed first: unmounting a frozen disk would wait. Lazily, because a killed process may still hold a
-    # file.
+    # Thawed first: unmounting a frozen disk would wait. Lazily, because a killed process may still
+    # hold a file.
     for command in (["fsfreeze", "-u"], ["umount", "--lazy"]):
         subprocess.run([*command, folder], capture_output=True, check=False)
 

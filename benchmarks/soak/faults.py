@@ -1,4 +1,5 @@
-"""The faults: each is injected into the running service, ended, and judged by whether its target is well again.
+"""The faults: each is injected into the running service, ended, and judged by whether its target is
+well again.
 
 kill      kill -9 of a process, or of the engine inside a server        the supervisor starts it again
 stop      SIGSTOP of a process for seconds, then SIGCONT
@@ -37,10 +38,14 @@ from redraft.online.records.publisher import MESSAGE_ID
 from redraft.online.records.spool import PARTIAL, SUFFIX
 
 RECOVERY_S = 600.0
-"""Deadline for a target to be well again. A server loads for half a minute, and on a busy machine for minutes."""
+"""Deadline for a target to be well again. A server loads for half a minute, and on a busy machine
+for minutes.
+"""
 
 JUMPS = ("+1h", "-1h", "+1d", "-1d", "+8d")
-"""The longest is beyond the age at which the buffer deletes records: a learner does not believe so short a jump."""
+"""The longest is beyond the age at which the buffer deletes records: a learner does not believe so
+short a jump.
+"""
 
 
 class NotSurvivedError(Exception):
@@ -97,7 +102,8 @@ async def inject(world: World, fault: Fault) -> Injected:
     return Injected(fault=fault, began=began, seconds=time.monotonic() - began_s, problem=problem)
 
 
-# ------------------------------------------------------------------------------------------------------- being well
+# -------------------------------------------------------------------------------------------------------
+# being well
 
 
 async def until_well(world: World, target: str, deadline_s: float = RECOVERY_S) -> None:
@@ -137,7 +143,8 @@ async def find_problem(world: World, target: str) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------------------------------------- the acts
+# -------------------------------------------------------------------------------------------------------
+# the acts
 
 
 async def kill(world: World, target: str) -> None:
@@ -159,7 +166,9 @@ async def _until_ended(process: Supervised) -> None:
     run, end_s = process.run, time.monotonic() + 60
     while run.ended_s is None:
         if time.monotonic() > end_s:
-            raise NotSurvivedError(f"{process.name} runs on a minute after kill -9 of it or its engine")
+            raise NotSurvivedError(
+                f"{process.name} runs on a minute after kill -9 of it or its engine"
+            )
         await asyncio.sleep(0.1)
 
 
@@ -192,7 +201,9 @@ async def freeze(world: World, target: str) -> None:
 
 
 async def until_flowing(world: World, target: str) -> None:
-    """Wait until the broker acknowledges records again, or the learner has emptied the log or the spool."""
+    """Wait until the broker acknowledges records again, or the learner has emptied the log or the
+    spool.
+    """
     end_s = time.monotonic() + RECOVERY_S
     before = len(world.witness.acked)
     while True:
@@ -202,12 +213,17 @@ async def until_flowing(world: World, target: str) -> None:
         if target != "broker" and await count_waiting(world, target) <= 16:
             return
         if time.monotonic() > end_s:
-            raise NotSurvivedError(f"records do not flow through {target} {RECOVERY_S:.0f} s after the fault")
+            raise NotSurvivedError(
+                f"records do not flow through {target} {RECOVERY_S:.0f} s after the fault"
+            )
         await asyncio.sleep(1)
 
 
 async def count_waiting(world: World, target: str) -> float:
-    """Records in the log, or files in the spool, that the learner has not taken yet; infinite if nobody answers."""
+    """Records in the log, or files in the spool, that the learner has not taken yet.
+
+    Infinite if nobody answers.
+    """
     if target == "spool-learner":
         return len(list(world.stage.spool.glob(f"*{SUFFIX}")))
     try:
@@ -222,7 +238,9 @@ async def count_waiting(world: World, target: str) -> float:
 
 
 async def offer_pipe(world: World, target: str) -> None:
-    """Ask a server for a version with a pipe without a writer among its weights, which nobody may wait for."""
+    """Ask a server for a version with a pipe without a writer among its weights, which nobody may
+    wait for.
+    """
     stage = world.stage
     registry = stage.registry
     # The registry numbers versions from 1, so this name is never given to a real one.
@@ -231,18 +249,26 @@ async def offer_pipe(world: World, target: str) -> None:
     os.mkfifo(folder / "z.safetensors")
     deadline_s = time.monotonic() + RECOVERY_S
     try:
-        async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {stage.token}"}) as http:
+        async with httpx.AsyncClient(
+            timeout=60, headers={"Authorization": f"Bearer {stage.token}"}
+        ) as http:
             while True:
                 try:
-                    answer = await http.post(f"{stage.url(target)}/redraft/swap", json={"version": folder.name})
+                    answer = await http.post(
+                        f"{stage.url(target)}/redraft/swap", json={"version": folder.name}
+                    )
                 except httpx.HTTPError as error:
                     found, is_taken = f"{type(error).__name__} {error}", False
                 else:
                     found, is_taken = f"{answer.status_code} {answer.text}", answer.is_success
-                    if answer.status_code == 422:  # others come while the server is busy with another swap
+                    if (
+                        answer.status_code == 422
+                    ):  # others come while the server is busy with another swap
                         return
                 if is_taken or time.monotonic() > deadline_s:
-                    raise NotSurvivedError(f"{target} did not refuse a version with a pipe: {found}")
+                    raise NotSurvivedError(
+                        f"{target} did not refuse a version with a pipe: {found}"
+                    )
                 await asyncio.sleep(2)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -277,7 +303,9 @@ async def _publish_hostile(world: World, count: int = 100) -> int:
             stream = client.jetstream(timeout=10)
             for i in range(count):
                 content = _draw_hostile(world, number + i)
-                await stream.publish(NATS.subject(""), content, headers={MESSAGE_ID: f"hostile-{number + i}"})
+                await stream.publish(
+                    NATS.subject(""), content, headers={MESSAGE_ID: f"hostile-{number + i}"}
+                )
                 published += 1
         finally:
             await client.close()
@@ -289,7 +317,9 @@ async def poison_spool(world: World, target: str) -> None:
     number = world.rng.randrange(1 << 30)
     for i in range(20):
         content = b"".join(_draw_hostile(world, number + 5 * i + j) for j in range(5))
-        await asyncio.to_thread(_write_spool, world.stage.spool, f"{time.time_ns():020d}-hostile-{i:08d}", content)
+        await asyncio.to_thread(
+            _write_spool, world.stage.spool, f"{time.time_ns():020d}-hostile-{i:08d}", content
+        )
     odd = world.stage.spool / f"{time.time_ns():020d}-hostile-pipe{SUFFIX}"
     await asyncio.to_thread(os.mkfifo, odd)
     try:
@@ -311,10 +341,15 @@ def _draw_hostile(world: World, number: int) -> bytes:
     draw = world.rng.random()
     if draw < 0.01:
         return poison.make_bomb(number)
-    return poison.make_nested(100_000) if draw < 0.02 else poison.fuzz(world.rng, number, world.stage.fingerprint)
+    return (
+        poison.make_nested(100_000)
+        if draw < 0.02
+        else poison.fuzz(world.rng, number, world.stage.fingerprint)
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- torn files
+# -------------------------------------------------------------------------------------------------------
+# torn files
 
 
 async def tear_learner(world: World, target: str) -> None:
@@ -328,7 +363,9 @@ def _tear_journal(folder: Path) -> None:
     """A last line without its end, and bytes that are no text."""
     with (
         suppress(OSError),
-        max((folder / "journal").glob("journal-*.jsonl"), default=folder / "none").open("ab") as file,
+        max((folder / "journal").glob("journal-*.jsonl"), default=folder / "none").open(
+            "ab"
+        ) as file,
     ):
         file.write(b'{"kind":"state","time_s":17\xff\xfe\0\0')
 
@@ -367,7 +404,8 @@ async def tear_spool(world: World, target: str) -> None:
         (spool / f".{now:020d}-torn-00000001{PARTIAL}").write_bytes(b"RDR1")
 
 
-# ------------------------------------------------------------------------------------------------------- the deck
+# -------------------------------------------------------------------------------------------------------
+# the deck
 
 
 def list_faults(stage: Stage) -> list[Fault]:
@@ -385,15 +423,21 @@ def list_faults(stage: Stage) -> list[Fault]:
         Fault("torn spool of", "spool-learner", tear_spool),
         Fault("torn fleet.toml of", "router", tear_fleet),
     ]
-    faults += [Fault("full disk of", name, fill) for name, disk in stage.disks.items() if disk.is_real]
-    faults += [Fault("hung disk of", name, freeze) for name, disk in stage.disks.items() if disk.is_real]
+    faults += [
+        Fault("full disk of", name, fill) for name, disk in stage.disks.items() if disk.is_real
+    ]
+    faults += [
+        Fault("hung disk of", name, freeze) for name, disk in stage.disks.items() if disk.is_real
+    ]
     if stage.faketime is not None:
         faults += [Fault("clock jump of", name, shift_clock) for name in (*learners, "router")]
     return faults
 
 
 def shuffle(faults: Sequence[Fault], count: int, rng: random.Random) -> list[Fault]:
-    """`count` faults: whole rounds of all of them, each in another order, and the beginning of one more."""
+    """`count` faults: whole rounds of all of them, each in another order, and the beginning of one
+    more.
+    """
     deck: list[Fault] = []
     while len(deck) < count:
         deck += rng.sample(faults, len(faults))

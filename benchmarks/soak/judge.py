@@ -1,4 +1,6 @@
-"""The judge: was everything survived? Pure functions of what was seen.
+"""The judge: was everything survived?
+
+Pure functions of what was seen.
 
 faults     every target was well again, and no process ended that nobody had killed
 records    every record that the broker, or the spool, acknowledged is stored, by id: no fault is long enough to let any
@@ -18,7 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 WARM_UP_S = 120.0
-"""Seconds after a process is ready that are not measured: it fills its caches, and a learner begins to train."""
+"""Seconds after a process is ready that are not measured: it fills its caches, and a learner begins
+to train.
+"""
 
 MIN_LIFE_S = 120.0
 """Shorter lives say nothing about growth."""
@@ -27,7 +31,9 @@ MIN_TOLD = 8
 """Fewest changes of phase by which a learner's memory is judged."""
 
 FLAT_SHARE, FLAT_BYTES, FLAT_DESCRIPTORS = 0.1, 64 << 20, 64
-"""A process is flat if it grows by less than this share, or by less than these bytes: allocators and caches move."""
+"""A process is flat if it grows by less than this share, or by less than these bytes: allocators
+and caches move.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,24 +76,30 @@ class LifeSeen:
     def find_growth(self) -> Growth | None:
         """The least memory of the last quarter against that of the first two, after the warm-up.
 
-        The least, because a learner that trains holds more than one that waits; the larger of two quarters, because it
-        may begin to train in the second. A learner that told its memory often enough is judged by that: then the median
-        of the last half is compared with that of the first, because phases differ. Descriptors are compared by their
-        medians. None if the life was too short.
+        The least, because a learner that trains holds more than one that waits; the larger of two
+        quarters, because it may begin to train in the second. A learner that told its memory often
+        enough is judged by that: then the median of the last half is compared with that of the
+        first, because phases differ. Descriptors are compared by their medians. None if the life
+        was too short.
         """
         begin_s = self.samples[0][0] + WARM_UP_S if self.samples else 0.0
         measured = [sample for sample in self.samples if sample[0] >= begin_s]
         if len(measured) < 8 or measured[-1][0] - measured[0][0] < MIN_LIFE_S:
             return None
         quarter = len(measured) // 4
-        first, second, last = measured[:quarter], measured[quarter : 2 * quarter], measured[-quarter:]
+        first, second, last = (
+            measured[:quarter],
+            measured[quarter : 2 * quarter],
+            measured[-quarter:],
+        )
         least = [min(size for _, size, _ in part) for part in (first, second, last)]
         before, after = max(least[:2]), least[2]
-        # A learner told the memory it held after giving freed blocks back: steadier than samples at any
-        # moment.
+        # A learner told the memory it held after giving freed blocks back: steadier than samples at
+        # any moment.
         if (told := len(self.settled)) >= MIN_TOLD:
             before, after = (
-                int(statistics.median(half)) for half in (self.settled[: told // 2], self.settled[told // 2 :])
+                int(statistics.median(half))
+                for half in (self.settled[: told // 2], self.settled[told // 2 :])
             )
         files = [statistics.median(count for _, _, count in part) for part in (first, last)]
         born_s = self.samples[0][0]
@@ -96,7 +108,9 @@ class LifeSeen:
             before=before,
             after=after,
             descriptors=int(files[1] - files[0]),
-            by_minute={int((time_s - born_s) // 60): size >> 20 for time_s, size, _ in self.samples},
+            by_minute={
+                int((time_s - born_s) // 60): size >> 20 for time_s, size, _ in self.samples
+            },
         )
 
 
@@ -110,7 +124,9 @@ class Growth:
     descriptors: int
     """Descriptors gained."""
     by_minute: Mapping[int, int]
-    """Resident MiB at the end of each minute of the life, the warm-up included: a step is a cache, a slope a leak."""
+    """Resident MiB at the end of each minute of the life, the warm-up included: a step is a cache,
+    a slope a leak.
+    """
 
     @property
     def share(self) -> float:
@@ -119,7 +135,9 @@ class Growth:
     @property
     def is_flat(self) -> bool:
         grown = self.after - self.before
-        return (grown < FLAT_BYTES or self.share < FLAT_SHARE) and self.descriptors < FLAT_DESCRIPTORS
+        return (
+            grown < FLAT_BYTES or self.share < FLAT_SHARE
+        ) and self.descriptors < FLAT_DESCRIPTORS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,25 +210,38 @@ def find_failures(seen: Seen, growths: Sequence[Growth]) -> list[str]:
         failures.append("no fault was injected")
     for name, way in seen.records.items():
         if way.lost:
-            failures.append(f"{len(way.lost)} of {len(way.acked)} acknowledged records of the {name} are lost")
+            failures.append(
+                f"{len(way.lost)} of {len(way.acked)} acknowledged records of the {name} are lost"
+            )
         if not way.acked:
             failures.append(f"no record came through the {name}")
     for server, version in seen.served.items():
         if version != seen.current:
-            failures.append(f"{server} serves {version or 'nothing'}, the current version is {seen.current}")
+            failures.append(
+                f"{server} serves {version or 'nothing'}, the current version is {seen.current}"
+            )
     if seen.must_promote and not seen.num_promoted:
         failures.append("no version was promoted, so no rollout was under fire")
     if untold := seen.requests.get("untold", 0):
-        failures.append(f"{untold} requests failed untold, for example: {seen.untold[0] if seen.untold else ''}")
+        failures.append(
+            f"{untold} requests failed untold, for example: {seen.untold[0] if seen.untold else ''}"
+        )
     if not seen.requests.get("answered"):
         failures.append("no request was answered")
     failures += [f"attack: {problem}" for problem in seen.attack.get("problems", ())]
     if (num_sent := seen.attack.get("requests", 0)) < seen.must_attack:
         failures.append(f"{num_sent} requests of the attacker, {seen.must_attack} are needed")
-    failures += [f"{life.name} ended by itself: {life.unwanted_exit}" for life in seen.lives if life.unwanted_exit]
+    failures += [
+        f"{life.name} ended by itself: {life.unwanted_exit}"
+        for life in seen.lives
+        if life.unwanted_exit
+    ]
     for growth in growths:
         if not growth.is_flat:
-            grown = f"{growth.before >> 20} to {growth.after >> 20} MiB, {growth.descriptors:+d} descriptors"
+            grown = (
+                f"{growth.before >> 20} to {growth.after >> 20} MiB, {growth.descriptors:+d} "
+                "descriptors"
+            )
             failures.append(f"{growth.name} grew: {grown}")
     return failures
 
@@ -228,9 +259,15 @@ def _describe(way: RecordsSeen) -> dict[str, Any]:
 def _count_by_name(faults: Sequence[FaultSeen]) -> dict[str, dict[str, float]]:
     injected = Counter(fault.name for fault in faults)
     survived = Counter(fault.name for fault in faults if not fault.problem)
-    slowest = {name: max(fault.seconds for fault in faults if fault.name == name) for name in injected}
+    slowest = {
+        name: max(fault.seconds for fault in faults if fault.name == name) for name in injected
+    }
     return {
-        name: {"injected": injected[name], "survived": survived[name], "slowest_s": round(slowest[name], 1)}
+        name: {
+            "injected": injected[name],
+            "survived": survived[name],
+            "slowest_s": round(slowest[name], 1),
+        }
         for name in sorted(injected)
     }
 
@@ -239,24 +276,32 @@ def write_table(report: Mapping[str, Any]) -> str:
     """The table of faults, and the figures below it."""
     rows = [f"{'fault':<36} injected survived  slowest"]
     for name, counts in report["faults"]["by_name"].items():
-        rows.append(f"{name:<36} {counts['injected']:8d} {counts['survived']:8d} {counts['slowest_s']:7.1f}s")
+        rows.append(
+            f"{name:<36} {counts['injected']:8d} {counts['survived']:8d} "
+            f"{counts['slowest_s']:7.1f}s"
+        )
     faults, records, requests = report["faults"], report["records"], report["requests"]
     growth, attack = report["memory"]["growth"], report["attack"]
-    shown = "not measured" if growth is None else f"{growth:+.1%} at most ({report['memory']['of']})"
+    shown = (
+        "not measured" if growth is None else f"{growth:+.1%} at most ({report['memory']['of']})"
+    )
     return "\n".join(
         [
             *rows,
             f"{'all':<36} {faults['injected']:8d} {faults['survived']:8d}",
             f"faults: {faults['injected']} of {faults['planned']} injected",
             f"records: {records['acked']} acknowledged, {records['lost']} lost",
-            f"requests: {requests['total']}, of which {requests.get('told', 0)} were told why they failed, "
-            f"{requests.get('cut', 0)} cut by a kill of the router, {requests['failed_untold']} untold",
+            f"requests: {requests['total']}, of which {requests.get('told', 0)} were told why they "
+            "failed, "
+            f"{requests.get('cut', 0)} cut by a kill of the router, {requests['failed_untold']} "
+            "untold",
             f"attack: {attack.get('requests', 0)} requests with seed {attack.get('seed')}, "
             f"{attack.get('ended', 0)} processes ended, {attack.get('honest_streams_cut', 0)} of "
             f"{attack.get('honest_streams', 0)} honest streams cut",
             f"versions: {report['versions']['current']} on "
             f"{sum(v == report['versions']['current'] for v in report['versions']['served'].values())} "
-            f"of {len(report['versions']['served'])} servers, {report['versions']['promoted']} promoted under fire",
+            f"of {len(report['versions']['served'])} servers, {report['versions']['promoted']} "
+            "promoted under fire",
             f"memory: {shown}",
             *(f"NOT SURVIVED: {failure}" for failure in report["failures"]),
         ]

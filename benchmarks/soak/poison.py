@@ -1,4 +1,6 @@
-"""Hostile records: frames whose CRC is right and whose content is not, and bytes that are no frames at all."""
+"""Hostile records: frames whose CRC is right and whose content is not, and bytes that are no frames
+at all.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def i32(*values: int) -> bytes:
 
 
 def make_record(number: int = 0, **changes: Any) -> Record:
-    """A prompt of 3 tokens and 6 of output. The first step rejects its second draft token, the second accepts all."""
+    """A prompt of 3 tokens and 6 of output.
+
+    The first step rejects its second draft token, the second accepts all.
+    """
     rows = 8
     fields: dict[str, Any] = {
         "server_id": "boot",
@@ -37,12 +42,13 @@ def make_record(number: int = 0, **changes: Any) -> Record:
         "sampling": Sampling(),
         "num_prompt_tokens": 3,
         "top_k": 2,
-        # The text: 5 6 n | 10 | 11 20 21 22 23 24, prompt, token of the prefill, output. Step 1 reads up to 10
-        # (place 3) and drafts 11 12 13: 11 is accepted, 20 comes instead of 12. Step 2 drafts 21 22 23, all
-        # accepted, and 24 is the bonus token.
+        # The text: 5 6 n | 10 | 11 20 21 22 23 24, prompt, token of the prefill, output. Step 1
+        # reads up to 10 (place 3) and drafts 11 12 13: 11 is accepted, 20 comes instead of 12. Step
+        # 2 drafts 21 22 23, all accepted, and 24 is the bonus token.
         "context": i32(5, 6, number % VOCAB, 10),
         "output": i32(11, 20, 21, 22, 23, 24),
-        # 4 rows a step: 3 draft tokens and the bonus. In step 1, rows 2 and 3 follow one and two rejected tokens.
+        # 4 rows a step: 3 draft tokens and the bonus. In step 1, rows 2 and 3 follow one and two
+        # rejected tokens.
         "row_positions": i32(4, 5, 6, 7, 6, 7, 8, 9),
         "row_branches": i32(0, 0, 1, 2, 0, 0, 0, 0),
         "row_drafts": i32(11, 12, 13, -1, 21, 22, 23, -1),
@@ -65,7 +71,12 @@ def unpack(record: Record) -> dict[str, Any]:
 
 def frame_around(payload: bytes, magic: bytes = MAGIC) -> bytes:
     """A frame with the right length and CRC, whatever the payload."""
-    return magic + len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
+    return (
+        magic
+        + len(payload).to_bytes(4, "little")
+        + zlib.crc32(payload).to_bytes(4, "little")
+        + payload
+    )
 
 
 def pack(fields: Any) -> bytes:
@@ -75,7 +86,9 @@ def pack(fields: Any) -> bytes:
 
 def make_later(number: int) -> bytes:
     """A frame of the next layout."""
-    return frame_around(zstandard.compress(msgspec.msgpack.encode({"request": f"cmpl-{number}"})), b"RDR4")
+    return frame_around(
+        zstandard.compress(msgspec.msgpack.encode({"request": f"cmpl-{number}"})), b"RDR4"
+    )
 
 
 def make_bomb(number: int = 0) -> bytes:
@@ -103,7 +116,19 @@ def make_invalid_utf8() -> bytes:
 
 
 NUMBERS = (-1, 0, 1, 2, 2**31 - 1, -(2**31), 2**31, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, 0.5)
-FLOATS = (0.0, -0.0, 1e-40, 1e-300, 2.0, 2.1, -1.0, 1e300, float("nan"), float("inf"), float("-inf"))
+FLOATS = (
+    0.0,
+    -0.0,
+    1e-40,
+    1e-300,
+    2.0,
+    2.1,
+    -1.0,
+    1e300,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+)
 STRINGS = (
     "",
     "a b",
@@ -122,7 +147,10 @@ STRINGS = (
 
 
 def fuzz(rng: random.Random, number: int, target: str = TARGET) -> bytes:
-    """One frame or no frame: a mutation of a good one in a random place, most often with the right CRC."""
+    """One frame or no frame.
+
+    A mutation of a good one in a random place, most often with the right CRC.
+    """
     fields = unpack(make_record(number, sequence=number, target_fingerprint=target))
     kind = rng.randrange(8)
     if kind < 4:
@@ -141,7 +169,13 @@ def fuzz(rng: random.Random, number: int, target: str = TARGET) -> bytes:
     frame = pack(fields)
     if kind == 6:
         return frame[: rng.randrange(1, len(frame))]
-    return rng.choice((rng.randbytes(rng.randrange(1, 400)), frame_around(rng.randbytes(rng.randrange(60))), MAGIC * 9))
+    return rng.choice(
+        (
+            rng.randbytes(rng.randrange(1, 400)),
+            frame_around(rng.randbytes(rng.randrange(60))),
+            MAGIC * 9,
+        )
+    )
 
 
 def _mutate(rng: random.Random, fields: dict[str, Any]) -> None:
@@ -156,17 +190,29 @@ def _mutate(rng: random.Random, fields: dict[str, Any]) -> None:
     elif rng.random() < 0.1:
         del fields[name]
     else:
-        same = STRINGS if isinstance(value, str) else FLOATS if isinstance(value, float) else NUMBERS
-        fields[name] = rng.choice(rng.choice((same, same, same, (*STRINGS, *FLOATS, *NUMBERS, None, [], {}, b"x"))))
+        same = (
+            STRINGS if isinstance(value, str) else FLOATS if isinstance(value, float) else NUMBERS
+        )
+        fields[name] = rng.choice(
+            rng.choice((same, same, same, (*STRINGS, *FLOATS, *NUMBERS, None, [], {}, b"x")))
+        )
 
 
 def _mutate_array(rng: random.Random, name: str, data: bytes) -> bytes:
     """Other values in an array, in all places or in one; or another length."""
     if rng.random() < 0.2:
-        return data * rng.choice((0, 2)) if rng.random() < 0.5 else data[: rng.randrange(len(data) + 1)]
+        return (
+            data * rng.choice((0, 2))
+            if rng.random() < 0.5
+            else data[: rng.randrange(len(data) + 1)]
+        )
     if name in ("row_draft_probs", "row_topk_log_probs", "row_log_sum_exp"):
-        values = np.frombuffer(data[: len(data) // 4 * 4], "<f4").copy()  # it may have been cut off before
-        values[_some(rng, values)] = rng.choice((*FLOATS[:-4], -3e38, 3e38, 1e-3, -1e4, *FLOATS[-3:]))
+        values = np.frombuffer(
+            data[: len(data) // 4 * 4], "<f4"
+        ).copy()  # it may have been cut off before
+        values[_some(rng, values)] = rng.choice(
+            (*FLOATS[:-4], -3e38, 3e38, 1e-3, -1e4, *FLOATS[-3:])
+        )
         return values.tobytes()
     if name == "hidden":
         words = np.frombuffer(data[: len(data) // 2 * 2], "<u2").copy()

@@ -1,13 +1,15 @@
-"""Soak the whole online service in traffic and random faults, and judge at the end whether it survived all of them.
+"""Soak the whole online service in traffic and random faults, and judge at the end whether it
+survived all of them.
 
     $ make soak                                              # 30 minutes on two cores: outputs/soak/report.json
     $ python -m benchmarks.soak --overwrite --minutes 3 --faults 12 --seed 7
 
-Two real vLLM servers, the router, a real nats-server and two learners run below a supervisor that starts them again
-whenever they end. Clients stream, hang up, ask for several answers and opt out. Meanwhile processes are killed and
-stopped, disks fill up and hang, clocks jump, hostile records arrive, and an attacker sends mutated requests. Everything
-stays on this machine. Full and hung disks need root, and clock jumps need libfaketime (Debian: apt-get install
-faketime); without them these faults are left out. The exit status is 1 if anything was not survived.
+Two real vLLM servers, the router, a real nats-server and two learners run below a supervisor that
+starts them again whenever they end. Clients stream, hang up, ask for several answers and opt out.
+Meanwhile processes are killed and stopped, disks fill up and hang, clocks jump, hostile records
+arrive, and an attacker sends mutated requests. Everything stays on this machine. Full and hung
+disks need root, and clock jumps need libfaketime (Debian: apt-get install faketime); without them
+these faults are left out. The exit status is 1 if anything was not survived.
 """
 
 from __future__ import annotations
@@ -65,10 +67,14 @@ CALM_SHARE, MAX_CALM_S = 0.1, 120.0
 """Share of the time at the end without new faults, under traffic."""
 
 SETTLE_S = 600.0
-"""Deadline after the traffic: the log and the spool are empty, and all servers serve the current version."""
+"""Deadline after the traffic: the log and the spool are empty, and all servers serve the current
+version.
+"""
 
 PROMOTING_MINUTES = 20.0
-"""A soak of this length must promote a version: a learner's first takes several minutes, and faults set it back."""
+"""A soak of this length must promote a version: a learner's first takes several minutes, and faults
+set it back.
+"""
 
 ATTACKS_PER_MINUTE = 10_000 / 30
 """Fewest requests of the attacker."""
@@ -89,8 +95,9 @@ class Config:
     minutes: float = 30
     """Duration of the traffic, in minutes. Starting and judging take a few more."""
     faults: int = 100
-    """Number of faults to inject, spread evenly. Fewer if all targets that are left are still recovering at the end of
-    the time: the table says how many."""
+    """Number of faults to inject, spread evenly. Fewer if all targets that are left are still
+    recovering at the end of the time: the table says how many.
+    """
     seed: int | None = None
     """Seed of the faults and the traffic. By default a new one, which is printed."""
     clients: int = 8
@@ -130,11 +137,19 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
     world = World(stage=stage, processes=build_processes(stage), witness=witness, rng=rng)
     async with running(world):
         await asyncio.gather(*(until_well(world, name, START_S) for name in world.processes))
-        print(f"{len(world.processes)} processes are well; {cfg.minutes:g} minutes begin", flush=True)
+        print(
+            f"{len(world.processes)} processes are well; {cfg.minutes:g} minutes begin", flush=True
+        )
         router = world.processes["router"]
-        # A generator for the clients alone: the number of requests sent must not change the faults drawn.
+        # A generator for the clients alone: the number of requests sent must not change the faults
+        # drawn.
         clients = Clients(
-            stage.url("router"), stage.prompts, random.Random(rng.random()), cfg.clients, cfg.pause_s, router.was_up
+            stage.url("router"),
+            stage.prompts,
+            random.Random(rng.random()),
+            cfg.clients,
+            cfg.pause_s,
+            router.was_up,
         )
         attack = Attack(doors=build_doors(world), seed=rng.randrange(1 << 31))
         print(f"seed of the attacker: {attack.seed}", flush=True)
@@ -165,7 +180,8 @@ async def play(cfg: Config, stage: Stage, rng: random.Random) -> Seen:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- the service
+# -------------------------------------------------------------------------------------------------------
+# the service
 
 
 def build_processes(stage: Stage) -> dict[str, Supervised]:
@@ -173,20 +189,36 @@ def build_processes(stage: Stage) -> dict[str, Supervised]:
         await probe(stage.ingest, NATS)
 
     broker = Supervised("broker", stage.build_broker(), stage.log("broker"), liveness=store_probe)
-    others = [*(stage.build_learner(name) for name in stage.learners), stage.build_router(), stage.build_tap()]
+    others = [
+        *(stage.build_learner(name) for name in stage.learners),
+        stage.build_router(),
+        stage.build_tap(),
+    ]
     servers = [stage.build_server(number + 1) for number in range(len(stage.servers))]
     return {process.name: process for process in (broker, *servers, *others)}
 
 
 def build_doors(world: World) -> list[Door]:
-    """The processes under attack. The second server is left alone, for the requests the first one loses."""
+    """The processes under attack.
+
+    The second server is left alone, for the requests the first one loses.
+    """
     processes, ports = world.processes, world.stage.ports
     api = (b"/v1/completions", b"/v1/models", b"/v1/messages/", b"/health", b"/redraft/status")
-    plugin, page = (b"/redraft/status", b"/redraft/swap"), (b"/overview.json", b"/metrics", b"/", b"/page.js")
+    plugin, page = (
+        (b"/redraft/status", b"/redraft/swap"),
+        (b"/overview.json", b"/metrics", b"/", b"/page.js"),
+    )
     streams = "/v1/completions"
     return [
         *(
-            Door(process=processes[name], port=ports[name], paths=api, generates=True, streams=streams)
+            Door(
+                process=processes[name],
+                port=ports[name],
+                paths=api,
+                generates=True,
+                streams=streams,
+            )
             for name in PROXIES
         ),
         Door(process=processes["learner"], port=ports["learner-page"], paths=page),
@@ -208,7 +240,10 @@ async def running(world: World) -> AsyncIterator[None]:
 
 
 class Shipper:
-    """A server's end of the spool: it writes what the witness hands on, in a thread, because the disk may hang."""
+    """A server's end of the spool.
+
+    It writes what the witness hands on, in a thread, because the disk may hang.
+    """
 
     def __init__(self, writer: SpoolWriter) -> None:
         self.writer = writer
@@ -222,7 +257,9 @@ class Shipper:
     def _ship_forever(self) -> None:
         while True:
             data = self.waiting.get()
-            ids = {record.record_id for _, record in read_frames(data) if isinstance(record, Record)}
+            ids = {
+                record.record_id for _, record in read_frames(data) if isinstance(record, Record)
+            }
             try:
                 self.writer.write([data])
                 self.shipped |= ids
@@ -230,10 +267,13 @@ class Shipper:
                 self.num_dropped += len(ids)
 
 
-# ------------------------------------------------------------------------------------------------------- the faults
+# -------------------------------------------------------------------------------------------------------
+# the faults
 
 
-async def play_faults(cfg: Config, world: World, clients: Clients, attack: Attack) -> list[Injected]:
+async def play_faults(
+    cfg: Config, world: World, clients: Clients, attack: Attack
+) -> list[Injected]:
     """Traffic and attacks for `cfg.minutes`, and faults until the calm end."""
     began_s, is_over = time.monotonic(), asyncio.Event()
     length_s = 60 * cfg.minutes
@@ -244,12 +284,17 @@ async def play_faults(cfg: Config, world: World, clients: Clients, attack: Attac
         traffic = tasks.create_task(clients.run(is_over))
         tasks.create_task(attack.run(is_over, 60 * BURST / (1.3 * ATTACKS_PER_MINUTE)))
         progress = tasks.create_task(show_progress(world, clients, injected, began_s, length_s))
-        # The inner group ends when every fault was survived or given up. Traffic and progress go on.
+        # The inner group ends when every fault was survived or given up. Traffic and progress go
+        # on.
         async with asyncio.TaskGroup() as faults:
             busy: set[str] = set()
             for number in range(cfg.faults):
-                await asyncio.sleep(began_s + (length_s - calm_s) * number / cfg.faults - time.monotonic())
-                while (fault := take_free(deck, busy)) is None and time.monotonic() < began_s + length_s - calm_s:
+                await asyncio.sleep(
+                    began_s + (length_s - calm_s) * number / cfg.faults - time.monotonic()
+                )
+                while (
+                    fault := take_free(deck, busy)
+                ) is None and time.monotonic() < began_s + length_s - calm_s:
                     await asyncio.sleep(0.5)
                 if fault is not None:
                     busy.add(fault.target)
@@ -286,9 +331,12 @@ async def show_progress(
         await asyncio.sleep(PROGRESS_S)
         survived = sum(not one.problem for one in injected)
         down = [name for name, process in world.processes.items() if process.pid is None]
-        requests = ", ".join(f"{count} {kind}" for kind, count in sorted(clients.tally.counts.items()))
+        requests = ", ".join(
+            f"{count} {kind}" for kind, count in sorted(clients.tally.counts.items())
+        )
         print(
-            f"{_clock(time.monotonic() - began_s)} of {_clock(length_s)}: {survived} of {len(injected)} faults "
+            f"{_clock(time.monotonic() - began_s)} of {_clock(length_s)}: {survived} of "
+            f"{len(injected)} faults "
             f"survived; requests: {requests}; {len(world.witness.acked)} records acknowledged"
             + (f"; down: {', '.join(down)}" if down else ""),
             flush=True,
@@ -299,11 +347,14 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-# ------------------------------------------------------------------------------------------------------- the end
+# -------------------------------------------------------------------------------------------------------
+# the end
 
 
 async def settle(world: World, shipper: Shipper) -> None:
-    """Wait until nothing is on the way: the log and the spool are empty, and all servers serve the current version.
+    """Wait until nothing is on the way.
+
+    The log and the spool are empty, and all servers serve the current version.
 
     After SETTLE_S it returns all the same, and the judge sees what is missing.
     """
@@ -317,13 +368,17 @@ async def settle(world: World, shipper: Shipper) -> None:
 async def _is_settled(world: World, shipper: Shipper) -> bool:
     waiting = [await count_waiting(world, name) for name in world.stage.learners]
     served = {await read_version(world.stage, name) for name in world.stage.servers}
-    return not any(waiting) and shipper.waiting.empty() and served == {world.stage.registry.current()}
+    return (
+        not any(waiting) and shipper.waiting.empty() and served == {world.stage.registry.current()}
+    )
 
 
 async def read_version(stage: Stage, server: str) -> str:
     """The version that the server says it serves; empty if it does not answer."""
     try:
-        async with httpx.AsyncClient(timeout=30, headers={"Authorization": f"Bearer {stage.token}"}) as http:
+        async with httpx.AsyncClient(
+            timeout=30, headers={"Authorization": f"Bearer {stage.token}"}
+        ) as http:
             answer = (await http.get(f"{stage.url(server)}/redraft/status")).raise_for_status()
         return str(answer.json()["draft_version"])
     except (httpx.HTTPError, ValueError, KeyError):
@@ -331,17 +386,25 @@ async def read_version(stage: Stage, server: str) -> str:
 
 
 def keep_evidence(stage: Stage, folder: Path) -> None:
-    """Copy the contents of the disks: the buffers and the broker's files. The disks go with the soak."""
+    """Copy the contents of the disks: the buffers and the broker's files.
+
+    The disks go with the soak.
+    """
     for name, disk in stage.disks.items():
         shutil.copytree(disk.folder, folder / name, dirs_exist_ok=True)
 
 
 def see_fault(one: Injected) -> FaultSeen:
-    return FaultSeen(name=one.fault.name, at=f"{one.began:%H:%M:%S}", problem=one.problem, seconds=one.seconds)
+    return FaultSeen(
+        name=one.fault.name, at=f"{one.began:%H:%M:%S}", problem=one.problem, seconds=one.seconds
+    )
 
 
 def read_settled(cfg: LearnerConfig | None) -> list[list[int]]:
-    """The memory that a learner held at each change of phase, by life; empty for any other process."""
+    """The memory that a learner held at each change of phase, by life.
+
+    Empty for any other process.
+    """
     lives: list[list[int]] = []
     for entry in Journal(cfg.folder / "journal").read().entries if cfg else ():
         if isinstance(entry, StateEntry) and entry.resident_bytes:
@@ -355,13 +418,22 @@ def see_lives(process: Supervised, settled: list[list[int]]) -> list[LifeSeen]:
     def describe_exit(number: int) -> str:
         run = process.runs[number]
         is_unwanted = run.ended_s is not None and not run.is_wanted
-        return f"status {run.exit_status}, life {number + 1}, see {process.log.name}" if is_unwanted else ""
+        return (
+            f"status {run.exit_status}, life {number + 1}, see {process.log.name}"
+            if is_unwanted
+            else ""
+        )
 
     # a life that ended while it started has no line in the journal: then they cannot be paired
     if len(settled) != len(process.runs):
         settled = [[] for _ in process.runs]
     return [
-        LifeSeen(name=process.name, samples=run.samples, settled=held, unwanted_exit=describe_exit(number))
+        LifeSeen(
+            name=process.name,
+            samples=run.samples,
+            settled=held,
+            unwanted_exit=describe_exit(number),
+        )
         for number, (run, held) in enumerate(zip(process.runs, settled, strict=True))
     ]
 
@@ -370,19 +442,26 @@ def see_records(cfg: LearnerConfig, acked: set[str]) -> RecordsSeen:
     """The records in the files of a learner that has ended, and those it counted as not kept."""
     folder = cfg.buffer_config.folder
     assert folder is not None
-    return RecordsSeen(acked=acked, stored=read_stored_ids(folder), dropped=sum_dropped(cfg.folder / "journal"))
+    return RecordsSeen(
+        acked=acked, stored=read_stored_ids(folder), dropped=sum_dropped(cfg.folder / "journal")
+    )
 
 
 def read_stored_ids(folder: Path) -> set[str]:
     """Ids of all records in the buffer's files that can still be decoded.
 
-    Not through `Buffer`: the judge must not believe the judged, and `Buffer` returns a prompt's newest request only.
+    Not through `Buffer`: the judge must not believe the judged, and `Buffer` returns a prompt's
+    newest request only.
     """
     stored = set[str]()
     for path in folder.glob("records-*.db"):
         with closing(sqlite3.connect(path)) as file:
             for (frame,) in file.execute("SELECT frame FROM records JOIN frames USING (seq)"):
-                stored |= {record.record_id for _, record in read_frames(frame) if isinstance(record, Record)}
+                stored |= {
+                    record.record_id
+                    for _, record in read_frames(frame)
+                    if isinstance(record, Record)
+                }
     return stored
 
 

@@ -46,7 +46,9 @@ DISK_BYTES = 1 << 30
 """Size of every small disk. Its file is sparse."""
 
 NOISE = 0.3
-"""Noise on every matrix of the draft, a copy of the target, in units of the matrix's standard deviation."""
+"""Noise on every matrix of the draft, a copy of the target, in units of the matrix's standard
+deviation.
+"""
 
 NATS = Nats(fleet="soak")
 
@@ -61,7 +63,9 @@ class Stage:
     disks: Mapping[str, Disk]
     """By the name of the process whose files it holds: broker, learner, spool-learner."""
     ports: Mapping[str, int]
-    """By the name of the process; `admin` is the router's second port, `learner-page` the learner's only one."""
+    """By the name of the process; `admin` is the router's second port, `learner-page` the learner's
+    only one.
+    """
     learners: Mapping[str, LearnerConfig]
     """learner and spool-learner."""
     faketime: Path | None
@@ -92,7 +96,8 @@ class Stage:
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
 
-    # ----------------------------------------------------------------------------------------------- the processes
+    # -----------------------------------------------------------------------------------------------
+    # the processes
 
     def build_server(self, number: int) -> Supervised:
         name = f"server-{number}"
@@ -101,8 +106,24 @@ class Stage:
             *("--registry", str(self.registry.folder), "--token-file", str(self.folder / "token")),
             *("--num-speculative-tokens", str(NUM_SPECULATIVE_TOKENS)),
             *("--capture.ingest", self.ingest, "--capture.nats.fleet", NATS.fleet),
-            *("--", "--port", str(self.ports[name]), "--host", "127.0.0.1", "--served-model-name", "m"),
-            *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"),
+            *(
+                "--",
+                "--port",
+                str(self.ports[name]),
+                "--host",
+                "127.0.0.1",
+                "--served-model-name",
+                "m",
+            ),
+            *(
+                "--dtype",
+                "float32",
+                "--enforce-eager",
+                "--max-model-len",
+                str(MAX_MODEL_LEN),
+                "--max-num-seqs",
+                "16",
+            ),
             *("--kv-cache-memory-bytes", str(128 << 20), "--no-enable-prefix-caching"),
             "--disable-uvicorn-access-log",  # a line for each request of the attacker
         ]
@@ -131,7 +152,14 @@ class Stage:
     def build_tap(self) -> Supervised:
         tap = self._build(
             *("tap", "tap", self.url("server-1"), "--target", str(self.target)),
-            *("--spool", str(self.folder / "tap-spool"), "--port", str(self.ports["tap"]), "--admin-port", "0"),
+            *(
+                "--spool",
+                str(self.folder / "tap-spool"),
+                "--port",
+                str(self.ports["tap"]),
+                "--admin-port",
+                "0",
+            ),
         )
         tap.port = self.ports["tap"]
         return tap
@@ -147,18 +175,23 @@ class Stage:
     def _build(self, name: str, *command: str) -> Supervised:
         environment = {"OMP_NUM_THREADS": "1", **self._shift_clock(name)}
         return Supervised(
-            name, [sys.executable, "-m", "redraft.recipes.cli", *command], self.log(name), env=environment
+            name,
+            [sys.executable, "-m", "redraft.recipes.cli", *command],
+            self.log(name),
+            env=environment,
         )
 
     def _shift_clock(self, name: str) -> dict[str, str]:
-        """Variables for a process whose wall clock is this machine's plus the offset in `clock_file`."""
+        """Variables for a process whose wall clock is this machine's plus the offset in
+        `clock_file`.
+        """
         if self.faketime is None:
             return {}
         return {
             "LD_PRELOAD": str(self.faketime),
             "FAKETIME_TIMESTAMP_FILE": str(self.clock_file(name)),
-            # The file is looked at once a second. The monotonic clock and the times of files stay true: only
-            # the wall clock jumps.
+            # The file is looked at once a second. The monotonic clock and the times of files stay
+            # true: only the wall clock jumps.
             "FAKETIME_CACHE_DURATION": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "NO_FAKE_STAT": "1",
@@ -166,14 +199,18 @@ class Stage:
 
 
 def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack) -> Stage:
-    """Prepare everything that exists before the first process starts. `opened` unmounts the disks at its end.
+    """Prepare everything that exists before the first process starts.
+
+    `opened` unmounts the disks at its end.
 
     `day` is the date in the clients' prompts, if the chat template writes today's.
     """
     draft, prompts = make_draft_and_prompts(target, folder, day)
     names = ("broker", "learner", "spool-learner")
     disks = {
-        name: opened.enter_context(mounted(folder / f"{name}.img", folder / f"{name}-disk", DISK_BYTES))
+        name: opened.enter_context(
+            mounted(folder / f"{name}.img", folder / f"{name}-disk", DISK_BYTES)
+        )
         for name in names
     }
     doors = ("server-1", "server-2", "broker", "router", "tap", "admin", "learner-page")
@@ -197,17 +234,25 @@ def set_stage(folder: Path, target: Path, day: datetime.date, opened: ExitStack)
 
 
 @torch.no_grad()
-def make_draft_and_prompts(target: Path, folder: Path, day: datetime.date) -> tuple[Path, list[Prompt]]:
+def make_draft_and_prompts(
+    target: Path, folder: Path, day: datetime.date
+) -> tuple[Path, list[Prompt]]:
     """The folder of a draft that leaves something to learn, and the prompts of the clients."""
     model, tokenizer = load_causal_lm(target, torch.float32).eval(), load_tokenizer(target)
-    draft: StandaloneDraft = make_draft(Init(layers=tuple(range(model.config.num_hidden_layers))), model, tokenizer)
+    draft: StandaloneDraft = make_draft(
+        Init(layers=tuple(range(model.config.num_hidden_layers))), model, tokenizer
+    )
     generator = torch.Generator().manual_seed(0)
     for weight in draft.parameters():
         if weight.ndim == 2:
-            weight.add_(torch.randn(weight.shape, generator=generator), alpha=NOISE * float(weight.std()))
+            weight.add_(
+                torch.randn(weight.shape, generator=generator), alpha=NOISE * float(weight.std())
+            )
     draft.export(folder / "draft", torch.bfloat16, tokenizer=tokenizer)
     conversations = load_conversations("stdlib")
-    return folder / "draft", held_out_prompts(conversations, tokenizer, num_prompts=2000, max_length=160, day=day)
+    return folder / "draft", held_out_prompts(
+        conversations, tokenizer, num_prompts=2000, max_length=160, day=day
+    )
 
 
 def _write_settings(
@@ -218,10 +263,12 @@ def _write_settings(
     (folder / "no-fleet.toml").write_text("servers = []\n")
     (folder / "nats.conf").write_text(
         f'listen: "127.0.0.1:{ports["broker"]}"\nmax_payload: 8MB\n'
-        f'jetstream {{ store_dir: "{disks["broker"].folder}/store", max_file_store: {DISK_BYTES * 3 // 4} }}\n'
+        f'jetstream {{ store_dir: "{disks["broker"].folder}/store", max_file_store: '
+        f"{DISK_BYTES * 3 // 4} }}\n"
     )
     (folder / "router.toml").write_text(
-        f'fleet = "fleet.toml"\nport = {ports["router"]}\nadmin_port = {ports["admin"]}\npoll_s = 1\n'
+        f'fleet = "fleet.toml"\nport = {ports["router"]}\nadmin_port = {ports["admin"]}\npoll_s = '
+        "1\n"
     )
     shared = {"target": str(target.absolute()), "initial": str(draft), "token": "token"}
     log = f'ingest = "nats://127.0.0.1:{ports["broker"]}"'

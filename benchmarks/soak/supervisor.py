@@ -1,6 +1,8 @@
-"""Processes that are started again whenever they end, as systemd or Kubernetes does, and measured all the time.
+"""Processes that are started again whenever they end, as systemd or Kubernetes does, and measured
+all the time.
 
-start ─► runs ─ ends, or the liveness probe fails twice ─► the rest of its group is killed ─► 1 to 8 s ─► start
+start ─► runs ─ ends, or the liveness probe fails twice ─► the rest of its group is killed ─► 1 to 8
+s ─► start
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Run:
     is_wanted: bool = False
     """Whether the soak ended it, by a fault or by its liveness probe."""
     samples: list[tuple[float, int, int]] = field(default_factory=list)
-    """(time, resident bytes, descriptors) of all its processes together, from the time when it was ready."""
+    """(time, resident bytes, descriptors) of all its processes together, from the time when it was
+    ready.
+    """
 
 
 class Supervised:
@@ -60,14 +64,24 @@ class Supervised:
         port: int | None = None,
     ) -> None:
         self.port = port
-        self.name, self.command, self.log, self.env, self.liveness = name, list(command), log, env, liveness
+        self.name, self.command, self.log, self.env, self.liveness = (
+            name,
+            list(command),
+            log,
+            env,
+            liveness,
+        )
         self.runs: list[Run] = []
         self.num_liveness_kills = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     async def supervise(self) -> None:
         """Keep the process alive until cancelled; then it is asked to end."""
-        tasks = [self._restart_forever(), self._sample_forever(), *([self._probe_forever()] if self.liveness else [])]
+        tasks = [
+            self._restart_forever(),
+            self._sample_forever(),
+            *([self._probe_forever()] if self.liveness else []),
+        ]
         try:
             async with asyncio.TaskGroup() as group:
                 for task in tasks:
@@ -107,7 +121,9 @@ class Supervised:
         if self.pid is None:
             raise LookupError(f"{self.name} is down")
         leader = psutil.Process(self.pid)
-        found = [p for p in leader.children(recursive=True) if child in p.name()] if child else [leader]
+        found = (
+            [p for p in leader.children(recursive=True) if child in p.name()] if child else [leader]
+        )
         if not found:
             raise LookupError(f"{self.name} has no {child}")
         self.run.is_wanted = True
@@ -134,7 +150,9 @@ class Supervised:
                 await asyncio.sleep(POLL_S)
             run.ended_s, run.exit_status = time.monotonic(), status
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)  # what is left of a container goes with its first process
+                os.killpg(
+                    run.pid, signal.SIGKILL
+                )  # what is left of a container goes with its first process
             is_short = run.ended_s - run.began_s < SHORT_RUN_S
             backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s) if is_short else BACKOFF_S
             await asyncio.sleep(backoff_s)
@@ -163,7 +181,9 @@ class Supervised:
                     leader = psutil.Process(self.pid)
                     family = [leader, *leader.children(recursive=True)]
                     sizes = [(p.memory_info().rss, p.num_fds()) for p in family]
-                    self.run.samples.append((time.monotonic(), sum(s for s, _ in sizes), sum(n for _, n in sizes)))
+                    self.run.samples.append(
+                        (time.monotonic(), sum(s for s, _ in sizes), sum(n for _, n in sizes))
+                    )
 
 
 async def _is_listening(port: int) -> bool:

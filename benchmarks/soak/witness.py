@@ -1,10 +1,11 @@
 """A witness of the ingest log: which records did the broker acknowledge to their servers?
 
-    server ── record, id in a header, answer to _INBOX.servers.X ──► broker ── stored as number N ──► _INBOX.servers.X
+    server ── record, id in a header, answer to _INBOX.servers.X ──► broker ── stored as number N
+    ──► _INBOX.servers.X
                 └────────────────────────► witness ◄───────────────────────────┘
 
-It only listens, so it knows neither what a server believes nor what a learner has stored. While the broker is down it
-hears nothing: then it may miss acknowledgements, and never invents one.
+It only listens, so it knows neither what a server believes nor what a learner has stored. While the
+broker is down it hears nothing: then it may miss acknowledgements, and never invents one.
 
 Every acknowledged record is handed on, e.g. to a second learner that reads a spool.
 """
@@ -27,7 +28,9 @@ from redraft.online.records.record import Record, read_frames
 
 RECONNECT_S = 0.3
 MAX_OPEN = 4096
-"""Records without an answer, and answers without their record. The oldest are forgotten: nothing matched them."""
+"""Records without an answer, and answers without their record. The oldest are forgotten: nothing
+matched them.
+"""
 
 
 class Witness:
@@ -38,7 +41,8 @@ class Witness:
         self.is_listening = False
         self._records: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
         self._answers: OrderedDict[str, bytes] = OrderedDict()
-        """Both by the subject of the answer. The broker may deliver the answer before the record."""
+        """Both by the subject of the answer. The broker may deliver the answer before the record.
+        """
 
     async def listen(self) -> None:
         """Listen until cancelled, over as many connections as it takes."""
@@ -74,8 +78,13 @@ class Witness:
         if not is_acknowledgement(self._answers.pop(subject)):
             return
         record = next(iter(read_frames(data)), (b"", None))[1]
-        # A hostile message may carry any id: only what is a record, under its own id, has to be stored.
-        if isinstance(record, Record) and record.record_id == record_id and record_id not in self.acked:
+        # A hostile message may carry any id: only what is a record, under its own id, has to be
+        # stored.
+        if (
+            isinstance(record, Record)
+            and record.record_id == record_id
+            and record_id not in self.acked
+        ):
             self.acked[record_id] = record.domain
             self.hand_on(data)
 

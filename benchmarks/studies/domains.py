@@ -1,12 +1,14 @@
-"""Compare a draft per domain, behind a router, with one shared draft of the same size, on two real servers.
+"""Compare a draft per domain, behind a router, with one shared draft of the same size, on two real
+servers.
 
     $ make demo-domains                                   # 15 to 25 minutes on two cores: outputs/demo-domains/
     $ python -m benchmarks.studies.domains --overwrite --distil-steps 20 --num-test-prompts 8
 
-Three drafts of one target are distilled with the same number of steps: on code, on prose, and on both. A fourth, shared
-one gets twice the steps, as many as the two specialists together. The router learns the domains from unlabelled prompts
-and routes every request by its text. The same mixed traffic then goes through the router to two servers: first each
-with a specialist, then both with either shared draft.
+Three drafts of one target are distilled with the same number of steps: on code, on prose, and on
+both. A fourth, shared one gets twice the steps, as many as the two specialists together. The router
+learns the domains from unlabelled prompts and routes every request by its text. The same mixed
+traffic then goes through the router to two servers: first each with a specialist, then both with
+either shared draft.
 """
 
 from __future__ import annotations
@@ -71,11 +73,14 @@ class Config:
     draft_layers: tuple[int, ...] = (0, 6)
     """Layers of the target to initialise every draft with."""
     distil_steps: int = 120
-    """Training steps of 4,096 tokens per draft. The longer-trained shared draft gets twice as many."""
+    """Training steps of 4,096 tokens per draft. The longer-trained shared draft gets twice as many.
+    """
     distil_lr: float = 1e-3
     """AdamW learning rate of the training."""
     num_test_prompts: int = 96
-    """Prompts to measure tau on, half of them of each domain. They are not used in training, nor by the router."""
+    """Prompts to measure tau on, half of them of each domain. They are not used in training, nor by
+    the router.
+    """
     num_routed: int = 400
     """Held-out prompts to measure the router's accuracy on."""
     clients: int = 8
@@ -110,7 +115,11 @@ def main(cfg: Config) -> None:
 
     # 2. find the domains; labels only name them
     texts = domains.read_prompts(train)
-    publish(folder / "clusters", Clusters.fit(texts[0], 2).named_after(*texts).write, {"prompts": len(texts[0])})
+    publish(
+        folder / "clusters",
+        Clusters.fit(texts[0], 2).named_after(*texts).write,
+        {"prompts": len(texts[0])},
+    )
 
     # 3. train the specialists and the shared drafts
     make_drafts(cfg, folder, parts, tokenizer, day)
@@ -128,27 +137,46 @@ def main(cfg: Config) -> None:
     print(f"report: {page}")
 
 
-# ---------------------------------------------------------------------------------------------- drafts and servers
+# ----------------------------------------------------------------------------------------------
+# drafts and servers
 
 
 def make_drafts(
-    cfg: Config, folder: Path, parts: Mapping[str, Sequence[Conversation]], tokenizer: Any, day: datetime.date
+    cfg: Config,
+    folder: Path,
+    parts: Mapping[str, Sequence[Conversation]],
+    tokenizer: Any,
+    day: datetime.date,
 ) -> None:
     """Fill a registry per domain with the specialist, which is current, and the shared drafts."""
     target = load_causal_lm(cfg.target, torch.float32).eval()
     size = min(map(len, parts.values()))
-    mixed = [c for part in parts.values() for c in random.Random(0).sample(part, size)]  # half and half, as the traffic
+    mixed = [
+        c for part in parts.values() for c in random.Random(0).sample(part, size)
+    ]  # half and half, as the traffic
 
-    def train_draft(name: str, conversations: Sequence[Conversation], steps: int) -> StandaloneDraft:
+    def train_draft(
+        name: str, conversations: Sequence[Conversation], steps: int
+    ) -> StandaloneDraft:
         draft = make_draft(Init(layers=cfg.draft_layers), target, tokenizer)
-        distil(draft, target, tokenizer, conversations, day=day, name=name, steps=steps, lr=cfg.distil_lr)
+        distil(
+            draft,
+            target,
+            tokenizer,
+            conversations,
+            day=day,
+            name=name,
+            steps=steps,
+            lr=cfg.distil_lr,
+        )
         return draft
 
     # Trained once, published in both registries: both servers get the same shared drafts.
     shared = [train_draft(f"{A} and {B}", mixed, times * cfg.distil_steps) for times in (1, 2)]
     for name, part in parts.items():
         registry = Registry(folder / "drafts" / name)
-        # The registry counts versions from 1, so this order makes SPECIALIST, SHARED and SHARED_LONGER.
+        # The registry counts versions from 1, so this order makes SPECIALIST, SHARED and
+        # SHARED_LONGER.
         for draft in (train_draft(name, part, cfg.distil_steps), *shared):
             registry.publish(
                 partial(draft.export, tokenizer=tokenizer, dtype=torch.bfloat16),
@@ -189,21 +217,32 @@ def running_servers(cfg: Config, folder: Path) -> Iterator[dict[str, Server]]:
 @contextmanager
 def running_router(cfg: Config, folder: Path, servers: Mapping[str, Server]) -> Iterator[str]:
     """Run `redraft router` in front of the servers, and yield the address."""
-    listed = (f'[[servers]]\nurl = "{server.url}"\ndomain = "{name}"\n' for name, server in servers.items())
+    listed = (
+        f'[[servers]]\nurl = "{server.url}"\ndomain = "{name}"\n'
+        for name, server in servers.items()
+    )
     (folder / "fleet.toml").write_text("".join(listed))
     port = free_port()
     (folder / "router.toml").write_text(
         f'fleet = "fleet.toml"\nclusters = "clusters"\ntarget = "{cfg.target.absolute()}"\n'
         f"port = {port}\nadmin_port = 0\n"
     )
-    command = [sys.executable, "-m", "redraft.recipes.cli", "router", "--config", str(folder / "router.toml")]
+    command = [
+        sys.executable,
+        "-m",
+        "redraft.recipes.cli",
+        "router",
+        "--config",
+        str(folder / "router.toml"),
+    ]
     url, log = f"http://127.0.0.1:{port}", folder / "logs" / "router.log"
     with process_group(command, log=log) as process:
         wait_until_healthy(url, process, log, name="the router")
         yield url
 
 
-# ---------------------------------------------------------------------------------------------------- measurements
+# ----------------------------------------------------------------------------------------------------
+# measurements
 
 
 async def measure_drafts(
@@ -234,14 +273,22 @@ async def measure_drafts(
     }
 
 
-async def measure_taus(cfg: Config, router: str, prompts: Sequence[Prompt], title: str) -> dict[str, float]:
-    """tau in the engine per domain, and the mean. All prompts go through the router without a label."""
-    through = VllmServer(url=router, model="m", dtype="float32", num_speculative_tokens=cfg.num_speculative_tokens)
+async def measure_taus(
+    cfg: Config, router: str, prompts: Sequence[Prompt], title: str
+) -> dict[str, float]:
+    """tau in the engine per domain, and the mean.
+
+    All prompts go through the router without a label.
+    """
+    through = VllmServer(
+        url=router, model="m", dtype="float32", num_speculative_tokens=cfg.num_speculative_tokens
+    )
     outputs = await complete_all(through, prompts, cfg.max_tokens, GREEDY, cfg.clients, title)
     counts = {name: AcceptanceCounts.zero(cfg.num_speculative_tokens) for name in (A, B)}
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.counts is not None, "the server has a draft"
-        # The servers count every request by itself, so the router in between takes nothing from the counts.
+        # The servers count every request by itself, so the router in between takes nothing from the
+        # counts.
         counts[prompt.domain] += output.counts
     a, b = counts[A].tau, counts[B].tau
     return {"a": a, "b": b, "mean": (a + b) / 2}
@@ -272,15 +319,21 @@ def measure_router_overhead_ms(scratch: Path) -> float:
 def summarise(found: Mapping[str, Any]) -> str:
     """The lines to print at the end."""
     names = {**found["names"], "mean": "mean"}
-    special, shared, longer = found["tau_specialised"], found["tau_shared"], found["tau_shared_longer"]
+    special, shared, longer = (
+        found["tau_specialised"],
+        found["tau_shared"],
+        found["tau_shared_longer"],
+    )
     return "\n".join(
         [
             *(
-                f"tau on {name}: {special[key]:.3f} with a draft per domain, {shared[key]:.3f} with the shared draft, "
+                f"tau on {name}: {special[key]:.3f} with a draft per domain, {shared[key]:.3f} "
+                "with the shared draft, "
                 f"{longer[key]:.3f} with the shared draft trained twice as long"
                 for key, name in names.items()
             ),
-            f"routed correctly without a label: {found['routed_right']:.1%} of {found['num_routed']}; "
+            f"routed correctly without a label: {found['routed_right']:.1%} of "
+            f"{found['num_routed']}; "
             f"the router adds {found['router_overhead_ms_p50']:.2f} ms at the median",
         ]
     )

@@ -3,8 +3,9 @@
 $ make demo-heads                       # 30 to 60 minutes on two CPU cores
 $ python -m benchmarks.studies.heads --resume           # after an interruption: finished heads are kept
 
-Each head is trained with the settings of `presets.py`, and has a separate report. All share the target's
-answers to the held-out prompts and the measurement without a draft, which depend only on the target.
+Each head is trained with the settings of `presets.py`, and has a separate report. All share the
+target's answers to the held-out prompts and the measurement without a draft, which depend only on
+the target.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ from redraft.recipes.cli.run import run_recipe
 TEMPLATE = Path(__file__).parent / "templates" / "heads.html.j2"
 
 
-HeadName = Literal["eagle3", "peagle", "dflash", "dspark", "eagle1", "mtp", "medusa", "mlp_speculator"]
+HeadName = Literal[
+    "eagle3", "peagle", "dflash", "dspark", "eagle1", "mtp", "medusa", "mlp_speculator"
+]
 NOTES: dict[HeadName, str] = {
     "eagle3": "",
     "peagle": "",
     "dflash": "",
-    "dspark": "only vLLM's V2 model runner serves it, which needs a GPU here, so its tau is the forecast",
+    "dspark": "only vLLM's V2 model runner serves it, which needs a GPU here, so its tau is the "
+    "forecast",
     "eagle1": "",
     "mtp": "one MTP layer in the target's weights in the MiMo layout",
     "medusa": "",
@@ -70,14 +74,16 @@ class Config:
     divergences: tuple[str, ...] = DIVERGENCES
     """Divergences to compare with EAGLE-3."""
     seeds: int = 3
-    """Seeds of EAGLE-3 with the first divergence, to tell how much tau differs from seed to seed. All but the first are
-    trained and forecast without an engine."""
+    """Seeds of EAGLE-3 with the first divergence, to tell how much tau differs from seed to seed.
+    All but the first are trained and forecast without an engine.
+    """
     resume: bool = False
     """Keep the finished runs in `output`, whatever their settings."""
     overwrite: bool = False
     """Replace the runs in `output`."""
     flags: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Word to append to the command of every recipe, once for each: --flags=--loop.steps --flags=2."""
+    """Word to append to the command of every recipe, once for each: --flags=--loop.steps --flags=2.
+    """
 
 
 def draw_charts(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,15 +96,24 @@ def main(cfg: Config) -> None:
     for name in cfg.divergences:
         Divergence(name=name)  # report an unknown name now, not after the other runs
     if not any("v1" in find_family(name).decoders for name in cfg.heads):
-        raise ValueError(f"the engine here serves none of {', '.join(cfg.heads)}: add a head to compare with")
+        raise ValueError(
+            f"the engine here serves none of {', '.join(cfg.heads)}: add a head to compare with"
+        )
     # 1. a quarter of the standard library's conversations, more than a demo reads
     conversations = cfg.output / "conversations.jsonl"
     if not conversations.is_file():
-        write_whole(conversations, "".join(json.dumps(row) + "\n" for row in load_conversations("stdlib")[::4]))
+        write_whole(
+            conversations,
+            "".join(json.dumps(row) + "\n" for row in load_conversations("stdlib")[::4]),
+        )
 
     # 2. every head, and EAGLE-3 with every other divergence
     # The run of the family `eagle3` stands for the first divergence too.
-    others = [name for name in cfg.divergences if name != DIVERGENCES[0]] if "eagle3" in cfg.heads else []
+    others = (
+        [name for name in cfg.divergences if name != DIVERGENCES[0]]
+        if "eagle3" in cfg.heads
+        else []
+    )
     runs: list[tuple[str, HeadName, tuple[str, ...]]] = [(name, name, ()) for name in cfg.heads]
     # only the families are timed, and only by the families is the speed told
     runs += [(f"eagle3-{name}", "eagle3", ("--divergence.name", name, *UNTIMED)) for name in others]
@@ -117,10 +132,17 @@ def main(cfg: Config) -> None:
         train_and_prove(name, cfg.output / folder, cfg, ("--data.date", day.isoformat(), *flags))
 
     # 3. compare
-    reports = {folder: json.loads((cfg.output / folder / "report.json").read_text()) for folder, _, _ in runs}
+    reports = {
+        folder: json.loads((cfg.output / folder / "report.json").read_text())
+        for folder, _, _ in runs
+    }
     by_divergence = {DIVERGENCES[0]: "eagle3"} | {name: f"eagle3-{name}" for name in others}
-    ablation = {name: extract_entry(reports[run]) for name, run in by_divergence.items()} if others else {}
-    seed_taus = [reports[run]["offline"]["tau_forecast"] for run in ("eagle3", *reseeded)] if others else []
+    ablation = (
+        {name: extract_entry(reports[run]) for name, run in by_divergence.items()} if others else {}
+    )
+    seed_taus = (
+        [reports[run]["offline"]["tau_forecast"] for run in ("eagle3", *reseeded)] if others else []
+    )
     page = write_page(
         cfg.output,
         {
@@ -148,7 +170,8 @@ def main(cfg: Config) -> None:
 
 
 def train_and_prove(family: str, folder: Path, cfg: Config, flags: tuple[str, ...]) -> None:
-    """Train a family into `folder`, in a separate process, so that the peak memory in the report is this run's.
+    """Train a family into `folder`, in a separate process, so that the peak memory in the report is
+    this run's.
 
     Raises:
         ValueError: if it fails, after it has printed the reason.
@@ -162,14 +185,19 @@ def train_and_prove(family: str, folder: Path, cfg: Config, flags: tuple[str, ..
     if cfg.overwrite:
         command.append("--overwrite")
     if subprocess.run(command).returncode:
-        raise ValueError(f"{folder.name} failed, see above: fix the problem and continue with --resume")
+        raise ValueError(
+            f"{folder.name} failed, see above: fix the problem and continue with --resume"
+        )
 
 
-def compare_with_best(entries: Mapping[str, Mapping[str, Any]], seed_taus: Sequence[float]) -> dict[str, Any]:
-    """Every entry with the difference of its tau to the highest one, and whether the 95% interval holds 0.
+def compare_with_best(
+    entries: Mapping[str, Mapping[str, Any]], seed_taus: Sequence[float]
+) -> dict[str, Any]:
+    """Every entry with the difference of its tau to the highest one, and whether the 95% interval
+    holds 0.
 
-    The interval is over prompts, in pairs, and over seeds: both of two runs have the spread of `seed_taus`, taken to
-    be the same for all entries. With a single seed nothing is told apart.
+    The interval is over prompts, in pairs, and over seeds: both of two runs have the spread of
+    `seed_taus`, taken to be the same for all entries. With a single seed nothing is told apart.
     """
     best = max(entries, key=lambda name: entries[name]["tau_engine"])
     spread = float(np.std(seed_taus, ddof=1)) if len(seed_taus) > 1 else math.inf
@@ -195,7 +223,10 @@ def compare_with_best(entries: Mapping[str, Mapping[str, Any]], seed_taus: Seque
 
 
 def extract_entry(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of one head's report for the comparison. Those of the engine are None if none could serve it."""
+    """The numbers of one head's report for the comparison.
+
+    Those of the engine are None if none could serve it.
+    """
     offline, train = report["offline"], report["train"]
     forecast = {"acceptance_per_position": offline["forecast_per_position"], "ties": []}
     engine = report.get("engine", dict.fromkeys(FROM_ENGINE) | forecast)

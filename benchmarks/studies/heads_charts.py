@@ -13,8 +13,14 @@ from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forec
 
 def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
     """Specifications by element id on the page."""
-    families = sorted(report["families"].values(), key=lambda entry: -(entry["tau_engine"] or entry["tau_forecast"]))
-    ablation = [{**entry, "title": title_divergence(name, entry)} for name, entry in report["ablation"].items()]
+    families = sorted(
+        report["families"].values(),
+        key=lambda entry: -(entry["tau_engine"] or entry["tau_forecast"]),
+    )
+    ablation = [
+        {**entry, "title": title_divergence(name, entry)}
+        for name, entry in report["ablation"].items()
+    ]
     charts = {
         "tau": _tau(families),
         "families-positions": _positions_by_family(families),
@@ -48,7 +54,9 @@ def _positions_by_family(families: Rows) -> alt.LayerChart:
     title = "share of drafts accepted this far"
     legend = alt.Legend(title=None, orient="top", columns=3)
     # Colours repeat after a few families, and then the shapes change.
-    shapes = alt.Scale(domain=names, range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))])
+    shapes = alt.Scale(
+        domain=names, range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))]
+    )
     base = alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT).encode(
         x=alt.X("position:O", title="draft token", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=True)),
@@ -60,7 +68,9 @@ def _positions_by_family(families: Rows) -> alt.LayerChart:
         ],
     )
     points = base.mark_point(filled=True, size=70, opacity=1)
-    return base.mark_line(strokeWidth=2.5) + points.encode(shape=alt.Shape("series:N", scale=shapes, legend=legend))
+    return base.mark_line(strokeWidth=2.5) + points.encode(
+        shape=alt.Shape("series:N", scale=shapes, legend=legend)
+    )
 
 
 def _gain_by_family(families: Rows) -> alt.LayerChart:
@@ -70,17 +80,26 @@ def _gain_by_family(families: Rows) -> alt.LayerChart:
         before, after = entry["alpha_greedy_before"], entry["alpha_greedy_after"]
         rows.append({"head": entry["title"], "before": before, "after": after})
     base = alt.Chart(alt.Data(values=rows), width="container", height=PANEL_HEIGHT).encode(
-        y=alt.Y("head:N", title=None, sort=None, axis=alt.Axis(domain=False, ticks=False, labelPadding=10)),
+        y=alt.Y(
+            "head:N",
+            title=None,
+            sort=None,
+            axis=alt.Axis(domain=False, ticks=False, labelPadding=10),
+        ),
         tooltip=[
             alt.Tooltip("head:N"),
             alt.Tooltip("before:Q", title="alpha greedy before training", format=".3f"),
             alt.Tooltip("after:Q", title="alpha greedy after training", format=".3f"),
         ],
     )
-    x = alt.X("before:Q", title="alpha greedy, before and after training", scale=alt.Scale(domainMin=0))
+    x = alt.X(
+        "before:Q", title="alpha greedy, before and after training", scale=alt.Scale(domainMin=0)
+    )
     line = base.mark_rule(strokeWidth=3, color="var(--line)").encode(x=x, x2="after:Q")
     before = base.mark_point(size=90, filled=True, opacity=1, color="var(--plain)").encode(x=x)
-    after = base.mark_point(size=120, filled=True, opacity=1, color="var(--ours)").encode(x="after:Q")
+    after = base.mark_point(size=120, filled=True, opacity=1, color="var(--ours)").encode(
+        x="after:Q"
+    )
     label = base.mark_text(align="left", dx=12, fontWeight=600).encode(
         x="after:Q", text=alt.Text("after:Q", format=".3f"), color=alt.value("currentColor")
     )

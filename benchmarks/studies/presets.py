@@ -1,5 +1,6 @@
-"""Settings of a training of minutes on two CPU cores, for the small target of the tests. All families share them, so
-the results compare.
+"""Settings of a training of minutes on two CPU cores, for the small target of the tests.
+
+All families share them, so the results compare.
 
 $ python -m benchmarks.studies.presets eagle3 --loop.steps 32      # `redraft train eagle3` with these defaults
 """
@@ -35,15 +36,29 @@ SHARED: dict[str, Any] = {
 }
 HEADS: dict[str, Any] = {
     "optim": Optim(lr=2e-3),
-    "loop": Loop(steps=64, batch_size=4, sequence_length=1024, eval_every=16, eval_batches=1, save_every=64),
+    "loop": Loop(
+        steps=64, batch_size=4, sequence_length=1024, eval_every=16, eval_batches=1, save_every=64
+    ),
     "prove": Prove(num_speculative_tokens=3, speed_rounds=8),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle1": {"num_steps": 3},
     "eagle3": {"aux_layer_ids": (2, 4, 7), "num_steps": 3},
     "peagle": {"aux_layer_ids": (2, 4, 7), "num_layers": 2, "num_steps": 3},
-    "dflash": {"aux_layer_ids": (2, 4, 7), "num_layers": 2, "block_size": 4, "num_anchors": 256, "gamma": 4.0},
-    "dspark": {"aux_layer_ids": (2, 4, 7), "num_layers": 2, "block_size": 3, "num_anchors": 256, "markov_rank": 64},
+    "dflash": {
+        "aux_layer_ids": (2, 4, 7),
+        "num_layers": 2,
+        "block_size": 4,
+        "num_anchors": 256,
+        "gamma": 4.0,
+    },
+    "dspark": {
+        "aux_layer_ids": (2, 4, 7),
+        "num_layers": 2,
+        "block_size": 3,
+        "num_anchors": 256,
+        "markov_rank": 64,
+    },
     "medusa": {"num_heads": 3},
     "mtp": {"num_steps": 3, "as_mimo": True},
     "mlp_speculator": {"num_stages": 3},
@@ -59,7 +74,14 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
             **SHARED,
             draft=Standalone(layers=(0, 6)),
             optim=Optim(lr=3e-3),
-            loop=Loop(steps=400, batch_size=2, sequence_length=1024, eval_every=100, eval_batches=8, save_every=200),
+            loop=Loop(
+                steps=400,
+                batch_size=2,
+                sequence_length=1024,
+                eval_every=100,
+                eval_batches=8,
+                save_every=200,
+            ),
             prove=Prove(num_speculative_tokens=4, ce_baseline=True, speed_rounds=8),
             output=Path("outputs/demo-tiny"),
         )

@@ -1,11 +1,14 @@
-"""What one document a row costs: the time of a training step as a ratio to that of packed rows, interleaved.
+"""What one document a row costs.
+
+The time of a training step as a ratio to that of packed rows, interleaved.
 
 $ python -m benchmarks.studies.rows                  # eight families, 10 minutes on two cores
 
-An EAGLE-3 head learns from the shipped answers of the demo, on random targets of eight layers with the layers of the
-released ones. For each batch the same target reads first packed rows and then one document a row, or the other way
-round. Packed rows are wrong for all but the first; only the time is compared. `tokens` is the factor that training
-prints at the start. Ratios are medians over batches, with 95% intervals.
+An EAGLE-3 head learns from the shipped answers of the demo, on random targets of eight layers with
+the layers of the released ones. For each batch the same target reads first packed rows and then one
+document a row, or the other way round. Packed rows are wrong for all but the first; only the time
+is compared. `tokens` is the factor that training prints at the start. Ratios are medians over
+batches, with 95% intervals.
 """
 
 from __future__ import annotations
@@ -49,7 +52,13 @@ EXPERTS = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 256,
 }  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_ssm": 512, "mamba_d_state": 64, "mamba_n_groups": 1}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 512,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+}
 HYBRID = {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -82,14 +91,18 @@ def main(cfg: Config) -> None:
     data = load_data(cfg.sequence_length)
     batches = [data.batch(index, batch_size=cfg.batch_size) for index in range(cfg.steps + 1)]
     factor = statistics.fmean(padding_factor(batch.document_BT) for batch in batches[1:])
-    print(f"{cfg.steps} batches of {cfg.batch_size} x {cfg.sequence_length} tokens: {factor:.2f} times the tokens")
+    print(
+        f"{cfg.steps} batches of {cfg.batch_size} x {cfg.sequence_length} tokens: {factor:.2f} "
+        "times the tokens"
+    )
     rows = []
     for family in cfg.families:
         rows.append({"family": family, "tokens": factor, **measure(family, batches)})
         print(
             f"{family:18} "
             + ", ".join(
-                f"{part} {rows[-1][part]['median']:.2f} [{rows[-1][part]['low']:.2f}, {rows[-1][part]['high']:.2f}]"
+                f"{part} {rows[-1][part]['median']:.2f} [{rows[-1][part]['low']:.2f}, "
+                f"{rows[-1][part]['high']:.2f}]"
                 for part in ("step", "target")
             ),
             flush=True,
@@ -99,7 +112,9 @@ def main(cfg: Config) -> None:
 
 def load_data(sequence_length: int) -> PackedDataset:
     conversations = load_conversations(str(ANSWERS))
-    samples, _ = build_samples(conversations, load_tokenizer(TOKENIZER), max_length=sequence_length, progress=False)
+    samples, _ = build_samples(
+        conversations, load_tokenizer(TOKENIZER), max_length=sequence_length, progress=False
+    )
     return PackedDataset(samples, sequence_length=sequence_length)
 
 
@@ -111,7 +126,9 @@ def measure(family: str, batches: list[Batch]) -> dict[str, Any]:
         settings.pop("num_hidden_layers")
     model = new_model(AutoConfig.for_model(family, **settings), torch.float32).requires_grad_(False)
     source = InProcessTarget(model, (2, 4, 5))
-    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(2, 4, 5), num_steps=3), Target.from_model(model))
+    head = eagle3.Eagle3(
+        eagle3.Config(aux_layer_ids=(2, 4, 5), num_steps=3), Target.from_model(model)
+    )
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-4)
     seconds: dict[str, list[tuple[float, float]]] = {"step": [], "target": []}
     for index, batch in enumerate(batches):
@@ -121,7 +138,9 @@ def measure(family: str, batches: list[Batch]) -> dict[str, Any]:
             start = time.perf_counter()
             signal = source(batch)
             of_target = time.perf_counter() - start
-            distill_loss(head.draft_steps(batch, signal), batch, signal, Divergence(), scale=1e-3).loss.backward()  # type: ignore[no-untyped-call]
+            distill_loss(
+                head.draft_steps(batch, signal), batch, signal, Divergence(), scale=1e-3
+            ).loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             taken[packs] = {"step": time.perf_counter() - start, "target": of_target}

@@ -1,9 +1,12 @@
-"""Train the small target of the demos and tests: Llama architecture, 7.3M parameters, byte-level BPE of 4,096 tokens.
+"""Train the small target of the demos and tests.
+
+Llama architecture, 7.3M parameters, byte-level BPE of 4,096 tokens.
 
     $ python -m benchmarks.studies.tiny_target --output outputs/tiny-target
 
-The text is the standard library's code and documentation, so the result depends on the Python version. Takes about an
-hour on 2 cores. `tests/assets/tiny-target` was made by this command; its `training.json` holds seed and loss.
+The text is the standard library's code and documentation, so the result depends on the Python
+version. Takes about an hour on 2 cores. `tests/assets/tiny-target` was made by this command; its
+`training.json` holds seed and loss.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from redraft.recipes.cli.run import run_recipe
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content "
+    "}}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
@@ -57,7 +61,9 @@ class Config:
     compile: bool = True
     """Compile the model with torch.compile, which pays off after a few hundred steps."""
     loop_steps: int = 180
-    """Steps of the second phase, which teaches the model to leave a loop instead of repeating itself."""
+    """Steps of the second phase, which teaches the model to leave a loop instead of repeating
+    itself.
+    """
     loop_lr: float = 1e-4
     """AdamW learning rate of the second phase."""
     loop_answers: int = 24
@@ -73,10 +79,17 @@ def main(cfg: Config) -> None:
     train, held_out = split_held_out(load_conversations("stdlib"), cfg.held_out_fraction)
     tokenizer = train_tokenizer(train)
     stream = TokenStream(tokenizer, train, cfg)
-    print(f"{len(train):,} conversations, {stream.num_tokens:,} tokens a pass; {len(held_out)} held out")
+    print(
+        f"{len(train):,} conversations, {stream.num_tokens:,} tokens a pass; {len(held_out)} held "
+        "out"
+    )
 
     # 2. model
-    model = LlamaForCausalLM(model_config(cfg)) if cfg.start_from is None else load_causal_lm(cfg.start_from).float()
+    model = (
+        LlamaForCausalLM(model_config(cfg))
+        if cfg.start_from is None
+        else load_causal_lm(cfg.start_from).float()
+    )
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
     # 3. train: likelihood first, then against loops
@@ -91,9 +104,13 @@ def main(cfg: Config) -> None:
         "config": {**asdict(cfg), "output": str(cfg.output)},
         "command": shlex.join(sys.argv),
         "final_train_loss": statistics.mean(losses[-100:]) if losses else None,
-        "repeated_tokens": {"before": repeated[0], "after": statistics.mean(repeated[-10:])} if repeated else None,
+        "repeated_tokens": {"before": repeated[0], "after": statistics.mean(repeated[-10:])}
+        if repeated
+        else None,
         "held_out_loss": {
-            domain: held_out_loss(model.float(), tokenizer, [c for c in held_out if c["domain"] == domain])
+            domain: held_out_loss(
+                model.float(), tokenizer, [c for c in held_out if c["domain"] == domain]
+            )
             for domain in ("code", "prose")
         },
         "tokens_per_pass": stream.num_tokens,
@@ -106,12 +123,21 @@ def main(cfg: Config) -> None:
 
 
 def learn_text(model: LlamaForCausalLM, stream: TokenStream, cfg: Config) -> list[float]:
-    """Run the first phase, and return its losses. Muon trains the layers' matrices, AdamW the rest."""
+    """Run the first phase, and return its losses.
+
+    Muon trains the layers' matrices, AdamW the rest.
+    """
     forward = torch.compile(model) if cfg.compile else model
     matrices = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
     others = [p for name, p in model.named_parameters() if not (".layers." in name and p.ndim == 2)]
-    optimizers = [torch.optim.Muon(matrices, lr=cfg.muon_lr), torch.optim.AdamW(others, lr=cfg.lr, betas=(0.9, 0.95))]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: scale_rate(step, cfg.steps)) for o in optimizers]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=cfg.muon_lr),
+        torch.optim.AdamW(others, lr=cfg.lr, betas=(0.9, 0.95)),
+    ]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda step: scale_rate(step, cfg.steps))
+        for o in optimizers
+    ]
     losses: list[float] = []
     for step in (bar := Progress(range(cfg.steps), desc="text", unit="step")):
         ids_BT = stream.batch(step)
@@ -129,16 +155,22 @@ def learn_text(model: LlamaForCausalLM, stream: TokenStream, cfg: Config) -> lis
 
 
 def learn_to_leave_loops(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, train: list[Conversation], cfg: Config
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    train: list[Conversation],
+    cfg: Config,
 ) -> list[float]:
-    """Run the second phase, and return the share of repeated tokens in the greedy answers of each step.
+    """Run the second phase, and return the share of repeated tokens in the greedy answers of each
+    step.
 
-    A small model trained on likelihood alone repeats one line forever. So each step samples greedy answers, and trains
-    every token that completes an already seen 4-gram with -log(1 - p) (unlikelihood, arXiv 1908.04319), together with
-    the true answers to the same questions.
+    A small model trained on likelihood alone repeats one line forever. So each step samples greedy
+    answers, and trains every token that completes an already seen 4-gram with -log(1 - p)
+    (unlikelihood, arXiv 1908.04319), together with the true answers to the same questions.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.loop_lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: scale_rate(step, cfg.loop_steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: scale_rate(step, cfg.loop_steps)
+    )
     shares: list[float] = []
     for step in (bar := Progress(range(cfg.loop_steps), desc="loops", unit="step")):
         questions = random.Random(cfg.seed + step).sample(train, cfg.loop_answers)
@@ -165,12 +197,14 @@ def learn_to_leave_loops(
         )
         labels_BT = text_BT["input_ids"].masked_fill(text_BT["attention_mask"] == 0, -100)
         # The prompt's mask, then ones for up to 128 new tokens, cut to the length generated.
-        real_BT = torch.nn.functional.pad(prompts["attention_mask"], (0, 128), value=1)[:, : ids_BT.shape[1]]
+        real_BT = torch.nn.functional.pad(prompts["attention_mask"], (0, 128), value=1)[
+            :, : ids_BT.shape[1]
+        ]
         with torch.autocast("cpu", torch.bfloat16):
             text_loss = model(**text_BT, labels=labels_BT).loss
             logits_BTV = model(input_ids=ids_BT, attention_mask=real_BT).logits[:, :-1]
-        # Row t predicts token t + 1: p[b, t] is the probability of ids[b, t + 1], so the mask is shifted by
-        # one too.
+        # Row t predicts token t + 1: p[b, t] is the probability of ids[b, t + 1], so the mask is
+        # shifted by one too.
         p_BT = logits_BTV.float().softmax(-1).gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
         # The bound keeps log(1 - p) finite at p = 1, to which a loop drives it.
         unlikelihood_BT = -torch.log1p(-p_BT.clamp(max=1 - 1e-5)) * repeated_BT[:, 1:]
@@ -180,7 +214,9 @@ def learn_to_leave_loops(
         schedule.step()
         optimizer.zero_grad()
         shares.append((repeated_BT.sum() / answer_BT.sum()).item())
-        bar.set_postfix(text=f"{text_loss.item():.3f}", repeated=f"{statistics.mean(shares[-10:]):.3f}")
+        bar.set_postfix(
+            text=f"{text_loss.item():.3f}", repeated=f"{statistics.mean(shares[-10:]):.3f}"
+        )
     return shares
 
 
@@ -191,8 +227,8 @@ def repeats_itself(ids_BT: Tensor, answer_BT: Tensor, n: int = 4) -> Tensor:
         seen: set[tuple[int, ...]] = set()
         positions = answer_T.nonzero().squeeze(1).tolist()
         for end in positions[n - 1 :]:
-            # Within the answer: padding lies before the prompt and after the end, so the positions are
-            # consecutive.
+            # Within the answer: padding lies before the prompt and after the end, so the positions
+            # are consecutive.
             gram = tuple(ids_T[end - n + 1 : end + 1])
             repeated_BT[b, end] = gram in seen
             seen.add(gram)
@@ -203,7 +239,9 @@ def train_tokenizer(conversations: list[Conversation]) -> PreTrainedTokenizerFas
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    text = (message["content"] for conversation in conversations for message in conversation["messages"])
+    text = (
+        message["content"] for conversation in conversations for message in conversation["messages"]
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=4096,
         special_tokens=SPECIAL_TOKENS,
@@ -245,9 +283,15 @@ def model_config(cfg: Config) -> LlamaConfig:
 class TokenStream:
     """Batches of the conversations laid end to end, in a new order on every pass."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], cfg: Config) -> None:
-        texts = [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in conversations]
-        self.documents = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], cfg: Config
+    ) -> None:
+        texts = [
+            tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in conversations
+        ]
+        self.documents = [
+            torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ]
         self.num_tokens = sum(map(len, self.documents))
         self.cfg = cfg
         self.batches_per_pass = self.num_tokens // (cfg.batch_size * cfg.sequence_length)
@@ -265,7 +309,10 @@ class TokenStream:
 
 
 def scale_rate(step: int, steps: int) -> float:
-    """Factor of the learning rate: warm-up over 50 steps, constant, then linear to zero over the last 45%."""
+    """Factor of the learning rate.
+
+    Warm-up over 50 steps, constant, then linear to zero over the last 45%.
+    """
     return min((step + 1) / 50, 1.0, (steps - step) / (0.45 * steps))
 
 

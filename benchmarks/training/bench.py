@@ -1,15 +1,17 @@
-"""Measure the speed and memory of training against other trainers, as ratios from one interleaved run.
+"""Measure the speed and memory of training against other trainers, as ratios from one interleaved
+run.
 
 $ python -m benchmarks.training                            # losses and whole steps of standalone drafts and heads
 $ python -m benchmarks.training --cases EAGLE --profile    # one family, with a profile
 $ python -m benchmarks.training --gpu                      # steps that `redraft plan` counts, run on one GPU
 
-Peers are measured as they ship and compiled (`torch.compile`), and so is ours (`--loop.compile`): compiled peers are
-compared with ours compiled. A peer that does not run on this machine is told and left out.
+Peers are measured as they ship and compiled (`torch.compile`), and so is ours (`--loop.compile`):
+compiled peers are compared with ours compiled. A peer that does not run on this machine is told and
+left out.
 
-Each case runs in a separate process. Its sides take turns with the bare matmuls of the same shapes, so a change of the
-machine's speed affects all of them. Peak memory is the memory above weights and inputs, after runs that compile. A
-ratio below the requirement is printed, and is not an error.
+Each case runs in a separate process. Its sides take turns with the bare matmuls of the same shapes,
+so a change of the machine's speed affects all of them. Peak memory is the memory above weights and
+inputs, after runs that compile. A ratio below the requirement is printed, and is not an error.
 
 The file is written after every case:
 
@@ -20,10 +22,10 @@ The file is written after every case:
 | `cases` | all measurements of every case |
 | `environment`, `date`, `device`, `rounds` | of the run |
 
-FAMILY is a draft's family, `kl` (a whole step of a standalone draft), `fused_kl` (the loss alone) or `lk_hybrid` (an
-EAGLE-3 step, whose peer is our `forward_kl`). PEER is speculators, modelopt, trl, liger or naive. Each entry is that of
-the peer compiled, if that ran (`compiled`), and of the worst of the family's bfloat16 cases (`case`), or of its float32
-cases if there are no others.
+FAMILY is a draft's family, `kl` (a whole step of a standalone draft), `fused_kl` (the loss alone)
+or `lk_hybrid` (an EAGLE-3 step, whose peer is our `forward_kl`). PEER is speculators, modelopt,
+trl, liger or naive. Each entry is that of the peer compiled, if that ran (`compiled`), and of the
+worst of the family's bfloat16 cases (`case`), or of its float32 cases if there are no others.
 """
 
 from __future__ import annotations
@@ -61,20 +63,25 @@ from redraft.recipes.cli.run import run_recipe
 @dataclass(frozen=True, kw_only=True)
 class Config(gpu.Config):
     output: Path | None = None
-    """File that receives the results; by default outputs/bench/report.json, and with --gpu outputs/bench/gpu.json."""
+    """File that receives the results; by default outputs/bench/report.json, and with --gpu
+    outputs/bench/gpu.json.
+    """
     rounds: int = 5
     """Times each side runs; a ratio is the median of the rounds' ratios."""
     threads: int = 0
     """Threads for torch. 0 uses torch's default."""
     device: Literal["cpu", "cuda"] | None = None
-    """Device to measure on; by default the GPU if torch sees one, else the CPU. Only the fused loss has sizes for GPUs:
-    launches limit the other cases there, and --gpu measures steps of real sizes."""
+    """Device to measure on; by default the GPU if torch sees one, else the CPU. Only the fused loss
+    has sizes for GPUs: launches limit the other cases there, and --gpu measures steps of real
+    sizes.
+    """
     cases: str = ""
     """Only cases whose name contains this."""
     gpu: bool = False
     """Run the steps that `redraft plan` counts, at the sizes of --target, on this machine's GPU:
-    tokens/s, share of the data sheet's FLOP/s, and peak memory of a standalone draft, EAGLE-3, Medusa, MTP
-    and DFlash."""
+    tokens/s, share of the data sheet's FLOP/s, and peak memory of a standalone draft, EAGLE-3,
+    Medusa, MTP and DFlash.
+    """
     profile: bool = False
     """Also print the operations that take most of our time."""
 
@@ -97,7 +104,11 @@ def main(cfg: Config) -> None:
 
 
 def measure_cases(cfg: Config) -> None:
-    """Measure and print the cases. Raises ValueError if no case has this name."""
+    """Measure and print the cases.
+
+    Raises:
+        ValueError: if no case has this name.
+    """
     device = cfg.device or this_machine().device
     every = list_cases(device)
     cases = [case for case in every if cfg.cases.lower() in case.name.lower()]
@@ -116,12 +127,17 @@ def measure_cases(cfg: Config) -> None:
         write_whole(output, json.dumps(make_report(measured, run), indent=2) + "\n")
         if cfg.profile:
             shares = profile(case, threads=cfg.threads, device=device)
-            print(*(f"    {share:6.1%}  {operation}" for operation, share in shares), sep="\n", flush=True)
+            print(
+                *(f"    {share:6.1%}  {operation}" for operation, share in shares),
+                sep="\n",
+                flush=True,
+            )
     print(f"threads {cfg.threads or torch.get_num_threads()}, {cfg.rounds} interleaved rounds")
     print(f"written to {output}")
 
 
-# ----------------------------------------------------------------------------------------------------------- the report
+# -----------------------------------------------------------------------------------------------------------
+# the report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +152,9 @@ class Compared:
     case: str
 
 
-def make_report(measured: Sequence[tuple[Case, Measurement]], run: dict[str, Any]) -> dict[str, Any]:
+def make_report(
+    measured: Sequence[tuple[Case, Measurement]], run: dict[str, Any]
+) -> dict[str, Any]:
     """The content of the file, as the module's text describes it; `run` describes the run."""
     families = dict.fromkeys(case.family for case, _ in measured)
     ratio: dict[str, dict[str, Any]] = {family: {} for family in families}
@@ -144,25 +162,41 @@ def make_report(measured: Sequence[tuple[Case, Measurement]], run: dict[str, Any
     for family in families:
         of_family = [(case, result) for case, result in measured if case.family == family]
         counted = [pair for pair in of_family if pair[0].dtype == "bfloat16"] or of_family
-        for peer in dict.fromkeys(side.peer for case, _ in counted for side in case.against.values()):
-            speeds = [compare_speed(*pair, side) for pair in counted if (side := find_side(*pair, peer))]
-            peaks = [compare_memory(*pair, side) for pair in counted if (side := find_side(*pair, peer))]
+        for peer in dict.fromkeys(
+            side.peer for case, _ in counted for side in case.against.values()
+        ):
+            speeds = [
+                compare_speed(*pair, side) for pair in counted if (side := find_side(*pair, peer))
+            ]
+            peaks = [
+                compare_memory(*pair, side) for pair in counted if (side := find_side(*pair, peer))
+            ]
             if speeds:
                 ratio[family][peer] = asdict(min(speeds, key=lambda compared: compared.median))
                 memory[family][peer] = asdict(max(peaks, key=lambda compared: compared.median))
     date = run["environment"]["date"]
-    return {"ratio": ratio, "memory": memory, "cases": [asdict(result) for _, result in measured], "date": date, **run}
+    return {
+        "ratio": ratio,
+        "memory": memory,
+        "cases": [asdict(result) for _, result in measured],
+        "date": date,
+        **run,
+    }
 
 
 def find_side(case: Case, result: Measurement, peer: str) -> str | None:
     """The measured side of a peer: the compiled one if there is one. None if the case has none."""
-    sides = [name for name, side in case.against.items() if side.peer == peer and name in result.sides]
+    sides = [
+        name for name, side in case.against.items() if side.peer == peer and name in result.sides
+    ]
     return max(sides, key=lambda name: case.against[name].is_compiled, default=None)
 
 
 def compare_speed(case: Case, result: Measurement, side: str) -> Compared:
     """Tokens/s of every round, ours over the side's."""
-    ratios = round_ratios(result.sides[side].wall_s, result.sides[case.own_side(side, result.sides)].wall_s)
+    ratios = round_ratios(
+        result.sides[side].wall_s, result.sides[case.own_side(side, result.sides)].wall_s
+    )
     return Compared(
         median=statistics.median(ratios),
         low=min(ratios),
@@ -173,8 +207,13 @@ def compare_speed(case: Case, result: Measurement, side: str) -> Compared:
 
 
 def compare_memory(case: Case, result: Measurement, side: str) -> Compared:
-    """Peak memory, ours over the side's. The peaks come from separate processes, so no two of them are a pair."""
-    ours, theirs = (result.sides[name].peaks_mib for name in (case.own_side(side, result.sides), side))
+    """Peak memory, ours over the side's.
+
+    The peaks come from separate processes, so no two of them are a pair.
+    """
+    ours, theirs = (
+        result.sides[name].peaks_mib for name in (case.own_side(side, result.sides), side)
+    )
     return Compared(
         median=statistics.median(ours) / statistics.median(theirs),
         low=min(ours) / max(theirs),
@@ -184,7 +223,8 @@ def compare_memory(case: Case, result: Measurement, side: str) -> Compared:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- the tables
+# -----------------------------------------------------------------------------------------------------------
+# the tables
 
 
 def worth_measuring(cases: Sequence[Case], machine: Machine) -> Sequence[Case]:
@@ -206,7 +246,10 @@ def lines(case: Case, result: Measurement) -> Iterator[str]:
             continue
         ours = result.sides[name]
         times = statistics.median(round_ratios(ours.wall_s, floor_s))
-        yield f"    {name:<22} {ours.tokens_per_s:8,.0f} tokens/s  {_mib(ours)}   {times:.2f}x the time of its matmuls"
+        yield (
+            f"    {name:<22} {ours.tokens_per_s:8,.0f} tokens/s  {_mib(ours)}   {times:.2f}x the "
+            "time of its matmuls"
+        )
     for name, against in case.against.items():
         if name in result.left_out:
             yield _left_out(name, result)
@@ -219,8 +262,10 @@ def lines(case: Case, result: Measurement) -> Iterator[str]:
             f"ours {speed.median:.2f}x ({speed.low:.2f} to {speed.high:.2f}) "
             f"{_verdict(speed.median, required.speed, at_least=True)}"
             f"[by CPU time {result.cpu_time_ratio[name]:.2f}x], "
-            f"memory {memory.median:.2f}x {_verdict(memory.median, required.memory, at_least=False)}"
-            f"  {against.description} (loss {abs(ours.loss - side.loss) / abs(side.loss):.0e} apart)"
+            f"memory {memory.median:.2f}x "
+            f"{_verdict(memory.median, required.memory, at_least=False)}"
+            f"  {against.description} (loss {abs(ours.loss - side.loss) / abs(side.loss):.0e} "
+            "apart)"
         )
     if case.note:
         yield f"    {case.note}"
@@ -238,7 +283,10 @@ def _verdict(ratio: float, required: float | None, *, at_least: bool) -> str:
     if required is None:
         return ""
     passed = ratio >= required if at_least else ratio <= required
-    return f"{'PASS' if passed else 'BELOW TARGET'} (at {'least' if at_least else 'most'} {required:g}) "
+    return (
+        f"{'PASS' if passed else 'BELOW TARGET'} (at {'least' if at_least else 'most'} "
+        f"{required:g}) "
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""`python -m benchmarks.training --gpu`: the steps that `redraft plan` counts, run on a GPU, beside the estimate.
+"""`python -m benchmarks.training --gpu`.
+
+The steps that `redraft plan` counts, run on a GPU, beside the estimate.
 
 plan (`count.make_plan`) ─► counted FLOPs and estimate
                         └─► run with random weights ─► tokens/s, share of the FLOP/s, peak memory
 
-The file is written after every family, so that a family that ends the process takes no result with it.
+The file is written after every family, so that a family that ends the process takes no result with
+it.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ class Config(Counting):
     """A step to count and run."""
 
     compile: bool = False
-    """With --gpu, run the step with compiled layers (--loop.compile). The count is of separate operations."""
+    """With --gpu, run the step with compiled layers (--loop.compile). The count is of separate
+    operations.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +93,28 @@ def main(cfg: Config, *, rounds: int, output: Path) -> None:
         ValueError: there is no GPU, or no family ran.
     """
     if not torch.cuda.is_available():
-        raise ValueError("there is no GPU to measure on; `redraft plan` estimates the same steps without one")
+        raise ValueError(
+            "there is no GPU to measure on; `redraft plan` estimates the same steps without one"
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     print("  ".join(f"{name} {value}" for name, value in environment().items()), flush=True)
-    measure_all(cfg, FAMILIES, device, torch.cuda.get_device_name(device), rounds=rounds, output=output)
+    measure_all(
+        cfg, FAMILIES, device, torch.cuda.get_device_name(device), rounds=rounds, output=output
+    )
 
 
 def measure_all(
-    cfg: Config, families: Sequence[FamilyName], device: torch.device, name: str, *, rounds: int, output: Path
+    cfg: Config,
+    families: Sequence[FamilyName],
+    device: torch.device,
+    name: str,
+    *,
+    rounds: int,
+    output: Path,
 ) -> None:
-    """Measure the families on the device that its driver calls `name`; print and write each as it is done.
+    """Measure the families on the device that its driver calls `name`.
+
+    Print and write each as it is done.
 
     Raises:
         ValueError: no family ran.
@@ -128,7 +145,11 @@ def find_device(name: str) -> Device | None:
 
 
 def measure(
-    cfg: Config, families: Sequence[FamilyName], device: torch.device, sheet: Device | None, rounds: int
+    cfg: Config,
+    families: Sequence[FamilyName],
+    device: torch.device,
+    sheet: Device | None,
+    rounds: int,
 ) -> Iterator[GpuResult | LeftOut]:
     """The result of each family, or the reason why it did not run: the others go on."""
     for family in families:
@@ -137,13 +158,19 @@ def measure(
             yield measure_plan(own, make_plan(own), device, sheet, rounds)
         # All of them: a compiler of kernels has a type of exception for every stage.
         except Exception as error:
-            yield LeftOut(family=family, target=replace(cfg, family=family).target_name, reason=explain(error))
-        # Modules in reference cycles keep device memory until they are collected. The next family needs it.
+            yield LeftOut(
+                family=family, target=replace(cfg, family=family).target_name, reason=explain(error)
+            )
+        # Modules in reference cycles keep device memory until they are collected. The next family
+        # needs it.
         gc.collect()
 
 
 def choose_sizes(cfg: Config, family: FamilyName, sheet: Device | None) -> Config:
-    """The flags of a family's step: those by which `redraft plan` fits it on this GPU, or on the smallest."""
+    """The flags of a family's step.
+
+    Those by which `redraft plan` fits it on this GPU, or on the smallest.
+    """
     smallest = min(DEVICES, key=lambda device: device.memory_bytes)
     return cast(Config, fit(replace(cfg, family=family), sheet or smallest))
 
@@ -157,7 +184,9 @@ def explain(error: Exception) -> str:
     return first if isinstance(error, ValueError) else f"{type(error).__name__}: {first}"
 
 
-def measure_plan(cfg: Config, plan: Plan, device: torch.device, sheet: Device | None, rounds: int) -> GpuResult:
+def measure_plan(
+    cfg: Config, plan: Plan, device: torch.device, sheet: Device | None, rounds: int
+) -> GpuResult:
     """Count, estimate and run one step."""
     counted = count_step(plan)
     flops = count_model_flops(plan, counted)
@@ -193,8 +222,13 @@ class Unmarked:
     def begin(self, part: str) -> None: ...
 
 
-def prepare_step(plan: Plan, device: torch.device, *, compiles: bool = False) -> Callable[[Marker], None]:
-    """The step of `count_step` on a device, with random weights: each call runs it once and marks its parts."""
+def prepare_step(
+    plan: Plan, device: torch.device, *, compiles: bool = False
+) -> Callable[[Marker], None]:
+    """The step of `count_step` on a device, with random weights.
+
+    Each call runs it once and marks its parts.
+    """
     torch.manual_seed(0)
     model, draft = make_models(plan, device)
     # Made on the CPU and moved: the generator of the ids is the CPU's.
@@ -214,7 +248,9 @@ def prepare_step(plan: Plan, device: torch.device, *, compiles: bool = False) ->
     return run
 
 
-def time_step(plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2, compiles: bool = False) -> Timed:
+def time_step(
+    plan: Plan, device: torch.device, *, rounds: int, warm_up: int = 2, compiles: bool = False
+) -> Timed:
     """Run the step of `count_step` on a device, with random weights. `compiles` compiles layers."""
     on_gpu = device.type == "cuda"
     run = prepare_step(plan, device, compiles=compiles)
@@ -253,7 +289,10 @@ def describe(result: GpuResult | LeftOut) -> str:
     if result.peak_gb is not None:
         parts.append(f"peak {result.peak_gb:,.1f} GB")
     if result.estimated_tokens_per_s is not None:
-        parts.append(f"counted: {result.estimated_tokens_per_s:,.0f} tokens/s, peak {result.estimated_peak_gb:,.1f} GB")
+        parts.append(
+            f"counted: {result.estimated_tokens_per_s:,.0f} tokens/s, peak "
+            f"{result.estimated_peak_gb:,.1f} GB"
+        )
     if result.settings:
         parts.append(f"by redraft plan {result.settings}")
     return f"{name} {', '.join(parts)}"

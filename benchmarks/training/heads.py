@@ -1,4 +1,6 @@
-"""Cases of `benchmarks.training`: a whole training step of a head (forward, backward, AdamW) on given target features.
+"""Cases of `benchmarks.training`.
+
+A whole training step of a head (forward, backward, AdamW) on given target features.
 
 B = batch, T = tokens, D = hidden, V = vocabulary, L = aux layers, M = labelled rows.
 """
@@ -38,7 +40,16 @@ from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 from redraft.heads.families import dflash, dspark, eagle3, medusa, mtp, peagle
 from redraft.heads.target import Target
 
-SIZES = Sizes(batch=2, length=512, hidden=512, intermediate=1408, vocabulary=32_768, heads=8, key_heads=4, steps=3)
+SIZES = Sizes(
+    batch=2,
+    length=512,
+    hidden=512,
+    intermediate=1408,
+    vocabulary=32_768,
+    heads=8,
+    key_heads=4,
+    steps=3,
+)
 TOKENS = SIZES.batch * SIZES.length
 
 BLOCK_SIZES = dataclasses.replace(SIZES, layers=2, anchors=128)
@@ -52,7 +63,9 @@ def sizes_of(family: str) -> Sizes:
 
 
 def head_cases(device: str) -> list[Case]:
-    return [head_case(family, dtype, device) for family in FAMILIES for dtype in DTYPES] + [lk_hybrid_case()]
+    return [head_case(family, dtype, device) for family in FAMILIES for dtype in DTYPES] + [
+        lk_hybrid_case()
+    ]
 
 
 def head_case(family: str, dtype: DtypeName, device: str) -> Case:
@@ -98,11 +111,16 @@ def build_ours(
         compile_layers(head)
         module.compile_loss()
     sizes = sizes_of(family)
-    # About one over the labels. It only has to be the same for both sides, for the losses to compare.
+    # About one over the labels. It only has to be the same for both sides, for the losses to
+    # compare.
     scale = 1 / (sizes.batch * (sizes.anchors * sizes.steps or sizes.length - 1))
 
     def loss() -> Tensor:
-        return naive_loss(head, batch, signal, scale) if is_naive else module(batch, signal, scale=scale)[0]
+        return (
+            naive_loss(head, batch, signal, scale)
+            if is_naive
+            else module(batch, signal, scale=scale)[0]
+        )
 
     return Step(loss, (p for p in head.parameters() if p.requires_grad), adamw)
 
@@ -117,7 +135,9 @@ def lk_hybrid_case() -> Case:
         name=f"lk_hybrid, EAGLE-3, {SIZES.steps} steps, vocabulary 32k, bfloat16",
         family="lk_hybrid",
         against={
-            name: Against(description=description, peer="forward_kl", is_compiled=name == FORWARD_KL_COMPILED)
+            name: Against(
+                description=description, peer="forward_kl", is_compiled=name == FORWARD_KL_COMPILED
+            )
             for name in (FORWARD_KL, FORWARD_KL_COMPILED)
         },
         tokens=TOKENS,
@@ -136,7 +156,9 @@ def build_divergence(side: str, device: str) -> Run:
 
 
 def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> Tensor:
-    """The same loss as `distill_loss`, but holding the [tokens, vocabulary] logits of the target and every step."""
+    """The same loss as `distill_loss`, but holding the [tokens, vocabulary] logits of the target
+    and every step.
+    """
     distribution = signal.distribution
     assert isinstance(distribution, ExactTarget)
     p_logits_NV = (distribution.hidden_BTD @ distribution.head_VD.T).flatten(0, 1)
@@ -144,23 +166,31 @@ def naive_loss(head: Any, batch: Batch, signal: TargetSignal, scale: float) -> T
     for step in head.draft_steps(batch, signal):
         rows_M = step.mask_BT.flatten().nonzero().squeeze(1)
         of_target_MV, of_draft_MV = p_logits_NV[rows_M + step.shift], step.logits(rows_M)
-        log_p_MV, log_q_MV = (logits_MV.float().log_softmax(-1) for logits_MV in (of_target_MV, of_draft_MV))
+        log_p_MV, log_q_MV = (
+            logits_MV.float().log_softmax(-1) for logits_MV in (of_target_MV, of_draft_MV)
+        )
         loss = loss + step.weight * F.kl_div(log_q_MV, log_p_MV, reduction="sum", log_target=True)
         if step.confidence_BT is not None:
             alpha_M = torch.minimum(log_p_MV, log_q_MV).detach().exp().sum(-1).clamp(max=1)
             sure_M = step.confidence_BT.flatten()[rows_M]
-            loss = loss + step.weight * F.binary_cross_entropy_with_logits(sure_M, alpha_M, reduction="sum")
+            loss = loss + step.weight * F.binary_cross_entropy_with_logits(
+                sure_M, alpha_M, reduction="sum"
+            )
     return scale * loss
 
 
-def make_step(family: str, dtype: torch.dtype, device: str) -> tuple[nn.Module, Batch, TargetSignal]:
+def make_step(
+    family: str, dtype: torch.dtype, device: str
+) -> tuple[nn.Module, Batch, TargetSignal]:
     """A head, a batch with one document per row, and the target's features."""
     torch.manual_seed(0)
     config = FAMILIES[family].target()
     target = Target(
         config=config,
         embed_VD=torch.randn(SIZES.vocabulary, SIZES.hidden).to(device, dtype),
-        head_VD=(torch.randn(SIZES.vocabulary, SIZES.hidden) * SIZES.hidden**-0.5).to(device, dtype),
+        head_VD=(torch.randn(SIZES.vocabulary, SIZES.hidden) * SIZES.hidden**-0.5).to(
+            device, dtype
+        ),
     )
     head = FAMILIES[family].make(target).to(device, dtype)
     ids_BT = torch.randint(SIZES.vocabulary, (SIZES.batch, SIZES.length), device=device)
@@ -186,7 +216,8 @@ def make_mimo() -> Any:
     return config
 
 
-# ------------------------------------------------------------------------------------------------------ matrix products
+# ------------------------------------------------------------------------------------------------------
+# matrix products
 
 
 def count_medusa() -> tuple[Matmul, ...]:
@@ -203,7 +234,11 @@ def count_recurrent(attention_input: int, mix: Matmul) -> tuple[Matmul, ...]:
     layer = [(attention_input, 2 * hidden), (hidden, hidden), (hidden, 2 * SIZES.intermediate)]
     layer += [(SIZES.intermediate, hidden)]
     # 3 products for each matrix of a layer: forward, and the gradients of input and weights.
-    return (*_count_logits(), mix, *(_product(count=3 * SIZES.steps, inner=i, columns=o) for i, o in layer))
+    return (
+        *_count_logits(),
+        mix,
+        *(_product(count=3 * SIZES.steps, inner=i, columns=o) for i, o in layer),
+    )
 
 
 def count_peagle() -> tuple[Matmul, ...]:
@@ -212,7 +247,9 @@ def count_peagle() -> tuple[Matmul, ...]:
     shares = [max(peagle.Config.keep_ratio**k, peagle.Config.min_share) for k in range(sizes.steps)]
     rows = round(TOKENS * sum(shares))
     # The first layer reads the embedding beside the feature.
-    first = Matmul(count=3, rows=rows, inner=sizes.hidden, columns=sizes.hidden + _count_key_columns(sizes))
+    first = Matmul(
+        count=3, rows=rows, inner=sizes.hidden, columns=sizes.hidden + _count_key_columns(sizes)
+    )
     return _count_parallel(sizes, rows, rows, first)
 
 
@@ -220,7 +257,9 @@ def count_blocks(family: str) -> tuple[Matmul, ...]:
     """DFlash, which proposes nothing in the anchor's slot, and DSpark."""
     sizes = sizes_of(family)
     blocks = sizes.batch * sizes.anchors
-    keys = _product(count=3 * sizes.layers, inner=sizes.hidden, columns=_count_key_columns(sizes))  # of the context
+    keys = _product(
+        count=3 * sizes.layers, inner=sizes.hidden, columns=_count_key_columns(sizes)
+    )  # of the context
     return _count_parallel(sizes, blocks * sizes.steps, blocks * 8, keys)
 
 
@@ -237,7 +276,10 @@ def _product(*, count: int, inner: int, columns: int) -> Matmul:
 
 
 def _count_logits() -> tuple[Matmul, ...]:
-    """The target's logits once and the draft's in every step; then [T, V] @ [V, D], the hidden states' gradients."""
+    """The target's logits once and the draft's in every step.
+
+    Then [T, V] @ [V, D], the hidden states' gradients.
+    """
     steps, hidden, vocabulary = SIZES.steps, SIZES.hidden, SIZES.vocabulary
     return (
         _product(count=1 + steps, inner=hidden, columns=vocabulary),
@@ -265,7 +307,8 @@ def _count_parallel(sizes: Sizes, proposed: int, rows: int, more: Matmul) -> tup
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- families
+# -------------------------------------------------------------------------------------------------------------
+# families
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +317,9 @@ class Benched:
 
     make: Callable[[Target], Any]
     matmuls: Callable[[], tuple[Matmul, ...]]
-    """Products of a step: the target's logits, every step's logits and gradients, and the head's layers."""
+    """Products of a step: the target's logits, every step's logits and gradients, and the head's
+    layers.
+    """
     aims: Mapping[str, float]
     """Required ratios of our speed to that of other sides."""
     sizes: Sizes = SIZES
@@ -287,7 +332,9 @@ def _make_blocks(sizes: Sizes) -> dict[str, Any]:
 
 FAMILIES = {
     "EAGLE-3": Benched(
-        make=lambda target: eagle3.Eagle3(eagle3.Config(num_steps=SIZES.steps, own_head=False), target),
+        make=lambda target: eagle3.Eagle3(
+            eagle3.Config(num_steps=SIZES.steps, own_head=False), target
+        ),
         matmuls=lambda: count_recurrent(
             2 * SIZES.hidden, _product(count=2, inner=3 * SIZES.hidden, columns=SIZES.hidden)
         ),
@@ -300,13 +347,17 @@ FAMILIES = {
         sizes=dataclasses.replace(BLOCK_SIZES, steps=7),
     ),
     "DSpark": Benched(
-        make=lambda target: dspark.DSpark(dspark.Config(**_make_blocks(BLOCK_SIZES), markov_rank=MARKOV_RANK), target),
+        make=lambda target: dspark.DSpark(
+            dspark.Config(**_make_blocks(BLOCK_SIZES), markov_rank=MARKOV_RANK), target
+        ),
         matmuls=count_dspark,
         aims={"speculators": 2.0},
         sizes=dataclasses.replace(BLOCK_SIZES, steps=8),
     ),
     "P-EAGLE": Benched(
-        make=lambda target: peagle.PEagle(peagle.Config(num_layers=2, num_steps=8, own_head=False), target),
+        make=lambda target: peagle.PEagle(
+            peagle.Config(num_layers=2, num_steps=8, own_head=False), target
+        ),
         matmuls=count_peagle,
         aims={"speculators": 2.0},
         sizes=dataclasses.replace(SIZES, layers=2, steps=8),
@@ -319,7 +370,8 @@ FAMILIES = {
     "MTP": Benched(
         make=lambda target: mtp.Mtp(mtp.Config(num_steps=SIZES.steps), target),
         matmuls=lambda: count_recurrent(
-            SIZES.hidden, _product(count=3 * SIZES.steps, inner=2 * SIZES.hidden, columns=SIZES.hidden)
+            SIZES.hidden,
+            _product(count=3 * SIZES.steps, inner=2 * SIZES.hidden, columns=SIZES.hidden),
         ),
         aims={"speculators, compiled": 2.0},
         target=make_mimo,

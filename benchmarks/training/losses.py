@@ -1,4 +1,6 @@
-"""Cases of `benchmarks.training`: the fused divergence alone, and a whole step of a standalone draft.
+"""Cases of `benchmarks.training`.
+
+The fused divergence alone, and a whole step of a standalone draft.
 
 N = tokens, D = hidden, V = vocabulary, B = batch, T = tokens of a row.
 """
@@ -37,7 +39,8 @@ from redraft.heads.families.standalone import StandaloneDraft
 
 NAIVE = "naive"
 
-# ----------------------------------------------------------------------------- loss alone: fused against logits in full
+# ----------------------------------------------------------------------------- loss alone: fused
+# against logits in full
 
 NUM_TOKENS = 1024
 HIDDEN = 512
@@ -47,7 +50,9 @@ GPU_TOKENS, GPU_HIDDEN = 4096, 4096
 
 
 def fused_loss_cases(device: str) -> list[Case]:
-    return [fused_loss_case(thousands, dtype, device) for thousands in (32, 128) for dtype in DTYPES]
+    return [
+        fused_loss_case(thousands, dtype, device) for thousands in (32, 128) for dtype in DTYPES
+    ]
 
 
 def loss_sizes(device: str) -> tuple[int, int]:
@@ -59,7 +64,8 @@ def fused_loss_case(thousands: int, dtype: DtypeName, device: str) -> Case:
     """KL of two linear heads, with the gradients of the draft's hidden states and head."""
     vocabulary, (rows, hidden) = 1024 * thousands, loss_sizes(device)
     matmuls = (
-        # Logits of target and draft; gradients of the draft's hidden states; gradient of the draft's head.
+        # Logits of target and draft; gradients of the draft's hidden states; gradient of the
+        # draft's head.
         Matmul(count=2, rows=rows, inner=hidden, columns=vocabulary),
         Matmul(count=1, rows=rows, inner=vocabulary, columns=hidden),
         Matmul(count=1, rows=vocabulary, inner=rows, columns=hidden),
@@ -68,7 +74,9 @@ def fused_loss_case(thousands: int, dtype: DtypeName, device: str) -> Case:
         name=f"fused loss, vocabulary {thousands}k, {dtype}",
         family="fused_kl",
         against={
-            NAIVE: Against(description="both logits in full, log_softmax, KL, autograd", peer=NAIVE),
+            NAIVE: Against(
+                description="both logits in full, log_softmax, KL, autograd", peer=NAIVE
+            ),
             **list_sides(FUSED_LOSSES, device),
         },
         tokens=rows,
@@ -104,13 +112,17 @@ def build_fused_loss(vocabulary: int, dtype: DtypeName, side: str, device: str) 
     def ours() -> Tensor:
         rows_N = torch.arange(num_rows, device=device)
         weight_N = torch.ones(num_rows, device=device)
-        draft = DraftRows(hidden_MD=hidden_ND, head_WD=head_VD, target_row_M=rows_N, weight_M=weight_N)
+        draft = DraftRows(
+            hidden_MD=hidden_ND, head_WD=head_VD, target_row_M=rows_N, weight_M=weight_N
+        )
         target = ExactRows(hidden_ND=target_hidden_ND, head_VD=target_head_VD)
         return fused_linear_divergence([draft], target, divergence, normaliser=num_rows).loss
 
     def naive() -> Tensor:
         with torch.no_grad():
-            log_p_NV = torch.log_softmax(target_hidden_ND @ target_head_VD.T, -1, dtype=torch.float32)
+            log_p_NV = torch.log_softmax(
+                target_hidden_ND @ target_head_VD.T, -1, dtype=torch.float32
+            )
         log_q_NV = torch.log_softmax(hidden_ND @ head_VD.T, -1, dtype=torch.float32)
         return F.kl_div(log_q_NV, log_p_NV, reduction="batchmean", log_target=True)
 
@@ -130,7 +142,9 @@ def liger_kl(
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
     # beta 0 is its forward KL
-    loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=is_compiled)
+    loss = LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, compiled=is_compiled
+    )
     return functools.partial(loss, hidden_ND, head_VD, target_hidden_NE, target_head_VE, labels_N)
 
 
@@ -148,7 +162,11 @@ SPECULATORS = "speculators"
 
 
 def speculators_kl(
-    hidden_ND: Tensor, head_VD: Tensor, target_hidden_NE: Tensor, target_head_VE: Tensor, labels_N: Tensor
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    target_hidden_NE: Tensor,
+    target_head_VE: Tensor,
+    labels_N: Tensor,
 ) -> Run:
     """Forward KL by the Triton kernels of speculators, which take both sides' logits in full."""
     from speculators.losses.fused import fused_kl_div_loss
@@ -174,13 +192,16 @@ FUSED_LOSSES = LIGER_LOSSES | {
 }
 
 
-# ------------------------------------------------------------------------- a whole step: against TRL's GKD, and Liger's
+# ------------------------------------------------------------------------- a whole step: against
+# TRL's GKD, and Liger's
 
 STEP_BATCH, STEP_LENGTH = 2, 512
 TRL, TRL_COMPILED = "TRL", "TRL, compiled"
 
 Precision = Literal["mixed", "weights"]
-"""mixed: float32 weights under autocast, the default of TRL and of redraft; weights: all weights in bfloat16."""
+"""mixed: float32 weights under autocast, the default of TRL and of redraft; weights: all weights in
+bfloat16.
+"""
 
 
 def kl_step_cases(device: str) -> list[Case]:
@@ -189,10 +210,17 @@ def kl_step_cases(device: str) -> list[Case]:
 
 
 def kl_step_case(thousands: int, precision: Precision, device: str) -> Case:
-    """A small Llama learns the distribution of a larger one. A step is both models, loss, backward and AdamW."""
+    """A small Llama learns the distribution of a larger one.
+
+    A step is both models, loss, backward and AdamW.
+    """
     vocabulary = 1024 * thousands
-    # One pass of the target; for the student one forward, and a backward of twice its cost. Without attention scores.
-    target, student = _linears(target_config(vocabulary), passes=1), _linears(student_config(vocabulary), passes=3)
+    # One pass of the target; for the student one forward, and a backward of twice its cost. Without
+    # attention scores.
+    target, student = (
+        _linears(target_config(vocabulary), passes=1),
+        _linears(student_config(vocabulary), passes=3),
+    )
     return Case(
         name=f"KL step, vocabulary {thousands}k, bfloat16 {precision}",
         family="kl",
@@ -240,21 +268,36 @@ def _linears(config: LlamaConfig, passes: int) -> Iterator[Matmul]:
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             rows = STEP_BATCH * STEP_LENGTH
-            yield Matmul(count=passes, rows=rows, inner=module.in_features, columns=module.out_features)
+            yield Matmul(
+                count=passes, rows=rows, inner=module.in_features, columns=module.out_features
+            )
 
 
 def build_kl_step(vocabulary: int, precision: Precision, side: str, device: str) -> Run:
     torch.manual_seed(0)
     mixed = precision == "mixed"
-    target = LlamaForCausalLM(target_config(vocabulary)).to(device, torch.bfloat16).eval().requires_grad_(False)
-    student = LlamaForCausalLM(student_config(vocabulary)).to(device, torch.float32 if mixed else torch.bfloat16)
+    target = (
+        LlamaForCausalLM(target_config(vocabulary))
+        .to(device, torch.bfloat16)
+        .eval()
+        .requires_grad_(False)
+    )
+    student = LlamaForCausalLM(student_config(vocabulary)).to(
+        device, torch.float32 if mixed else torch.bfloat16
+    )
     ids_BT = torch.randint(vocabulary, (STEP_BATCH, STEP_LENGTH)).to(device)
     autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed)
-    build = KL_PEERS[side].build if side in KL_PEERS else functools.partial(our_kl, is_compiled=side == OURS_COMPILED)
+    build = (
+        KL_PEERS[side].build
+        if side in KL_PEERS
+        else functools.partial(our_kl, is_compiled=side == OURS_COMPILED)
+    )
     return Step(build(student, target, ids_BT, autocast), student.parameters(), adamw)
 
 
-def our_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, *, is_compiled: bool) -> Run:
+def our_kl(
+    student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, *, is_compiled: bool
+) -> Run:
     draft, signal = StandaloneDraft(student), InProcessTarget(target)
     module = DistillStep(draft, Divergence())
     if is_compiled:
@@ -273,7 +316,9 @@ def our_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, 
     return loss
 
 
-def trl_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, *, is_compiled: bool) -> Run:
+def trl_kl(
+    student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, *, is_compiled: bool
+) -> Run:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.gkd import GKDTrainer  # a development dependency
 
@@ -283,26 +328,36 @@ def trl_kl(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, 
 
     def logits(model: Any) -> Tensor:
         with autocast:
-            logits_BTV: Tensor = model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)).logits[:, :-1]
+            logits_BTV: Tensor = model(
+                input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)
+            ).logits[:, :-1]
         mixed = autocast._enabled
-        return logits_BTV.float() if mixed else logits_BTV  # accelerate converts a prepared model's outputs
+        return (
+            logits_BTV.float() if mixed else logits_BTV
+        )  # accelerate converts a prepared model's outputs
 
     def loss() -> Tensor:
         student_logits_BTV = logits(student)
         with torch.no_grad():
             target_logits_BTV = logits(target)
         # beta 0 is its forward KL
-        value: Tensor = divergence(student_logits_BTV, target_logits_BTV, labels=ids_BT[:, 1:], beta=0)
+        value: Tensor = divergence(
+            student_logits_BTV, target_logits_BTV, labels=ids_BT[:, 1:], beta=0
+        )
         return value
 
     return loss
 
 
-def liger_step(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, *, is_compiled: bool) -> Run:
+def liger_step(
+    student: Any, target: Any, ids_BT: Tensor, autocast: torch.autocast, *, is_compiled: bool
+) -> Run:
     labels_N = ids_BT[:, 1:].flatten()
 
     def read(model: Any) -> Tensor:
-        hidden_BTD: Tensor = model.model(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)).last_hidden_state
+        hidden_BTD: Tensor = model.model(
+            input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT)
+        ).last_hidden_state
         return hidden_BTD[:, :-1].flatten(0, 1)
 
     def loss() -> Tensor:
@@ -311,7 +366,9 @@ def liger_step(student: Any, target: Any, ids_BT: Tensor, autocast: torch.autoca
             with torch.no_grad():
                 target_hidden_NE = read(target)
             heads = student.lm_head.weight, target.lm_head.weight
-            return liger_kl(hidden_ND, heads[0], target_hidden_NE, heads[1], labels_N, is_compiled=is_compiled)()
+            return liger_kl(
+                hidden_ND, heads[0], target_hidden_NE, heads[1], labels_N, is_compiled=is_compiled
+            )()
 
     return loss
 
@@ -331,12 +388,17 @@ KL_PEERS = {
         LIGER,
         liger_step,
         package="liger_kernel",
-        descriptions=("Liger's chunked loss on the same models", "the same with the loss compiled, its default"),
+        descriptions=(
+            "Liger's chunked loss on the same models",
+            "the same with the loss compiled, its default",
+        ),
         recorded=("Liger: not measured", f"Liger, compiled, vocabulary 32k: 803 {ON_EPYC}"),
     ),
 }
 """`build` takes the two models, the batch's ids and the autocast, and returns the loss."""
 
 
-def _normal(generator: torch.Generator, device: str, dtype: DtypeName, *shape: int, scale: float) -> Tensor:
+def _normal(
+    generator: torch.Generator, device: str, dtype: DtypeName, *shape: int, scale: float
+) -> Tensor:
     return (scale * torch.randn(*shape, generator=generator)).to(device, getattr(torch, dtype))

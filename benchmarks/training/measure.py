@@ -1,7 +1,10 @@
-"""Measurement of a benchmark: all sides of a case take turns in one process, with the bare matmuls as a floor.
+"""Measurement of a benchmark.
 
-A change of the machine's speed affects all sides, and the matmuls show the speed available. Peak memory is the memory
-of a side above weights and inputs, measured in a fresh process per side, after a run that compiles.
+All sides of a case take turns in one process, with the bare matmuls as a floor.
+
+A change of the machine's speed affects all sides, and the matmuls show the speed available. Peak
+memory is the memory of a side above weights and inputs, measured in a fresh process per side, after
+a run that compiles.
 """
 
 from __future__ import annotations
@@ -29,25 +32,33 @@ DtypeName = Literal["bfloat16", "float32"]
 DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float32")
 
 Run = Callable[[], Tensor]
-"""One whole run of a side. It returns the loss, which should be the same for all sides of a case."""
+"""One whole run of a side. It returns the loss, which should be the same for all sides of a case.
+"""
 
 OURS, OURS_COMPILED = "ours", "ours, compiled"
 """Ours as it is by default, and with `--loop.compile`, which is compared with compiled peers."""
 FLOOR = "matmuls alone"
 
 FLOOR_ROWS, FLOOR_ROWS_GPU = 256, 4096
-"""Rows per product of the floor. On a CPU a larger result would leave the caches. Fewer rows would make a matmul
-slower, or leave most of a GPU idle."""
+"""Rows per product of the floor. On a CPU a larger result would leave the caches. Fewer rows would
+make a matmul slower, or leave most of a GPU idle.
+"""
 
 MEMORY_RUNS = 3
 """Runs of a side whose peak memory is measured."""
 
 
 class Step:
-    """A run of a side that trains: loss, backward pass, and a step of the optimizer, if there is one."""
+    """A run of a side that trains.
+
+    Loss, backward pass, and a step of the optimizer, if there is one.
+    """
 
     def __init__(
-        self, loss: Run, trained: Iterable[Tensor], make_optimizer: Callable[..., torch.optim.Optimizer] | None = None
+        self,
+        loss: Run,
+        trained: Iterable[Tensor],
+        make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     ) -> None:
         self.loss = loss
         self.trained = list(trained)
@@ -62,7 +73,9 @@ class Step:
         return loss.detach()
 
     def forget(self) -> None:
-        """Free the gradients and the optimizer's state, so that the next run allocates all that the first one did."""
+        """Free the gradients and the optimizer's state, so that the next run allocates all that the
+        first one did.
+        """
         self._drop_gradients()
         if self.optimizer:
             self.optimizer.state.clear()
@@ -106,7 +119,8 @@ class Against:
 
     description: str
     peer: str
-    """Name in the report: the peer's in lower case, the same for the peer as it ships and compiled."""
+    """Name in the report: the peer's in lower case, the same for the peer as it ships and compiled.
+    """
     is_compiled: bool = False
     """`torch.compile` is applied to it. If that fails, the side is left out."""
 
@@ -126,7 +140,9 @@ class Case:
     matmuls: tuple[Matmul, ...]
     """The products needed by every side."""
     build: Callable[[str, str], Run]
-    """Allocates a side's weights and inputs on a device. It must be picklable, because other processes call it."""
+    """Allocates a side's weights and inputs on a device. It must be picklable, because other
+    processes call it.
+    """
     required: Mapping[str, Required] = field(default_factory=dict)
     note: str = ""
     compiles: bool = False
@@ -136,7 +152,10 @@ class Case:
         return (OURS, OURS_COMPILED) if self.compiles and can_compile(device) else (OURS,)
 
     def own_side(self, other: str, ran: Iterable[str]) -> str:
-        """Our side in the comparison with another one: ours compiled for a compiled peer, if it is among `ran`."""
+        """Our side in the comparison with another one.
+
+        Ours compiled for a compiled peer, if it is among `ran`.
+        """
         is_compiled = other in self.against and self.against[other].is_compiled
         return OURS_COMPILED if is_compiled and OURS_COMPILED in ran else OURS
 
@@ -164,7 +183,9 @@ class Measurement:
     case: str
     sides: dict[str, Side]
     speed_ratio: dict[str, float]
-    """Median over rounds of the ratio of tokens/s, of our side (`Case.own_side`) to each other one and to the floor."""
+    """Median over rounds of the ratio of tokens/s, of our side (`Case.own_side`) to each other one
+    and to the floor.
+    """
     cpu_time_ratio: dict[str, float]
     """The same by CPU time, which is steadier on a busy machine."""
     gflops_per_s: float
@@ -203,8 +224,13 @@ def measure(case: Case, *, rounds: int, threads: int, device: str) -> Measuremen
     return Measurement(
         case=case.name,
         sides=sides,
-        speed_ratio={name: statistics.median(round_ratios(wall[name], wall[own])) for name, own in ours.items()},
-        cpu_time_ratio={name: statistics.median(round_ratios(cpu[name], cpu[own])) for name, own in ours.items()},
+        speed_ratio={
+            name: statistics.median(round_ratios(wall[name], wall[own]))
+            for name, own in ours.items()
+        },
+        cpu_time_ratio={
+            name: statistics.median(round_ratios(cpu[name], cpu[own])) for name, own in ours.items()
+        },
         gflops_per_s=sum(m.flops for m in case.matmuls) / statistics.median(wall[FLOOR]) / 1e9,
         threads=timed.threads,
         left_out=timed.left_out,
@@ -243,7 +269,9 @@ def _time_case(case: Case, rounds: int, device: str) -> Timed:
                 torch.cuda.synchronize()  # kernels are still running when their launch returns
             wall[name].append(time.perf_counter() - started[0])
             cpu[name].append(time.process_time() - started[1])
-    return Timed(wall_s=wall, cpu_s=cpu, losses=losses, left_out=left_out, threads=torch.get_num_threads())
+    return Timed(
+        wall_s=wall, cpu_s=cpu, losses=losses, left_out=left_out, threads=torch.get_num_threads()
+    )
 
 
 def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], dict[str, str]]:
@@ -255,9 +283,12 @@ def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], d
         try:
             run = case.build(name, device)
             losses[name] = float(run())  # warms up too
-            run()  # a second time: what was made in the first run, such as gradients, may be compiled for again
+            # a second time: what was made in the first run, such as gradients, may be compiled for
+            # again
+            run()
             runs[name] = run
-        # All of them: a compiler has a type of exception for every stage, and so has a peer on another machine.
+        # All of them: a compiler has a type of exception for every stage, and so has a peer on
+        # another machine.
         except Exception as error:
             if name == OURS:
                 raise
@@ -267,12 +298,16 @@ def _start(case: Case, device: str) -> tuple[dict[str, Run], dict[str, float], d
 
 
 def matmuls_alone(matmuls: Sequence[Matmul], dtype: torch.dtype, device: str) -> Run:
-    """The products of a case, some rows at a time, into preallocated memory: the speed available now."""
+    """The products of a case, some rows at a time, into preallocated memory.
+
+    The speed available now.
+    """
     operands, most = [], FLOOR_ROWS if device == "cpu" else FLOOR_ROWS_GPU
     for m in matmuls:
         rows = min(m.rows, most)
         left, right = (
-            torch.randn(*shape, device=device).to(dtype) for shape in ((rows, m.inner), (m.columns, m.inner))
+            torch.randn(*shape, device=device).to(dtype)
+            for shape in ((rows, m.inner), (m.columns, m.inner))
         )
         out = torch.empty(rows, m.columns, device=device, dtype=dtype)
         # As many calls as make up all products.
@@ -288,7 +323,10 @@ def matmuls_alone(matmuls: Sequence[Matmul], dtype: torch.dtype, device: str) ->
 
 
 def _measure_peaks(case: Case, side: str, device: str) -> list[float]:
-    """Peak memory of `MEMORY_RUNS` runs of `side` above weights and inputs, in MiB. Call it in a fresh process."""
+    """Peak memory of `MEMORY_RUNS` runs of `side` above weights and inputs, in MiB.
+
+    Call it in a fresh process.
+    """
     run = case.build(side, device)
     for _ in range(2):
         run()  # compiles; libraries allocate at their first call
@@ -305,7 +343,9 @@ def _peak_bytes(run: Run, device: str) -> int:
         run()
         return torch.cuda.max_memory_allocated() - before
     _trim()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the process's peak of resident memory
+    Path("/proc/self/clear_refs").write_text(
+        "5"
+    )  # resets VmHWM, the process's peak of resident memory
     before = _resident_peak_bytes()
     run()
     return _resident_peak_bytes() - before
@@ -326,9 +366,13 @@ Result = TypeVar("Result")
 
 
 def _in_fresh_process(function: Callable[..., Result], *args: Any, threads: int) -> Result:
-    """Run `function(*args)` in a new interpreter, free of the memory and caches of other measurements."""
+    """Run `function(*args)` in a new interpreter, free of the memory and caches of other
+    measurements.
+    """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_set_threads, initargs=(threads,)) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=spawn, initializer=_set_threads, initargs=(threads,)
+    ) as pool:
         return pool.submit(function, *args).result()
 
 
@@ -348,7 +392,10 @@ def _profile(case: Case, device: str) -> list[tuple[str, float]]:
     with torch.profiler.profile() as profiler:
         run()
     times = {
-        e.key: e.self_device_time_total if device != "cpu" else e.self_cpu_time_total for e in profiler.key_averages()
+        e.key: e.self_device_time_total if device != "cpu" else e.self_cpu_time_total
+        for e in profiler.key_averages()
     }
     whole = sum(times.values())
-    return [(key, time / whole) for key, time in sorted(times.items(), key=lambda item: -item[1])[:12]]
+    return [
+        (key, time / whole) for key, time in sorted(times.items(), key=lambda item: -item[1])[:12]
+    ]

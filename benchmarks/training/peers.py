@@ -1,7 +1,10 @@
-"""Trainers of other projects as sides of the heads' cases: the projects' modules and losses, with the same sizes.
+"""Trainers of other projects as sides of the heads' cases.
 
-Each uses the same dtype of the weights, random features and AdamW as ours, and trains the same parts. A package that is
-not installed is left out, and a result recorded elsewhere is printed instead.
+The projects' modules and losses, with the same sizes.
+
+Each uses the same dtype of the weights, random features and AdamW as ours, and trains the same
+parts. A package that is not installed is left out, and a result recorded elsewhere is printed
+instead.
 """
 
 from __future__ import annotations
@@ -94,7 +97,11 @@ def list_sides(peers: Mapping[str, Peer], device: str) -> dict[str, Against]:
 
 def describe_absent(peers: Mapping[str, Peer], device: str) -> str:
     """The peers that cannot run on the device, and why, in one line; empty if all can."""
-    absent = [f"not installed here, recorded: {peer.recorded}" for peer in peers.values() if not peer.is_installed]
+    absent = [
+        f"not installed here, recorded: {peer.recorded}"
+        for peer in peers.values()
+        if not peer.is_installed
+    ]
     absent += [
         f"no {'GPU' if peer.needs_gpu and device == 'cpu' else 'compiler'} here: {name} is left out"
         for name, peer in peers.items()
@@ -103,7 +110,9 @@ def describe_absent(peers: Mapping[str, Peer], device: str) -> str:
     return "; ".join(absent)
 
 
-def speculators_eagle3(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
+def speculators_eagle3(
+    sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False
+) -> Run:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
     layer = sizes.config(LlamaConfig, attn_implementation="sdpa")
@@ -118,17 +127,22 @@ def speculators_eagle3(sizes: Sizes, dtype: torch.dtype, device: str, *, is_comp
     return _speculators(model, sizes, dtype, device, is_compiled=is_compiled, **options)
 
 
-def speculators_dflash(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
+def speculators_dflash(
+    sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False
+) -> Run:
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 
-    # A block of DFlash counts the anchor's slot, which proposes nothing. One of DSpark proposes in every slot.
+    # A block of DFlash counts the anchor's slot, which proposes nothing. One of DSpark proposes in
+    # every slot.
     config = DFlashSpeculatorConfig(**_block_options(sizes, sizes.steps + 1))
     model = _initialised(DFlashDraftModel(config), dtype, device)
     anchors = sizes.batch * sizes.anchors
     return _speculators(model, sizes, dtype, device, is_compiled=is_compiled, max_anchors=anchors)
 
 
-def speculators_dspark(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
+def speculators_dspark(
+    sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False
+) -> Run:
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
     config = DSparkSpeculatorConfig(**_block_options(sizes, sizes.steps))
@@ -148,7 +162,9 @@ def _block_options(sizes: Sizes, block_size: int) -> dict[str, Any]:
     }
 
 
-def speculators_peagle(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
+def speculators_peagle(
+    sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False
+) -> Run:
     from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 
     config = PEagleSpeculatorConfig(
@@ -158,13 +174,17 @@ def speculators_peagle(sizes: Sizes, dtype: torch.dtype, device: str, *, is_comp
         mask_token_id=sizes.vocabulary - 1,
     )
     model = _initialised(PEagleDraftModel(config), dtype, device)
-    return _speculators(model, sizes, dtype, device, is_compiled=is_compiled, num_depths=sizes.steps)
+    return _speculators(
+        model, sizes, dtype, device, is_compiled=is_compiled, num_depths=sizes.steps
+    )
 
 
 def _speculators(
     model: Any, sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool, **options: Any
 ) -> Run:
-    """A training step of a model of speculators, by KL, on random features and with the target's parts frozen."""
+    """A training step of a model of speculators, by KL, on random features and with the target's
+    parts frozen.
+    """
     for frozen in ("embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm"):
         model.get_submodule(frozen).requires_grad_(False)
     ids, documents = _packed(sizes, device)
@@ -179,18 +199,24 @@ def _speculators(
     return _training(model, lambda: model(**given, **options)[1])
 
 
-def _losses(name: str, device: str, *, is_compiled: bool) -> dict[str, tuple[Callable[..., Tensor], float]]:
+def _losses(
+    name: str, device: str, *, is_compiled: bool
+) -> dict[str, tuple[Callable[..., Tensor], float]]:
     """The losses of speculators, with weights, by name."""
     from speculators.losses import resolve_loss_config
 
-    losses = resolve_loss_config(name, "eager" if device == "cpu" else "fused")  # fused needs Triton
+    losses = resolve_loss_config(
+        name, "eager" if device == "cpu" else "fused"
+    )  # fused needs Triton
     return {
         name: (torch.compile(function) if is_compiled else function, weight)
         for name, (function, weight) in losses.items()
     }
 
 
-def speculators_mtp(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
+def speculators_mtp(
+    sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False
+) -> Run:
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -211,7 +237,9 @@ def speculators_mtp(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compile
     ids = ids.view(sizes.batch, sizes.length)
     hidden = torch.randn(*ids.shape, sizes.hidden).to(device, dtype)
     forward = torch.compile(model, dynamic=False) if is_compiled else model
-    return _training(model, lambda: forward(ids, hidden, step_weights=[0.8**k for k in range(sizes.steps)])[1])
+    return _training(
+        model, lambda: forward(ids, hidden, step_weights=[0.8**k for k in range(sizes.steps)])[1]
+    )
 
 
 def modelopt_eagle3(sizes: Sizes, dtype: torch.dtype, device: str) -> Run:
@@ -231,7 +259,8 @@ def modelopt_eagle3(sizes: Sizes, dtype: torch.dtype, device: str) -> Run:
         },
     }
     model = _modelopt(sizes, dtype, device, "eagle", options)
-    # ModelOpt creates this module at the first step, with an argument that transformers 5.19 has removed.
+    # ModelOpt creates this module at the first step, with an argument that transformers 5.19 has
+    # removed.
     model.eagle_module.rotary_emb = LlamaRotaryEmbedding(model.eagle_config).to(device)
     ids = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length), device=device)
     given = {
@@ -241,8 +270,12 @@ def modelopt_eagle3(sizes: Sizes, dtype: torch.dtype, device: str) -> Run:
     return _training(model, lambda: model(input_ids=ids, base_model_outputs=given).loss)
 
 
-def modelopt_medusa(sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False) -> Run:
-    model = _modelopt(sizes, dtype, device, "medusa", {"medusa_num_heads": sizes.steps, "medusa_num_layers": 1})
+def modelopt_medusa(
+    sizes: Sizes, dtype: torch.dtype, device: str, *, is_compiled: bool = False
+) -> Run:
+    model = _modelopt(
+        sizes, dtype, device, "medusa", {"medusa_num_heads": sizes.steps, "medusa_num_layers": 1}
+    )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("medusa_heads" in name)
     ids = torch.randint(sizes.vocabulary, (sizes.batch, sizes.length), device=device)
@@ -257,13 +290,20 @@ class _Given(nn.Module):
 
     def __init__(self, hidden_BTD: Tensor) -> None:
         super().__init__()
-        self.last_hidden_state, self.past_key_values, self.hidden_states, self.attentions = hidden_BTD, None, None, None
+        self.last_hidden_state, self.past_key_values, self.hidden_states, self.attentions = (
+            hidden_BTD,
+            None,
+            None,
+            None,
+        )
 
     def forward(self, **_: Any) -> _Given:
         return self
 
 
-def _modelopt(sizes: Sizes, dtype: torch.dtype, device: str, mode: str, options: dict[str, Any]) -> Any:
+def _modelopt(
+    sizes: Sizes, dtype: torch.dtype, device: str, mode: str, options: dict[str, Any]
+) -> Any:
     import modelopt.torch.speculative as speculative
 
     model = LlamaForCausalLM(sizes.config(LlamaConfig)).to(device, dtype)
@@ -273,7 +313,9 @@ def _modelopt(sizes: Sizes, dtype: torch.dtype, device: str, mode: str, options:
 
 
 def _initialised(model: nn.Module, dtype: torch.dtype, device: str) -> Any:
-    """Fill embeddings and heads, which start as NaN because speculators would load them from the target."""
+    """Fill embeddings and heads, which start as NaN because speculators would load them from the
+    target.
+    """
     for parameter in model.parameters():
         if not torch.isfinite(parameter).all():
             nn.init.normal_(parameter, std=0.02)
@@ -303,7 +345,9 @@ def both_forms(
     descriptions: tuple[str, str],
     recorded: tuple[str, str],
 ) -> dict[str, Peer]:
-    """A peer as it ships and compiled, under `title` and `title, compiled`; pairs are in this order.
+    """A peer as it ships and compiled, under `title` and `title, compiled`.
+
+    Pairs are in this order.
 
     `build` takes `is_compiled` too.
     """
@@ -322,14 +366,19 @@ def both_forms(
     }
 
 
-def _of_speculators(build: Callable[..., Run], recorded: str, recorded_compiled: str) -> dict[str, Peer]:
+def _of_speculators(
+    build: Callable[..., Run], recorded: str, recorded_compiled: str
+) -> dict[str, Peer]:
     """A model of speculators by KL, as it ships and with its losses compiled."""
     return both_forms(
         "speculators",
         build,
         package="speculators",
         descriptions=("speculators' model, KL", "the same with its losses compiled"),
-        recorded=(f"speculators 0.9: {recorded}", f"speculators 0.9, its losses compiled: {recorded_compiled}"),
+        recorded=(
+            f"speculators 0.9: {recorded}",
+            f"speculators 0.9, its losses compiled: {recorded_compiled}",
+        ),
     )
 
 
@@ -339,7 +388,8 @@ PEERS: dict[str, dict[str, Peer]] = {
         "ModelOpt, compiled": Peer(
             package="modelopt",
             name="modelopt",
-            description="ModelOpt's model, cross-entropy on the target's probabilities, compiled as it ships",
+            description="ModelOpt's model, cross-entropy on the target's probabilities, compiled "
+            "as it ships",
             recorded=f"ModelOpt 0.47, compiled: 432 {CONDITIONS}; SpecForge 0.2, compiled: 256",
             build=modelopt_eagle3,
             is_compiled=True,
@@ -352,7 +402,10 @@ PEERS: dict[str, dict[str, Peer]] = {
         "ModelOpt",
         modelopt_medusa,
         package="modelopt",
-        descriptions=("ModelOpt's model, cross-entropy on the text", "the same, compiled as a whole"),
+        descriptions=(
+            "ModelOpt's model, cross-entropy on the text",
+            "the same, compiled as a whole",
+        ),
         recorded=(f"ModelOpt 0.47: 507 {CONDITIONS}", "ModelOpt 0.47 compiled: not measured"),
     ),
     "MTP": both_forms(

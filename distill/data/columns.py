@@ -61,11 +61,20 @@ class RowReader:
         columns.unread.update(self.unread_keys)
 
     def read(self) -> tuple[list[Message], list[Tool]]:
-        """(messages, tools) of the row. Raises UnusableRowError without a conversation to learn."""
+        """(messages, tools) of the row.
+
+        Raises:
+            UnusableRowError: without a conversation to learn.
+        """
         self._refuse()
         messages = self._messages()
         # Tools in a message, as ChatGLM's data has them, or in a column.
-        tools = [tool for key in TOOL_KEYS for message in messages for tool in self._tools(key, message.pop(key, None))]
+        tools = [
+            tool
+            for key in TOOL_KEYS
+            for message in messages
+            for tool in self._tools(key, message.pop(key, None))
+        ]
         if found := self.take(TOOLS):
             tools = self._tools(*found) or tools
         return self._with_system(messages), tools
@@ -92,7 +101,8 @@ class RowReader:
             return read_messages(found[1], TEXT_ROLE)
         raise UnusableRowError(
             "without a conversation",
-            f"the columns {', '.join(sorted(self.row))}: expected `messages`, `conversations`, a question "
+            f"the columns {', '.join(sorted(self.row))}: expected `messages`, `conversations`, a "
+            "question "
             f"({', '.join(QUESTIONS)}) with an answer ({', '.join(ANSWERS)}), or `text`",
         )
 
@@ -111,7 +121,9 @@ class RowReader:
     def _question(self, column: str, value: Any) -> list[Message]:
         messages = self._read(column, value, "user")
         others = (name for name in CONTEXTS if name != column)
-        contexts = [read_text(found[1]) for name in others if (found := self.take((name,))) and found[1]]
+        contexts = [
+            read_text(found[1]) for name in others if (found := self.take((name,))) and found[1]
+        ]
         if contexts and messages:
             last = messages[-1]
             messages[-1] = {**last, "content": "\n\n".join([last["content"], *contexts])}

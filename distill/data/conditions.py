@@ -37,10 +37,17 @@ class Content:
 
 
 def broken_condition(
-    turn: Turn, content: Content, rendered: str, form: ReasoningForm | None, ends: Collection[str] | None
+    turn: Turn,
+    content: Content,
+    rendered: str,
+    form: ReasoningForm | None,
+    ends: Collection[str] | None,
 ) -> str | None:
-    """The reason why a turn cannot be learned; None if it can. `rendered` is the conversation up to
-    the answer, `form` that for reasoning, `ends` the texts of the stop tokens."""
+    """The reason why a turn cannot be learned; None if it can.
+
+    `rendered` is the conversation up to the answer, `form` that for reasoning, `ends` the texts of
+    the stop tokens.
+    """
     end = next((text for text in ends or () if turn.answer.endswith(text)), "")
     written = turn.answer.removesuffix(end)
     if missing := missing_question(turn.prompt, content):
@@ -60,14 +67,19 @@ def broken_condition(
         return "with a stop token inside"
     if form and not _thinks_once(turn, content, form):
         return "whose reasoning does not open and close once after the prompt"
-    if not rendered.startswith(turn.prompt + written) and not _is_rendered(turn, written, content, rendered, form):
+    if not rendered.startswith(turn.prompt + written) and not _is_rendered(
+        turn, written, content, rendered, form
+    ):
         return "that the chat template does not render after their prompt"
     return None
 
 
 def missing_question(prompt: str, content: Content) -> str | None:
     """The reason why a prompt lacks a text on which the answer depends; None if it lacks none."""
-    for name, text in (("question", content.question), *(("system prompt", text) for text in content.systems)):
+    for name, text in (
+        ("question", content.question),
+        *(("system prompt", text) for text in content.systems),
+    ):
         if not is_in(text, prompt) and not is_in(SWITCH.sub("", text), prompt):
             return f"whose {name} the chat template leaves out"
     if not all(_has_words(result, prompt) for result in content.results):
@@ -97,7 +109,10 @@ def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:
         answer = answer.rpartition(said)[0]
     elif content.call_names:
         answer = answer.partition(content.call_names[0])[0]
-    before, written = form.pattern.findall(form.trailing_tags(turn.prompt)), form.pattern.findall(answer)
+    before, written = (
+        form.pattern.findall(form.trailing_tags(turn.prompt)),
+        form.pattern.findall(answer),
+    )
     if closing in before:  # the server starts after the thought
         return not written and not content.thought
     if not said and not content.is_ended and before + written == [opening]:
@@ -105,9 +120,13 @@ def _thinks_once(turn: Turn, content: Content, form: ReasoningForm) -> bool:
     return before + written == ([opening, closing] if content.thought or before + written else [])
 
 
-def _is_rendered(turn: Turn, written: str, content: Content, rendered: str, form: ReasoningForm | None) -> bool:
+def _is_rendered(
+    turn: Turn, written: str, content: Content, rendered: str, form: ReasoningForm | None
+) -> bool:
     """Whether the turn is rendered but for its reasoning, which many templates drop from answers."""
-    texts = (form.pattern.sub("", text) if form else text for text in (rendered, turn.prompt, written))
+    texts = (
+        form.pattern.sub("", text) if form else text for text in (rendered, turn.prompt, written)
+    )
     whole, prompt, answer = map(dense, texts)
     if not whole.startswith(prompt):
         return False

@@ -41,8 +41,11 @@ class Conversation(TypedDict):
 def split_held_out(
     conversations: Iterable[Conversation], fraction: float
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """(train, held out): `fraction` of all first questions, by their hashes alone, with every
-    conversation that begins with one of them: each process holds out the same."""
+    """(train, held out).
+
+    `fraction` of all first questions, by their hashes alone, with every conversation that begins
+    with one of them: each process holds out the same.
+    """
     train: list[Conversation] = []
     held_out: list[Conversation] = []
     for conversation in conversations:
@@ -62,7 +65,9 @@ def split_key(conversation: Conversation) -> str:
 
 @dataclass(kw_only=True)
 class Overlap:
-    """Text that stood in the training part twice, or in both parts, before it was taken out of training."""
+    """Text that stood in the training part twice, or in both parts, before it was taken out of
+    training.
+    """
 
     held_out_answers: int = 0  # different held-out answers longer than MIN_SHARED_CHARS
     shared_answers: int = 0  # Number of held-out answers found in training word for word.
@@ -70,15 +75,22 @@ class Overlap:
     sharing: int = 0  # Training conversations with a held-out answer, taken out.
 
     def __str__(self) -> str:
-        found = f"{self.shared_answers:,} of {self.held_out_answers:,} held-out answers stood in training word for word"
-        return f"{found}; {self.sharing:,} conversations with them and {self.repeated:,} repeated ones taken out"
+        found = (
+            f"{self.shared_answers:,} of {self.held_out_answers:,} held-out answers stood in "
+            "training word for word"
+        )
+        return (
+            f"{found}; {self.sharing:,} conversations with them and {self.repeated:,} repeated "
+            "ones taken out"
+        )
 
 
 def remove_overlap(
     train: Sequence[Conversation], held_out: Sequence[Conversation]
 ) -> tuple[list[Conversation], Overlap]:
     """The training conversations without repetitions and without the held-out answers, and their
-    counts. Short answers ("Yes.") are shared by chance and stay."""
+    counts. Short answers ("Yes.") are shared by chance and stay.
+    """
     held_out_texts = {text for conversation in held_out for text in _answers(conversation)}
     overlap = Overlap(held_out_answers=len(held_out_texts))
     shared: set[str] = set()
@@ -116,21 +128,29 @@ def load_conversations(
     return loaded.conversations
 
 
-def load_source(source: str, *, split: str = "train", domain_column: str | None = None, strict: bool = False) -> Loaded:
+def load_source(
+    source: str, *, split: str = "train", domain_column: str | None = None, strict: bool = False
+) -> Loaded:
     """Every conversation of `source`, which is one of
 
-    - `stdlib`: made from the Python standard library's sources; `stdlib-functions`: its functions with a docstring, to
+    - `stdlib`: made from the Python standard library's sources; `stdlib-functions`: its functions
+      with a docstring, to
       complete, without answers;
-    - a `.jsonl`, `.json` (a list) or `.parquet` file, the former two also as `.gz` or `.zst`; a folder of such files;
-      or one `split` of a data set on the hub. The module `columns` lists the names read. The domain is read from
-      `domain_column`, or from `domain` if a row has it; otherwise it is the first folder under `source`;
+    - a `.jsonl`, `.json` (a list) or `.parquet` file, the former two also as `.gz` or `.zst`; a
+      folder of such files;
+      or one `split` of a data set on the hub. The module `columns` lists the names read. The domain
+      is read from
+      `domain_column`, or from `domain` if a row has it; otherwise it is the first folder under
+      `source`;
     - a folder with `.txt` and `.md` files only: one document each.
 
-    Rows that cannot be used are skipped and counted by reason, and files that are not read by suffix.
+    Rows that cannot be used are skipped and counted by reason, and files that are not read by
+    suffix.
 
     Raises:
         FileNotFoundError: for a missing file.
-        ValueError: if a file is corrupt or no row can be used; with `strict`, for the first row that cannot be used.
+        ValueError: if a file is corrupt or no row can be used; with `strict`, for the first row
+        that cannot be used.
     """
     path = Path(source)
     if source in MADE:
@@ -141,7 +161,9 @@ def load_source(source: str, *, split: str = "train", domain_column: str | None 
     others = count_others(path, kinds)
     if others and not find_files(path, kinds):
         names = ", ".join((*TABLES, *TEXTS))
-        raise ValueError(f"{source} holds no conversation: of {names} there is no file, but {_join(others)}")
+        raise ValueError(
+            f"{source} holds no conversation: of {names} there is no file, but {_join(others)}"
+        )
     rows = read_rows(source, split) if kinds == TABLES else _text_rows(path)
     loaded = _from_rows(rows, source, domain_column, strict)
     loaded.other_files = others
@@ -170,7 +192,9 @@ def _text_rows(folder: Path) -> Iterator[Row]:
             with open_plain(path) as file:
                 text = file.read().decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+            raise ValueError(
+                f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
+            ) from None
         values = {"text": text} if text.strip() else UnusableRowError("without text")
         yield Row("/".join(below), values, below[0] if len(below) > 1 else "all")
 
@@ -186,7 +210,10 @@ class Skipped:
         self.first.setdefault(error.reason, f"{place}: {error.detail}" if error.detail else place)
 
     def __str__(self) -> str:
-        parts = [f"{count:,} {reason} (first: {self.first[reason]})" for reason, count in self.counts.most_common()]
+        parts = [
+            f"{count:,} {reason} (first: {self.first[reason]})"
+            for reason, count in self.counts.most_common()
+        ]
         return ", ".join(parts)
 
     @property
@@ -210,7 +237,9 @@ class Loaded:
             yield str(self.columns)
         if self.skipped.counts:
             used, skipped = len(self.conversations), self.skipped.num_rows
-            yield f"{used + skipped:,} rows read, {used:,} used, {skipped:,} skipped: {self.skipped}"
+            yield (
+                f"{used + skipped:,} rows read, {used:,} used, {skipped:,} skipped: {self.skipped}"
+            )
 
 
 def _join(counts: Counter[str]) -> str:
@@ -226,7 +255,9 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
             conversation = read_conversation(row.values, row.domain, domain_column, loaded.columns)
         except UnusableRowError as error:
             if strict:
-                raise ValueError(f"{source}, {row.place}: {error}; without --data.strict it is skipped") from None
+                raise ValueError(
+                    f"{source}, {row.place}: {error}; without --data.strict it is skipped"
+                ) from None
             loaded.skipped.add(row.place, error)
         else:
             loaded.conversations.append(conversation)
@@ -238,21 +269,33 @@ def _from_rows(rows: Iterable[Row], source: str, domain_column: str | None, stri
 
 
 def read_conversation(
-    row: Mapping[str, Any], domain: str = "all", domain_column: str | None = None, columns: Columns | None = None
+    row: Mapping[str, Any],
+    domain: str = "all",
+    domain_column: str | None = None,
+    columns: Columns | None = None,
 ) -> Conversation:
-    """The conversation in a row of any of the known shapes. What is read and what is not is counted
-    in `columns`. Raises UnusableRowError if there is none."""
+    """The conversation in a row of any of the known shapes.
+
+    What is read and what is not is counted in `columns`.
+
+    Raises:
+        UnusableRowError: if there is none.
+    """
     if domain_column is not None and row.get(domain_column) is None:
         names = ", ".join(sorted(row))
         raise UnusableRowError(
-            f"without a column {domain_column!r}", f"its columns are {names}: name the one that holds the domain"
+            f"without a column {domain_column!r}",
+            f"its columns are {names}: name the one that holds the domain",
         )
     reader = RowReader(row)
     messages, tools = reader.read()
     if not messages:
         raise UnusableRowError("without messages")
     named = reader.take((domain_column or "domain",))
-    conversation: Conversation = {"messages": messages, "domain": str((named and named[1]) or domain)}
+    conversation: Conversation = {
+        "messages": messages,
+        "domain": str((named and named[1]) or domain),
+    }
     if isinstance(row.get("cut"), bool) and (cut := reader.take(("cut",))) and cut[1]:
         conversation["cut"] = True
     if tools:

@@ -1,10 +1,13 @@
-"""Conversations made from the Python standard library: text in two domains, available in every Python installation.
+"""Conversations made from the Python standard library.
+
+Text in two domains, available in every Python installation.
 
 `code`   the user asks for a function by its qualified name and signature; the assistant answers with the source
 `prose`  the user asks about an object; the assistant answers with the English documentation
 
-A third kind has questions only, for a target to answer (`function_questions`): complete a function, given its signature
-and docstring."""
+A third kind has questions only, for a target to answer (`function_questions`): complete a function,
+given its signature and docstring.
+"""
 
 import ast
 import hashlib
@@ -16,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_ANSWER_CHARS = 900
-"""About 250 tokens of the small target's tokenizer: short enough for answers to end by themselves, as in a chat."""
+"""About 250 tokens of the small target's tokenizer: short enough for answers to end by themselves,
+as in a chat.
+"""
 
 MIN_ANSWER_CHARS = 80
 MAX_TURNS = 3
@@ -26,7 +31,9 @@ Conversation = dict[str, object]
 
 
 def stdlib_conversations(root: Path | None = None) -> Iterator[Conversation]:
-    """Conversations `{"domain": "code" | "prose", "messages": [...]}` from the standard library's sources."""
+    """Conversations `{"domain": "code" | "prose", "messages": [...]}` from the standard library's
+    sources.
+    """
     root = root or Path(sysconfig.get_path("stdlib"))
     seen: set[str] = set()
     for domain, question, answer in _questions(root):
@@ -41,12 +48,19 @@ def stdlib_conversations(root: Path | None = None) -> Iterator[Conversation]:
 
 
 def function_questions(root: Path | None = None) -> Iterator[Conversation]:
-    """Conversations of one question: the standard library's functions with a docstring, for a model
-    to complete, in the order of their hashes."""
+    """Conversations of one question.
+
+    The standard library's functions with a docstring, for a model to complete, in the order of
+    their hashes.
+    """
     found = set()
     for module, tree, _ in _modules(root or Path(sysconfig.get_path("stdlib"))):
         for _, node in _definitions(tree, module):
-            if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and (text := ast.get_docstring(node)):
+            if (
+                isinstance(node, ast.FunctionDef)
+                and len(node.body) > 1
+                and (text := ast.get_docstring(node))
+            ):
                 found.add(completion_question(f"def {node.name}({ast.unparse(node.args)}):", text))
     for question in sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest()):
         yield {"domain": "code", "messages": [{"role": "user", "content": question}]}
@@ -54,7 +68,9 @@ def function_questions(root: Path | None = None) -> Iterator[Conversation]:
 
 def completion_question(signature: str, docstring: str) -> str:
     quoted = textwrap.indent(
-        f'"""{_cut(docstring, MAX_DOCSTRING_CHARS)[0]}\n"""', "    ", lambda line: bool(line.strip())
+        f'"""{_cut(docstring, MAX_DOCSTRING_CHARS)[0]}\n"""',
+        "    ",
+        lambda line: bool(line.strip()),
     )
     return ask_to_complete(f"{signature}\n{quoted}")
 
@@ -75,7 +91,9 @@ def _modules(root: Path) -> Iterator[tuple[str, ast.Module, str]]:
     """(name, syntax tree, source) of the library's modules, without tests."""
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3"} & set(relative.parts):
+        if {"site-packages", "test", "tests", "idle_test", "encodings", "lib2to3"} & set(
+            relative.parts
+        ):
             continue
         try:
             source = path.read_text(encoding="utf-8")
@@ -85,7 +103,9 @@ def _modules(root: Path) -> Iterator[tuple[str, ast.Module, str]]:
         yield ".".join(relative.with_suffix("").parts).removesuffix(".__init__"), tree, source
 
 
-def _module_questions(module: str, tree: ast.Module, lines: list[str]) -> Iterator[tuple[str, str, str]]:
+def _module_questions(
+    module: str, tree: ast.Module, lines: list[str]
+) -> Iterator[tuple[str, str, str]]:
     for name, node in _definitions(tree, module):
         docstring = ast.get_docstring(node)
         if docstring:
@@ -107,7 +127,9 @@ def _definitions(
             yield from _definitions(child, name)
 
 
-def _source_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
+def _source_without_docstring(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
+) -> str:
     # `lineno` is the line of `def`: decorators are left out.
     first, last = node.lineno - 1, node.end_lineno
     body = lines[first:last]
@@ -125,11 +147,18 @@ def _topics(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
         step = 6
         for first in range(0, len(paragraphs), step):
             section = "" if first == 0 else f", part {first // step + 1}"
-            yield "prose", f"Explain `{topic}`{section}.", "\n\n".join(paragraphs[first : first + step])
+            yield (
+                "prose",
+                f"Explain `{topic}`{section}.",
+                "\n\n".join(paragraphs[first : first + step]),
+            )
 
 
 def _cut(text: str, max_chars: int = MAX_ANSWER_CHARS) -> list[str]:
-    """`text` in parts of at most `max_chars` characters, cut at line ends. A longer line stays whole."""
+    """`text` in parts of at most `max_chars` characters, cut at line ends.
+
+    A longer line stays whole.
+    """
     parts: list[str] = []
     current = ""
     for line in text.splitlines():

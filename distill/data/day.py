@@ -1,4 +1,7 @@
-"""The date that some chat templates write: one for a whole run, and the same when the run is continued."""
+"""The date that some chat templates write.
+
+One for a whole run, and the same when the run is continued.
+"""
 
 import datetime
 from pathlib import Path
@@ -7,7 +10,11 @@ from redraft.heads.files.artifact import write_whole
 
 
 def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
-    """The day given as YYYY-MM-DD, or today: read once, midnight may pass. Raises ValueError."""
+    """The day given as YYYY-MM-DD, or today: read once, midnight may pass.
+
+    Raises:
+        ValueError
+    """
     if date is None:
         return datetime.date.today()
     try:
@@ -17,7 +24,10 @@ def choose_day(date: str | None = None, flag: str = "--date") -> datetime.date:
 
 
 def keep_day(path: Path) -> datetime.date:
-    """The date in a file, which gets today's if it is not there: a run that is continued keeps the first day."""
+    """The date in a file, which gets today's if it is not there.
+
+    A run that is continued keeps the first day.
+    """
     if not path.exists():
         write_whole(path, choose_day().isoformat())
     return choose_day(path.read_text(), str(path))

@@ -9,9 +9,10 @@ from typing import Any
 from redraft.distill.data.rows import UnusableRowError
 
 Message = dict[str, Any]
-"""`role` and `content`, a text. An assistant's may have `reasoning`, a text, and `tool_calls`, as in the chat API but
-with the arguments as an object. A tool's result has `name` or `tool_call_id` if the data has them. A content of several
-texts has `parts`, a list of them."""
+"""`role` and `content`, a text. An assistant's may have `reasoning`, a text, and `tool_calls`, as
+in the chat API but with the arguments as an object. A tool's result has `name` or `tool_call_id`
+if the data has them. A content of several texts has `parts`, a list of them.
+"""
 
 Tool = dict[str, Any]  # a function as vLLM gives it to a chat template: `type`, `function`
 
@@ -32,25 +33,32 @@ TEXT_KEYS = ("content", "value", "text")
 NAMES = ("name", "tool_call_id")  # Keys of a tool's result about its call.
 TOOL_KEYS = ("tools", "functions")  # keys of a system prompt with tools, in ChatGLM's data
 
-MEDIA = re.compile(r"(image|img|picture|video|audio)s?(_(path|url|file|base64|b64|bytes?)s?)?|pixel_values")
+MEDIA = re.compile(
+    r"(image|img|picture|video|audio)s?(_(path|url|file|base64|b64|bytes?)s?)?|pixel_values"
+)
 """Columns, and keys of a message, with what its text is about."""
 
 SPEAKERS = ("system", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts with text, in both APIs
 
 PARAMETER_KEYS = ("parameters", "input_schema")
-"""Keys of a tool's definition with the schema of its arguments, in OpenAI's and in Anthropic's API."""
+"""Keys of a tool's definition with the schema of its arguments, in OpenAI's and in Anthropic's API.
+"""
 
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 """Keys of a tool call with its arguments, in OpenAI's API, Llama's, LangChain's and Anthropic's."""
 
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
-"""Fields into which a server moves the reasoning: vLLM today, vLLM before and other servers, and gpt-oss's template."""
+"""Fields into which a server moves the reasoning: vLLM today, vLLM before and other servers, and
+gpt-oss's template.
+"""
 
 
 def conversation_hash(messages: Sequence[Message]) -> str:
     """SHA-256 (hex) of the messages: the identity of a conversation. Other columns do not count."""
-    canonical = json.dumps([_identity(m) for m in messages], ensure_ascii=False, separators=(",", ":"))
+    canonical = json.dumps(
+        [_identity(m) for m in messages], ensure_ascii=False, separators=(",", ":")
+    )
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -60,7 +68,11 @@ def _identity(message: Message) -> list[Any]:
 
 
 def parse_list(value: Any, name: str) -> list[Any]:
-    """A list from its JSON, or as it is. Raises UnusableRowError for anything else."""
+    """A list from its JSON, or as it is.
+
+    Raises:
+        UnusableRowError: for anything else.
+    """
     values = _parse_json(value, name)
     if not isinstance(values, list):
         raise UnusableRowError(f"with {name} that is not a list", f"it is {type(values).__name__}")
@@ -71,7 +83,10 @@ def begins_with_question(value: Any) -> bool:
     """Whether a value is a list of messages, or its JSON, that does not begin with the assistant."""
     messages = _parse_messages(value)
     first = messages[0] if isinstance(messages, list) and messages else None
-    return isinstance(first, dict) and ROLES.get(_speaker(first), _speaker(first)) in ("user", "system")
+    return isinstance(first, dict) and ROLES.get(_speaker(first), _speaker(first)) in (
+        "user",
+        "system",
+    )
 
 
 def _parse_messages(value: Any) -> Any:
@@ -96,14 +111,24 @@ def first_key(values: Mapping[str, Any], keys: Iterable[str]) -> str:
 
 
 def _unknown(raw: Mapping[str, Any], *known: Iterable[str]) -> set[str]:
-    """Keys with a value that is not read: of several names for one thing, those with another value."""
+    """Keys with a value that is not read.
+
+    Of several names for one thing, those with another value.
+    """
     read = {key for keys in known for key in keys if raw.get(key) == raw.get(first_key(raw, keys))}
-    return {key for key, value in raw.items() if key not in read and value not in (None, "", [], {})}
+    return {
+        key for key, value in raw.items() if key not in read and value not in (None, "", [], {})
+    }
 
 
 def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list[Message]:
-    """Messages from a list in any dialect or its JSON, or one of `role` from bare text; names that
-    are not read are added to `unread`. Raises UnusableRowError: no text."""
+    """Messages from a list in any dialect or its JSON, or one of `role` from bare text.
+
+    Names that are not read are added to `unread`.
+
+    Raises:
+        UnusableRowError: no text.
+    """
     value = value if role == TEXT_ROLE else _parse_messages(value)
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -111,13 +136,24 @@ def read_messages(value: Any, role: str, unread: set[str] | None = None) -> list
 
 
 def read_message(raw: Any, unread: set[str] | None = None) -> Message:
-    """A message in the words of the chat API, of ShareGPT, or both; names that are not read are
-    added to `unread`. Raises UnusableRowError: it is no text, or its calls no JSON."""
+    """A message in the words of the chat API, of ShareGPT, or both.
+
+    Names that are not read are added to `unread`.
+
+    Raises:
+        UnusableRowError: it is no text, or its calls no JSON.
+    """
     role = _speaker(raw) if isinstance(raw, dict) else ""
     unread = set() if unread is None else unread
     if not role:
-        found = f"its keys are {', '.join(raw)}" if isinstance(raw, dict) else f"it is {type(raw).__name__}"
-        raise UnusableRowError("with a message that has no role", f"{found}: expected {' or '.join(ROLE_KEYS)}")
+        found = (
+            f"its keys are {', '.join(raw)}"
+            if isinstance(raw, dict)
+            else f"it is {type(raw).__name__}"
+        )
+        raise UnusableRowError(
+            "with a message that has no role", f"{found}: expected {' or '.join(ROLE_KEYS)}"
+        )
     if role in CALL_ROLES:
         unread |= _unknown(raw, ROLE_KEYS, TEXT_KEYS)
         return {"role": "assistant", "content": "", "tool_calls": read_calls(_content(raw), unread)}
@@ -145,22 +181,37 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
 
 
 def refuse_media(names: Iterable[str]) -> None:
-    """Raise UnusableRowError if a column or key of these names has images or sound, about which the text then is."""
+    """Raise UnusableRowError if a column or key of these names has images or sound, about which the
+    text then is.
+    """
     if media := next(filter(MEDIA.fullmatch, names), None):
         raise UnusableRowError("with images or sound, which are not read", f"under {media}")
 
 
 def _content(raw: Mapping[str, Any]) -> Any:
-    """The text of a message, or its parts; None for an empty one, and for calls or reasoning alone."""
+    """The text of a message, or its parts.
+
+    None for an empty one, and for calls or reasoning alone.
+    """
     has_place = any(key in raw for key in (*TEXT_KEYS, *CALL_KEYS, *REASONING_FIELDS))
-    texts = [key for key, value in raw.items() if isinstance(value, str) and key not in (*ROLE_KEYS, *NAMES)]
+    texts = [
+        key
+        for key, value in raw.items()
+        if isinstance(value, str) and key not in (*ROLE_KEYS, *NAMES)
+    ]
     if texts and not has_place:
-        raise UnusableRowError(f"with a message without {', '.join(TEXT_KEYS)}", f"but with {', '.join(texts)}")
+        raise UnusableRowError(
+            f"with a message without {', '.join(TEXT_KEYS)}", f"but with {', '.join(texts)}"
+        )
     return raw.get(first_key(raw, TEXT_KEYS))
 
 
-def _add_reasoning_and_calls(message: Message, raw: Mapping[str, Any], content: Any, unread: set[str]) -> None:
-    thoughts = [raw[name] for name in REASONING_FIELDS if raw.get(name)][:1] or _thinking_parts(content)
+def _add_reasoning_and_calls(
+    message: Message, raw: Mapping[str, Any], content: Any, unread: set[str]
+) -> None:
+    thoughts = [raw[name] for name in REASONING_FIELDS if raw.get(name)][:1] or _thinking_parts(
+        content
+    )
     calls = raw.get(first_key(raw, CALL_KEYS))
     if thoughts:
         message["reasoning"] = read_text(thoughts)
@@ -170,22 +221,35 @@ def _add_reasoning_and_calls(message: Message, raw: Mapping[str, Any], content: 
 
 
 def read_text(content: Any) -> str:
-    """A message's content as one text, without thinking. Raises UnusableRowError: it is no text."""
+    """A message's content as one text, without thinking.
+
+    Raises:
+        UnusableRowError: it is no text.
+    """
     if content is None:
         return ""
     if isinstance(content, list):
-        content = "\n".join(_texts(content))  # as vLLM joins the parts for a template that reads text
+        content = "\n".join(
+            _texts(content)
+        )  # as vLLM joins the parts for a template that reads text
     if not isinstance(content, str):
         raise UnusableRowError("content that is not text", f"it is {type(content).__name__}")
     return content
 
 
 def _texts(parts: list[Any]) -> list[str]:
-    return [part if isinstance(part, str) else _part_text(part) for part in parts if not _is_thinking(part)]
+    return [
+        part if isinstance(part, str) else _part_text(part)
+        for part in parts
+        if not _is_thinking(part)
+    ]
 
 
 def with_parts(message: Message) -> Message:
-    """The message as in a request: several texts in the content stay parts, which some templates read one by one."""
+    """The message as in a request.
+
+    Several texts in the content stay parts, which some templates read one by one.
+    """
     if "parts" not in message:
         return message
     rest = {key: value for key, value in message.items() if key != "parts"}
@@ -207,36 +271,57 @@ def _is_thinking(part: Any) -> bool:
 
 def _thinking_parts(content: Any) -> list[Any]:
     """The reasoning in Mistral's content parts, a text or a list of parts each."""
-    parts = [part.get("thinking") for part in content if _is_thinking(part)] if isinstance(content, list) else []
+    parts = (
+        [part.get("thinking") for part in content if _is_thinking(part)]
+        if isinstance(content, list)
+        else []
+    )
     return [read_text(part) for part in parts]
 
 
 def read_calls(value: Any, unread: set[str]) -> list[dict[str, Any]]:
-    """Tool calls as a chat template reads them, from one or a list, as JSON or parsed; names that
-    are not read are added to `unread`. Raises UnusableRowError."""
+    """Tool calls as a chat template reads them, from one or a list, as JSON or parsed.
+
+    Names that are not read are added to `unread`.
+
+    Raises:
+        UnusableRowError
+    """
     calls = _parse_json(value, "a tool call")
     return [_read_call(call, unread) for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def _read_call(call: Any, unread: set[str]) -> dict[str, Any]:
     call = _parse_json(call, "a tool call")
-    function = _parse_json(call.get("function", call), "a tool call") if isinstance(call, dict) else {}
+    function = (
+        _parse_json(call.get("function", call), "a tool call") if isinstance(call, dict) else {}
+    )
     if not isinstance(function, dict):
         function = {}
     name = function.get("name")
-    # A server calls a template with an object, because most templates write arguments with `tojson`.
+    # A server calls a template with an object, because most templates write arguments with
+    # `tojson`.
     arguments = _parse_json(function.get(first_key(function, ARGUMENT_KEYS)) or {}, "a tool call")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise UnusableRowError("with a tool call that has no name or arguments")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    about = {key: value for key, value in (call | function).items() if key not in ("id", "type", "index", "function")}
+    about = {
+        key: value
+        for key, value in (call | function).items()
+        if key not in ("id", "type", "index", "function")
+    }
     unread |= {f"tool_calls.{key}" for key in _unknown(about, ["name"], ARGUMENT_KEYS)}
     return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def read_tools(value: Any, unread: set[str]) -> list[Tool]:
-    """Definitions of functions as vLLM gives them to a template, from a list or its JSON; names
-    that are not read are added to `unread`. Raises UnusableRowError."""
+    """Definitions of functions as vLLM gives them to a template, from a list or its JSON.
+
+    Names that are not read are added to `unread`.
+
+    Raises:
+        UnusableRowError
+    """
     tools = parse_list(_parse_json(value or [], "a tool's definition") or [], "a column of tools")
     return [_read_tool(_parse_json(tool, "a tool's definition"), unread) for tool in tools]
 
@@ -245,15 +330,26 @@ def _read_tool(tool: Any, unread: set[str]) -> Tool:
     function = tool.get("function", tool) if isinstance(tool, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableRowError("with a tool that is not a function's definition")
-    # The fields and their order are those of vLLM's request, because templates write them with `tojson`.
+    # The fields and their order are those of vLLM's request, because templates write them with
+    # `tojson`.
     fields = {
         "name": function["name"],
         "description": function.get("description"),
-        "parameters": _parse_json(function.get(first_key(function, PARAMETER_KEYS)), "a tool's parameters"),
+        "parameters": _parse_json(
+            function.get(first_key(function, PARAMETER_KEYS)), "a tool's parameters"
+        ),
     }
     if function.get("strict") is not None:
         fields["strict"] = function["strict"]
-    unread |= _unknown(tool | function, ["type"], ["function"], ["name"], ["description"], ["strict"], PARAMETER_KEYS)
+    unread |= _unknown(
+        tool | function,
+        ["type"],
+        ["function"],
+        ["name"],
+        ["description"],
+        ["strict"],
+        PARAMETER_KEYS,
+    )
     return {"type": "function", "function": fields}
 
 
@@ -263,4 +359,6 @@ def _parse_json(value: Any, name: str) -> Any:
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
-        raise UnusableRowError(f"with {name} that is not JSON", f"{error.msg} at character {error.pos}") from None
+        raise UnusableRowError(
+            f"with {name} that is not JSON", f"{error.msg} at character {error.pos}"
+        ) from None

@@ -13,15 +13,21 @@ from redraft.heads.draft import Batch
 
 
 def pack(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
-    """The indices of the samples in each row, best fit: in an order drawn from `seed`, each goes
-    into the fullest row with room. Raises ValueError: one exceeds `capacity`."""
+    """The indices of the samples in each row, best fit.
+
+    In an order drawn from `seed`, each goes into the fullest row with room.
+
+    Raises:
+        ValueError: one exceeds `capacity`.
+    """
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (free tokens, row) of all rows with free tokens, ascending
     for index in np.random.default_rng(seed).permutation(len(lengths)).tolist():
         length = lengths[index]
         if length > capacity:
             raise ValueError(f"a sample of {length} tokens does not fit into rows of {capacity}")
-        # -1 sorts before every row, so this finds the smallest room of at least `length`: the fullest row that fits.
+        # -1 sorts before every row, so this finds the smallest room of at least `length`: the
+        # fullest row that fits.
         at = bisect_left(rooms, (length, -1))
         if at == len(rooms):
             rows.append([])
@@ -41,46 +47,70 @@ def collate(rows: Sequence[Sequence[Sample]], width: int) -> Batch:
 
 
 class PackedDataset:
-    """Rows of `sequence_length` tokens. A run's position in the data is one integer, the index of the next batch."""
+    """Rows of `sequence_length` tokens.
+
+    A run's position in the data is one integer, the index of the next batch.
+    """
 
     def __init__(self, samples: Sequence[Sample], *, sequence_length: int, seed: int = 0) -> None:
         self.samples, self.sequence_length, self.seed = samples, sequence_length, seed
-        lengths = samples.lengths if isinstance(samples, MappedSamples) else [len(s.input_ids) for s in samples]
+        lengths = (
+            samples.lengths
+            if isinstance(samples, MappedSamples)
+            else [len(s.input_ids) for s in samples]
+        )
         self.rows = pack(lengths, sequence_length, seed)
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
     def num_batches(self, batch_size: int, num_ranks: int = 1) -> int:
-        """Batches per rank in one epoch. Raises ValueError if the rows do not fill one batch."""
+        """Batches per rank in one epoch.
+
+        Raises:
+            ValueError: if the rows do not fill one batch.
+        """
         batches = len(self.rows) // (batch_size * num_ranks)
         if batches == 0:
             raise ValueError(
-                f"{len(self.rows)} rows of {self.sequence_length} tokens do not fill one batch of {batch_size} on "
-                f"{num_ranks} process{'es' * (num_ranks > 1)}: give more data, a smaller batch or shorter rows"
+                f"{len(self.rows)} rows of {self.sequence_length} tokens do not fill one batch of "
+                f"{batch_size} on "
+                f"{num_ranks} process{'es' * (num_ranks > 1)}: give more data, a smaller batch or "
+                "shorter rows"
             )
         return batches
 
     def batch(self, index: int, *, batch_size: int, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """Batch `index` of this rank, counted from the start of the run across epochs. Its salt is the epoch."""
+        """Batch `index` of this rank, counted from the start of the run across epochs.
+
+        Its salt is the epoch.
+        """
         epoch, index_in_epoch = divmod(index, self.num_batches(batch_size, num_ranks))
-        # Batches of all ranks side by side: with 2 ranks of 4 rows, rank 1 begins with row 4, then row 12.
+        # Batches of all ranks side by side: with 2 ranks of 4 rows, rank 1 begins with row 4, then
+        # row 12.
         first = (index_in_epoch * num_ranks + rank) * batch_size
-        batch = self._collate([self.rows[row] for row in self._order_of(epoch)[first : first + batch_size]])
+        batch = self._collate(
+            [self.rows[row] for row in self._order_of(epoch)[first : first + batch_size]]
+        )
         return replace(batch, salt=epoch)
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
-        """The order of the rows, from the seed: a resumed run or another rank computes the same. The last one is
-        kept, because a permutation of 500,000 rows takes 60 ms."""
+        """The order of the rows, from the seed: a resumed run or another rank computes the same.
+
+        The last one is kept, because a permutation of 500,000 rows takes 60 ms.
+        """
         if epoch != self._epoch:
             self._epoch = epoch
             # A list and not a sum: seed 1 in epoch 2 and seed 2 in epoch 1 have different orders.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
         return self._order
 
-    def in_order(self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, first: int = 0) -> Iterator[Batch]:
+    def in_order(
+        self, batch_size: int, *, rank: int = 0, num_ranks: int = 1, first: int = 0
+    ) -> Iterator[Batch]:
         """Every row from `first` on once; all ranks get as many batches and shapes, padded."""
         for start in range(first, len(self.rows), batch_size * num_ranks):
             share = self.rows[start : start + batch_size * num_ranks][rank::num_ranks]
-            # 5 rows on 2 ranks, batches of 4: both get 3 rows, and the last row of rank 1 is padding.
+            # 5 rows on 2 ranks, batches of 4: both get 3 rows, and the last row of rank 1 is
+            # padding.
             width = min(batch_size, -(-(len(self.rows) - start) // num_ranks))
             yield self._collate([*share, *[[]] * (width - len(share))])
 

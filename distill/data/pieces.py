@@ -1,6 +1,7 @@
 """Token ids of texts that repeat each other: each piece between two special tokens is encoded once.
 
-A conversation of four turns is rendered as four prompts and four texts with an answer, one the beginning of the next:
+A conversation of four turns is rendered as four prompts and four texts with an answer, one the
+beginning of the next:
 
     <|user|>q1<|assistant|>                          a tokenizer cuts at special tokens before it does anything
     <|user|>q1<|assistant|>a1<|end|>                 else, and encodes every piece by itself. So the ids of a text are
@@ -20,7 +21,9 @@ PROBES = ("a", " a", "a ", "\n", "\n\n", "\n\n1", "  1", "  a", "É ", "a\n ", "
 
 
 class PieceEncoder:
-    """Encodes texts with special tokens in them, as `tokenizer(texts, add_special_tokens=False)` does."""
+    """Encodes texts with special tokens in them, as `tokenizer(texts, add_special_tokens=False)`
+    does.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -35,8 +38,14 @@ class PieceEncoder:
         return [pieces.ids(some).tolist() for some in places]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
-        encoded: list[list[int]] = self.tokenizer(texts, verbose=False, **options)["input_ids"] if texts else []
+        options = {
+            "add_special_tokens": False,
+            "return_attention_mask": False,
+            "return_token_type_ids": False,
+        }
+        encoded: list[list[int]] = (
+            self.tokenizer(texts, verbose=False, **options)["input_ids"] if texts else []
+        )
         return encoded
 
     def cut(self, text: str) -> list[str]:
@@ -45,7 +54,11 @@ class PieceEncoder:
             return [text]
         found = self._tokens.finditer(text)
         # A token at the start of the text needs no cut: 0 is there already.
-        starts = [0, *(m.start() for m in found if m.start() and m.group() in self._borders), len(text)]
+        starts = [
+            0,
+            *(m.start() for m in found if m.start() and m.group() in self._borders),
+            len(text),
+        ]
         return [text[start:end] for start, end in pairwise(starts)]
 
     def _is_exact(self) -> bool:
@@ -56,8 +69,10 @@ class PieceEncoder:
 
 
 class Pieces:
-    """Texts to encode in one call, as the places of their pieces: a fast tokenizer works in
-    parallel, and the prompts of a conversation share most pieces."""
+    """Texts to encode in one call, as the places of their pieces.
+
+    A fast tokenizer works in parallel, and the prompts of a conversation share most pieces.
+    """
 
     def __init__(self, encoder: PieceEncoder) -> None:
         self._encoder = encoder
@@ -67,28 +82,42 @@ class Pieces:
     def add(self, text: str) -> NDArray[np.int32]:
         """The places of a text's pieces, for `ids` after `encode`."""
         places = self._places
-        return np.array([places.setdefault(p, len(places)) for p in self._encoder.cut(text)], np.int32)
+        return np.array(
+            [places.setdefault(p, len(places)) for p in self._encoder.cut(text)], np.int32
+        )
 
     def encode(self) -> None:
         self._ids = [np.array(ids, np.int32) for ids in self._encoder.encode(list(self._places))]
 
     def ids(self, places: NDArray[np.int32]) -> NDArray[np.int32]:
-        return np.concatenate([self._ids[place] for place in places]) if len(places) else np.array([], np.int32)
+        return (
+            np.concatenate([self._ids[place] for place in places])
+            if len(places)
+            else np.array([], np.int32)
+        )
 
 
 def _find_borders(tokenizer: Any) -> tuple[re.Pattern[str], frozenset[str]]:
-    """(a pattern of the tokens that a tokenizer finds first, those at which it may be cut): none if
-    one is found or not by the words beside it."""
+    """(a pattern of the tokens that a tokenizer finds first, those at which it may be cut).
+
+    None if one is found or not by the words beside it.
+    """
     added = list(tokenizer.added_tokens_decoder.values())
     # Found in the text as it stands: by a tokenizer in Python all of them.
     first = [token for token in added if not token.normalized or not tokenizer.is_fast]
     none: tuple[re.Pattern[str], frozenset[str]] = re.compile("(?!)"), frozenset()
-    if any(token.single_word for token in first) or getattr(tokenizer, "split_special_tokens", False):
+    if any(token.single_word for token in first) or getattr(
+        tokenizer, "split_special_tokens", False
+    ):
         return none
     borders = frozenset(
         token.content
         for token in first
-        if token.special and not (token.lstrip or token.rstrip) and token.content.strip() == token.content != ""
+        if token.special
+        and not (token.lstrip or token.rstrip)
+        and token.content.strip() == token.content != ""
     )
-    longest_first = sorted((token.content for token in first if token.content), key=len, reverse=True)
+    longest_first = sorted(
+        (token.content for token in first if token.content), key=len, reverse=True
+    )
     return (re.compile("|".join(map(re.escape, longest_first))), borders) if borders else none

@@ -44,7 +44,10 @@ class ReasoningForm:
         return f"{self.before}{thought.strip()}{self.between}{said}{self.after}"
 
     def read(self, content: str) -> tuple[str, str] | None:
-        """(reasoning, answer) of a text in this form; None for any other text, and without reasoning."""
+        """(reasoning, answer) of a text in this form.
+
+        None for any other text, and without reasoning.
+        """
         opening, closing = self.tags
         if closing not in content:
             return None
@@ -70,7 +73,9 @@ REASONING_FORMS = (
 
 def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] | None:
     """(reasoning, answer, form in which they stand in the content) of an assistant's message.
-    None without reasoning. The form is None if the reasoning stands in a field."""
+
+    None without reasoning. The form is None if the reasoning stands in a field.
+    """
     if message["role"] != "assistant":
         return None
     if message.get("reasoning"):
@@ -82,4 +87,6 @@ def split_reasoning(message: Message) -> tuple[str, str, ReasoningForm | None] |
 
 
 def without_reasoning(message: Message, content: str) -> Message:
-    return {key: value for key, value in message.items() if key not in ("reasoning", "parts")} | {"content": content}
+    return {key: value for key, value in message.items() if key not in ("reasoning", "parts")} | {
+        "content": content
+    }

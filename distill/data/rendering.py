@@ -1,8 +1,11 @@
-"""Conversations rendered as they are served: the prompt of every assistant turn, and the text the target writes after.
+"""Conversations rendered as they are served.
 
-Most chat templates do not mark the assistant's text, so it is found by comparing renderings. The prompt of turn i is
-`render(messages[:i], add_generation_prompt=True)`, and the answer is the rest of `render(messages[:i + 1])`, up to and
-including the end of the turn."""
+The prompt of every assistant turn, and the text the target writes after.
+
+Most chat templates do not mark the assistant's text, so it is found by comparing renderings. The
+prompt of turn i is `render(messages[:i], add_generation_prompt=True)`, and the answer is the rest
+of `render(messages[:i + 1])`, up to and including the end of the turn.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,12 @@ from redraft.distill.data.conditions import Turn
 from redraft.distill.data.conversations import Conversation
 from redraft.distill.data.messages import REASONING_FIELDS, Message, Tool
 from redraft.distill.data.pieces import PieceEncoder, Pieces
-from redraft.distill.data.reasoning import REASONING_FORMS, ReasoningForm, split_reasoning, without_reasoning
+from redraft.distill.data.reasoning import (
+    REASONING_FORMS,
+    ReasoningForm,
+    split_reasoning,
+    without_reasoning,
+)
 from redraft.distill.data.template import Arguments, find_arguments, reads_parts
 from redraft.distill.data.turns import PROBE, QUESTION, RefusedAnswerError, TurnWriter
 from redraft.heads.files.target_folder import writes_date
@@ -39,16 +47,22 @@ class Renderer:
         day: datetime.date | None = None,
         ends: Collection[int] | None = None,
     ) -> None:
-        """`day` is the date for a template that writes today's. `ends` are the stop ids; without
-        them the first special token after an answer is its end."""
+        """`day` is the date for a template that writes today's.
+
+        `ends` are the stop ids; without them the first special token after an answer is its end.
+        """
         self.tokenizer, self.template_options = tokenizer, template_options
         if writes_date(tokenizer):
             if day is None:
-                raise ValueError("the chat template writes today's date: choose one day for the whole run")
+                raise ValueError(
+                    "the chat template writes today's date: choose one day for the whole run"
+                )
             midnight = datetime.datetime.combine(day, datetime.time())
             # An option shadows the global of the same name, which reads the clock.
             self.template_options = {"strftime_now": midnight.strftime, **template_options}
-        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special = {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        }
         self.special = _any_of(special | set(tokenizer.all_special_tokens))
         self.ends = None if ends is None else tuple(tokenizer.convert_ids_to_tokens(sorted(ends)))
         self._end = _any_of(self.ends or ())
@@ -62,13 +76,18 @@ class Renderer:
         tools: list[Tool] | None = None,
         arguments: Arguments | None = None,
     ) -> str:
-        """`messages` as text, followed by the generation prompt if they are a `prompt`. A request's
-        `arguments` give way to the template options of this renderer. Raises ValueError without a
-        chat template, and jinja2.TemplateError if it refuses them or fails: a server then answers
-        with status 400."""
+        """`messages` as text, followed by the generation prompt if they are a `prompt`.
+
+        A request's `arguments` give way to the template options of this renderer.
+
+        Raises:
+            ValueError: without a chat template, and jinja2.TemplateError if it refuses them or
+                fails: a server then answers with status 400.
+        """
         if self.tokenizer.chat_template is None:
             raise ValueError(
-                "the tokenizer has no chat template: choose a tokenizer with one, or a data set with a `text` column"
+                "the tokenizer has no chat template: choose a tokenizer with one, or a data set "
+                "with a `text` column"
             )
         sent = [as_parts(message) for message in messages] if self.reads_parts else list(messages)
         options = {**(arguments or {}), **self.template_options}
@@ -77,19 +96,27 @@ class Renderer:
                 sent, tools=tools, tokenize=False, add_generation_prompt=prompt, **options
             )
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise jinja2.TemplateError(f"{type(error).__name__}: {error}{_hint(error, messages)}") from error
+            raise jinja2.TemplateError(
+                f"{type(error).__name__}: {error}{_hint(error, messages)}"
+            ) from error
         return text
 
     def tokenise(self, texts: list[str]) -> list[list[int]]:
-        """Ids of rendered texts. No special tokens are added, because a template writes them itself."""
+        """Ids of rendered texts.
+
+        No special tokens are added, because a template writes them itself.
+        """
         return self._encode(texts)
 
     def batch(self) -> TurnBatch:
         return TurnBatch(self._encode)
 
-    def turns(self, conversation: Conversation, keep: Callable[[Turn], T]) -> tuple[list[T], Counter[str]]:
+    def turns(
+        self, conversation: Conversation, keep: Callable[[Turn], T]
+    ) -> tuple[list[T], Counter[str]]:
         """`keep` of every assistant turn with a message before it, and the refused answers by
-        reason; a cut last turn has no end. Raises jinja2.TemplateError."""
+        reason; a cut last turn has no end. Raises jinja2.TemplateError.
+        """
         return self.retry_without_opening(
             conversation["messages"], lambda messages: self._turns(messages, conversation, keep)
         )
@@ -101,13 +128,17 @@ class Renderer:
             jinja2.TemplateError: if the template refuses them.
         """
         return self.retry_without_opening(
-            messages, lambda messages: self([self.as_context(m) for m in messages], prompt=True, tools=tools)
+            messages,
+            lambda messages: self([self.as_context(m) for m in messages], prompt=True, tools=tools),
         )
 
     @staticmethod
-    def retry_without_opening(messages: Sequence[Message], work: Callable[[Sequence[Message]], T]) -> T:
+    def retry_without_opening(
+        messages: Sequence[Message], work: Callable[[Sequence[Message]], T]
+    ) -> T:
         """`work(messages)`, or, if the template refuses them, without the assistant's before the
-        first other: a third of ShareGPT begins so, because long chats were cut."""
+        first other: a third of ShareGPT begins so, because long chats were cut.
+        """
         try:
             return work(messages)
         except jinja2.TemplateError:
@@ -127,7 +158,9 @@ class Renderer:
             if not _is_answer(messages[i]) and not (i == cut and split_reasoning(messages[i])):
                 continue
             try:
-                turn = self._write(context[:i], conversation.get("tools"), messages[i], is_ended=i != cut)
+                turn = self._write(
+                    context[:i], conversation.get("tools"), messages[i], is_ended=i != cut
+                )
             except RefusedAnswerError as error:
                 refused[str(error)] += 1
             else:
@@ -142,7 +175,11 @@ class Renderer:
     def arguments(self) -> list[Arguments]:
         """Arguments of a request by which this template starts an answer, the default first."""
         fixed = set(self.template_options)
-        return [arguments for arguments in find_arguments(self.tokenizer) if not fixed & arguments.keys()]
+        return [
+            arguments
+            for arguments in find_arguments(self.tokenizer)
+            if not fixed & arguments.keys()
+        ]
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -150,7 +187,10 @@ class Renderer:
 
     @cached_property
     def reasoning_form(self) -> ReasoningForm | None:
-        """The target's, by the tags in its chat template or its vocabulary; None if they have none."""
+        """The target's, by the tags in its chat template or its vocabulary.
+
+        None if they have none.
+        """
         template, vocabulary = str(self.tokenizer.chat_template), self.tokenizer.get_vocab()
         # The template counts before the vocabulary, which may hold tags of other forms too.
         granite, *others = REASONING_FORMS
@@ -171,8 +211,11 @@ class Renderer:
             return "content"
 
     def as_context(self, message: Message) -> Message:
-        """The message as a client sends it back to the server: with its reasoning in the field, or in the content, in
-        which the answer came. A template that does not read the field drops the reasoning."""
+        """The message as a client sends it back to the server.
+
+        With its reasoning in the field, or in the content, in which the answer came. A template
+        that does not read the field drops the reasoning.
+        """
         if (split := split_reasoning(message)) is None:
             return message
         thought, said, form = split
@@ -182,7 +225,10 @@ class Renderer:
         return message if self.reasoning_form in (None, form) else without_reasoning(message, said)
 
     def as_answer(self, message: Message) -> Message:
-        """The message with its reasoning as the template reads it: in fields, or in the content in its own tags."""
+        """The message with its reasoning as the template reads it.
+
+        In fields, or in the content in its own tags.
+        """
         if (split := split_reasoning(message)) is None:
             return message
         thought, said, form = split
@@ -226,18 +272,25 @@ class TurnBatch:
 
     def add(self, turn: Turn) -> PackedTurn:
         pieces = self._pieces
-        return PackedTurn(pieces.add(turn.prompt), pieces.add(turn.prompt + turn.answer), turn.answer)
+        return PackedTurn(
+            pieces.add(turn.prompt), pieces.add(turn.prompt + turn.answer), turn.answer
+        )
 
     def encode(self) -> None:
         self._pieces.encode()
 
     def ids(self, turn: PackedTurn) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(prompt ids, answer ids), the prompt tokenised by itself, as by a server. Its ids are cut
-        off both as one text; if a token merges across the border, the answer is tokenised alone."""
+        """(prompt ids, answer ids), the prompt tokenised by itself, as by a server.
+
+        Its ids are cut off both as one text; if a token merges across the border, the answer is
+        tokenised alone.
+        """
         prompt, whole = self._pieces.ids(turn.prompt), self._pieces.ids(turn.whole)
         # A prompt that ends in "\n" and the answer "\nHi" may share a token "\n\n".
         keeps_prompt = np.array_equal(whole[: len(prompt)], prompt)
-        return prompt, whole[len(prompt) :] if keeps_prompt else np.array(self._encode([turn.answer])[0], np.int32)
+        return prompt, whole[len(prompt) :] if keeps_prompt else np.array(
+            self._encode([turn.answer])[0], np.int32
+        )
 
 
 def as_parts(message: Message) -> Message:
@@ -252,11 +305,15 @@ def _hint(error: Exception, messages: Sequence[Message]) -> str:
     has_calls = any("tool_calls" in message for message in messages)
     if not isinstance(error, TypeError) or "dict" not in str(error) or not has_calls:
         return ""
-    return "; a server gives it the arguments of a tool call as an object: write `arguments | tojson` in the template"
+    return (
+        "; a server gives it the arguments of a tool call as an object: write `arguments | "
+        "tojson` in the template"
+    )
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    # Longest first, because an alternation takes the first branch that matches. `(?!)` matches nothing.
+    # Longest first, because an alternation takes the first branch that matches. `(?!)` matches
+    # nothing.
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -267,15 +324,22 @@ def count_unprompted(messages: Sequence[Message]) -> int:
 
 
 def _is_answer(message: Message) -> bool:
-    return message["role"] == "assistant" and bool(message["content"].strip() or message.get("tool_calls"))
+    return message["role"] == "assistant" and bool(
+        message["content"].strip() or message.get("tool_calls")
+    )
 
 
 def _num_opening(messages: Sequence[Message]) -> int:
-    return next((i for i, message in enumerate(messages) if message["role"] != "assistant"), len(messages))
+    return next(
+        (i for i, message in enumerate(messages) if message["role"] != "assistant"), len(messages)
+    )
 
 
 def _drop_opening(messages: Sequence[Message]) -> list[Message]:
-    """`messages` without the assistant's before the first of another role; a system prompt stays."""
+    """`messages` without the assistant's before the first of another role.
+
+    A system prompt stays.
+    """
     system = [message for message in messages[:1] if message["role"] == "system"]
     rest = messages[len(system) :]
     return [*system, *rest[_num_opening(rest) :]]

@@ -1,6 +1,9 @@
-"""Rows of data files: JSON Lines, JSON lists and Parquet, plain or compressed, in one file, a folder or the hub.
+"""Rows of data files.
 
-A damaged row is yielded as an `UnusableRowError` in place of its values, so the caller decides whether to go on.
+JSON Lines, JSON lists and Parquet, plain or compressed, in one file, a folder or the hub.
+
+A damaged row is yielded as an `UnusableRowError` in place of its values, so the caller decides
+whether to go on.
 """
 
 from __future__ import annotations
@@ -27,8 +30,11 @@ TEXTS = (".txt", ".md")
 
 
 class UnusableRowError(ValueError):
-    """A row that is not a conversation to learn from. `reason` is short and equal for all rows with
-    the same fault, so they can be counted; `detail` is about one row."""
+    """A row that is not a conversation to learn from.
+
+    `reason` is short and equal for all rows with the same fault, so they can be counted; `detail`
+    is about one row.
+    """
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason} ({detail})" if detail else reason)
@@ -44,7 +50,11 @@ class Row:
 
 def read_rows(source: str, split: str) -> Iterator[Row]:
     """All rows of a file, of a folder's data files, or of one `split` of a data set on the hub.
-    Raises FileNotFoundError; ValueError: a file is corrupt, or there is no such data set."""
+
+    Raises:
+        FileNotFoundError
+        ValueError: a file is corrupt, or there is no such data set.
+    """
     path = Path(source)
     if is_saved(path):
         yield from _numbered(map(_without_missing, _load_saved(path, split)))
@@ -52,7 +62,11 @@ def read_rows(source: str, split: str) -> Iterator[Row]:
         for file in find_files(path, TABLES):
             below = file.relative_to(path).parts
             for row in _file_rows(file):
-                yield Row(f"{'/'.join(below)}, {row.place}", row.values, below[0] if len(below) > 1 else "all")
+                yield Row(
+                    f"{'/'.join(below)}, {row.place}",
+                    row.values,
+                    below[0] if len(below) > 1 else "all",
+                )
     elif _is_on_hub(path):
         yield from _numbered(map(_without_missing, _load_hub(source, split)))
     elif not path.exists():
@@ -77,7 +91,11 @@ def identify_source(source: str, split: str) -> list[Any]:
 
 
 def _is_on_hub(path: Path) -> bool:
-    """Whether a source that is no folder is the name of a data set. Raises ValueError for a file of another kind."""
+    """Whether a source that is no folder is the name of a data set.
+
+    Raises:
+        ValueError: for a file of another kind.
+    """
     if table_format(path) is None and path.is_file():
         raise ValueError(
             f"{path} is no {', '.join(TABLES)} file: convert it, for example with "
@@ -99,7 +117,9 @@ def _load_saved(folder: Path, split: str) -> datasets.Dataset:
     if isinstance(saved, datasets.Dataset):
         return saved
     if split not in saved:
-        raise ValueError(f"{folder} has no split {split}, but {', '.join(saved)}: choose one with --data.split")
+        raise ValueError(
+            f"{folder} has no split {split}, but {', '.join(saved)}: choose one with --data.split"
+        )
     return saved[split]
 
 
@@ -109,7 +129,9 @@ def _stamp(path: Path) -> list[Any]:
 
 
 def find_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The visible files with one of these suffixes anywhere under `folder`, compressed or not, sorted."""
+    """The visible files with one of these suffixes anywhere under `folder`, compressed or not,
+    sorted.
+    """
     return sorted(path for path in _visible_files(folder) if table_format(path, suffixes))
 
 
@@ -122,7 +144,11 @@ def count_others(folder: Path, suffixes: tuple[str, ...]) -> Counter[str]:
 def _visible_files(folder: Path) -> Iterator[Path]:
     # A snapshot from the hub holds .cache/huggingface with JSON files of its own.
     parts = ((path, path.relative_to(folder).parts) for path in folder.rglob("*"))
-    return (path for path, names in parts if path.is_file() and not any(name.startswith(".") for name in names))
+    return (
+        path
+        for path, names in parts
+        if path.is_file() and not any(name.startswith(".") for name in names)
+    )
 
 
 def table_format(path: Path, suffixes: tuple[str, ...] = TABLES) -> str | None:
@@ -136,7 +162,9 @@ def open_plain(path: Path) -> BinaryIO:
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     if path.suffix == ".zst":
-        stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
+        stream = zstandard.ZstdDecompressor().stream_reader(
+            path.open("rb"), read_across_frames=True, closefd=True
+        )
         return cast(BinaryIO, io.BufferedReader(stream))
     return path.open("rb")
 
@@ -155,7 +183,9 @@ def _file_rows(path: Path) -> Iterator[Row]:
 
 def _numbered(rows: Iterable[Any]) -> Iterator[Row]:
     for number, row in enumerate(rows, 1):
-        yield Row(f"row {number}", row if isinstance(row, dict) else UnusableRowError("not a JSON object"))
+        yield Row(
+            f"row {number}", row if isinstance(row, dict) else UnusableRowError("not a JSON object")
+        )
 
 
 def _json_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
@@ -189,20 +219,26 @@ def _json_lines(file: Iterable[bytes]) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:  # a number of 5,000 digits, 5,000 brackets
             yield Row(place, UnusableRowError("not readable as JSON", str(error)))
         else:
-            yield Row(place, value if isinstance(value, dict) else UnusableRowError("not a JSON object"))
+            yield Row(
+                place, value if isinstance(value, dict) else UnusableRowError("not a JSON object")
+            )
 
 
 def _parquet_rows(path: Path) -> Iterable[dict[str, Any]]:
     import datasets  # takes a second: not for --help
 
     try:
-        return map(_without_missing, datasets.load_dataset("parquet", data_files=str(path), split="train"))
+        return map(
+            _without_missing, datasets.load_dataset("parquet", data_files=str(path), split="train")
+        )
     except (datasets.exceptions.DatasetsError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as parquet: {_first_line(error)}") from error
 
 
 def _load_hub(source: str, split: str) -> datasets.Dataset:
-    """One split of a data set, named as `owner/name` or, with one of several configs, `owner/name:config`."""
+    """One split of a data set, named as `owner/name` or, with one of several configs,
+    `owner/name:config`.
+    """
     name, _, config = source.partition(":")
     import datasets  # takes a second: not for --help
 
@@ -214,13 +250,17 @@ def _load_hub(source: str, split: str) -> datasets.Dataset:
             # The names stand in a line below.
             reason = f"{' '.join(str(error).split())}: give {name}:CONFIG"
         raise ValueError(
-            f"{source} is not a .jsonl, .json or .parquet file, not a folder, and cannot be loaded from the hub: "
+            f"{source} is not a .jsonl, .json or .parquet file, not a folder, and cannot be loaded "
+            "from the hub: "
             f"{reason}"
         ) from error
 
 
 def _without_missing(value: Any) -> Any:
-    """A table's value without None in it: a table gives every struct all fields, e.g. those of another tool's call."""
+    """A table's value without None in it.
+
+    A table gives every struct all fields, e.g. those of another tool's call.
+    """
     if isinstance(value, dict):
         return {key: _without_missing(field) for key, field in value.items() if field is not None}
     return [_without_missing(item) for item in value] if isinstance(value, list) else value

@@ -1,7 +1,9 @@
-"""Conversations as token ids with a loss mask, every assistant turn rendered exactly as it is served.
+"""Conversations as token ids with a loss mask, every assistant turn rendered exactly as it is
+served.
 
-A template may rewrite earlier turns (Qwen3 drops the `<think>`). So a turn joins the sample of the turns before it only
-if the served prompt starts with exactly the tokens of this sample; otherwise a new sample begins.
+A template may rewrite earlier turns (Qwen3 drops the `<think>`). So a turn joins the sample of the
+turns before it only if the served prompt starts with exactly the tokens of this sample; otherwise a
+new sample begins.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from redraft.eval.prompts import Prompt
 from redraft.heads.progress import Progress
 
 CHUNK, CHUNK_CHARS = 256, 1 << 20
-"""Most conversations, and about the most characters, tokenised in one call: a fast tokenizer works on them in
-parallel, with some hundred bytes of memory for each token."""
+"""Most conversations, and about the most characters, tokenised in one call: a fast tokenizer works
+on them in parallel, with some hundred bytes of memory for each token.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +106,14 @@ class SampleStats:
         counts = {
             "conversations without an assistant turn": self.without_answer,
             "opening answers with no question before them": self.unprompted,
-            **{f"conversations refused by the chat template ({why})": count for why, count in self.refusals.items()},
-            **{f"answers not learned, {reason}": count for reason, count in self.refused_answers.items()},
+            **{
+                f"conversations refused by the chat template ({why})": count
+                for why, count in self.refusals.items()
+            },
+            **{
+                f"answers not learned, {reason}": count
+                for reason, count in self.refused_answers.items()
+            },
             "conversations with no answer inside the window": self.beyond_window,
             "conversations cut at a turn to fit the window": self.cut,
             "answers cut at the window, with no earlier turn to cut at": self.truncated,
@@ -115,7 +124,10 @@ class SampleStats:
         return (f"{count:,} {loss}" for loss, count in counts.items() if count)
 
     def __str__(self) -> str:
-        size = f"{self.conversations:,} conversations: {self.samples:,} samples, {self.tokens:,} tokens"
+        size = (
+            f"{self.conversations:,} conversations: {self.samples:,} samples, {self.tokens:,} "
+            "tokens"
+        )
         return "; ".join([f"{size} ({self.labels:,} labels)", *self.losses()])
 
 
@@ -144,12 +156,15 @@ def stream_samples(
 ) -> Iterator[Sample]:
     """Samples of at most `max_length` tokens, in the order of the conversations' hashes, counted in
     `stats`. A longer conversation is cut after the last answer that fits, and the rest dropped.
-    If not even the first answer fits, it is cut in the middle. A longer plain document is cut into
-    several samples. `template_options` reach the chat template as they would in a request, e.g.
-    `enable_thinking`. A template that writes today's date writes `day`, and needs one. `ends` are
-    the stop ids: with them, an answer whose end of turn is another is refused. Raises ValueError at
-    the end if nothing is left for the `purpose`, or if a chat template is needed and the tokenizer has
-    none."""
+    If not even the first answer fits, it is cut in the middle. A longer plain document is cut
+    into several samples. `template_options` reach the chat template as they would in a request,
+    e.g. `enable_thinking`. A template that writes today's date writes `day`, and needs one.
+    `ends` are the stop ids: with them, an answer whose end of turn is another is refused.
+
+    Raises:
+        ValueError: at the end if nothing is left for the `purpose`, or if a chat template is needed
+            and the tokenizer has none.
+    """
     # By hash, so that the samples do not depend on the order of the rows in a file.
     ordered = sorted((conversation_hash(c["messages"]), i) for i, c in enumerate(conversations))
     chunks = list(_chunks((key, conversations[i]) for key, i in ordered))
@@ -157,7 +172,9 @@ def stream_samples(
     work = functools.partial(_chunk_samples, max_length=max_length)
     make = functools.partial(Renderer, tokenizer, template_options or {}, day, ends)
     with Progress(total=len(ordered), desc="tokenising", unit="conv", disable=not progress) as bar:
-        for chunk, (samples, counted) in zip(chunks, map_in_processes(work, make, chunks), strict=True):
+        for chunk, (samples, counted) in zip(
+            chunks, map_in_processes(work, make, chunks), strict=True
+        ):
             stats.add(counted)
             for sample in samples:
                 stats.add_sample(sample)
@@ -167,7 +184,9 @@ def stream_samples(
         raise ValueError(f"nothing {purpose}: {stats}")
 
 
-def _chunks(conversations: Iterable[tuple[str, Conversation]]) -> Iterator[list[tuple[str, Conversation]]]:
+def _chunks(
+    conversations: Iterable[tuple[str, Conversation]],
+) -> Iterator[list[tuple[str, Conversation]]]:
     chunk: list[tuple[str, Conversation]] = []
     size = 0
     for key, conversation in conversations:
@@ -191,12 +210,16 @@ def held_out_prompts(
     beside: Iterable[Prompt] = (),
 ) -> list[Prompt]:
     """Up to `num_prompts` different prompts, of the last assistant turn of the conversations, taken
-    from each domain in turn; none is `beside`.
-    The conversations' hashes decide which. Repeats are left out: an answer follows from its prompt,
-    so they would count the same evidence again. So are prompts longer than `max_length` tokens;
-    plain documents have no prompt. What is left out is printed in one line, with the number for
-    each reason. `template_options` and `day` are those of `stream_samples`; by default the options
-    are the arguments with which most answers begin. Raises ValueError if no prompt is left."""
+    from each domain in turn; none is `beside`. The conversations' hashes decide which. Repeats
+    are left out: an answer follows from its prompt, so they would count the same evidence again.
+    So are prompts longer than `max_length` tokens; plain documents have no prompt. What is left
+    out is printed in one line, with the number for each reason. `template_options` and `day` are
+    those of `stream_samples`; by default the options are the arguments with which most answers
+    begin.
+
+    Raises:
+        ValueError: if no prompt is left.
+    """
     if template_options is None:
         template_options = choose_arguments(conversations, tokenizer, day)
     render, left_out = Renderer(tokenizer, template_options, day), Counter[str]()
@@ -206,8 +229,14 @@ def held_out_prompts(
             left_out["plain texts"] += 1
         else:
             by_domain.setdefault(conversation["domain"], []).append(conversation)
-    # One conversation of each domain per round, so that a small domain is not lost among large ones.
-    in_turns = (c for round_ in zip_longest(*(by_domain[name] for name in sorted(by_domain))) for c in round_ if c)
+    # One conversation of each domain per round, so that a small domain is not lost among large
+    # ones.
+    in_turns = (
+        c
+        for round_ in zip_longest(*(by_domain[name] for name in sorted(by_domain)))
+        for c in round_
+        if c
+    )
     prompts, seen = list[Prompt](), {tuple(prompt.token_ids) for prompt in beside}
     while len(prompts) < num_prompts and (asked := next(in_turns, None)):
         prompt = _prompt(asked, render, max_length)
@@ -221,15 +250,19 @@ def held_out_prompts(
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
     if not prompts:
         raise ValueError(
-            f"none of {len(conversations):,} conversations has a prompt of at most {max_length} tokens: raise "
-            f"--data.max-prompt-tokens (of eval, --max-prompt-tokens){f'; {reasons}' if reasons else ''}"
+            f"none of {len(conversations):,} conversations has a prompt of at most {max_length} "
+            "tokens: raise "
+            "--data.max-prompt-tokens (of eval, "
+            f"--max-prompt-tokens){f'; {reasons}' if reasons else ''}"
         )
     if left_out:
         print(f"held-out prompts: {len(prompts):,}; left out: {reasons}")
     return prompts
 
 
-def choose_arguments(conversations: Sequence[Conversation], tokenizer: Any, day: datetime.date | None) -> Arguments:
+def choose_arguments(
+    conversations: Sequence[Conversation], tokenizer: Any, day: datetime.date | None
+) -> Arguments:
     render, counts = Renderer(tokenizer, {}, day), SampleStats()
     if tokenizer.chat_template is None or len(render.arguments) == 1:
         return {}
@@ -241,7 +274,9 @@ def choose_arguments(conversations: Sequence[Conversation], tokenizer: Any, day:
 
 
 def _prompt(conversation: Conversation, render: Renderer, max_length: int) -> Prompt | str:
-    """The prompt of the last assistant turn as a server renders it, or the reason why it is left out."""
+    """The prompt of the last assistant turn as a server renders it, or the reason why it is left
+    out.
+    """
     messages = conversation["messages"]
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -268,15 +303,21 @@ def _chunk_samples(
     batch.encode()
     for (key, conversation), some in zip(chunk, turns, strict=True):
         if is_plain_text(conversation):
-            documents = _text_documents(conversation["messages"][0]["content"], render, max_length, stats)
+            documents = _text_documents(
+                conversation["messages"][0]["content"], render, max_length, stats
+            )
         else:
             documents = _documents(map(batch.ids, some), max_length, stats)
         domain = conversation["domain"]
-        samples += [Sample(input_ids=i, loss_mask=m, conversation=key, domain=domain) for i, m in documents]
+        samples += [
+            Sample(input_ids=i, loss_mask=m, conversation=key, domain=domain) for i, m in documents
+        ]
     return samples, stats
 
 
-def _turns(conversation: Conversation, render: Renderer, batch: TurnBatch, stats: SampleStats) -> list[PackedTurn]:
+def _turns(
+    conversation: Conversation, render: Renderer, batch: TurnBatch, stats: SampleStats
+) -> list[PackedTurn]:
     if is_plain_text(conversation):
         return []
 
@@ -304,20 +345,23 @@ Document = tuple[NDArray[np.int32], NDArray[np.bool_]]  # The ids and the loss m
 
 
 def _documents(
-    turns: Iterable[tuple[NDArray[np.int32], NDArray[np.int32]]], max_length: int, stats: SampleStats
+    turns: Iterable[tuple[NDArray[np.int32], NDArray[np.int32]]],
+    max_length: int,
+    stats: SampleStats,
 ) -> list[Document]:
     """The samples of one conversation, from the (prompt ids, answer ids) of the turns."""
     documents: list[Document] = []
     num_left_out = num_truncated = 0
     for prompt, answer in turns:
-        # Turns ([u1], [a1]) and ([u1 a1 u2], [a2]) make one document u1 a1 u2 a2 with the mask 0 1 0 1. If
-        # the second prompt drops a part of a1, they make two.
+        # Turns ([u1], [a1]) and ([u1 a1 u2], [a2]) make one document u1 a1 u2 a2 with the mask 0 1
+        # 0 1. If the second prompt drops a part of a1, they make two.
         mask = np.zeros(len(prompt), np.bool_)
         ids = documents[-1][0] if documents else prompt[:0]
         grows = np.array_equal(prompt[: len(ids)], ids)
         # A prompt holds all earlier turns, so this is the room left in the sample.
         room = max_length - len(prompt)
-        # only a first answer is cut in the middle: without it nothing of the conversation would be left
+        # only a first answer is cut in the middle: without it nothing of the conversation would be
+        # left
         if room < 1 or (room < len(answer) and documents):
             num_left_out += 1
             continue
@@ -335,12 +379,19 @@ def _documents(
     return documents
 
 
-def _text_documents(text: str, render: Renderer, max_length: int, stats: SampleStats) -> list[Document]:
-    """A plain text as windows of `max_length` tokens. The first token of each is not a label: nothing precedes it."""
+def _text_documents(
+    text: str, render: Renderer, max_length: int, stats: SampleStats
+) -> list[Document]:
+    """A plain text as windows of `max_length` tokens.
+
+    The first token of each is not a label: nothing precedes it.
+    """
     tokenizer = render.tokenizer
     # A rendered text has the tokenizer's first token.
     is_begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    ids = np.array(tokenizer(text, verbose=False, add_special_tokens=not is_begun)["input_ids"], np.int32)
+    ids = np.array(
+        tokenizer(text, verbose=False, add_special_tokens=not is_begun)["input_ids"], np.int32
+    )
     windows = [ids[start : start + max_length] for start in range(0, len(ids), max_length)]
     stats.lone_tokens += sum(len(window) == 1 for window in windows)
     stats.marked_texts += bool(render.special.search(text))
@@ -369,22 +420,33 @@ _tool: Any = None
 
 
 def map_in_processes(
-    work: Callable[[Tool, Chunk], Result], make: Callable[[], Tool], chunks: Sequence[Chunk], cores: int | None = None
+    work: Callable[[Tool, Chunk], Result],
+    make: Callable[[], Tool],
+    chunks: Sequence[Chunk],
+    cores: int | None = None,
 ) -> Iterator[Result]:
-    """`work(tool, chunk)` for every chunk, in order, each process with a tool; all picklable. Few
-    chunks, or one core, stay here. Raises RuntimeError: a process was killed."""
+    """`work(tool, chunk)` for every chunk, in order, each process with a tool; all picklable.
+
+    Few chunks, or one core, stay here.
+
+    Raises:
+        RuntimeError: a process was killed.
+    """
     cores = min(count_cores() if cores is None else cores, MAX_PROCESSES)
     tool = make()  # also where the chunks go to processes: a wrong argument shows here
     if cores < 2 or len(chunks) < MIN_CHUNKS:
         yield from (work(tool, chunk) for chunk in chunks)
         return
-    # Spawned, because a fork of a process that has a target in memory, CUDA and gloo's threads is not safe.
+    # Spawned, because a fork of a process that has a target in memory, CUDA and gloo's threads is
+    # not safe.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(cores, context, _start, (work, make, os.getpid()))
     try:
         yield from pool.map(_work, chunks)
     except BrokenProcessPool as error:
-        raise RuntimeError("a process that tokenises was killed: is there enough memory?") from error
+        raise RuntimeError(
+            "a process that tokenises was killed: is there enough memory?"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -1,6 +1,9 @@
-"""Conversations with every answer rewritten by the target: a draft must not learn another model's text.
+"""Conversations with every answer rewritten by the target.
 
-conversations ─► history up to each assistant turn ─► /v1/chat/completions ─► one JSON line per finished conversation
+A draft must not learn another model's text.
+
+conversations ─► history up to each assistant turn ─► /v1/chat/completions ─► one JSON line per
+finished conversation
 """
 
 import asyncio
@@ -25,9 +28,13 @@ class Sampling:
     """How the target answers."""
 
     temperature: float | None = None
-    """Temperature of every request. By default that of the target's generation_config.json, else 1, as vLLM."""
+    """Temperature of every request. By default that of the target's generation_config.json, else 1,
+    as vLLM.
+    """
     max_tokens: int = 2048
-    """Maximum length of an answer, in tokens. A conversation ends with an answer cut at this length."""
+    """Maximum length of an answer, in tokens. A conversation ends with an answer cut at this
+    length.
+    """
     template_options: dict[str, bool | int | str] = field(default_factory=dict)
     """Options passed to the chat template, e.g. `enable_thinking False`."""
 
@@ -43,7 +50,10 @@ class RegenerationStats:
 
     def __str__(self) -> str:
         parts = [f"{self.done:,} conversations regenerated ({self.cut:,} cut at the length limit)"]
-        counts = {"were already there": self.already_there, "hold no question": self.without_question}
+        counts = {
+            "were already there": self.already_there,
+            "hold no question": self.without_question,
+        }
         parts += [f"{count:,} {what}" for what, count in counts.items() if count]
         if self.refused:
             parts.append(f"{self.refused:,} refused by the server, first: {self.refusal}")
@@ -52,22 +62,33 @@ class RegenerationStats:
 
 def prompt_key(conversation: Conversation) -> str:
     """`conversation_hash` of all but the assistant's messages, and of the tools if there are any.
-    The same questions with the same tools are answered once."""
+
+    The same questions with the same tools are answered once.
+    """
     tools = conversation.get("tools")
-    # As one more message, of a role that no conversation has. Without tools the key is that of the questions alone.
+    # As one more message, of a role that no conversation has. Without tools the key is that of the
+    # questions alone.
     asked = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
     return conversation_hash([*_questions(conversation), *asked])
 
 
 def regenerate(
-    conversations: Sequence[Conversation], endpoint: Endpoint, output: Path, sampling: Sampling, target: str = ""
+    conversations: Sequence[Conversation],
+    endpoint: Endpoint,
+    output: Path,
+    sampling: Sampling,
+    target: str = "",
 ) -> RegenerationStats:
     """Answer every assistant turn again, in order, each on the regenerated history, and append to
-    `output` (JSONL). Conversations already in `output` are skipped, so an interrupted run continues
-    where it stopped. `target` identifies what answers, beyond the name of its model. Raises
-    ConnectionError if the server does not answer; it names the URL and how many conversations were
-    finished. Raises ValueError if `output` was written by another target or with other settings or
-    is damaged, or if the server refuses everything."""
+    `output` (JSONL). Conversations already in `output` are skipped, so an interrupted run
+    continues where it stopped. `target` identifies what answers, beyond the name of its model.
+
+    Raises:
+        ConnectionError: if the server does not answer; it names the URL and how many conversations
+            were finished.
+        ValueError: if `output` was written by another target or with other settings or is damaged,
+            or if the server refuses everything.
+    """
     settings = {**({"target": target} if target else {}), **asdict(sampling)}
     return asyncio.run(_Regeneration(endpoint, output, sampling).run(conversations, settings))
 
@@ -79,20 +100,26 @@ class _Regeneration:
         self.endpoint, self.output, self.sampling = endpoint, output, sampling
         self.stats = RegenerationStats()
 
-    async def run(self, conversations: Sequence[Conversation], settings: dict[str, Any]) -> RegenerationStats:
-        # Of conversations with the same questions and tools, only the last is asked: the domain is not in the key.
+    async def run(
+        self, conversations: Sequence[Conversation], settings: dict[str, Any]
+    ) -> RegenerationStats:
+        # Of conversations with the same questions and tools, only the last is asked: the domain is
+        # not in the key.
         wanted = {prompt_key(c): c for c in conversations if _questions(c)}
         self.stats.without_question = sum(not _questions(c) for c in conversations)
         async with self.endpoint:
             settings = {"model": await self.endpoint.model(), **settings}
             there = finished_keys(self.output, settings)
-            pending = {key: conversation for key, conversation in wanted.items() if key not in there}
+            pending = {
+                key: conversation for key, conversation in wanted.items() if key not in there
+            }
             self.stats.already_there = len(wanted) - len(pending)
             try:
                 await self._answer_all(pending, settings)
             except ConnectionError as error:
                 raise ConnectionError(
-                    f"{error}; {self._num_kept:,} of {len(wanted):,} conversations are in {self.output}: "
+                    f"{error}; {self._num_kept:,} of {len(wanted):,} conversations are in "
+                    f"{self.output}: "
                     "run the same command again to continue"
                 ) from error
         if self._num_kept == 0:
@@ -108,12 +135,15 @@ class _Regeneration:
         kept = self.stats.already_there
         with (
             self.output.open("a", encoding="utf-8") as file,
-            Progress(total=kept + len(pending), initial=kept, desc="regenerating", unit="conv") as bar,
+            Progress(
+                total=kept + len(pending), initial=kept, desc="regenerating", unit="conv"
+            ) as bar,
         ):
             queue = iter(pending.items())
             # One iterator for all workers: each takes the next conversation when it is free.
             workers = [
-                asyncio.create_task(self._work(queue, settings, file, bar)) for _ in range(self.endpoint.concurrency)
+                asyncio.create_task(self._work(queue, settings, file, bar))
+                for _ in range(self.endpoint.concurrency)
             ]
             clock = asyncio.create_task(_show_time(bar))
             try:
@@ -124,7 +154,11 @@ class _Regeneration:
                 await asyncio.gather(*workers, clock, return_exceptions=True)
 
     async def _work(
-        self, queue: Iterator[tuple[str, Conversation]], settings: dict[str, Any], file: TextIO, bar: Any
+        self,
+        queue: Iterator[tuple[str, Conversation]],
+        settings: dict[str, Any],
+        file: TextIO,
+        bar: Any,
     ) -> None:
         for key, conversation in queue:
             try:
@@ -145,8 +179,10 @@ class _Regeneration:
             bar.update()
 
     async def _answer(self, conversation: Conversation) -> tuple[list[Message], bool]:
-        """(the conversation with the target's answers, whether the last answer was cut). It ends
-        before the first result of a tool, which belongs to another call than the target's."""
+        """(the conversation with the target's answers, whether the last answer was cut).
+
+        It ends before the first result of a tool, which belongs to another call than the target's.
+        """
         history: list[Message] = []
         # A last question without an answer gets one too.
         for message in [*conversation["messages"], {"role": "assistant", "content": ""}]:
@@ -158,7 +194,11 @@ class _Regeneration:
             elif history and history[-1]["role"] != "assistant":
                 answer, cut = await self._ask(history, conversation.get("tools"))
                 is_cut_thought = cut and "reasoning" in answer
-                if not answer["content"].strip() and "tool_calls" not in answer and not is_cut_thought:
+                if (
+                    not answer["content"].strip()
+                    and "tool_calls" not in answer
+                    and not is_cut_thought
+                ):
                     break
                 history.append(answer)
                 if cut:
@@ -174,8 +214,11 @@ class _Regeneration:
             options["chat_template_kwargs"] = self.sampling.template_options
         if tools:
             options["tools"] = tools
-        choice = (await self.endpoint.post("/v1/chat/completions", messages=messages, **options))["choices"][0]
-        # Raises as `_work` expects: parsers pass on a tool call with half a JSON, or half a character in it.
+        choice = (await self.endpoint.post("/v1/chat/completions", messages=messages, **options))[
+            "choices"
+        ][0]
+        # Raises as `_work` expects: parsers pass on a tool call with half a JSON, or half a
+        # character in it.
         answer = read_message({"role": "assistant", **choice["message"]})
         json.dumps(answer, ensure_ascii=False).encode()
         return answer, choice["finish_reason"] == "length"
@@ -205,13 +248,19 @@ def _as_sent(message: Message) -> Message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
     sent = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]
-    calls = [{**call, "function": function} for call, function in zip(message["tool_calls"], sent, strict=True)]
+    calls = [
+        {**call, "function": function}
+        for call, function in zip(message["tool_calls"], sent, strict=True)
+    ]
     return {**message, "tool_calls": calls}
 
 
 def finished_keys(output: Path, settings: dict[str, Any] | None) -> set[str]:
-    """Keys of the conversations in `output`; the torn last line of a killed run is cut off. Raises
-    ValueError: a line is damaged, or of other settings than `settings`; the file stays."""
+    """Keys of the conversations in `output`; the torn last line of a killed run is cut off.
+
+    Raises:
+        ValueError: a line is damaged, or of other settings than `settings`; the file stays.
+    """
     if not output.exists():
         return set()
     whole, newline, torn = output.read_bytes().rpartition(b"\n")
@@ -224,7 +273,10 @@ def finished_keys(output: Path, settings: dict[str, Any] | None) -> set[str]:
         except (ValueError, KeyError, TypeError):
             raise _not_ours(output, number) from None
         if settings is not None and used != settings:
-            raise ValueError(f"{output} was answered with {used}, not {settings}: give --overwrite or another --output")
+            raise ValueError(
+                f"{output} was answered with {used}, not {settings}: give --overwrite or another "
+                "--output"
+            )
         keys.add(key)
     if not _begins_row(torn):
         raise _not_ours(output, len(lines) + 1)
@@ -235,11 +287,16 @@ def finished_keys(output: Path, settings: dict[str, Any] | None) -> set[str]:
 
 
 def _not_ours(output: Path, number: int) -> ValueError:
-    return ValueError(f"{output}, line {number}: not a regenerated conversation; choose another output")
+    return ValueError(
+        f"{output}, line {number}: not a regenerated conversation; choose another output"
+    )
 
 
 def _begins_row(torn: bytes) -> bool:
-    """Whether the bytes are the beginning of a row, however short: a mistyped output must not lose its last line."""
+    """Whether the bytes are the beginning of a row, however short.
+
+    A mistyped output must not lose its last line.
+    """
     start, key, rest = torn[:9], torn[9:73], torn[73:86]
     is_hex = not key.strip(b"0123456789abcdef")
     return b'{"key": "'.startswith(start) and is_hex and b'", "domain": '.startswith(rest)

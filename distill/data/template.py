@@ -13,7 +13,9 @@ Arguments = dict[str, Any]  # `chat_template_kwargs` of a request.
 
 def find_arguments(tokenizer: Any) -> list[Arguments]:
     """The arguments with which a request may start an answer: none, then each switch on and off."""
-    read = set[str]().union(*(meta.find_undeclared_variables(_parse(text)) for text in _templates(tokenizer)))
+    read = set[str]().union(
+        *(meta.find_undeclared_variables(_parse(text)) for text in _templates(tokenizer))
+    )
     found = [{name: value} for name in SWITCHES if name in read for value in (True, False)]
     return [{}, *found]
 
@@ -32,7 +34,9 @@ def _templates(tokenizer: Any) -> list[str]:
 @functools.lru_cache(maxsize=64)
 def _parse(template: str) -> nodes.Template:
     # The environment of transformers knows its tags, e.g. `generation`.
-    tree: nodes.Template = chat_template_utils._compile_jinja_template(template).environment.parse(template)
+    tree: nodes.Template = chat_template_utils._compile_jinja_template(template).environment.parse(
+        template
+    )
     return tree
 
 

@@ -1,4 +1,6 @@
-"""Tokenised data on disk: written once by the first process of a launch, and mapped by all, also when a run is resumed.
+"""Tokenised data on disk.
+
+Written once by the first process of a launch, and mapped by all, also when a run is resumed.
 
 tokens/3f2a.../                 the name is a hash of everything on which the tokens depend (`Origin`)
   train.ids      int32          the tokens of all samples, end to end
@@ -7,7 +9,8 @@ tokens/3f2a.../                 the name is a hash of everything on which the to
   train.keys     32 bytes       each sample's conversation, by hash
   train.domains  int32          the domain, as a place in `about.json`
   held-out.*                    the same
-  about.json                    origin, counts, held-out prompts"""
+  about.json                    origin, counts, held-out prompts
+"""
 
 import hashlib
 import importlib.metadata
@@ -36,7 +39,10 @@ Origin = dict[str, Any]  # Everything on which tokens depend, by the word for it
 
 
 class MappedSamples(Sequence[Sample]):
-    """The samples of one part, read from disk when they are used. Every process of a machine shares the memory."""
+    """The samples of one part, read from disk when they are used.
+
+    Every process of a machine shares the memory.
+    """
 
     def __init__(self, folder: Path, part: str, domains: Sequence[str]) -> None:
         self._ids: NDArray[np.int32] = _map(folder / f"{part}.ids", np.int32)
@@ -105,12 +111,19 @@ class Content:
 
 
 def keep_tokens(root: Path, origin: Origin, make: Callable[[], Content], *, shared: bool) -> Path:
-    """The folder below `root` with the tokens of `origin`, made if incomplete. A `root` that is not
-    `shared` belongs to one run: tokens of another origin are removed, and a line says why."""
+    """The folder below `root` with the tokens of `origin`, made if incomplete.
+
+    A `root` that is not `shared` belongs to one run: tokens of another origin are removed, and a
+    line says why.
+    """
     folder = root / hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
     if _is_whole(folder):
         return folder
-    others = [] if shared else [other for other in root.glob("*/") if other != folder and (other / ABOUT).is_file()]
+    others = (
+        []
+        if shared
+        else [other for other in root.glob("*/") if other != folder and (other / ABOUT).is_file()]
+    )
     for other in others:
         before = json.loads((other / ABOUT).read_text())["origin"]
         changed = [name for name in origin if before.get(name) != origin[name]]
@@ -146,9 +159,14 @@ def _write(folder: Path, origin: Origin, content: Content) -> None:
     (folder / ABOUT).write_text(json.dumps(about) + "\n")
 
 
-def _write_part(folder: Path, part: str, samples: Iterable[Sample], domains: dict[str, int]) -> None:
+def _write_part(
+    folder: Path, part: str, samples: Iterable[Sample], domains: dict[str, int]
+) -> None:
     ends, keys, numbers, end = array("q"), bytearray(), array("i"), 0
-    with (folder / f"{part}.ids").open("wb") as ids, (folder / f"{part}.labels").open("wb") as labels:
+    with (
+        (folder / f"{part}.ids").open("wb") as ids,
+        (folder / f"{part}.labels").open("wb") as labels,
+    ):
         for sample in samples:
             ids.write(sample.input_ids.astype("<i4").tobytes())
             labels.write(sample.loss_mask.tobytes())
@@ -165,7 +183,8 @@ def read_tokens(folder: Path) -> Tokens:
     train, held_out = (MappedSamples(folder, part, about["domains"]) for part in PARTS)
     counters = ("refused_answers", "refusals", "arguments", "ends")
     stats: dict[str, Any] = {
-        name: Counter(value) if name in counters else value for name, value in about["stats"].items()
+        name: Counter(value) if name in counters else value
+        for name, value in about["stats"].items()
     }
     return Tokens(
         train=train,
@@ -177,11 +196,15 @@ def read_tokens(folder: Path) -> Tokens:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- origin
+# -------------------------------------------------------------------------------------------------------------
+# origin
 
 
 def describe_tokenizer(tokenizer: Any, day: str) -> Origin:
-    """The part of an origin about a tokenizer and the code around it. `day` counts if the template writes it."""
+    """The part of an origin about a tokenizer and the code around it.
+
+    `day` counts if the template writes it.
+    """
     return {
         "the chat template": _digest([json.dumps(tokenizer.chat_template)]),
         "the tokenizer": _digest(_spelling(tokenizer)),
@@ -189,7 +212,8 @@ def describe_tokenizer(tokenizer: Any, day: str) -> Origin:
         # Any edit of this folder counts, comments too: rather tokenised twice than wrong.
         "redraft": _digest(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
         "the libraries": [
-            f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "tokenizers", "jinja2")
+            f"{name} {importlib.metadata.version(name)}"
+            for name in ("transformers", "tokenizers", "jinja2")
         ],
     }
 
@@ -200,7 +224,9 @@ def _spelling(tokenizer: Any) -> Iterator[str]:
     if getattr(tokenizer, "is_fast", False):
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         # The settings of the call before this one.
-        yield json.dumps({key: value for key, value in backend.items() if key not in ("truncation", "padding")})
+        yield json.dumps(
+            {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
+        )
     else:
         yield json.dumps(tokenizer.get_vocab(), sort_keys=True)
 

@@ -1,4 +1,7 @@
-"""One assistant turn as served: the text that the server reads, and the text that the target writes."""
+"""One assistant turn as served.
+
+The text that the server reads, and the text that the target writes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ WAYS: tuple[Way, ...] = ("from the prompt", "after an empty thought", "alone", "
 
 - the rendering after the generation prompt;
 - the same, if the template, not the target, writes the tags of an empty thought first;
-- the rendering after a lone question, because an answer may change the turns before it: gpt-oss drops
+- the rendering after a lone question, because an answer may change the turns before it: gpt-oss
+  drops
   the reasoning before a tool call once the call has led to an answer, which the server did not have
   when it made the prompt;
 - the answer's own text, because some templates drop the reasoning even of the last answer
@@ -59,7 +63,15 @@ PROBES: dict[Kind, Message] = {
         "role": "assistant",
         "content": "" if calls else "so",
         **({"reasoning": "hm"} if thinks else {}),
-        **({"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}]} if calls else {}),
+        **(
+            {
+                "tool_calls": [
+                    {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+                ]
+            }
+            if calls
+            else {}
+        ),
     }
     for thinks, calls in itertools.product((False, True), repeat=2)
 }
@@ -75,19 +87,31 @@ class TurnWriter:
         self._known: dict[tuple[str, bool, bool], str] = {}
 
     def __call__(
-        self, before: list[Message], tools: list[Tool] | None, message: Message, *, is_ended: bool = True
+        self,
+        before: list[Message],
+        tools: list[Tool] | None,
+        message: Message,
+        *,
+        is_ended: bool = True,
     ) -> Turn:
         """The turn of an assistant's message after those `before`, as a client sends them.
-        Raises RefusedAnswerError: no way to write it satisfies the conditions."""
+
+        Raises:
+            RefusedAnswerError: no way to write it satisfies the conditions.
+        """
         kind = Kind(bool(self.split(message)[0]), "tool_calls" in message)
         if kind.thinks and "reasoning" in message and self._has_no_place_for_reasoning:
             raise RefusedAnswerError("with reasoning, for which the chat template has no tags")
-        turn, _ = self._first(_Answer(self, before, tools, message, is_ended=is_ended), self._choices(kind))
+        turn, _ = self._first(
+            _Answer(self, before, tools, message, is_ended=is_ended), self._choices(kind)
+        )
         return turn
 
     def split(self, message: Message) -> tuple[str, str]:
         """(reasoning, text said) of an assistant's message.
-        A server that opens the thought in its prompt returns no opening tag."""
+
+        A server that opens the thought in its prompt returns no opening tag.
+        """
         if parts := split_reasoning(message):
             return parts[0], parts[1]
         form, content = self.render.reasoning_form, message["content"]
@@ -103,10 +127,16 @@ class TurnWriter:
     def _choices(self, kind: Kind) -> list[Choice]:
         """All choices, the best for a short answer of this kind first."""
         if kind not in self._best:
-            natural = [Choice(way, arguments) for way in WAYS for arguments in self.render.arguments]
+            natural = [
+                Choice(way, arguments) for way in WAYS for arguments in self.render.arguments
+            ]
             first = []
             with contextlib.suppress(RefusedAnswerError, jinja2.TemplateError):
-                first = [self._first(_Answer(self, QUESTION, None, PROBES[kind], is_ended=True), natural)[1]]
+                first = [
+                    self._first(
+                        _Answer(self, QUESTION, None, PROBES[kind], is_ended=True), natural
+                    )[1]
+                ]
             self._best[kind] = [*first, *natural]
         return self._best[kind]
 
@@ -127,8 +157,11 @@ class TurnWriter:
         raise RefusedAnswerError(reason)
 
     def find_end(self, tail: str, arguments: Arguments, *, calls: bool) -> str:
-        """The end of turn after an answer: `tail`, which the template writes after the last one, up
-        to a stop token; or else the first token of the next turn, as GLM-4.5 stops there."""
+        """The end of turn after an answer.
+
+        `tail`, which the template writes after the last one, up to a stop token; or else the first
+        token of the next turn, as GLM-4.5 stops there.
+        """
         if self.render.ends is None:
             return self.render.through_special(tail)
         if end := self.render.through_end(tail):
@@ -145,7 +178,9 @@ class TurnWriter:
         return bool(self.render.special.search(self._after(arguments, calls=True, is_last=True)))
 
     def _after(self, arguments: Arguments, *, calls: bool, is_last: bool) -> str:
-        """The template's text after an answer, or a call's arguments, up to the next message or the end."""
+        """The template's text after an answer, or a call's arguments, up to the next message or the
+        end.
+        """
         key = (repr(arguments), calls, is_last)
         if key not in self._known:
             self._known[key] = self._render_after(arguments, calls=calls, is_last=is_last)
@@ -153,7 +188,10 @@ class TurnWriter:
 
     def _render_after(self, arguments: Arguments, *, calls: bool, is_last: bool) -> str:
         function = {"name": "f", "arguments": {PROBE: PROBE}}
-        call = {"content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+        call = {
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        }
         answer = {"role": "assistant", **(call if calls else {"content": PROBE})}
         result = {"role": "tool", "content": "x", "tool_call_id": "1"}
         following = [] if is_last else [result] if calls else QUESTION
@@ -166,9 +204,21 @@ class TurnWriter:
 
 class _Answer:
     def __init__(
-        self, writer: TurnWriter, before: list[Message], tools: list[Tool] | None, message: Message, *, is_ended: bool
+        self,
+        writer: TurnWriter,
+        before: list[Message],
+        tools: list[Tool] | None,
+        message: Message,
+        *,
+        is_ended: bool,
     ) -> None:
-        self.writer, self.render, self.before, self.tools, self.message = writer, writer.render, before, tools, message
+        self.writer, self.render, self.before, self.tools, self.message = (
+            writer,
+            writer.render,
+            before,
+            tools,
+            message,
+        )
         self.is_ended = is_ended
         self._seen: dict[str, tuple[str, str]] = {}
 
@@ -193,10 +243,14 @@ class _Answer:
                 break
             results += [message["content"]] if message["role"] == "tool" else []
         functions = [call["function"] for call in self.message.get("tool_calls", [])]
-        names = tuple(text for function in functions for text in (function["name"], *function["arguments"]))
+        names = tuple(
+            text for function in functions for text in (function["name"], *function["arguments"])
+        )
         thought, said = self._parts
         return Content(
-            systems=tuple(message["content"] for message in self.before if message["role"] == "system"),
+            systems=tuple(
+                message["content"] for message in self.before if message["role"] == "system"
+            ),
             question=question,
             results=tuple(results),
             thought=thought,
@@ -214,7 +268,11 @@ class _Answer:
         prompt, whole = self._render(arguments)
         if way == "alone":
             return self._write_alone(prompt, arguments)
-        turn = self._by_hand(prompt, arguments) if way == "by hand" else self._find(prompt, whole, way, arguments)
+        turn = (
+            self._by_hand(prompt, arguments)
+            if way == "by hand"
+            else self._find(prompt, whole, way, arguments)
+        )
         if turn is None:
             return self._absence
         form, ends = self.render.reasoning_form, self.render.ends
@@ -245,7 +303,8 @@ class _Answer:
         if isinstance(alone, str):
             return alone
         before = self._alone._render(arguments)[0]
-        # If an open thought was closed before the answer, the prompt is another: it has no place here.
+        # If an open thought was closed before the answer, the prompt is another: it has no place
+        # here.
         if not alone.prompt.startswith(before):
             return self._absence
         turn = replace(alone, prompt=prompt + alone.prompt.removeprefix(before))
@@ -261,7 +320,11 @@ class _Answer:
             if not text.startswith(prompt):
                 return None
             start = len(prompt)
-        answer = self._end_calls(text[start:], arguments) if self._calls else self._end(text[start:], tail, arguments)
+        answer = (
+            self._end_calls(text[start:], arguments)
+            if self._calls
+            else self._end(text[start:], tail, arguments)
+        )
         return Turn(text[:start], answer, arguments)
 
     def _end_of_empty_thought(self, prompt: str, text: str) -> int | None:
@@ -272,7 +335,9 @@ class _Answer:
         base = prompt if text.startswith(prompt) else prompt.rstrip().removesuffix(form.tags[0])
         found = form.empty.match(text, len(base)) if text.startswith(base) else None
         content = self._answer["content"]
-        if found is None or dense(self._strip_opening(prompt, content)).startswith(dense(found.group())):
+        if found is None or dense(self._strip_opening(prompt, content)).startswith(
+            dense(found.group())
+        ):
             return None
         # Whitespace after the tags may be the answer's.
         place = text.find(content, len(base)) if content.strip() else -1
@@ -293,13 +358,19 @@ class _Answer:
                 # Without a line end after the opening tag there is none around the closing one.
                 content = opening + thought + closing + said
         tail = self.writer.find_tail(arguments)
-        return Turn(prompt, self._end(self._strip_opening(prompt, content), tail, arguments), arguments)
+        return Turn(
+            prompt, self._end(self._strip_opening(prompt, content), tail, arguments), arguments
+        )
 
     def _strip_opening(self, prompt: str, content: str) -> str:
         """The answer without the opening tag if the prompt already ends with one."""
         form = self.render.reasoning_form
         opening, blank = form.tags[0] if form else "", prompt[len(prompt.rstrip()) :]
-        if not form or not prompt.rstrip().endswith(opening) or not content.lstrip().startswith(opening):
+        if (
+            not form
+            or not prompt.rstrip().endswith(opening)
+            or not content.lstrip().startswith(opening)
+        ):
             return content.lstrip()
         written = content.lstrip().removeprefix(opening)
         return written.removeprefix(blank) if written.startswith(blank) else written.lstrip()

@@ -19,12 +19,20 @@ CHUNK = 1024  # samples counted at once: each alone would make an array of the v
 def require_smaller(size: int, vocab_size: int) -> None:
     """Raise ValueError unless `size` is from 0 (the whole vocabulary) to `vocab_size`."""
     if not 0 <= size <= vocab_size:
-        raise ValueError(f"a draft vocabulary of {size:,} ids: the target's has {vocab_size:,}, choose at most that")
+        raise ValueError(
+            f"a draft vocabulary of {size:,} ids: the target's has {vocab_size:,}, choose at most "
+            "that"
+        )
 
 
 def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tensor | None:
-    """The `size` most frequent labels, ascending, int64 [W]; None if `size` means the whole
-    vocabulary. Raises ValueError if the target's vocabulary is smaller."""
+    """The `size` most frequent labels, ascending, int64 [W].
+
+    None if `size` means the whole vocabulary.
+
+    Raises:
+        ValueError: if the target's vocabulary is smaller.
+    """
     require_smaller(size, vocab_size)
     if size in (0, vocab_size):
         return None
@@ -32,7 +40,8 @@ def frequent_ids(samples: Iterable[Sample], size: int, vocab_size: int) -> Tenso
     # Stable: of equal counts the lower id is kept. Ascending: the loss searches in the ids.
     kept_W = np.sort(np.argsort(-counts_V, kind="stable")[:size])
     print(
-        f"draft vocabulary: {size:,} of {vocab_size:,} ids, {counts_V[kept_W].sum() / counts_V.sum():.2%} of the labels"
+        f"draft vocabulary: {size:,} of {vocab_size:,} ids, "
+        f"{counts_V[kept_W].sum() / counts_V.sum():.2%} of the labels"
     )
     return torch.from_numpy(kept_W)
 
@@ -50,7 +59,9 @@ def measure_coverage(
 def _count_labels(samples: Iterable[Sample], vocab_size: int) -> NDArray[np.int64]:
     """How often each id is a label, [V]."""
     counts_V = np.zeros(vocab_size, np.int64)
-    for labels in samples.labels() if isinstance(samples, MappedSamples) else _label_blocks(samples):
+    for labels in (
+        samples.labels() if isinstance(samples, MappedSamples) else _label_blocks(samples)
+    ):
         counts_V += np.bincount(labels, minlength=vocab_size)
     return counts_V
 

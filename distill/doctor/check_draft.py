@@ -1,10 +1,13 @@
-"""Check that a draft gets the same inputs in serving as in training: folder, labels, and the real engine.
+"""Check that a draft gets the same inputs in serving as in training.
+
+Folder, labels, and the real engine.
 
 static      configs, headers, tensors, provenance                  heads.doctor.checks
 labels      the loss mask recorded in training                     distill.doctor.label_probe
 numeric     vLLM's drafter beside the draft's training steps       eval.parity.compare
 acceptance  in vLLM, beside the forecast of publication            eval.parity.acceptance
-readings    would the same weights accept more, read otherwise?    distill.doctor.readings"""
+readings    would the same weights accept more, read otherwise?    distill.doctor.readings
+"""
 
 from dataclasses import dataclass, field
 
@@ -31,11 +34,20 @@ class Checked:
 
 
 def check_draft(
-    target: str, draft: str, *, method: str | None, num_speculative_tokens: int | None, engine: EngineCheck | None
+    target: str,
+    draft: str,
+    *,
+    method: str | None,
+    num_speculative_tokens: int | None,
+    engine: EngineCheck | None,
 ) -> Checked:
-    """All checks of a draft; without `engine`, its folder alone. `method` is by default the
-    family's, the number of tokens that in the provenance, or 3. Raises FileNotFoundError if a
-    folder is missing, ValueError if it is corrupt or holds no draft."""
+    """All checks of a draft; without `engine`, its folder alone.
+
+    `method` is by default the family's, the number of tokens that in the provenance, or 3.
+
+    Raises:
+        FileNotFoundError: if a folder is missing, ValueError if it is corrupt or holds no draft.
+    """
     pair = Pair.read(TargetFolder.open(target), model_folder(draft))
     checked, num_tokens = check_folder(pair, method, num_speculative_tokens)
     if engine is None or not _may_run(pair, checked):
@@ -45,7 +57,9 @@ def check_draft(
     try:
         (dump,) = run_engine([plan.run], engine.folder)
     except ChildProcessError as error:
-        checked.findings.append(Finding(str(error), "fix the problem that the engine names, or read its log"))
+        checked.findings.append(
+            Finding(str(error), "fix the problem that the engine names, or read its log")
+        )
         return checked
     judged = list(judge_dump(pair, plan, dump, checked.facts))
     checked.findings += [each for each in judged if isinstance(each, Finding)]
@@ -53,9 +67,12 @@ def check_draft(
     return checked
 
 
-def check_folder(pair: Pair, method: str | None, num_speculative_tokens: int | None) -> tuple[Checked, int]:
+def check_folder(
+    pair: Pair, method: str | None, num_speculative_tokens: int | None
+) -> tuple[Checked, int]:
     recorded = pair.provenance.config.prove.num_speculative_tokens
-    # As many as it was published with, so the forecast can be compared; else 3, or fewer for a short head.
+    # As many as it was published with, so the forecast can be compared; else 3, or fewer for a
+    # short head.
     most = pair.family.max_tokens(pair.config) or NUM_TOKENS
     num_tokens = num_speculative_tokens or recorded or min(NUM_TOKENS, most)
     findings = static_findings(pair, method=method, num_speculative_tokens=num_tokens)
@@ -71,7 +88,9 @@ def check_folder(pair: Pair, method: str | None, num_speculative_tokens: int | N
 def _check_labels(pair: Pair, checked: Checked) -> None:
     trained = pair.provenance.label_probe
     if trained is None:
-        checked.notes.append("no label_probe in its provenance: template and loss mask of training are not known")
+        checked.notes.append(
+            "no label_probe in its provenance: template and loss mask of training are not known"
+        )
         return
     served = label_probe(pair.target.tokenizer, day_of_training(pair))
     if served is not None:
@@ -87,7 +106,10 @@ def _may_run(pair: Pair, checked: Checked) -> bool:
         checked.notes.append(f"the draft was not run in the engine: {error}")
         return False
     if pair.family.parity is None:
-        checked.notes.append(f"a {pair.family.title} drafter's passes in vLLM cannot be recorded: it was not run there")
+        checked.notes.append(
+            f"a {pair.family.title} drafter's passes in vLLM cannot be recorded: it was not run "
+            "there"
+        )
         return False
     if checked.problems:
         checked.notes.append("the draft was not run in the engine: fix the problems below first")

@@ -1,6 +1,9 @@
-"""A draft in the real engine: compared with training number by number, and its acceptance with the forecast's.
+"""A draft in the real engine.
 
-plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, acceptance, other readings of the weights"""
+Compared with training number by number, and its acceptance with the forecast's.
+
+plan_run ──► EngineRun ──► Dump ──► judge_dump: passes, acceptance, other readings of the weights
+"""
 
 import datetime
 from collections.abc import Iterator, Sequence
@@ -60,7 +63,9 @@ FALLBACK = (
     "Describe a rainy day in a big city.",
     "Write a class for a bank account with deposit and withdraw.",
 )
-"""Questions to ask if nothing is known of the data: enough to see a dead draft, no measure of a good one."""
+"""Questions to ask if nothing is known of the data: enough to see a dead draft, no measure of a
+good one.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +86,31 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine | None = None) -> Plan:
+def plan_run(
+    pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine | None = None
+) -> Plan:
     """The run of a draft with `num_tokens` tokens a step; by default on this machine.
-    Raises ValueError: the target, which judges the run afterwards in this process, does not fit."""
+
+    Raises:
+        ValueError: the target, which judges the run afterwards in this process, does not fit.
+    """
     stored, machine = StoredForecast.from_json(pair.provenance.forecast), machine or this_machine()
     dtype = engine.dtype or _choose_dtype(pair, stored, machine, on_cpu=engine.on_cpu)
     if pair.family.is_head:
-        require_model_heads(f"the target {pair.target.name}", pair.target.text_config, getattr(torch, dtype), machine)
-        way_out = "give --no-engine, which reads configs and tensors only, and count with redraft eval --no-forecast"
+        require_model_heads(
+            f"the target {pair.target.name}",
+            pair.target.text_config,
+            getattr(torch, dtype),
+            machine,
+        )
+        way_out = (
+            "give --no-engine, which reads configs and tensors only, and count with redraft "
+            "eval --no-forecast"
+        )
         device = torch.device(machine.device)
-        require_target_room(replace(pair.target, dtype=dtype), device, way_out=way_out, machine=machine)
+        require_target_room(
+            replace(pair.target, dtype=dtype), device, way_out=way_out, machine=machine
+        )
     max_tokens = engine.max_tokens or (stored.max_tokens if stored else DEFAULT_MAX_TOKENS)
     notes: list[str] = []
     prompts, are_held_out = _prompts(pair, num_tokens, max_tokens, engine, notes)
@@ -111,17 +131,27 @@ def plan_run(pair: Pair, num_tokens: int, engine: EngineCheck, machine: Machine 
     return Plan(run=run, stored=stored, are_held_out=are_held_out, notes=notes)
 
 
-def _choose_dtype(pair: Pair, stored: StoredForecast | None, machine: Machine, *, on_cpu: bool) -> TargetDtype:
-    """The type of an engine's run, if the user names none. In the forecast's, an engine counts as it does."""
+def _choose_dtype(
+    pair: Pair, stored: StoredForecast | None, machine: Machine, *, on_cpu: bool
+) -> TargetDtype:
+    """The type of an engine's run, if the user names none.
+
+    In the forecast's, an engine counts as it does.
+    """
     known = stored.dtype if stored else None
-    if known and (not on_cpu or known == "float32" or (known == "bfloat16" and machine.cpu_has_bfloat16)):
+    if known and (
+        not on_cpu or known == "float32" or (known == "bfloat16" and machine.cpu_has_bfloat16)
+    ):
         return cast(TargetDtype, known)
     return default_target_dtype(pair.target.folder, on_cpu=on_cpu, machine=machine) or "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The target's answers to a plan's prompts, and the acceptance on each: the engine's, or the forecast's."""
+    """The target's answers to a plan's prompts, and the acceptance on each.
+
+    The engine's, or the forecast's.
+    """
 
     outputs: Sequence[Sequence[int]]
     counts: Sequence[AcceptanceCounts]
@@ -131,7 +161,9 @@ class Served:
         return sum(self.counts, AcceptanceCounts.zero())
 
 
-def judge_dump(pair: Pair, plan: Plan, dump: Dump, facts: dict[str, str]) -> Iterator[Finding | str]:
+def judge_dump(
+    pair: Pair, plan: Plan, dump: Dump, facts: dict[str, str]
+) -> Iterator[Finding | str]:
     """Findings, and notes as text; numbers are added to `facts`."""
     draft, signal = load_as_trained(pair, dump.run.dtype)
     yield from compare(draft, pair.family.name, signal, dump, device=this_machine().device)
@@ -142,16 +174,26 @@ def judge_dump(pair: Pair, plan: Plan, dump: Dump, facts: dict[str, str]) -> Ite
 
 
 def judge_acceptance(
-    pair: Pair, plan: Plan, served: Served, draft: Draft, signal: InProcessTarget | None, facts: dict[str, str]
+    pair: Pair,
+    plan: Plan,
+    served: Served,
+    draft: Draft,
+    signal: InProcessTarget | None,
+    facts: dict[str, str],
 ) -> Iterator[Finding | str]:
-    """Findings and notes on acceptance: against the published forecast, or else against training, and by itself."""
+    """Findings and notes on acceptance.
+
+    Against the published forecast, or else against training, and by itself.
+    """
     total, known = served.total, _in_forecast(plan, served)
     facts["acceptance"] = f"tau {total.tau:.3f} over {total.num_drafts} drafts"
     yield from find_dead(total)
     if len(known) >= MIN_PROMPTS:
         # Only the prompts of both: the others have nothing to be compared with.
         expected = sum((each for _, each in known), AcceptanceCounts.zero()).tau
-        facts["forecast"] = f"tau {expected:.3f}, published for {len(known)} of these {len(served.outputs)} prompts"
+        facts["forecast"] = (
+            f"tau {expected:.3f}, published for {len(known)} of these {len(served.outputs)} prompts"
+        )
         counted, expected_counts = zip(*known, strict=True)
         is_exact = plan.stored is not None and plan.run.dtype == plan.stored.dtype == "float32"
         missed = list(find_missed_forecast(counted, expected_counts, is_exact=is_exact))
@@ -179,26 +221,37 @@ def _in_forecast(plan: Plan, served: Served) -> list[tuple[AcceptanceCounts, Acc
     return [(counts, expected) for counts, expected in pairs if expected is not None]
 
 
-def _judge_without_forecast(pair: Pair, plan: Plan, counts: AcceptanceCounts) -> Iterator[Finding | str]:
+def _judge_without_forecast(
+    pair: Pair, plan: Plan, counts: AcceptanceCounts
+) -> Iterator[Finding | str]:
     """Against training's tau on held-out text, if there is one."""
     yield from find_too_good(counts)
     made = pair.provenance
     measured = [entry["held_out_tau"] for entry in made.metrics if "held_out_tau" in entry]
     same_tokens = made.config.prove.num_speculative_tokens == plan.run.num_speculative_tokens
     if measured and plan.are_held_out and same_tokens:
-        why = "these are not the prompts of the published forecast" if plan.stored else "no forecast was published"
+        why = (
+            "these are not the prompts of the published forecast"
+            if plan.stored
+            else "no forecast was published"
+        )
         yield f"{why}: acceptance must reach 75% of training's on held-out text"
         yield from find_lost_acceptance(counts, measured[-1])
     elif counts.num_drafts < MIN_DRAFTS:
         yield f"{counts.num_drafts} drafts are too few to judge acceptance: give --prompts"
     else:
-        yield "acceptance has no reference: only a dead draft, or one in the wrong order, was looked for"
+        yield (
+            "acceptance has no reference: only a dead draft, or one in the wrong order, was "
+            "looked for"
+        )
 
 
 def _prompts(
     pair: Pair, num_tokens: int, max_tokens: int, engine: EngineCheck, notes: list[str]
 ) -> tuple[list[list[int]], bool]:
-    """Token ids of the prompts to answer, and whether they come from the data of the draft's training."""
+    """Token ids of the prompts to answer, and whether they come from the data of the draft's
+    training.
+    """
     tokenizer = pair.target.tokenizer
     data, day = pair.provenance.config.data, day_of_training(pair)
     # A held-out prompt must leave room for the answer and the last block.
@@ -209,7 +262,9 @@ def _prompts(
         conversations = load_conversations(engine.prompts)
     else:
         try:
-            _, conversations = split_held_out(load_conversations(data.source, split=data.split), data.held_out)
+            _, conversations = split_held_out(
+                load_conversations(data.source, split=data.split), data.held_out
+            )
         except (ValueError, FileNotFoundError) as error:
             notes.append(f"the data it was trained on is not here ({error}): give --prompts")
             return ask_fallback(tokenizer, engine.num_prompts, day), False
@@ -224,28 +279,43 @@ def _prompts(
     return [prompt.token_ids for prompt in prompts], True
 
 
-def ask_fallback(tokenizer: Any, num_prompts: int, day: datetime.date | None = None) -> list[list[int]]:
+def ask_fallback(
+    tokenizer: Any, num_prompts: int, day: datetime.date | None = None
+) -> list[list[int]]:
     """The first questions of FALLBACK as token ids, in the words of the chat template if there is
-    one. A template that writes today's date writes `day`, and needs one."""
+    one. A template that writes today's date writes `day`, and needs one.
+    """
     questions: Sequence[str] = FALLBACK[:num_prompts]
     if tokenizer.chat_template is None:
         return [tokenizer(text)["input_ids"] for text in questions]
     render = Renderer(tokenizer, {}, day)
-    return render.tokenise([render([{"role": "user", "content": text}], prompt=True) for text in questions])
+    return render.tokenise(
+        [render([{"role": "user", "content": text}], prompt=True) for text in questions]
+    )
 
 
 def load_as_trained(pair: Pair, dtype: str) -> tuple[Draft, InProcessTarget | None]:
-    """The draft as the module of training, and the target's signal; None if the draft reads nothing of the target."""
+    """The draft as the module of training, and the target's signal.
+
+    None if the draft reads nothing of the target.
+    """
     torch_dtype, device = getattr(torch, dtype), this_machine().device
     if not pair.family.is_head:
-        whole = pair.family.load(pair.draft, lambda: Target.from_folder(pair.target.folder), torch_dtype)
+        whole = pair.family.load(
+            pair.draft, lambda: Target.from_folder(pair.target.folder), torch_dtype
+        )
         return whole.to(device).eval(), None
     model = load_causal_lm(pair.target.folder, torch_dtype).to(device)
-    head = pair.family.load(pair.draft, lambda: Target.from_model(model), torch_dtype).to(device).eval()
+    head = (
+        pair.family.load(pair.draft, lambda: Target.from_model(model), torch_dtype)
+        .to(device)
+        .eval()
+    )
     return head, InProcessTarget(model, head.aux_layer_ids)
 
 
 def day_of_training(pair: Pair) -> datetime.date:
     """The date that the template wrote in training, so a template with today's date is no
-    difference on another day. Today, if the provenance does not hold it."""
+    difference on another day. Today, if the provenance does not hold it.
+    """
     return choose_day(pair.provenance.date, "the date in the draft's provenance")

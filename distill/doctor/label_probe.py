@@ -1,7 +1,8 @@
 """The training labels of one fixed conversation, recorded for a comparison with serving later.
 
-After an edited chat template, another tokenizer, or a loss mask shifted by one token, the draft has learned other rows
-than it drafts. The weights do not show it."""
+After an edited chat template, another tokenizer, or a loss mask shifted by one token, the draft has
+learned other rows than it drafts. The weights do not show it.
+"""
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,32 +24,48 @@ MAX_TOKENS = 4096  # More than the probe has with any template and tokenizer.
 
 
 def label_probe(tokenizer: Any, day: datetime.date | None = None) -> dict[str, list[int]] | None:
-    """`input_ids` of the probe, and `labels`, the positions of training labels. None without a chat
-    template. A template that writes today's date writes `day`, and needs one."""
+    """`input_ids` of the probe, and `labels`, the positions of training labels.
+
+    None without a chat template. A template that writes today's date writes `day`, and needs one.
+    """
     if tokenizer.chat_template is None:
         return None
     (sample,), _ = build_samples([PROBE], tokenizer, max_length=MAX_TOKENS, day=day, progress=False)
-    return {"input_ids": sample.input_ids.tolist(), "labels": sample.loss_mask.nonzero()[0].tolist()}
+    return {
+        "input_ids": sample.input_ids.tolist(),
+        "labels": sample.loss_mask.nonzero()[0].tolist(),
+    }
 
 
-def compare_probes(trained: Mapping[str, Sequence[int]], served: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+def compare_probes(
+    trained: Mapping[str, Sequence[int]], served: Mapping[str, Sequence[int]]
+) -> Iterator[Finding]:
     ids, served_ids = list(trained["input_ids"]), list(served["input_ids"])
     labels, served_labels = list(trained["labels"]), list(served["labels"])
     if ids != served_ids:
-        position = next((i for i, (a, b) in enumerate(zip(ids, served_ids, strict=False)) if a != b), len(ids))
+        position = next(
+            (i for i, (a, b) in enumerate(zip(ids, served_ids, strict=False)) if a != b), len(ids)
+        )
         yield Finding(
             f"the chat template or tokenizer is not the one used in training: "
             f"the probe differs from token {position} on",
-            "serve with the chat template of training, or train the draft again with the one that is served",
+            "serve with the chat template of training, or train the draft again with the one that "
+            "is served",
         )
     elif labels != served_labels:
         # Recorded from position 12, served from 11: by = 1, one token late.
         by = labels[0] - served_labels[0] if labels else 0
-        side = f"begin {abs(by)} tokens {'late' if by > 0 else 'early'}" if by else "cover other tokens"
+        side = (
+            f"begin {abs(by)} tokens {'late' if by > 0 else 'early'}"
+            if by
+            else "cover other tokens"
+        )
         yield Finding(
-            f"the loss mask of training is shifted: its labels {side} (positions {_range(labels)} of the probe, as "
+            f"the loss mask of training is shifted: its labels {side} (positions {_range(labels)} "
+            "of the probe, as "
             f"served {_range(served_labels)})",
-            "train again with labels from the first token that the assistant writes to its end of turn",
+            "train again with labels from the first token that the assistant writes to its end of "
+            "turn",
         )
 
 

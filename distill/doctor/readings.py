@@ -1,10 +1,14 @@
-"""Would the same weights accept more if they were read in another way? Then the checkpoint is in the wrong order.
+"""Would the same weights accept more if they were read in another way?
 
-A converter that swaps two tensors, or a config that names the wrong layers, leaves a head that loads, runs and agrees
-with vLLM number by number, and is just poor. Its tensors cannot show this, but acceptance can: every other reading is
-tried on the target's answers, and one that accepts clearly more is the right one.
+Then the checkpoint is in the wrong order.
 
-V = target vocabulary, W = draft vocabulary, D = hidden, N = rows of a matrix or prompts."""
+A converter that swaps two tensors, or a config that names the wrong layers, leaves a head that
+loads, runs and agrees with vLLM number by number, and is just poor. Its tensors cannot show this,
+but acceptance can: every other reading is tried on the target's answers, and one that accepts
+clearly more is the right one.
+
+V = target vocabulary, W = draft vocabulary, D = hidden, N = rows of a matrix or prompts.
+"""
 
 import copy
 import dataclasses
@@ -36,7 +40,9 @@ MIN_GAIN = 0.05  # gain that counts, as a share of accepted tokens; a sound head
 MIN_GAIN_TOKENS = 0.02  # And in tokens per target step: a dead head gains any share by chance.
 
 MIN_GAIN_OF_ANCHOR = 0.25
-"""The share for a reading with a feature that tells the next token: a sound head may gain a few per cent by it."""
+"""The share for a reading with a feature that tells the next token: a sound head may gain a few per
+cent by it.
+"""
 
 MAX_PERMUTED = 4  # Aux layers up to which every order is tried: 23 for 4 of them.
 MAX_MASKS = 12  # Mask tokens that are tried.
@@ -62,7 +68,8 @@ def find_better_readings(
     device: str = "cpu",
 ) -> Iterator[Finding]:
     """The reading that accepts most on the target's answers, of those that accept clearly more than
-    the head as it is. `answers` are token ids of prompts and answers."""
+    the head as it is. `answers` are token ids of prompts and answers.
+    """
     texts = [
         Continuation(prompt=Prompt(token_ids=list(prompt)), output_ids=list(output), beyond_ids=[])
         for prompt, output in answers
@@ -89,16 +96,24 @@ def find_better_readings(
     for reading in Progress(readings, desc="other readings of the weights", unit="reading"):
         gain = estimate_tau_gain(count(reading), as_it_is)
         # `tau - 1` is accepted tokens per step: the share is of these, not of the target's token.
-        if gain.value >= max(reading.min_gain * (tau - 1), MIN_GAIN_TOKENS) and gain.interval()[0] > 0:
+        if (
+            gain.value >= max(reading.min_gain * (tau - 1), MIN_GAIN_TOKENS)
+            and gain.interval()[0] > 0
+        ):
             better.append((gain, reading))
     if not better:
         return
     gain, best = max(better, key=lambda each: each[0].value)
     # Bonferroni, because the best of many readings gains some by chance.
     is_certain = gain.interval(1 - (1 - CONFIDENCE) / len(readings))[0] > 0
-    more = "" if is_certain else f"; {len(texts)} prompts are too few to be certain, ask more with --num-prompts"
+    more = (
+        ""
+        if is_certain
+        else f"; {len(texts)} prompts are too few to be certain, ask more with --num-prompts"
+    )
     yield Finding(
-        f"{best.problem}: read so, the same weights reach tau {tau + gain.value:.2f} instead of {tau:.2f}{more}",
+        f"{best.problem}: read so, the same weights reach tau {tau + gain.value:.2f} instead of "
+        f"{tau:.2f}{more}",
         best.cure,
         is_doubt=not is_certain,
     )
@@ -133,7 +148,10 @@ def _copy_head(head: Any, num_tokens: int) -> Any:
 
 
 def list_readings(pair: Pair, head: Any, head_VD: Tensor) -> Iterator[Reading]:
-    """Other readings of the weights, for heads of every family. `head_VD` is the target's output head."""
+    """Other readings of the weights, for heads of every family.
+
+    `head_VD` is the target's output head.
+    """
     yield from _swapped_tensors(head)
     yield from _swapped_halves(head)
     if hasattr(head, "shape"):
@@ -163,7 +181,11 @@ def _swapped_tensors(head: nn.Module) -> Iterator[Reading]:
     parameters = dict(head.named_parameters())
     for (one, other), name in itertools.product(SWAPS, parameters):
         partner = name.replace(f"{one}.weight", f"{other}.weight")
-        if partner == name or partner not in parameters or parameters[name].shape != parameters[partner].shape:
+        if (
+            partner == name
+            or partner not in parameters
+            or parameters[name].shape != parameters[partner].shape
+        ):
             continue
         yield Reading(
             problem=f"{name} and {partner} are swapped",
@@ -179,7 +201,9 @@ def _swap(head: nn.Module, name: str, partner: str) -> None:
 
 
 READ_BOTH = ("q_proj", "k_proj", "v_proj", "fc", "combine")
-"""Names of the matrices that read embedding and feature side by side, if they are twice as wide as the target."""
+"""Names of the matrices that read embedding and feature side by side, if they are twice as wide as
+the target.
+"""
 
 
 def _swapped_halves(head: nn.Module) -> Iterator[Reading]:
@@ -187,16 +211,20 @@ def _swapped_halves(head: nn.Module) -> Iterator[Reading]:
         return
     hidden = embed_VD.shape[1]
     parameters = [
-        (name, p) for name, p in head.named_parameters() if name.removesuffix(".weight").split(".")[-1] in READ_BOTH
+        (name, p)
+        for name, p in head.named_parameters()
+        if name.removesuffix(".weight").split(".")[-1] in READ_BOTH
     ]
-    # `fc` of a head that reads two target layers is as wide, and mixes those: see `_orders_of_layers`.
+    # `fc` of a head that reads two target layers is as wide, and mixes those: see
+    # `_orders_of_layers`.
     mixed = {"fc.weight"} if isinstance(head, Eagle3 | DFlash) else set()
     wide = [name for name, p in parameters if p.shape[1] == 2 * hidden and name not in mixed]
     if wide:
         names = ", ".join(wide)
         yield Reading(
             problem=f"the halves of {names} are swapped: embedding and hidden state",
-            cure=f"swap the first {hidden} columns of {names} with the others, and fix the converter",
+            cure=f"swap the first {hidden} columns of {names} with the others, and fix the "
+            "converter",
             change=partial(_change, names=wide, change=lambda p_ND: p_ND.roll(hidden, dims=1)),
         )
 
@@ -214,9 +242,15 @@ def _orders_of_layers(head: Eagle3 | DFlash) -> Iterator[Reading]:
             if list(order) == sorted(order):
                 continue
             yield Reading(
-                problem=f"fc.weight mixes the aux layers in the order {[ids[order.index(i)] for i in range(len(ids))]}",
-                cure=f"put the {len(ids)} blocks of {hidden} columns in fc.weight into ascending order of their layers",
-                change=partial(_change, names=["fc.weight"], change=partial(_reorder, order=order, width=hidden)),
+                problem="fc.weight mixes the aux layers in the order "
+                f"{[ids[order.index(i)] for i in range(len(ids))]}",
+                cure=f"put the {len(ids)} blocks of {hidden} columns in fc.weight into ascending "
+                "order of their layers",
+                change=partial(
+                    _change,
+                    names=["fc.weight"],
+                    change=partial(_reorder, order=order, width=hidden),
+                ),
             )
     yield Reading(
         problem="fc.weight is transposed, block by block",
@@ -231,7 +265,9 @@ def _reorder(matrix_ND: Tensor, order: Sequence[int], width: int) -> Tensor:
 
 
 def _transpose(matrix_ND: Tensor, width: int) -> Tensor:
-    return torch.cat([block.T for block in matrix_ND.view(len(matrix_ND), -1, width).unbind(1)], dim=1)
+    return torch.cat(
+        [block.T for block in matrix_ND.view(len(matrix_ND), -1, width).unbind(1)], dim=1
+    )
 
 
 def _other_layers(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
@@ -244,9 +280,14 @@ def _other_layers(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
         # vLLM's default for EAGLE-3, if config.json names no layers.
         others.append((2, num_layers // 2, num_layers - 3))
     for other in dict.fromkeys(others):
-        if other != ids and list(other) == sorted(set(other)) and first <= other[0] <= other[-1] <= num_layers:
+        if (
+            other != ids
+            and list(other) == sorted(set(other))
+            and first <= other[0] <= other[-1] <= num_layers
+        ):
             yield Reading(
-                problem=f"the head was trained on the aux layers {list(other)}, and is fed {list(ids)}",
+                problem=f"the head was trained on the aux layers {list(other)}, and is fed "
+                f"{list(ids)}",
                 cure=_write_layers(pair, other),
                 change=lambda _: None,
                 aux_layer_ids=other,
@@ -273,13 +314,17 @@ def _options(pair: Pair, head: Eagle3 | DFlash) -> Iterator[Reading]:
         copied.midlayer._norm_before_residual = not copied.midlayer._norm_before_residual
 
     def flip_output(copied: Any) -> None:
-        copied.config = dataclasses.replace(copied.config, norm_output=not copied.config.norm_output)
+        copied.config = dataclasses.replace(
+            copied.config, norm_output=not copied.config.norm_output
+        )
 
     def flip_layout(copied: Any) -> None:
         config = copied.config
         # One slot more, or the same number of tokens would not fit if the anchor proposes none.
         copied.config = dataclasses.replace(
-            config, sample_from_anchor=not config.sample_from_anchor, block_size=config.block_size + 1
+            config,
+            sample_from_anchor=not config.sample_from_anchor,
+            block_size=config.block_size + 1,
         )
 
     changes: list[tuple[str, Callable[[Any], None]]] = []
@@ -308,17 +353,23 @@ def _other_mask_tokens(pair: Pair, head: PEagle | DFlash) -> Iterator[Reading]:
     for token in _list_mask_tokens(pair, len(head._embed_VD)):
         if token != now:
             yield Reading(
-                problem=f"token {now} stands in the slots to fill, and the head was trained with token {token}",
+                problem=f"token {now} stands in the slots to fill, and the head was trained with "
+                f"token {token}",
                 cure=f'write "{key}": {token} {_place(pair, key)}',
                 change=partial(_set_mask_token, token=token),
             )
 
 
 def _list_mask_tokens(pair: Pair, num_embeddings: int) -> list[int]:
-    """Tokens that trainers put into the slots, the likeliest first: at most MAX_MASKS of all `num_embeddings`."""
+    """Tokens that trainers put into the slots, the likeliest first.
+
+    At most MAX_MASKS of all `num_embeddings`.
+    """
     tokenizer = pair.target.tokenizer
     special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
-    reserved = sorted(index for text, index in special.items() if "reserved" in text or "unused" in text)
+    reserved = sorted(
+        index for text, index in special.items() if "reserved" in text or "unused" in text
+    )
     found = [
         # The first row without a token is redraft's choice, and DFlash's authors take it for Qwen3.
         len(tokenizer),
@@ -352,10 +403,14 @@ def _set_mask_token(head: Any, token: int) -> None:
 
 
 def _anchor_in_context() -> Reading:
-    """The target reads the anchor while it verifies, so in training its feature is there, and in serving it is not."""
+    """The target reads the anchor while it verifies, so in training its feature is there, and in
+    serving it is not.
+    """
     return Reading(
-        problem="the head was trained with the target's feature of the anchor in the context, and no engine has it yet",
-        cure="no change to the folder helps: train again, with the features before each block's anchor only",
+        problem="the head was trained with the target's feature of the anchor in the context, and "
+        "no engine has it yet",
+        cure="no change to the folder helps: train again, with the features before each block's "
+        "anchor only",
         change=lambda copied: setattr(copied, "sees_anchor", True),
         min_gain=MIN_GAIN_OF_ANCHOR,
     )
@@ -372,8 +427,10 @@ def _head_of_target(head: Eagle3, head_VD: Tensor) -> Iterator[Reading]:
         copied.lm_head.weight.data = rows_WD.to(copied.lm_head.weight)
 
     yield Reading(
-        problem="lm_head is not of this target: the head was trained for another revision, or lm_head is a left-over",
-        cure="put the target's rows of lm_head into the checkpoint, or train the head for this target",
+        problem="lm_head is not of this target: the head was trained for another revision, or "
+        "lm_head is a left-over",
+        cure="put the target's rows of lm_head into the checkpoint, or train the head for this "
+        "target",
         change=take_rows,
     )
 
@@ -381,12 +438,21 @@ def _head_of_target(head: Eagle3, head_VD: Tensor) -> Iterator[Reading]:
 def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
     mine: LlamaShape = head.shape
     its = LlamaShape.from_config(pair.target_config)
-    sizes = {name: getattr(its, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    sizes = {
+        name: getattr(its, name)
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    }
     # Other numbers of heads fit the same matrices: 32 heads of 64 have as many rows as 16 of 128.
     counts = ("num_attention_heads", "num_key_value_heads")
-    same_rows = all(mine.head_dim * getattr(mine, n) == its.head_dim * getattr(its, n) for n in counts)
+    same_rows = all(
+        mine.head_dim * getattr(mine, n) == its.head_dim * getattr(its, n) for n in counts
+    )
     # Norms of queries and keys have as many weights as a head has numbers, so they settle it.
-    norms = [p for name, p in head.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))]
+    norms = [
+        p
+        for name, p in head.named_parameters()
+        if name.endswith(("q_norm.weight", "k_norm.weight"))
+    ]
     can_be_its = same_rows and all(len(p) == its.head_dim for p in norms)
     changes: dict[str, Mapping[str, Any]] = {
         "rms_norm_eps": {"rms_norm_eps": its.rms_norm_eps},
@@ -397,8 +463,11 @@ def _shapes_of_target(pair: Pair, head: Any) -> Iterator[Reading]:
         if all(getattr(mine, key) == value for key, value in change.items()):
             continue
         yield Reading(
-            problem=f"the head was trained with {name} as the target has, and config.json says otherwise",
-            cure="write " + ", ".join(f'"{key}": {value}' for key, value in change.items()) + " into config.json",
+            problem=f"the head was trained with {name} as the target has, and config.json says "
+            "otherwise",
+            cure="write "
+            + ", ".join(f'"{key}": {value}' for key, value in change.items())
+            + " into config.json",
             change=partial(_reshape, shape=dataclasses.replace(mine, **change)),
         )
 

@@ -1,1 +1,4 @@
-"""Divergences between target and draft: definitions, gradients in closed form, and the fused loss of training."""
+"""Divergences between target and draft.
+
+Definitions, gradients in closed form, and the fused loss of training.
+"""

@@ -1,9 +1,12 @@
-"""The two sides of the fused divergence on a block of rows, in PyTorch's operations: for CPUs, and the oracle.
+"""The two sides of the fused divergence on a block of rows, in PyTorch's operations.
 
-R = target rows of a block, M = draft rows compared with it, V = target vocabulary, W = draft vocabulary,
-K = kept top-k ids, X = outcomes compared (W, or K + a tail).
+For CPUs, and the oracle.
 
-A block is small enough for its few float32 temporaries to stay in a CPU's cache. They live in scratch memory.
+R = target rows of a block, M = draft rows compared with it, V = target vocabulary, W = draft
+vocabulary, K = kept top-k ids, X = outcomes compared (W, or K + a tail).
+
+A block is small enough for its few float32 temporaries to stay in a CPU's cache. They live in
+scratch memory.
 """
 
 from __future__ import annotations
@@ -19,19 +22,25 @@ from redraft.distill.loss.outcomes import LOG_ZERO, draft_columns, top_k_buckets
 from redraft.eval.acceptance import alpha
 
 BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 19, 1 << 26
-"""Logits per block. On a CPU the block's few float32 temporaries stay in cache; a GPU wants large launches."""
+"""Logits per block. On a CPU the block's few float32 temporaries stay in cache; a GPU wants large
+launches.
+"""
 
 FAR_BELOW = -1e30  # masks a logit; finite, because a row with all masked must not be NaN
 
 
 class Scratch:
-    """Memory reused by all chunks and blocks, by name: on a CPU the page faults of new memory would
-    take longer than computing the values."""
+    """Memory reused by all chunks and blocks, by name.
+
+    On a CPU the page faults of new memory would take longer than computing the values.
+    """
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def __call__(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def __call__(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """An uninitialised tensor; the same memory for the same name."""
         size = math.prod(shape)
         held = self._held.get((name, dtype))
@@ -57,14 +66,17 @@ def _softmax(scratch: Scratch, name: str, z_MV: Tensor) -> tuple[Tensor, Tensor,
     """(softmax [M, V], log sum exp [M, 1], argmax [M, 1]) with one pass of exp."""
     p_MV = torch.softmax(z_MV, -1, out=scratch(name, z_MV.shape, z_MV.dtype, z_MV.device))
     best_M1 = _argmax(z_MV)
-    # p = exp z / sum exp z, so log sum exp z = z - log p at any outcome; at the best one p is never 0
+    # p = exp z / sum exp z, so log sum exp z = z - log p at any outcome; at the best one p is never
+    # 0
     return p_MV, z_MV.gather(1, best_M1) - p_MV.gather(1, best_M1).log(), best_M1
 
 
 def softmax_and_log(
     scratch: Scratch, temperature: float, name: str, logits_MV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(softmax of logits / temperature, the logarithm, the argmax), the first two in the scratch memory of `name`."""
+    """(softmax of logits / temperature, the logarithm, the argmax), the first two in the scratch
+    memory of `name`.
+    """
     z_MV = _wide(scratch, temperature, name, logits_MV)
     p_MV, log_sum_exp_M1, best_M1 = _softmax(scratch, name, z_MV)
     # log p takes the memory of z: two buffers for each side, `name` and `log name`.
@@ -72,7 +84,10 @@ def softmax_and_log(
 
 
 def _argmax(z_MV: Tensor, group: int = 64) -> Tensor:
-    """First argmax of every row, [M, 1]; in two levels, because on a CPU `amax` is vectorised and `argmax` is not."""
+    """First argmax of every row, [M, 1].
+
+    In two levels, because on a CPU `amax` is vectorised and `argmax` is not.
+    """
     if z_MV.shape[1] % group:
         return z_MV.argmax(-1, keepdim=True)
     # The first group (v = 64 columns) with the largest logit, then the first place: as `argmax`.
@@ -88,17 +103,25 @@ def _wide(scratch: Scratch, temperature: float, name: str, logits_MV: Tensor) ->
     return z_MV if temperature == 1 else z_MV.div_(temperature)
 
 
-# ---------------------------------------------------------------------------------------------------- the target's side
+# ----------------------------------------------------------------------------------------------------
+# the target's side
 
 AtLogits = Callable[[Tensor], Tensor]  # the gradient at the outcomes [M, X] -> at the logits [M, W]
 
 
 class ExactBlock:
-    """The target's logits on a chunk, or a block: over its vocabulary, or on the draft's ids
-    (`on`). p and log p are computed at the first `compare`, in scratch memory."""
+    """The target's logits on a chunk, or a block.
+
+    Over its vocabulary, or on the draft's ids (`on`). p and log p are computed at the first
+    `compare`, in scratch memory.
+    """
 
     def __init__(
-        self, scratch: Scratch, temperature: float, logits_RW: Tensor, log_sum_exp_R1: Tensor | None = None
+        self,
+        scratch: Scratch,
+        temperature: float,
+        logits_RW: Tensor,
+        log_sum_exp_R1: Tensor | None = None,
     ) -> None:
         """`log_sum_exp_R1` is over the whole vocabulary, if `logits_RW` is not."""
         self._scratch, self._temperature = scratch, temperature
@@ -113,7 +136,9 @@ class ExactBlock:
         logits_RV, sums_R1 = self.logits_RW, self.log_sum_exp_R1
         if sums_R1 is None:
             sums_R1 = torch.cat([self._sum_exp(logits_RV[rows]) for rows in blocks(logits_RV)])
-        kept_RW = self._scratch("kept", (len(logits_RV), len(draft_ids_W)), logits_RV.dtype, logits_RV.device)
+        kept_RW = self._scratch(
+            "kept", (len(logits_RV), len(draft_ids_W)), logits_RV.dtype, logits_RV.device
+        )
         torch.index_select(logits_RV, 1, draft_ids_W, out=kept_RW)
         return ExactBlock(self._scratch, self._temperature, kept_RW, sums_R1)
 
@@ -131,9 +156,11 @@ class ExactBlock:
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
         """(both distributions over the draft's vocabulary, alpha_greedy [M], X = W to W) of the
-        rows at `place_M`. `place_M` is None if draft row m is compared with row m."""
+        rows at `place_M`. `place_M` is None if draft row m is compared with row m.
+        """
         p_RW, log_p_RW = self._probabilities = self._probabilities or self._compute()
-        # Without a gather, all draft steps share these tensors: a gradient may overwrite q, but not p.
+        # Without a gather, all draft steps share these tensors: a gradient may overwrite q, but not
+        # p.
         p_MW, log_p_MW = (p_RW, log_p_RW) if place_M is None else (p_RW[place_M], log_p_RW[place_M])
         q_MW, log_q_MW, best_M1 = softmax_and_log(self._scratch, self._temperature, "q", logits_MW)
         least_MW = self._scratch("least", q_MW.shape, q_MW.dtype, q_MW.device)
@@ -141,7 +168,10 @@ class ExactBlock:
         return compared, p_MW.gather(1, best_M1).squeeze(1), lambda dz_MW: dz_MW
 
     def _compute(self) -> tuple[Tensor, Tensor]:
-        """(p, log p), [R, W] each. On the draft's ids p is not renormalised, and may sum to less than 1."""
+        """(p, log p), [R, W] each.
+
+        On the draft's ids p is not renormalised, and may sum to less than 1.
+        """
         if self.log_sum_exp_R1 is None:
             return softmax_and_log(self._scratch, self._temperature, "p", self.logits_RW)[:2]
         log_p_RW = _wide(self._scratch, self._temperature, "p", self.logits_RW)
@@ -168,14 +198,16 @@ class TopKBlock:
         self, place_M: Tensor | None, logits_MW: Tensor, draft_ids_W: Tensor | None
     ) -> tuple[Compared, Tensor, AtLogits]:
         """(both distributions over the kept ids and a tail, alpha_greedy [M], X = K + 1 to W) of
-        the rows at `place_M`. `place_M` is None if draft row m is compared with row m."""
+        the rows at `place_M`. `place_M` is None if draft row m is compared with row m.
+        """
         ids_MK, log_p_MK = self._ids_RK, self._log_probs_RK
         if place_M is not None:
             ids_MK, log_p_MK = ids_MK[place_M], log_p_MK[place_M]
         # An id out of reach gets column 0 and p = q = 0: it adds nothing to it.
         columns_MK, reachable_MK = draft_columns(ids_MK, draft_ids_W, logits_MW.shape[1])
 
-        # The draft's logit of each kept id; the tail's is the log sum exp of all other logits, so mask the kept ones.
+        # The draft's logit of each kept id; the tail's is the log sum exp of all other logits, so
+        # mask the kept ones.
         z_MW = _wide(self._scratch, 1.0, "q", logits_MW)
         best_M1 = _argmax(z_MW)
         z_MK = z_MW.gather(1, columns_MK).masked_fill_(~reachable_MK, FAR_BELOW)
@@ -191,8 +223,12 @@ class TopKBlock:
         alpha_greedy_M = (p_MX[:, :-1] * (columns_MK == best_M1)).sum(-1)
 
         def at_logits(dz_MX: Tensor) -> Tensor:
-            # The tail's gradient is shared out by each outcome's part of the tail, which is 0 for a kept id.
-            # In place, so only for one call.
+            # The tail's gradient is shared out by each outcome's part of the tail, which is 0 for a
+            # kept id. In place, so only for one call.
             return tail_MW.mul_(dz_MX[:, -1:]).scatter_add_(1, columns_MK, dz_MX[:, :-1])
 
-        return Compared(p_MX, log_p_MX, q_MX, log_q_MX, alpha(p_MX, q_MX)), alpha_greedy_M, at_logits
+        return (
+            Compared(p_MX, log_p_MX, q_MX, log_q_MX, alpha(p_MX, q_MX)),
+            alpha_greedy_M,
+            at_logits,
+        )

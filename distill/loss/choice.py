@@ -22,27 +22,37 @@ class Divergence:
     """The training loss."""
 
     name: str = "forward_kl"
-    """Divergence between target and draft: forward_kl, reverse_kl, jensen_shannon, total_variation, neg_log_alpha or
-    lk_hybrid, which learn from the target's distribution, or cross_entropy, which learns from the text."""
+    """Divergence between target and draft: forward_kl, reverse_kl, jensen_shannon, total_variation,
+    neg_log_alpha or lk_hybrid, which learn from the target's distribution, or cross_entropy,
+    which learns from the text.
+    """
     temperature: float = 1.0
-    """Temperature of both distributions: logits are divided by it. Must be 1 if the signal is top-k."""
+    """Temperature of both distributions: logits are divided by it. Must be 1 if the signal is
+    top-k.
+    """
     beta: float = 0.5
     """Weight of the target in the mixture of jensen_shannon, between 0 and 1."""
     eta: float = 3.0
-    """How fast lk_hybrid moves from KL to total variation as alpha grows: KL has the weight exp(-eta * alpha)."""
+    """How fast lk_hybrid moves from KL to total variation as alpha grows: KL has the weight
+    exp(-eta * alpha).
+    """
 
     form: Literal["auto", "kernel", "plain", "compiled"] = "auto"
-    """Computed by a Triton kernel, or by PyTorch's operations (plain), or by these compiled. auto: the kernel on a GPU
-    with Triton; plain elsewhere, or compiled with --loop.compile."""
+    """Computed by a Triton kernel, or by PyTorch's operations (plain), or by these compiled. auto:
+    the kernel on a GPU with Triton; plain elsewhere, or compiled with --loop.compile.
+    """
 
     def __post_init__(self) -> None:
         if self.name not in DIVERGENCES:
             raise ValueError(f"unknown divergence {self.name!r}; known: {', '.join(DIVERGENCES)}")
         if not self.temperature > 0:
-            raise ValueError(f"the divergence's temperature must be positive, not {self.temperature}")
+            raise ValueError(
+                f"the divergence's temperature must be positive, not {self.temperature}"
+            )
         if not 0 < self.beta < 1:
             raise ValueError(
-                f"beta must lie between 0 and 1, not be {self.beta}; for 0 or 1 use forward_kl or reverse_kl"
+                f"beta must lie between 0 and 1, not be {self.beta}; for 0 or 1 use forward_kl or "
+                "reverse_kl"
             )
         if not self.eta >= 0:
             raise ValueError(f"eta must be at least 0, not {self.eta}")

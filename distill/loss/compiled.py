@@ -1,9 +1,12 @@
-"""The rows of the fused divergence by PyTorch's operations, compiled into a few loops. For CPUs, with `--loop.compile`.
+"""The rows of the fused divergence by PyTorch's operations, compiled into a few loops.
+
+For CPUs, with `--loop.compile`.
 
 R = target rows of a block, M = draft rows compared with it, W = draft vocabulary.
 
-The operations of `distill.loss.blocks` make a dozen passes over [M, W], and each is too short to use all cores well.
-Compiled they make four."""
+The operations of `distill.loss.blocks` make a dozen passes over [M, W], and each is too short to
+use all cores well. Compiled they make four.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def compare_rows(
 ) -> Tensor:
     """(divergence, alpha and alpha_greedy) of every row, [3, M], of a block that has its log sum
     exp. The gradient at the logits before `cap`, times `scale_M`, takes the place of the logits.
-    `place_M` is None if draft row m is compared with row m of the block."""
+    `place_M` is None if draft row m is compared with row m of the block.
+    """
     assert block.log_sum_exp_R1 is not None
     values_3M: Tensor = _compiled_rows(divergence, cap)(
         block.logits_RW, block.log_sum_exp_R1, place_M, logits_MW, scale_M / divergence.temperature
@@ -59,7 +63,11 @@ def _compiled_sums(temperature: float) -> Callable[[Tensor], Tensor]:
 @functools.cache
 def _compiled_rows(divergence: Divergence, cap: float | None) -> Callable[..., Tensor]:
     def rows(
-        p_logits_RW: Tensor, p_sum_R1: Tensor, place_M: Tensor | None, logits_MW: Tensor, scale_M: Tensor
+        p_logits_RW: Tensor,
+        p_sum_R1: Tensor,
+        place_M: Tensor | None,
+        logits_MW: Tensor,
+        scale_M: Tensor,
     ) -> Tensor:
         if place_M is not None:
             p_logits_RW, p_sum_R1 = p_logits_RW[place_M], p_sum_R1[place_M]
@@ -73,7 +81,9 @@ def _compiled_rows(divergence: Divergence, cap: float | None) -> Callable[..., T
         q_MW = exp_MW / sum_M1
         alpha_M = torch.minimum(p_MW, q_MW).sum(-1)
         alpha_greedy_M = p_MW.gather(1, _first_argmax(z_MW, most_M1)).squeeze(1)
-        loss_M, dz_MW = GRADIENTS[divergence.name](divergence, Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha_M))
+        loss_M, dz_MW = GRADIENTS[divergence.name](
+            divergence, Compared(p_MW, log_p_MW, q_MW, log_q_MW, alpha_M)
+        )
         if cap is not None:
             dz_MW = dz_MW * (1 - (z_MW * (divergence.temperature / cap)).square())
         logits_MW.copy_(dz_MW * scale_M[:, None])
@@ -88,6 +98,9 @@ def _wide(logits_MW: Tensor, temperature: float) -> Tensor:
 
 
 def _first_argmax(z_MW: Tensor, most_M1: Tensor) -> Tensor:
-    """First argmax of every row, [M, 1]. A minimum of places runs on vectors, and `argmax` does not."""
+    """First argmax of every row, [M, 1].
+
+    A minimum of places runs on vectors, and `argmax` does not.
+    """
     places_W = torch.arange(z_MW.shape[1], dtype=torch.int32, device=z_MW.device)
     return torch.where(z_MW == most_M1, places_W, z_MW.shape[1] - 1).amin(-1, keepdim=True).long()

@@ -1,8 +1,9 @@
-"""The divergence of draft and target from hidden states and heads, never holding [tokens, vocabulary] of either.
+"""The divergence of draft and target from hidden states and heads, never holding [tokens,
+vocabulary] of either.
 
-S = draft steps, M = labelled rows of a draft step, N = rows of the target, C = target rows of a chunk, R = of a block,
-D = hidden, E = rank of a bias, V = target vocabulary, W = draft vocabulary, K = kept top-k ids, X = outcomes compared
-(W, or K + a tail).
+S = draft steps, M = labelled rows of a draft step, N = rows of the target, C = target rows of a
+chunk, R = of a block, D = hidden, E = rank of a bias, V = target vocabulary, W = draft vocabulary,
+K = kept top-k ids, X = outcomes compared (W, or K + a tail).
 
     for each chunk of target rows                    p_logits_CV = hidden @ head.T            one matmul
         for all draft steps with the same head       z_MW        = hidden @ head.T            one matmul
@@ -11,13 +12,15 @@ D = hidden, E = rank of a bias, V = target vocabulary, W = draft vocabulary, K =
         for all draft steps with the same head       d_hidden    = z_MW @ head                one matmul
                                                      d_head     += z_MW.T @ hidden            one matmul, if trained
 
-On a GPU a kernel does all blocks of a chunk at once (`distill.loss.rows`). On a CPU, and as the oracle of that kernel,
-a block is a few PyTorch operations (`distill.loss.blocks`).
+On a GPU a kernel does all blocks of a chunk at once (`distill.loss.rows`). On a CPU, and as the
+oracle of that kernel, a block is a few PyTorch operations (`distill.loss.blocks`).
 
-A draft with a low-rank bias has a second product in the logits, and the same two matmuls for the gradients of that one.
-The gradient is computed on the way, so backward only scales it. Matmuls run in the dtype of the hidden states (or of
-autocast), or in float32 if a CPU is faster in it (`distill.loss.products`); the softmax and all sums in float32, or in
-float64 if the inputs are float64."""
+A draft with a low-rank bias has a second product in the logits, and the same two matmuls for the
+gradients of that one. The gradient is computed on the way, so backward only scales it. Matmuls run
+in the dtype of the hidden states (or of autocast), or in float32 if a CPU is faster in it
+(`distill.loss.products`); the softmax and all sums in float32, or in float64 if the inputs are
+float64.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,26 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.loss.compiled import compare_rows, log_sum_exp
 from redraft.distill.loss.gradients import GRADIENTS, cross_entropy
 from redraft.distill.loss.outcomes import draft_columns, top_k_buckets
-from redraft.distill.loss.products import Gradient, add_logits, as_operand, gradient_of_left, matmul_dtype
+from redraft.distill.loss.products import (
+    Gradient,
+    add_logits,
+    as_operand,
+    gradient_of_left,
+    matmul_dtype,
+)
 from redraft.distill.loss.rows import draft_rows, runs_kernels, target_rows, top_k_rows
 from redraft.heads.nn.logits import PLAIN, LogitRule
 from redraft.heads.nn.precision import autocast_kind
 
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_GPU = 256, 2048
-"""Target rows per chunk: the logits of these rows, and of the draft rows compared with them, are in memory at once.
-Fewer rows make the matmuls slower (on a CPU, 16 rows by 2-3x), and a chunk reads and writes a head's whole gradient."""
+"""Target rows per chunk: the logits of these rows, and of the draft rows compared with them, are in
+memory at once. Fewer rows make the matmuls slower (on a CPU, 16 rows by 2-3x), and a chunk reads
+and writes a head's whole gradient.
+"""
 
 
-# ------------------------------------------------------------------------------------------------------------ interface
+# ------------------------------------------------------------------------------------------------------------
+# interface
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +67,25 @@ class DraftRows:
 
     hidden_MD: Tensor
     head_WD: Tensor
-    """The same tensor object in every step with the same head, so the head's gradient is accumulated once."""
+    """The same tensor object in every step with the same head, so the head's gradient is
+    accumulated once.
+    """
     target_row_M: Tensor
-    """int64, index of the target row to compare each draft row with. In any order; rows may repeat."""
+    """int64, index of the target row to compare each draft row with. In any order; rows may repeat.
+    """
     weight_M: Tensor
     draft_ids_W: Tensor | None = None
     """int64, the target id of every draft id, ascending; None if both vocabularies are the same."""
     bias: tuple[Tensor, Tensor] | None = None
-    """(code [M, E], head [W, E]): code @ head.T is added to the logits. The head as above, one object for all steps."""
+    """(code [M, E], head [W, E]): code @ head.T is added to the logits. The head as above, one
+    object for all steps.
+    """
     cap: float | None = None
     """The logits are cap * tanh(logits / cap). One cap for all steps with the same head."""
     bounds: Sequence[int] | None = None
-    """For ascending and distinct target rows: the first draft row of each chunk, then the number of rows. Without them
-    a GPU waits for the target rows."""
+    """For ascending and distinct target rows: the first draft row of each chunk, then the number of
+    rows. Without them a GPU waits for the target rows.
+    """
 
     @property
     def factors(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -102,9 +120,13 @@ class FusedResult:
     loss_S: Tensor
     """Unweighted sum of the divergence over each step's rows."""
     alpha_S: Tensor
-    """Sum of alpha at the divergence's temperature. With a top-k target an upper bound: the tail is one outcome."""
+    """Sum of alpha at the divergence's temperature. With a top-k target an upper bound: the tail is
+    one outcome.
+    """
     alpha_greedy_S: Tensor
-    """Sum of p(argmax q). With a top-k target a lower bound: 0 for a row whose argmax q was not recorded."""
+    """Sum of p(argmax q). With a top-k target a lower bound: 0 for a row whose argmax q was not
+    recorded.
+    """
     count_S: Tensor
     alpha_SM: Sequence[Tensor]
     """alpha of every row, [M] for each step."""
@@ -125,17 +147,22 @@ def fused_linear_divergence(
     chunk_tokens: int | None = None,
 ) -> FusedResult:
     """sum_S sum_M weight * D(target, draft) / normaliser, differentiable in the factors of every
-    draft's logits. A row of the target that no step is compared with costs as much as any other, so
-    give each row to at least one step. `normaliser` is the global count of valid tokens. `labels_N`
-    are the text's next tokens; only cross_entropy reads them. Raises ValueError: the vocabularies
-    differ in size, a top-k target has a temperature other than 1, or cross_entropy gets no
-    labels."""
+    draft's logits. A row of the target that no step is compared with costs as much as any other,
+    so give each row to at least one step. `normaliser` is the global count of valid tokens.
+    `labels_N` are the text's next tokens; only cross_entropy reads them.
+
+    Raises:
+        ValueError: the vocabularies differ in size, a top-k target has a temperature other than 1,
+            or cross_entropy gets no labels.
+    """
     _check(drafts, target, divergence, labels_N)
     factors = [pair for draft in drafts for pair in draft.factors]
     heads = list({id(head): head for _, head in factors}.values())
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(heads[0].device)
-    request = _Request(drafts, target, divergence, normaliser, labels_N, chunk_tokens, torch.is_grad_enabled())
+    request = _Request(
+        drafts, target, divergence, normaliser, labels_N, chunk_tokens, torch.is_grad_enabled()
+    )
     lefts = (left for left, _ in factors)
     loss, *values = _FusedLinearDivergence.apply(request, *lefts, *heads)  # type: ignore[no-untyped-call]
     loss_S, alpha_S, alpha_greedy_S = torch.stack([values_3M.sum(1) for values_3M in values], dim=1)
@@ -144,33 +171,48 @@ def fused_linear_divergence(
         loss_S=loss_S,
         alpha_S=alpha_S,
         alpha_greedy_S=alpha_greedy_S,
-        count_S=torch.stack([values_3M.new_full((), values_3M.shape[1], dtype=torch.long) for values_3M in values]),
+        count_S=torch.stack(
+            [values_3M.new_full((), values_3M.shape[1], dtype=torch.long) for values_3M in values]
+        ),
         alpha_SM=[values_3M[1] for values_3M in values],
     )
 
 
 def _check(
-    drafts: Sequence[DraftRows], target: ExactRows | TopKRows, divergence: Divergence, labels_N: Tensor | None
+    drafts: Sequence[DraftRows],
+    target: ExactRows | TopKRows,
+    divergence: Divergence,
+    labels_N: Tensor | None,
 ) -> None:
     if divergence.name == "cross_entropy" and labels_N is None:
         raise ValueError("cross_entropy learns from the text: pass labels_N")
     if isinstance(target, TopKRows) and divergence.temperature != 1:
         raise ValueError(
-            f"temperature {divergence.temperature} needs the target's whole distribution: top-k log-probabilities were "
-            "taken at temperature 1 and their tail cannot be rescaled; use temperature 1 or an exact target"
+            f"temperature {divergence.temperature} needs the target's whole distribution: top-k "
+            "log-probabilities were "
+            "taken at temperature 1 and their tail cannot be rescaled; use temperature 1 or an "
+            "exact target"
         )
     for draft in drafts:
         vocabulary = draft.head_WD.shape[0]
         if draft.draft_ids_W is not None and len(draft.draft_ids_W) != vocabulary:
-            raise ValueError(f"the draft's head has {vocabulary} rows for {len(draft.draft_ids_W)} draft ids")
-        if draft.draft_ids_W is None and isinstance(target, ExactRows) and vocabulary != target.head_VD.shape[0]:
             raise ValueError(
-                f"the draft's head has {vocabulary} rows and the target's {target.head_VD.shape[0]}: "
+                f"the draft's head has {vocabulary} rows for {len(draft.draft_ids_W)} draft ids"
+            )
+        if (
+            draft.draft_ids_W is None
+            and isinstance(target, ExactRows)
+            and vocabulary != target.head_VD.shape[0]
+        ):
+            raise ValueError(
+                f"the draft's head has {vocabulary} rows and the target's "
+                f"{target.head_VD.shape[0]}: "
                 "pad the draft's vocabulary, or give the target id of every draft id"
             )
 
 
-# ------------------------------------------------------------------------------------------------------------- the loop
+# -------------------------------------------------------------------------------------------------------------
+# the loop
 
 
 @dataclass(frozen=True)
@@ -182,57 +224,80 @@ class _Request:
     labels_N: Tensor | None
     chunk_tokens: int
     grad_enabled: bool
-    """Whether the caller runs under autograd: inside `Function.forward` it always reads as disabled."""
+    """Whether the caller runs under autograd: inside `Function.forward` it always reads as
+    disabled.
+    """
     scratch: Scratch = field(default_factory=Scratch)
 
     def logits(self, name: str, lefts: Sequence[Tensor], heads: Sequence[Tensor]) -> Tensor:
         """The sum of left @ head.T over the pairs, in the scratch memory of `name`."""
-        logits_MW = self.scratch(name, (len(lefts[0]), len(heads[0])), lefts[0].dtype, lefts[0].device)
+        logits_MW = self.scratch(
+            name, (len(lefts[0]), len(heads[0])), lefts[0].dtype, lefts[0].device
+        )
         for index, (left_MD, head_WD) in enumerate(zip(lefts, heads, strict=True)):
             add_logits(self.scratch, logits_MW, left_MD, head_WD, is_begun=index > 0)
         return logits_MW
 
     def runs_kernels(self, logits_MW: Tensor) -> bool:
         form = self.divergence.form
-        return form == "kernel" or (form == "auto" and runs_kernels(logits_MW.dtype, logits_MW.device))
+        return form == "kernel" or (
+            form == "auto" and runs_kernels(logits_MW.dtype, logits_MW.device)
+        )
 
     @property
     def is_compiled(self) -> bool:
         """Whether compiled operations compare the rows: they need whole distributions."""
         d = self.divergence
-        return d.form == "compiled" and d.name != "cross_entropy" and isinstance(self.target, ExactRows)
+        return (
+            d.form == "compiled"
+            and d.name != "cross_entropy"
+            and isinstance(self.target, ExactRows)
+        )
 
 
 class _FusedLinearDivergence(torch.autograd.Function):
-    """(loss, values [3, M] of every step) of the request. `leaves` are the left factors of all
-    steps, then the distinct heads. Autograd only tracks tensors among the arguments themselves, so
-    the leaves are passed again beside the request."""
+    """(loss, values [3, M] of every step) of the request.
+
+    `leaves` are the left factors of all steps, then the distinct heads. Autograd only tracks
+    tensors among the arguments themselves, so the leaves are passed again beside the request.
+    """
 
     @staticmethod
     def forward(ctx: Any, request: _Request, *leaves: Tensor) -> tuple[Tensor, ...]:
         # The first input is the request, which is no tensor.
         needed = [request.grad_enabled and needs for needs in ctx.needs_input_grad[1:]]
-        gradients = [Gradient(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
+        gradients = [
+            Gradient(leaf) if needs else None for leaf, needs in zip(leaves, needed, strict=True)
+        ]
         steps, target = _make_steps(request, leaves, gradients), _in_matmul_dtype(request.target)
-        # The operands already have the dtype of the matmuls; autocast must not change any other dtype.
+        # The operands already have the dtype of the matmuls; autocast must not change any other
+        # dtype.
         with torch.autocast(autocast_kind(leaves[0].device), enabled=False):
             _run_chunks(request, target, steps)
-        # Not `save_for_backward`: `backward` scales these in place, and autograd refuses a changed tensor.
+        # Not `save_for_backward`: `backward` scales these in place, and autograd refuses a changed
+        # tensor.
         ctx.gradients = [None if gradient is None else gradient.finish() for gradient in gradients]
         values = [step.values_3M for step in steps]
         ctx.mark_non_differentiable(*values)
-        return torch.stack([(step.scale_M * step.values_3M[0]).sum() for step in steps]).sum(), *values
+        return torch.stack(
+            [(step.scale_M * step.values_3M[0]).sum() for step in steps]
+        ).sum(), *values
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = ctx.gradients
-        # With retain_graph a second backward will read the gradients again, so they are not changed in place.
+        # With retain_graph a second backward will read the gradients again, so they are not changed
+        # in place.
         if torch._C._autograd._get_current_graph_task_keep_graph():
-            return None, *(None if gradient is None else gradient * d_loss for gradient in gradients)
+            return None, *(
+                None if gradient is None else gradient * d_loss for gradient in gradients
+            )
         # Otherwise they are handed over, not copied: a head's gradient is as large as the head.
         ctx.gradients = None
-        return None, *(None if gradient is None else gradient.mul_(d_loss) for gradient in gradients)
+        return None, *(
+            None if gradient is None else gradient.mul_(d_loss) for gradient in gradients
+        )
 
 
 @dataclass(frozen=True)
@@ -258,10 +323,13 @@ class _Step:
     """Divergence, alpha and alpha_greedy of every row."""
 
 
-def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence[Gradient | None]) -> list[_Step]:
+def _make_steps(
+    request: _Request, leaves: Sequence[Tensor], gradients: Sequence[Gradient | None]
+) -> list[_Step]:
     dtype = matmul_dtype(leaves[0])
     pairs = [pair for draft in request.drafts for pair in draft.factors]
-    # By identity: under autocast a shared head is converted once, and all steps add to one gradient.
+    # By identity: under autocast a shared head is converted once, and all steps add to one
+    # gradient.
     heads = {id(head): as_operand(head, dtype) for head in leaves[len(pairs) :]}
     d_heads = dict(zip(heads, gradients[len(pairs) :], strict=True))
     # One generator for all steps, each taking the next pair or two, in the order of steps.
@@ -278,7 +346,9 @@ def _make_steps(request: _Request, leaves: Sequence[Tensor], gradients: Sequence
             target_row_M=draft.target_row_M,
             bounds=draft.bounds,
             scale_M=draft.weight_M.to(wide) / request.normaliser,
-            values_3M=torch.zeros(3, len(draft.hidden_MD), dtype=wide, device=draft.hidden_MD.device),
+            values_3M=torch.zeros(
+                3, len(draft.hidden_MD), dtype=wide, device=draft.hidden_MD.device
+            ),
         )
         for draft in request.drafts
     ]
@@ -288,10 +358,13 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
     if isinstance(target, TopKRows):
         return target
     dtype = matmul_dtype(target.hidden_ND)
-    return replace(target, hidden_ND=target.hidden_ND.to(dtype), head_VD=as_operand(target.head_VD, dtype))
+    return replace(
+        target, hidden_ND=target.hidden_ND.to(dtype), head_VD=as_operand(target.head_VD, dtype)
+    )
 
 
-# ---------------------------------------------------------------------------------------- from rows to chunks and parts
+# ---------------------------------------------------------------------------------------- from rows
+# to chunks and parts
 #
 # An example: five target rows in two chunks (chunk_tokens = 3), and two draft steps.
 #
@@ -307,9 +380,10 @@ def _in_matmul_dtype(target: ExactRows | TopKRows) -> ExactRows | TopKRows:
 #     part of step 1 in chunk 0              draft rows 1 2      at places 1 2       (target rows 1 and 2)
 #     part of step 1 in chunk 1              draft row  0        at place  1         (target row 4)
 #
-# Each chunk runs its parts of both steps together. Within a part the draft rows are sorted by place. A block is a few
-# consecutive places, so the draft rows compared with it are consecutive too, and a slice selects them. With blocks of
-# two places, `bounds` of the first part is [0, 2, 3]: block 0 takes the rows 0:2 of the part, block 1 takes 2:3.
+# Each chunk runs its parts of both steps together. Within a part the draft rows are sorted by
+# place. A block is a few consecutive places, so the draft rows compared with it are consecutive
+# too, and a slice selects them. With blocks of two places, `bounds` of the first part is [0, 2, 3]:
+# block 0 takes the rows 0:2 of the part, block 1 takes 2:3.
 
 
 def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence[_Step]) -> None:
@@ -320,14 +394,17 @@ def _run_chunks(request: _Request, target: ExactRows | TopKRows, steps: Sequence
     for index, first in enumerate(range(0, num_rows, request.chunk_tokens)):
         rows_C = slice(first, min(first + request.chunk_tokens, num_rows))
         chunk = _select_target(request, target, rows_C, steps[0].factors[0].left_MD)
-        # One part of each step at a time. A step has several in a chunk only if many rows point at the same target row.
+        # One part of each step at a time. A step has several in a chunk only if many rows point at
+        # the same target row.
         for parts in zip_longest(*(step_parts[index] for step_parts in parts_by_chunk)):
             _run_parts(request, chunk, [part for part in parts if part is not None])
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one draft step, at most `chunk_tokens` of them, to be compared with rows of one chunk."""
+    """Rows of one draft step, at most `chunk_tokens` of them, to be compared with rows of one
+    chunk.
+    """
 
     step: _Step
     rows_M: Tensor
@@ -337,34 +414,53 @@ class _Part:
     """No two rows of the step are compared with the same row of the target."""
 
     def bounds(self, block_rows: int, num_rows: int) -> list[int]:
-        """For each block of the chunk's `num_rows` rows, the part's first row in it; then the number of rows."""
+        """For each block of the chunk's `num_rows` rows, the part's first row in it.
+
+        Then the number of rows.
+        """
         if block_rows >= num_rows:
             return [0, len(self.rows_M)]
         starts = torch.arange(0, num_rows, block_rows, device=self.place_M.device)
         return [*torch.searchsorted(self.place_M, starts).tolist(), len(self.rows_M)]
 
 
-def _split_into_parts(steps: Sequence[_Step], num_rows: int, chunk_tokens: int) -> list[list[list[_Part]]]:
+def _split_into_parts(
+    steps: Sequence[_Step], num_rows: int, chunk_tokens: int
+) -> list[list[list[_Part]]]:
     """The parts of every step in each chunk of the target's `num_rows` rows.
+
     Step 1 of the example above has target rows [4, 1, 2]. Sorted, they are [1, 2, 4] and the draft
-    rows [1, 2, 0]. Chunks start at rows 0 and 3 (and end at 6), so the bounds are [0, 2, 3]."""
+    rows [1, 2, 0]. Chunks start at rows 0 and 3 (and end at 6), so the bounds are [0, 2, 3].
+    """
     if all(step.bounds is not None for step in steps):
         return [_cut_at_bounds(step, chunk_tokens) for step in steps]
     ordered = [step.target_row_M.sort(stable=True) for step in steps]
     starts = torch.arange(0, num_rows + chunk_tokens, chunk_tokens, device=ordered[0].values.device)
     # For each step the bounds, and whether its target rows are distinct.
-    found = [torch.cat([torch.searchsorted(row_M, starts), (row_M.diff() > 0).all()[None]]) for row_M, _ in ordered]
+    found = [
+        torch.cat([torch.searchsorted(row_M, starts), (row_M.diff() > 0).all()[None]])
+        for row_M, _ in ordered
+    ]
     parts_by_chunk: list[list[list[_Part]]] = []
     # A GPU waits at `tolist`: once for all steps.
-    for step, (row_M, order_M), (*bounds, is_distinct) in zip(steps, ordered, torch.stack(found).tolist(), strict=True):
+    for step, (row_M, order_M), (*bounds, is_distinct) in zip(
+        steps, ordered, torch.stack(found).tolist(), strict=True
+    ):
         place_M = row_M % chunk_tokens
-        # If target rows repeat, a chunk may have more draft rows than target rows: cut, to limit the logits in memory.
+        # If target rows repeat, a chunk may have more draft rows than target rows: cut, to limit
+        # the logits in memory.
         cut = [
-            [slice(first, min(first + chunk_tokens, high)) for first in range(low, high, chunk_tokens)]
+            [
+                slice(first, min(first + chunk_tokens, high))
+                for first in range(low, high, chunk_tokens)
+            ]
             for low, high in pairwise(bounds)
         ]
         parts_by_chunk.append(
-            [[_Part(step, order_M[rows], place_M[rows], bool(is_distinct)) for rows in pieces] for pieces in cut]
+            [
+                [_Part(step, order_M[rows], place_M[rows], bool(is_distinct)) for rows in pieces]
+                for pieces in cut
+            ]
         )
     return parts_by_chunk
 
@@ -380,13 +476,16 @@ def _cut_at_bounds(step: _Step, chunk_tokens: int) -> list[list[_Part]]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------ values and gradients
+# ------------------------------------------------------------------------------------------------
+# values and gradients
 
 
-def _run_parts(request: _Request, chunk: ExactBlock | TopKBlock | _KernelChunk, parts: Sequence[_Part]) -> None:
+def _run_parts(
+    request: _Request, chunk: ExactBlock | TopKBlock | _KernelChunk, parts: Sequence[_Part]
+) -> None:
     by_head = _by_head(parts)
-    # PyTorch's operations compute p of a block once for all heads, so the logits of all are in memory. A kernel, or a
-    # compiled graph, computes p as it goes, so the heads take turns.
+    # PyTorch's operations compute p of a block once for all heads, so the logits of all are in
+    # memory. A kernel, or a compiled graph, computes p as it goes, so the heads take turns.
     take_turns = isinstance(chunk, _KernelChunk) or request.is_compiled
     for heads in [[same] for same in by_head] if take_turns else [by_head]:
         groups = [_make_group(request, index, same) for index, same in enumerate(heads)]
@@ -410,7 +509,10 @@ def _by_head(parts: Sequence[_Part]) -> list[list[_Part]]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Parts of draft steps with the same head: one matmul for the logits of all, and one for each gradient."""
+    """Parts of draft steps with the same head.
+
+    One matmul for the logits of all, and one for each gradient.
+    """
 
     parts: Sequence[_Part]
     lefts: Sequence[Tensor]
@@ -438,11 +540,18 @@ class _Group:
 
 
 def _make_group(request: _Request, index: int, parts: Sequence[_Part]) -> _Group:
-    """Parts of one head, with the draft's logits. The groups in memory together have different indices."""
-    per_factor = zip(*([each.left_MD[part.rows_M] for each in part.step.factors] for part in parts), strict=True)
+    """Parts of one head, with the draft's logits.
+
+    The groups in memory together have different indices.
+    """
+    per_factor = zip(
+        *([each.left_MD[part.rows_M] for each in part.step.factors] for part in parts), strict=True
+    )
     lefts = [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in per_factor]
     heads = [each.head_WD for each in parts[0].step.factors]
-    logits_MW = LogitRule(cap=parts[0].step.cap).apply_(request.logits(f"draft logits {index}", lefts, heads))
+    logits_MW = LogitRule(cap=parts[0].step.cap).apply_(
+        request.logits(f"draft logits {index}", lefts, heads)
+    )
     return _Group(parts, lefts, logits_MW, parts[0].step.draft_ids_W)
 
 
@@ -459,9 +568,13 @@ def _run_blocks(request: _Request, chunk: ExactBlock | TopKBlock, groups: Sequen
         _compare_blocks(request, chunk.on(same[0].draft_ids_W), rows_of)
 
 
-def _compare_blocks(request: _Request, chunk: ExactBlock | TopKBlock, rows_of: Sequence[tuple[_Part, Tensor]]) -> None:
+def _compare_blocks(
+    request: _Request, chunk: ExactBlock | TopKBlock, rows_of: Sequence[tuple[_Part, Tensor]]
+) -> None:
     """Block by block. Blocks outside, steps inside: a block's p stays in cache for every step."""
-    rows = block_rows(max(chunk.width, *(z_MW.shape[1] for _, z_MW in rows_of)), rows_of[0][1].device)
+    rows = block_rows(
+        max(chunk.width, *(z_MW.shape[1] for _, z_MW in rows_of)), rows_of[0][1].device
+    )
     bounds = [part.bounds(rows, chunk.num_rows) for part, _ in rows_of]
     for index, first in enumerate(range(0, chunk.num_rows, rows)):
         block = chunk.select_rows(slice(first, first + rows))
@@ -472,10 +585,17 @@ def _compare_blocks(request: _Request, chunk: ExactBlock | TopKBlock, rows_of: S
 
 
 def _run_block(
-    request: _Request, block: ExactBlock | TopKBlock, part: _Part, here: slice, first: int, logits_MW: Tensor
+    request: _Request,
+    block: ExactBlock | TopKBlock,
+    part: _Part,
+    here: slice,
+    first: int,
+    logits_MW: Tensor,
 ) -> None:
     """Values of a part's rows `here`, compared with the block starting at row `first` of the chunk.
-    The gradient at the logits takes the place of the logits."""
+
+    The gradient at the logits takes the place of the logits.
+    """
     step, rows_M = part.step, part.rows_M[here]
     # Distinct, ascending and as many as the block has: row for row, so p need not be gathered.
     is_row_for_row = part.is_distinct and len(rows_M) == block.num_rows
@@ -485,7 +605,9 @@ def _run_block(
     if request.is_compiled and len(rows_M) > 1:
         assert isinstance(block, ExactBlock)
         scale_M = step.scale_M[rows_M]
-        step.values_3M[:, rows_M] = compare_rows(block, place_M, logits_MW, scale_M, request.divergence, step.cap)
+        step.values_3M[:, rows_M] = compare_rows(
+            block, place_M, logits_MW, scale_M, request.divergence, step.cap
+        )
         return
     step.values_3M[:, rows_M], dz_MW = _divergence(request, block, step, rows_M, place_M, logits_MW)
     if step.cap is not None:  # the slope of cap * tanh(z / cap), at the capped logits
@@ -503,15 +625,18 @@ def _divergence(
     place_M: Tensor | None,
     logits_MW: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(divergence, alpha and alpha_greedy [3, M]; gradient of the divergence at logits / temperature [M, W])."""
+    """(divergence, alpha and alpha_greedy [3, M]; gradient of the divergence at logits /
+    temperature [M, W]).
+    """
     divergence = request.divergence
     compared, alpha_greedy_M, at_logits = block.compare(place_M, logits_MW, step.draft_ids_W)
     if divergence.name == "cross_entropy":  # alpha is against the target all the same
         assert request.labels_N is not None
         label_M = request.labels_N[step.target_row_M[rows_M]]
         columns = draft_columns(label_M, step.draft_ids_W, logits_MW.shape[1])
-        # q is computed again: for a top-k target `compared` holds the kept ids and a tail, not all of q.
-        # It lands in the same scratch memory, so of `compared` only alpha may be read from here on.
+        # q is computed again: for a top-k target `compared` holds the kept ids and a tail, not all
+        # of q. It lands in the same scratch memory, so of `compared` only alpha may be read from
+        # here on.
         q_and_log_q = softmax_and_log(request.scratch, divergence.temperature, "q", logits_MW)[:2]
         loss_M, dz_MW = cross_entropy(*q_and_log_q, *columns)
     else:
@@ -520,7 +645,8 @@ def _divergence(
     return torch.stack([loss_M, compared.alpha_M, alpha_greedy_M]), dz_MW
 
 
-# ---------------------------------------------------------------------------------------------------- the target's side
+# ----------------------------------------------------------------------------------------------------
+# the target's side
 
 
 def _select_target(
@@ -535,7 +661,9 @@ def _select_target(
             if runs
             else TopKBlock(request.scratch, ids_CK, log_probs_CK)
         )
-    logits_CV = target.rule.apply_(request.logits("target logits", [target.hidden_ND[rows_C]], [target.head_VD]))
+    logits_CV = target.rule.apply_(
+        request.logits("target logits", [target.hidden_ND[rows_C]], [target.head_VD])
+    )
     if runs:
         return _KernelChunk(rows_C, logits_CV=logits_CV)
     temperature = request.divergence.temperature
@@ -545,7 +673,10 @@ def _select_target(
 
 @dataclass(frozen=True)
 class _KernelChunk:
-    """The target on a chunk, for the kernels of `distill.loss.rows`: its logits, or ids and log-probabilities."""
+    """The target on a chunk, for the kernels of `distill.loss.rows`.
+
+    Its logits, or ids and log-probabilities.
+    """
 
     rows_C: slice
     logits_CV: Tensor | None = None
@@ -553,14 +684,21 @@ class _KernelChunk:
     _on_ids: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run(self, request: _Request, group: _Group) -> None:
-        """Compare all rows of a group: values into `values_3M`, and the gradient into the group's logits."""
+        """Compare all rows of a group.
+
+        Values into `values_3M`, and the gradient into the group's logits.
+        """
         d, draft_ids_W, width = request.divergence, group.draft_ids_W, group.logits_MW.shape[1]
         place_M = torch.cat([part.place_M for part in group.parts])
-        scale_M = torch.cat([part.step.scale_M[part.rows_M] for part in group.parts]) / d.temperature
+        scale_M = (
+            torch.cat([part.step.scale_M[part.rows_M] for part in group.parts]) / d.temperature
+        )
         label_C = None
         if d.name == "cross_entropy":
             assert request.labels_N is not None
-            label_C = _or_minus_one(*draft_columns(request.labels_N[self.rows_C], draft_ids_W, width))
+            label_C = _or_minus_one(
+                *draft_columns(request.labels_N[self.rows_C], draft_ids_W, width)
+            )
         inverse_cap = 1 / (group.parts[0].step.cap or math.inf)
         if self.logits_CV is not None:
             kept_CW, sums_2C = self._select(draft_ids_W, d.temperature)
@@ -584,18 +722,34 @@ class _KernelChunk:
             log_p_CX = top_k_buckets(log_p_CK.float(), reachable_CK, width)
             columns_CK = _or_minus_one(columns_CK, reachable_CK)
             values_3M = top_k_rows(
-                group.logits_MW, columns_CK, log_p_CX, place_M, scale_M, label_C, d.name, d.beta, d.eta, inverse_cap
+                group.logits_MW,
+                columns_CK,
+                log_p_CX,
+                place_M,
+                scale_M,
+                label_C,
+                d.name,
+                d.beta,
+                d.eta,
+                inverse_cap,
             )
         for part, here in zip(group.parts, group.slices, strict=True):
             part.step.values_3M[:, part.rows_M] = values_3M[:, here]
 
     def _select(self, draft_ids_W: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-        """(logits on the draft's ids, sums), as `target_rows` gives them; once for all groups with these ids."""
+        """(logits on the draft's ids, sums), as `target_rows` gives them.
+
+        Once for all groups with these ids.
+        """
         assert self.logits_CV is not None
         if id(draft_ids_W) not in self._on_ids:
-            # Without draft ids the kernel copies nothing: the chunk's logits are the rows to compare with.
+            # Without draft ids the kernel copies nothing: the chunk's logits are the rows to
+            # compare with.
             kept_CW, sums_2C = target_rows(self.logits_CV, draft_ids_W, temperature)
-            self._on_ids[id(draft_ids_W)] = (self.logits_CV if draft_ids_W is None else kept_CW, sums_2C)
+            self._on_ids[id(draft_ids_W)] = (
+                self.logits_CV if draft_ids_W is None else kept_CW,
+                sums_2C,
+            )
         return self._on_ids[id(draft_ids_W)]
 
 

@@ -1,10 +1,14 @@
-"""The divergences between target p and draft q, each with the gradient at the draft's logits in closed form.
+"""The divergences between target p and draft q, each with the gradient at the draft's logits in
+closed form.
 
-M = rows, X = outcomes compared (see `distill.loss.outcomes`). The draft's logits z give q = softmax(z).
+M = rows, X = outcomes compared (see `distill.loss.outcomes`). The draft's logits z give q =
+softmax(z).
 
-A divergence D(q) has dD/dz = q (g - sum_v q g) with g = dD/dq. Each function below computes it in a form in which no
-large terms cancel. Autograd would make a dozen more passes over [M, X]. The functions may overwrite q and log q, to
-save memory, but not p and log p, which other draft steps share."""
+A divergence D(q) has dD/dz = q (g - sum_v q g) with g = dD/dq. Each function below computes it in a
+form in which no large terms cancel. Autograd would make a dozen more passes over [M, X]. The
+functions may overwrite q and log q, to save memory, but not p and log p, which other draft steps
+share.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,12 @@ Gradient = tuple[Tensor, Tensor]  # (divergence [M], gradient at the draft's log
 
 
 def forward_kl(c: Compared) -> Gradient:
-    """KL(p || q) = sum_v p (log p - log q), in nats. Mass-covering. dz = P q - p. If p sums to P <
-    1, KL itself is infinite for every draft. Then this is the part a draft can change, minus the
-    smallest value of this part: P KL(p / P || q) = sum_v p (log p - log q) - P log P."""
+    """KL(p || q) = sum_v p (log p - log q), in nats.
+
+    Mass-covering. dz = P q - p. If p sums to P < 1, KL itself is infinite for every draft. Then
+    this is the part a draft can change, minus the smallest value of this part: P KL(p / P || q) =
+    sum_v p (log p - log q) - P log P.
+    """
     # g = -p / q, so q g = -p and sum q g = -P.
     mass_M = c.p_MX.sum(-1)
     # log q ends here: its memory now holds p (log q - log p)
@@ -43,7 +50,10 @@ def forward_kl(c: Compared) -> Gradient:
 
 
 def reverse_kl(c: Compared) -> Gradient:
-    """KL(q || p) = sum_v q (log q - log p), in nats. Mode-seeking. dz = q (log q - log p - KL(q || p))."""
+    """KL(q || p) = sum_v q (log q - log p), in nats.
+
+    Mode-seeking. dz = q (log q - log p - KL(q || p)).
+    """
     # g = log q - log p + 1. The 1 cancels against the 1 in sum q g.
     log_ratio_MX = c.log_q_MX.sub_(c.log_p_MX)
     kl_M = (c.q_MX * log_ratio_MX).sum(-1)
@@ -52,9 +62,11 @@ def reverse_kl(c: Compared) -> Gradient:
 
 def jensen_shannon(c: Compared, beta: float) -> Gradient:
     """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q (GKD, arXiv
+
     2306.13649).
     dz = (1 - beta) q (log q - log m - KL(q || m)); the derivatives of m in both KLs cancel. Outside
-    the draft vocabulary m = beta p, so p's mass there contributes -log beta per unit."""
+    the draft vocabulary m = beta p, so p's mass there contributes -log beta per unit.
+    """
     # g = (1 - beta) (log q - log m + 1) - (1 - beta), for (beta p + (1 - beta) q) / m = 1
     log_m_MX = mixture(c.p_MX, c.q_MX, beta).log_()
     kl_pm_M = (c.log_p_MX - log_m_MX).mul_(c.p_MX).sum(-1) - (1 - c.p_MX.sum(-1)) * math.log(beta)
@@ -66,7 +78,9 @@ def jensen_shannon(c: Compared, beta: float) -> Gradient:
 
 
 def mixture(p_MX: Tensor, q_MX: Tensor, beta: float) -> Tensor:
-    """beta p + (1 - beta) q, clamped above zero to keep the log finite for outcomes of probability zero."""
+    """beta p + (1 - beta) q, clamped above zero to keep the log finite for outcomes of probability
+    zero.
+    """
     return (beta * p_MX + (1 - beta) * q_MX).clamp_min(torch.finfo(p_MX.dtype).tiny)
 
 
@@ -76,32 +90,48 @@ def total_variation(c: Compared) -> Gradient:
 
 
 def neg_log_alpha(c: Compared) -> Gradient:
-    """-log alpha, in nats. Same optimum as TV, no vanishing gradient (arXiv 2602.23881). dz = -d alpha / alpha."""
+    """-log alpha, in nats.
+
+    Same optimum as TV, no vanishing gradient (arXiv 2602.23881). dz = -d alpha / alpha.
+    """
     alpha_M = c.alpha_M.clamp_min(torch.finfo(c.alpha_M.dtype).tiny)
     return -alpha_M.log(), alpha_gradient(c).div_(-alpha_M[:, None])
 
 
 def lk_hybrid(c: Compared, eta: float) -> Gradient:
     """w KL(p || q) + (1 - w) TV(p, q), where w = exp(-eta alpha) is held constant (arXiv
+
     2602.23881).
-    KL leads while the draft is poor, TV once it is good. dz = w dKL - (1 - w) d alpha."""
+    KL leads while the draft is poor, TV once it is good. dz = w dKL - (1 - w) d alpha.
+    """
     weight_M = torch.exp(-eta * c.alpha_M)
-    d_tv_MX = alpha_gradient(c).mul_(weight_M[:, None] - 1)  # before `forward_kl`, which overwrites q
+    d_tv_MX = alpha_gradient(c).mul_(
+        weight_M[:, None] - 1
+    )  # before `forward_kl`, which overwrites q
     kl_M, d_kl_MX = forward_kl(c)
-    return weight_M * kl_M + (1 - weight_M) * (1 - c.alpha_M), d_kl_MX.mul_(weight_M[:, None]).add_(d_tv_MX)
+    return weight_M * kl_M + (1 - weight_M) * (1 - c.alpha_M), d_kl_MX.mul_(weight_M[:, None]).add_(
+        d_tv_MX
+    )
 
 
 def alpha_gradient(c: Compared) -> Tensor:
-    """d alpha / dz = q (below - sum_v q below), [M, X]. `below` is 1 if q < p, 0 if q > p, 1/2 if
-    they are equal. All terms are of the size of alpha, so neg_log_alpha can divide by alpha,
-    however small it is."""
+    """d alpha / dz = q (below - sum_v q below), [M, X].
+
+    `below` is 1 if q < p, 0 if q > p, 1/2 if they are equal. All terms are of the size of alpha, so
+    neg_log_alpha can divide by alpha, however small it is.
+    """
     # 1, 1/2 or 0: autograd halves the gradient of `minimum` at a tie too, as the oracle does.
     below_q_MX = torch.sub(c.p_MX, c.q_MX).sign_().add_(1).mul_(0.5).mul_(c.q_MX)
     return below_q_MX.sub_(c.q_MX * below_q_MX.sum(-1, keepdim=True))
 
 
-def cross_entropy(q_MW: Tensor, log_q_MW: Tensor, columns_M: Tensor, reachable_M: Tensor) -> Gradient:
-    """-log q(label), in nats. dz = q - one_hot(label); 0 for a label outside the draft vocabulary."""
+def cross_entropy(
+    q_MW: Tensor, log_q_MW: Tensor, columns_M: Tensor, reachable_M: Tensor
+) -> Gradient:
+    """-log q(label), in nats. dz = q - one_hot(label).
+
+    0 for a label outside the draft vocabulary.
+    """
     loss_M = -log_q_MW.gather(1, columns_M[:, None]).squeeze(1) * reachable_M
     minus_one_M1 = -torch.ones_like(loss_M)[:, None]
     return loss_M, q_MW.scatter_add_(1, columns_M[:, None], minus_one_M1).mul_(reachable_M[:, None])

@@ -1,8 +1,9 @@
 """The fused divergence on a GPU: one program a row, in Triton.
 
-p is the target, q the draft, z logits. A program reads the draft's logits and the target's of one row, and writes the
-gradient in place of the draft's. A row is read in tiles: first the log sum exp of q, then the sums over the outcomes,
-then the gradient. All arithmetic is in float32. The formulas are those of `distill.loss.gradients`.
+p is the target, q the draft, z logits. A program reads the draft's logits and the target's of one
+row, and writes the gradient in place of the draft's. A row is read in tiles: first the log sum exp
+of q, then the sums over the outcomes, then the gradient. All arithmetic is in float32. The formulas
+are those of `distill.loss.gradients`.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ def draft_rows(
     logits_ptr,  # [M, W], becomes scale * gradient
     target_ptr,  # [C, W], the target's logits on the draft's ids
     sums_ptr,  # [2, C], of `target_rows`
-    order_ptr,  # [M], the draft rows by place: programs that run together read the same row of the target
+    # [M], the draft rows by place: programs that run together read the same row of the target
+    order_ptr,
     place_ptr,  # [M], the target row of each draft row
     scale_ptr,  # [M]
     label_ptr,  # [C], column of the label, or -1; only for cross_entropy
@@ -181,7 +183,8 @@ def draft_rows(
     NAME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # int64, because row * width may pass 2**31: seven draft steps of 2,048 rows by 151,936 columns do.
+    # int64, because row * width may pass 2**31: seven draft steps of 2,048 rows by 151,936 columns
+    # do.
     row = tl.load(order_ptr + tl.program_id(0)).to(tl.int64)
     place = tl.load(place_ptr + row).to(tl.int64)
     row_ptr, p_ptr = logits_ptr + row * width, target_ptr + place * width
@@ -199,8 +202,12 @@ def draft_rows(
     if NAME != "forward_kl" and NAME != "cross_entropy":
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            log_q = _at_least(_load(row_ptr, columns, width, inverse_temperature) - log_sum_q, LOG_ZERO)
-            log_p = _at_least(_load(p_ptr, columns, width, inverse_temperature) - log_sum_p, LOG_ZERO)
+            log_q = _at_least(
+                _load(row_ptr, columns, width, inverse_temperature) - log_sum_q, LOG_ZERO
+            )
+            log_p = _at_least(
+                _load(p_ptr, columns, width, inverse_temperature) - log_sum_p, LOG_ZERO
+            )
             tile_alpha, tile_a, tile_b = _sums(log_p, log_q, beta, NAME)
             alpha, a, b = alpha + tile_alpha, a + tile_a, b + tile_b
     for start in range(0, width, BLOCK):
@@ -215,14 +222,18 @@ def draft_rows(
         if NAME == "cross_entropy":
             d = tl.where(label >= 0, d - tl.where(columns == label, 1.0, 0.0), 0.0)
         d *= _slope(z, inverse_cap)
-        tl.store(row_ptr + columns, (scale * d).to(logits_ptr.dtype.element_ty), mask=columns < width)
+        tl.store(
+            row_ptr + columns, (scale * d).to(logits_ptr.dtype.element_ty), mask=columns < width
+        )
 
     value = _value(mass, alpha, a, b, beta, eta, NAME)
     if NAME == "cross_entropy":
         value = tl.where(label >= 0, -_at_least(z_label - log_sum_q, LOG_ZERO), 0.0)
     # p is only read, so this may follow the stores to q's row.
     z_best = _load(p_ptr, best, width, inverse_temperature)
-    _store_values(values_ptr, row, num_rows, value, alpha, tl.exp(_at_least(z_best - log_sum_p, LOG_ZERO)))
+    _store_values(
+        values_ptr, row, num_rows, value, alpha, tl.exp(_at_least(z_best - log_sum_p, LOG_ZERO))
+    )
 
 
 @triton.jit
@@ -255,7 +266,9 @@ def top_k_rows(
 
     # The kept ids' logits are taken out of the row. The rest is the tail.
     lane = tl.arange(0, OUTCOMES)
-    kept = tl.load(columns_ptr + place * num_kept + lane, mask=lane < num_kept, other=-1).to(tl.int32)
+    kept = tl.load(columns_ptr + place * num_kept + lane, mask=lane < num_kept, other=-1).to(
+        tl.int32
+    )
     z_kept = tl.load(row_ptr + kept, mask=kept >= 0, other=float("-inf")).to(tl.float32)
     z_kept = _at_least(z_kept, FAR_BELOW)
     tl.debug_barrier()  # several threads hold the same lane
@@ -269,13 +282,16 @@ def top_k_rows(
     largest = tl.max(z, 0)
     log_sum = largest + tl.log(tl.sum(tl.exp(z - largest), 0))
     log_q = _at_least(z - log_sum, LOG_ZERO)
-    log_p = tl.load(log_p_ptr + place * (num_kept + 1) + lane, mask=lane <= num_kept, other=LOG_ZERO).to(tl.float32)
+    log_p = tl.load(
+        log_p_ptr + place * (num_kept + 1) + lane, mask=lane <= num_kept, other=LOG_ZERO
+    ).to(tl.float32)
     mass = tl.sum(tl.exp(log_p), 0)
     alpha, a, b = _sums(log_p, log_q, beta, NAME)
     d = _gradient(log_p, log_q, mass, alpha, a, b, beta, eta, NAME)
     d_tail = tl.sum(tl.where(lane == num_kept, d, 0.0), 0)
 
-    # The tail's gradient is shared out by each outcome's part of the tail, which is 0 for a kept id.
+    # The tail's gradient is shared out by each outcome's part of the tail, which is 0 for a kept
+    # id.
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         # If no id is left for the tail, q there is 0, and so is d_tail.
@@ -284,7 +300,9 @@ def top_k_rows(
         if NAME == "cross_entropy":
             d_row = tl.where(label >= 0, d_row - tl.where(columns == label, 1.0, 0.0), 0.0)
         d_row *= _slope(z_row, inverse_cap)
-        tl.store(row_ptr + columns, (scale * d_row).to(logits_ptr.dtype.element_ty), mask=columns < width)
+        tl.store(
+            row_ptr + columns, (scale * d_row).to(logits_ptr.dtype.element_ty), mask=columns < width
+        )
     tl.debug_barrier()
     if NAME == "cross_entropy":
         d = tl.where(label >= 0, d - tl.where(kept == label, 1.0, 0.0), 0.0)
@@ -294,7 +312,8 @@ def top_k_rows(
     value = _value(mass, alpha, a, b, beta, eta, NAME)
     if NAME == "cross_entropy":
         value = tl.where(label >= 0, -_at_least(z_label - log_sum, LOG_ZERO), 0.0)
-    # The draft's token is the best of all; of equals the first. In the tail p is not known, and counts as 0.
+    # The draft's token is the best of all; of equals the first. In the tail p is not known, and
+    # counts as 0.
     best_kept = tl.max(z_kept, 0)
     first = tl.min(tl.where((z_kept == best_kept) & (kept >= 0), kept, width), 0)
     is_kept = (best_kept > best_z) | ((best_kept == best_z) & (first < best))

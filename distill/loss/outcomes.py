@@ -3,10 +3,11 @@
     exact signal    the whole vocabulary, or the ids kept by a reduced draft vocabulary
     top-k signal    the target's top-k ids and one tail bucket for all others
 
-p may sum to less than one over them. The rest of p is on ids outside the draft vocabulary, where q = 0: alpha counts it
-as certain rejection, and p is never renormalised.
+p may sum to less than one over them. The rest of p is on ids outside the draft vocabulary, where q
+= 0: alpha counts it as certain rejection, and p is never renormalised.
 
-M = rows, W = draft vocabulary, K = kept top-k ids."""
+M = rows, W = draft vocabulary, K = kept top-k ids.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +15,42 @@ import torch
 from torch import Tensor
 
 LOG_ZERO = -1e4
-"""Replaces log 0, e.g. for a logit of -inf. exp(LOG_ZERO) is 0 in every dtype, and so is 0 * LOG_ZERO, while 0 * -inf
-is NaN."""
+"""Replaces log 0, e.g. for a logit of -inf. exp(LOG_ZERO) is 0 in every dtype, and so is 0 *
+LOG_ZERO, while 0 * -inf is NaN.
+"""
 
 
 def top_k_buckets(log_p_MK: Tensor, reachable_MK: Tensor, draft_vocabulary: int) -> Tensor:
     """log p over the kept ids within the draft vocabulary and the tail, [M, K + 1].
-    The tail is empty (LOG_ZERO) if the kept ids are the whole draft vocabulary."""
+
+    The tail is empty (LOG_ZERO) if the kept ids are the whole draft vocabulary.
+    """
     # The log-probabilities are rounded by this much, so a smaller tail cannot be told from none.
     rounding = torch.finfo(log_p_MK.dtype).eps
     log_p_tail_M1 = (1 - log_p_MK.exp().sum(-1, keepdim=True)).clamp_min(rounding).log()
     no_tail_M1 = reachable_MK.sum(-1, keepdim=True) == draft_vocabulary
     return torch.cat(
-        [log_p_MK.masked_fill(~reachable_MK, LOG_ZERO), log_p_tail_M1.masked_fill(no_tail_M1, LOG_ZERO)], -1
+        [
+            log_p_MK.masked_fill(~reachable_MK, LOG_ZERO),
+            log_p_tail_M1.masked_fill(no_tail_M1, LOG_ZERO),
+        ],
+        -1,
     ).clamp_min(LOG_ZERO)
 
 
-def draft_columns(ids: Tensor, draft_ids_W: Tensor | None, draft_vocabulary: int) -> tuple[Tensor, Tensor]:
-    """(column of each target id in the draft's logits, whether it has one). An id without a column gets column 0."""
+def draft_columns(
+    ids: Tensor, draft_ids_W: Tensor | None, draft_vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """(column of each target id in the draft's logits, whether it has one).
+
+    An id without a column gets column 0.
+    """
     if draft_ids_W is None:
         reachable = (ids >= 0) & (ids < draft_vocabulary)
         # -1 stands for a row without a record.
         return ids * reachable, reachable
-    # Draft ids [3, 5, 9] and ids [5, 4, 12]: insertion points [1, 1, 3], clamped to [1, 1, 2]. Only 5 is
-    # there, so the columns are [1, 0, 0]. Without the clamp, 12 would index past the end.
+    # Draft ids [3, 5, 9] and ids [5, 4, 12]: insertion points [1, 1, 3], clamped to [1, 1, 2]. Only
+    # 5 is there, so the columns are [1, 0, 0]. Without the clamp, 12 would index past the end.
     columns = torch.searchsorted(draft_ids_W, ids).clamp(max=draft_vocabulary - 1)
     reachable = draft_ids_W[columns] == ids
     return columns * reachable, reachable

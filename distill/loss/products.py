@@ -1,10 +1,13 @@
-"""The matrix products of the fused divergence: their dtype, heads in tiles, and the sums of gradients.
+"""The matrix products of the fused divergence.
+
+Their dtype, heads in tiles, and the sums of gradients.
 
 M = draft rows, D = hidden, W = vocabulary.
 
-On many CPUs a product in bfloat16 takes longer than one in float32, because only some have units for it. There the
-products run in float32. A head in bfloat16 is then widened tile by tile, on the way into each product: a copy of the
-whole head would take twice the head's memory."""
+On many CPUs a product in bfloat16 takes longer than one in float32, because only some have units
+for it. There the products run in float32. A head in bfloat16 is then widened tile by tile, on the
+way into each product: a copy of the whole head would take twice the head's memory.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ from redraft.heads.nn.precision import product_dtype
 TILE_ELEMENTS = 1 << 21  # Weights of a tile: 8 MiB in float32.
 
 MUCH_FASTER = 1.2
-"""Float32 replaces a narrower dtype if its products take less than 1 / 1.2 of the time. Close to 1, noise would
-decide, and a run would not repeat itself exactly."""
+"""Float32 replaces a narrower dtype if its products take less than 1 / 1.2 of the time. Close to 1,
+noise would decide, and a run would not repeat itself exactly.
+"""
 
 
 def time_product(left_MD: Tensor, right_WD: Tensor) -> float:
@@ -32,19 +36,32 @@ def time_product(left_MD: Tensor, right_WD: Tensor) -> float:
     return time.perf_counter() - started
 
 
-def matmul_dtype(x: Tensor, seconds: Callable[[Tensor, Tensor], float] = time_product) -> torch.dtype:
-    """The matmul dtype for `x`: that of `x` or of autocast, or float32 on a CPU where that is
-    faster. `seconds` times one matmul."""
+def matmul_dtype(
+    x: Tensor, seconds: Callable[[Tensor, Tensor], float] = time_product
+) -> torch.dtype:
+    """The matmul dtype for `x`.
+
+    That of `x` or of autocast, or float32 on a CPU where that is faster. `seconds` times one
+    matmul.
+    """
     dtype = product_dtype(x)
     is_narrow = dtype in (torch.bfloat16, torch.float16)
-    if is_narrow and x.device.type == "cpu" and _prefers_float32(dtype, seconds, torch.get_num_threads()):
+    if (
+        is_narrow
+        and x.device.type == "cpu"
+        and _prefers_float32(dtype, seconds, torch.get_num_threads())
+    ):
         return torch.float32
     return dtype
 
 
 @functools.cache
-def _prefers_float32(dtype: torch.dtype, seconds: Callable[[Tensor, Tensor], float], num_threads: int) -> bool:
-    """Whether products in float32 are faster here than in `dtype`, timed once for each number of threads."""
+def _prefers_float32(
+    dtype: torch.dtype, seconds: Callable[[Tensor, Tensor], float], num_threads: int
+) -> bool:
+    """Whether products in float32 are faster here than in `dtype`, timed once for each number of
+    threads.
+    """
 
     def fastest(dtype: torch.dtype) -> float:
         left_MD, right_WD = torch.ones(256, 512, dtype=dtype), torch.ones(2048, 512, dtype=dtype)
@@ -56,16 +73,22 @@ def _prefers_float32(dtype: torch.dtype, seconds: Callable[[Tensor, Tensor], flo
         return alone.submit(lambda: MUCH_FASTER * fastest(torch.float32) < fastest(dtype)).result()
 
 
-# ------------------------------------------------------------------------------------------------- products with a head
+# -------------------------------------------------------------------------------------------------
+# products with a head
 
 
 def as_operand(head_WD: Tensor, dtype: torch.dtype) -> Tensor:
-    """The head in the dtype of the products. On a CPU a narrower one stays as it is, for the products to widen."""
+    """The head in the dtype of the products.
+
+    On a CPU a narrower one stays as it is, for the products to widen.
+    """
     is_widened = head_WD.device.type == "cpu" and head_WD.dtype.itemsize < dtype.itemsize
     return head_WD if is_widened else head_WD.to(dtype)
 
 
-def add_logits(scratch: Scratch, logits_MW: Tensor, left_MD: Tensor, head_WD: Tensor, *, is_begun: bool) -> Tensor:
+def add_logits(
+    scratch: Scratch, logits_MW: Tensor, left_MD: Tensor, head_WD: Tensor, *, is_begun: bool
+) -> Tensor:
     """logits += left @ head.T, in place; without `is_begun` the old values are ignored."""
     for columns, tile_TD in _tiles(scratch, head_WD, left_MD.dtype):
         _multiply_into(logits_MW[:, columns], left_MD, tile_TD.T, is_begun=is_begun)
@@ -97,7 +120,8 @@ def _multiply_into(out: Tensor, left: Tensor, right: Tensor, *, is_begun: bool) 
     torch.addmm(out, left, right, beta=int(is_begun), out=out)
 
 
-# ---------------------------------------------------------------------------------------------------- sums of gradients
+# ----------------------------------------------------------------------------------------------------
+# sums of gradients
 
 
 class Gradient:
@@ -121,8 +145,11 @@ class Gradient:
         if total.dtype == dtype:
             _multiply_into(total, dz_WM, hidden_MD, is_begun=self.is_begun)
         elif total.device.type != "cpu" and total.dtype == torch.float32:
-            # the product adds to the float32 total: no product in bfloat16 is rounded, written and read
-            torch.addmm(total, dz_WM, hidden_MD, out_dtype=torch.float32, beta=int(self.is_begun), out=total)
+            # the product adds to the float32 total: no product in bfloat16 is rounded, written and
+            # read
+            torch.addmm(
+                total, dz_WM, hidden_MD, out_dtype=torch.float32, beta=int(self.is_begun), out=total
+            )
         elif total.dtype.itemsize < dtype.itemsize:
             for rows, wide_TD in _tiles(scratch, total, dtype):
                 _multiply_into(wide_TD, dz_WM[rows], hidden_MD, is_begun=self.is_begun)

@@ -1,10 +1,13 @@
-"""The rows of the fused divergence as three operations of PyTorch, for GPUs: Triton kernels of `distill.loss.kernels`.
+"""The rows of the fused divergence as three operations of PyTorch, for GPUs.
 
-C = target rows of a chunk, M = draft rows compared with them, V = target vocabulary, W = draft vocabulary,
-K = kept top-k ids.
+Triton kernels of `distill.loss.kernels`.
+
+C = target rows of a chunk, M = draft rows compared with them, V = target vocabulary, W = draft
+vocabulary, K = kept top-k ids.
 
 As operations they run under `torch.compile`, and `redraft plan` counts them without a GPU. On a CPU
-they run in Triton's interpreter only, for tests."""
+they run in Triton's interpreter only, for tests.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ from torch import Tensor
 TILE_PER_WARP = 512  # Columns: 16 for each thread.
 
 SHORT_ROW_BYTES = 1 << 16
-"""A multiprocessor runs several programs at once if their rows are no longer than this. A program reads its row two or
-three times, and the rows of all running programs should stay in the GPU's cache meanwhile."""
+"""A multiprocessor runs several programs at once if their rows are no longer than this. A program
+reads its row two or three times, and the rows of all running programs should stay in the GPU's
+cache meanwhile.
+"""
 
 
 @functools.cache
@@ -28,7 +33,10 @@ def has_triton() -> bool:
 
 
 def runs_kernels(logits_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels compute on this device: on a GPU with Triton. Tensors without memory stand for it."""
+    """Whether the kernels compute on this device: on a GPU with Triton.
+
+    Tensors without memory stand for it.
+    """
     is_gpu = device.type == "meta" or (device.type == "cuda" and has_triton())
     # The kernels compute in float32: float64 is for gradcheck, in the plain form.
     return is_gpu and logits_dtype != torch.float64
@@ -45,13 +53,19 @@ def _launch(logits_MW: Tensor) -> dict[str, int]:
     width = logits_MW.shape[1]
     # The registers of 32 warps fill a multiprocessor: one row at a time.
     warps = 8 if width * logits_MW.element_size() <= SHORT_ROW_BYTES else 32
-    return {"num_warps": warps, "BLOCK": min(TILE_PER_WARP * warps, 1 << max(width - 1, 1).bit_length())}
+    return {
+        "num_warps": warps,
+        "BLOCK": min(TILE_PER_WARP * warps, 1 << max(width - 1, 1).bit_length()),
+    }
 
 
 @torch.library.custom_op("redraft::target_rows", mutates_args=())
-def target_rows(logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+def target_rows(
+    logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
     """(logits on the draft's ids [C, W], empty without them; log sum exp over V and p's mass on W
-    [2, C]), the sums of logits / temperature."""
+    [2, C]), the sums of logits / temperature.
+    """
     rows, width = logits_CV.shape
     kept_CW, sums_2C = _target_results(logits_CV, draft_ids_W)
     if rows:
@@ -73,7 +87,9 @@ def target_rows(logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: floa
 
 # The fake of the operation, and the allocation in it: shapes and types are written once.
 @torch.library.register_fake("redraft::target_rows")  # type: ignore[untyped-decorator]
-def _target_results(logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def _target_results(
+    logits_CV: Tensor, draft_ids_W: Tensor | None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     rows = logits_CV.shape[0]
     kept_CW = logits_CV.new_empty(rows, 0 if draft_ids_W is None else draft_ids_W.shape[0])
     return kept_CW, logits_CV.new_empty(2, rows, dtype=torch.float32)
@@ -93,11 +109,13 @@ def draft_rows(
     eta: float,
     inverse_cap: float = 0.0,
 ) -> Tensor:
-    """Divergence, alpha and alpha_greedy of every row, [3, M]; the logits become scale * gradient
-    at logits. `target_CW` are the target's logits on the draft's ids, `sums_2C` as `target_rows`
-    returns them, and `place_M` the row of them for each draft row. `label_C` is the label's column
-    in the draft's logits, or -1. `inverse_cap` is 1 / cap of the draft's logits, which are capped
-    already; 0 for none."""
+    """Divergence, alpha and alpha_greedy of every row, [3, M].
+
+    The logits become scale * gradient at logits. `target_CW` are the target's logits on the draft's
+    ids, `sums_2C` as `target_rows` returns them, and `place_M` the row of them for each draft row.
+    `label_C` is the label's column in the draft's logits, or -1. `inverse_cap` is 1 / cap of the
+    draft's logits, which are capped already; 0 for none.
+    """
     values_3M: Tensor = _draft_results(logits_MW)
     rows, width = logits_MW.shape
     if rows:
@@ -137,9 +155,11 @@ def top_k_rows(
     eta: float,
     inverse_cap: float = 0.0,
 ) -> Tensor:
-    """As `draft_rows`, with the target's top k at temperature 1. `columns_CK` is the column of each
-    kept id in the draft's logits, or -1, distinct within a row; `log_p_CX` log p of the kept ids
-    and of the tail, [C, K + 1]."""
+    """As `draft_rows`, with the target's top k at temperature 1.
+
+    `columns_CK` is the column of each kept id in the draft's logits, or -1, distinct within a row;
+    `log_p_CX` log p of the kept ids and of the tail, [C, K + 1].
+    """
     values_3M: Tensor = _draft_results(logits_MW)
     (rows, width), outcomes = logits_MW.shape, log_p_CX.shape[1]
     if rows:

@@ -6,4 +6,6 @@ SignalKind = Literal["model", "endpoint", "cache"]
 """Place of the target: in the training process, on other GPUs, or on disk before training."""
 
 ShardingKind = Literal["none", "zero2", "fsdp2"]
-"""Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
+"""Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights
+too.
+"""

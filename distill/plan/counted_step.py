@@ -41,7 +41,9 @@ class Plan:
     optimizer: Literal["adamw", "muon"] = "adamw"
     max_grad_norm: float = 1.0
     signal: SignalKind = "model"
-    """Whether the target runs in the step, or sends hidden states (for a standalone draft, its top k)."""
+    """Whether the target runs in the step, or sends hidden states (for a standalone draft, its top
+    k).
+    """
     top_k: int = 32
     batch_size: int
     sequence_length: int
@@ -54,9 +56,15 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not 1 <= self.documents <= self.sequence_length // 2:
-            raise ValueError(f"{self.documents} documents in a row of {self.sequence_length} tokens: each needs 2")
+            raise ValueError(
+                f"{self.documents} documents in a row of {self.sequence_length} tokens: each "
+                "needs 2"
+            )
         if self.draft_vocab_size > self.target.vocab_size:
-            raise ValueError(f"a draft vocabulary of {self.draft_vocab_size} of the target's {self.target.vocab_size}")
+            raise ValueError(
+                f"a draft vocabulary of {self.draft_vocab_size} of the target's "
+                f"{self.target.vocab_size}"
+            )
 
     @property
     def tokens(self) -> int:
@@ -79,9 +87,11 @@ def count_step(
     weightless: bool = True,
     shown_on: torch.device = META,
 ) -> Counted:
-    """Run one step and count it. `batch` is by default as `make_batch` makes it, and `signal` as
-    the plan's `signal` gives it. The code takes the branches of `shown_on`: the CPU's, or, for any
-    other, an accelerator's."""
+    """Run one step and count it.
+
+    `batch` is by default as `make_batch` makes it, and `signal` as the plan's `signal` gives it.
+    The code takes the branches of `shown_on`: the CPU's, or, for any other, an accelerator's.
+    """
     torch.manual_seed(0)
     on_gpu = weightless and shown_on.type != "cpu"
     with _shown_on(shown_on), Count(weightless=weightless) as count, _merging(count, on_gpu):
@@ -100,7 +110,8 @@ def count_step(
         count.memory.hold(TARGET_WEIGHTS, [*model.parameters(), *model.buffers()])
         count.memory.hold(DRAFT_WEIGHTS, [*draft.parameters(), *draft.buffers()])
         count.memory.hold(SIGNAL, _tensors(signal))
-        # The state appears in the first step of an optimizer. This moment is left out: a training has it once.
+        # The state appears in the first step of an optimizer. This moment is left out: a training
+        # has it once.
         _make_state(optimizers, trained, count, keep=plan.keeps_gradients)
         count.memory.restart()
         run_parts(plan, draft, source, batch, signal, optimizers, count)
@@ -160,7 +171,10 @@ def run_parts(
     count: Marker,
     device_type: str = "cpu",
 ) -> None:
-    """The step of `distill.train.step`, part by part. Weightless tensors are on the CPU to autocast."""
+    """The step of `distill.train.step`, part by part.
+
+    Weightless tensors are on the CPU to autocast.
+    """
     scale = 1 / int(batch.loss_mask_BT.sum())
     if signal is None:
         count.begin(TARGET)
@@ -179,15 +193,20 @@ def run_parts(
 
 
 def _update(optimizers: list[torch.optim.Optimizer], max_grad_norm: float) -> None:
-    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    trained = [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
     with _shown_on(torch.device("cpu")):
-        nn.utils.clip_grad_norm_(trained, max_grad_norm, foreach=True)  # the default for tensors with memory
+        nn.utils.clip_grad_norm_(
+            trained, max_grad_norm, foreach=True
+        )  # the default for tensors with memory
     _take_step(optimizers)
 
 
 def _take_step(optimizers: list[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
-        # AdamW refuses a device that it does not know. Muon asks whether the device computes in bfloat16.
+        # AdamW refuses a device that it does not know. Muon asks whether the device computes in
+        # bfloat16.
         shown_on = Weightless.shown_on if isinstance(optimizer, Muon) else torch.device("cpu")
         with _shown_on(shown_on):
             optimizer.step()
@@ -198,7 +217,9 @@ def make_step_optimizers(plan: Plan, draft: Any) -> list[torch.optim.Optimizer]:
         return make_optimizers(draft, Optim(name=plan.optimizer))
 
 
-def _make_state(optimizers: list[torch.optim.Optimizer], trained: list[Tensor], count: Count, *, keep: bool) -> None:
+def _make_state(
+    optimizers: list[torch.optim.Optimizer], trained: list[Tensor], count: Count, *, keep: bool
+) -> None:
     """Bring the optimizers to the middle of a training, with a state."""
     for p in trained:
         p.grad = torch.zeros_like(p)
@@ -210,13 +231,15 @@ def _make_state(optimizers: list[torch.optim.Optimizer], trained: list[Tensor], 
         return
     for p in trained:
         p.grad = None
-        # Gradients come in the backward pass, one parameter after the other: each is booked as it arrives.
+        # Gradients come in the backward pass, one parameter after the other: each is booked as it
+        # arrives.
         p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda p: count.memory.hold(GRADIENTS, [cast(Tensor, p.grad)])
         )
 
 
-# --------------------------------------------------------------------------------------------- models, batch and signal
+# ---------------------------------------------------------------------------------------------
+# models, batch and signal
 
 
 @contextmanager
@@ -243,13 +266,16 @@ def _merging(count: Count, on_gpu: bool) -> Iterator[None]:
 def _make_model(config: Any, dtype: torch.dtype) -> Any:
     text = config.get_text_config()
     if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
-        # sorts rows by expert: the way of GPUs, and the only one whose sizes do not depend on the router's choices
+        # sorts rows by expert: the way of GPUs, and the only one whose sizes do not depend on the
+        # router's choices
         text._experts_implementation = "grouped_mm"
     return new_model(config, dtype).eval().requires_grad_(False)
 
 
 def _make_target(plan: Plan) -> Any:
-    """The target; or embeddings and output head, all that a trainer loads of one that runs elsewhere."""
+    """The target; or embeddings and output head, all that a trainer loads of one that runs
+    elsewhere.
+    """
     if plan.signal == "model":
         return _make_model(plan.whole or plan.target, plan.dtype)
     return _Borrowed(plan.target, plan.dtype)
@@ -294,10 +320,15 @@ def _make_draft(plan: Plan, model: Any) -> Any:
 def make_batch(plan: Plan) -> Batch:
     """Rows of documents of equal length, in which every token is a label."""
     length = plan.sequence_length // plan.documents
-    seeded = torch.Generator().manual_seed(0)  # weights, where there are any, draw from the shared one
-    ids_BT = torch.randint(plan.target.vocab_size, (plan.batch_size, plan.sequence_length), generator=seeded)
+    seeded = torch.Generator().manual_seed(
+        0
+    )  # weights, where there are any, draw from the shared one
+    ids_BT = torch.randint(
+        plan.target.vocab_size, (plan.batch_size, plan.sequence_length), generator=seeded
+    )
     rows = [
-        [(ids_T, torch.ones_like(ids_T, dtype=torch.bool)) for ids_T in torch.split(ids_T, length)] for ids_T in ids_BT
+        [(ids_T, torch.ones_like(ids_T, dtype=torch.bool)) for ids_T in torch.split(ids_T, length)]
+        for ids_T in ids_BT
     ]
     return Batch.packed(rows, width=plan.sequence_length)
 
@@ -317,7 +348,8 @@ def _receive(plan: Plan, model: Any, draft: Any, batch: Batch) -> TargetSignal:
         return TargetSignal(distribution=TopKTarget(ids_BTK=ids_BTK, log_probs_BTK=log_probs_BTK))
     hidden, layers = plan.target.hidden_size, len(draft.aux_layer_ids)
     exact = ExactTarget(
-        hidden_BTD=torch.randn(*shape, hidden, dtype=plan.dtype), head_VD=model.get_output_embeddings().weight.detach()
+        hidden_BTD=torch.randn(*shape, hidden, dtype=plan.dtype),
+        head_VD=model.get_output_embeddings().weight.detach(),
     )
     aux_BTLD = torch.randn(*shape, layers, hidden, dtype=plan.dtype) if layers else None
     return TargetSignal(distribution=exact, aux_BTLD=aux_BTLD)
@@ -327,5 +359,7 @@ def _tensors(signal: TargetSignal | None) -> list[Tensor]:
     if signal is None:
         return []
     sent = signal.distribution
-    given = [sent.hidden_BTD] if isinstance(sent, ExactTarget) else [sent.ids_BTK, sent.log_probs_BTK]
+    given = (
+        [sent.hidden_BTD] if isinstance(sent, ExactTarget) else [sent.ids_BTK, sent.log_probs_BTK]
+    )
     return given if signal.aux_BTLD is None else [*given, signal.aux_BTLD]

@@ -3,7 +3,8 @@
 target's weights     whole, or shared out layer by layer, or embeddings and head alone (`signal.sharded`)
 draft's weights      4 bytes a weight: it trains in float32
 gradients            4 bytes a weight
-optimizer state      8 bytes a weight; under Muon 4 for a weight in a matrix"""
+optimizer state      8 bytes a weight; under Muon 4 for a weight in a matrix
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ class DraftSize:
     def of(module: torch.nn.Module) -> DraftSize:
         matrices, rest = split(module)
         in_matrices = sum(weight.numel() for weight in matrices)
-        return DraftSize(weights=in_matrices + sum(weight.numel() for weight in rest), matrices=in_matrices)
+        return DraftSize(
+            weights=in_matrices + sum(weight.numel() for weight in rest), matrices=in_matrices
+        )
 
     def hold(self, optimizer: str) -> dict[str, int]:
         """Bytes by holder, apart from AdamW's count of steps for each tensor."""
@@ -93,7 +96,9 @@ def count_standalone(init: Init, target_config: Any) -> DraftSize:
 def standalone_config(init: Init, target_config: Any) -> Any:
     if init.num_layers:
         with torch.device("meta"):
-            made = from_config(target_config, num_layers=init.num_layers, hidden_size=init.hidden_size)
+            made = from_config(
+                target_config, num_layers=init.num_layers, hidden_size=init.hidden_size
+            )
         return made.model.config
     if not init.layers:
         assert init.checkpoint is not None

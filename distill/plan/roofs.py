@@ -1,4 +1,7 @@
-"""The time of counted operations on devices, by the best that each can compute and move: no measurement."""
+"""The time of counted operations on devices, by the best that each can compute and move.
+
+No measurement.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from typing import Literal
 Kind = Literal["product", "attention", "other"]  # other: moves bytes and computes little
 
 PRODUCT_SHARE, ATTENTION_SHARE, BANDWIDTH_SHARE = 0.65, 0.4, 0.85
-"""The part of a device's best that operations reach: of the FLOP/s in large matrix products and in fused attention
-kernels, and of the memory's bandwidth."""
+"""The part of a device's best that operations reach: of the FLOP/s in large matrix products and in
+fused attention kernels, and of the memory's bandwidth.
+"""
 
 LAUNCH_S = 5e-6  # least time of an operation: eager PyTorch launches about 200,000 a second
 
@@ -30,7 +34,9 @@ class Operation:
         reached = {"product": PRODUCT_SHARE, "attention": ATTENTION_SHARE}.get(self.kind, 1.0)
         moving = self.num_bytes / (device.bytes_per_s * BANDWIDTH_SHARE)
         # A view moves no byte and launches no kernel.
-        return max(self.flops / (device.flops_per_s * reached), moving, LAUNCH_S if self.num_bytes else 0.0)
+        return max(
+            self.flops / (device.flops_per_s * reached), moving, LAUNCH_S if self.num_bytes else 0.0
+        )
 
 
 HOST_BYTES_PER_S = 20e9  # over PCIe 5 x16 (63 GB/s at best), pinning included
@@ -79,14 +85,23 @@ def parts_of(operations: Counter[Operation]) -> list[str]:
     return list(dict.fromkeys(work.part for work in operations))
 
 
-KINDS: dict[Kind, str] = {"product": "matrix products", "attention": "attention", "other": "everything else"}
+KINDS: dict[Kind, str] = {
+    "product": "matrix products",
+    "attention": "attention",
+    "other": "everything else",
+}
 
 
 def all_reduce_s(num_bytes: float, num_devices: int, device: Device) -> float:
-    """Time to sum a gradient over devices on one ring of NVLink: every byte but one part of it travels twice."""
+    """Time to sum a gradient over devices on one ring of NVLink.
+
+    Every byte but one part of it travels twice.
+    """
     return 2 * all_gather_s(num_bytes, num_devices, device)
 
 
 def all_gather_s(num_bytes: float, num_devices: int, device: Device) -> float:
-    """Time for every device to receive the other devices' parts of `num_bytes`, on one ring of NVLink."""
+    """Time for every device to receive the other devices' parts of `num_bytes`, on one ring of
+    NVLink.
+    """
     return (num_devices - 1) / num_devices * num_bytes / device.link_bytes_per_s

@@ -12,7 +12,9 @@ from redraft.heads.files.checkpoint import load_config
 from redraft.heads.files.folder import quantization_section
 
 
-def _llama(hidden: int, inner: int, layers: int, heads: int, *, head_dim: int = 128, tied: bool = False) -> LlamaConfig:
+def _llama(
+    hidden: int, inner: int, layers: int, heads: int, *, head_dim: int = 128, tied: bool = False
+) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=128_256, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8, head_dim=head_dim, tie_word_embeddings=tied,
@@ -48,7 +50,11 @@ KNOWN = {
 
 
 def find_sizes(name: str) -> Any:
-    """The config of a name, folder, config.json or hub name. Raises ValueError: none."""
+    """The config of a name, folder, config.json or hub name.
+
+    Raises:
+        ValueError: none.
+    """
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]()
     path = Path(name)
@@ -56,8 +62,12 @@ def find_sizes(name: str) -> Any:
         return load_config(path.parent if path.name == "config.json" else name)
     except (OSError, ValueError) as error:
         close = difflib.get_close_matches(path.name.lower(), KNOWN, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known without the hub: {', '.join(KNOWN)}"
-        raise ValueError(f"there is no config of a model {name}: give a folder or a config.json; {hint}") from error
+        hint = (
+            f"did you mean {close[0]}?" if close else f"known without the hub: {', '.join(KNOWN)}"
+        )
+        raise ValueError(
+            f"there is no config of a model {name}: give a folder or a config.json; {hint}"
+        ) from error
 
 
 def stored_bits(config: Any) -> int | None:

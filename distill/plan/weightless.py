@@ -1,4 +1,6 @@
-"""Count the work of a piece of PyTorch: floating-point operations, bytes and live memory, with or without weights.
+"""Count the work of a piece of PyTorch.
+
+Floating-point operations, bytes and live memory, with or without weights.
 
     with Count(weightless=True) as count:        every tensor made here has a shape and no memory
         count.begin("forward")                   the name of the following part
@@ -6,8 +8,10 @@
     count.operations                             how often each operation ran, FLOPs and bytes
     count.memory                                 live bytes at the worst moment, by holder
 
-The mode sees the operations below autograd and autocast, as kernels. Floating-point tensors are weightless. Small
-tensors of integers keep values, so code may branch on the ids, masks and documents of a batch."""
+The mode sees the operations below autograd and autocast, as kernels. Floating-point tensors are
+weightless. Small tensors of integers keep values, so code may branch on the ids, masks and
+documents of a batch.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,11 @@ VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Weightless(Tensor):
-    """A tensor without memory. To PyTorch it is on the CPU, so the CPU's autocast and autograd hold. Python code
-    reads `device` as `shown_on`, and takes the branches of an accelerator, or of the CPU."""
+    """A tensor without memory.
+
+    To PyTorch it is on the CPU, so the CPU's autocast and autograd hold. Python code reads `device`
+    as `shown_on`, and takes the branches of an accelerator, or of the CPU.
+    """
 
     shown_on = META
     plain: Tensor  # the same on `meta`; views share a storage, by which memory is counted
@@ -45,7 +52,11 @@ class Weightless(Tensor):
     def __new__(cls, plain: Tensor) -> Weightless:
         # No device is given, so autograd and autocast take the wrapper for a CPU tensor.
         made: Weightless = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, plain.size(), strides=plain.stride(), storage_offset=plain.storage_offset(), dtype=plain.dtype
+            cls,
+            plain.size(),
+            strides=plain.stride(),
+            storage_offset=plain.storage_offset(),
+            dtype=plain.dtype,
         )
         made.plain = plain
         return made
@@ -65,8 +76,13 @@ class Weightless(Tensor):
 
 
 def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation as weightless tensors. A tensor changed in place is returned as it
-    was given. Raises ValueError: the result depends on values."""
+    """The result of an operation as weightless tensors.
+
+    A tensor changed in place is returned as it was given.
+
+    Raises:
+        ValueError: the result depends on values.
+    """
     # By id: the arguments live until the results are made, so no id is taken twice.
     given: dict[int, Tensor] = {}
 
@@ -86,7 +102,9 @@ def run_weightless(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     except (NotImplementedError, RuntimeError) as error:
         if not VALUE_TAGS.intersection(func.tags):
             raise
-        raise ValueError(f"{func} cannot be counted without weights: its result depends on values") from error
+        raise ValueError(
+            f"{func} cannot be counted without weights: its result depends on values"
+        ) from error
 
 
 def _strip(x: Tensor) -> Tensor:
@@ -96,7 +114,10 @@ def _strip(x: Tensor) -> Tensor:
 
 
 def _needs_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation runs without memory: it reads or makes a weightless tensor, or a large one."""
+    """Whether an operation runs without memory.
+
+    It reads or makes a weightless tensor, or a large one.
+    """
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if kwargs.get("device") == META or any(isinstance(x, Weightless) or x.is_meta for x in tensors):
         return True
@@ -106,7 +127,8 @@ def _needs_no_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     except (RuntimeError, NotImplementedError):  # the size depends on values, e.g. `nonzero`
         return False
     sizes = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
-    # Made from nothing: floating-point tensors are weights, and need no values; integers are ids or masks.
+    # Made from nothing: floating-point tensors are weights, and need no values; integers are ids or
+    # masks.
     return any(x.numel() > MAX_VALUES or (not tensors and x.is_floating_point()) for x in sizes)
 
 
@@ -114,7 +136,8 @@ def _try_strip(x: Any) -> Any:
     return _strip(x) if isinstance(x, Tensor) else META if isinstance(x, torch.device) else x
 
 
-# ------------------------------------------------------------------------------------------------------------- the mode
+# -------------------------------------------------------------------------------------------------------------
+# the mode
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -132,7 +155,10 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.part = part
 
     def whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, counted as one kernel: it reads its arguments once and writes its results once."""
+        """The function, counted as one kernel.
+
+        It reads its arguments once and writes its results once.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             part, self.part = self.part, ""
@@ -155,7 +181,9 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Operation:
+def describe(
+    part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
+) -> Operation:
     packet, num_bytes = func._overloadpacket, count_bytes(func, args, kwargs, made)
     if packet in ATTENTION:
         return Operation(part, "attention", ATTENTION[packet](*args, **kwargs), num_bytes)
@@ -167,26 +195,41 @@ def describe(part: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     return Operation(part, "other", 0, num_bytes)
 
 
-# ---------------------------------------------------------------------------------------------------------------- FLOPs
+# ----------------------------------------------------------------------------------------------------------------
+# FLOPs
 
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, backward: bool) -> int:
-    """Two products forward, five backward: the scores again, and the gradients of v, p, q and k. A
-    causal kernel computes scores up to the diagonal."""
+    """Two products forward, five backward: the scores again, and the gradients of v, p, q and k.
+
+    A causal kernel computes scores up to the diagonal.
+    """
     (batch, heads, queries, size), keys = q.shape, k.shape[2]
     # Causal: row i of T sees i + 1 keys, T (T + 1) / 2 pairs, and all earlier keys if any.
-    pairs = queries * (queries + 1) // 2 + queries * (keys - queries) if is_causal else queries * keys
+    pairs = (
+        queries * (queries + 1) // 2 + queries * (keys - queries) if is_causal else queries * keys
+    )
     # Backward: scores, gradients of q and k by the size of a key, of p and v of a value.
     factors = 3 * size + 2 * v.shape[3] if backward else size + v.shape[3]
     return 2 * batch * heads * pairs * factors
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, is_causal: bool = False, **_: Any) -> int:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, is_causal: bool = False, **_: Any
+) -> int:
     return attention_flops(q, k, v, is_causal=is_causal, backward=False)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, dropout: float, is_causal: bool, **_: Any
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    total: Tensor,
+    dropout: float,
+    is_causal: bool,
+    **_: Any,
 ) -> int:
     return attention_flops(q, k, v, is_causal=is_causal, backward=True)
 
@@ -201,9 +244,19 @@ def _range(q: Tensor, k: Tensor, v: Tensor, start_BN: Tensor, end_BN: Tensor, *_
 
 
 def _range_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, start: Tensor, end: Tensor, *_: Any
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    total: Tensor,
+    start: Tensor,
+    end: Tensor,
+    *_: Any,
 ) -> int:
-    again = 0 if q.device.type == "cpu" else _range(q, k, v, start, end)  # a GPU computes the output once more
+    again = (
+        0 if q.device.type == "cpu" else _range(q, k, v, start, end)
+    )  # a GPU computes the output once more
     return 2 * _range_pairs(q, start, end) * (3 * q.shape[3] + 2 * v.shape[3]) + again
 
 
@@ -218,7 +271,8 @@ def _addmm(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
 
 aten = torch.ops.aten
 ATTENTION: dict[Any, Callable[..., int]] = {
-    # the fused kernel of a tensor on the CPU; it stands for those of GPUs, which compute and move the same
+    # the fused kernel of a tensor on the CPU; it stands for those of GPUs, which compute and move
+    # the same
     aten._scaled_dot_product_flash_attention_for_cpu: _forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
     # each row over a range of keys; the operations of `heads.nn.prefix`
@@ -226,10 +280,13 @@ ATTENTION: dict[Any, Callable[..., int]] = {
     torch.ops.redraft.prefix_attention_backward: _range_backward,
 }
 PRODUCTS: dict[Any, Callable[..., int]] = {aten._grouped_mm: _grouped_mm, aten.addmm: _addmm}
-"""Formulas missing in PyTorch's table, or wrong there: that of `addmm` stumbles over a dtype for the result."""
+"""Formulas missing in PyTorch's table, or wrong there: that of `addmm` stumbles over a dtype for
+the result.
+"""
 
 
-# ---------------------------------------------------------------------------------------------------------------- bytes
+# ----------------------------------------------------------------------------------------------------------------
+# bytes
 
 GATHERS = {"embedding", "index", "gather", "index_select"}  # read only as much as they return
 
@@ -250,10 +307,16 @@ def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made:
         return 0
     named = {a.name: (a, value) for a, value in zip(func._schema.arguments, args, strict=False)}
     named |= {a.name: (a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs}
-    # A result on the storage of an argument is a view of it, or the argument changed in place: not fresh.
+    # A result on the storage of an argument is a view of it, or the argument changed in place: not
+    # fresh.
     held = {_storage(x)._cdata for x in _tensors(value for _, value in named.values())}
     fresh = [x for x in _tensors([made]) if _storage(x)._cdata not in held]
-    written = [x for a, value in named.values() if a.alias_info and a.alias_info.is_write for x in _tensors([value])]
+    written = [
+        x
+        for a, value in named.values()
+        if a.alias_info and a.alias_info.is_write
+        for x in _tensors([value])
+    ]
     if not fresh and not written:
         return 0  # a view
     # `addmm` with beta = 0 ignores the first argument.
@@ -261,7 +324,8 @@ def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made:
     read = [
         x
         for i, (a, value) in enumerate(named.values())
-        # An `out=` argument is not read, and neither is the table of a gather, scatter or overwrite.
+        # An `out=` argument is not read, and neither is the table of a gather, scatter or
+        # overwrite.
         if not (getattr(a, "is_out", False) or (i == 0 and is_ignored))
         for x in _tensors([value])
     ]
@@ -275,7 +339,9 @@ def count_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made:
 
 def size_bytes(x: Tensor) -> int:
     """Bytes that the elements of a tensor lie in; repeated ones count once."""
-    return x.element_size() * math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or not n)
+    return x.element_size() * math.prod(
+        n for n, stride in zip(x.shape, x.stride(), strict=True) if stride or not n
+    )
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -286,7 +352,8 @@ def _storage(x: Tensor) -> Any:
     return (x.plain if isinstance(x, Weightless) else x).untyped_storage()
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
+# ---------------------------------------------------------------------------------------------------------------
+# memory
 
 ACTIVATIONS = "activations"
 

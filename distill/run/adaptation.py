@@ -1,11 +1,14 @@
 """Adapt a draft to another version of the target: a fine-tune, or a later checkpoint.
 
     OLD ──────────────► forecast ─┐
-                                  ├─► train the better start ─► forecast ─► gain over OLD proven? ─► publish
+                                  ├─► train the better start ─► forecast ─► gain over OLD proven? ─►
+                                  publish
     a new start ──────► forecast ─┘                                                       no ─► keep OLD
 
-After a fine-tune, the head of the base model is the better start; a standalone draft of target layers is better begun
-with those of the fine-tune. So both starts are forecast, on answers of the new target."""
+After a fine-tune, the head of the base model is the better start; a standalone draft of target
+layers is better begun with those of the fine-tune. So both starts are forecast, on answers of the
+new target.
+"""
 
 import json
 import shutil
@@ -37,7 +40,10 @@ Start = Literal["old", "new"]
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
-    """The result of `adapt`, as in adapt.json. Forecasts are tau at temperature 0 on the held-out prompts."""
+    """The result of `adapt`, as in adapt.json.
+
+    Forecasts are tau at temperature 0 on the held-out prompts.
+    """
 
     old: str  # Folder of the draft for the earlier version of the target.
     start: Start
@@ -51,13 +57,23 @@ class Adaptation:
     @property
     def verdict(self) -> str:
         low, high = self.interval
-        gain = f"tau {self.tau_old:.2f} -> {self.tau_adapted:.2f}, gain {self.gain:+.2f} [{low:+.2f}, {high:+.2f}]"
-        return f"serve {self.draft}: {gain}" if self.draft else f"keep {self.old}: {gain} is not proven"
+        gain = (
+            f"tau {self.tau_old:.2f} -> {self.tau_adapted:.2f}, gain {self.gain:+.2f} "
+            f"[{low:+.2f}, {high:+.2f}]"
+        )
+        return (
+            f"serve {self.draft}: {gain}"
+            if self.draft
+            else f"keep {self.old}: {gain} is not proven"
+        )
 
 
-def adapt(family: Family, cfg: Config, old: Path, machine: Machine | None = None) -> Adaptation | None:
+def adapt(
+    family: Family, cfg: Config, old: Path, machine: Machine | None = None
+) -> Adaptation | None:
     """Train `old`, or a new start, for the target of `cfg`, which continues `old`, and publish it
-    if it gains; returns the result on the main process. Raises as `run`."""
+    if it gains; returns the result on the main process. Raises as `run`.
+    """
     started_s = time.perf_counter()
     training = Run(family, cfg, machine)
     training.target = replace(training.target, has_moved=True)
@@ -75,7 +91,9 @@ def adapt(family: Family, cfg: Config, old: Path, machine: Machine | None = None
         training.prove(candidate, None, None, cost, started_s)
         return None
     after, fresh = training.forecasts[candidate], forecasts.get("new")
-    gain = estimate_tau_gain([p.counts for p in after.per_prompt], [p.counts for p in before.per_prompt])
+    gain = estimate_tau_gain(
+        [p.counts for p in after.per_prompt], [p.counts for p in before.per_prompt]
+    )
     interval = gain.interval(CONFIDENCE)
     draft = training.folder.folder / "draft"
     found = Adaptation(
@@ -103,17 +121,25 @@ def adapt(family: Family, cfg: Config, old: Path, machine: Machine | None = None
 
 def _choose(run: Run, forecasts: Mapping[Start, Forecast | None]) -> Start:
     """The start with the higher forecast; after a kill the same one."""
-    taus = {name: forecast.overall.tau for name, forecast in forecasts.items() if forecast is not None}
+    taus = {
+        name: forecast.overall.tau for name, forecast in forecasts.items() if forecast is not None
+    }
     best: str = max(taus, key=lambda name: taus[name])
     kept = compute_once(run.folder.folder, "start", [sorted(taus), run.inputs], str, lambda: best)
     chosen: Start = "old" if kept == "old" else "new"
-    print("; ".join(f"the {name} draft starts with tau {tau:.2f}" for name, tau in taus.items()), end="")
+    print(
+        "; ".join(f"the {name} draft starts with tau {tau:.2f}" for name, tau in taus.items()),
+        end="",
+    )
     print(f": the {chosen} one is trained")
     return chosen
 
 
 def _options(head: Any) -> Any:
-    """The options of a head. The `config` of a P-EAGLE head describes its first layer, an EAGLE-3 head."""
+    """The options of a head.
+
+    The `config` of a P-EAGLE head describes its first layer, an EAGLE-3 head.
+    """
     return getattr(head, "options", head.config)
 
 
@@ -132,6 +158,10 @@ def _new_start(training: Run, old: Path, loaded: Any) -> Config | None:
     if options is None:
         return None
     name = options.checkpoint
-    if not options.layers and not options.num_layers and not (Path(str(name)).exists() or is_hub_name(str(name))):
+    if (
+        not options.layers
+        and not options.num_layers
+        and not (Path(str(name)).exists() or is_hub_name(str(name)))
+    ):
         return None
     return replace(cfg, draft=options)

@@ -46,37 +46,56 @@ SERVERS = "read it from vLLM servers (--signal.kind endpoint --signal.url URL)"
 
 
 def require_no_engine(signal: Signal, *, engine: bool) -> None:
-    """Raise ValueError if a target in shards is to be served: these processes hold its memory until they end."""
+    """Raise ValueError if a target in shards is to be served.
+
+    These processes hold its memory until they end.
+    """
     if signal.shard and engine:
-        raise ValueError("a target in shards leaves no room for an engine: add --prove.no-engine, and run redraft eval")
+        raise ValueError(
+            "a target in shards leaves no room for an engine: add --prove.no-engine, and run "
+            "redraft eval"
+        )
 
 
-def load_target(target: TargetFolder, signal: Signal, device: torch.device, machine: Machine | None = None) -> Any:
+def load_target(
+    target: TargetFolder, signal: Signal, device: torch.device, machine: Machine | None = None
+) -> Any:
     """The model of a target, frozen, in the target's type; by default on this machine.
-    With an url, only the embeddings, final norm and head are loaded here. Raises FileNotFoundError
-    or ValueError: a file is missing or corrupt. Raises ValueError: the target's attention would not
-    launch on the GPU."""
+
+    With an url, only the embeddings, final norm and head are loaded here.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing or corrupt.
+        ValueError: the target's attention would not launch on the GPU.
+    """
     if not signal.url:
         fetch_model(target.name)  # the checks read the weights too
     require_served_alike(target)
     dtype = target.torch_dtype
     if signal.url:
         return load_skeleton(target, dtype, device)
-    refuse_quantised(target, f"{target.name} in the training process", f"{SERVERS}, which serve it as it is")
+    refuse_quantised(
+        target, f"{target.name} in the training process", f"{SERVERS}, which serve it as it is"
+    )
     if device.type == "cuda":
         config, stored = target.text_config, dtype or target.text_config.dtype or torch.float32
         require_model_heads(f"the target {target.name}", config, stored, machine or this_machine())
     if signal.shard and PartialState().num_processes > 1:
         return load_sharded(target, device)
-    model = load_causal_lm(target.name, dtype, cure=f"{SERVERS}, for a head those of `redraft serve-features`")
+    model = load_causal_lm(
+        target.name, dtype, cure=f"{SERVERS}, for a head those of `redraft serve-features`"
+    )
     return model.to(device).requires_grad_(False).eval()
 
 
 def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> LoadedData:
     """Training and held-out rows of `loop.sequence_length` tokens, of documents that a server shows
-    a draft whole, held-out prompts, and the target's end tokens.
-    The main process tokenises, once; all processes map the result, also when the run is resumed.
-    Raises ValueError if the source is empty or nothing in it can be trained on."""
+    a draft whole, held-out prompts, and the target's end tokens. The main process tokenises,
+    once; all processes map the result, also when the run is resumed.
+
+    Raises:
+        ValueError: if the source is empty or nothing in it can be trained on.
+    """
     day = choose_day(data.date, "--data.date") if data.date else run.date
     tokenizer, ends = target.tokenizer, target.end_ids
     length = visible_length(target.text_config, loop.sequence_length)
@@ -92,7 +111,10 @@ def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> L
     if run.accelerator.is_main_process:
         print("\n".join(tokens.said))
         if length < loop.sequence_length:
-            print(f"conversations are cut at {length:,} tokens: a server shows a draft no more at once")
+            print(
+                f"conversations are cut at {length:,} tokens: a server shows a draft no more at "
+                "once"
+            )
     packed = functools.partial(PackedDataset, sequence_length=loop.sequence_length, seed=loop.seed)
     return LoadedData(
         train=packed(tokens.train),
@@ -106,8 +128,15 @@ def load_data(data: Data, target: TargetFolder, loop: Loop, run: RunFolder) -> L
 
 
 def _describe_origin(data: Data, tokenizer: Any, length: int, day: datetime.date) -> Origin:
-    settings = {name: getattr(data, name) for name in ("held_out", "num_prompts", "max_prompt_tokens", "strict")}
-    asked = {"the prompts": [data.prompts, *identify_conversations(data.prompts, data.split)]} if data.prompts else {}
+    settings = {
+        name: getattr(data, name)
+        for name in ("held_out", "num_prompts", "max_prompt_tokens", "strict")
+    }
+    asked = (
+        {"the prompts": [data.prompts, *identify_conversations(data.prompts, data.split)]}
+        if data.prompts
+        else {}
+    )
     return {
         "the data": [data.source, *identify_conversations(data.source, data.split)],
         **asked,
@@ -116,7 +145,9 @@ def _describe_origin(data: Data, tokenizer: Any, length: int, day: datetime.date
     }
 
 
-def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, ends: tuple[int, ...]) -> TokenContent:
+def _tokenise(
+    data: Data, tokenizer: Any, max_length: int, day: datetime.date, ends: tuple[int, ...]
+) -> TokenContent:
     """The tokens of both parts, made while they are read."""
     conversations = load_conversations(data.source, split=data.split, strict=data.strict)
     train, held_out = split_held_out(conversations, data.held_out)
@@ -134,10 +165,14 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, e
             "give more data or change --data.held-out"
         )
     stats, held_out_stats = SampleStats(), SampleStats()
-    stream = functools.partial(stream_samples, tokenizer=tokenizer, max_length=max_length, day=day, ends=ends)
+    stream = functools.partial(
+        stream_samples, tokenizer=tokenizer, max_length=max_length, day=day, ends=ends
+    )
     return TokenContent(
         train=stream(train, stats=stats),
-        held_out=stream(held_out, stats=held_out_stats, progress=False, purpose="held out to evaluate on"),
+        held_out=stream(
+            held_out, stats=held_out_stats, progress=False, purpose="held out to evaluate on"
+        ),
         prompts=lambda: held_out_prompts(
             asked,
             tokenizer,
@@ -159,11 +194,16 @@ def _tokenise(data: Data, tokenizer: Any, max_length: int, day: datetime.date, e
 def live_signal(
     signal: Signal, target: Any, opened: TargetFolder, aux_layers: Sequence[int] | None
 ) -> InProcessTarget | EndpointTarget:
-    """A function from any batch to the target's predictions: computed here, or by servers if there
-    is an url. `aux_layers` is None for a standalone draft, which reads only the text. For a head,
-    it lists the target layers to read besides the last hidden state; the list may be empty.
-    `opened` are the files of the target, to compare servers with. Raises ValueError if the target,
-    or the model on its server, does not fit."""
+    """A function from any batch to the target's predictions.
+
+    Computed here, or by servers if there is an url. `aux_layers` is None for a standalone draft,
+    which reads only the text. For a head, it lists the target layers to read besides the last
+    hidden state; the list may be empty. `opened` are the files of the target, to compare servers
+    with.
+
+    Raises:
+        ValueError: if the target, or the model on its server, does not fit.
+    """
     if not signal.url:
         return InProcessTarget(target, aux_layers or ())
     # One attempt at a server: `Endpoints` tries the next one instead.
@@ -185,9 +225,15 @@ def target_signal(
     accelerator: Accelerator,
     aux_layers: Sequence[int] | None = None,
 ) -> SignalFunction:
-    """The source of the training signal: `live_signal`, or a cache, written here if it does not
-    exist. Servers and caches work one batch ahead. Raises ValueError if the config, the cache or a
-    server does not fit; OSError if the disk has no room."""
+    """The source of the training signal.
+
+    `live_signal`, or a cache, written here if it does not exist. Servers and caches work one batch
+    ahead.
+
+    Raises:
+        ValueError: if the config, the cache or a server does not fit.
+        OSError: if the disk has no room.
+    """
     if not signal.url and signal.kind != "cache":
         return live_signal(signal, target, opened, aux_layers)
     # As for a head that reads no auxiliary layers: the last hidden state alone.
@@ -201,8 +247,8 @@ def target_signal(
     cache, content = signal.cache or folder / "target-cache", _content(signal, target, aux_layers)
     # With the type in which the target computes: it rounds what is kept.
     computed = f"{str(target.dtype).removeprefix('torch.')} {opened.fingerprint}"
-    # Every rank with a whole target, or with servers, writes its shards. A target in shards makes every pass on all
-    # ranks, so rank 0 writes alone. All wait below, up to LONGEST_WAIT.
+    # Every rank with a whole target, or with servers, writes its shards. A target in shards makes
+    # every pass on all ranks, so rank 0 writes alone. All wait below, up to LONGEST_WAIT.
     alone = is_sharded(target)
     with leading(target) as leads:
         if (leads or not alone) and not is_complete(cache):
@@ -213,8 +259,8 @@ def target_signal(
                 content,
                 target=computed,
                 sequence_length=data.train.sequence_length,
-                # Fixed, not the batch of training: it is in the header, and an interrupted cache continues
-                # under an equal header only.
+                # Fixed, not the batch of training: it is in the header, and an interrupted cache
+                # continues under an equal header only.
                 batch_size=8,
                 device=accelerator.device,
                 rank=0 if alone else accelerator.process_index,
@@ -226,11 +272,15 @@ def target_signal(
         return OneAhead(CachedTarget(cache, content, **identity), device)
     head_VD = target.get_output_embeddings().weight.detach()
     rule = LogitRule.of(target.config)
-    return OneAhead(CachedHiddenStates(cache, content, head_VD=head_VD, rule=rule, **identity), device)
+    return OneAhead(
+        CachedHiddenStates(cache, content, head_VD=head_VD, rule=rule, **identity), device
+    )
 
 
 def _content(signal: Signal, target: Any, aux_layers: Sequence[int] | None) -> TopK | HiddenStates:
     if aux_layers is None:
         return TopK(signal.k)
     hidden_size = target.config.get_text_config().hidden_size
-    return HiddenStates(layers=tuple(sorted(aux_layers)), hidden_size=hidden_size, dtype=signal.cache_dtype)
+    return HiddenStates(
+        layers=tuple(sorted(aux_layers)), hidden_size=hidden_size, dtype=signal.cache_dtype
+    )

@@ -1,10 +1,12 @@
 """Whether a training fits into memory, answered before anything is loaded.
 
 every process, on the device    the target, or with servers only embeddings and head;  the draft: 4 bytes a weight,
-                                4 of gradient, 8 of optimizer state (4 for a matrix under Muon), as far as the
+                                4 of gradient, 8 of optimizer state (4 for a matrix under Muon), as
+                                far as the
                                 ranks do not share them out
 every machine, in host memory   the target once for each process on it: each reads it whole before it moves;
-                                with --signal.shard once, for the process that reads it"""
+                                with --signal.shard once, for the process that reads it
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,8 +35,9 @@ class Need:
     target: int
     draft: int
     host: int | None = None
-    """Bytes that one process of a launch reads into host memory, if the target is shared out. Else every process reads
-    the target."""
+    """Bytes that one process of a launch reads into host memory, if the target is shared out. Else
+    every process reads the target.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +58,17 @@ def require_room(
     optimizer: str = "adamw",
     command: str = "redraft plan",
 ) -> None:
-    """Refuse a training that cannot fit. One process of each machine tells, the others leave with
-    it. If it fits tightly, the main process says that activations come on top, and which `command`
-    counts them. `count_draft(config)` is the draft's size, by the target's text config, and
-    `optimizer` the name of its optimizer. `machine` is by default this one. Raises ValueError: the
-    target or the draft does not fit, with the bytes and the ways out; or a config cannot be
-    read."""
+    """Refuse a training that cannot fit.
+
+    One process of each machine tells, the others leave with it. If it fits tightly, the main
+    process says that activations come on top, and which `command` counts them.
+    `count_draft(config)` is the draft's size, by the target's text config, and `optimizer` the name
+    of its optimizer. `machine` is by default this one.
+
+    Raises:
+        ValueError: the target or the draft does not fit, with the bytes and the ways out; or a
+            config cannot be read.
+    """
     if target.quantization:  # the loading that follows says what to do with it
         return
     sizes = _size(target)
@@ -84,7 +92,11 @@ def require_room(
         raise
     taken = need.target + need.draft
     # A CPU has no memory of its own.
-    if accelerator.is_main_process and room.device_bytes is not None and taken > TIGHT * room.device_bytes:
+    if (
+        accelerator.is_main_process
+        and room.device_bytes is not None
+        and taken > TIGHT * room.device_bytes
+    ):
         print(
             f"warning: target and draft take {_gb(taken)} of the {_gb(room.device_bytes)} of "
             f"{room.device}, and activations come on top; this counts them: {command}"
@@ -94,26 +106,40 @@ def require_room(
 def require_target_room(
     target: TargetFolder, device: torch.device, *, way_out: str, machine: Machine | None = None
 ) -> None:
-    """Refuse a target that does not fit into this one process, before it is loaded. Raises
-    ValueError: device or host memory is too small. The message has the bytes and `way_out`."""
+    """Refuse a target that does not fit into this one process, before it is loaded.
+
+    The message has the bytes and `way_out`.
+
+    Raises:
+        ValueError: device or host memory is too small.
+    """
     if target.quantization:
         return
     sizes, machine = _size(target), _on(device, machine)
-    for place, num_bytes in ((str(device), machine.gpu_bytes), ("this machine's memory", machine.host_bytes)):
+    for place, num_bytes in (
+        (str(device), machine.gpu_bytes),
+        ("this machine's memory", machine.host_bytes),
+    ):
         if num_bytes is not None and sizes.whole > num_bytes:
             raise ValueError(
-                f"{target.name} takes {_gb(sizes.whole)} in this process: more than the {_gb(num_bytes)} of {place}; "
+                f"{target.name} takes {_gb(sizes.whole)} in this process: more than the "
+                f"{_gb(num_bytes)} of {place}; "
                 f"{way_out}"
             )
 
 
 def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
-    """Compare need and room. Raises ValueError: device or host memory is too small."""
+    """Compare need and room.
+
+    Raises:
+        ValueError: device or host memory is too small.
+    """
     both = need.target + need.draft
     ways = _ways_out(need, has_servers=has_servers)
     if room.device_bytes is not None and both > room.device_bytes:
         raise ValueError(
-            f"{name} takes {_gb(need.target)} in every process, and the draft {_gb(need.draft)} (weights, gradients, "
+            f"{name} takes {_gb(need.target)} in every process, and the draft {_gb(need.draft)} "
+            "(weights, gradients, "
             f"optimizer state): more than the {_gb(room.device_bytes)} of {room.device}; {ways}"
         )
     held = "target and draft" if room.device_bytes is None else "the target, on the way to its GPU"
@@ -122,13 +148,16 @@ def check(name: str, need: Need, room: Room, *, has_servers: bool) -> None:
         on_host = need.host + (room.processes * both if room.device_bytes is None else 0)
         if on_host > room.host_bytes:
             raise ValueError(
-                f"{name}: one process reads all of it into this machine's memory, {_gb(on_host)} in all: more than "
+                f"{name}: one process reads all of it into this machine's memory, {_gb(on_host)} "
+                "in all: more than "
                 f"{_gb(room.host_bytes)}; {ways}"
             )
     elif on_host > room.host_bytes:
         raise ValueError(
-            f"{name}: every process reads {held} into this machine's memory, {_gb(on_host)} in all for "
-            f"{room.processes}: more than its {_gb(room.host_bytes)}; start fewer processes, or {ways}"
+            f"{name}: every process reads {held} into this machine's memory, {_gb(on_host)} in all "
+            "for "
+            f"{room.processes}: more than its {_gb(room.host_bytes)}; start fewer processes, or "
+            f"{ways}"
         )
 
 
@@ -146,7 +175,8 @@ def _gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.1f} GB"
 
 
-# -------------------------------------------------------------------------------------------------------------- sizes
+# --------------------------------------------------------------------------------------------------------------
+# sizes
 
 
 def _size(target: TargetFolder) -> TargetSizes:

@@ -1,4 +1,7 @@
-"""The proof of a trained draft: export it, forecast it on held-out prompts, serve it in a real vLLM, and report."""
+"""The proof of a trained draft.
+
+Export it, forecast it on held-out prompts, serve it in a real vLLM, and report.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,20 @@ from redraft.eval.forecast.greedy import (
 from redraft.eval.forecast.stored import StoredForecast, store_forecast
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
 from redraft.eval.prompts import Prompt
-from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_report
-from redraft.eval.serving.baseline import MODE_ROUNDS, Baseline, choose_mode, describe_baseline, describe_modes
+from redraft.eval.report.page import (
+    Speed,
+    domain_section,
+    engine_section,
+    offline_section,
+    write_report,
+)
+from redraft.eval.serving.baseline import (
+    MODE_ROUNDS,
+    Baseline,
+    choose_mode,
+    describe_baseline,
+    describe_modes,
+)
 from redraft.eval.serving.rounds import PLAIN, Plan, plain_runs, run_rounds
 from redraft.heads.draft import Draft
 from redraft.heads.family import Decoder
@@ -54,23 +69,48 @@ SPEED_PROMPTS = 4  # of a speed round, per request in flight: short rounds suit 
 
 
 class Forecaster:
-    """Forecasts the acceptance of drafts on held-out prompts. The target answers the prompts once."""
+    """Forecasts the acceptance of drafts on held-out prompts.
+
+    The target answers the prompts once.
+    """
 
     def __init__(
-        self, cfg: Prove, target_print: str, target: Any, signal: SignalFunction, data: LoadedData, run: RunFolder
+        self,
+        cfg: Prove,
+        target_print: str,
+        target: Any,
+        signal: SignalFunction,
+        data: LoadedData,
+        run: RunFolder,
     ) -> None:
-        """`target_print` is the fingerprint of `target`; `signal` gives the target's distribution to most drafts."""
+        """`target_print` is the fingerprint of `target`.
+
+        `signal` gives the target's distribution to most drafts.
+        """
         self.cfg, self.signal = cfg, signal
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        key = [target_print, str(target.dtype), cfg.max_tokens, cfg.num_speculative_tokens, data.end_ids]
+        key = [
+            target_print,
+            str(target.dtype),
+            cfg.max_tokens,
+            cfg.num_speculative_tokens,
+            data.end_ids,
+        ]
 
-        def keep(prompts: list[Prompt], compute: Callable[[], list[Continuation]]) -> list[Continuation]:
-            return compute_once(cfg.reference or run.folder, "answers", [*key, prompts], list[Continuation], compute)
+        def keep(
+            prompts: list[Prompt], compute: Callable[[], list[Continuation]]
+        ) -> list[Continuation]:
+            return compute_once(
+                cfg.reference or run.folder, "answers", [*key, prompts], list[Continuation], compute
+            )
 
         self.continuations = self._answers(target, data.prompts, data.end_ids, keep)
 
-    def _answers(self, target: Any, prompts: list[Prompt], end_ids: Sequence[int], keep: Keep) -> list[Continuation]:
-        # A draft step at the last token of an answer still proposes up to this many tokens after it.
+    def _answers(
+        self, target: Any, prompts: list[Prompt], end_ids: Sequence[int], keep: Keep
+    ) -> list[Continuation]:
+        # A draft step at the last token of an answer still proposes up to this many tokens after
+        # it.
         beyond = self.cfg.num_speculative_tokens - 1
         if isinstance(self.signal, EndpointTarget):  # the target is on the server only
             greedy, length = self.signal.greedy, self.cfg.max_tokens + beyond
@@ -78,7 +118,9 @@ class Forecaster:
                 prompts,
                 lambda: [
                     cut_continuation(prompt, text, self.cfg.max_tokens, beyond, end_ids)
-                    for prompt, text in zip(prompts, greedy([p.token_ids for p in prompts], length), strict=True)
+                    for prompt, text in zip(
+                        prompts, greedy([p.token_ids for p in prompts], length), strict=True
+                    )
                 ],
             )
         return greedy_continuations(
@@ -91,16 +133,24 @@ class Forecaster:
         )
 
     def forecast(self, draft: nn.Module, signal: SignalFunction | None = None) -> Forecast:
-        """The draft's forecast; `signal` replaces the usual one for a draft with further inputs from the target."""
+        """The draft's forecast.
+
+        `signal` replaces the usual one for a draft with further inputs from the target.
+        """
         draft.to(self.device).eval()
         number = self.cfg.num_speculative_tokens
-        return forecast(cast(Draft, draft), signal or self.signal, self.continuations, number, self.device)
+        return forecast(
+            cast(Draft, draft), signal or self.signal, self.continuations, number, self.device
+        )
 
 
 def check_num_tokens(num_speculative_tokens: int, num_steps: int) -> None:
     """Raise ValueError if a head of `num_steps` draft steps, or vLLM, allows fewer draft tokens."""
     if num_steps > MAX_DRAFT_TOKENS:
-        raise ValueError(f"a head of {num_steps} draft steps: vLLM verifies at most {MAX_DRAFT_TOKENS} draft tokens")
+        raise ValueError(
+            f"a head of {num_steps} draft steps: vLLM verifies at most {MAX_DRAFT_TOKENS} draft "
+            "tokens"
+        )
     if not 1 <= num_speculative_tokens <= num_steps:
         raise ValueError(
             f"{num_speculative_tokens} draft tokens asked of a head that learns {num_steps}: lower "
@@ -121,7 +171,8 @@ def describe_origin(run: Run) -> dict[str, Any]:
         "target_fingerprint": target.fingerprint,
         "target_lineage": target.lineage,
         "label_probe": label_probe(target.tokenizer, data.date),
-        # With evaluations, the last one and the last line of training: `doctor.in_engine` reads the tau.
+        # With evaluations, the last one and the last line of training: `doctor.in_engine` reads the
+        # tau.
         "metrics": folder.metrics[-2:],
         "environment": environment(),
     }
@@ -141,7 +192,10 @@ def store(forecast: Forecast, run: Run) -> StoredForecast:
 
 
 def _computed_in(model: Any) -> str | None:
-    """The type in which a target in these processes computes; None for one on servers, which choose by themselves."""
+    """The type in which a target in these processes computes.
+
+    None for one on servers, which choose by themselves.
+    """
     # Of a target on servers the layers are on `meta` here.
     if model is None or any(weight.is_meta for weight in model.parameters()):
         return None
@@ -159,8 +213,9 @@ class EngineProof:
 
 
 def leave_gpu(model: nn.Module, *views: Tensor) -> None:
-    """Move a model to the CPU, because vLLM takes the whole GPU, and views of its weights, which would hold the GPU's
-    memory. Tensors on `meta` have no data to move."""
+    """Move a model to the CPU, because vLLM takes the whole GPU, and views of its weights, which
+    would hold the GPU's memory. Tensors on `meta` have no data to move.
+    """
     for tensor in (*model.parameters(), *model.buffers(), *views):
         if not tensor.is_meta:
             tensor.data = tensor.data.cpu()
@@ -178,18 +233,24 @@ def prove_in_engine(
     served: str | Path | None = None,
     dtype: TargetDtype | None = None,
 ) -> EngineProof:
-    """Send the same prompts at temperature 0 to a vLLM with the draft and to one without; logs go
-    to `folder`.
-    With speed rounds, both run in the mode in which vLLM serves the target fastest. `speculative`
-    is vLLM's speculative config without the number of tokens. `served` is the folder to serve with
-    the draft if the draft's tensors are inside a copy of the target (MTP); by default, the target
-    itself. `dtype` is the engine's, by default that of training (`default_target_dtype`). Raises
-    ChildProcessError with the engine's message; ConnectionError."""
+    """Send the same prompts at temperature 0 to a vLLM with the draft and to one without.
+
+    Logs go to `folder`. With speed rounds, both run in the mode in which vLLM serves the target
+    fastest. `speculative` is vLLM's speculative config without the number of tokens. `served` is
+    the folder to serve with the draft if the draft's tensors are inside a copy of the target (MTP);
+    by default, the target itself. `dtype` is the engine's, by default that of training
+    (`default_target_dtype`).
+
+    Raises:
+        ChildProcessError: with the engine's message; ConnectionError.
+    """
     dtype = dtype or default_target_dtype(target.folder, on_cpu=ENGINE_IS_CPU)
 
     options: dict[str, Any] = {
         # The last block may reach past the answer by all of the draft tokens.
-        "max_model_len": max(len(p.token_ids) for p in prompts) + cfg.max_tokens + cfg.num_speculative_tokens,
+        "max_model_len": max(len(p.token_ids) for p in prompts)
+        + cfg.max_tokens
+        + cfg.num_speculative_tokens,
         "dtype": dtype,
         "extra_args": cfg.engine_args,
     }
@@ -208,7 +269,9 @@ def prove_in_engine(
         )  # fmt: skip
         print(describe_modes(mode, modes), flush=True)
 
-    def start(name: str, model: str | Path, config: Mapping[str, Any] | None) -> AbstractContextManager[VllmServer]:
+    def start(
+        name: str, model: str | Path, config: Mapping[str, Any] | None
+    ) -> AbstractContextManager[VllmServer]:
         log = folder / f"vllm-{name}-draft.log"
         return vllm_server(model, log=log, speculative_config=config, mode=mode, **options)
 
@@ -226,7 +289,9 @@ def prove_in_engine(
                 load = {cfg.concurrency: SPEED_PROMPTS * cfg.concurrency}
                 plan = Plan(rounds=cfg.speed_rounds, prompts=load, max_tokens=cfg.max_tokens)
                 rounds = run_rounds({"draft": ours, PLAIN: theirs}, prompts, plan)
-                rates = {name: [run.tokens_per_s for run in runs] for (name, _), runs in rounds.items()}
+                rates = {
+                    name: [run.tokens_per_s for run in runs] for (name, _), runs in rounds.items()
+                }
                 speed = Speed(with_draft=rates["draft"], without_draft=rates[PLAIN])
     if mode:
         log, alone = folder / "vllm-beside-draft.log", plain_runs([rounds])
@@ -245,8 +310,11 @@ def prove_in_engine(
 
 
 def make_logits(target: str) -> Callable[[Sequence[int]], torch.Tensor]:
-    """A function that returns the target's next-token logits, [V]. It loads the target at the first
-    call: only if two outputs differ, and a tie has to be told from an error."""
+    """A function that returns the target's next-token logits, [V].
+
+    It loads the target at the first call: only if two outputs differ, and a tie has to be told from
+    an error.
+    """
     load = functools.cache(lambda: load_causal_lm(target, torch.float32))
 
     @torch.no_grad()
@@ -281,7 +349,9 @@ def report(
         "duration_s": round(time.perf_counter() - started, 1),
     }
     if engine:
-        section = engine_section(engine.with_draft, engine.lossless, after.overall.tau, engine.speed)
+        section = engine_section(
+            engine.with_draft, engine.lossless, after.overall.tau, engine.speed
+        )
         sections["engine"] = {**section, "decoder": "a real vLLM", "runner": engine.runner}
         if engine.baseline:
             sections["baseline"] = asdict(engine.baseline)

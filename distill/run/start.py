@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from redraft.distill.data.vocabulary import frequent_ids
 from redraft.distill.run.inputs import live_signal
 from redraft.distill.run.run_config import HeadConfig, StandaloneConfig
-from redraft.distill.signal.parts import is_whole, last_layers, read_last_layers, read_stream_norms, stream_scales
+from redraft.distill.signal.parts import (
+    is_whole,
+    last_layers,
+    read_last_layers,
+    read_stream_norms,
+    stream_scales,
+)
 from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import Batch, TargetSignal
 from redraft.heads.families.eagle3_start import start_by_least_squares
@@ -31,8 +37,13 @@ if TYPE_CHECKING:
 
 
 def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> Any:
-    """The untrained draft of a run, or the one to continue, the same on every rank. `cfg` replaces
-    the settings of the run. Raises ValueError: the target does not give what the start needs."""
+    """The untrained draft of a run, or the one to continue, the same on every rank.
+
+    `cfg` replaces the settings of the run.
+
+    Raises:
+        ValueError: the target does not give what the start needs.
+    """
     cfg = cfg or run.cfg
     if isinstance(cfg, StandaloneConfig):
         _say(run, f"the draft starts as {cfg.draft}")
@@ -57,9 +68,12 @@ def start(run: Run, cfg: HeadConfig[Any] | StandaloneConfig | None = None) -> An
 def _make_untrained(run: Run, cfg: HeadConfig[Any]) -> Any:
     options, vocabulary = cfg.head, list[Tensor | None]()
     if getattr(options, "mask_token_id", 0) is None:  # only parallel drafters have one
-        options = replace(options, mask_token_id=choose_mask_token(run.opened, len(run.target.embed_VD)))
+        options = replace(
+            options, mask_token_id=choose_mask_token(run.opened, len(run.target.embed_VD))
+        )
     if run.family.training and run.family.training.draft_vocab_size is not None:
-        # Counted on the training part alone: held-out text must not choose the vocabulary it is judged with.
+        # Counted on the training part alone: held-out text must not choose the vocabulary it is
+        # judged with.
         samples, size = run.data.train.samples, run.shape.vocab_size
         vocabulary.append(frequent_ids(samples, cfg.draft_vocab_size, size))
     return run.family.draft_class()(options, run.target, *vocabulary)
@@ -80,9 +94,11 @@ def _load_native(run: Run, cfg: HeadConfig[Any]) -> Any:
 
 
 def _start_as_layers(run: Run, head: Any, count: int) -> None:
-    """Give a head the weights of the target's last `count` layers. If this process does not have
-    them, the main process reads them from the target's files and shares the head. If it cannot, the
-    head keeps its random weights, and the printed line says why."""
+    """Give a head the weights of the target's last `count` layers.
+
+    If this process does not have them, the main process reads them from the target's files and
+    shares the head. If it cannot, the head keeps its random weights, and the printed line says why.
+    """
     layers = f"the last {'layer' if count == 1 else f'{count} layers'} of {run.teacher.name}"
     if is_whole(run.model):
         head.init_from_layers(*last_layers(run.model, count))
@@ -95,7 +111,11 @@ def _start_as_layers(run: Run, head: Any, count: int) -> None:
         _say(run, f"the head starts from random weights: {error}")
     else:
         share(run, head)
-        _say(run, f"the head starts from {layers}, read from its files, because this process does not have them")
+        _say(
+            run,
+            f"the head starts from {layers}, read from its files, because this process does not "
+            "have them",
+        )
 
 
 def _start_by_least_squares(run: Run, head: Any, num_tokens: int) -> None:
@@ -119,7 +139,10 @@ def share(run: Run, head: Any) -> None:
 def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
     """For each stream, after k layers, the factors of the norm in the target's layer that reads it,
     [D].
-    Raises ValueError: a stream is not read by an RMS norm, or the target ends with another norm."""
+
+    Raises:
+        ValueError: a stream is not read by an RMS norm, or the target ends with another norm.
+    """
     name = run.cfg.target
     if is_whole(run.model):
         return stream_scales(run.model, layer_ids, name)
@@ -127,18 +150,27 @@ def read_scales(run: Run, layer_ids: Sequence[int]) -> list[Tensor]:
     return run.folder.on_main(lambda: stream_scales(read(), layer_ids, name))
 
 
-def read_last_signals(run: Run, layer_ids: Sequence[int], num_tokens: int) -> list[tuple[Batch, TargetSignal]]:
-    """The last batches of the first epoch with the target's states: `num_tokens` tokens, or all if
-    there are fewer. The last ones, because training meets them late: a head learns little from text
-    that its start was fitted to. They are the same on every rank."""
+def read_last_signals(
+    run: Run, layer_ids: Sequence[int], num_tokens: int
+) -> list[tuple[Batch, TargetSignal]]:
+    """The last batches of the first epoch with the target's states.
+
+    `num_tokens` tokens, or all if there are fewer. The last ones, because training meets them late:
+    a head learns little from text that its start was fitted to. They are the same on every rank.
+    """
     source = live_signal(run.cfg.signal, run.model, run.opened, layer_ids)
     train, size = run.data.train, run.cfg.loop.batch_size
     total = train.num_batches(size)
     first = max(0, total - math.ceil(num_tokens / (size * train.sequence_length)))
     bar = Progress(
-        range(first, total), desc="states to start from", unit="batch", disable=not run.accelerator.is_main_process
+        range(first, total),
+        desc="states to start from",
+        unit="batch",
+        disable=not run.accelerator.is_main_process,
     )
-    batches = (to_device(train.batch(number, batch_size=size), run.accelerator.device) for number in bar)
+    batches = (
+        to_device(train.batch(number, batch_size=size), run.accelerator.device) for number in bar
+    )
     return [(batch, source(batch)) for batch in batches]
 
 

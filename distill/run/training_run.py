@@ -5,7 +5,8 @@
     memory    data     (start)   start                forecast   report
     folder
 
-The family's row in `heads.catalog` and its module say what differs: initial weights, defaults, export layouts.
+The family's row in `heads.catalog` and its module say what differs: initial weights, defaults,
+export layouts.
 """
 
 import copy
@@ -24,7 +25,13 @@ from accelerate.utils import parse_flag_from_env
 from redraft.distill.data.vocabulary import require_smaller
 from redraft.distill.loss.choice import Divergence
 from redraft.distill.plan.held import count_head, count_standalone, standalone_config
-from redraft.distill.run.inputs import live_signal, load_data, load_target, require_no_engine, target_signal
+from redraft.distill.run.inputs import (
+    live_signal,
+    load_data,
+    load_target,
+    require_no_engine,
+    target_signal,
+)
 from redraft.distill.run.memory_check import require_room
 from redraft.distill.run.proof import (
     EngineProof,
@@ -70,8 +77,11 @@ Config = HeadConfig[Any] | StandaloneConfig
 
 def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
     """Train a draft of a family, by default on this machine, publish it, prove it and write the
-    report. Raises ValueError or OSError: the flags do not fit each other, the target or the
-    machine. Nothing is left behind."""
+    report. Nothing is left behind.
+
+    Raises:
+        ValueError, OSError: the flags do not fit each other, the target or the machine.
+    """
     started_s = time.perf_counter()
     training = Run(family, cfg, machine)
     draft = start(training)
@@ -86,15 +96,22 @@ class Run:
     """The opened target, data and folder of a training, and the steps after the start."""
 
     def __init__(self, family: Family, cfg: Config, machine: Machine | None = None) -> None:
-        """Refuse what cannot work, then open. Torch's random state is seeded at the end, so a draft
-        made next starts the same in every run. Raises as `run`."""
+        """Refuse what cannot work, then open.
+
+        Torch's random state is seeded at the end, so a draft made next starts the same in every
+        run. Raises as `run`.
+        """
         self.family, self.cfg = family, cfg
         self.forecasts: dict[Path, Forecast] = {}
-        # 1. Flags against each other and against the target, before anything is joined, written or loaded.
+        # 1. Flags against each other and against the target, before anything is joined, written or
+        #    loaded.
         self.opened = refuse(family, cfg)
         self.shape = self.opened.text_config
-        # 2. The ranks, the memory, the folder: a run that is too large leaves no folder to overwrite.
-        self.accelerator = make_accelerator(cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb, machine)
+        # 2. The ranks, the memory, the folder: a run that is too large leaves no folder to
+        #    overwrite.
+        self.accelerator = make_accelerator(
+            cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb, machine
+        )
         dtype = cfg.target_dtype or default_target_dtype(
             self.opened.folder, on_cpu=self.accelerator.device.type == "cpu", machine=machine
         )
@@ -102,10 +119,16 @@ class Run:
         self._require_attention(machine or this_machine())
         require_whole_matrices(cfg.optim, self.accelerator)
         self._require_room(machine)
-        self.folder = RunFolder.open(cfg.output, asdict(cfg), self.accelerator, overwrite=cfg.overwrite)
+        self.folder = RunFolder.open(
+            cfg.output, asdict(cfg), self.accelerator, overwrite=cfg.overwrite
+        )
         # 3. The target, perhaps rewritten, and the data.
         rewritten = self._rewrite_target() if self._rewrites else None
-        self.teacher = replace(self.opened, name=str(rewritten), folder=rewritten) if rewritten else self.opened
+        self.teacher = (
+            replace(self.opened, name=str(rewritten), folder=rewritten)
+            if rewritten
+            else self.opened
+        )
         self.model = load_target(self.teacher, cfg.signal, self.accelerator.device)
         self.target = Target.from_model(self.model)
         self.data = load_data(cfg.data, self.opened, cfg.loop, self.folder)
@@ -123,7 +146,10 @@ class Run:
     def _require_attention(self, machine: Machine) -> None:
         if parse_flag_from_env("ACCELERATE_USE_CPU"):
             return
-        cfg, dtype = self.cfg, torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16
+        cfg, dtype = (
+            self.cfg,
+            torch.float32 if self.accelerator.mixed_precision == "no" else torch.bfloat16,
+        )
         config = self.shape
         if isinstance(cfg, StandaloneConfig):
             config = standalone_config(cfg.draft, self.shape)
@@ -141,36 +167,60 @@ class Run:
             size = functools.partial(count_head, self.family.name, cfg.head, cfg.draft_vocab_size)
         family = self.family.name.replace("_", "-")
         counted = {"--target": self.opened.name, "--family": family, "--optim": cfg.optim.name}
-        counted |= {"--batch-size": str(cfg.loop.batch_size), "--sequence-length": str(cfg.loop.sequence_length)}
+        counted |= {
+            "--batch-size": str(cfg.loop.batch_size),
+            "--sequence-length": str(cfg.loop.sequence_length),
+        }
         command = shlex.join(["redraft", "plan", *itertools.chain(*counted.items())])
         optimizer = cfg.optim.name
         require_room(
-            self.opened, cfg.signal, self.accelerator, size, machine=machine, optimizer=optimizer, command=command
+            self.opened,
+            cfg.signal,
+            self.accelerator,
+            size,
+            machine=machine,
+            optimizer=optimizer,
+            command=command,
         )
 
     def _rewrite_target(self) -> Path:
         folder, source = self.folder.folder / "target", fetch_model(self.opened.name)
         made_of = {"target": self.opened.name, "target_fingerprint": self.opened.fingerprint}
-        if self.accelerator.is_main_process and read_provenance(folder).target_fingerprint != self.opened.fingerprint:
+        if (
+            self.accelerator.is_main_process
+            and read_provenance(folder).target_fingerprint != self.opened.fingerprint
+        ):
             publish(folder, lambda partial: as_mimo(source, partial), made_of, overwrite=True)
         self.accelerator.wait_for_everyone()
         return folder
 
     def load(self, folder: Path, *, has_moved: bool = False) -> Any:
-        """The exported draft in `folder`, on this run's target, in float32. `has_moved` as in `Target`."""
-        target = replace(self.target, has_moved=True) if has_moved else self.target
-        return self.family.load(folder, lambda: target, None if self.family.is_head else torch.float32)
+        """The exported draft in `folder`, on this run's target, in float32.
 
-    # ------------------------------------------------------------------------------------------------------- forecast
+        `has_moved` as in `Target`.
+        """
+        target = replace(self.target, has_moved=True) if has_moved else self.target
+        return self.family.load(
+            folder, lambda: target, None if self.family.is_head else torch.float32
+        )
+
+    # -------------------------------------------------------------------------------------------------------
+    # forecast
 
     @functools.cached_property
     def forecaster(self) -> Forecaster:
-        signal = live_signal(self.cfg.signal, self.model, self.opened, () if self.family.is_head else None)
-        return Forecaster(self.cfg.prove, self.opened.fingerprint, self.model, signal, self.data, self.folder)
+        signal = live_signal(
+            self.cfg.signal, self.model, self.opened, () if self.family.is_head else None
+        )
+        return Forecaster(
+            self.cfg.prove, self.opened.fingerprint, self.model, signal, self.data, self.folder
+        )
 
     def forecast(self, draft: Any) -> Forecast | None:
-        """Expected acceptance of the draft in the engine's type, on the main process; None on the others. The draft
-        itself stays as it is."""
+        """Expected acceptance of the draft in the engine's type, on the main process.
+
+        None on the others. The draft itself stays as it is.
+        """
         with leading(self.model) as leads:
             found = self.forecaster.forecast(*self._in_engine(draft)) if leads else None
         if draft is not None and not self.family.is_head:
@@ -178,26 +228,34 @@ class Run:
         return found
 
     def _in_engine(self, draft: Any) -> tuple[Any, SignalFunction | None]:
-        """A copy of a head in the engine's type, and its signal. A standalone draft is forecast as it is."""
+        """A copy of a head in the engine's type, and its signal.
+
+        A standalone draft is forecast as it is.
+        """
         if not self.family.is_head:
             return draft, None
         signal = live_signal(self.cfg.signal, self.model, self.opened, draft.aux_layer_ids)
         return self._copy(draft).to(self.target.head_VD.dtype), signal
 
     def _copy(self, draft: Any) -> Any:
-        shared = (self.target.embed_VD, self.target.head_VD)  # gigabytes, which a head reads and never changes
+        shared = (
+            self.target.embed_VD,
+            self.target.head_VD,
+        )  # gigabytes, which a head reads and never changes
         # `deepcopy` takes an object found in this memo as it is.
         return copy.deepcopy(draft, {id(tensor): tensor for tensor in shared})
 
-    # ---------------------------------------------------------------------------------------------------------- train
+    # ----------------------------------------------------------------------------------------------------------
+    # train
 
     def train(
         self, draft: Any, divergence: Divergence, loop: Loop, stage: str | None = None
     ) -> tuple[Any, TrainingCost]:
         """Train `draft` (`distill.train.loop.train`) and return it with trained weights, and the
-        cost. A `stage` beside the main training has checkpoints and metrics of its own, in a folder
-        of this name. The returned draft is whole even if the ranks shared it in training; on all
-        but the main process it is None."""
+        cost. A `stage` beside the main training has checkpoints and metrics of its own, in a
+        folder of this name. The returned draft is whole even if the ranks shared it in training;
+        on all but the main process it is None.
+        """
         cfg, folder = self.cfg, self.folder.beside(stage) if stage else self.folder
         # Before `Distillation`, which may shard the draft in place.
         whole = self._copy(draft) if self.accelerator.is_main_process else None
@@ -205,42 +263,65 @@ class Run:
             draft.recomputes = True
         layers = draft.aux_layer_ids if self.family.is_head else None
         # A rewritten target has the states of the opened one.
-        signal = target_signal(cfg.signal, self.model, self.opened, self.data, folder.folder, self.accelerator, layers)
-        if isinstance(signal, InProcessTarget) and not signal.packs and self.accelerator.is_main_process:
+        signal = target_signal(
+            cfg.signal, self.model, self.opened, self.data, folder.folder, self.accelerator, layers
+        )
+        if (
+            isinstance(signal, InProcessTarget)
+            and not signal.packs
+            and self.accelerator.is_main_process
+        ):
             self._say_factor()
-        distillation = Distillation(draft, signal, divergence, cfg.optim, loop.steps, self.accelerator)
+        distillation = Distillation(
+            draft, signal, divergence, cfg.optim, loop.steps, self.accelerator
+        )
         cost = train(distillation, self.data, folder, loop, cfg.prove.num_speculative_tokens)
         weights = distillation.weights()
         if whole is not None:
             whole.load_state_dict(weights)
-        # Before the next training: the accelerator would save this one into the checkpoints of the next.
+        # Before the next training: the accelerator would save this one into the checkpoints of the
+        # next.
         distillation.close()
         return whole, cost
 
     def _say_factor(self) -> None:
         train, size = self.data.train, self.cfg.loop.batch_size
         numbers = range(min(8, train.num_batches(size)))
-        factor = fmean(padding_factor(train.batch(number, batch_size=size).document_BT) for number in numbers)
-        print(f"target: one document a row, for packed documents would see each other: {factor:.2f} times the tokens")
+        factor = fmean(
+            padding_factor(train.batch(number, batch_size=size).document_BT) for number in numbers
+        )
+        print(
+            f"target: one document a row, for packed documents would see each other: {factor:.2f} "
+            "times the tokens"
+        )
 
     def train_baseline(self, draft: Any) -> Forecast | None:
-        """The forecast after training a copy of the draft by cross-entropy, with --prove.ce-baseline."""
+        """The forecast after training a copy of the draft by cross-entropy, with
+
+        --prove.ce-baseline.
+        """
         if not self.cfg.prove.ce_baseline:
             return None
-        trained, _ = self.train(self._copy(draft), Divergence(name="cross_entropy"), self.cfg.loop, "ce-baseline")
+        trained, _ = self.train(
+            self._copy(draft), Divergence(name="cross_entropy"), self.cfg.loop, "ce-baseline"
+        )
         return self.forecast(trained)
 
-    # -------------------------------------------------------------------------------------------------------- publish
+    # --------------------------------------------------------------------------------------------------------
+    # publish
 
     def publish(self, draft: Any, name: str = "draft") -> Path:
         """Publish the draft with provenance and forecast as the folder `name` of the run.
-        The main process writes, the others wait for it."""
+
+        The main process writes, the others wait for it.
+        """
         folder = self.folder.folder / name
         with leading(self.model) as leads:
             if leads:
                 with publishing(folder, describe_origin(self), overwrite=True) as new:
                     self._export(draft, new.path)
-                    # Of the files, not of the module: rounding to the exported type is part of what is served.
+                    # Of the files, not of the module: rounding to the exported type is part of what
+                    # is served.
                     after = self.forecast(self.load(new.path))
                     assert after is not None, "the main process"
                     self.forecasts[folder] = after
@@ -253,20 +334,35 @@ class Run:
         if not isinstance(cfg, HeadConfig):
             draft.export(folder, dtype, tokenizer=self.opened.tokenizer)
         elif self.family.is_in_target:
-            tensors = {name: tensor.to(dtype) for name, tensor in draft.checkpoint_tensors().items()}
-            # One MTP layer is in the weights, so the config must say 1, however many the target came with.
+            tensors = {
+                name: tensor.to(dtype) for name, tensor in draft.checkpoint_tensors().items()
+            }
+            # One MTP layer is in the weights, so the config must say 1, however many the target
+            # came with.
             changes = {draft.layout.count_key: 1, "redraft": draft.record()}
             stitch(self.teacher.folder, tensors, folder, changes)
         elif len(_training(self.family).layouts) > 1:
             tokens = cfg.prove.num_speculative_tokens
-            draft.export(folder, dtype, layout=cfg.layout, target_name=cfg.target, num_speculative_tokens=tokens)
+            draft.export(
+                folder,
+                dtype,
+                layout=cfg.layout,
+                target_name=cfg.target,
+                num_speculative_tokens=tokens,
+            )
         else:
             draft.export(folder, dtype)
 
-    # ---------------------------------------------------------------------------------------------------------- prove
+    # ----------------------------------------------------------------------------------------------------------
+    # prove
 
     def prove(
-        self, draft: Path, before: Forecast | None, baseline: Forecast | None, cost: TrainingCost, started_s: float
+        self,
+        draft: Path,
+        before: Forecast | None,
+        baseline: Forecast | None,
+        cost: TrainingCost,
+        started_s: float,
     ) -> None:
         """Serve the published draft, write the report, and end this rank's part of the launch."""
         # On the main process only.
@@ -311,24 +407,37 @@ def _training(family: Family) -> Training:
 
 
 def refuse(family: Family, cfg: Config) -> TargetFolder:
-    """Compare the flags with each other, the family and the target's config; returns the target,
-    opened.
-    Raises FileNotFoundError: there is no such target. Raises ValueError: a flag does not fit."""
+    """Compare the flags with each other, the family and the target's config.
+
+    Returns the target, opened.
+
+    Raises:
+        FileNotFoundError: there is no such target.
+        ValueError: a flag does not fit.
+    """
     row = _training(family)
     require_no_engine(cfg.signal, engine=cfg.prove.engine)
     if cfg.prove.engine and family.method is not None:
-        require_runner(family.speculative, way_out=", or leave the engine out with --prove.no-engine")
+        require_runner(
+            family.speculative, way_out=", or leave the engine out with --prove.no-engine"
+        )
     if cfg.gradient_checkpointing and not family.can_recompute:
         raise ValueError(f"--gradient-checkpointing does not fit {family.title}")
     if isinstance(cfg, StandaloneConfig):
         return _open(cfg.target)
     check_num_tokens(cfg.prove.num_speculative_tokens, cfg.head.num_tokens)
     if cfg.init not in row.starts:
-        raise ValueError(f"--init {cfg.init} is not for {family.title}: choose {' or '.join(row.starts)}")
+        raise ValueError(
+            f"--init {cfg.init} is not for {family.title}: choose {' or '.join(row.starts)}"
+        )
     if cfg.layout not in row.layouts:
-        raise ValueError(f"--layout {cfg.layout} is not for {family.title}: its exports have one layout")
+        raise ValueError(
+            f"--layout {cfg.layout} is not for {family.title}: its exports have one layout"
+        )
     if cfg.draft_vocab_size and row.draft_vocab_size is None:
-        raise ValueError(f"--draft-vocab-size does not fit {family.title}: it has the target's vocabulary")
+        raise ValueError(
+            f"--draft-vocab-size does not fit {family.title}: it has the target's vocabulary"
+        )
     target = _open(cfg.target)
     _refuse_head(family, cfg, target)
     if cfg.start_from is not None:
@@ -344,7 +453,11 @@ def _open(name: str) -> TargetFolder:
 
 
 def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> None:
-    """Compare a head's options with the target's config. Raises ValueError if one does not fit."""
+    """Compare a head's options with the target's config.
+
+    Raises:
+        ValueError: if one does not fit.
+    """
     options, shape = cfg.head, target.text_config
     if isinstance(options, LayerSizes):
         LlamaShape.of_head(options, shape)
@@ -357,15 +470,20 @@ def _refuse_head(family: Family, cfg: HeadConfig[Any], target: TargetFolder) -> 
     begins_anew = cfg.start_from is None
     if begins_anew and cfg.init == "last_layers" and options.num_layers > shape.num_hidden_layers:
         raise ValueError(
-            f"--head.num-layers {options.num_layers} is more than the target's {shape.num_hidden_layers}: "
+            f"--head.num-layers {options.num_layers} is more than the target's "
+            f"{shape.num_hidden_layers}: "
             "give fewer, or --init random"
         )
     if cfg.init == "least_squares" and not options.fc_norm:
-        raise ValueError("--init least_squares needs --head.fc-norm: without it the head trains badly from there")
+        raise ValueError(
+            "--init least_squares needs --head.fc-norm: without it the head trains badly from there"
+        )
     if cfg.init == "least_squares" and options.norm_before_residual:
         raise ValueError("--init least_squares is not for heads with --head.norm-before-residual")
     if family.is_in_target:
         # The layer would be stored beside scales of other weights.
-        refuse_quantised(target, f"an MTP layer for {cfg.target}", "give the folder of the plain weights")
+        refuse_quantised(
+            target, f"an MTP layer for {cfg.target}", "give the folder of the plain weights"
+        )
         if not options.as_mimo:
             detect_layout(shape)  # refuses a target without MTP layers

@@ -1,1 +1,4 @@
-"""The target's distributions and hidden states: computed here, cached on disk, or read from servers."""
+"""The target's distributions and hidden states.
+
+Computed here, cached on disk, or read from servers.
+"""

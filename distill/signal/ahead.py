@@ -1,4 +1,5 @@
-"""One batch ahead: a server or a disk works on the next batch's signal while the draft trains on this one.
+"""One batch ahead: a server or a disk works on the next batch's signal while the draft trains on
+this one.
 
 training     | step 1           | step 2           | step 3
 teacher   1  | 2                | 3                | 4          a step takes the time of the slower of the two
@@ -15,7 +16,9 @@ from redraft.heads.draft import Batch, ExactTarget, TargetSignal
 
 
 class OneAhead:
-    """A source of signals (`distill.signal.sources`) that can be asked for a batch before it is needed."""
+    """A source of signals (`distill.signal.sources`) that can be asked for a batch before it is
+    needed.
+    """
 
     def __init__(self, source: Callable[[Batch], TargetSignal], device: torch.device) -> None:
         """Nothing else may call `source`. `device` is that of the batches."""
@@ -24,7 +27,10 @@ class OneAhead:
         self._flight: _Flight | None = None
 
     def start(self, batch: Batch) -> None:
-        """Let a thread get the signal of this batch. The one of an earlier batch that nobody fetched is dropped."""
+        """Let a thread get the signal of this batch.
+
+        The one of an earlier batch that nobody fetched is dropped.
+        """
         if self._flight is not None:
             self._flight.thread.join()
         self._follow()
@@ -32,7 +38,9 @@ class OneAhead:
 
     def __call__(self, batch: Batch) -> TargetSignal:
         """The signal of a batch: the one started with this very object, or else got now.
-        Raises as the source."""
+
+        Raises as the source.
+        """
         flight = self._flight
         if flight is not None:
             flight.thread.join()  # a source is for one thread at a time
@@ -48,7 +56,9 @@ class OneAhead:
         return signal
 
     def _follow(self) -> None:
-        """Let the stream wait for the caller's, on which the batch may still be on its way (`to_device`)."""
+        """Let the stream wait for the caller's, on which the batch may still be on its way
+        (`to_device`).
+        """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -68,7 +78,11 @@ class OneAhead:
     def _hand_over(self, signal: TargetSignal) -> None:
         """Keep the memory of the tensors until the step's stream is done with them, too."""
         known = signal.distribution
-        tensors = [known.hidden_BTD] if isinstance(known, ExactTarget) else [known.ids_BTK, known.log_probs_BTK]
+        tensors = (
+            [known.hidden_BTD]
+            if isinstance(known, ExactTarget)
+            else [known.ids_BTK, known.log_probs_BTK]
+        )
         for tensor in [*tensors, *([] if signal.aux_BTLD is None else [signal.aux_BTLD])]:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

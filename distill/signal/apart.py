@@ -4,8 +4,9 @@
     apart, in 2 passes     c c c c c | a a a      b b .     rows of about one length; padding on the right, no mask
     back                   h h h h h h h h h h . .          the states of every token in the old place
 
-Padding on the right needs no mask: attention, convolutions and recurrences look to the left only.
-B = batch, T = tokens, b = documents of a pass, t = tokens of the longest of them, n = documents, N = rows, D = hidden.
+Padding on the right needs no mask: attention, convolutions and recurrences look to the left only. B
+= batch, T = tokens, b = documents of a pass, t = tokens of the longest of them, n = documents, N =
+rows, D = hidden.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ def documents(document_BT: Tensor) -> list[Tensor]:
 
 def split_documents(document_BT: Tensor, most_pairs: float) -> list[Tensor]:
     """For each pass the indices [b, t] into the flattened batch; -1 on padding.
-    Passes are `PASSES` at most, or more where b * t * t would exceed `most_pairs`."""
+
+    Passes are `PASSES` at most, or more where b * t * t would exceed `most_pairs`.
+    """
     found = sorted(documents(document_BT), key=len, reverse=True)
     passes, start = [], 0
     for end in split_by_length([len(each) for each in found]):
@@ -44,17 +47,24 @@ def split_documents(document_BT: Tensor, most_pairs: float) -> list[Tensor]:
 
 
 def split_by_length(lengths: Sequence[int]) -> list[int]:
-    """Ends of at most `PASSES` runs of these lengths, descending, that cost the fewest padded tokens."""
+    """Ends of at most `PASSES` runs of these lengths, descending, that cost the fewest padded
+    tokens.
+    """
     # A run may begin at the first of all lengths with the same number of steps.
     rounded = [-(-length // STEP) for length in lengths]
     begins = [n for n in range(len(lengths)) if n == 0 or rounded[n] != rounded[n - 1]]
     ends = [*begins[1:], len(lengths)]
-    # best[n]: (padded tokens of the lengths from n on, ends of the runs), for one run more in every round.
+    # best[n]: (padded tokens of the lengths from n on, ends of the runs), for one run more in every
+    # round.
     best: dict[int, tuple[int, list[int]]] = {len(lengths): (0, [])}
     best |= {n: (lengths[n] * (len(lengths) - n), [len(lengths)]) for n in begins}
     for _ in range(PASSES - 1):
         further = {
-            n: min((lengths[n] * (end - n) + best[end][0], [end, *best[end][1]]) for end in ends if end > n)
+            n: min(
+                (lengths[n] * (end - n) + best[end][0], [end, *best[end][1]])
+                for end in ends
+                if end > n
+            )
             for n in begins
         }
         best = {len(lengths): (0, []), **further}
@@ -68,7 +78,10 @@ def positions(at_bt: Tensor, position_ids_BT: Tensor) -> Tensor:
 
 
 def put_back(whole: Tensor | None, states_btD: Tensor, at_bt: Tensor, num_rows: int) -> Tensor:
-    """The states of a pass in the rows of the flattened batch, [N, D]. Zeros where no pass has been."""
+    """The states of a pass in the rows of the flattened batch, [N, D].
+
+    Zeros where no pass has been.
+    """
     if whole is None:
         whole = states_btD.new_zeros(num_rows, states_btD.shape[2])
     is_token_bt = at_bt >= 0
@@ -78,4 +91,7 @@ def put_back(whole: Tensor | None, states_btD: Tensor, at_bt: Tensor, num_rows: 
 
 def padding_factor(document_BT: Tensor) -> float:
     """Tokens of the passes, as a multiple of the packed batch's."""
-    return sum(at_bt.numel() for at_bt in split_documents(document_BT, float("inf"))) / document_BT.numel()
+    return (
+        sum(at_bt.numel() for at_bt in split_documents(document_BT, float("inf")))
+        / document_BT.numel()
+    )

@@ -5,11 +5,13 @@ TopK             labelled token    k ids and log-probabilities, 8 k bytes       
 HiddenStates     token             last hidden state and L streams, 2 (L + 1) D bytes in bf16   exact
                                    the same in float8 (`heads.nn.float8`), (L + 1) (D + 4)      rounded to 4 bits
 
-A head needs the streams of every token anyway. The last hidden state makes the distribution exact, by one matmul with
-the target's head, and takes 8 KB per token at D = 4096; a row of logits takes 256 KB at a vocabulary of 128k.
+A head needs the streams of every token anyway. The last hidden state makes the distribution exact,
+by one matmul with the target's head, and takes 8 KB per token at D = 4096; a row of logits takes
+256 KB at a vocabulary of 128k.
 
-B = batch, T = tokens, N = rows, D = hidden, K = kept top-k ids, L = auxiliary layers, V = vocabulary,
-S = numbers stored of one state: D, or D + 4 bytes in float8."""
+B = batch, T = tokens, N = rows, D = hidden, K = kept top-k ids, L = auxiliary layers, V =
+vocabulary, S = numbers stored of one state: D, or D + 4 bytes in float8.
+"""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,12 +61,18 @@ class TopK:
             known = signal.distribution
             ids_NK = known.ids_BTK.flatten(0, 1)[rows_N, : self.k]
             log_probs_NK = known.log_probs_BTK.flatten(0, 1)[rows_N, : self.k]
-        return {"ids": ids_NK.to("cpu", torch.int32), "log_probs": log_probs_NK.to("cpu", torch.float32)}
+        return {
+            "ids": ids_NK.to("cpu", torch.int32),
+            "log_probs": log_probs_NK.to("cpu", torch.float32),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStates:
-    """Content of a cache: every token's last hidden state and residual stream after each of `layers`."""
+    """Content of a cache.
+
+    Every token's last hidden state and residual stream after each of `layers`.
+    """
 
     layers: tuple[int, ...]  # Ascending.
     hidden_size: int
@@ -80,7 +88,9 @@ class HiddenStates:
     @property
     def bytes_per_row(self) -> int:
         size, is_float8 = self.hidden_size, self.dtype == "float8"
-        state_bytes: int = size + SCALE_BYTES if is_float8 else size * getattr(torch, self.dtype).itemsize
+        state_bytes: int = (
+            size + SCALE_BYTES if is_float8 else size * getattr(torch, self.dtype).itemsize
+        )
         return (len(self.layers) + 1) * state_bytes
 
     def rows(self, batch: Batch) -> Tensor:
@@ -103,7 +113,8 @@ class HiddenStates:
         codes = encode_float8(states).cpu()
         if not bool(scales(codes).isfinite().all()):
             raise ValueError(
-                "a hidden state of the target is not finite, and float8 would lose all of its numbers: "
+                "a hidden state of the target is not finite, and float8 would lose all of its "
+                "numbers: "
                 "choose --signal.cache-dtype bfloat16"
             )
         return codes
@@ -128,16 +139,32 @@ class CachedTarget:
 
 
 class CachedHiddenStates:
-    """The signal read from a cache of `HiddenStates`: exact, except for rounding to the cache's dtype."""
+    """The signal read from a cache of `HiddenStates`.
+
+    Exact, except for rounding to the cache's dtype.
+    """
 
     def __init__(
-        self, folder: Path, content: HiddenStates, *, target: str, data: str, head_VD: Tensor, rule: LogitRule = PLAIN
+        self,
+        folder: Path,
+        content: HiddenStates,
+        *,
+        target: str,
+        data: str,
+        head_VD: Tensor,
+        rule: LogitRule = PLAIN,
     ) -> None:
         """Raises: as `Shards`."""
-        self._shards, self.head_VD, self._rule = Shards(folder, content, target=target, data=data), head_VD, rule
+        self._shards, self.head_VD, self._rule = (
+            Shards(folder, content, target=target, data=data),
+            head_VD,
+            rule,
+        )
         self._is_float8 = content.dtype == "float8"
         # A cache of layers [2, 8, 13] and a head of [2, 13]: places [0, 2].
-        self._places = [self._shards.header.content["layers"].index(layer) for layer in content.layers]
+        self._places = [
+            self._shards.header.content["layers"].index(layer) for layer in content.layers
+        ]
 
     def __call__(self, batch: Batch) -> TargetSignal:
         """Raises ValueError if a document of the batch was not cached or is corrupt."""
@@ -151,12 +178,15 @@ class CachedHiddenStates:
         for key, rows_N in keyed_rows(batch, batch.document_BT >= 0):
             kept = self._shards.document(key)
             rows = slice(int(rows_N[0]), int(rows_N[-1]) + 1)  # a document's rows are consecutive
-            # `copy_` converts the dtype while it reads from the mapped file: no second copy in memory.
+            # `copy_` converts the dtype while it reads from the mapped file: no second copy in
+            # memory.
             hidden_NS[rows].copy_(kept["hidden"])
             for own, place in enumerate(self._places):
                 aux_NLS[rows, own].copy_(kept["aux"][:, place])
         return TargetSignal(
-            distribution=ExactTarget(hidden_BTD=self._on_device(hidden_BTS), head_VD=self.head_VD, rule=self._rule),
+            distribution=ExactTarget(
+                hidden_BTD=self._on_device(hidden_BTS), head_VD=self.head_VD, rule=self._rule
+            ),
             aux_BTLD=self._on_device(aux_BTLS) if self._places else None,
         )
 

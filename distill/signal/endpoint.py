@@ -31,10 +31,15 @@ class Endpoint:
         timeout_s: float = 600.0,
         api_key: str | None = None,
     ) -> None:
-        """Open no connection yet. `url` is with or without `/v1`; `model` is by default the first
-        in the server's list. The pause `backoff_s` before the second try doubles with every further
-        one, and `timeout_s` is the limit of one try. Raises ValueError: `url` is no HTTP address,
-        or `concurrency` is less than 1."""
+        """Open no connection yet.
+
+        `url` is with or without `/v1`; `model` is by default the first in the server's list. The
+        pause `backoff_s` before the second try doubles with every further one, and `timeout_s` is
+        the limit of one try.
+
+        Raises:
+            ValueError: `url` is no HTTP address, or `concurrency` is less than 1.
+        """
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is not the address of a server: give it as http://HOST:PORT")
         if concurrency < 1:
@@ -51,7 +56,9 @@ class Endpoint:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    async def __aexit__(
+        self, *_: type[BaseException] | BaseException | TracebackType | None
+    ) -> None:
         await self._client.aclose()
 
     async def model(self) -> str:
@@ -60,20 +67,28 @@ class Endpoint:
         return self._model
 
     async def is_back(self, timeout_s: float) -> bool:
-        """Whether the server answers within `timeout_s` and still lists the model of earlier requests."""
+        """Whether the server answers within `timeout_s` and still lists the model of earlier
+        requests.
+        """
         try:
             listed = await asyncio.wait_for(self._request("GET", "/v1/models"), timeout_s)
             return self._model in {None, *(model["id"] for model in listed["data"])}
-        # While a server starts, a proxy may answer instead: with an error, with no model, or not in JSON.
+        # While a server starts, a proxy may answer instead: with an error, with no model, or not in
+        # JSON.
         except (OSError, ValueError, LookupError, TypeError):
             return False
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """The server's answer about the model. Raises RequestRefusedError; ConnectionError, with
-        the URL, after `attempts` tries."""
+        """The server's answer about the model.
+
+        Raises:
+            RequestRefusedError: ; ConnectionError, with the URL, after `attempts` tries.
+        """
         return await self._request("POST", path, {"model": await self.model(), **body})
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         url, failure = self.url + path, ""
         for attempt in range(self.attempts):
             if attempt:

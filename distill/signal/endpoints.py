@@ -1,7 +1,8 @@
 """Several servers of one target, used as if they were one.
 
 request ──► the live server with the fewest tokens in flight, as soon as one has a free slot
-                no answer? ──► another server; the silent one gets no requests until it answers a probe again
+                no answer? ──► another server; the silent one gets no requests until it answers a
+                probe again
 """
 
 import asyncio
@@ -39,8 +40,11 @@ class Member:
 
 
 class Endpoints:
-    """Requests to whichever server has the least to do, from one event loop. A request waits here,
-    not at a server, until a server has a free slot. So a fast server gets more requests."""
+    """Requests to whichever server has the least to do, from one event loop.
+
+    A request waits here, not at a server, until a server has a free slot. So a fast server gets
+    more requests.
+    """
 
     def __init__(
         self,
@@ -51,9 +55,12 @@ class Endpoints:
         longest_pause_s: float = 30.0,
         patience_s: float = 120.0,
     ) -> None:
-        """Open no connection yet. Each of `attempts` is at a live server. The pause before a dead
-        server is probed doubles with every probe, from `pause_s` to `longest_pause_s`; requests
-        wait for `patience_s` while all are dead."""
+        """Open no connection yet.
+
+        Each of `attempts` is at a live server. The pause before a dead server is probed doubles
+        with every probe, from `pause_s` to `longest_pause_s`; requests wait for `patience_s` while
+        all are dead.
+        """
         self.members = [Member(endpoint) for endpoint in endpoints]
         self.attempts, self.pause_s, self.longest_pause_s = attempts, pause_s, longest_pause_s
         self.patience_s = patience_s
@@ -67,8 +74,11 @@ class Endpoints:
         return ", ".join(member.endpoint.url for member in self.members)
 
     async def require(self, check: Callable[[Endpoint], Awaitable[None]]) -> None:
-        """Run `check` on every server; on a dead one when it is back. Raises ConnectionError if
-        none answers, or whatever `check` raises."""
+        """Run `check` on every server; on a dead one when it is back.
+
+        Raises:
+            ConnectionError: if none answers, or whatever `check` raises.
+        """
         self._check = check
         failure: ConnectionError | None = None
         for member in self.members:
@@ -81,8 +91,12 @@ class Endpoints:
             raise failure
 
     async def post(self, path: str, **body: Any) -> dict[str, Any]:
-        """One server's answer about the model. Raises RequestRefusedError; ConnectionError after
-        `attempts` tries, or if all servers stay dead."""
+        """One server's answer about the model.
+
+        Raises:
+            RequestRefusedError
+            ConnectionError: after `attempts` tries, or if all servers stay dead.
+        """
         # Prompts are lists of ids here; of a text this would count characters.
         tokens, failure = len(body.get("prompt", "")), ""
         for _ in range(self.attempts):
@@ -100,7 +114,9 @@ class Endpoints:
                 async with self._changed:
                     # one slot is free again, so one waiting request can go
                     self._changed.notify()
-        raise ConnectionError(f"a request got no answer in {self.attempts} tries; the last failure: {failure}")
+        raise ConnectionError(
+            f"a request got no answer in {self.attempts} tries; the last failure: {failure}"
+        )
 
     async def _free_member(self) -> Member:
         async with self._changed:
@@ -131,7 +147,9 @@ class Endpoints:
 
     async def _probe(self, member: Member) -> None:
         while member.is_dead:
-            await asyncio.sleep(min(self.pause_s * 2 ** min(member.failures, MAX_DOUBLINGS), self.longest_pause_s))
+            await asyncio.sleep(
+                min(self.pause_s * 2 ** min(member.failures, MAX_DOUBLINGS), self.longest_pause_s)
+            )
             member.failures += 1
             if await self._passes(member.endpoint):
                 member.is_dead, self._all_dead_since_s = False, None
@@ -148,7 +166,12 @@ class Endpoints:
         except (ConnectionError, ValueError) as error:
             Progress.write(f"still no requests to this server: {error}")
             return False
-        except Exception as error:  # answers of any form: a probe that ends would leave the server dead for good
-            Progress.write(f"still no requests to {endpoint.url}, which answers in an unexpected form: {error!r}")
+        except (
+            Exception
+        ) as error:  # answers of any form: a probe that ends would leave the server dead for good
+            Progress.write(
+                f"still no requests to {endpoint.url}, which answers in an unexpected form: "
+                f"{error!r}"
+            )
             return False
         return True

@@ -1,11 +1,13 @@
-"""Hidden states of a target loaded only by a vLLM server, through vLLM's `extract_hidden_states` method.
+"""Hidden states of a target loaded only by a vLLM server, through vLLM's `extract_hidden_states`
+method.
 
     here                                      the server, or one of several
     document's tokens       ── HTTP ───────►  one pass; residual stream after the layers it was started with
     read in blocks, removed ◄─ storage ─────  [T, L, D], the layer numbers, CRC-32 (`features_store`)
     last stream ─► final norm ─► head         the target's exact distribution, from three of the target's tensors
 
-B = batch, T = tokens, D = hidden, L = auxiliary layers, V = vocabulary."""
+B = batch, T = tokens, D = hidden, L = auxiliary layers, V = vocabulary.
+"""
 
 import asyncio
 import json
@@ -39,7 +41,11 @@ def server_args(
     layers: Sequence[int], num_layers: int, storage: str, states_format: StatesFormat = "exact"
 ) -> list[str]:
     """vLLM server arguments for writing the streams after `layers`, and the last stream, to
-    `storage`. Raises ValueError for a layer the target does not have."""
+    `storage`.
+
+    Raises:
+        ValueError: for a layer the target does not have.
+    """
     if wrong := [layer for layer in layers if not 0 <= layer <= num_layers]:
         raise ValueError(f"auxiliary layers {wrong} of a target that has {num_layers} layers")
     # With the last stream, from which the final norm and the head make the distribution.
@@ -56,40 +62,65 @@ def server_args(
         "kv_connector_extra_config": {
             "storage": absolute(storage),
             "format": states_format,
-            "shared_storage_path": ".",  # unused, but vLLM's connector creates this folder; object storage has none
+            # unused, but vLLM's connector creates this folder; object storage has none
+            "shared_storage_path": ".",
             "use_synchronization_lock": False,
         },
     }
-    return ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(connector)]
+    return [
+        "--speculative-config",
+        json.dumps(speculative),
+        "--kv-transfer-config",
+        json.dumps(connector),
+    ]
 
 
 def load_skeleton(target: TargetFolder, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """The target with real embeddings, final norm and head only. The layers' weights stay on `meta`. Raises: as
-    `load_part`."""
+    """The target with real embeddings, final norm and head only.
+
+    The layers' weights stay on `meta`. Raises: as `load_part`.
+    """
     return load_part(target, dtype, device, lambda name: ".layers." not in name)
 
 
 def load_part(
-    target: TargetFolder, dtype: torch.dtype | None, device: torch.device, is_wanted: Callable[[str], bool]
+    target: TargetFolder,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    is_wanted: Callable[[str], bool],
 ) -> Any:
-    """The target, frozen, with the tensors whose name `is_wanted` read from its files. The others
-    stay on `meta`. Raises FileNotFoundError for a missing folder. Raises ValueError if one of these
-    tensors is missing or quantised."""
+    """The target, frozen, with the tensors whose name `is_wanted` read from its files.
+
+    The others stay on `meta`.
+
+    Raises:
+        FileNotFoundError: for a missing folder.
+        ValueError: if one of these tensors is missing or quantised.
+    """
     folder, config = target.folder, target.config
     with torch.device("meta"):
         model = new_model(config, dtype or config.dtype or torch.float32)
     decoder = language_model(model)
     within = next(f"{name}." for name, module in model.named_modules() if module is decoder)
-    names = {short_name(name): name for name in model.state_dict() if name.startswith(within) and is_wanted(name)}
+    names = {
+        short_name(name): name
+        for name in model.state_dict()
+        if name.startswith(within) and is_wanted(name)
+    }
     # A tied head has no tensor in the file.
-    if is_wanted(HEAD) and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+    if (
+        is_wanted(HEAD)
+        and model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    ):
         names[HEAD] = HEAD
     there = {short_name(name): name for name in list_tensors(folder)}
     if missing := sorted(names.keys() - there.keys()):
-        raise ValueError(f"{folder} has no tensor {names[missing[0]]}: give the folder of the target model")
+        raise ValueError(
+            f"{folder} has no tensor {names[missing[0]]}: give the folder of the target model"
+        )
     stored = {there[short]: name for short, name in names.items()}
-    # `assign`, because a copy into a tensor on `meta` would be lost. A tied head has no tensor in the file:
-    # `tie_weights` gives it the embeddings.
+    # `assign`, because a copy into a tensor on `meta` would be lost. A tied head has no tensor in
+    # the file: `tie_weights` gives it the embeddings.
     read = read_tensors(folder, stored)
     # FP8 counts as floating-point in torch, but its numbers mean nothing without scales.
     if packed := sorted(name for name, tensor in read.items() if tensor.element_size() == 1):
@@ -101,7 +132,10 @@ def load_part(
 
 
 class EndpointHiddenStates(EndpointTarget):
-    """The exact signal of a target on servers started with `server_args`. One request per document."""
+    """The exact signal of a target on servers started with `server_args`.
+
+    One request per document.
+    """
 
     def __init__(
         self,
@@ -111,9 +145,14 @@ class EndpointHiddenStates(EndpointTarget):
         storage: str = DEFAULT_STORAGE,
         opened: TargetFolder | None = None,
     ) -> None:
-        """Only the final norm and the head of `target` are used: `load_skeleton` is enough. Servers
-        that name another version of `opened` are refused. Raises ValueError if `storage` is neither
-        a folder nor a URL that fsspec knows, or if the target's final norm is not found."""
+        """Only the final norm and the head of `target` are used: `load_skeleton` is enough.
+
+        Servers that name another version of `opened` are refused.
+
+        Raises:
+            ValueError: if `storage` is neither a folder nor a URL that fsspec knows, or if the
+                target's final norm is not found.
+        """
         super().__init__(endpoint, opened=opened)
         self._storage = Storage(storage)
         self.head_VD: Tensor = target.get_output_embeddings().weight.detach()
@@ -121,7 +160,9 @@ class EndpointHiddenStates(EndpointTarget):
         try:
             self._norm = final_norm(target)
         except ValueError as error:
-            raise ValueError(f"{error}: train with the target in the training process (--signal.kind model)") from error
+            raise ValueError(
+                f"{error}: train with the target in the training process (--signal.kind model)"
+            ) from error
         self._last_layer = target.config.get_text_config().num_hidden_layers
 
     @torch.no_grad()
@@ -132,7 +173,9 @@ class EndpointHiddenStates(EndpointTarget):
         prompt = [token * 7919 % vocabulary for token in range(1, 17)]
         last_TD = self._host_zeros(len(prompt), hidden)
         aux_TLD = self._host_zeros(len(prompt), len(self.layers), hidden)
-        answer, description = await self._read(endpoint, last_TD, aux_TLD, prompt=prompt, prompt_logprobs=1)
+        answer, description = await self._read(
+            endpoint, last_TD, aux_TLD, prompt=prompt, prompt_logprobs=1
+        )
         hidden_TD = self._norm(last_TD.to(self.head_VD.device))
         entries = answer["choices"][0]["prompt_logprobs"][1:]
         # Entry t + 1 is about token t + 1, which row t predicts: 15 rows of 16 tokens.
@@ -140,32 +183,42 @@ class EndpointHiddenStates(EndpointTarget):
             [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
         )
         log_p_TV = self.rule.apply_(F.linear(hidden_TD[:-1], self.head_VD)).float().log_softmax(-1)
-        ours_T = log_p_TV.gather(1, torch.tensor(prompt[1:], device=log_p_TV.device)[:, None]).squeeze(1).cpu()
+        ours_T = (
+            log_p_TV.gather(1, torch.tensor(prompt[1:], device=log_p_TV.device)[:, None])
+            .squeeze(1)
+            .cpu()
+        )
         difference = float((ours_T - theirs_T).abs().mean())
         if difference > _tolerance(self.head_VD.dtype, description):
             raise ValueError(
-                f"{endpoint.url} does not serve this target: its log-probabilities are {difference:.2g} nats from "
+                f"{endpoint.url} does not serve this target: its log-probabilities are "
+                f"{difference:.2g} nats from "
                 "those that the target's norm and head give for its hidden states"
             )
 
     async def _signal(self, batch: Batch) -> TargetSignal:
         shape, hidden_size = batch.input_ids_BT.shape, self.head_VD.shape[1]
-        # Rows that are not asked for (padding, last tokens) stay zero: finite, and no label reads them.
+        # Rows that are not asked for (padding, last tokens) stay zero: finite, and no label reads
+        # them.
         last_BTD = self._host_zeros(*shape, hidden_size)
         aux_BTLD = self._host_zeros(*shape, len(self.layers), hidden_size)
         last_ND, aux_NLD = last_BTD.flatten(0, 1), aux_BTLD.flatten(0, 1)
         is_label_row_N, ids_N = label_rows(batch, 0).flatten(), batch.input_ids_BT.flatten()
 
         async def fill(tokens: Tensor) -> None:
-            # The last token is left out: no label follows it, and a document of the server's full length then leaves
-            # room for the one token generated by the server.
+            # The last token is left out: no label follows it, and a document of the server's full
+            # length then leaves room for the one token generated by the server.
             rows = slice(int(tokens[0]), int(tokens[-1]))
-            await self._read(self.endpoint, last_ND[rows], aux_NLD[rows], prompt=ids_N[tokens[:-1]].tolist())
+            await self._read(
+                self.endpoint, last_ND[rows], aux_NLD[rows], prompt=ids_N[tokens[:-1]].tolist()
+            )
 
         wanted = [tokens for tokens in documents(batch.document_BT) if is_label_row_N[tokens].any()]
         with torch.no_grad():
             # The longest first, as in `EndpointTarget`.
-            await asyncio.gather(*(fill(tokens) for tokens in sorted(wanted, key=len, reverse=True)))
+            await asyncio.gather(
+                *(fill(tokens) for tokens in sorted(wanted, key=len, reverse=True))
+            )
             device = self.head_VD.device
             hidden_BTD = self._norm(last_BTD.to(device, non_blocking=True))
             aux_BTLD = aux_BTLD.to(device, non_blocking=True)
@@ -177,17 +230,25 @@ class EndpointHiddenStates(EndpointTarget):
 
     async def _complete(self, **body: Any) -> dict[str, Any]:
         answer = await self.endpoint.post("/v1/completions", **body)
-        # This request is not about states, but the server writes them for every request: remove them.
-        await asyncio.to_thread(self._storage.take, self._read_url(answer, self.endpoint), lambda *_: None)
+        # This request is not about states, but the server writes them for every request: remove
+        # them.
+        await asyncio.to_thread(
+            self._storage.take, self._read_url(answer, self.endpoint), lambda *_: None
+        )
         return answer
 
     async def _read(
         self, endpoint: Endpoint | Endpoints, last_TD: Tensor, aux_TLD: Tensor, **body: Any
     ) -> tuple[dict[str, Any], Description]:
-        """The answer to a request, and the description of its states. The last stream, before the
-        final norm, and `self.layers` are written into the two tensors in host memory.
-        Raises ValueError if a layer is missing, the states do not arrive or are another version's,
-        or they are not in the storage."""
+        """The answer to a request, and the description of its states.
+
+        The last stream, before the final norm, and `self.layers` are written into the two tensors
+        in host memory.
+
+        Raises:
+            ValueError: if a layer is missing, the states do not arrive or are another version's, or
+                they are not in the storage.
+        """
         lost: StatesLostError | None = None
         for _ in range(ATTEMPTS):
             answer = await endpoint.post("/v1/completions", max_tokens=1, **body)
@@ -197,7 +258,8 @@ class EndpointHiddenStates(EndpointTarget):
                 rows = slice(first, first + len(states_tLD))
                 if rows.stop > len(last_TD) or states_tLD.shape[2] != last_TD.shape[1]:
                     raise StatesLostError(
-                        f"states of another text or target: {list(states_tLD.shape)} from row {first}"
+                        f"states of another text or target: {list(states_tLD.shape)} from row "
+                        f"{first}"
                     )
                 last, aux = self._find(list(held), endpoint.url)
                 # `copy_` converts the dtype on the way: no second copy in memory.
@@ -206,37 +268,52 @@ class EndpointHiddenStates(EndpointTarget):
                     aux_TLD[rows, place].copy_(states_tLD[:, layer])
 
             try:
-                description = await asyncio.to_thread(self._storage.take, self._read_url(answer, endpoint), put)
+                description = await asyncio.to_thread(
+                    self._storage.take, self._read_url(answer, endpoint), put
+                )
             except StatesLostError as error:
                 lost = error
             else:
                 self._require_version(description, endpoint.url)
                 return answer, description
         raise ValueError(
-            f"the states that {endpoint.url} sends do not arrive: {lost}; start it with a --storage that is seen here"
+            f"the states that {endpoint.url} sends do not arrive: {lost}; start it with a "
+            "--storage that is seen here"
         )
 
     def _read_url(self, answer: dict[str, Any], endpoint: Endpoint | Endpoints) -> str:
         parameters = answer.get("kv_transfer_params")
         url = parameters.get("hidden_states") if isinstance(parameters, dict) else None
         if not isinstance(url, str):
-            raise ValueError(f"{endpoint.url} sends no hidden states: start it with `{SERVER_COMMAND}`")
+            raise ValueError(
+                f"{endpoint.url} sends no hidden states: start it with `{SERVER_COMMAND}`"
+            )
         return url
 
     def _require_version(self, description: Description, url: str) -> None:
-        """Raise ValueError if the states are of other weights than the opened target's. A target of
-        another lineage, for example a quantised one, is judged by log-probabilities alone."""
+        """Raise ValueError if the states are of other weights than the opened target's.
+
+        A target of another lineage, for example a quantised one, is judged by log-probabilities
+        alone.
+        """
         lineage, fingerprint, version = description.target
         if version != "":
             raise ValueError(
-                f"{url} serves weights that have moved since its start ({version or 'half-written'!r:.80}): restart it "
+                f"{url} serves weights that have moved since its start "
+                f"({version or 'half-written'!r:.80}): restart it "
                 "with the weights to train on"
             )
         opened = self._opened
-        if opened is None or not lineage or fingerprint == opened.fingerprint or lineage != opened.lineage:
+        if (
+            opened is None
+            or not lineage
+            or fingerprint == opened.fingerprint
+            or lineage != opened.lineage
+        ):
             return
         raise ValueError(
-            f"{url} serves another version of {opened.name} ({fingerprint[:12]!r}, not {opened.fingerprint[:12]}): "
+            f"{url} serves another version of {opened.name} ({fingerprint[:12]!r}, not "
+            f"{opened.fingerprint[:12]}): "
             "start it with the trainer's --target"
         )
 
@@ -244,7 +321,8 @@ class EndpointHiddenStates(EndpointTarget):
         """Places of the last stream and of `self.layers` among the layers that a server sends."""
         if missing := sorted({*self.layers, self._last_layer} - set(held)):
             raise ValueError(
-                f"{url} sends target layers {held} and not {missing}: start it with `{SERVER_COMMAND} "
+                f"{url} sends target layers {held} and not {missing}: start it with "
+                f"`{SERVER_COMMAND} "
                 f"TARGET --layers {' '.join(map(str, self.layers))}`"
             )
         return held.index(self._last_layer), [held.index(layer) for layer in self.layers]

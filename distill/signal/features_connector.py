@@ -1,7 +1,10 @@
-"""Runs inside vLLM: writes the hidden states collected by `extract_hidden_states` to the trainers' storage.
+"""Runs inside vLLM.
 
-vLLM's connector writes to a local disk, in a format without the layers' numbers, and copies with CUDA streams only.
-vLLM loads this module by name (`features.server_args`); nothing else imports it."""
+Writes the hidden states collected by `extract_hidden_states` to the trainers' storage.
+
+vLLM's connector writes to a local disk, in a format without the layers' numbers, and copies with
+CUDA streams only. vLLM loads this module by name (`features.server_args`); nothing else imports it.
+"""
 
 import time
 from collections import deque
@@ -40,7 +43,9 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         # E.g. ./cmpl-1.safetensors: the storage and cmpl-1.
         return f"{storage.rstrip('/')}/{PurePath(filename).stem}"
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         if request.status == RequestStatus.FINISHED_ABORTED:  # nobody waits for the states any more
             self._request_filenames.pop(request.request_id, None)
             self._pending_saves.pop(request.request_id, None)
@@ -48,8 +53,11 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         delays, answer = super().request_finished(request, block_ids)
         return delays, answer and {"hidden_states": self._url(answer["hidden_states_path"])}
 
-    # vLLM's is a static method, but it is submitted as `self._write_tensors`. So a method may take over.
-    def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: None) -> None:
+    # vLLM's is a static method, but it is submitted as `self._write_tensors`. So a method may take
+    # over.
+    def _write_tensors(
+        self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: None
+    ) -> None:
         while not event.query():  # `synchronize` of vLLM's event spins, in as many threads as write
             time.sleep(COPY_POLL_S)
         config = self._vllm_config.speculative_config.draft_model_config.hf_config
@@ -78,10 +86,13 @@ class Connector(ExampleHiddenStatesConnector):  # type: ignore[misc]
             super()._submit_async_write(pending)
             return
         blocks = torch.tensor(pending.block_ids)[:, None] * self._block_size
-        # Block 3 of 16 slots: slots 48 to 63. `extract_from_kv_cache` cuts the unused slots of the last block.
+        # Block 3 of 16 slots: slots 48 to 63. `extract_from_kv_cache` cuts the unused slots of the
+        # last block.
         slots = (blocks + torch.arange(self._block_size)).flatten()
         # A copy, because vLLM may reuse the blocks while the thread writes.
-        states_TLD = extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids)).contiguous()
+        states_TLD = extract_from_kv_cache(
+            self._kv_cache, slots, len(pending.token_ids)
+        ).contiguous()
         written: Future[None] = self._executor.submit(
             self._write_tensors, {"hidden_states": states_TLD}, _COPIED, pending.filename, None
         )

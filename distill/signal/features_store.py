@@ -3,12 +3,14 @@
     NAME.bin     [T, L, D], row after row, in the server's dtype; or in 8 bits (`heads.nn.float8`), [T, L, D + 4] bytes
     NAME.json    written afterwards: dtype, shape, layers, CRC-32 of the bytes
 
-Neither side holds the states twice: the writer sends the tensor's memory as it is, and the reader copies a few rows at
-a time to the destination. Object storage has no locks, so a file is complete once its description exists.
+Neither side holds the states twice: the writer sends the tensor's memory as it is, and the reader
+copies a few rows at a time to the destination. Object storage has no locks, so a file is complete
+once its description exists.
 
-A reader takes files directly below its storage only. A server's answer names one of them, and cannot make the reader
-open another address, another folder, or a link.
-T = tokens, t = some of them, L = layers, D = hidden."""
+A reader takes files directly below its storage only. A server's answer names one of them, and
+cannot make the reader open another address, another folder, or a link. T = tokens, t = some of
+them, L = layers, D = hidden.
+"""
 
 import json
 import math
@@ -34,14 +36,19 @@ from redraft.heads.nn.float8 import SCALE_BYTES, decode_float8, encode_float8
 BLOCK_BYTES = 4 << 20  # Bytes read or written at a time.
 
 WAIT_S = 120.0
-"""How long a reader waits for a server to finish writing, after the server has answered the request."""
+"""How long a reader waits for a server to finish writing, after the server has answered the
+request.
+"""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.25
-"""Pauses between checks for the description. The first is short, because states of a short text arrive at once; the
-longest is not, because object storage charges for every check."""
+"""Pauses between checks for the description. The first is short, because states of a short text
+arrive at once; the longest is not, because object storage charges for every check.
+"""
 
 LONGEST_DESCRIPTION, LONGEST_ROW = 1 << 16, 1 << 26
-"""Bytes of a NAME.json, and of the states of one token, at most. A hostile server must not fill the reader's memory."""
+"""Bytes of a NAME.json, and of the states of one token, at most. A hostile server must not fill the
+reader's memory.
+"""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", re.ASCII)
 """Names that no file system takes for a folder, a link to another one, or a pattern."""
@@ -64,8 +71,9 @@ class Description:
     layers: tuple[int, ...]  # Ascending; k is the residual stream after k layers.
     crc32: int
     target: tuple[str, str, str | None] = ("", "", "")
-    """Lineage and fingerprint of the folder that the server loaded, and the version of weights that have moved since
-    (`online.engine.target_watch`). Empty: unknown, or not moved."""
+    """Lineage and fingerprint of the folder that the server loaded, and the version of weights that
+    have moved since (`online.engine.target_watch`). Empty: unknown, or not moved.
+    """
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.shape[1] or self.row_bytes > LONGEST_ROW:
@@ -88,12 +96,18 @@ class Description:
 
 
 def absolute(storage: str) -> str:
-    """A URL unchanged; a path made absolute. Without a slash at the end.
-    Raises ValueError if nothing is left to name a folder."""
+    """A URL unchanged; a path made absolute.
+
+    Without a slash at the end.
+
+    Raises:
+        ValueError: if nothing is left to name a folder.
+    """
     named = (storage if "://" in storage else os.path.abspath(storage)).rstrip("/")
     if not storage or not named or named.endswith(":"):
         raise ValueError(
-            f"{storage!r} is no storage for hidden states: give a folder, or a URL such as s3://bucket/states"
+            f"{storage!r} is no storage for hidden states: give a folder, or a URL such as "
+            "s3://bucket/states"
         )
     return named
 
@@ -105,7 +119,10 @@ def write_states(
     states_format: StatesFormat = "exact",
     target: tuple[str, str, str | None] = ("", "", ""),
 ) -> None:
-    """Write the states of one text under `url`; `target` as in `Description`. Errors of the storage are passed on."""
+    """Write the states of one text under `url`; `target` as in `Description`.
+
+    Errors of the storage are passed on.
+    """
     storage, path = fsspec.core.url_to_fs(url)
     storage.makedirs(storage._parent(path), exist_ok=True)
     crc = 0
@@ -115,7 +132,9 @@ def write_states(
             file.write(block)
     tokens, num_layers, hidden = states_TLD.shape
     description = Description(
-        dtype="float8" if states_format == "float8" else str(states_TLD.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        dtype="float8"
+        if states_format == "float8"
+        else str(states_TLD.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         shape=(tokens, num_layers, hidden),
         layers=tuple(layers),
         crc32=crc,
@@ -131,7 +150,11 @@ def _blocks(states_TLD: Tensor, states_format: StatesFormat) -> Iterator[memoryv
     for start in range(0, len(states_TLD), num_rows):
         states_tLD = states_TLD[start : start + num_rows]
         # As bytes, because numpy has no bfloat16.
-        block = encode_float8(states_tLD) if states_format == "float8" else states_tLD.contiguous().view(torch.uint8)
+        block = (
+            encode_float8(states_tLD)
+            if states_format == "float8"
+            else states_tLD.contiguous().view(torch.uint8)
+        )
         yield block.flatten().numpy().data
 
 
@@ -156,11 +179,16 @@ class Storage:
         self._files, self._folder = fsspec.core.url_to_fs(self.root)
 
     def take(self, url: str, use: Use, wait_s: float = WAIT_S) -> Description:
-        """Pass the states under `url` to `use`, a few rows at a time; then remove them. Returns
-        their description. The memory of the rows is reused by the next call of `use`. The rows are
-        known to be undamaged only once this returns. Raises ValueError if `url` is not directly
-        below this storage. Nothing is opened. Raises StatesLostError if the states do not arrive
-        within `wait_s`, are truncated, or fail the CRC-32."""
+        """Pass the states under `url` to `use`, a few rows at a time; then remove them.
+
+        Returns their description. The memory of the rows is reused by the next call of `use`. The
+        rows are known to be undamaged only once this returns. Nothing is opened.
+
+        Raises:
+            ValueError: if `url` is not directly below this storage.
+            StatesLostError: if the states do not arrive within `wait_s`, are truncated, or fail the
+                CRC-32.
+        """
         path = f"{self._folder}/{self._name(url)}"
         try:
             description = self._wait_for(path, url, wait_s)
@@ -174,15 +202,19 @@ class Storage:
             # After an error too: a second request for the text gets another name.
             _remove(self._files, path)
         if crc != description.crc32:
-            raise StatesLostError(f"{url} is corrupt: its CRC-32 is {crc:08x}, not {description.crc32:08x}")
+            raise StatesLostError(
+                f"{url} is corrupt: its CRC-32 is {crc:08x}, not {description.crc32:08x}"
+            )
         return description
 
     def _name(self, url: str) -> str:
         folder, _, name = url.rpartition("/")
         if folder != self.root or not _NAME.fullmatch(name):
             raise ValueError(
-                f"a server names {url[:300]!r} for hidden states, which is not directly below {self.root}: start "
-                "`redraft serve-features --storage` and the trainer (--signal.storage) with the same storage"
+                f"a server names {url[:300]!r} for hidden states, which is not directly below "
+                f"{self.root}: start "
+                "`redraft serve-features --storage` and the trainer (--signal.storage) with the "
+                "same storage"
             )
         return name
 
@@ -201,8 +233,8 @@ class Storage:
         deadline_s, pause_s = time.monotonic() + wait_s, FIRST_PAUSE_S
         while True:
             try:
-                # ValidationError is a DecodeError, so it must be caught first: whole JSON of another shape
-                # will not become better by waiting.
+                # ValidationError is a DecodeError, so it must be caught first: whole JSON of
+                # another shape will not become better by waiting.
                 return msgspec.json.decode(self._read_start(f"{path}.json"), type=Description)
             except (msgspec.ValidationError, RecursionError) as error:
                 raise StatesLostError(f"{url} is not described as states are: {error}") from None
@@ -214,7 +246,9 @@ class Storage:
 
     def _read_start(self, path: str) -> bytes:
         if not isinstance(self._files, LocalFileSystem):
-            content: bytes = self._files.cat_file(path, end=LONGEST_DESCRIPTION)  # `open` would ask twice
+            content: bytes = self._files.cat_file(
+                path, end=LONGEST_DESCRIPTION
+            )  # `open` would ask twice
             return content
         with self._open(path) as file:
             return bytes(file.read(LONGEST_DESCRIPTION))
@@ -240,5 +274,9 @@ def _read_rows(file: Any, description: Description, use: Use) -> int:
             raise OSError("the file is truncated")
         crc = zlib.crc32(block.numpy().data, crc)
         rows = block.view(description.stored_dtype).view(num_rows, *description.stored_shape)
-        use(first, decode_float8(rows, torch.float32) if description.dtype == "float8" else rows, description.layers)
+        use(
+            first,
+            decode_float8(rows, torch.float32) if description.dtype == "float8" else rows,
+            description.layers,
+        )
     return crc

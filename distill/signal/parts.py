@@ -22,12 +22,16 @@ IN_LAYER = re.compile(r".*\.layers\.(\d+)\.(.+)")
 TAKEN = re.compile(
     r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.(weight|bias)|(\w+\.)*\w*norm\w*\.(weight|bias)"
 )
-"""Tensors of a layer which a draft layer of Llama's layout may take. The experts of a layer are not among them."""
+"""Tensors of a layer which a draft layer of Llama's layout may take. The experts of a layer are not
+among them.
+"""
 
 
 def is_whole(model: Any) -> bool:
     """Whether this process holds the values of all layers of a target."""
-    return not is_sharded(model) and not any(weight.is_meta for weight in language_model(model).layers.parameters())
+    return not is_sharded(model) and not any(
+        weight.is_meta for weight in language_model(model).layers.parameters()
+    )
 
 
 def last_layers(model: Any, count: int) -> tuple[list[nn.Module], nn.Module]:
@@ -35,22 +39,42 @@ def last_layers(model: Any, count: int) -> tuple[list[nn.Module], nn.Module]:
     return list(language_model(model).layers[-count:]), final_norm(model)
 
 
-def read_last_layers(target: TargetFolder, dtype: torch.dtype, count: int) -> tuple[list[nn.Module], nn.Module]:
-    """As `last_layers`, from the target's files, in `dtype`; further tensors stay on `meta`. Raises
-    FileNotFoundError; ValueError: they are quantised, or lack a tensor."""
+def read_last_layers(
+    target: TargetFolder, dtype: torch.dtype, count: int
+) -> tuple[list[nn.Module], nn.Module]:
+    """As `last_layers`, from the target's files, in `dtype`; further tensors stay on `meta`.
+
+    Raises:
+        FileNotFoundError
+        ValueError: they are quantised, or lack a tensor.
+    """
     if method := target.quantization:
-        raise ValueError(f"{target.name} is quantised ({method}), and a head starts from plain weights")
+        raise ValueError(
+            f"{target.name} is quantised ({method}), and a head starts from plain weights"
+        )
     first = target.text_config.num_hidden_layers - count
-    return last_layers(_load(target, dtype, lambda layer, name: layer >= first and bool(TAKEN.fullmatch(name))), count)
+    return last_layers(
+        _load(target, dtype, lambda layer, name: layer >= first and bool(TAKEN.fullmatch(name))),
+        count,
+    )
 
 
 def read_stream_norms(target: TargetFolder, dtype: torch.dtype, layer_ids: Collection[int]) -> Any:
-    """The target with the norms which `stream_scales` reads. Raises: FileNotFoundError, ValueError for missing ones."""
-    return _load(target, dtype, lambda layer, name: layer in layer_ids and name.startswith("input_layernorm."))
+    """The target with the norms which `stream_scales` reads.
+
+    Raises: FileNotFoundError, ValueError for missing ones.
+    """
+    return _load(
+        target,
+        dtype,
+        lambda layer, name: layer in layer_ids and name.startswith("input_layernorm."),
+    )
 
 
 def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, str], bool]) -> Any:
-    """The target on the CPU with the final norm, and the tensors of layers for which `is_wanted(layer, name)`."""
+    """The target on the CPU with the final norm, and the tensors of layers for which
+    `is_wanted(layer, name)`.
+    """
 
     def choose(name: str) -> bool:
         found = IN_LAYER.fullmatch(name)
@@ -61,9 +85,15 @@ def _load(target: TargetFolder, dtype: torch.dtype, is_wanted: Callable[[int, st
 
 def stream_scales(model: Any, layer_ids: Sequence[int], name: str) -> list[Tensor]:
     """For each stream, after k layers, the factors of the norm in the target's layer that reads it,
-    [D]. Raises ValueError: a norm is of another kind."""
+    [D].
+
+    Raises:
+        ValueError: a norm is of another kind.
+    """
     layers, final = language_model(model).layers, final_norm(model)
-    norms = [getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids]
+    norms = [
+        getattr(layers[k], "input_layernorm", None) if k < len(layers) else final for k in layer_ids
+    ]
     scales = [scale for norm in norms if (scale := norm_scale(norm)) is not None]
     if len(scales) < len(norms) or norm_scale(final) is None:
         raise ValueError(f"the norms of {name} are not those of a head: choose another --init")

@@ -1,13 +1,17 @@
-"""A target that no process holds whole: the layers are shared out over the ranks, and gathered one by one (FSDP2).
+"""A target that no process holds whole.
+
+The layers are shared out over the ranks, and gathered one by one (FSDP2).
 
     rank 0   reads the files, once         every rank  embeddings, final norm and head whole, 1/ranks of each layer
              └─ one tensor at a time ────►             a pass gathers a layer, computes, and lets go of it
 
-On several machines each machine holds all layers, if they leave enough memory: they are then gathered from neighbours,
-and not over the network.
+On several machines each machine holds all layers, if they leave enough memory: they are then
+gathered from neighbours, and not over the network.
 
-All ranks make a pass together. In training all of them make the same number. A forecast, and all else that rank 0 does
-by itself, is done in `leading`: the others then make a pass whenever it makes one."""
+All ranks make a pass together. In training all of them make the same number. A forecast, and all
+else that rank 0 does by itself, is done in `leading`: the others then make a pass whenever it makes
+one.
+"""
 
 import os
 from collections import Counter
@@ -28,11 +32,13 @@ from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.nn.causal_lm import language_model
 
 ROOM_FOR_TARGET = 0.4
-"""Share of a device's memory that a target may take, if the machines need not share it. The rest is for draft and
-activations."""
+"""Share of a device's memory that a target may take, if the machines need not share it. The rest is
+for draft and activations.
+"""
 
 
-# -------------------------------------------------------------------------------------------------------------- sizes
+# --------------------------------------------------------------------------------------------------------------
+# sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +51,27 @@ class TargetSizes:
         return self.outside + sum(self.layers)
 
     def share(self, ranks: int) -> int:
-        """In each of `ranks` processes that share out the layers. A pass gathers one while the next arrives."""
+        """In each of `ranks` processes that share out the layers.
+
+        A pass gathers one while the next arrives.
+        """
         return self.outside + -(-sum(self.layers) // ranks) + 2 * max(self.layers, default=0)
 
     def choose_ranks(self, processes: int, on_machine: int, num_bytes: int | None) -> int:
-        """How many of all `processes` share out the layers: those of one machine if that leaves each device, of
-        `num_bytes`, enough memory, else all."""
+        """How many of all `processes` share out the layers.
+
+        Those of one machine if that leaves each device, of `num_bytes`, enough memory, else all.
+        """
         fits = num_bytes is None or self.share(on_machine) <= ROOM_FOR_TARGET * num_bytes
         return on_machine if on_machine > 1 and processes % on_machine == 0 and fits else processes
 
 
 def size_weights(config: Any, dtype: torch.dtype) -> TargetSizes:
-    """The bytes of a model with this config. Raises ValueError if it has no causal LM."""
+    """The bytes of a model with this config.
+
+    Raises:
+        ValueError: if it has no causal LM.
+    """
     with torch.device("meta"):
         return _size_model(new_model(config, dtype))
 
@@ -65,7 +80,10 @@ def _size_model(model: Any) -> TargetSizes:
     outside, layers = 0, Counter[str]()
     for full_name, weight in model.named_parameters():
         # "model.layers.3.mlp.up_proj.weight" counts for layer "3". Tied weights are listed once.
-        size, (_, found, rest) = weight.numel() * weight.element_size(), full_name.partition(".layers.")
+        size, (_, found, rest) = (
+            weight.numel() * weight.element_size(),
+            full_name.partition(".layers."),
+        )
         outside += 0 if found else size
         layers[rest.partition(".")[0]] += size if found else 0
     return TargetSizes(outside=outside, layers=tuple(layers.values()))
@@ -80,12 +98,18 @@ def device_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-# ------------------------------------------------------------------------------------------------------------ loading
+# ------------------------------------------------------------------------------------------------------------
+# loading
 
 
 def load_sharded(target: TargetFolder, device: torch.device) -> Any:
-    """The target, frozen, with the layers shared out over the ranks. All must call this.
-    Raises FileNotFoundError or ValueError as `load_causal_lm`, on the first rank."""
+    """The target, frozen, with the layers shared out over the ranks.
+
+    All must call this.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_causal_lm`, on the first rank.
+    """
     # 1. Rank 0 reads the files. The dtype may be that of the files, which only this rank knows.
     whole = load_causal_lm(target.name, target.torch_dtype) if dist.get_rank() == 0 else None
     chosen = [None if whole is None else whole.dtype]
@@ -94,8 +118,10 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
     with torch.device("meta"):
         model = new_model(target.config, chosen[0])
     model.requires_grad_(False).eval()
-    # 3. Each layer is gathered by itself. The root is wrapped too, so the layers share one root, and one is
-    # gathered while another computes. It shards nothing: embeddings, norm and head stay whole, because they
+    # 3. Each layer is gathered by itself. The root is wrapped too, so the layers share one root,
+    #    and one is
+    # gathered while another computes. It shards nothing: embeddings, norm and head stay whole,
+    # because they
     # are read outside of a pass too.
     mesh = _make_mesh(model, device)
     decoder = language_model(model)
@@ -115,7 +141,9 @@ def load_sharded(target: TargetFolder, device: torch.device) -> Any:
 
 def _make_mesh(model: Any, device: torch.device) -> DeviceMesh:
     processes = dist.get_world_size()
-    ranks = [_size_model(model).choose_ranks(processes, processes_here(processes), device_bytes(device))]
+    ranks = [
+        _size_model(model).choose_ranks(processes, processes_here(processes), device_bytes(device))
+    ]
     # All must choose the same, whatever memory they have.
     dist.broadcast_object_list(ranks, 0)
     shape = (processes // ranks[0], ranks[0])
@@ -123,7 +151,8 @@ def _make_mesh(model: Any, device: torch.device) -> DeviceMesh:
 
 
 def _tensors(model: Any) -> dict[str, Tensor]:
-    # Buffers too: the rotary frequencies are in no state dict, and `to_empty` leaves them undefined.
+    # Buffers too: the rotary frequencies are in no state dict, and `to_empty` leaves them
+    # undefined.
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -163,7 +192,9 @@ _led: set[int] = set()  # Models that the first rank leads now.
 @contextmanager
 def leading(model: Any) -> Iterator[bool]:
     """Work of the first rank on a target, with True; the others get False after the same passes.
-    All ranks must enter; the first may enter again inside."""
+
+    All ranks must enter; the first may enter again inside.
+    """
     if not is_sharded(model):
         yield not dist.is_initialized() or dist.get_rank() == 0
     elif id(model) in _led:
@@ -171,7 +202,9 @@ def leading(model: Any) -> Iterator[bool]:
         yield True
     elif dist.get_rank() == 0:
         # Before FSDP's hook: the others must hear of the pass before rank 0 waits in a gather.
-        hook = language_model(model).register_forward_pre_hook(lambda *_: _tell(model, goes_on=True), prepend=True)
+        hook = language_model(model).register_forward_pre_hook(
+            lambda *_: _tell(model, goes_on=True), prepend=True
+        )
         _led.add(id(model))
         try:
             yield True

@@ -1,14 +1,18 @@
-"""Tensors of documents on disk: written once, looked up by the document's tokens, memory-mapped and not read whole.
+"""Tensors of documents on disk.
+
+Written once, looked up by the document's tokens, memory-mapped and not read whole.
 
     FOLDER/cache.json                 target, data, content, and how the shards are cut; written first
     FOLDER/shard-000000.safetensors   keys, num_rows, crcs: one entry per document; then one tensor per name, the
                                       documents' rows end to end
 
-The key of a document is a hash of tokens and mask, so training may pack and shuffle the rows differently.
-A shard is renamed into place when it is complete, so an interrupted writer continues after the last one. Each document
-has a CRC-32, checked when it is first read: training can start without reading terabytes first.
+The key of a document is a hash of tokens and mask, so training may pack and shuffle the rows
+differently. A shard is renamed into place when it is complete, so an interrupted writer continues
+after the last one. Each document has a CRC-32, checked when it is first read: training can start
+without reading terabytes first.
 
-B = batch, T = tokens, N = rows."""
+B = batch, T = tokens, N = rows.
+"""
 
 import hashlib
 import json
@@ -59,7 +63,9 @@ class Content(Protocol):
         ...
 
     def select(self, signal: TargetSignal, rows_N: Tensor) -> dict[str, Tensor]:
-        """The tensors to keep for these rows of the flattened batch, by name, [N, ...] each, on the CPU."""
+        """The tensors to keep for these rows of the flattened batch, by name, [N, ...] each, on the
+        CPU.
+        """
         ...
 
 
@@ -77,7 +83,8 @@ class CacheHeader:
     num_shards: int
 
 
-# -------------------------------------------------------------------------------------------------------------- writing
+# --------------------------------------------------------------------------------------------------------------
+# writing
 
 
 def write_cache(
@@ -94,13 +101,19 @@ def write_cache(
     num_ranks: int = 1,
 ) -> CacheHeader:
     """Write `content` of the signal from `source` for all samples, after printing how large it will
-    be. Existing shards are kept, so an interrupted run continues where it stopped. Of several ranks
-    each writes every `num_ranks`-th shard, and the cache is complete when all have returned. Raises
-    OSError if the disk has too little space. Raises ValueError if `folder` holds a different
-    cache."""
+    be. Existing shards are kept, so an interrupted run continues where it stopped. Of several
+    ranks each writes every `num_ranks`-th shard, and the cache is complete when all have
+    returned.
+
+    Raises:
+        OSError: if the disk has too little space.
+        ValueError: if `folder` holds a different cache.
+    """
     data = PackedDataset(samples, sequence_length=sequence_length)
     num_batches = -(-len(data.rows) // batch_size)
-    batches_per_shard = max(1, SHARD_BYTES // (content.bytes_per_row * batch_size * sequence_length))
+    batches_per_shard = max(
+        1, SHARD_BYTES // (content.bytes_per_row * batch_size * sequence_length)
+    )
     header = CacheHeader(
         target=target,
         data=data_hash(samples),
@@ -114,13 +127,17 @@ def write_cache(
     _claim(folder, header)
     if rank == 0:
         _announce(samples, folder, content)
-    with Progress(total=num_batches, desc="caching the target", unit="batch", disable=rank > 0) as bar:
+    with Progress(
+        total=num_batches, desc="caching the target", unit="batch", disable=rank > 0
+    ) as bar:
         for shard in range(header.num_shards):
             first = shard * batches_per_shard
             if shard % num_ranks != rank or (folder / _shard_name(shard)).exists():
                 bar.update(min(batches_per_shard, num_batches - first))
             else:
-                shard_batches = islice(data.in_order(batch_size, first=first * batch_size), batches_per_shard)
+                shard_batches = islice(
+                    data.in_order(batch_size, first=first * batch_size), batches_per_shard
+                )
                 counted = _count_on(bar, shard_batches)
                 _write_shard(folder / _shard_name(shard), counted, source, content, device)
     return header
@@ -134,22 +151,33 @@ def _count_on(bar: Progress, batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _claim(folder: Path, header: CacheHeader) -> None:
-    """Write the header into `folder`. Raises ValueError if `folder` already has a different one."""
+    """Write the header into `folder`.
+
+    Raises:
+        ValueError: if `folder` already has a different one.
+    """
     if not (folder / HEADER).exists():
         write_whole(folder / HEADER, json.dumps(asdict(header), indent=2) + "\n")
     there = asdict(read_header(folder))
     for name, wanted in asdict(header).items():
         if (found := there[name]) != wanted:
-            raise ValueError(f"{folder} holds a cache with {name} {found}, not {wanted}: choose another folder")
+            raise ValueError(
+                f"{folder} holds a cache with {name} {found}, not {wanted}: choose another folder"
+            )
 
 
 def _announce(samples: Sequence[Sample], folder: Path, content: Content) -> None:
-    """Print how much will be written. Raises OSError if the disk has too little space for it."""
+    """Print how much will be written.
+
+    Raises:
+        OSError: if the disk has too little space for it.
+    """
     rows = sum(map(content.num_rows, samples))
     num_bytes = rows * content.bytes_per_row
     written = sum(path.stat().st_size for path in folder.glob("shard-*.safetensors"))
     Progress.write(
-        f"caching {content} of {rows:,} tokens: {content.bytes_per_row:,} bytes per token, {num_bytes:,} bytes "
+        f"caching {content} of {rows:,} tokens: {content.bytes_per_row:,} bytes per token, "
+        f"{num_bytes:,} bytes "
         f"({num_bytes / 1e6:,.1f} MB) in {folder}"
         + (f", {written / 1e6:,.1f} MB of it there already" if written else "")
     )
@@ -178,27 +206,38 @@ def _write_shard(
             kept.append(content.select(signal, rows_N.to(device)))
             crcs.append(_crc(kept[-1]))
     tensors = {
-        "keys": torch.from_numpy(np.frombuffer(b"".join(keys), np.uint8).copy()).view(-1, KEY_BYTES),
+        "keys": torch.from_numpy(np.frombuffer(b"".join(keys), np.uint8).copy()).view(
+            -1, KEY_BYTES
+        ),
         "num_rows": torch.tensor(num_rows, dtype=torch.int64),
         # int64, because a CRC-32 is unsigned.
         "crcs": torch.tensor(crcs, dtype=torch.int64),
     }
     names = list(kept[0]) if kept else []
-    # A shard under its final name is complete: a killed writer leaves only a .partial file, which is overwritten.
+    # A shard under its final name is complete: a killed writer leaves only a .partial file, which
+    # is overwritten.
     partial = path.with_suffix(".partial")
-    save_file(tensors | {name: torch.cat([tensors[name] for tensors in kept]) for name in names}, partial)
+    save_file(
+        tensors | {name: torch.cat([tensors[name] for tensors in kept]) for name in names}, partial
+    )
     sync(partial)
     partial.replace(path)
 
 
 def keyed_rows(batch: Batch, wanted_BT: Tensor) -> Iterator[tuple[bytes, Tensor]]:
-    """(key, wanted rows of the flattened batch) of every document with a label; the others teach nothing."""
+    """(key, wanted rows of the flattened batch) of every document with a label.
+
+    The others teach nothing.
+    """
     is_label_row_N, is_wanted_N = label_rows(batch, 0).flatten(), wanted_BT.flatten()
     ids_N, mask_N = batch.input_ids_BT.flatten(), batch.loss_mask_BT.flatten()
     for tokens in documents(batch.document_BT):
         if is_label_row_N[tokens].any():
-            # With the mask, which decides the rows kept: the same text with other labels is another document.
-            digest = hashlib.blake2b(ids_N[tokens].cpu().numpy().astype("<i4").tobytes(), digest_size=KEY_BYTES)
+            # With the mask, which decides the rows kept: the same text with other labels is another
+            # document.
+            digest = hashlib.blake2b(
+                ids_N[tokens].cpu().numpy().astype("<i4").tobytes(), digest_size=KEY_BYTES
+            )
             digest.update(mask_N[tokens].cpu().numpy().tobytes())
             yield digest.digest(), tokens[is_wanted_N[tokens]]
 
@@ -210,30 +249,36 @@ def _crc(tensors: Mapping[str, Tensor]) -> int:
     return crc
 
 
-# -------------------------------------------------------------------------------------------------------------- reading
+# --------------------------------------------------------------------------------------------------------------
+# reading
 
 
 class Shards:
     """A complete cache, mapped into memory."""
 
     def __init__(self, folder: Path, content: Content, *, target: str, data: str) -> None:
-        """Raises ValueError if the cache is incomplete or corrupt, or was written for another target,
-        other data or another content; of hidden states it may hold more layers."""
+        """Raises ValueError if the cache is incomplete or corrupt, or was written for another
+        target, other data or another content; of hidden states it may hold more layers.
+        """
         self.folder, self.header = folder, read_header(folder)
         there = {"target": self.header.target, "data": self.header.data, **self.header.content}
         for name, wanted in {"target": target, "data": data, **content.spec}.items():
             found = there.get(name)
             if found != wanted and not (name == "layers" and set(wanted) <= set(found or ())):
                 raise ValueError(
-                    f"{folder} is a cache of another {name} ({found!s:.40}, wanted {wanted!s:.40}): "
+                    f"{folder} is a cache of another {name} ({found!s:.40}, wanted "
+                    f"{wanted!s:.40}): "
                     "write a cache into another folder"
                 )
         if num_missing := _count_missing(folder, self.header):
             raise ValueError(
-                f"{folder} is incomplete ({num_missing} of {self.header.num_shards} shards are missing): "
+                f"{folder} is incomplete ({num_missing} of {self.header.num_shards} shards are "
+                "missing): "
                 "run the command that writes it again"
             )
-        self._tensors = [_map_file(folder / _shard_name(shard)) for shard in range(self.header.num_shards)]
+        self._tensors = [
+            _map_file(folder / _shard_name(shard)) for shard in range(self.header.num_shards)
+        ]
         self._places: dict[bytes, tuple[int, int, slice]] = {}
         self._checked: set[bytes] = set()
         for shard, tensors in enumerate(self._tensors):
@@ -245,9 +290,15 @@ class Shards:
 
     def document(self, key: bytes) -> dict[str, Tensor]:
         """The cached tensors of a document, by name: views into the file.
-        Raises ValueError if the document was not cached or is corrupt."""
+
+        Raises:
+            ValueError: if the document was not cached or is corrupt.
+        """
         if key not in self._places:
-            raise ValueError(f"{self.folder} does not hold this text: train on the data that the cache was written for")
+            raise ValueError(
+                f"{self.folder} does not hold this text: train on the data that the cache was "
+                "written for"
+            )
         shard, index, rows = self._places[key]
         tensors = self._tensors[shard]
         kept = {name: tensor[rows] for name, tensor in tensors.items() if name != "crcs"}
@@ -255,7 +306,9 @@ class Shards:
         if key not in self._checked:
             if _crc(kept) != int(tensors["crcs"][index]):
                 path = self.folder / _shard_name(shard)
-                raise ValueError(f"{path} is corrupt (a CRC-32 differs): delete it and write the cache again")
+                raise ValueError(
+                    f"{path} is corrupt (a CRC-32 differs): delete it and write the cache again"
+                )
             self._checked.add(key)
         return kept
 
@@ -265,7 +318,12 @@ def is_complete(folder: Path) -> bool:
 
 
 def read_header(folder: Path) -> CacheHeader:
-    """The header of the cache in `folder`. Raises FileNotFoundError; ValueError: unreadable."""
+    """The header of the cache in `folder`.
+
+    Raises:
+        FileNotFoundError
+        ValueError: unreadable.
+    """
     path = folder / HEADER
     if not path.exists():
         raise FileNotFoundError(f"{folder} holds no cache of target signals (no {HEADER})")
@@ -287,4 +345,6 @@ def _map_file(path: Path) -> dict[str, Tensor]:
             # The tensors keep the mapping after the file is closed.
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is corrupt or truncated ({error}): delete it and write the cache again") from error
+        raise ValueError(
+            f"{path} is corrupt or truncated ({error}): delete it and write the cache again"
+        ) from error

@@ -1,4 +1,6 @@
-"""Target signals: the target's distribution and hidden states at the rows of a batch: `signal = source(batch)`.
+"""Target signals: the target's distribution and hidden states at the rows of a batch.
+
+`signal = source(batch)`.
 
                        read from                                distribution   hidden states after
 InProcessTarget        a `transformers` model in this process   exact          any layers
@@ -7,8 +9,8 @@ EndpointHiddenStates   a vLLM server's hidden states            exact          t
 CachedTarget           disk, written from any of the others     top-k          none
 CachedHiddenStates     disk, written from one with states       exact          the layers written
 
-The last three are in `distill.signal.features` and `distill.signal.cache`.
-B = batch, T = tokens, N = rows, D = hidden, V = vocabulary, K = kept top-k ids, L = auxiliary layers.
+The last three are in `distill.signal.features` and `distill.signal.cache`. B = batch, T = tokens, N
+= rows, D = hidden, V = vocabulary, K = kept top-k ids, L = auxiliary layers.
 """
 
 import asyncio
@@ -29,14 +31,23 @@ from redraft.distill.train.compiled import running_compiled
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal, TopKTarget, label_rows
 from redraft.heads.families.standalone import ATTENTION_TYPES
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.heads.nn.causal_lm import find_rule, language_model, prefix_arguments, reach, take_prefixes
+from redraft.heads.nn.causal_lm import (
+    find_rule,
+    language_model,
+    prefix_arguments,
+    reach,
+    take_prefixes,
+)
 from redraft.heads.nn.logits import LogitRule
 from redraft.heads.progress import Progress
 
 CHUNK = 256
 """Rows whose logits are in memory at once: 128 MiB in float32 for a vocabulary of 128k."""
 
-TOP_K_ONLY = "train a standalone draft on the top k of its vLLM servers (--signal.kind endpoint, no --signal.exact)"
+TOP_K_ONLY = (
+    "train a standalone draft on the top k of its vLLM servers (--signal.kind endpoint, "
+    "no --signal.exact)"
+)
 """The way out for a target that cannot be read exactly."""
 
 SCORE_BYTES = 2 << 30
@@ -45,28 +56,41 @@ SCORE_BYTES = 2 << 30
 LAST = -1
 """The last hidden states among the streams by layer."""
 
-WORDS = "a draft learns the text of its target"  # two vocabularies have different ids even of plain words
+# two vocabularies have different ids even of plain words
+WORDS = "a draft learns the text of its target"
 
 UNRECORDED = -1e4
-"""Log-probability beside the id -1. exp of it is 0, and it is finite: a masked row cannot turn a sum into NaN."""
+"""Log-probability beside the id -1. exp of it is 0, and it is finite: a masked row cannot turn a
+sum into NaN.
+"""
 
 
 class InProcessTarget:
-    """The exact signal of a causal LM of `transformers`. A target whose packed documents would see
-    each other gets one document a row (`distill.signal.apart`)."""
+    """The exact signal of a causal LM of `transformers`.
 
-    def __init__(self, model: Any, aux_layers: Sequence[int] = (), *, has_weights: bool = True) -> None:
+    A target whose packed documents would see each other gets one document a row
+    (`distill.signal.apart`).
+    """
+
+    def __init__(
+        self, model: Any, aux_layers: Sequence[int] = (), *, has_weights: bool = True
+    ) -> None:
         """`aux_layers`: k is the residual stream after k layers, from 0 (the embeddings) to the
-        number of layers. Without weights no values are checked, and only the cost of the signal can
-        be counted. Raises ValueError: a layer does not exist, or the model cannot be used
-        exactly."""
+        number of layers. Without weights no values are checked, and only the cost of the signal
+        can be counted.
+
+        Raises:
+            ValueError: a layer does not exist, or the model cannot be used exactly.
+        """
         self.model, self.aux_layers = model.eval(), sorted(aux_layers)
         self._decoder, self._config = language_model(model), model.config.get_text_config()
         self._takes_prefixes = take_prefixes(model)
         self._compiled: list[nn.Module] = []
         num_layers = self._config.num_hidden_layers
         if self.aux_layers and not 0 <= self.aux_layers[0] <= self.aux_layers[-1] <= num_layers:
-            raise ValueError(f"auxiliary layers {self.aux_layers} of a target that has {num_layers} layers")
+            raise ValueError(
+                f"auxiliary layers {self.aux_layers} of a target that has {num_layers} layers"
+            )
         self.rule, self.packs = LogitRule.of(model.config), True
         if has_weights:
             self.rule = self._find_rule()
@@ -80,7 +104,9 @@ class InProcessTarget:
         with self._streams() as streams, running_compiled(self._compiled):
             hidden_BTD = self._pass(batch) if packs else self._passes(batch, streams)
         # [B, T, L, D], in the order of `aux_layers`: ascending.
-        aux_BTLD = torch.stack([streams[k] for k in self.aux_layers], dim=2) if self.aux_layers else None
+        aux_BTLD = (
+            torch.stack([streams[k] for k in self.aux_layers], dim=2) if self.aux_layers else None
+        )
         exact = ExactTarget(hidden_BTD=hidden_BTD, head_VD=self._head(), rule=self.rule)
         return TargetSignal(distribution=exact, aux_BTLD=aux_BTLD)
 
@@ -92,8 +118,9 @@ class InProcessTarget:
         return self._hidden(batch.input_ids_BT, batch.position_ids_BT, **within)
 
     def _passes(self, batch: Batch, streams: dict[int, Tensor]) -> Tensor:
-        """The last hidden states of one document a row, at the places in the packed rows, [B, T, D]; and the same of
-        the streams."""
+        """The last hidden states of one document a row, at the places in the packed rows, [B, T,
+        D]; and the same of the streams.
+        """
         ids_N = batch.input_ids_BT.flatten()
         passes = split_documents(batch.document_BT, self._most_pairs())
         whole: dict[int, Tensor] = {}
@@ -101,7 +128,9 @@ class InProcessTarget:
         nothing = torch.full((1, 1), -1, device=ids_N.device)
         passes += [nothing] * (most_of_ranks(self.model, max(len(passes), 1)) - len(passes))
         for at_bt in passes:
-            last_btD = self._hidden(ids_N[at_bt.clamp(min=0)], positions(at_bt, batch.position_ids_BT))
+            last_btD = self._hidden(
+                ids_N[at_bt.clamp(min=0)], positions(at_bt, batch.position_ids_BT)
+            )
             for k, states_btD in {LAST: last_btD, **streams}.items():
                 whole[k] = put_back(whole.get(k), states_btD, at_bt, len(ids_N))
         shape = batch.input_ids_BT.shape
@@ -118,9 +147,11 @@ class InProcessTarget:
         return getattr(self._config, "_attn_implementation", None) == "eager"
 
     def compile_layers(self) -> None:
-        """Compile the model's layers for the calls of this source. For others the model stays as it
-        is. Layers in shards stay as they are: what gathers them is a hook, and would be cut out of
-        every graph."""
+        """Compile the model's layers for the calls of this source.
+
+        For others the model stays as it is. Layers in shards stay as they are: what gathers them is
+        a hook, and would be cut out of every graph.
+        """
         if not is_sharded(self.model):
             self._compiled = list(self._decoder.layers)
 
@@ -129,7 +160,9 @@ class InProcessTarget:
         return weight_VD.detach()
 
     def _hidden(self, ids_BT: Tensor, position_ids_BT: Tensor, **within: Any) -> Tensor:
-        output = self._decoder(input_ids=ids_BT, position_ids=position_ids_BT, use_cache=False, **within)
+        output = self._decoder(
+            input_ids=ids_BT, position_ids=position_ids_BT, use_cache=False, **within
+        )
         hidden_BTD: Tensor | None = getattr(output, "last_hidden_state", None)
         if hidden_BTD is None:
             raise ValueError(
@@ -141,12 +174,15 @@ class InProcessTarget:
     @contextmanager
     def _streams(self) -> Iterator[dict[int, Tensor]]:
         """A dict, filled while the model runs, with the residual stream after each of `aux_layers`.
+
         `output_hidden_states` would keep the streams of all layers, and give the last one after the
-        final norm."""
+        final norm.
+        """
         streams: dict[int, Tensor] = {}
 
         def keep(k: int, hidden: Any) -> None:
-            # A pre-hook gets a tuple of arguments, and some layers return a tuple: the stream comes first.
+            # A pre-hook gets a tuple of arguments, and some layers return a tuple: the stream comes
+            # first.
             streams[k] = hidden[0] if isinstance(hidden, tuple) else hidden
 
         handles = []
@@ -156,7 +192,9 @@ class InProcessTarget:
                 handles.append(layer.register_forward_pre_hook(lambda _, args: keep(0, args)))
             else:
                 layer = self._decoder.layers[k - 1]
-                handles.append(layer.register_forward_hook(lambda _, __, output, k=k: keep(k, output)))
+                handles.append(
+                    layer.register_forward_hook(lambda _, __, output, k=k: keep(k, output))
+                )
         try:
             yield streams
         finally:
@@ -167,31 +205,52 @@ class InProcessTarget:
         try:
             return find_rule(self.model)
         except ValueError as error:
-            raise ValueError(f"{error}, so the exact signal would be wrong: {TOP_K_ONLY}") from error
+            raise ValueError(
+                f"{error}, so the exact signal would be wrong: {TOP_K_ONLY}"
+            ) from error
 
     @torch.no_grad()
     def _keeps_apart(self) -> bool:
-        """Whether documents in one row leave each other as they are. Layers with a state do not.
-        Eager attention would compute all pairs of a row. All others are tried: the same document,
-        packed behind two different ones, must get exactly the same states. Raises ValueError if a
-        row sees what follows, so that not even padding is without effect."""
+        """Whether documents in one row leave each other as they are.
+
+        Layers with a state do not. Eager attention would compute all pairs of a row. All others are
+        tried: the same document, packed behind two different ones, must get exactly the same
+        states.
+
+        Raises:
+            ValueError: if a row sees what follows, so that not even padding is without effect.
+        """
         half, device = 8, self._head().device
         ids_T = torch.arange(3 * half, device=device) * 7 % self._head().shape[0]
         first, other, last = torch.split(ids_T, half)
         rows = [(first, last), (other, last), (first, other)]
-        packed = Batch.packed([[(ids, torch.ones(half)) for ids in row] for row in rows], width=2 * half, device=device)
+        packed = Batch.packed(
+            [[(ids, torch.ones(half)) for ids in row] for row in rows],
+            width=2 * half,
+            device=device,
+        )
         behind_one, behind_other, before_other = self._pass(packed)
         alone, followed = behind_one[:half].float(), before_other[:half].float()
         if (alone - followed).norm() > 1e-2 * alone.norm():
-            raise ValueError(f"a token of {type(self.model).__name__} sees those that follow it: {TOP_K_ONLY}")
+            raise ValueError(
+                f"a token of {type(self.model).__name__} sees those that follow it: {TOP_K_ONLY}"
+            )
         kinds = set(getattr(self._config, "layer_types", None) or ())
-        return kinds <= ATTENTION_TYPES and not self._is_eager and torch.equal(behind_one[half:], behind_other[half:])
+        return (
+            kinds <= ATTENTION_TYPES
+            and not self._is_eager
+            and torch.equal(behind_one[half:], behind_other[half:])
+        )
 
 
 @torch.no_grad()
 def top_k(exact: ExactTarget, rows_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(ids, float32 log-probabilities) of the given rows of the flattened batch, [N, K] each,
-    descending. Raises ValueError if k exceeds the vocabulary."""
+    descending.
+
+    Raises:
+        ValueError: if k exceeds the vocabulary.
+    """
     if k > len(exact.head_VD):
         raise ValueError(f"the top {k} of a vocabulary of {len(exact.head_VD)}: choose a smaller k")
     ids, log_probs = [], []
@@ -214,32 +273,44 @@ def recorded(batch: Batch, rows_N: Tensor, ids_NK: Tensor, log_probs_NK: Tensor)
     return TargetSignal(distribution=TopKTarget(ids_BTK=ids_BTK, log_probs_BTK=log_probs_BTK))
 
 
-say_once = functools.cache(Progress.write)  # a run opens its servers for the forecast and for the training
+say_once = functools.cache(
+    Progress.write
+)  # a run opens its servers for the forecast and for the training
 
 
 class EndpointTarget:
-    """The top-k signal of one or several vLLM servers. One request per document.
-    The servers must be started with `--max-logprobs` of at least k."""
+    """The top-k signal of one or several vLLM servers.
 
-    def __init__(self, endpoint: Endpoint | Endpoints, k: int = 20, opened: TargetFolder | None = None) -> None:
-        """The endpoint must not be shared: the connections belong to this source's event loop. Servers
-        that certainly serve another target than `opened` are refused."""
+    One request per document. The servers must be started with `--max-logprobs` of at least k.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint | Endpoints, k: int = 20, opened: TargetFolder | None = None
+    ) -> None:
+        """The endpoint must not be shared: the connections belong to this source's event loop.
+
+        Servers that certainly serve another target than `opened` are refused.
+        """
         self.endpoint, self.k, self._opened = endpoint, k, opened
-        # One event loop for all calls: the connections stay open between batches, and belong to a loop.
+        # One event loop for all calls: the connections stay open between batches, and belong to a
+        # loop.
         self._runner = asyncio.Runner()
 
     def require_target(self) -> None:
-        """Raise ValueError if a server certainly serves another target, or ConnectionError if it, or
-        each of several, does not answer; the message names the URL. A dead server among several is
-        checked when it comes back, and gets no requests if it fails."""
+        """Raise ValueError if a server certainly serves another target, or ConnectionError if it,
+        or each of several, does not answer; the message names the URL. A dead server among
+        several is checked when it comes back, and gets no requests if it fails.
+        """
         if isinstance(self.endpoint, Endpoints):
             self._runner.run(self.endpoint.require(self._require_target))
         else:
             self._runner.run(self._require_target(self.endpoint))
 
     async def _require_target(self, endpoint: Endpoint) -> None:
-        """The server's tokenizer must give the target's ids. Another name is only printed: an alias
-        or a quantised copy has one too."""
+        """The server's tokenizer must give the target's ids.
+
+        Another name is only printed: an alias or a quantised copy has one too.
+        """
         if (target := self._opened) is None:
             return
         asked = {"prompt": WORDS, "add_special_tokens": False, "return_token_ids": True}
@@ -247,27 +318,43 @@ class EndpointTarget:
         theirs = answer["choices"][0].get("prompt_token_ids")
         ours = target.tokenizer(WORDS, add_special_tokens=False)["input_ids"]
         if theirs not in (None, ours):
-            raise ValueError(f"{endpoint.url} serves another target: {WORDS!r} has the ids {theirs}, not {ours}")
+            raise ValueError(
+                f"{endpoint.url} serves another target: {WORDS!r} has the ids {theirs}, not {ours}"
+            )
         if Path(named := await endpoint.model()).name != Path(target.name).name:
-            say_once(f"{endpoint.url} serves {named}: its answers are taken for those of {target.name}")
+            say_once(
+                f"{endpoint.url} serves {named}: its answers are taken for those of {target.name}"
+            )
 
     def _require_known(self, largest: int) -> None:
         if self._opened is not None and largest >= (size := self._opened.text_config.vocab_size):
-            raise ValueError(f"{self.endpoint.url} serves another target: id {largest} of a vocabulary of {size}")
+            raise ValueError(
+                f"{self.endpoint.url} serves another target: id {largest} of a vocabulary of {size}"
+            )
 
     def __call__(self, batch: Batch) -> TargetSignal:
-        """The signal of a batch. Raises ValueError if the server refuses k or a document, or answers
-        with ids of another vocabulary. Raises ConnectionError if it does not answer; the message
-        names the URL."""
+        """The signal of a batch.
+
+        Raises:
+            ValueError: if the server refuses k or a document, or answers with ids of another
+                vocabulary.
+            ConnectionError: if it does not answer; the message names the URL.
+        """
         return self._runner.run(self._signal(batch))
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """`num_tokens` greedy tokens of the server after each prompt; end tokens do not stop it.
-        Raises as `__call__`."""
+
+        Raises as `__call__`.
+        """
 
         async def one(prompt: Sequence[int]) -> list[int]:
             answer = await self._complete(
-                prompt=list(prompt), max_tokens=num_tokens, temperature=0, ignore_eos=True, return_token_ids=True
+                prompt=list(prompt),
+                max_tokens=num_tokens,
+                temperature=0,
+                ignore_eos=True,
+                return_token_ids=True,
             )
             token_ids: list[int] = answer["choices"][0]["token_ids"]
             self._require_known(max(token_ids, default=0))
@@ -285,12 +372,24 @@ class EndpointTarget:
         is_label_row = label_rows(batch, 0).flatten()
         wanted = [(tokens, tokens[is_label_row[tokens]]) for tokens in documents(batch.document_BT)]
         # The longest first: several servers then finish at about the same time.
-        wanted = sorted(((t, rows) for t, rows in wanted if len(rows)), key=lambda pair: len(pair[0]), reverse=True)
+        wanted = sorted(
+            ((t, rows) for t, rows in wanted if len(rows)),
+            key=lambda pair: len(pair[0]),
+            reverse=True,
+        )
         ids_T = batch.input_ids_BT.flatten()
-        answers = await asyncio.gather(*(self._score(ids_T[tokens], rows - tokens[0]) for tokens, rows in wanted))
+        answers = await asyncio.gather(
+            *(self._score(ids_T[tokens], rows - tokens[0]) for tokens, rows in wanted)
+        )
         ids_NK = torch.cat([ids for ids, _ in answers]) if answers else torch.empty(0, self.k)
-        log_probs_NK = torch.cat([log_probs for _, log_probs in answers]) if answers else torch.empty(0, self.k)
-        rows_N = torch.cat([rows for _, rows in wanted]) if wanted else torch.empty(0, dtype=torch.int64)
+        log_probs_NK = (
+            torch.cat([log_probs for _, log_probs in answers])
+            if answers
+            else torch.empty(0, self.k)
+        )
+        rows_N = (
+            torch.cat([rows for _, rows in wanted]) if wanted else torch.empty(0, dtype=torch.int64)
+        )
         return recorded(batch, rows_N, ids_NK, log_probs_NK)
 
     async def _score(self, ids_T: Tensor, rows_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,13 +400,18 @@ class EndpointTarget:
             answer = await self._complete(prompt=prompt, prompt_logprobs=self.k, max_tokens=1)
         except RequestRefusedError as error:
             if "logprobs" in error.reason:
-                raise ValueError(f"{error}: start the server with --max-logprobs {self.k}") from error
+                raise ValueError(
+                    f"{error}: start the server with --max-logprobs {self.k}"
+                ) from error
             raise
         # Entry t + 1 is the distribution of row t; token t + 1 is in it, as entry k + 1 if need be.
         entries = [answer["choices"][0]["prompt_logprobs"][row + 1] for row in rows_N.tolist()]
         largest = [
-            sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True) for entry in entries
+            sorted(((e["logprob"], int(token)) for token, e in entry.items()), reverse=True)
+            for entry in entries
         ]
         ids_NK = torch.tensor([[token for _, token in row[: self.k]] for row in largest])
         self._require_known(int(ids_NK.max()))
-        return ids_NK, torch.tensor([[log_prob for log_prob, _ in row[: self.k]] for row in largest])
+        return ids_NK, torch.tensor(
+            [[log_prob for log_prob, _ in row[: self.k]] for row in largest]
+        )

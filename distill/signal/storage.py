@@ -1,4 +1,7 @@
-"""Types and places of recorded hidden states. Without torch, so that a config that contains them loads fast."""
+"""Types and places of recorded hidden states.
+
+Without torch, so that a config that contains them loads fast.
+"""
 
 from typing import Literal
 

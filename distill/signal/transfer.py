@@ -16,9 +16,12 @@ def host_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def to_device(value: T, device: torch.device) -> T:
     """A tensor, or a dataclass with tensors at any depth, on `device`, where a GPU may still be
-    copying: its current stream finds the tensors whole. The host may change its own."""
+    copying: its current stream finds the tensors whole. The host may change its own.
+    """
     if is_dataclass(value):
-        moved: dict[str, Any] = {name: to_device(part, device) for name, part in vars(value).items()}
+        moved: dict[str, Any] = {
+            name: to_device(part, device) for name, part in vars(value).items()
+        }
         return cast(T, type(value)(**moved))  # type: ignore[misc]  # it may be a class, for all mypy knows
     return cast(T, _copy(value, device)) if isinstance(value, Tensor) else value
 
@@ -26,5 +29,6 @@ def to_device(value: T, device: torch.device) -> T:
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
-    # The pinned copy is held by nobody else, and PyTorch keeps its memory until the device has read it.
+    # The pinned copy is held by nobody else, and PyTorch keeps its memory until the device has read
+    # it.
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,12 @@
-"""Layers of target and draft compiled by `torch.compile`: what lies between two matrix products becomes one kernel.
+"""Layers of target and draft compiled by `torch.compile`.
+
+What lies between two matrix products becomes one kernel.
 
 target       each transformer layer, in the calls of its signal only (`running_compiled`)
 draft        each layer, in place: forward and backward
 divergence   on a CPU, the operations on a block of logits (`distill.loss.compiled`); a GPU has kernels for them
-as it was    attention over ranges of keys, embeddings, the optimizer"""
+as it was    attention over ranges of keys, embeddings, the optimizer
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,28 @@ from redraft.heads.nn.compilation import compile_here
 
 LAYERS = ("layers", "midlayer", "block", "blocks")  # attributes with a draft's layers, list or dict
 
-EAGER: Sequence[tuple[Any, str]] = ((StepMemory, "attend"), (blocks, "attend"), (causal_lm, "attend"))
-"""These stay outside of graphs. Loops and branches in them depend on the documents of a batch, and the keys grow by a
-pair with every draft step: each would need another graph."""
+EAGER: Sequence[tuple[Any, str]] = (
+    (StepMemory, "attend"),
+    (blocks, "attend"),
+    (causal_lm, "attend"),
+)
+"""These stay outside of graphs. Loops and branches in them depend on the documents of a batch, and
+the keys grow by a pair with every draft step: each would need another graph.
+"""
 
 
 def require_compiler() -> None:
     """Raise ValueError if layers cannot be compiled in this launch, or on this machine."""
     if uses_deepspeed():
-        raise ValueError("--loop.compile does not work with DeepSpeed: launch with ddp.yaml or fsdp2.yaml, or leave it")
+        raise ValueError(
+            "--loop.compile does not work with DeepSpeed: launch with ddp.yaml or fsdp2.yaml, or "
+            "leave it"
+        )
     compilers = (os.environ.get("CXX", ""), "g++", "clang++")
     if not any(name and shutil.which(name) for name in compilers):
-        raise ValueError("--loop.compile needs a C++ compiler, and there is no g++ or clang++ here: install one")
+        raise ValueError(
+            "--loop.compile needs a C++ compiler, and there is no g++ or clang++ here: install one"
+        )
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         raise ValueError("--loop.compile needs Triton on a GPU: pip install triton")
 
@@ -51,13 +64,20 @@ def draft_layers(draft: Any) -> list[nn.Module]:
         layer
         for one in found
         for layer in (
-            one.values() if isinstance(one, nn.ModuleDict) else one if isinstance(one, nn.ModuleList) else [one]
+            one.values()
+            if isinstance(one, nn.ModuleDict)
+            else one
+            if isinstance(one, nn.ModuleList)
+            else [one]
         )
     ]
 
 
 def compile_in_place(layers: Iterable[nn.Module], *, recomputed: bool) -> None:
-    """Compile the calls of these layers from now on. Parameters and their names stay as they are."""
+    """Compile the calls of these layers from now on.
+
+    Parameters and their names stay as they are.
+    """
     _keep_attention_eager()
     # Layer by layer there is nothing to overlap within a graph, so DDP's buckets must not cut it.
     torch._dynamo.config.optimize_ddp = False

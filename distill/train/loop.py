@@ -1,4 +1,7 @@
-"""The training loop of every recipe: step, log, evaluate on held-out text, checkpoint; resume after a kill."""
+"""The training loop of every recipe.
+
+Step, log, evaluate on held-out text, checkpoint; resume after a kill.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,13 @@ from redraft.distill.data.samples import SampleStats
 from redraft.distill.run.run_config import Loop
 from redraft.distill.run.run_folder import RunFolder
 from redraft.distill.signal.transfer import to_device
-from redraft.distill.train.ranks import LONGEST_WAIT, die_with_launcher, join_on_cpu, keep_models_whole, uses_deepspeed
+from redraft.distill.train.ranks import (
+    LONGEST_WAIT,
+    die_with_launcher,
+    join_on_cpu,
+    keep_models_whole,
+    uses_deepspeed,
+)
 from redraft.distill.train.step import Distillation, StepOutcome, StepStats
 from redraft.eval.engine.hardware import Machine, this_machine
 from redraft.eval.prompts import Prompt
@@ -75,8 +84,11 @@ def _has_login() -> bool:
 
 
 def choose_precision(asked: str | None, launched: str | None, machine: Machine) -> tuple[str, str]:
-    """(mixed precision here, the line that names it). `asked` is by the user, `launched` by
-    `accelerate launch` (no, bf16, fp16 or fp8); None for neither."""
+    """(mixed precision here, the line that names it).
+
+    `asked` is by the user, `launched` by `accelerate launch` (no, bf16, fp16 or fp8); None for
+    neither.
+    """
     # Not fp16: a step that overflows is skipped here, and the scale of its loss never falls.
     default = launched if launched and launched != "fp16" else "no"
     # Without a config, `accelerate launch` says "no" as well, so there "no" is nobody's wish.
@@ -93,10 +105,16 @@ def choose_precision(asked: str | None, launched: str | None, machine: Machine) 
 
 
 def make_accelerator(
-    accumulation: int, mixed_precision: str | None, wandb_project: str | None, machine: Machine | None = None
+    accumulation: int,
+    mixed_precision: str | None,
+    wandb_project: str | None,
+    machine: Machine | None = None,
 ) -> Accelerator:
-    """The accelerator of this launch, on this machine by default. The main process prints the
-    precision (`choose_precision`); wandb writes offline unless somebody is logged in."""
+    """The accelerator of this launch, on this machine by default.
+
+    The main process prints the precision (`choose_precision`); wandb writes offline unless somebody
+    is logged in.
+    """
     machine = machine or this_machine()
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
         machine = machine.without_gpu
@@ -131,11 +149,16 @@ def make_accelerator(
 
 
 def train(
-    distillation: Distillation, data: LoadedData, run: RunFolder, loop: Loop, num_speculative_tokens: int
+    distillation: Distillation,
+    data: LoadedData,
+    run: RunFolder,
+    loop: Loop,
+    num_speculative_tokens: int,
 ) -> TrainingCost:
     """Train from the newest checkpoint of `run` until `loop.steps`, or until acceptance falls
-    (`loop.stop_by`); losses and held-out acceptance go to the metrics.
-    Raises as `RunFolder.restore`."""
+    (`loop.stop_by`); losses and held-out acceptance go to the metrics. Raises as
+    `RunFolder.restore`.
+    """
     accelerator = distillation.accelerator
     if loop.compile:
         distillation.compile_layers()
@@ -145,7 +168,9 @@ def train(
         loop = replace(loop, steps=trainer.plan_steps(loop))
     elif loop.epochs is not None:
         micro_batches = data.train.num_batches(loop.batch_size, accelerator.num_processes)
-        loop = replace(loop, steps=max(1, round(loop.epochs * micro_batches / distillation.optim.accumulation)))
+        loop = replace(
+            loop, steps=max(1, round(loop.epochs * micro_batches / distillation.optim.accumulation))
+        )
     distillation.num_steps = loop.steps
     if accelerator.is_main_process:
         rows = loop.batch_size * distillation.optim.accumulation * accelerator.num_processes
@@ -155,9 +180,15 @@ def train(
         # All ranks, because the weights of a sharded draft are spread over them.
         run.restore_best(distillation.resume)
         if accelerator.is_main_process:
-            print(f"the draft of step {distillation.step_index} is kept: no later evaluation had a higher tau")
-    # From the metrics, because a run resumed after the last step trains nothing, and measures no speed.
-    tokens_per_s = next(entry["tokens_per_s"] for entry in reversed(run.metrics) if "tokens_per_s" in entry)
+            print(
+                f"the draft of step {distillation.step_index} is kept: no later evaluation had a "
+                "higher tau"
+            )
+    # From the metrics, because a run resumed after the last step trains nothing, and measures no
+    # speed.
+    tokens_per_s = next(
+        entry["tokens_per_s"] for entry in reversed(run.metrics) if "tokens_per_s" in entry
+    )
     return TrainingCost(
         tokens_per_s=tokens_per_s,
         peak_rss_mib=peak_rss_mib(),
@@ -169,24 +200,35 @@ def train(
 def describe_length(loop: Loop, rows: int, num_rows: int) -> str:
     tokens, passes = loop.steps * rows * loop.sequence_length, loop.steps * rows / num_rows
     return (
-        f"{loop.steps:,} steps of {rows:,} rows of {loop.sequence_length:,} tokens: up to {tokens:,} tokens, "
+        f"{loop.steps:,} steps of {rows:,} rows of {loop.sequence_length:,} tokens: up to "
+        f"{tokens:,} tokens, "
         f"{passes:,.3g} passes over the {num_rows:,} rows of the data"
     )
 
 
 class _Trainer:
-    """A training, in one part or several: the first steps, whose speed plans the rest, and the rest."""
+    """A training, in one part or several.
+
+    The first steps, whose speed plans the rest, and the rest.
+    """
 
     def __init__(
-        self, distillation: Distillation, data: LoadedData, run: RunFolder, num_speculative_tokens: int
+        self,
+        distillation: Distillation,
+        data: LoadedData,
+        run: RunFolder,
+        num_speculative_tokens: int,
     ) -> None:
         self.distillation, self.data, self.run = distillation, data, run
         self.num_speculative_tokens = num_speculative_tokens
         self.meter = _Meter()
 
     def plan_steps(self, loop: Loop) -> int:
-        """Train the first steps; returns how many fill `loop.minutes` in all, the main process's
-        number, logged for a resumed run. Their learning rate is that of `loop.steps`."""
+        """Train the first steps.
+
+        Returns how many fill `loop.minutes` in all, the main process's number, logged for a resumed
+        run. Their learning rate is that of `loop.steps`.
+        """
         planned = [entry["planned_steps"] for entry in self.run.metrics if "planned_steps" in entry]
         if planned:
             return int(planned[-1])
@@ -221,7 +263,9 @@ class _Trainer:
         # Kept and not made again: the signal ahead is found by the identity of the batch.
         upcoming: list[Batch] = []
         for step in bar:
-            if _is_past_its_best(run.metrics, loop):  # also at once, if a run is resumed that had ended by this
+            if _is_past_its_best(
+                run.metrics, loop
+            ):  # also at once, if a run is resumed that had ended by this
                 bar.close()
                 break
             batches = upcoming or _batches(distillation, self.data, loop, step)
@@ -238,28 +282,45 @@ class _Trainer:
                 stats = distillation.read(unread)
                 rate = self.meter.rate()
                 run.log(done, **_describe(stats), tokens_per_s=rate)
-                bar.set_postfix(loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{rate:,.0f}")
-            # After the log: a run killed right after the checkpoint still has the line of this step.
+                bar.set_postfix(
+                    loss=f"{stats.loss:.3f}", alpha=f"{stats.alpha[0]:.3f}", tok_s=f"{rate:,.0f}"
+                )
+            # After the log: a run killed right after the checkpoint still has the line of this
+            # step.
             if loop.save_every and (done % loop.save_every == 0 or is_last):
                 with self.meter.paused():
                     run.save(done, distillation.save)
 
 
 def _describe(stats: StepStats) -> dict[str, Any]:
-    return {name: getattr(stats, name) for name in ("loss", "alpha", "alpha_greedy", "grad_norm", "lr")}
+    return {
+        name: getattr(stats, name) for name in ("loss", "alpha", "alpha_greedy", "grad_norm", "lr")
+    }
 
 
-def _evaluate(distillation: Distillation, held_out: list[Batch], run: RunFolder, loop: Loop, num_tokens: int) -> None:
-    """Log the acceptance on held-out text after the newest step. If the best draft counts, save a best one."""
+def _evaluate(
+    distillation: Distillation, held_out: list[Batch], run: RunFolder, loop: Loop, num_tokens: int
+) -> None:
+    """Log the acceptance on held-out text after the newest step.
+
+    If the best draft counts, save a best one.
+    """
     done, metrics = distillation.step_index, distillation.evaluate(held_out, num_tokens)
-    run.log(done, held_out_alpha=metrics.alpha, held_out_alpha_greedy=metrics.alpha_greedy, held_out_tau=metrics.tau)
+    run.log(
+        done,
+        held_out_alpha=metrics.alpha,
+        held_out_alpha_greedy=metrics.alpha_greedy,
+        held_out_tau=metrics.tau,
+    )
     if loop.stop_by == "acceptance" and _find_best(run.metrics) == done:
         run.save_best(done, distillation.save)
 
 
 def _find_best(metrics: Sequence[Mapping[str, Any]]) -> int:
-    """Step of the evaluation with the highest held-out tau, the first of equals, or 0: from the
-    metrics, which a resumed run cuts."""
+    """Step of the evaluation with the highest held-out tau, the first of equals, or 0.
+
+    From the metrics, which a resumed run cuts.
+    """
     taus = [(entry["held_out_tau"], -entry["step"]) for entry in metrics if "held_out_tau" in entry]
     return -max(taus)[1] if taus else 0
 
@@ -288,7 +349,9 @@ def _batches(distillation: Distillation, data: LoadedData, loop: Loop, step: int
 
 
 def _take_held_out(held_out: PackedDataset, loop: Loop, accelerator: Accelerator) -> list[Batch]:
-    batches = held_out.in_order(loop.batch_size, rank=accelerator.process_index, num_ranks=accelerator.num_processes)
+    batches = held_out.in_order(
+        loop.batch_size, rank=accelerator.process_index, num_ranks=accelerator.num_processes
+    )
     return [to_device(batch, accelerator.device) for batch in islice(batches, loop.eval_batches)]
 
 

@@ -1,10 +1,12 @@
 """Muon: in a step, a matrix changes by its momentum with all singular values made about equal.
 
-Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon/), whose coefficients these are. A gradient has few large
-singular values. AdamW follows them; Muon moves the directions in which few tokens pull as far as the others, so a draft
-learns more from each label. Vectors, embeddings and output heads, with a row for each token, stay with AdamW.
+Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon/), whose coefficients these are. A
+gradient has few large singular values. AdamW follows them; Muon moves the directions in which few
+tokens pull as far as the others, so a draft learns more from each label. Vectors, embeddings and
+output heads, with a row for each token, stay with AdamW.
 
-R = rows, C = columns of a matrix."""
+R = rows, C = columns of a matrix.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from torch import Tensor, nn
 from redraft.eval.engine.hardware import this_machine
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Factors of x, x^3 and x^5. Five such polynomials bring singular values of 0.02 to 1 between 0.7 and 1.2."""
+"""Factors of x, x^3 and x^5. Five such polynomials bring singular values of 0.02 to 1 between 0.7
+and 1.2.
+"""
 
 ITERATIONS = 5
 OUTPUT_HEADS = ("lm_head", "lm_heads", "head", "markov_w2")  # linear layers with token outputs
@@ -27,7 +31,9 @@ OUTPUT_HEADS = ("lm_head", "lm_heads", "head", "markov_w2")  # linear layers wit
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, made orthogonal: a step changes a matrix by about `lr`, in the RMS."""
 
-    def __init__(self, matrices: Iterable[Tensor], *, lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self, matrices: Iterable[Tensor], *, lr: float, momentum: float, weight_decay: float
+    ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.dtype: torch.dtype | None = None  # Type of the iteration; None as in `orthogonalise`.
 
@@ -37,9 +43,13 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._move(weight, weight.grad, group["lr"], group["momentum"], group["weight_decay"])
+                    self._move(
+                        weight, weight.grad, group["lr"], group["momentum"], group["weight_decay"]
+                    )
 
-    def _move(self, weight: Tensor, grad: Tensor, lr: float, momentum: float, weight_decay: float) -> None:
+    def _move(
+        self, weight: Tensor, grad: Tensor, lr: float, momentum: float, weight_decay: float
+    ) -> None:
         state = self.state[weight]
         if not state:
             state["momentum"] = torch.zeros_like(weight)
@@ -50,9 +60,11 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix_RC: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """U V^T of the matrix U S V^T, with singular values between 0.7 and 1.2 instead of 1; [R, C],
-    in its type. The iteration computes in `dtype`. None is bfloat16 on a GPU and on a CPU with
-    instructions for it, else float32."""
+    """U V^T of the matrix U S V^T, with singular values between 0.7 and 1.2 instead of 1.
+
+    [R, C], in its type. The iteration computes in `dtype`. None is bfloat16 on a GPU and on a CPU
+    with instructions for it, else float32.
+    """
     a, b, c = COEFFICIENTS
     wide = matrix_RC.shape[0] <= matrix_RC.shape[1]
     if dtype is None:

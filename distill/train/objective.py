@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from redraft.distill.loss.choice import Divergence
-from redraft.distill.loss.fused import DraftRows, ExactRows, TopKRows, default_chunk_tokens, fused_linear_divergence
+from redraft.distill.loss.fused import (
+    DraftRows,
+    ExactRows,
+    TopKRows,
+    default_chunk_tokens,
+    fused_linear_divergence,
+)
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 
 
@@ -26,24 +32,36 @@ class StepResult:
 
 
 def distill_loss(
-    steps: Sequence[DraftStep], batch: Batch, signal: TargetSignal, divergence: Divergence, scale: float | Tensor
+    steps: Sequence[DraftStep],
+    batch: Batch,
+    signal: TargetSignal,
+    divergence: Divergence,
+    scale: float | Tensor,
 ) -> StepResult:
-    """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the step), in blocks:
-    never [rows, V] of both."""
+    """scale * sum_k weight_k * sum_rows (D(target, draft) + further losses of the step), in blocks.
+
+    Never [rows, V] of both.
+    """
     chunk_tokens = default_chunk_tokens(steps[0].head_WD.device)
     rows = find_rows(steps, chunk_tokens)
     # The target's row n is about token n + 1.
-    labels_N = batch.input_ids_BT.flatten()[(rows.kept_N + 1).clamp(max=batch.input_ids_BT.numel() - 1)]
+    labels_N = batch.input_ids_BT.flatten()[
+        (rows.kept_N + 1).clamp(max=batch.input_ids_BT.numel() - 1)
+    ]
     drafts = [
         DraftRows(
             hidden_MD=step.rule.scaled(step.hidden_BTD.flatten(0, 1)[row.place_M]),
             head_WD=step.head_WD,
             target_row_M=row.target_row_M,
-            weight_M=scale * torch.full((len(row.place_M),), step.weight, device=row.place_M.device),
+            weight_M=scale
+            * torch.full((len(row.place_M),), step.weight, device=row.place_M.device),
             draft_ids_W=step.draft_ids_W,
             bias=None
             if step.bias is None
-            else (step.rule.scaled(step.bias.code_BTR.flatten(0, 1)[row.place_M]), step.bias.head_WR),
+            else (
+                step.rule.scaled(step.bias.code_BTR.flatten(0, 1)[row.place_M]),
+                step.bias.head_WR,
+            ),
             cap=step.rule.cap,
             bounds=row.bounds,
         )
@@ -71,7 +89,9 @@ def distill_loss(
             loss = loss + scale * step.weight * binary_cross_entropy_with_logits(
                 confidence_M, alpha_M.clamp(0, 1), reduction="sum"
             )
-    sums = torch.stack([result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1)
+    sums = torch.stack(
+        [result.alpha_S, result.alpha_greedy_S, result.count_S.to(result.alpha_S.dtype)], dim=1
+    )
     return StepResult(loss=loss, sums_S3=sums)
 
 
@@ -102,7 +122,9 @@ def find_rows(steps: Sequence[DraftStep], chunk_tokens: int) -> Rows:
     # For each chunk of kept rows the place behind it, also for chunks that turn out to be empty.
     ends = torch.arange(0, size + chunk_tokens, chunk_tokens, device=needed.device)
     behind = torch.searchsorted(new_index + 1, ends, right=True)
-    counts = [torch.cat([one.new_zeros(1, dtype=torch.long), one.cumsum(0)])[behind] for one in compared]
+    counts = [
+        torch.cat([one.new_zeros(1, dtype=torch.long), one.cumsum(0)])[behind] for one in compared
+    ]
     (num_kept, *_), *bounds = torch.stack([needed.sum().expand(len(ends)), *counts]).tolist()
     num_chunks = -(-num_kept // chunk_tokens)
     found = []
@@ -134,5 +156,6 @@ def select_rows(signal: TargetSignal, kept_N: Tensor) -> ExactRows | TopKRows:
             rule=distribution.rule,
         )
     return TopKRows(
-        ids_NK=distribution.ids_BTK.flatten(0, 1)[kept_N], log_probs_NK=distribution.log_probs_BTK.flatten(0, 1)[kept_N]
+        ids_NK=distribution.ids_BTK.flatten(0, 1)[kept_N],
+        log_probs_NK=distribution.log_probs_BTK.flatten(0, 1)[kept_N],
     )

@@ -12,9 +12,10 @@ class Optim:
     """The optimizer and its learning rate."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """`muon` moves the matrices of the draft by Muon (kellerjordan.github.io/posts/muon), and embeddings, output heads
-    and norms by AdamW. It learns more from each label, for some more work in each step. Every
-    process needs whole matrices: one process or DDP."""
+    """`muon` moves the matrices of the draft by Muon (kellerjordan.github.io/posts/muon), and
+    embeddings, output heads and norms by AdamW. It learns more from each label, for some more
+    work in each step. Every process needs whole matrices: one process or DDP.
+    """
     lr: float = 1e-4
     """Peak learning rate, reached after the warm-up: about the change of a weight in a step."""
     weight_decay: float = 0.0
@@ -24,7 +25,9 @@ class Optim:
     beta2: float = 0.95
     """AdamW's decay rate for the running mean of the squared gradient."""
     momentum: float = 0.9
-    """Muon's decay rate for the sum of the gradients. For runs of some dozens of steps 0.8 is better."""
+    """Muon's decay rate for the sum of the gradients. For runs of some dozens of steps 0.8 is
+    better.
+    """
     schedule: Literal["cosine", "constant"] = "cosine"
     """Learning rate after the warm-up: down a cosine to `min_lr_fraction` of `lr`, or constant."""
     warmup_fraction: float = 0.03
@@ -38,11 +41,15 @@ class Optim:
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and self.max_grad_norm > 0):
-            raise ValueError(f"lr is {self.lr}, max_grad_norm {self.max_grad_norm}: both must be above 0")
+            raise ValueError(
+                f"lr is {self.lr}, max_grad_norm {self.max_grad_norm}: both must be above 0"
+            )
         if not (0 <= self.warmup_fraction <= 1 and 0 <= self.min_lr_fraction <= 1):
             raise ValueError(f"warmup_fraction and min_lr_fraction are shares, from 0 to 1: {self}")
         if self.accumulation < 1:
-            raise ValueError(f"accumulation is {self.accumulation}: a step takes at least 1 micro-batch")
+            raise ValueError(
+                f"accumulation is {self.accumulation}: a step takes at least 1 micro-batch"
+            )
 
     def rate(self, step: int, num_steps: int) -> float:
         """Learning rate at `step` as a share of `lr`."""
@@ -53,4 +60,7 @@ class Optim:
         if self.schedule == "constant":
             return 1.0
         progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        return self.min_lr_fraction + (1 - self.min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
+        return (
+            self.min_lr_fraction
+            + (1 - self.min_lr_fraction) * (1 + math.cos(math.pi * progress)) / 2
+        )

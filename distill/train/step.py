@@ -25,7 +25,13 @@ from redraft.distill.train.compiled import compile_in_place, draft_layers
 from redraft.distill.train.muon import Muon, split
 from redraft.distill.train.objective import distill_loss
 from redraft.distill.train.optim import Optim
-from redraft.distill.train.ranks import describe_layout, fit_deepspeed, fit_fsdp, shards_parameters, uses_deepspeed
+from redraft.distill.train.ranks import (
+    describe_layout,
+    fit_deepspeed,
+    fit_fsdp,
+    shards_parameters,
+    uses_deepspeed,
+)
 from redraft.distill.train.unpickle import without_code
 from redraft.eval.forecast.greedy import QuickMetrics, metric_sums, quick_metrics
 from redraft.heads.draft import Batch, Draft, TargetSignal, label_rows
@@ -55,7 +61,10 @@ class UnreadStats(StepOutcome):
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats(StepOutcome):
-    """One step's results over the labelled rows of all ranks and micro-batches; lists have an entry per draft step."""
+    """One step's results over the labelled rows of all ranks and micro-batches.
+
+    Lists have an entry per draft step.
+    """
 
     loss: float  # Loss per label, of the micro-batches before the first whose loss was not finite.
     alpha: list[float]
@@ -63,8 +72,11 @@ class StepStats(StepOutcome):
 
 
 class DistillStep(nn.Module):
-    """All reads of the draft's parameters, in one `forward`: outside it, FSDP2 and ZeRO-3 hold only
-    shards, and they follow the gradient through plain tensors alone."""
+    """All reads of the draft's parameters, in one `forward`.
+
+    Outside it, FSDP2 and ZeRO-3 hold only shards, and they follow the gradient through plain
+    tensors alone.
+    """
 
     def __init__(self, draft: nn.Module, divergence: Divergence) -> None:
         super().__init__()
@@ -72,7 +84,9 @@ class DistillStep(nn.Module):
         self.divergence = divergence
         names = getattr(getattr(draft, "model", None), "_no_split_modules", None) or ()
         # FSDP2 gathers the layers of a model one by one, and a head, with a layer or two, whole.
-        self._no_split_modules = sorted({type(module).__name__ for module in draft.modules()}.intersection(names))
+        self._no_split_modules = sorted(
+            {type(module).__name__ for module in draft.modules()}.intersection(names)
+        )
 
     def compile_loss(self) -> None:
         """Compile the divergence from now on, unless the form is chosen, or a kernel computes it."""
@@ -87,11 +101,16 @@ class DistillStep(nn.Module):
         scale: float | Tensor = 1.0,
         num_speculative_tokens: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """(loss times `scale`, sums by draft step); with `num_speculative_tokens`, (`metric_sums`,) to evaluate it."""
+        """(loss times `scale`, sums by draft step).
+
+        With `num_speculative_tokens`, (`metric_sums`,) to evaluate it.
+        """
         draft = cast(Draft, self.draft)
         if num_speculative_tokens is not None:
             return (metric_sums(draft, batch, signal, num_speculative_tokens),)
-        result = distill_loss(draft.draft_steps(batch, signal), batch, signal, self.divergence, scale)
+        result = distill_loss(
+            draft.draft_steps(batch, signal), batch, signal, self.divergence, scale
+        )
         return result.loss, result.sums_S3
 
 
@@ -106,10 +125,13 @@ def _written_by(progress: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def require_whole_matrices(optim: Optim, accelerator: Accelerator) -> None:
-    """Raise ValueError if Muon is to move matrices that the ranks share out, or that DeepSpeed holds."""
+    """Raise ValueError if Muon is to move matrices that the ranks share out, or that DeepSpeed
+    holds.
+    """
     if optim.name == "muon" and (uses_deepspeed() or shards_parameters(accelerator)):
         raise ValueError(
-            f"muon needs whole matrices, and {describe_layout(accelerator)} share them out: launch with DDP "
+            f"muon needs whole matrices, and {describe_layout(accelerator)} share them out: launch "
+            "with DDP "
             "(accelerate launch --multi_gpu), or choose adamw"
         )
 
@@ -120,7 +142,9 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
     matrices, rest = split(module) if optim.name == "muon" else ([], trained)
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        optimizers.append(Muon(matrices, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay))
+        optimizers.append(
+            Muon(matrices, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
+        )
     if rest:
         adamw = torch.optim.AdamW(
             rest,
@@ -134,14 +158,19 @@ def make_optimizers(module: nn.Module, optim: Optim) -> list[torch.optim.Optimiz
 
 
 def compile_layers(draft: nn.Module, target: Callable[[Batch], TargetSignal] | None = None) -> None:
-    """Compile the layers of a draft, and of a target that is whole in this process (`distill.train.compiled`)."""
+    """Compile the layers of a draft, and of a target that is whole in this process
+    (`distill.train.compiled`).
+    """
     compile_in_place(draft_layers(draft), recomputed=getattr(draft, "recomputes", False))
     if isinstance(target, InProcessTarget):
         target.compile_layers()
 
 
 class Distillation:
-    """A draft in training: the module, its optimizers and learning rate schedule, and the number of steps done."""
+    """A draft in training.
+
+    The module, its optimizers and learning rate schedule, and the number of steps done.
+    """
 
     def __init__(
         self,
@@ -153,9 +182,19 @@ class Distillation:
         accelerator: Accelerator,
     ) -> None:
         if optim.accumulation != accelerator.gradient_accumulation_steps:
-            raise ValueError(f"accumulation {optim.accumulation} differs from the accelerator's own; pass it to both")
-        self.target, self.divergence, self.optim, self.accelerator = target, divergence, optim, accelerator
-        self.draft = draft  # the parameters are whole unless the ranks shard them (`shards_parameters`)
+            raise ValueError(
+                f"accumulation {optim.accumulation} differs from the accelerator's own; pass it to "
+                "both"
+            )
+        self.target, self.divergence, self.optim, self.accelerator = (
+            target,
+            divergence,
+            optim,
+            accelerator,
+        )
+        self.draft = (
+            draft  # the parameters are whole unless the ranks shard them (`shards_parameters`)
+        )
         module = DistillStep(draft, divergence)
         if uses_deepspeed():
             fit_deepspeed(accelerator, optim.max_grad_norm)
@@ -163,8 +202,8 @@ class Distillation:
             fit_fsdp(accelerator, module)
         require_whole_matrices(optim, accelerator)
         optimizers = make_optimizers(module, optim)
-        # The main process may come hours later, from caching the target: wait here, where the timeout is a day.
-        # Inside `prepare`, the wait of a sharded module would end after minutes.
+        # The main process may come hours later, from caching the target: wait here, where the
+        # timeout is a day. Inside `prepare`, the wait of a sharded module would end after minutes.
         accelerator.wait_for_everyone()
         self.module, *self.optimizers = accelerator.prepare(module, *optimizers)
         self.num_steps, self.step_index, self.skipped, self.skipped_in_a_row = num_steps, 0, 0, 0
@@ -174,23 +213,37 @@ class Distillation:
         self.accelerator.unwrap_model(self.module).compile_loss()
         is_left = isinstance(self.target, InProcessTarget) and is_sharded(self.target.model)
         if is_left and self.accelerator.is_main_process:
-            print("--loop.compile: the layers of the draft; those of the target are in shards, and stay as they are")
+            print(
+                "--loop.compile: the layers of the draft; those of the target are in shards, and "
+                "stay as they are"
+            )
 
     def weights(self) -> dict[str, Tensor]:
-        """The draft's state dict, whole on the main process even if the ranks shard it. All ranks must call this."""
+        """The draft's state dict, whole on the main process even if the ranks shard it.
+
+        All ranks must call this.
+        """
         state = self.accelerator.get_state_dict(self.module)
-        # Names as in the draft, without the wrapper `DistillStep`. Ranks other than the first may get None.
+        # Names as in the draft, without the wrapper `DistillStep`. Ranks other than the first may
+        # get None.
         return {name.removeprefix("draft."): tensor for name, tensor in (state or {}).items()}
 
     def step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> StepStats:
-        """Take one optimizer step (`take_step`) and read its results (`read`). All ranks must call this."""
+        """Take one optimizer step (`take_step`) and read its results (`read`).
+
+        All ranks must call this.
+        """
         return self.read(self.take_step(batches, upcoming))
 
     def take_step(self, batches: Sequence[Batch], upcoming: Batch | None = None) -> UnreadStats:
-        """Take one optimizer step over this rank's micro-batches; the results stay on the device. A
-        non-finite loss or gradient skips the step, and is counted. `upcoming` is the first batch of
-        the next step. A target that can work ahead gets the signal meanwhile. Raises RuntimeError
-        after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one."""
+        """Take one optimizer step over this rank's micro-batches; the results stay on the device.
+
+        A non-finite loss or gradient skips the step, and is counted. `upcoming` is the first batch
+        of the next step. A target that can work ahead gets the signal meanwhile.
+
+        Raises:
+            RuntimeError: after MAX_SKIPPED_IN_A_ROW skipped steps, or if DeepSpeed cannot skip one.
+        """
         assert len(batches) == self.optim.accumulation, "a step takes all of its micro-batches"
         # Without a scheduler: accelerate would step it per process, DeepSpeed too late.
         lr = self.optim.lr * self.optim.rate(self.step_index, self.num_steps)
@@ -198,11 +251,10 @@ class Distillation:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         counts_2 = self._count(batches)
-        # accelerate averages over ranks and micro-batches. We want the sum over all rows, divided by the labels of all
-        # ranks: otherwise the labels of a rank with few would weigh more.
-        # E.g. two ranks with 10 and 30 labels, one batch each: 2 / 40 on both, and the mean of both losses is
-        # the sum / 40.
-        # On the device: reading it would wait for the step before.
+        # accelerate averages over ranks and micro-batches. We want the sum over all rows, divided
+        # by the labels of all ranks: otherwise the labels of a rank with few would weigh more. E.g.
+        # two ranks with 10 and 30 labels, one batch each: 2 / 40 on both, and the mean of both
+        # losses is the sum / 40. On the device: reading it would wait for the step before.
         scale = self.accelerator.num_processes * len(batches) / counts_2[1].clamp(min=1).double()
         losses: list[Tensor] = []
         sums: list[Tensor] = []
@@ -234,7 +286,10 @@ class Distillation:
         )
 
     def read(self, unread: UnreadStats) -> StepStats:
-        """The results of a step over all ranks. All ranks must call this; it waits for the device."""
+        """The results of a step over all ranks.
+
+        All ranks must call this; it waits for the device.
+        """
         # One sum over the ranks, and one read.
         results = torch.cat([unread.sums_S3.double().flatten(), unread.loss[None]])
         *sums, loss = self._sum_over_ranks(results).tolist()
@@ -246,23 +301,31 @@ class Distillation:
             skipped=unread.skipped,
             loss=loss,
             alpha=[alpha / max(1, rows) for alpha, rows in zip(sums[::3], sums[2::3], strict=True)],
-            alpha_greedy=[alpha / max(1, rows) for alpha, rows in zip(sums[1::3], sums[2::3], strict=True)],
+            alpha_greedy=[
+                alpha / max(1, rows) for alpha, rows in zip(sums[1::3], sums[2::3], strict=True)
+            ],
         )
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
         """Tokens and labels of all ranks and micro-batches, int64 [2]."""
-        counts = [torch.stack([(b.document_BT >= 0).sum(), label_rows(b, 0).sum()]) for b in batches]
+        counts = [
+            torch.stack([(b.document_BT >= 0).sum(), label_rows(b, 0).sum()]) for b in batches
+        ]
         return self._sum_over_ranks(torch.stack(counts).sum(0))
 
     def _backward(self, loss: Tensor) -> bool:
         """Add the gradient of a micro-batch; False if its loss is not finite: DeepSpeed gets none.
-        Raises RuntimeError if DeepSpeed holds earlier gradients."""
-        # DeepSpeed makes the step within `backward`, so the loss is read first. Without it, `_update` reads the loss
-        # together with the norm, and clears a gradient that is not finite.
+
+        Raises:
+            RuntimeError: if DeepSpeed holds earlier gradients.
+        """
+        # DeepSpeed makes the step within `backward`, so the loss is read first. Without it,
+        # `_update` reads the loss together with the norm, and clears a gradient that is not finite.
         if uses_deepspeed() and int(self._count_not_finite([loss.detach()])):
             if self.optim.accumulation > 1:
                 raise RuntimeError(
-                    "a loss is not finite, and DeepSpeed cannot drop a step once begun: resume at a lower rate, or "
+                    "a loss is not finite, and DeepSpeed cannot drop a step once begun: resume at "
+                    "a lower rate, or "
                     "with --optim.accumulation 1"
                 )
             return False
@@ -270,10 +333,15 @@ class Distillation:
         self.accelerator.backward(loss)
         return True
 
-    def _update(self, losses: Sequence[Tensor], counts_2: Tensor) -> tuple[float | None, int, int, int]:
-        """Make the optimizer's step unless a loss or the gradient is not finite. Returns: the norm
-        of the gradient, or None for no step; the number of losses before the first that is not
-        finite on some rank; and the two counts, which are read together with the norm."""
+    def _update(
+        self, losses: Sequence[Tensor], counts_2: Tensor
+    ) -> tuple[float | None, int, int, int]:
+        """Make the optimizer's step unless a loss or the gradient is not finite.
+
+        Returns: the norm of the gradient, or None for no step; the number of losses before the
+        first that is not finite on some rank; and the two counts, which are read together with the
+        norm.
+        """
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.optim.max_grad_norm)
         if uses_deepspeed():  # `backward` has made the step already
             grad_norm, num_finite = float(norm or 0.0), len(losses)  # it may have no norm to give
@@ -281,7 +349,10 @@ class Distillation:
             (optimizer,) = self.optimizers
             finite = math.isfinite(grad_norm) and not optimizer.step_was_skipped
             if not finite and not optimizer.step_was_skipped:
-                raise RuntimeError("DeepSpeed took a step with a gradient that is not finite; resume at a lower rate")
+                raise RuntimeError(
+                    "DeepSpeed took a step with a gradient that is not finite; resume at a lower "
+                    "rate"
+                )
         else:
             grad_norm, num_finite, tokens, labels = self._read_norm(norm, losses, counts_2)
             finite = math.isfinite(grad_norm) and num_finite == len(losses)
@@ -291,13 +362,19 @@ class Distillation:
             optimizer.zero_grad()
         return grad_norm if finite else None, num_finite, tokens, labels
 
-    def _read_norm(self, norm: Tensor, losses: Sequence[Tensor], counts_2: Tensor) -> tuple[float, int, int, int]:
+    def _read_norm(
+        self, norm: Tensor, losses: Sequence[Tensor], counts_2: Tensor
+    ) -> tuple[float, int, int, int]:
         """The norm, losses before the first not finite, and the two counts, read at once."""
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         not_finite_N = self._count_not_finite(losses)
         device = not_finite_N.device
-        results = [norm[None].to(device).double(), counts_2.to(device).double(), not_finite_N.double()]
+        results = [
+            norm[None].to(device).double(),
+            counts_2.to(device).double(),
+            not_finite_N.double(),
+        ]
         grad_norm, tokens, labels, *counts = torch.cat(results).tolist()
         num_finite = next((index for index, count in enumerate(counts) if count), len(counts))
         return grad_norm, num_finite, int(tokens), int(labels)
@@ -320,26 +397,36 @@ class Distillation:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RuntimeError(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a non-finite loss or gradient; lower the rate"
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a non-finite loss or gradient; lower "
+                "the rate"
             )
         self.step_index += 1
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum"))
+        return cast(
+            Tensor, self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum")
+        )
 
     def evaluate(self, batches: Sequence[Batch], num_speculative_tokens: int) -> QuickMetrics:
-        """Held-out acceptance over the batches of all ranks, by the definitions of `redraft.eval.forecast`."""
-        # `self.module` and not `self.draft`: outside of the wrapped forward a rank may hold shards only.
+        """Held-out acceptance over the batches of all ranks, by the definitions of
+        `redraft.eval.forecast`.
+        """
+        # `self.module` and not `self.draft`: outside of the wrapped forward a rank may hold shards
+        # only.
         self.module.eval()
         sums = torch.zeros(4 + num_speculative_tokens, dtype=torch.float64)
         with torch.no_grad():
             for batch in batches:
-                sums += self.module(batch, self.target(batch), num_speculative_tokens=num_speculative_tokens)[0]
+                sums += self.module(
+                    batch, self.target(batch), num_speculative_tokens=num_speculative_tokens
+                )[0]
         return quick_metrics(self._sum_over_ranks(sums))
 
     def close(self) -> None:
-        """Release the weights and the optimizer, and remove them from the accelerator: it would save them into the
-        checkpoints of the next distillation."""
+        """Release the weights and the optimizer, and remove them from the accelerator.
+
+        It would save them into the checkpoints of the next distillation.
+        """
         del self.draft, self.module, self.optimizers
         self.accelerator.free_memory()
 
@@ -356,14 +443,23 @@ class Distillation:
             (folder / PROGRESS).write_text(json.dumps(progress))
 
     def resume(self, folder: Path) -> None:
-        """Continue from a folder written by `save`. Raises ValueError if ranks of another layout
-        wrote it: they saw other batches and hold other shards. Also if it was written with another
-        optimizer, or holds anything but tensors and numbers, which would be code to run."""
+        """Continue from a folder written by `save`.
+
+        Also if it was written with another optimizer, or holds anything but tensors and numbers,
+        which would be code to run.
+
+        Raises:
+            ValueError: if ranks of another layout wrote it: they saw other batches and hold other
+                shards.
+        """
         progress = json.loads((folder / PROGRESS).read_text())
         if not fits(folder, self.accelerator, self.optim.name):
             ranks, optimizer = _written_by(progress)
             here = f"{describe_layout(self.accelerator)} with {self.optim.name}"
-            raise ValueError(f"{folder} was written by {ranks} with {optimizer}: resume with the same, not {here}")
+            raise ValueError(
+                f"{folder} was written by {ranks} with {optimizer}: resume with the same, not "
+                f"{here}"
+            )
         with without_code(folder, deepspeed=uses_deepspeed()):
             self.accelerator.load_state(str(folder))
         self.step_index, self.skipped = progress["step_index"], progress["skipped"]

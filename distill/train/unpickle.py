@@ -6,7 +6,8 @@ A checkpoint's optimizer state is a pickle, and a pickle may call any function. 
     DeepSpeed      `torch.load(weights_only=False)`
     FSDP           the same for what is no tensor, and `pickle.load` for the file .metadata
 
-Within `without_code` all three build tensors, numbers and the classes listed here, and refuse everything else.
+Within `without_code` all three build tensors, numbers and the classes listed here, and refuse
+everything else.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 _DCP = "torch.distributed.checkpoint"
 METADATA = {
-    *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *(
+        (f"{_DCP}.metadata", name)
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
+    ),
     *((f"{_DCP}.metadata", f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     (f"{_DCP}.filesystem", "_StorageInfo"),
@@ -41,10 +45,18 @@ METADATA = {
 
 @contextmanager
 def without_code(checkpoint: Path, *, deepspeed: bool = False) -> Iterator[None]:
-    """Have `checkpoint` read without running code from it. `deepspeed` allows DeepSpeed's classes
-    too. Raises ValueError if it holds anything else; nothing of it ran. The message names it."""
+    """Have `checkpoint` read without running code from it.
+
+    `deepspeed` allows DeepSpeed's classes too. The message names it.
+
+    Raises:
+        ValueError: if it holds anything else; nothing of it ran.
+    """
     # Both, because torch refuses to load with both set: the user may have set the second one.
-    switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}  # for every torch.load
+    switches = {
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0",
+    }  # for every torch.load
     before = {name: os.environ.get(name) for name in switches}
     os.environ.update(switches)
     # FSDP's reader calls `pickle.load` by this module-level name.
@@ -57,7 +69,8 @@ def without_code(checkpoint: Path, *, deepspeed: bool = False) -> Iterator[None]
         if not reasons:
             raise
         raise ValueError(
-            f"{checkpoint} holds more than tensors and numbers and was not loaded: {reasons[0]}. Somebody changed it, "
+            f"{checkpoint} holds more than tensors and numbers and was not loaded: {reasons[0]}. "
+            "Somebody changed it, "
             "or another program wrote it: delete it to resume from the checkpoint before"
         ) from error
     finally:
@@ -72,11 +85,20 @@ def _list_deepspeed_classes() -> list[Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, (_find_member, "builtins.getattr")]
+    return [
+        LossScaler,
+        DynamicLossScaler,
+        ZeroStageEnum,
+        fragment_address,
+        (_find_member, "builtins.getattr"),
+    ]
 
 
 def _find_member(kind: Any, name: str) -> Any:
-    """A member of an enum, which Python before 3.11.4 pickles as a call of getattr: this stands for getattr there."""
+    """A member of an enum, which Python before 3.11.4 pickles as a call of getattr.
+
+    This stands for getattr there.
+    """
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError("it names builtins.getattr")
     return kind.__members__[name]
@@ -93,7 +115,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _KnownPickles:
-    """Takes the place of the module `pickle` where FSDP reads .metadata. FSDP turns errors into text: they are kept."""
+    """Takes the place of the module `pickle` where FSDP reads .metadata.
+
+    FSDP turns errors into text: they are kept.
+    """
 
     def __init__(self) -> None:
         self.refused: list[str] = []

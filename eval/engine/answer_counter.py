@@ -12,8 +12,11 @@ import numpy as np
 
 from redraft.heads.families.retrieval import Live, Text
 
-LEAST_HEAD = 0.2  # least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
-TRIED = 32  # once in this many the head drafts to be judged: below LEAST_HEAD, or where a lookup drafts
+# least first-token acceptance for which a head pays: its pass and a row cost a fifth of a step
+LEAST_HEAD = 0.2
+TRIED = (
+    32  # once in this many the head drafts to be judged: below LEAST_HEAD, or where a lookup drafts
+)
 FIRST = 64  # drafts of a new head before it is judged
 REMEMBERED = 256  # drafts; then both sums halve
 COUNTED_AT_ONCE = 48  # counting steps per engine step
@@ -22,13 +25,19 @@ MOST_TOKENS = 4096  # of a text, its last: each token is looked up in all before
 
 
 class AnswerCounter:
-    """Counts finished answers, a little in each step. The ranks of a server count alike, because a
-    lookup decides whether the head runs."""
+    """Counts finished answers, a little in each step.
+
+    The ranks of a server count alike, because a lookup decides whether the head runs.
+    """
 
     def __init__(self, runner: Any, draft: Live) -> None:
         self.draft = draft
-        self.counts = Counter[str]()  # Answers: counted, not_allowed, passed_over, failed_...; in the status.
-        self.may_count: Callable[[Any], bool] = lambda request: False  # Set by the plugin: honours opt-outs.
+        self.counts = Counter[
+            str
+        ]()  # Answers: counted, not_allowed, passed_over, failed_...; in the status.
+        self.may_count: Callable[[Any], bool] = lambda request: (
+            False
+        )  # Set by the plugin: honours opt-outs.
         self._ended: dict[str, Text] = {}
         self._waiting = deque[Iterator[None]]()
         self._removed, runner._on_request_state_removed = runner._on_request_state_removed, self.end
@@ -43,9 +52,14 @@ class AnswerCounter:
             if not self.may_count(request):
                 self.counts["not_allowed"] += 1
                 return
-            prompt, answer = request.prompt_token_ids, cut_answer(request.output_token_ids, request.sampling_params)
+            prompt, answer = (
+                request.prompt_token_ids,
+                cut_answer(request.output_token_ids, request.sampling_params),
+            )
             ids = np.array([*prompt[-MOST_TOKENS:], *answer], np.int32)[-MOST_TOKENS:]
-            self._ended[name] = Text(ids=ids, is_label=np.arange(len(ids)) >= len(ids) - len(answer))
+            self._ended[name] = Text(
+                ids=ids, is_label=np.arange(len(ids)) >= len(ids) - len(answer)
+            )
 
     def learn(self) -> None:
         """Count queued answers for under 1 ms."""
@@ -65,11 +79,15 @@ class AnswerCounter:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Turn an exception, which would end the engine, into an answer that is not counted to its end."""
+        """Turn an exception, which would end the engine, into an answer that is not counted to its
+        end.
+        """
         try:
             yield
         except Exception as error:
-            self.counts[f"failed_{type(error).__name__}"] += 1  # without the message, which may hold text
+            self.counts[f"failed_{type(error).__name__}"] += (
+                1  # without the message, which may hold text
+            )
 
 
 def cut_answer(tokens: Sequence[int], params: Any) -> Sequence[int]:
@@ -98,12 +116,17 @@ class FirstTokens:
 
     def note(self, sampled: Mapping[str, Sequence[int]]) -> None:
         """Add a step's verdicts. `sampled` has each request's new tokens."""
-        new = [sampled[name][0] == token for name, token in self.waiting.items() if sampled.get(name)]
+        new = [
+            sampled[name][0] == token for name, token in self.waiting.items() if sampled.get(name)
+        ]
         self.hits, self.drafts = self.hits + sum(new), self.drafts + len(new)
         if self.drafts > REMEMBERED:
             self.hits, self.drafts = self.hits / 2, self.drafts / 2
 
     def is_due(self) -> bool:
-        """Whether to let the head draft now to judge it. By a count, so the ranks of a server agree."""
+        """Whether to let the head draft now to judge it.
+
+        By a count, so the ranks of a server agree.
+        """
         self._num_asked += 1
         return self.drafts < FIRST or self._num_asked % TRIED == 0

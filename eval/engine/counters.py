@@ -8,18 +8,26 @@ from prometheus_client.samples import Sample
 
 from redraft.eval.counts import AcceptanceCounts
 
-# vLLM labels every counter with `engine`, so a server with data parallelism shows several lines of each.
+# vLLM labels every counter with `engine`, so a server with data parallelism shows several lines of
+# each.
 SPEC_DECODE = "vllm:spec_decode_num_"
 DRAFTS = f"{SPEC_DECODE}drafts_total"
 DRAFT_TOKENS = f"{SPEC_DECODE}draft_tokens_total"
 ACCEPTED = f"{SPEC_DECODE}accepted_tokens_total"
 ACCEPTED_PER_POSITION = f"{SPEC_DECODE}accepted_tokens_per_pos_total"
-LOG_STATS_OFF = "--disable-log-stats: /metrics counts no drafts, for `redraft fleet watch` and dashboards: leave it out"
+LOG_STATS_OFF = (
+    "--disable-log-stats: /metrics counts no drafts, for `redraft fleet watch` and "
+    "dashboards: leave it out"
+)
 EMBEDS_BESIDE_DRAFT = (
-    "--enable-prompt-embeds beside a draft: a prompt of embeddings has no tokens for the draft to read, and the first "
+    "--enable-prompt-embeds beside a draft: a prompt of embeddings has no tokens for the draft to "
+    "read, and the first "
     "such request would end vLLM: leave it out"
 )
-NO_COUNTERS = "the server runs without a draft, without its /metrics, or with --disable-log-stats: leave out that flag"
+NO_COUNTERS = (
+    "the server runs without a draft, without its /metrics, or with --disable-log-stats: "
+    "leave out that flag"
+)
 DECODE_TIME = "vllm:request_decode_time_seconds_"
 
 
@@ -32,8 +40,12 @@ class DecodeTime:
 
 
 def parse_counts(metrics: str) -> AcceptanceCounts:
-    """The speculation counters of a server since it started, summed over engines. Raises ValueError
-    if there are none, because the server does not speculate or this is not a /metrics page."""
+    """The speculation counters of a server since it started, summed over engines.
+
+    Raises:
+        ValueError: if there are none, because the server does not speculate or this is not a
+            /metrics page.
+    """
     counts = find_counts(metrics)
     if counts is None:
         raise ValueError(f"no {SPEC_DECODE}* counters: {NO_COUNTERS}")
@@ -50,7 +62,8 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
             # Labels are text, and "10" sorts before "2".
             position = int(sample.labels["position"])
             per_position[position] = per_position.get(position, 0) + sample.value
-    # vLLM registers these with value 0 when it starts with a draft, so they are missing only without one.
+    # vLLM registers these with value 0 when it starts with a draft, so they are missing only
+    # without one.
     if not {DRAFTS, DRAFT_TOKENS, ACCEPTED} <= sums.keys():
         return None
     # Prometheus writes counts as floats.
@@ -58,7 +71,9 @@ def find_counts(metrics: str) -> AcceptanceCounts | None:
         num_drafts=round(sums[DRAFTS]),
         num_accepted=round(sums[ACCEPTED]),
         num_draft_tokens=round(sums[DRAFT_TOKENS]),
-        accepted_per_position=tuple(round(per_position[position]) for position in sorted(per_position)),
+        accepted_per_position=tuple(
+            round(per_position[position]) for position in sorted(per_position)
+        ),
     )
 
 

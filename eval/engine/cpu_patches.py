@@ -11,19 +11,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 def fix_cpu_sampling() -> None:
     """Fix sampling above temperature 0 with speculation, and with top-k alone.
+
     `expand_kernel` repeats each request's temperature, top-p and top-k for its draft tokens. The
     replacement for machines without Triton hands the C++ kernel an int64 *copy* of any other output
     tensor and never copies it back. The float outputs stay uninitialised memory, so a copy of the
-    target as draft is accepted at random, and the text is wrong too.
-    `apply_top_k_only` takes the largest top-k of no rows in a step that verifies nothing, and the
-    exception ends the engine: one request with `top_k` and without `top_p` is enough."""
+    target as draft is accepted at random, and the text is wrong too. `apply_top_k_only` takes the
+    largest top-k of no rows in a step that verifies nothing, and the exception ends the engine: one
+    request with `top_k` and without `top_p` is enough.
+    """
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._expand_kernel_impl = expand_kernel
     from vllm.v1.sample.ops import topk_topp_sampler
 
     apply = topk_topp_sampler.apply_top_k_only
-    topk_topp_sampler.apply_top_k_only = lambda logits, k: apply(logits, k) if len(logits) else logits
+    topk_topp_sampler.apply_top_k_only = lambda logits, k: (
+        apply(logits, k) if len(logits) else logits
+    )
 
 
 def expand_kernel(
@@ -34,8 +38,12 @@ def expand_kernel(
     replace_to: Any,
     MAX_NUM_TOKENS: Any = None,
 ) -> None:
-    """Write `input_val[r]` into `output` once per token of request r, or `replace_to` if it equals `replace_from`."""
-    values_B = torch.where(input_val == replace_from, torch.as_tensor(replace_to, dtype=input_val.dtype), input_val)
+    """Write `input_val[r]` into `output` once per token of request r, or `replace_to` if it equals
+    `replace_from`.
+    """
+    values_B = torch.where(
+        input_val == replace_from, torch.as_tensor(replace_to, dtype=input_val.dtype), input_val
+    )
     # `cu_num_tokens` includes the request itself: [2, 5, 6] means 2 tokens, then 3, then 1.
     counts_B = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     output.copy_(values_B.repeat_interleave(counts_B))
@@ -43,10 +51,12 @@ def expand_kernel(
 
 def patch_gemm_release() -> None:
     """Let EAGLE drafts run in a compiled server.
+
     A draft that takes the target's embedding or output head drops its own, with a handle of oneDNN.
     Python may collect the handle while torch traces the draft. Its finaliser reads a tensor, torch
     formats that tensor for an error message, and the formatting reads it again, until the stack
-    overflows and the engine dies."""
+    overflows and the engine dies.
+    """
     from vllm._custom_ops import CPUDNNLGEMMHandler
 
     CPUDNNLGEMMHandler.__del__ = release_outside_traces(CPUDNNLGEMMHandler.__del__)
@@ -57,7 +67,12 @@ def release_outside_traces(release: Callable[[Any], None]) -> Callable[[Any], No
 
     def outside(handler: Any) -> None:
         keys = torch._C._PreserveDispatchKeyGuard()
-        with keys, no_python_dispatcher(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        with (
+            keys,
+            no_python_dispatcher(),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+        ):
             torch._C._set_meta_in_tls_dispatch_include(False)  # on while a fake tensor is computed
             # vLLM's copies for tracing, fake tensors or on the meta device, have no address
             if type(handler.handler_tensor) is Tensor and not handler.handler_tensor.is_meta:
@@ -70,18 +85,21 @@ RmsNorm = Callable[[Tensor, Tensor, Tensor | None, float], None]
 
 
 def patch_grouped_norm() -> None:
-    """Let DFlash drafts read the right keys.
-    vLLM norms the context keys of all layers in one call, with a row of weights for each layer. The
-    kernel for GPUs takes the row by the layer. The one for CPUs takes the first row for all, so
-    every later layer silently reads wrong keys."""
+    """Let DFlash drafts read the right keys. vLLM norms the context keys of all layers in one call,
+    with a row of weights for each layer. The kernel for GPUs takes the row by the layer. The one
+    for CPUs takes the first row for all, so every later layer silently reads wrong keys.
+    """
     from vllm import _custom_ops
 
-    # vLLM's DFlash model calls `ops.rms_norm` through the module, so it sees this even if imported earlier.
+    # vLLM's DFlash model calls `ops.rms_norm` through the module, so it sees this even if imported
+    # earlier.
     _custom_ops.rms_norm = with_groups(_custom_ops.rms_norm)
 
 
 def with_groups(rms_norm: RmsNorm) -> RmsNorm:
-    """`rms_norm(out, input, weight, epsilon)`, for one row of weights or for one per index of the first dimension."""
+    """`rms_norm(out, input, weight, epsilon)`, for one row of weights or for one per index of the
+    first dimension.
+    """
 
     def grouped(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
         if weight is None or weight.dim() == 1:

@@ -79,7 +79,10 @@ class DraftSource:
             return replace(DraftSource.parse(name[2], lookups), given_name=name[1])
         # A path may have a plus in it, so all are tried.
         for plus in re.finditer(r"\+", text):
-            lookup, head = text[: plus.start()], re.fullmatch(r"(.+?)(?::(\d+))?", text[plus.end() :])
+            lookup, head = (
+                text[: plus.start()],
+                re.fullmatch(r"(.+?)(?::(\d+))?", text[plus.end() :]),
+            )
             if head and (lookup in (NGRAM, LIVE, *lookups) or is_retrieval(lookup)):
                 tokens = int(head[2]) if head[2] else None
                 return DraftSource(source=head[1], lookup=lookup, head_tokens=tokens)
@@ -91,7 +94,9 @@ class DraftSource:
     @property
     def name(self) -> str:
         """In reports: the given name, or the folder's, or its run's if that is `draft`."""
-        return self.given_name or self._spell(self.lookup and _shorten(self.lookup), _shorten(self.source))
+        return self.given_name or self._spell(
+            self.lookup and _shorten(self.lookup), _shorten(self.source)
+        )
 
     def _spell(self, lookup: str | None, head: str) -> str:
         limit = "" if self.head_tokens is None else f":{self.head_tokens}"
@@ -111,13 +116,19 @@ class DraftSource:
     @cached_property
     def folder(self) -> Path | None:
         """The folder of the draft, or of the head, downloaded from the hub; None without one.
-        Raises FileNotFoundError; ValueError: the name is a GGUF file."""
+
+        Raises:
+            FileNotFoundError
+            ValueError: the name is a GGUF file.
+        """
         if self.is_without_folder:
             return None
         refuse_gguf(self.source)
         if not is_hub_name(self.source) and not Path(self.source).is_dir():
             names = " or ".join(list_without_folder())
-            raise FileNotFoundError(f"there is no draft {self.source}: give a folder, a hub name, {names}")
+            raise FileNotFoundError(
+                f"there is no draft {self.source}: give a folder, a hub name, {names}"
+            )
         folder = fetch_model(self.source)
         # A registry's `current` may move on while vLLM loads.
         return folder.resolve() if folder.is_symlink() else folder
@@ -137,19 +148,32 @@ class DraftSource:
 
     @cached_property
     def family(self) -> Family:
-        """The family of the draft, or of the head. Raises FileNotFoundError: there is no such
-        draft. Raises ValueError: redraft has no module for it; the message names its layout."""
+        """The family of the draft, or of the head.
+
+        Raises:
+            FileNotFoundError: there is no such draft.
+            ValueError: redraft has no module for it; the message names its layout.
+        """
         if self.folder is None:
             return next(family for family in FAMILIES if family.name == self.source)
         return detect_family(self.folder)
 
     def speculative(
-        self, sampling: SampleMethod = "greedy", lookups: Lookups | None = None, *, method: str | None = None
+        self,
+        sampling: SampleMethod = "greedy",
+        lookups: Lookups | None = None,
+        *,
+        method: str | None = None,
     ) -> dict[str, Any]:
-        """vLLM's --speculative-config without the number of tokens. A draft that cannot be sampled
-        is greedy whatever `sampling` says. `method` replaces the one that follows from the draft's
-        tensors. A draft without a module here may be served too. Raises FileNotFoundError: there is
-        no such draft. Raises ValueError: vLLM cannot serve it next to a target."""
+        """vLLM's --speculative-config without the number of tokens.
+
+        A draft that cannot be sampled is greedy whatever `sampling` says. `method` replaces the one
+        that follows from the draft's tensors. A draft without a module here may be served too.
+
+        Raises:
+            FileNotFoundError: there is no such draft.
+            ValueError: vLLM cannot serve it next to a target.
+        """
         lookups = lookups or Lookups()
         if self.lookup is not None:
             first = _look_up(self.lookup, lookups)
@@ -162,14 +186,25 @@ class DraftSource:
         else:
             # A hub name stays one: whoever reads a report can use it.
             model = self.source if is_hub_name(self.source) else str(self.folder.absolute())
-            chosen = {"model": model, **({"method": method} if method else choose_proposer(self.folder))}
+            chosen = {
+                "model": model,
+                **({"method": method} if method else choose_proposer(self.folder)),
+            }
         family = find_method(chosen["method"])
         can_sample = family is not None and family.can_sample
-        return {**chosen, "draft_sample_method": sampling} if can_sample and sampling == "probabilistic" else chosen
+        return (
+            {**chosen, "draft_sample_method": sampling}
+            if can_sample and sampling == "probabilistic"
+            else chosen
+        )
 
     def load(self, target: LoadedTarget, lookups: Lookups, sampling: SampleMethod) -> NamedDraft:
-        """The draft with its forecast, on the target's device. Raises FileNotFoundError; ValueError: it
-        is no draft of this target, or depends on a server."""
+        """The draft with its forecast, on the target's device.
+
+        Raises:
+            FileNotFoundError
+            ValueError: it is no draft of this target, or depends on a server.
+        """
         from redraft.eval.forecast import drafts  # loads torch
 
         if self.lookup is not None:
@@ -179,7 +214,11 @@ class DraftSource:
             raise ValueError(f"{LIVE} depends on a server's earlier answers: {MEASURE_COUNTED}")
         if self.source == NGRAM or self.is_answers:
             return drafts.make_lookup(self, target, lookups)
-        return drafts.make_suffix(self) if self.is_lookup else drafts.make_model(self, target, sampling)
+        return (
+            drafts.make_suffix(self)
+            if self.is_lookup
+            else drafts.make_model(self, target, sampling)
+        )
 
     def find_cure(self, target: str, num_speculative_tokens: int) -> str:
         """The doctor's first finding in a refused draft, with the cure; empty if there is none."""
@@ -192,7 +231,11 @@ class DraftSource:
 
 
 def list_without_folder() -> list[str]:
-    return [family.name for family in FAMILIES if (family.is_lookup and not family.tensors) or family.is_in_target]
+    return [
+        family.name
+        for family in FAMILIES
+        if (family.is_lookup and not family.tensors) or family.is_in_target
+    ]
 
 
 def shorten_name(draft: str) -> str:
@@ -214,7 +257,11 @@ def _look_up(lookup: str, lookups: Lookups) -> dict[str, Any]:
 
 def choose_proposer(folder: Path) -> dict[str, Any]:
     """vLLM's method for a draft's folder, and the flags beside it, by tensors or config.json.
-    Raises FileNotFoundError: no weights; ValueError: vLLM has no proposer for it."""
+
+    Raises:
+        FileNotFoundError: no weights.
+        ValueError: vLLM has no proposer for it.
+    """
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
     names = _tensor_names(folder)
     if (foreign := match_foreign(config, names)) is not None:
@@ -230,7 +277,8 @@ def choose_proposer(folder: Path) -> dict[str, Any]:
         raise ValueError(f"vLLM has no proposer for {folder}, a draft of the family {family.name}")
     if family.is_in_target and any(WHOLE_MODEL.fullmatch(name) for name in names):
         raise ValueError(
-            f"{folder} is a target with its {family.title} layer in it: serve it as the target, with --draft "
+            f"{folder} is a target with its {family.title} layer in it: serve it as the target, "
+            "with --draft "
             f"{family.name}"
         )
     return family.speculative
@@ -245,7 +293,10 @@ def _tensor_names(folder: Path) -> Collection[str]:
 
 
 def _guess_method(config: Mapping[str, Any]) -> str | None:
-    """A method whose name is inside the architecture or model type; a draft model for any causal LM."""
+    """A method whose name is inside the architecture or model type.
+
+    A draft model for any causal LM.
+    """
     architectures = config.get("architectures") or []
     names = " ".join([*architectures, config.get("model_type") or ""]).lower()
     # longest first: eagle is a part of eagle3

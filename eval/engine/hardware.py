@@ -23,8 +23,9 @@ class Machine:
     gpu_bytes: int | None = None
     host_bytes: int = sys.maxsize  # Memory of the machine, or of the container.
     cpu_has_bfloat16: bool = False
-    """Whether the CPU has instructions for bfloat16 (AMX, AVX-512). Without them bfloat16 is about a hundred times
-    slower than float32."""
+    """Whether the CPU has instructions for bfloat16 (AMX, AVX-512). Without them bfloat16 is about
+    a hundred times slower than float32.
+    """
 
     @property
     def device(self) -> str:

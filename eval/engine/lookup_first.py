@@ -1,12 +1,14 @@
 """A lookup first, and a head if it finds nothing: a proposer for vLLM's V1 model runner.
 
-The lookup is of n-grams in the request, or of counted answers. vLLM has no method for a lookup and a head, and
-`custom_class` gets no hidden states. So this runs before the head's own proposer, in every step:
+The lookup is of n-grams in the request, or of counted answers. vLLM has no method for a lookup and
+a head, and `custom_class` gets no hidden states. So this runs before the head's own proposer, in
+every step:
 
     look up ─┬─► found for all requests: the head reads the step's tokens and drafts nothing
              └─► not for some: the head drafts for all, and what was looked up replaces that
 
-B = requests of a step."""
+B = requests of a step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ VARIABLES = {
     "head_tokens": "REDRAFT_HEAD_TOKENS",
     "head_requests": "REDRAFT_HEAD_REQUESTS",
 }
-"""Keys of a mixed config, and the environment variables by which they reach the engine, past vLLM."""
+"""Keys of a mixed config, and the environment variables by which they reach the engine, past vLLM.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +52,27 @@ class HeadLimits:
 
 
 def mix(lookup: Mapping[str, Any], head: Mapping[str, Any], limits: HeadLimits) -> dict[str, Any]:
-    """The speculative config of a head with a lookup before it; `lookup` and `head` are those of
-    either alone. Raises ValueError: no lookup goes before this draft."""
+    """The speculative config of a head with a lookup before it.
+
+    `lookup` and `head` are those of either alone.
+
+    Raises:
+        ValueError: no lookup goes before this draft.
+    """
     family = find_speculative(head)
     if family is None or not family.takes_lookup:
         titles = ", ".join(family.title for family in FAMILIES if family.takes_lookup)
-        raise ValueError(f"a lookup goes before {titles}, not before a draft of vLLM's method {head.get('method')}")
+        raise ValueError(
+            f"a lookup goes before {titles}, not before a draft of vLLM's method "
+            f"{head.get('method')}"
+        )
     if head.get("draft_sample_method") == "probabilistic":
-        raise ValueError("a lookup goes before greedy drafts only: leave out --draft-sample-method probabilistic")
+        raise ValueError(
+            "a lookup goes before greedy drafts only: leave out --draft-sample-method probabilistic"
+        )
     limited = {f"head_{name}": value for name, value in vars(limits).items() if value is not None}
-    # With `disable_padded_drafter_batch` vLLM hands the accepted tokens over as lists on the host, which a
-    # lookup can read. By default a head gets a padded tensor on the device.
+    # With `disable_padded_drafter_batch` vLLM hands the accepted tokens over as lists on the host,
+    # which a lookup can read. By default a head gets a padded tensor on the device.
     keys = {key: value for key, value in lookup.items() if key != "method"}
     return {**head, **keys, "disable_padded_drafter_batch": True, **limited}
 
@@ -70,12 +83,17 @@ def is_mixed(config: Mapping[str, Any]) -> bool:
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """A speculative config without the settings that reach the engine past vLLM."""
-    return {key: value for key, value in config.items() if not is_mixed(config) or key not in VARIABLES}
+    return {
+        key: value for key, value in config.items() if not is_mixed(config) or key not in VARIABLES
+    }
 
 
 def read_mix(environment: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """The settings of a mixed config by key; empty if no lookup goes first. Raises ValueError: one
-    is no number."""
+    """The settings of a mixed config by key; empty if no lookup goes first.
+
+    Raises:
+        ValueError: one is no number.
+    """
     found = {key: environment[name] for key, name in VARIABLES.items() if name in environment}
     for key, value in found.items():
         if not value.isdecimal():
@@ -88,19 +106,30 @@ class Lookup(Protocol):
         """Handle a step, except its proposals."""
 
     def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
-        """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
-        the step's new tokens of each request, none of one whose prompt is not read whole."""
+        """At most the scheduled number of draft tokens for each request, [B] lists.
+
+        `sampled` has the step's new tokens of each request, none of one whose prompt is not read
+        whole.
+        """
         ...
 
 
 def make_proposer(runner: Any, mixed: Mapping[str, int], answers: Lookup | None) -> LookupFirst:
-    """The proposer of a runner, with the settings of `read_mix`; without `answers`, n-grams are
-    looked up. Raises ValueError: no lookup goes before this draft."""
+    """The proposer of a runner, with the settings of `read_mix`.
+
+    Without `answers`, n-grams are looked up.
+
+    Raises:
+        ValueError: no lookup goes before this draft.
+    """
     speculative = runner.vllm_config.speculative_config
     # For the checks only: the result is dropped.
     mix(mixed, vars(speculative), HeadLimits())
     if not speculative.disable_padded_drafter_batch:
-        raise ValueError('a lookup before a head needs "disable_padded_drafter_batch": true in the speculative config')
+        raise ValueError(
+            'a lookup before a head needs "disable_padded_drafter_batch": true in the speculative '
+            "config"
+        )
     limits = HeadLimits(tokens=mixed.get("head_tokens"), requests=mixed.get("head_requests"))
     # The proposer keeps the head's method, so it must be made before the method is replaced.
     return LookupFirst(runner, answers or Ngrams(runner, mixed), limits)
@@ -114,27 +143,38 @@ class Ngrams:
 
         # vLLM's lookup reads the lengths from here; nothing else does beside a head
         speculative = runner.vllm_config.speculative_config
-        speculative.prompt_lookup_min, speculative.prompt_lookup_max = (mixed[key] for key in LOOKUP)
+        speculative.prompt_lookup_min, speculative.prompt_lookup_max = (
+            mixed[key] for key in LOOKUP
+        )
         # Compiles the lookup here, before the first request.
         self.runner, self.ngrams = runner, NgramProposer(runner.vllm_config)
 
     def look_up(self, scheduled: Any, sampled: list[list[int]]) -> list[list[int]]:
         batch = self.runner.input_batch
         found: list[list[int]] = self.ngrams.propose(
-            scheduled.num_spec_tokens_to_schedule, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu
+            scheduled.num_spec_tokens_to_schedule,
+            sampled,
+            batch.num_tokens_no_spec,
+            batch.token_ids_cpu,
         )
         return found
 
 
 class LookupFirst:
-    """The proposer of one runner, in front of the head's. With live counts, the head drafts if its
-    first token is the more probable one, as measured where there is a match: text with matches is easy."""
+    """The proposer of one runner, in front of the head's.
+
+    With live counts, the head drafts if its first token is the more probable one, as measured where
+    there is a match: text with matches is easy.
+    """
 
     def __init__(self, runner: Any, lookup: Lookup, limits: HeadLimits) -> None:
         self.runner, self.lookup, self.limits = runner, lookup, limits
         draft = getattr(lookup, "draft", None)
         self.live = draft if isinstance(draft, Live) else None
-        self.by_head, self.at_matches = FirstTokens(), FirstTokens()  # where the head drafts; at a sample of matches
+        self.by_head, self.at_matches = (
+            FirstTokens(),
+            FirstTokens(),
+        )  # where the head drafts; at a sample of matches
         self.looked_up: frozenset[str] = frozenset()  # requests whose newest draft was looked up
         self.propose_by_head = runner.propose_draft_token_ids
 
@@ -145,10 +185,16 @@ class LookupFirst:
 
     def swapped(self) -> None:
         """Judge another head, which is probably much like the old one."""
-        self.by_head, self.at_matches = (FirstTokens(hits=old.probability) for old in (self.by_head, self.at_matches))
+        self.by_head, self.at_matches = (
+            FirstTokens(hits=old.probability) for old in (self.by_head, self.at_matches)
+        )
 
     def propose(self, scheduled: Any, sampled: list[list[int]], *rest: Any) -> list[list[int]]:
-        names, most, judged = self.runner.input_batch.req_ids, scheduled.num_spec_tokens_to_schedule, set[str]()
+        names, most, judged = (
+            self.runner.input_batch.req_ids,
+            scheduled.num_spec_tokens_to_schedule,
+            set[str](),
+        )
         self.lookup.skip()
         if self.live:
             for head in (self.by_head, self.at_matches):
@@ -160,16 +206,21 @@ class LookupFirst:
         found = self.lookup.look_up(scheduled, sampled)
         self.looked_up = frozenset(_list_matches(names, found))
         unmatched = _list_matches(names, sampled) - self.looked_up
-        is_wanted = bool(unmatched) and (self.live is None or self.by_head.is_good or self.by_head.is_due())
+        is_wanted = bool(unmatched) and (
+            self.live is None or self.by_head.is_good or self.by_head.is_due()
+        )
         by_head = self.limits.choose(most if is_wanted else min(most, len(judged), 1), len(sampled))
-        # With 0 tokens vLLM's proposer still reads the step, for the keys, and returns a tensor [B, 0].
-        # `replace` copies, because vLLM reads `scheduled` again afterwards.
-        drafted = self.propose_by_head(replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest).tolist()
+        # With 0 tokens vLLM's proposer still reads the step, for the keys, and returns a tensor [B,
+        # 0]. `replace` copies, because vLLM reads `scheduled` again afterwards.
+        drafted = self.propose_by_head(
+            replace(scheduled, num_spec_tokens_to_schedule=by_head), sampled, *rest
+        ).tolist()
         firsts = {name: draft[0] for name, draft in zip(names, drafted, strict=False) if draft}
         self.by_head.waiting = {name: token for name, token in firsts.items() if name in unmatched}
         self.at_matches.waiting = {name: token for name, token in firsts.items() if name in judged}
         return [
-            match or (draft if tokens else []) for tokens, match, draft in zip(sampled, found, drafted, strict=True)
+            match or (draft if tokens else [])
+            for tokens, match, draft in zip(sampled, found, drafted, strict=True)
         ]
 
 

@@ -1,7 +1,10 @@
-"""Proposers that look tokens up, installed in vLLM's V1 model runner: counted answers, and either lookup before a head.
+"""Proposers that look tokens up, installed in vLLM's V1 model runner.
 
-vLLM's `custom_class` would do for the first alone. One way for both leaves vLLM's own account of n-grams in place.
-B = requests of a step, T = tokens of the longest request."""
+Counted answers, and either lookup before a head.
+
+vLLM's `custom_class` would do for the first alone. One way for both leaves vLLM's own account of
+n-grams in place. B = requests of a step, T = tokens of the longest request.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,12 +16,18 @@ from redraft.eval.engine.answer_counter import AnswerCounter
 from redraft.heads.families.retrieval import BEFORE_HEAD, FOLDER, VERIFY_COST, Ids, Live, Retrieval
 
 VARIABLES = {FOLDER: "REDRAFT_RETRIEVAL", VERIFY_COST: "REDRAFT_VERIFY_COST"}
-"""Keys of a config with counted answers, and the environment variables by which they reach the engine, past vLLM."""
+"""Keys of a config with counted answers, and the environment variables by which they reach the
+engine, past vLLM.
+"""
 
 
 def read_counted(environment: Mapping[str, str] = os.environ) -> Retrieval | None:
-    """The answers that `lookup_env` names; None if it names none. Raises FileNotFoundError: there
-    is no such folder. Raises ValueError: it holds another draft, or a number is out of bounds."""
+    """The answers that `lookup_env` names; None if it names none.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: it holds another draft, or a number is out of bounds.
+    """
     found = {key: environment[name] for key, name in VARIABLES.items() if environment.get(name)}
     folder = found.pop(FOLDER, None)
     changes = {key: float(value) for key, value in found.items()}
@@ -41,11 +50,16 @@ class Counted:
         return self.look_up(scheduled, sampled)
 
     def look_up(self, scheduled: Any, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
-        """At most the scheduled number of draft tokens for each request, [B] lists. `sampled` has
-        the step's new tokens of each request, none of one whose prompt is not read whole."""
+        """At most the scheduled number of draft tokens for each request, [B] lists.
+
+        `sampled` has the step's new tokens of each request, none of one whose prompt is not read
+        whole.
+        """
         batch, most = self.runner.input_batch, scheduled.num_spec_tokens_to_schedule
         return [
-            self._propose(batch.token_ids_cpu[row], int(batch.num_tokens_no_spec[row]), most, len(sampled))
+            self._propose(
+                batch.token_ids_cpu[row], int(batch.num_tokens_no_spec[row]), most, len(sampled)
+            )
             if tokens
             else []
             for row, tokens in enumerate(sampled)
@@ -53,16 +67,22 @@ class Counted:
 
     def _propose(self, ids_T: Ids, num_tokens: int, most: int, num_requests: int) -> list[int]:
         # a draft does not reach beyond the longest request
-        return self.draft.propose(ids_T[:num_tokens], min(most, len(ids_T) - num_tokens), num_requests)
+        return self.draft.propose(
+            ids_T[:num_tokens], min(most, len(ids_T) - num_tokens), num_requests
+        )
 
 
 def vllm_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in lookup_first.vllm_part(config).items() if key not in VARIABLES}
+    return {
+        key: value for key, value in lookup_first.vllm_part(config).items() if key not in VARIABLES
+    }
 
 
 def lookup_env(config: Mapping[str, Any] | None) -> dict[str, str]:
-    """Environment variables with which vLLM looks tokens up as forecast, by its first runner: the
-    second takes the last occurrence."""
+    """Environment variables with which vLLM looks tokens up as forecast, by its first runner.
+
+    The second takes the last occurrence.
+    """
     config = config or {}
     # Any other draft runs on the model runner of vLLM's choice.
     if config.get("method") != "ngram" and not needs_plugin(config):
@@ -98,9 +118,14 @@ def patch_lookups() -> None:
 
 
 def install(runner: Any) -> None:
-    """Look tokens up from now on, if the environment says so. Raises FileNotFoundError: there is no
-    folder of the name given for counted answers. Raises ValueError: a setting is wrong, no lookup
-    goes before this draft, or this is not the V1 model runner. vLLM does not start then."""
+    """Look tokens up from now on, if the environment says so.
+
+    Raises ValueError: a setting is wrong, no lookup goes before this draft, or this is not the V1
+    model runner. vLLM does not start then.
+
+    Raises:
+        FileNotFoundError: there is no folder of the name given for counted answers.
+    """
     if hasattr(runner, "redraft_lookup"):
         return
     answers, mixed = read_counted(), lookup_first.read_mix()
@@ -108,7 +133,10 @@ def install(runner: Any) -> None:
         return
     # V2 calls it `speculator`.
     if not hasattr(runner, "drafter"):
-        raise ValueError("only vLLM's V1 model runner looks tokens up as redraft does: set VLLM_USE_V2_MODEL_RUNNER=0")
+        raise ValueError(
+            "only vLLM's V1 model runner looks tokens up as redraft does: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
     if answers and mixed:
         answers.least_first = BEFORE_HEAD
     alone = Counted(runner, answers) if answers else None

@@ -1,4 +1,7 @@
-"""Outputs with a draft beside those without: greedy speculative decoding must not change a token."""
+"""Outputs with a draft beside those without.
+
+Greedy speculative decoding must not change a token.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,10 +55,15 @@ def compare_lossless(
     *,
     known_rounding: float = 0.0,
 ) -> Lossless:
-    """The first difference of each prompt's greedy outputs. `target_logits` separates ties; at a
-    gap of `known_rounding` the target alone has parted from itself."""
+    """The first difference of each prompt's greedy outputs.
+
+    `target_logits` separates ties; at a gap of `known_rounding` the target alone has parted from
+    itself.
+    """
     # A draft changes the shapes of the target's matrix products, and so the rounding of logits.
-    tie_gap = max(known_rounding, TIE_LOGIT_GAP if with_draft.dtype == "float32" else TIE_LOGIT_GAP_HALF)
+    tie_gap = max(
+        known_rounding, TIE_LOGIT_GAP if with_draft.dtype == "float32" else TIE_LOGIT_GAP_HALF
+    )
     assert [p.token_ids for p in with_draft.prompts] == [p.token_ids for p in without_draft.prompts]
     rows = zip(with_draft.prompts, with_draft.outputs, without_draft.outputs, strict=True)
     differences = [
@@ -67,7 +75,12 @@ def compare_lossless(
 
 
 def _difference(
-    index: int, prompt: Prompt, mine: list[int], other: list[int], target_logits: NextLogits | None, tie_gap: float
+    index: int,
+    prompt: Prompt,
+    mine: list[int],
+    other: list[int],
+    target_logits: NextLogits | None,
+    tie_gap: float,
 ) -> Difference:
     # If one output is the beginning of the other, the difference is at the end of the shorter one.
     pairs = enumerate(zip(mine, other, strict=False))

@@ -45,10 +45,14 @@ class Measurement:
     dtype: str
     counts: AcceptanceCounts | None  # over the whole run, by the engine's counters
     decode_s: float | None = None
-    """Time of all requests after the first token, in seconds, by the engine's clock; None if other requests ran too."""
+    """Time of all requests after the first token, in seconds, by the engine's clock; None if other
+    requests ran too.
+    """
     step_s: float | None = None  # median of a step without a prefill; None if there are few
     half_step_s: tuple[float, float] | None = None
-    """Time of the fast steps (`FAST_STEPS`) in the first and in the second half, in seconds; None if there are few."""
+    """Time of the fast steps (`FAST_STEPS`) in the first and in the second half, in seconds; None
+    if there are few.
+    """
     repeats: int = 0  # runs of this load discarded, because a server changed speed
 
     @property
@@ -69,7 +73,9 @@ class Measurement:
 
 
 def _total(outputs: Sequence[Output]) -> AcceptanceCounts:
-    return sum((output.counts for output in outputs if output.counts is not None), AcceptanceCounts.zero())
+    return sum(
+        (output.counts for output in outputs if output.counts is not None), AcceptanceCounts.zero()
+    )
 
 
 def measure(
@@ -81,12 +87,19 @@ def measure(
     concurrency: int = 4,
 ) -> Measurement:
     """Send every prompt after a warm-up; return outputs, speed and the engine's counts.
+
     Without `sampling`, requests name no parameter: the server takes all from the target's
-    generation_config.json. Raises ValueError: there are no prompts; the engine refused one; another
-    client used the server meanwhile. Raises ConnectionError: the server went away; the message says
-    how far it got."""
+    generation_config.json.
+
+    Raises:
+        ValueError: there are no prompts; the engine refused one; another client used the server
+            meanwhile.
+        ConnectionError: the server went away; the message says how far it got.
+    """
     if not prompts:
-        raise ValueError("there is no prompt to measure: every one was filtered out, or the data set is empty")
+        raise ValueError(
+            "there is no prompt to measure: every one was filtered out, or the data set is empty"
+        )
     # As many requests at once as below, so no batch size is new to the engine when the clock runs.
     warm_up = prompts[:concurrency]
     num_before = wait_for_decode_time(server).requests
@@ -95,7 +108,9 @@ def measure(
     decode = wait_for_decode_time(server, num_before + len(warm_up))
     # Counters include the warm-up and whatever came before: only differences count.
     before = read_counters(server)
-    outputs = asyncio.run(complete_all(server, prompts, max_tokens, sampling, concurrency, "prompts"))
+    outputs = asyncio.run(
+        complete_all(server, prompts, max_tokens, sampling, concurrency, "prompts")
+    )
     counts = None
     if server.num_speculative_tokens:
         # The requests' metrics have the counts by prompt. The engine's counters check the sum.
@@ -133,9 +148,13 @@ def find_full_load(requests: Sequence[Sequence[tuple[float, int]]]) -> tuple[flo
     return end_s - min(request[0][0] for request in requests), num_tokens
 
 
-def time_steps(requests: Sequence[Sequence[float]]) -> tuple[float, tuple[float, float]] | tuple[None, None]:
-    """`step_s` and `half_step_s` of a `Measurement`, without steps with a prefill; None if few. A
-    request is the times of sending, and of the tokens of each step."""
+def time_steps(
+    requests: Sequence[Sequence[float]],
+) -> tuple[float, tuple[float, float]] | tuple[None, None]:
+    """`step_s` and `half_step_s` of a `Measurement`, without steps with a prefill; None if few.
+
+    A request is the times of sending, and of the tokens of each step.
+    """
     prefills = [(times_s[0], times_s[1]) for times_s in requests if len(times_s) > 1]
     steps: list[tuple[float, float]] = []
     for times_s in requests:
@@ -147,7 +166,10 @@ def time_steps(requests: Sequence[Sequence[float]]) -> tuple[float, tuple[float,
     if half < LEAST_STEPS:
         return None, None
     durations_s = [duration_s for _, duration_s in steps]
-    fast = [sorted(part)[int(FAST_STEPS * len(part))] for part in (durations_s[:half], durations_s[half:])]
+    fast = [
+        sorted(part)[int(FAST_STEPS * len(part))]
+        for part in (durations_s[:half], durations_s[half:])
+    ]
     return statistics.median(durations_s), (fast[0], fast[1])
 
 
@@ -159,11 +181,18 @@ async def complete_all(
     concurrency: int,
     label: str,
 ) -> list[Output]:
-    """The output of every prompt, in order, `concurrency` requests at a time; `label` is for the
-    progress bar. Raises ValueError, ConnectionError as `measure`."""
+    """The output of every prompt, in order, `concurrency` requests at a time.
+
+    `label` is for the progress bar.
+
+    Raises:
+        ValueError, ConnectionError: as `measure`.
+    """
     slots = asyncio.Semaphore(concurrency)
     # No timeout: the prefill of a long prompt takes minutes on a CPU.
-    async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=concurrency)) as client:
+    async with httpx.AsyncClient(
+        timeout=None, limits=httpx.Limits(max_connections=concurrency)
+    ) as client:
         with Progress(total=len(prompts), desc=label, unit="prompt") as bar:
 
             async def one(prompt: Prompt) -> Output:
@@ -181,7 +210,11 @@ async def complete_all(
 
 
 async def _complete(
-    client: httpx.AsyncClient, server: VllmServer, prompt: Prompt, max_tokens: int, sampling: Sampling | None
+    client: httpx.AsyncClient,
+    server: VllmServer,
+    prompt: Prompt,
+    max_tokens: int,
+    sampling: Sampling | None,
 ) -> Output:
     request = {
         "model": server.model,
@@ -189,7 +222,8 @@ async def _complete(
         "max_tokens": max_tokens,
         # Ids, because decoded text may split into other tokens when it is encoded again.
         "return_token_ids": True,
-        # As users read answers; the arrival of each step shows the time. The usage chunk brings the metrics.
+        # As users read answers; the arrival of each step shows the time. The usage chunk brings the
+        # metrics.
         "stream": True,
         "stream_options": {"include_usage": True},
         # All of them: a server takes what is not set from the target's generation_config.json.
@@ -217,7 +251,9 @@ async def _complete(
     drafted = (metrics or {}).get("speculative_decoding")
     return Output(
         token_ids=token_ids,
-        counts=_request_counts(drafted, server.num_speculative_tokens) if server.num_speculative_tokens else None,
+        counts=_request_counts(drafted, server.num_speculative_tokens)
+        if server.num_speculative_tokens
+        else None,
         arrivals=tuple(arrivals),
     )
 
@@ -233,18 +269,27 @@ def _error_message(response: httpx.Response) -> str:
         return f"HTTP {response.status_code}"
 
 
-def _request_counts(metrics: dict[str, Any] | None, num_speculative_tokens: int) -> AcceptanceCounts:
+def _request_counts(
+    metrics: dict[str, Any] | None, num_speculative_tokens: int
+) -> AcceptanceCounts:
     if metrics is None:  # an answer of one token comes from the prefill, so nothing was drafted
         return AcceptanceCounts.zero(num_speculative_tokens)
-    counts = AcceptanceCounts.from_blocks(metrics.get("per_step_accepted") or [], num_speculative_tokens)
+    counts = AcceptanceCounts.from_blocks(
+        metrics.get("per_step_accepted") or [], num_speculative_tokens
+    )
     # Blocks are not all full: n-grams propose fewer tokens if less text follows the occurrence.
     return replace(counts, num_draft_tokens=metrics["num_draft_tokens"])
 
 
 def read_counters(server: VllmServer) -> AcceptanceCounts:
-    """The engine's speculation counters since it started, over all ranks; all 0 if it does not speculate."""
+    """The engine's speculation counters since it started, over all ranks.
+
+    All 0 if it does not speculate.
+    """
     counted = find_counts(_read_metrics(server))
-    return AcceptanceCounts.zero(server.num_speculative_tokens) + (counted or AcceptanceCounts.zero())
+    return AcceptanceCounts.zero(server.num_speculative_tokens) + (
+        counted or AcceptanceCounts.zero()
+    )
 
 
 def wait_for_decode_time(server: VllmServer, at_least: int = 0) -> DecodeTime:
@@ -264,13 +309,17 @@ def _read_metrics(server: VllmServer) -> str:
         raise ConnectionError(f"{server.url} went away: {error!r}") from error
 
 
-def _require_equal_counters(server: VllmServer, before: AcceptanceCounts, requests: AcceptanceCounts) -> None:
+def _require_equal_counters(
+    server: VllmServer, before: AcceptanceCounts, requests: AcceptanceCounts
+) -> None:
     """Raise ValueError unless the engine's counters moved by exactly the requests' counts."""
     deadline = time.monotonic() + STATISTICS_TIMEOUT_S
     while (now := read_counters(server)) != before + requests:
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{server.url} counted {now.num_drafts - before.num_drafts} drafts but the prompts' own metrics say "
-                f"{requests.num_drafts}: another client uses this server, measure on one of your own"
+                f"{server.url} counted {now.num_drafts - before.num_drafts} drafts but the "
+                "prompts' own metrics say "
+                f"{requests.num_drafts}: another client uses this server, measure on one of your "
+                "own"
             )
         time.sleep(0.1)

@@ -14,17 +14,21 @@ from pathlib import Path
 STOP_TIMEOUT_S = 10  # Time for a process to shut down by itself before it is killed.
 PR_SET_PDEATHSIG = 1  # Option of prctl(2): the signal for the kernel to send when the parent dies.
 
-# Loaded here and not in the child: a loader lock held by another thread at fork stays locked until exec.
+# Loaded here and not in the child: a loader lock held by another thread at fork stays locked until
+# exec.
 LIBC = ctypes.CDLL(None)
 
 _RESERVED: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A loopback port for a child with the port as an argument. No other process is given it before
-    this one ends. A child binds its port seconds later. Until then a socket of this process has it,
-    without listening: Linux gives the port to nobody who asks for any, and lets a server listen on
-    it that sets SO_REUSEADDR, as vLLM, uvicorn and nats-server do."""
+    """A loopback port for a child with the port as an argument.
+
+    No other process is given it before this one ends. A child binds its port seconds later. Until
+    then a socket of this process has it, without listening: Linux gives the port to nobody who asks
+    for any, and lets a server listen on it that sets SO_REUSEADDR, as vLLM, uvicorn and nats-server
+    do.
+    """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -50,8 +54,9 @@ def process_group(
 @contextlib.contextmanager
 def exiting_on_sigterm() -> Iterator[None]:
     """SIGTERM raises SystemExit within this context, unless this program handles it already, or
-    another thread is here. By default it ends a program at once. The kernel then sends SIGTERM to
-    each group, once: a vLLM that is just loading its model may ignore it."""
+    another thread is here. By default it ends a program at once. The kernel then sends SIGTERM
+    to each group, once: a vLLM that is just loading its model may ignore it.
+    """
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not is_default or threading.current_thread() is not threading.main_thread():
         yield
@@ -63,12 +68,16 @@ def exiting_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def start_group(command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start_group(
+    command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start `command` as the leader of a process group, with its output appended to `log`.
+
     If this process or the calling thread ends, the leader gets SIGTERM from the kernel and stops
     the children itself. The group is not a separate session: Linux divides a processor among
     sessions first (autogroups). As one, a learner beside the many threads of two vLLM servers got
-    10% of two cores instead of 28%."""
+    10% of two cores instead of 28%.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         # The child has a copy of the descriptor, so closing `output` here does no harm.
@@ -79,7 +88,9 @@ def start_group(command: Sequence[str], *, log: Path, env: Mapping[str, str] | N
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(env or {})},
             process_group=0,
-            preexec_fn=(lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)) if sys.platform == "linux" else None,
+            preexec_fn=(lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM))
+            if sys.platform == "linux"
+            else None,
         )
 
 

@@ -1,6 +1,8 @@
-"""The parameters that a request is sampled with, and those that a server takes from the target's folder.
+"""The parameters that a request is sampled with, and those that a server takes from the target's
+folder.
 
-Imports no torch: control planes read them too."""
+Imports no torch: control planes read them too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from redraft.heads.files.folder import open_folder, read_generation_config
 MIN_TEMPERATURE = 0.01  # vLLM's smallest above 0 (`_MAX_TEMP` in its sampling_params.py)
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Further parameters that a server takes from the target's folder, with the values that change nothing."""
+"""Further parameters that a server takes from the target's folder, with the values that change
+nothing.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +47,19 @@ class Sampling:
     @property
     def words(self) -> str:
         """The parameters that change something: `temperature 0.7, top_p 0.8`."""
-        changed = {name: value for name, value in asdict(self).items() if value != getattr(ALL_TOKENS, name)}
+        changed = {
+            name: value
+            for name, value in asdict(self).items()
+            if value != getattr(ALL_TOKENS, name)
+        }
         shown = {"temperature": self.temperature} | (changed if self.has_filter else {})
         return ", ".join(f"{name} {value:g}" for name, value in shown.items())
 
     def at(self, temperature: float) -> Sampling:
-        """The same filters at another temperature, as vLLM serves it: none at 0, and none between 0 and 0.01."""
+        """The same filters at another temperature, as vLLM serves it.
+
+        None at 0, and none between 0 and 0.01.
+        """
         if temperature == 0:
             # Filters cannot change the most probable token, so all greedy requests compare equal.
             return GREEDY
@@ -60,10 +71,19 @@ ALL_TOKENS = Sampling()
 
 
 def read_sampling(target: str | Path) -> Sampling:
-    """The sampling of a request that names no parameter: the target's generation_config.json, as
-    vLLM reads it. Raises ValueError if the file holds a value that no engine samples with."""
+    """The sampling of a request that names no parameter.
+
+    The target's generation_config.json, as vLLM reads it.
+
+    Raises:
+        ValueError: if the file holds a value that no engine samples with.
+    """
     config = read_generation_config(open_folder(target))
-    given = {field.name: config[field.name] for field in fields(Sampling) if config.get(field.name) is not None}
+    given = {
+        field.name: config[field.name]
+        for field in fields(Sampling)
+        if config.get(field.name) is not None
+    }
     if "top_k" in given:
         given["top_k"] = max(int(given["top_k"]), 0)  # -1 keeps all tokens too
     return Sampling(**given)
@@ -78,24 +98,42 @@ def choose_sampling(
     min_p: float | None = None,
 ) -> Sampling:
     """The given parameters, and the target's for those that are None."""
-    given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    return replace(read_sampling(target), **{name: value for name, value in given.items() if value is not None})
+    given: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+    }
+    return replace(
+        read_sampling(target), **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def require_served(sampling: Sampling, *, way_out: str = "") -> None:
-    """Raise ValueError if vLLM refuses such requests beside a draft; `way_out` is one more than to turn min_p off."""
+    """Raise ValueError if vLLM refuses such requests beside a draft.
+
+    `way_out` is one more than to turn min_p off.
+    """
     if sampling.min_p:
         raise ValueError(
-            f"vLLM refuses min_p {sampling.min_p:g} beside a draft: give --min-p 0{way_out}. If the target's "
+            f"vLLM refuses min_p {sampling.min_p:g} beside a draft: give --min-p 0{way_out}. If "
+            "the target's "
             "generation_config.json sets it, start servers with "
             """--override-generation-config '{"min_p": 0}'"""
         )
 
 
 def list_penalties(target: str | Path) -> dict[str, float]:
-    """The penalties that a server takes from the target's folder, by name. Forecasts leave them out."""
+    """The penalties that a server takes from the target's folder, by name.
+
+    Forecasts leave them out.
+    """
     config = read_generation_config(open_folder(target))
-    return {name: config[name] for name, neutral in PENALTIES.items() if config.get(name) not in (None, neutral)}
+    return {
+        name: config[name]
+        for name, neutral in PENALTIES.items()
+        if config.get(name) not in (None, neutral)
+    }
 
 
 def read_defaults(target: str | Path) -> dict[str, float]:

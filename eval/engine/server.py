@@ -1,4 +1,7 @@
-"""A vLLM server for measurements, started and stopped by this process. Imports neither torch nor vLLM."""
+"""A vLLM server for measurements, started and stopped by this process.
+
+Imports neither torch nor vLLM.
+"""
 
 import contextlib
 import json
@@ -27,8 +30,9 @@ from redraft.heads.files.folder import CONFIG, model_folder, read_config
 from redraft.heads.progress import Progress
 
 START_TIMEOUT_S = 1800
-"""Time for a server to become healthy. vLLM gives an engine 600 s, which a large target on network storage, or a
-compilation beside other work, exceeds; a dead engine is noticed at once."""
+"""Time for a server to become healthy. vLLM gives an engine 600 s, which a large target on network
+storage, or a compilation beside other work, exceeds; a dead engine is noticed at once.
+"""
 
 Mode = Literal["compiled", "eager"]  # `compiled` is vLLM's default; `eager` starts in a third
 
@@ -62,19 +66,25 @@ def vllm_server(
     given_up: threading.Event | None = None,
 ) -> Iterator[VllmServer]:
     """A vLLM server of `model` on a free loopback port: healthy on entry, always stopped on exit.
+
     The default dtype is that of training (`default_target_dtype`). The default mode is vLLM's on a
     GPU, and eager on a CPU, where compilation takes a minute: whoever measures speed chooses one
     (`serving.baseline`). `cpu_cores` ("0-3") keeps two servers of one machine off each other's
-    cores: by default, vLLM starts both at core 0. `given_up` ends the wait for a healthy server.
-    Raises ChildProcessError: the engine died; the message is the engine's. Or it was given up.
-    Raises TimeoutError: the server did not become healthy. Raises ValueError: vLLM would not serve
-    this draft so (`require_servable`)."""
+    cores: by default, vLLM starts both at core 0. `given_up` ends the wait for a healthy server. Or
+    it was given up.
+
+    Raises:
+        ChildProcessError: the engine died; the message is the engine's.
+        TimeoutError: the server did not become healthy.
+        ValueError: vLLM would not serve this draft so (`require_servable`).
+    """
     require_servable(speculative_config, {**os.environ, **(extra_env or {})})
     port = free_port()
     dtype = dtype or engine_dtype(model)
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     arguments += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
-    # A cached prompt skips its prefill, and vLLM counts the first step after a full hit as a failed draft.
+    # A cached prompt skips its prefill, and vLLM counts the first step after a full hit as a failed
+    # draft.
     arguments += ["--no-enable-prefix-caching"]
     mode = mode or ("eager" if ENGINE_IS_CPU else "compiled")
     if mode == "eager":
@@ -85,7 +95,11 @@ def vllm_server(
         arguments += ["--speculative-config", json.dumps(vllm_keys(speculative_config))]
         arguments += ["--per-request-spec-decode-metrics", "detailed"]
     ready_s = os.environ.get("VLLM_ENGINE_READY_TIMEOUT_S", str(START_TIMEOUT_S))
-    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENGINE_READY_TIMEOUT_S": ready_s, engine_wait.ENABLED: "1"}
+    env = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": ready_s,
+        engine_wait.ENABLED: "1",
+    }
     env |= {**lookup_env(speculative_config), **(extra_env or {})}
     if cpu_cores:
         env["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
@@ -103,15 +117,21 @@ def vllm_server(
 
 
 def engine_dtype(model: str | Path) -> str:
-    """The value of vLLM's --dtype with which a target is served as it is trained for (`default_target_dtype`)."""
+    """The value of vLLM's --dtype with which a target is served as it is trained for
+    (`default_target_dtype`).
+    """
     return default_target_dtype(model, on_cpu=ENGINE_IS_CPU) or "auto"
 
 
 def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The --speculative-config for vLLM: without the keys that it does not know, and with a faster
-    choice of tokens. A greedy head with a smaller vocabulary chooses there. By default vLLM copies
-    the logits into a row of the target's vocabulary first: the same token, 0.24 ms later instead of
-    0.04 ms with 8,192 of 49,152 tokens on a CPU."""
+    """The --speculative-config for vLLM.
+
+    Without the keys that it does not know, and with a faster choice of tokens. A greedy head with a
+    smaller vocabulary chooses there. By default vLLM copies the logits into a row of the target's
+    vocabulary first: the same token, 0.24 ms later instead of
+
+    0.04 ms with 8,192 of 49,152 tokens on a CPU.
+    """
     config = vllm_part(speculative_config)
     family = find_speculative(config)
     is_greedy = config.get("draft_sample_method", "greedy") == "greedy"
@@ -122,7 +142,10 @@ def vllm_keys(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     """The same configuration without memory of other requests: a prompt may be measured again.
-    Raises ValueError for live counts, which are such memory."""
+
+    Raises:
+        ValueError: for live counts, which are such memory.
+    """
     if speculative_config.get(FOLDER) == LIVE:
         raise ValueError(f"{LIVE} would learn the answers to repeated prompts: {MEASURE_COUNTED}")
     if speculative_config.get("method") != "suffix":
@@ -130,10 +153,13 @@ def forget_requests(speculative_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**speculative_config, "suffix_decoding_max_cached_requests": 0}
 
 
-def require_servable(speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ) -> None:
+def require_servable(
+    speculative_config: Mapping[str, Any] | None, environment: Mapping[str, str] = os.environ
+) -> None:
     """Raise ValueError if vLLM would refuse this draft, or if more tokens are asked for than the
     draft in the folder `model` proposes: vLLM would make up the others. A check of runner and
-    config.json before a server starts; tokens of a draft yet to be downloaded are not checked."""
+    config.json before a server starts; tokens of a draft yet to be downloaded are not checked.
+    """
     require_runner(speculative_config, environment)
     config = speculative_config or {}
     family, model = find_speculative(config), config.get("model")
@@ -147,7 +173,8 @@ def require_servable(speculative_config: Mapping[str, Any] | None, environment: 
     most = family.max_tokens(read_config(folder)) if (folder / CONFIG).is_file() else None
     if most is not None and asked > most:
         raise ValueError(
-            f"{asked} draft tokens asked of {model}, a {family.title} draft that proposes {most}: give "
+            f"{asked} draft tokens asked of {model}, a {family.title} draft that proposes {most}: "
+            "give "
             f"--num-speculative-tokens {most} at most"
         )
 
@@ -160,27 +187,39 @@ def require_runner(
     on_cpu: bool = ENGINE_IS_CPU,
     version: str | None = VLLM_VERSION,
 ) -> None:
-    """Raise ValueError if vLLM does not have this draft's proposer, or the model runner that would serve does not."""
+    """Raise ValueError if vLLM does not have this draft's proposer, or the model runner that would
+    serve does not.
+    """
     family = find_speculative(speculative_config or {})
     if family is None:
         return
     # Compared as (0, 33) > (0, 32): patch releases count as the same version.
-    if family.last_vllm and version and Version(version).release[:2] > Version(family.last_vllm).release:
+    if (
+        family.last_vllm
+        and version
+        and Version(version).release[:2] > Version(family.last_vllm).release
+    ):
         raise ValueError(
-            f"vLLM {version} no longer serves {family.title}: install vLLM {family.last_vllm}, or train another draft"
+            f"vLLM {version} no longer serves {family.title}: install vLLM {family.last_vllm}, or "
+            "train another draft"
         )
     asked = environment.get("VLLM_USE_V2_MODEL_RUNNER")
     if asked is None:
         # Left alone, vLLM takes V1 for a draft that V2 does not serve.
         if "v1" in family.decoders or not on_cpu:
             return
-        needed, reason = "V2", "vLLM on a CPU takes V1, because it has no Triton there: serve it on a GPU"
+        needed, reason = (
+            "V2",
+            "vLLM on a CPU takes V1, because it has no Triton there: serve it on a GPU",
+        )
     else:
         taken, needed = ("V1", "V2") if asked == "0" else ("V2", "V1")
         if taken.lower() in family.decoders:
             return
         reason = f"VLLM_USE_V2_MODEL_RUNNER={asked} asks for {taken}: unset it"
-    raise ValueError(f"only vLLM's {needed} model runner serves {family.title}, and {reason}{way_out}")
+    raise ValueError(
+        f"only vLLM's {needed} model runner serves {family.title}, and {reason}{way_out}"
+    )
 
 
 def read_runner(log: Path) -> Literal["v1", "v2"]:
@@ -199,12 +238,19 @@ def read_threads(log: Path) -> int | None:
 
 def find_two_speeds(environment: Mapping[str, str], num_cores: int) -> str:
     """A warning if vLLM's CPU build would run at two speeds with these variables; else "".
-    The loop of the engine core needs a core of its own (`engine.wait`)."""
+
+    The loop of the engine core needs a core of its own (`engine.wait`).
+    """
     threads = int(environment.get("OMP_NUM_THREADS") or num_cores)
-    if environment.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind" or threads < num_cores or num_cores == 1:
+    if (
+        environment.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
+        or threads < num_cores
+        or num_cores == 1
+    ):
         return ""
     return (
-        f"VLLM_CPU_OMP_THREADS_BIND=nobind lets {threads} threads compete with vLLM's own loop for {num_cores} cores, "
+        f"VLLM_CPU_OMP_THREADS_BIND=nobind lets {threads} threads compete with vLLM's own loop for "
+        f"{num_cores} cores, "
         f"and a step may take three times as long: unset it, or set OMP_NUM_THREADS={num_cores - 1}"
     )
 
@@ -217,14 +263,21 @@ def wait_until_healthy(
     name: str = "vLLM",
     given_up: threading.Event | None = None,
 ) -> None:
-    """Return when `GET {url}/health` succeeds. Raises ChildProcessError: the process ended, or was
-    given up; TimeoutError."""
+    """Return when `GET {url}/health` succeeds.
+
+    Raises:
+        ChildProcessError: the process ended, or was given up; TimeoutError.
+    """
     started = time.monotonic()
-    with Progress(desc=f"{name} starts", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
+    with Progress(
+        desc=f"{name} starts", bar_format="{desc}: {elapsed}", leave=False, disable=None
+    ) as bar:
         while time.monotonic() - started < START_TIMEOUT_S:
             # A dead engine is not waited for until the timeout.
             if process.poll() is not None:
-                raise ChildProcessError(f"{name} did not start: {last_error(log)} (whole log: {log})")
+                raise ChildProcessError(
+                    f"{name} did not start: {last_error(log)} (whole log: {log})"
+                )
             if given_up is not None and given_up.is_set():
                 raise ChildProcessError(f"{name} was given up before it was ready: see {log}")
             with contextlib.suppress(httpx.TransportError):
@@ -236,7 +289,10 @@ def wait_until_healthy(
 
 
 def last_error(log: Path) -> str:
-    """The line of an engine's log with the cause of death: the last error, unless it only refers to an earlier one."""
+    """The line of an engine's log with the cause of death.
+
+    The last error, unless it only refers to an earlier one.
+    """
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError as error:
@@ -245,7 +301,11 @@ def last_error(log: Path) -> str:
     pattern = r"\b((?:[A-Z]\w*(?:Error|Exception)|error|Value error)[:,] .+?)(?: \[type=.*)?$"
     errors = (re.search(pattern, line) for line in lines)
     # The API server reports the death of its engine core after the core has reported the cause.
-    causes = [found[1] for found in errors if found and "Engine core initialization failed" not in found[1]]
+    causes = [
+        found[1]
+        for found in errors
+        if found and "Engine core initialization failed" not in found[1]
+    ]
     if causes:
         return causes[-1].strip()
     return lines[-1].strip() if lines else "it wrote nothing"

@@ -5,8 +5,9 @@
     on a CPU with AMX or AVX-512, stored in bfloat16             bfloat16: half the memory
     on any other CPU, or stored in another type                  float32: outputs are compared token for token
 
-Training, forecast and engine all ask here, `redraft serve` too, so a draft is trained for the numbers that serve it.
-Importing this loads neither torch nor vLLM."""
+Training, forecast and engine all ask here, `redraft serve` too, so a draft is trained for the
+numbers that serve it. Importing this loads neither torch nor vLLM.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,22 @@ from redraft.heads.files.target_folder import TargetFolder
 
 
 def open_target(
-    name_or_path: str | Path, dtype: TargetDtype | None = None, *, on_cpu: bool, machine: Machine | None = None
+    name_or_path: str | Path,
+    dtype: TargetDtype | None = None,
+    *,
+    on_cpu: bool,
+    machine: Machine | None = None,
 ) -> TargetFolder:
     """The target, opened, to compute in `dtype` or the default. Raises as `TargetFolder.open`."""
     target = TargetFolder.open(name_or_path)
-    return replace(target, dtype=dtype or default_target_dtype(target.folder, on_cpu=on_cpu, machine=machine))
+    return replace(
+        target, dtype=dtype or default_target_dtype(target.folder, on_cpu=on_cpu, machine=machine)
+    )
 
 
-def default_target_dtype(target: str | Path, *, on_cpu: bool, machine: Machine | None = None) -> TargetDtype | None:
+def default_target_dtype(
+    target: str | Path, *, on_cpu: bool, machine: Machine | None = None
+) -> TargetDtype | None:
     """The type for a target, by folder or hub name; None for the one in which it is stored."""
     if not on_cpu:
         return None
@@ -36,4 +45,8 @@ def default_target_dtype(target: str | Path, *, on_cpu: bool, machine: Machine |
         return "float32"
     if quantization:
         return None
-    return "bfloat16" if stored == "bfloat16" and (machine or this_machine()).cpu_has_bfloat16 else "float32"
+    return (
+        "bfloat16"
+        if stored == "bfloat16" and (machine or this_machine()).cpu_has_bfloat16
+        else "float32"
+    )

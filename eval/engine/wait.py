@@ -1,9 +1,13 @@
-"""All patches of vLLM, and those of two waits: the CPU build takes requests while it computes; a server ends in time.
+"""All patches of vLLM, and those of two waits.
 
-The CPU build's engine core waits for the worker by calling `sched_yield` in a loop. Each call gives up the interpreter
-for less than a microsecond, but a thread waiting for it takes fifty to wake up. So the thread for new requests may not
-run until the engine is out of work, and requests are then served one after the other, at a third of the speed, for
-seconds or minutes. A short sleep now and then lets the thread in and costs 1% of a step."""
+The CPU build takes requests while it computes; a server ends in time.
+
+The CPU build's engine core waits for the worker by calling `sched_yield` in a loop. Each call gives
+up the interpreter for less than a microsecond, but a thread waiting for it takes fifty to wake up.
+So the thread for new requests may not run until the engine is out of work, and requests are then
+served one after the other, at a third of the speed, for seconds or minutes. A short sleep now and
+then lets the thread in and costs 1% of a step.
+"""
 
 import itertools
 import os
@@ -32,7 +36,11 @@ def list_patches() -> list[Callable[[], None]]:
     from vllm.platforms import current_platform
 
     # These load torch, which a process that only starts servers does without.
-    from redraft.eval.engine.cpu_patches import fix_cpu_sampling, patch_gemm_release, patch_grouped_norm
+    from redraft.eval.engine.cpu_patches import (
+        fix_cpu_sampling,
+        patch_gemm_release,
+        patch_grouped_norm,
+    )
 
     of_cpu = (fix_cpu_sampling, patch_engine_wait, patch_gemm_release, patch_grouped_norm)
     return [*(of_cpu if current_platform.is_cpu() else ()), patch_lookups, patch_ending]
@@ -44,7 +52,9 @@ def patch_engine_wait() -> None:
 
     run = EngineCoreProc.run_busy_loop
 
-    def run_busy_loop(self: Any) -> None:  # runs in the engine core's process only; workers wait as before
+    def run_busy_loop(
+        self: Any,
+    ) -> None:  # runs in the engine core's process only; workers wait as before
         # The name in shm_broadcast, which imported the function, not the one in vllm.distributed.
         shm_broadcast.sched_yield = with_sleeps(shm_broadcast.sched_yield)
         run(self)
@@ -71,7 +81,8 @@ ENDING_S = 5  # for connections to close after the engine's end; complete answer
 
 def patch_ending() -> None:
     """Bound the wait for connections of vLLM's API server, which otherwise never ends after SIGTERM
-    while a client sends half a request or reads nothing. Does nothing in processes without one."""
+    while a client sends half a request or reads nothing. Does nothing in processes without one.
+    """
     launcher: Any = sys.modules.get(LAUNCHER)
     if launcher is None:
         return

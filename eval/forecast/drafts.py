@@ -6,7 +6,8 @@ folder, hub name   the draft's steps                            the family's (`h
 counted answers    the same lookup (`redraft retrieval`)        ngram, with `eval.engine.lookups`
 `ngram+FOLDER`     the lookup, and the draft if it finds none   the draft's (`eval.engine.lookup_first`)
 `ANSWERS+FOLDER`   the same with counted answers                the same
-`suffix`           none                                         suffix"""
+`suffix`           none                                         suffix
+"""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -57,9 +58,15 @@ class LoadedTarget:
     model: Any
 
 
-def load_drafts(named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampling: SampleMethod) -> list[NamedDraft]:
-    """The drafts with these names, on the target's device. Raises FileNotFoundError; ValueError:
-    one is no draft of this target, or two have one name."""
+def load_drafts(
+    named: Sequence[str], target: LoadedTarget, ngram: Ngram, sampling: SampleMethod
+) -> list[NamedDraft]:
+    """The drafts with these names, on the target's device.
+
+    Raises:
+        FileNotFoundError
+        ValueError: one is no draft of this target, or two have one name.
+    """
     drafts = [DraftSource.parse(text) for text in named]
     _require_distinct([draft.name for draft in drafts])
     return [draft.load(target, Lookups(ngram=ngram), sampling) for draft in drafts]
@@ -114,9 +121,17 @@ def make_lookup(draft: DraftSource, target: LoadedTarget, lookups: Lookups) -> N
 
 
 def make_mix(
-    draft: DraftSource, lookup: NamedDraft, head: NamedDraft, lookups: Lookups, sampling: SampleMethod
+    draft: DraftSource,
+    lookup: NamedDraft,
+    head: NamedDraft,
+    lookups: Lookups,
+    sampling: SampleMethod,
 ) -> NamedDraft:
-    """The lookup first, then the head. Raises ValueError if no lookup goes before this draft."""
+    """The lookup first, then the head.
+
+    Raises:
+        ValueError: if no lookup goes before this draft.
+    """
     assert lookup.forecast is not None
     assert isinstance(lookup.forecast.steps, Lookup)
     first, identity = lookup.forecast.steps, lookup.fingerprint
@@ -142,9 +157,12 @@ def make_mix(
 def make_suffix(draft: DraftSource) -> NamedDraft:
     """Raises ValueError if vLLM's package for it is not installed."""
     if importlib.util.find_spec(SUFFIX_PACKAGE) is None:
-        raise ValueError("suffix decoding needs a separate package: pip install arctic-inference==0.1.1")
+        raise ValueError(
+            "suffix decoding needs a separate package: pip install arctic-inference==0.1.1"
+        )
     note = (
-        "measured in the engine only, and with the text of each request alone: a server would also look tokens up in "
+        "measured in the engine only, and with the text of each request alone: a server would also "
+        "look tokens up in "
         "its earlier answers"
     )
     return NamedDraft(
@@ -164,8 +182,12 @@ def _make_forecast(pair: Pair, target: LoadedTarget, is_sampled: bool) -> Foreca
         check_same_tokenizer(target.opened.tokenizer, load_tokenizer(pair.draft))
     if target.model.device.type == "cuda":
         config = target.opened.text_config if pair.family.is_head else load_text_config(pair.draft)
-        require_draft_heads(pair.family, f"the draft {pair.draft}", config, target.model.dtype, this_machine())
-    draft = pair.family.load(pair.draft, lambda: Target.from_model(target.model), target.model.dtype)
+        require_draft_heads(
+            pair.family, f"the draft {pair.draft}", config, target.model.dtype, this_machine()
+        )
+    draft = pair.family.load(
+        pair.draft, lambda: Target.from_model(target.model), target.model.dtype
+    )
     draft = draft.to(target.model.device).eval()
     if not pair.family.is_head:
         _require_rows(pair.draft, draft.model, target.model)
@@ -191,7 +213,9 @@ def _require_rows(folder: Path, draft: Any, target: Any) -> None:
     """Raise ValueError unless both causal LMs have the same number of logits."""
     rows, its = (len(model.get_output_embeddings().weight) for model in (draft, target))
     if rows != its:
-        raise ValueError(f"{folder} has {rows} logits and the target {its}: an engine refuses the pair")
+        raise ValueError(
+            f"{folder} has {rows} logits and the target {its}: an engine refuses the pair"
+        )
 
 
 def _notes(family: Family, sampling: SampleMethod) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
-"""A forecast of the acceptance in an engine, from teacher-forced passes over the target's greedy text.
+"""A forecast of the acceptance in an engine, from teacher-forced passes over the target's greedy
+text.
 
 B = batch, T = tokens, N = rows, K = num_speculative_tokens.
 
-Under greedy decoding every emitted token is the target's greedy token. So one pass of target and draft over the
-target's continuation shows which draft tokens would match after every prefix. Walking the blocks over this table gives
-the engine's counts without the engine."""
+Under greedy decoding every emitted token is the target's greedy token. So one pass of target and
+draft over the target's continuation shows which draft tokens would match after every prefix.
+Walking the blocks over this table gives the engine's counts without the engine.
+"""
 
 import functools
 import hashlib
@@ -35,11 +37,15 @@ class Continuation:
     output_ids: list[int]
     """As the engine returns it: up to the end token (included) or to `max_tokens`."""
     beyond_ids: list[int]
-    """The target's tokens after the end. The engine's last block reaches past the end and counts in full."""
+    """The target's tokens after the end. The engine's last block reaches past the end and counts in
+    full.
+    """
 
 
 Keep = Callable[[list[Prompt], Callable[[], list[Continuation]]], list[Continuation]]
-"""`keep(prompts, compute)`: the answers to a batch that an earlier run left, or else those of `compute()`."""
+"""`keep(prompts, compute)`: the answers to a batch that an earlier run left, or else those of
+`compute()`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +92,10 @@ class Forecast:
         return {name: _summary([p for p in self.per_prompt if p.domain == name]) for name in names}
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self.overall), "by_domain": {name: asdict(row) for name, row in self.by_domain.items()}}
+        return {
+            **asdict(self.overall),
+            "by_domain": {name: asdict(row) for name, row in self.by_domain.items()},
+        }
 
 
 def _summary(forecasts: Sequence[PromptForecast]) -> ForecastSummary:
@@ -113,15 +122,21 @@ def greedy_continuations(
     keep: Keep | None = None,
 ) -> list[Continuation]:
     """The greedy answer of a `transformers` causal LM to every prompt, and the K - 1 tokens after
-    it. With `keep`, an interrupted run goes on after the last whole batch. Raises ValueError: a
-    prompt with its answer exceeds the target's window."""
+    it. With `keep`, an interrupted run goes on after the last whole batch.
+
+    Raises:
+        ValueError: a prompt with its answer exceeds the target's window.
+    """
     require_window(target, prompts, max_tokens + num_speculative_tokens - 1)
     # Prompts of similar length share a batch, so there is little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
     results: dict[int, Continuation] = {}
-    # A batch of a large model takes minutes, so the bar counts steps: most batches need all of them.
+    # A batch of a large model takes minutes, so the bar counts steps: most batches need all of
+    # them.
     steps = max_tokens + num_speculative_tokens - 1
-    with Progress(total=-(-len(order) // batch_size) * steps, desc="target's greedy answers", unit="step") as bar:
+    with Progress(
+        total=-(-len(order) // batch_size) * steps, desc="target's greedy answers", unit="step"
+    ) as bar:
         for number, first in enumerate(range(0, len(order), batch_size), 1):
             chosen = order[first : first + batch_size]
             compute = functools.partial(
@@ -151,24 +166,34 @@ def generate_answers(
     seed: int = 0,
     on_step: Callable[[], object] = lambda: None,
 ) -> list[Continuation]:
-    """The answers to one batch of prompts. `on_step` is called after each token of all answers. The
-    random numbers of an answer depend on `seed`, temperature and prompt, not on the batch."""
+    """The answers to one batch of prompts.
+
+    `on_step` is called after each token of all answers. The random numbers of an answer depend on
+    `seed`, temperature and prompt, not on the batch.
+    """
     beyond = num_speculative_tokens - 1
-    uniform_BT = torch.stack([_uniform(p, max_tokens + beyond, sampling.temperature, seed) for p in prompts])
+    uniform_BT = torch.stack(
+        [_uniform(p, max_tokens + beyond, sampling.temperature, seed) for p in prompts]
+    )
 
     def choose(logits_BV: Tensor, step: int) -> Tensor:
         on_step()
         if sampling.temperature == 0:
             return logits_BV.argmax(-1)
-        # Inverse of the cumulative distribution; float64, because the rounding of float32 sums over a
-        # large vocabulary would change how often rare tokens are drawn. The draw is scaled by the last sum,
-        # which is not exactly 1, and `right` passes over tokens of probability 0.
+        # Inverse of the cumulative distribution; float64, because the rounding of float32 sums over
+        # a large vocabulary would change how often rare tokens are drawn. The draw is scaled by the
+        # last sum, which is not exactly 1, and `right` passes over tokens of probability 0.
         cumulative_BV = sampled_probabilities(logits_BV.double(), sampling).cumsum(-1)
         drawn_B1 = uniform_BT[:, step, None].to(cumulative_BV) * cumulative_BV[:, -1:]
         return torch.searchsorted(cumulative_BV, drawn_B1, right=True).squeeze(-1)
 
-    texts = _generate(target, [prompt.token_ids for prompt in prompts], max_tokens, beyond, end_ids, choose)
-    return [cut_continuation(p, text, max_tokens, beyond, end_ids) for p, text in zip(prompts, texts, strict=True)]
+    texts = _generate(
+        target, [prompt.token_ids for prompt in prompts], max_tokens, beyond, end_ids, choose
+    )
+    return [
+        cut_continuation(p, text, max_tokens, beyond, end_ids)
+        for p, text in zip(prompts, texts, strict=True)
+    ]
 
 
 def _uniform(prompt: Prompt, num_tokens: int, temperature: float, seed: int) -> Tensor:
@@ -185,7 +210,9 @@ def cut_continuation(
 ) -> Continuation:
     """Split generated tokens into the answer and the `num_beyond` tokens after it."""
     end = _output_length(text, max_tokens, end_ids)
-    return Continuation(prompt=prompt, output_ids=list(text[:end]), beyond_ids=list(text[end : end + num_beyond]))
+    return Continuation(
+        prompt=prompt, output_ids=list(text[:end]), beyond_ids=list(text[end : end + num_beyond])
+    )
 
 
 def require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) -> None:
@@ -194,8 +221,10 @@ def require_window(target: Any, prompts: Sequence[Prompt], num_new_tokens: int) 
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest + num_new_tokens > window:
         raise ValueError(
-            f"a prompt of {longest} tokens and {num_new_tokens} new ones exceed the target's window of {window}: "
-            "leave longer prompts out (--data.max-prompt-tokens, or of eval --max-prompt-tokens), or lower max_tokens"
+            f"a prompt of {longest} tokens and {num_new_tokens} new ones exceed the target's "
+            f"window of {window}: "
+            "leave longer prompts out (--data.max-prompt-tokens, or of eval --max-prompt-tokens), "
+            "or lower max_tokens"
         )
 
 
@@ -212,13 +241,18 @@ def _generate(
     end_ids: Collection[int],
     choose: Callable[[Tensor, int], Tensor],
 ) -> list[list[int]]:
-    """Tokens after each prompt, picked by `choose(logits [B, V], step)`: the output and at least `beyond` more."""
+    """Tokens after each prompt, picked by `choose(logits [B, V], step)`.
+
+    The output and at least `beyond` more.
+    """
     # Padding is on the left, so the last column is the next token of every prompt.
     device = target.device
     width = max(map(len, prompts))
     # Any id will do as padding: the attention mask hides it.
     ids_BT = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts], device=device)
-    mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+    mask_BT = torch.tensor(
+        [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device
+    )
     ends = torch.tensor(sorted(end_ids), device=device)
     needed_B = torch.full((len(prompts),), max_tokens + beyond, device=device)
     tokens: list[Tensor] = []
@@ -235,9 +269,12 @@ def _generate(
             logits_to_keep=1,  # [B, 1, V] instead of [B, T, V]
         )
         tokens.append(choose(output.logits[:, -1], len(tokens)))
-        # A text that has ended only needs the tokens beyond; the batch stops when no text needs more.
+        # A text that has ended only needs the tokens beyond; the batch stops when no text needs
+        # more.
         after_end = torch.full_like(needed_B, len(tokens) + beyond)
-        needed_B = torch.where(torch.isin(tokens[-1], ends), torch.minimum(needed_B, after_end), needed_B)
+        needed_B = torch.where(
+            torch.isin(tokens[-1], ends), torch.minimum(needed_B, after_end), needed_B
+        )
         ids_BT, cache = tokens[-1][:, None], output.past_key_values
         mask_BT = torch.nn.functional.pad(mask_BT, (0, 1), value=1)
     return [row.tolist() for row in torch.stack(tokens, dim=1)]
@@ -252,7 +289,10 @@ def forecast(
 ) -> Forecast:
     """Acceptance of `draft` at temperature 0 on the target's greedy text, in one teacher-forced
     pass per prompt.
-    Raises ValueError: the draft has fewer draft steps than `num_speculative_tokens`."""
+
+    Raises:
+        ValueError: the draft has fewer draft steps than `num_speculative_tokens`.
+    """
     return Forecast(
         per_prompt=[
             forecast_prompt(draft, target_signal, continuation, num_speculative_tokens, device)
@@ -278,10 +318,11 @@ def forecast_prompt(
     steps = take_draft_steps(draft, batch, signal, num_speculative_tokens)
     compared = [compare_rows(step, signal.distribution) for step in steps]
     match_BTK, _ = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
-    # The first row to draft: output token 0 comes from the prefill. Prompt x[0..3]: output token 0 is x[4], so the
-    # first block drafts x[5], from row 4 with shift 0 and from row 3 with shift 1.
+    # The first row to draft: output token 0 comes from the prefill. Prompt x[0..3]: output token 0
+    # is x[4], so the first block drafts x[5], from row 4 with shift 0 and from row 3 with shift 1.
     start = len(prompt_ids) - steps[0].shift
-    # from one row earlier: alpha counts every token of the answer, also the prefill's, which no block drafts
+    # from one row earlier: alpha counts every token of the answer, also the prefill's, which no
+    # block drafts
     rows = slice(max(start - 1, 0), start - 1 + num_output)
     return PromptForecast(
         domain=continuation.prompt.domain,
@@ -301,16 +342,26 @@ class QuickMetrics:
     alpha: float
     alpha_greedy: float
     tau: float
-    """1 + sum_j c_j with the positions below. Every row starts a block here, so it only comes near the forecast."""
+    """1 + sum_j c_j with the positions below. Every row starts a block here, so it only comes near
+    the forecast.
+    """
     acceptance_per_position: list[float]
-    """Share of rows whose first j + 1 draft tokens are the target's most probable ones, given the text."""
+    """Share of rows whose first j + 1 draft tokens are the target's most probable ones, given the
+    text.
+    """
 
 
 def quick_metrics(sums: Tensor) -> QuickMetrics:
     """Rates from the `metric_sums` of any number of batches, added up.
-    Raises ValueError: no row of the batches has a label."""
+
+    Raises:
+        ValueError: no row of the batches has a label.
+    """
     if sums[0] == 0:
-        raise ValueError("the held-out batches have no row with a label: check the loss mask and the held-out split")
+        raise ValueError(
+            "the held-out batches have no row with a label: check the loss mask and the held-out "
+            "split"
+        )
     num_rows, alpha_sum, alpha_greedy_sum, num_blocks, *accepted = sums.tolist()
     per_position = [count / max(num_blocks, 1) for count in accepted]
     return QuickMetrics(
@@ -323,17 +374,32 @@ def quick_metrics(sums: Tensor) -> QuickMetrics:
 
 
 @torch.no_grad()
-def metric_sums(draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int) -> Tensor:
+def metric_sums(
+    draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int
+) -> Tensor:
     """Rows, alpha, alpha_greedy, blocks, accepted per position; float64 on the CPU, [4 + K].
-    Raises ValueError: the draft has too few draft steps."""
+
+    Raises:
+        ValueError: the draft has too few draft steps.
+    """
     steps = take_draft_steps(draft, batch, signal, num_speculative_tokens)
     # the draft may run in bf16, but its metrics may not
     with torch.autocast(batch.input_ids_BT.device.type, enabled=False):
         compared = [compare_rows(step, signal.distribution) for step in steps]
-    match_BTK, labelled_BTK = block_matches(compared, num_speculative_tokens, draft.is_autoregressive)
+    match_BTK, labelled_BTK = block_matches(
+        compared, num_speculative_tokens, draft.is_autoregressive
+    )
     # Whole blocks only: one cut by the end of the text would count as rejected there.
     blocks_NK = match_BTK[labelled_BTK.all(-1)]
     first = compared[0]
-    rates = [first.mask_BT.sum(), first.alpha_BT.double().sum(), first.alpha_greedy_BT.double().sum()]
-    accepted_K = blocks_NK.long().cumprod(-1).sum(0)  # 1 up to the first mismatch of a block, then 0
-    return torch.tensor([*map(float, rates), len(blocks_NK), *accepted_K.tolist()], dtype=torch.float64)
+    rates = [
+        first.mask_BT.sum(),
+        first.alpha_BT.double().sum(),
+        first.alpha_greedy_BT.double().sum(),
+    ]
+    accepted_K = (
+        blocks_NK.long().cumprod(-1).sum(0)
+    )  # 1 up to the first mismatch of a block, then 0
+    return torch.tensor(
+        [*map(float, rates), len(blocks_NK), *accepted_K.tolist()], dtype=torch.float64
+    )

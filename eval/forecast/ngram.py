@@ -1,7 +1,10 @@
-"""Prompt lookup (Saxena, prompt-lookup-decoding): the text's last tokens occurred before; propose what followed them.
+"""Prompt lookup (Saxena, prompt-lookup-decoding).
 
-Like vLLM's `ngram` method, this takes the longest n-gram of `min` to `max` tokens with an earlier occurrence, and
-its earliest occurrence. K = num_speculative_tokens."""
+The text's last tokens occurred before; propose what followed them.
+
+Like vLLM's `ngram` method, this takes the longest n-gram of `min` to `max` tokens with an earlier
+occurrence, and its earliest occurrence. K = num_speculative_tokens.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +22,9 @@ class Ngram:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
-            raise ValueError(f"n-grams of {self.min} to {self.max} tokens: give 1 <= --ngram.min <= --ngram.max")
+            raise ValueError(
+                f"n-grams of {self.min} to {self.max} tokens: give 1 <= --ngram.min <= --ngram.max"
+            )
 
     def blocks(
         self, ids: Sequence[int], first: int, num_prefixes: int, num_speculative_tokens: int
@@ -45,7 +50,10 @@ class Lookup(Protocol):
 def propose_ngrams(
     ids: Sequence[int], first: int, num_prefixes: int, ngram: Ngram, num_speculative_tokens: int
 ) -> Iterator[list[int]]:
-    """For each prefix ids[:first], ids[:first + 1], ...: at most K tokens, none if no n-gram occurred before."""
+    """For each prefix ids[:first], ids[:first + 1], ....
+
+    At most K tokens, none if no n-gram occurred before.
+    """
     follows: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after it
     known = 0
     for end in range(first, first + num_prefixes):
@@ -56,7 +64,9 @@ def propose_ngrams(
                 follows.setdefault(tuple(ids[last + 1 - n : last + 1]), last + 1)
         known = max(known, end - 1)
         # longest first
-        suffixes = (tuple(ids[end - n : end]) for n in range(min(ngram.max, end), ngram.min - 1, -1))
+        suffixes = (
+            tuple(ids[end - n : end]) for n in range(min(ngram.max, end), ngram.min - 1, -1)
+        )
         # Without a match the slice is ids[end:end]: no token.
         start = next((follows[suffix] for suffix in suffixes if suffix in follows), end)
         yield list(ids[start : min(start + num_speculative_tokens, end)])

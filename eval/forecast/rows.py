@@ -1,11 +1,14 @@
-"""Acceptance of one draft step, row by row: training metrics, the forecast, `redraft eval` and the gate all use this.
+"""Acceptance of one draft step, row by row.
 
-B = batch, T = tokens, N = rows, V = target vocabulary, W = draft vocabulary, M = tokens of interest,
-K = num_speculative_tokens. p = target, q = draft.
+Training metrics, the forecast, `redraft eval` and the gate all use this.
+
+B = batch, T = tokens, N = rows, V = target vocabulary, W = draft vocabulary, M = tokens of
+interest, K = num_speculative_tokens. p = target, q = draft.
 
     draft step ── logits ──► q [N, W] ─┐
                                        ├─► StepRates: alpha, alpha_greedy, accept, agree
-    target ────────────────► p [N, M] ─┘   (M = V, or the top-k ids kept)"""
+    target ────────────────► p [N, M] ─┘   (M = V, or the top-k ids kept)
+"""
 
 import functools
 from collections.abc import Sequence
@@ -41,12 +44,15 @@ class TargetRows:
         """argmax p as a token id, [N]; the lowest one on a tie."""
         if self.ids_NM is None:
             return self.p_NM.argmax(-1)
-        # argmax over columns would break ties by their order; over a vocabulary, ties go to the lowest token.
+        # argmax over columns would break ties by their order; over a vocabulary, ties go to the
+        # lowest token.
         is_best_NM = self.p_NM == self.p_NM.amax(-1, keepdim=True)
         return self.ids_NM.masked_fill(~is_best_NM, torch.iinfo(self.ids_NM.dtype).max).amin(-1)
 
 
-def target_rows(distribution: ExactTarget | TopKTarget, rows_N: Tensor, sampling: Sampling) -> TargetRows:
+def target_rows(
+    distribution: ExactTarget | TopKTarget, rows_N: Tensor, sampling: Sampling
+) -> TargetRows:
     """The target in `rows_N` of the flattened batch, as a server samples from it."""
     if isinstance(distribution, TopKTarget):
         p_NM = sampled_topk(distribution.log_probs_BTK.flatten(0, 1)[rows_N], sampling)
@@ -56,10 +62,12 @@ def target_rows(distribution: ExactTarget | TopKTarget, rows_N: Tensor, sampling
 
 @dataclass(frozen=True, kw_only=True)
 class StepRates:
-    """A draft step beside the target in N rows. Each rate is computed when asked for.
-    A reduced draft vocabulary is mapped here: other tokens have q = 0 and are never drafted. If the
-    target is known in its top-k ids only, alpha and alpha_greedy are lower bounds, because p of the
-    tail is taken as 0."""
+    """A draft step beside the target in N rows.
+
+    Each rate is computed when asked for. A reduced draft vocabulary is mapped here: other tokens
+    have q = 0 and are never drafted. If the target is known in its top-k ids only, alpha and
+    alpha_greedy are lower bounds, because p of the tail is taken as 0.
+    """
 
     target: TargetRows
     q_NW: Tensor
@@ -103,14 +111,19 @@ class StepRates:
         """q of token ids, [N, M]."""
         if self.draft_ids_W is None:
             return self.q_NW.gather(-1, ids_NM)
-        # an id that the draft does not have lands on a neighbour's column, and is masked by the comparison
+        # an id that the draft does not have lands on a neighbour's column, and is masked by the
+        # comparison
         at_NM = torch.searchsorted(self.draft_ids_W, ids_NM).clamp(max=len(self.draft_ids_W) - 1)
         return self.q_NW.gather(-1, at_NM) * (self.draft_ids_W[at_NM] == ids_NM)
 
 
-def step_rates(step: DraftStep, rows_N: Tensor, target: TargetRows, temperature: float) -> StepRates:
-    """The rates of a draft step in `rows_N` of the flattened batch; `target` holds the rows
-    predicted by these. Only the temperature changes q."""
+def step_rates(
+    step: DraftStep, rows_N: Tensor, target: TargetRows, temperature: float
+) -> StepRates:
+    """The rates of a draft step in `rows_N` of the flattened batch.
+
+    `target` holds the rows predicted by these. Only the temperature changes q.
+    """
     q_NW = probabilities(step.logits(rows_N), temperature)
     return StepRates(target=target, q_NW=q_NW, draft_ids_W=step.draft_ids_W)
 
@@ -126,27 +139,43 @@ class ComparedRows:
 
 
 def compare_rows(step: DraftStep, distribution: ExactTarget | TopKTarget) -> ComparedRows:
-    """alpha, alpha_greedy and agreement of one draft step in every row of the mask, at temperature 1."""
+    """alpha, alpha_greedy and agreement of one draft step in every row of the mask, at temperature
+
+    1.
+    """
     rows_N = step.mask_BT.flatten().nonzero().squeeze(-1)
     # Rows outside the mask stay 0.
     results_3N = torch.zeros(3, step.mask_BT.numel(), device=rows_N.device)
     for chunk_N in torch.split(rows_N, ROWS_A_CHUNK):
-        # in the flattened batch `shift` rows further on is the same text: the step's mask sees to it
-        rates = step_rates(step, chunk_N, target_rows(distribution, chunk_N + step.shift, Sampling()), 1.0)
+        # in the flattened batch `shift` rows further on is the same text: the step's mask sees to
+        # it
+        rates = step_rates(
+            step, chunk_N, target_rows(distribution, chunk_N + step.shift, Sampling()), 1.0
+        )
         results_3N[:, chunk_N] = torch.stack([rates.alpha, rates.alpha_greedy, rates.agree.float()])
     alpha_BT, alpha_greedy_BT, agree_BT = results_3N.view(3, *step.mask_BT.shape)
     return ComparedRows(
-        mask_BT=step.mask_BT, alpha_BT=alpha_BT, alpha_greedy_BT=alpha_greedy_BT, agree_BT=agree_BT.bool()
+        mask_BT=step.mask_BT,
+        alpha_BT=alpha_BT,
+        alpha_greedy_BT=alpha_greedy_BT,
+        agree_BT=agree_BT.bool(),
     )
 
 
-def take_draft_steps(draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int) -> list[DraftStep]:
-    """The draft steps for so many tokens: one if autoregressive, else K. Raises ValueError."""
+def take_draft_steps(
+    draft: Draft, batch: Batch, signal: TargetSignal, num_speculative_tokens: int
+) -> list[DraftStep]:
+    """The draft steps for so many tokens: one if autoregressive, else K.
+
+    Raises:
+        ValueError
+    """
     steps = draft.draft_steps(batch, signal, num_speculative_tokens if draft.is_block else None)
     needed = 1 if draft.is_autoregressive else num_speculative_tokens
     if len(steps) < needed:
         raise ValueError(
-            f"the draft has {len(steps)} draft steps, so num_speculative_tokens can be at most that, "
+            f"the draft has {len(steps)} draft steps, so num_speculative_tokens can be at most "
+            "that, "
             f"not {num_speculative_tokens}"
         )
     return steps[:needed]
@@ -156,7 +185,8 @@ def block_matches(
     compared: Sequence[ComparedRows], num_speculative_tokens: int, is_autoregressive: bool
 ) -> tuple[Tensor, Tensor]:
     """(the j-th token drafted in a row is the greedy one of the target, it has a label), bool [B,
-    T, K] each; teacher-forced, so conditional on a match before."""
+    T, K] each; teacher-forced, so conditional on a match before.
+    """
     if not is_autoregressive:
         return (
             torch.stack([rows.agree_BT for rows in compared], dim=-1),
@@ -166,5 +196,8 @@ def block_matches(
     ahead = (0, num_speculative_tokens - 1)
     agree_BT = torch.nn.functional.pad(compared[0].agree_BT, ahead)
     mask_BT = torch.nn.functional.pad(compared[0].mask_BT, ahead)
-    # [B, T + K - 1] in windows of K: [B, T, K]. The padding is False, so no block reaches past the row's end.
-    return agree_BT.unfold(1, num_speculative_tokens, 1), mask_BT.unfold(1, num_speculative_tokens, 1)
+    # [B, T + K - 1] in windows of K: [B, T, K]. The padding is False, so no block reaches past the
+    # row's end.
+    return agree_BT.unfold(1, num_speculative_tokens, 1), mask_BT.unfold(
+        1, num_speculative_tokens, 1
+    )

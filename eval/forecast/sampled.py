@@ -1,11 +1,15 @@
-"""The target's distribution as a server samples from it: temperature, then min_p, top_k and top_p, as in vLLM.
+"""The target's distribution as a server samples from it.
 
-The filters change p only. vLLM samples its draft tokens from the draft's q at the request's temperature, unfiltered
-(`compute_probs_and_sample_next_token` in its v1/spec_decode/llm_base_proposer.py), and verifies them against the
-filtered p. A sampled draft then loses what it proposes outside of the filters, and a greedy one gains, because its
-token is nearly always inside.
+Temperature, then min_p, top_k and top_p, as in vLLM.
 
-N = rows, V = vocabulary, M = most probable tokens of a row, in descending order, K = kept top-k ids.
+The filters change p only. vLLM samples its draft tokens from the draft's q at the request's
+temperature, unfiltered (`compute_probs_and_sample_next_token` in its
+v1/spec_decode/llm_base_proposer.py), and verifies them against the filtered p. A sampled draft then
+loses what it proposes outside of the filters, and a greedy one gains, because its token is nearly
+always inside.
+
+N = rows, V = vocabulary, M = most probable tokens of a row, in descending order, K = kept top-k
+ids.
 """
 
 import torch
@@ -35,18 +39,23 @@ def sampled_probabilities(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def sampled_topk(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
-    """p after temperature and filters over the K most probable tokens, [N, K], from log-probabilities at temperature 1.
+    """p after temperature and filters over the K most probable tokens, [N, K], from
+    log-probabilities at temperature 1.
 
     The other tokens are known by their total mass at temperature 1 only:
 
     top_k up to K                       exact, at every temperature
     temperature 1                       exact if the filters end within the K tokens. If top_p does not, the tokens that
-                                        it keeps are taken to add up to top_p: off by less than one token's mass.
+                                        it keeps are taken to add up to top_p: off by less than one
+                                        token's mass.
     another temperature, no such top_k  the others are taken as 0. Below 1, their mass is less than p_K^(1/T - 1) times
-                                        that at temperature 1, with p_K the smallest of the K; above 1, p is too high.
+                                        that at temperature 1, with p_K the smallest of the K; above
+                                        1, p is too high.
     """
     if sampling.temperature == 0:
-        return F.one_hot(torch.zeros(len(log_probs_NK), dtype=torch.int64), log_probs_NK.shape[1]).to(log_probs_NK)
+        return F.one_hot(
+            torch.zeros(len(log_probs_NK), dtype=torch.int64), log_probs_NK.shape[1]
+        ).to(log_probs_NK)
     # Clamped because the division by 0.01 may overflow, and the softmax of a row of -inf is NaN.
     log_probs_NK = log_probs_NK.clamp_min(LOG_ZERO)
     if sampling.temperature == 1:
@@ -59,18 +68,25 @@ def sampled_topk(log_probs_NK: Tensor, sampling: Sampling) -> Tensor:
 
 
 def filter_sorted(p_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> Tensor:
-    """p after the filters, [N, M]; `rest_N` is the mass of the less probable tokens, which are not known one by one."""
-    # vLLM's order: min_p, top_k, top_p. Each one sees the probabilities that the one before has left.
+    """p after the filters, [N, M].
+
+    `rest_N` is the mass of the less probable tokens, which are not known one by one.
+    """
+    # vLLM's order: min_p, top_k, top_p. Each one sees the probabilities that the one before has
+    # left.
     if sampling.min_p:
         cut_N1 = sampling.min_p * p_NM[:, :1]
         p_NM, rest_N = _renormalise(p_NM * (p_NM >= cut_N1), rest_N * (p_NM[:, -1] >= cut_N1[:, 0]))
     if 0 < sampling.top_k <= p_NM.shape[-1]:
         # ties with the last one stay too
-        p_NM, rest_N = _renormalise(p_NM * (p_NM >= p_NM[:, sampling.top_k - 1, None]), torch.zeros_like(rest_N))
+        p_NM, rest_N = _renormalise(
+            p_NM * (p_NM >= p_NM[:, sampling.top_k - 1, None]), torch.zeros_like(rest_N)
+        )
     if sampling.top_p < 1:
         # A token stays if the mass before it has not reached top_p, so the first always stays.
         kept_NM = p_NM * (p_NM.cumsum(-1) - p_NM < sampling.top_p)
-        # If the known tokens do not reach top_p, the filter ends in the rest and keeps about this much of it.
+        # If the known tokens do not reach top_p, the filter ends in the rest and keeps about this
+        # much of it.
         missing_N = torch.minimum((sampling.top_p - kept_NM.sum(-1)).clamp_min(0), rest_N)
         p_NM, _ = _renormalise(kept_NM, missing_N)
     return p_NM
@@ -90,6 +106,9 @@ def _decides(top_NM: Tensor, rest_N: Tensor, sampling: Sampling) -> bool:
 
 
 def _renormalise(kept_NM: Tensor, rest_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Both divided by their sum. Clamped, because all tokens of a made-up row may have probability 0."""
+    """Both divided by their sum.
+
+    Clamped, because all tokens of a made-up row may have probability 0.
+    """
     sum_N = (kept_NM.sum(-1) + rest_N).clamp_min(torch.finfo(kept_NM.dtype).tiny)
     return kept_NM / sum_N[:, None], rest_N / sum_N

@@ -1,7 +1,10 @@
-"""The forecast that is published with a draft: the counts expected on each held-out prompt, without the prompts' text.
+"""The forecast that is published with a draft.
 
-A prompt is known by the SHA-256 of its token ids, so a draft may leave the house and its users' text stays.
-At temperature 0 an engine counts the same, so serving is held to it prompt by prompt."""
+The counts expected on each held-out prompt, without the prompts' text.
+
+A prompt is known by the SHA-256 of its token ids, so a draft may leave the house and its users'
+text stays. At temperature 0 an engine counts the same, so serving is held to it prompt by prompt.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,27 @@ class StoredForecast:
     @property
     def tau(self) -> float:
         counts = self.by_prompt.values()
-        return 1 + sum(accepted for _, accepted in counts) / max(sum(drafts for drafts, _ in counts), 1)
+        return 1 + sum(accepted for _, accepted in counts) / max(
+            sum(drafts for drafts, _ in counts), 1
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"tau": self.tau, **msgspec.to_builtins(self)}
 
     @staticmethod
     def from_json(stored: Mapping[str, Any] | None) -> StoredForecast | None:
-        """The inverse of `to_json`; None without one. Raises ValueError: it is malformed."""
+        """The inverse of `to_json`; None without one.
+
+        Raises:
+            ValueError: it is malformed.
+        """
         return msgspec.convert(stored, StoredForecast) if stored else None
 
     def expected(self, prompts: Sequence[Sequence[int]]) -> list[AcceptanceCounts | None]:
-        """The counts expected on each of these prompts; None for one that is not in the forecast."""
+        """The counts expected on each of these prompts.
+
+        None for one that is not in the forecast.
+        """
         found = [self.by_prompt.get(digest_prompt(prompt)) for prompt in prompts]
         return [c and AcceptanceCounts(num_drafts=c[0], num_accepted=c[1]) for c in found]
 
@@ -56,8 +68,11 @@ def store_forecast(
     end_ids: Sequence[int],
     dtype: str | None = None,
 ) -> StoredForecast:
-    """The part of a forecast that is kept with the draft. `prompts` are those that it was made on, in their order, and
-    `dtype` is the type in which the target computed."""
+    """The part of a forecast that is kept with the draft.
+
+    `prompts` are those that it was made on, in their order, and `dtype` is the type in which the
+    target computed.
+    """
     counts = [on_prompt.counts for on_prompt in forecast.per_prompt]
     return StoredForecast(
         num_speculative_tokens=num_speculative_tokens,

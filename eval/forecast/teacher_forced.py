@@ -1,9 +1,13 @@
-"""The forecast of many drafts at once: one pass of the target per batch serves all of them, at any temperature.
+"""The forecast of many drafts at once.
 
-    prompts ─► the target's answers at a temperature ─► one pass of the target ─► every draft's steps ─► PromptRows
+One pass of the target per batch serves all of them, at any temperature.
+
+    prompts ─► the target's answers at a temperature ─► one pass of the target ─► every draft's
+    steps ─► PromptRows
                cached on disk                           hidden states, no [T, V]                          cached on disk
 
-B = batch, T = tokens, N = labels, K = num_speculative_tokens."""
+B = batch, T = tokens, N = labels, K = num_speculative_tokens.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,9 +21,20 @@ from torch import Tensor
 
 from redraft.eval.counts import ExpectedCounts, expected_blocks
 from redraft.eval.engine.sampling import Sampling
-from redraft.eval.forecast.greedy import Continuation, SignalFunction, generate_answers, require_window
+from redraft.eval.forecast.greedy import (
+    Continuation,
+    SignalFunction,
+    generate_answers,
+    require_window,
+)
 from redraft.eval.forecast.ngram import Lookup
-from redraft.eval.forecast.verification import NOTHING, Labels, Proposals, VerifiedLabels, verify_labels
+from redraft.eval.forecast.verification import (
+    NOTHING,
+    Labels,
+    Proposals,
+    VerifiedLabels,
+    verify_labels,
+)
 from redraft.eval.prompts import Prompt
 from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal
 from redraft.heads.files.kept import compute_once
@@ -87,8 +102,13 @@ def forecast_drafts(
     folder: Path,
 ) -> Rows:
     """Every draft on the target's answer to every prompt; finished batches are cached in `folder`.
+
     `signal` must give the last hidden state and the ascending union of the layers read by the
-    drafts. Raises ValueError if a prompt plus answer exceeds the target's window."""
+    drafts.
+
+    Raises:
+        ValueError: if a prompt plus answer exceeds the target's window.
+    """
     require_window(target, prompts, protocol.max_tokens + protocol.most_tokens - 1)
     # Prompts of similar length share a batch, so there is little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
@@ -98,7 +118,9 @@ def forecast_drafts(
         for temperature in protocol.temperatures:
             for start in starts:
                 chosen = order[start : start + protocol.batch_size]
-                batch = _Batch([prompts[i] for i in chosen], temperature, protocol, target_fingerprint, folder)
+                batch = _Batch(
+                    [prompts[i] for i in chosen], temperature, protocol, target_fingerprint, folder
+                )
                 for i, result in zip(chosen, batch.rows(target, signal, drafts), strict=True):
                     rows[temperature][i] = result
                 bar.update(len(chosen))
@@ -121,7 +143,13 @@ class _Batch:
     def key(self) -> list[object]:
         protocol = self.protocol
         return [
-            *(self.target_fingerprint, self.prompts, self.temperature, protocol.max_tokens, protocol.most_tokens),
+            *(
+                self.target_fingerprint,
+                self.prompts,
+                self.temperature,
+                protocol.max_tokens,
+                protocol.most_tokens,
+            ),
             *(protocol.end_ids, protocol.seed, self.sampling),
         ]
 
@@ -129,13 +157,17 @@ class _Batch:
         self, target: Any, signal: SignalFunction, drafts: Mapping[str, Forecastable]
     ) -> list[dict[str, PromptRows]]:
         """Results in the order of the prompts, by name of the draft."""
-        fingerprints = [(name, d.fingerprint, d.is_sampled, d.can_sample) for name, d in drafts.items()]
+        fingerprints = [
+            (name, d.fingerprint, d.is_sampled, d.can_sample) for name, d in drafts.items()
+        ]
         return compute_once(
             self.folder,
             f"rows-t{self.temperature:g}",
             [*self.key, self.protocol.num_speculative_tokens, fingerprints],
             list[dict[str, PromptRows]],
-            lambda: evaluate_batch(self.texts(target), signal, drafts, self.temperature, self.protocol, target.device),
+            lambda: evaluate_batch(
+                self.texts(target), signal, drafts, self.temperature, self.protocol, target.device
+            ),
         )
 
     def texts(self, target: Any) -> list[Continuation]:
@@ -182,7 +214,9 @@ def evaluate_batch(
             proposed[name, most] = _propose(draft, batch, layers, texts, most)
     # 3. All drafts at once: the target's logits are computed once. `verified` is in this order.
     flat = [each for steps in proposed.values() for each in steps]
-    verified = iter(verify_labels(flat, known.distribution, labels, protocol.filters.at(temperature)))
+    verified = iter(
+        verify_labels(flat, known.distribution, labels, protocol.filters.at(temperature))
+    )
     # 4. The expected counts of each text.
     results: list[dict[str, PromptRows]] = [{} for _ in texts]
     for (name, most), steps in proposed.items():
@@ -209,15 +243,27 @@ def _list_passes(draft: Forecastable, protocol: Protocol) -> list[int]:
 def _add_counts(earlier: PromptRows | None, row: PromptRows) -> PromptRows:
     if earlier is None:
         return row
-    return replace(row, counts=earlier.counts | row.counts, other_counts=earlier.other_counts | row.other_counts)
+    return replace(
+        row,
+        counts=earlier.counts | row.counts,
+        other_counts=earlier.other_counts | row.other_counts,
+    )
 
 
 def _labels(texts: Sequence[Continuation], batch: Batch) -> Labels:
     width = batch.input_ids_BT.shape[1]
     # The last row of a prompt predicts the first label: x[0..3] in row 1 of width 10 is row 13.
-    rows = [row * width + len(t.prompt.token_ids) - 1 + i for row, t in enumerate(texts) for i in range(_num_labels(t))]
+    rows = [
+        row * width + len(t.prompt.token_ids) - 1 + i
+        for row, t in enumerate(texts)
+        for i in range(_num_labels(t))
+    ]
     target_rows_N = torch.tensor(rows, device=batch.input_ids_BT.device)
-    return Labels(target_rows_N=target_rows_N, ids_N=batch.input_ids_BT.flatten()[target_rows_N + 1], length=width)
+    return Labels(
+        target_rows_N=target_rows_N,
+        ids_N=batch.input_ids_BT.flatten()[target_rows_N + 1],
+        length=width,
+    )
 
 
 def _num_labels(text: Continuation) -> int:
@@ -228,38 +274,59 @@ def _select_layers(signal: TargetSignal, union: Sequence[int], draft: Forecastab
     # [B, T, L, D]: the signal has the layers of all drafts, in ascending order.
     if not draft.aux_layer_ids or signal.aux_BTLD is None:
         return replace(signal, aux_BTLD=None)
-    return replace(signal, aux_BTLD=signal.aux_BTLD[:, :, [union.index(layer) for layer in draft.aux_layer_ids]])
+    return replace(
+        signal,
+        aux_BTLD=signal.aux_BTLD[:, :, [union.index(layer) for layer in draft.aux_layer_ids]],
+    )
 
 
 def _propose(
-    draft: Forecastable, batch: Batch, signal: TargetSignal, texts: Sequence[Continuation], most_tokens: int
+    draft: Forecastable,
+    batch: Batch,
+    signal: TargetSignal,
+    texts: Sequence[Continuation],
+    most_tokens: int,
 ) -> list[Proposals]:
-    """The proposals for `most_tokens`: one step if autoregressive, K steps, or K looked-up tokens,
-    and then the steps that a head may take."""
+    """The proposals for `most_tokens`.
+
+    One step if autoregressive, K steps, or K looked-up tokens, and then the steps that a head may
+    take.
+    """
     if isinstance(draft.steps, Lookup):
         return list(_looked_up(draft.steps, texts, most_tokens).to(batch.input_ids_BT.device))
     if draft.first is not None:
         alone = replace(draft, first=None, head_tokens=None)
-        most_by_head = most_tokens if draft.head_tokens is None else min(draft.head_tokens, most_tokens)
+        most_by_head = (
+            most_tokens if draft.head_tokens is None else min(draft.head_tokens, most_tokens)
+        )
         return [
             *_propose(replace(alone, steps=draft.first), batch, signal, texts, most_tokens),
             *(_propose(alone, batch, signal, texts, most_by_head) if most_by_head else ()),
         ]
-    return list(draft.steps(batch, signal, most_tokens)[: 1 if draft.is_autoregressive else most_tokens])
+    return list(
+        draft.steps(batch, signal, most_tokens)[: 1 if draft.is_autoregressive else most_tokens]
+    )
 
 
-def _mix(looked_up: Sequence[Proposals], verified: Sequence[VerifiedLabels]) -> list[VerifiedLabels]:
+def _mix(
+    looked_up: Sequence[Proposals], verified: Sequence[VerifiedLabels]
+) -> list[VerifiedLabels]:
     """Rates of a block's K tokens: looked up if any is found for the beginning, else drafted.
-    `verified` has both in this order."""
+
+    `verified` has both in this order.
+    """
     by_lookup, by_head = verified[: len(looked_up)], verified[len(looked_up) :]
     matched_N = _is_found(looked_up[0])
     mixed = []
     for j, found in enumerate(by_lookup):
-        # Token j of a block stands j labels after the first. `roll` brings the end of another text to the
-        # first j labels, but no block of this text reaches them, and `_block_table` leaves them out.
+        # Token j of a block stands j labels after the first. `roll` brings the end of another text
+        # to the first j labels, but no block of this text reaches them, and `_block_table` leaves
+        # them out.
         matches_N = matched_N.roll(j)
         rates = {
-            name: torch.where(matches_N, rate_N, getattr(by_head[j], name) if j < len(by_head) else 0.0)
+            name: torch.where(
+                matches_N, rate_N, getattr(by_head[j], name) if j < len(by_head) else 0.0
+            )
             for name, rate_N in vars(found).items()
         }
         mixed.append(VerifiedLabels(**rates))
@@ -322,16 +389,24 @@ def _prompt_rows(
     columns: Mapping[str, Tensor],
     protocol: Protocol,
 ) -> PromptRows:
-    """One draft on one answer; `other_SN` are the acceptances with the other `draft_sample_method`."""
+    """One draft on one answer.
+
+    `other_SN` are the acceptances with the other `draft_sample_method`.
+    """
     num_output = len(text.output_ids)
-    # a head reads the target's state of the token before the last one, and a prompt of one token has none
-    answer = slice(0 if draft.is_autoregressive or len(text.prompt.token_ids) > 1 else 1, num_output)
+    # a head reads the target's state of the token before the last one, and a prompt of one token
+    # has none
+    answer = slice(
+        0 if draft.is_autoregressive or len(text.prompt.token_ids) > 1 else 1, num_output
+    )
     # Label 0 comes from the prefill, so the first block begins at label 1.
     drafted_T = columns["drafted"][1:num_output].double().numpy()
     most = draft.max_tokens or protocol.most_tokens
 
     def count(accept_SN: Tensor) -> dict[int, ExpectedCounts]:
-        accept_TK = _block_table(accept_SN, num_output, draft.is_autoregressive, protocol.most_tokens)
+        accept_TK = _block_table(
+            accept_SN, num_output, draft.is_autoregressive, protocol.most_tokens
+        )
         numbers = [k for k in protocol.num_speculative_tokens if k <= most]
         return {k: expected_blocks(accept_TK[:, :k], num_output, drafted_T) for k in numbers}
 
@@ -345,12 +420,14 @@ def _prompt_rows(
     )
 
 
-def _block_table(accept_SN: Tensor, num_output: int, is_autoregressive: bool, most_tokens: int) -> NDArray[np.float64]:
+def _block_table(
+    accept_SN: Tensor, num_output: int, is_autoregressive: bool, most_tokens: int
+) -> NDArray[np.float64]:
     """P(accepted) of the j-th token of a block begun after output token t, [T, K]."""
     num_rows = max(num_output - 1, 0)
     # S = 1 for an autoregressive draft: the same step proposes every token, from later rows.
     steps = accept_SN[:1].expand(most_tokens, -1) if is_autoregressive else accept_SN
-    # the block begun after output token t drafts labels t + 1, t + 2, ...
-    # For j = K - 1 the slice ends at label num_output + K - 2: the reason for K - 1 tokens beyond the answer.
+    # the block begun after output token t drafts labels t + 1, t + 2, ... For j = K - 1 the slice
+    # ends at label num_output + K - 2: the reason for K - 1 tokens beyond the answer.
     columns = [step_N[1 + j : 1 + j + num_rows].double().numpy() for j, step_N in enumerate(steps)]
     return np.stack(columns, axis=1)

@@ -2,9 +2,9 @@
 
 N = labels, V = target vocabulary. p = target, q = draft, x = the text's token.
 
-Speculative sampling (Leviathan et al., arXiv 2211.17192) draws v from the proposal r and accepts it with probability
-min(1, p(v) / r(v)). So the drafted token is x *and* accepted with probability min(p(x), r(x)), and the text has x
-there with probability p(x). Given the text,
+Speculative sampling (Leviathan et al., arXiv 2211.17192) draws v from the proposal r and accepts it
+with probability min(1, p(v) / r(v)). So the drafted token is x *and* accepted with probability
+min(p(x), r(x)), and the text has x there with probability p(x). Given the text,
 
     P(x was drafted and accepted) = min(1, r(x) / p(x))
 
@@ -12,7 +12,8 @@ r is the distribution of the engine's draws:
 
     q at the request's temperature    drafts are sampled (vLLM's `draft_sample_method: probabilistic`)
     all mass on argmax q              drafts are greedy (vLLM's default, and always at temperature 0)
-    all mass on the token looked up   n-grams"""
+    all mass on the token looked up   n-grams
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,21 +53,29 @@ Proposals = DraftStep | Tensor  # a step, or the token looked up for each label,
 def verify_labels(
     proposals: Sequence[Proposals], distribution: ExactTarget, labels: Labels, sampling: Sampling
 ) -> list[VerifiedLabels]:
-    """Every proposal at every label of a text that was sampled so; the target's logits are computed
-    once, for at most ROWS_A_CHUNK rows at a time."""
+    """Every proposal at every label of a text that was sampled so.
+
+    The target's logits are computed once, for at most ROWS_A_CHUNK rows at a time.
+    """
     results_S4N = torch.zeros(len(proposals), 4, len(labels.ids_N))
-    for chunk_N in torch.split(torch.arange(len(labels.ids_N), device=labels.ids_N.device), ROWS_A_CHUNK):
+    for chunk_N in torch.split(
+        torch.arange(len(labels.ids_N), device=labels.ids_N.device), ROWS_A_CHUNK
+    ):
         rows_N, ids_N = labels.target_rows_N[chunk_N], labels.ids_N[chunk_N]
         target = target_rows(distribution, rows_N, sampling)
         for number, proposed in enumerate(proposals):
-            # A looked-up token is a draft with all its mass on one token: alpha = alpha_greedy = p(token).
+            # A looked-up token is a draft with all its mass on one token: alpha = alpha_greedy =
+            # p(token).
             if isinstance(proposed, Tensor):
                 rates_4N = _verify_lookup(proposed[chunk_N], target, ids_N)
             else:
-                rates_4N = _verify_step(proposed, target, rows_N, ids_N, labels.length, sampling.temperature)
+                rates_4N = _verify_step(
+                    proposed, target, rows_N, ids_N, labels.length, sampling.temperature
+                )
             results_S4N[number][:, chunk_N.cpu()] = rates_4N.cpu()
     return [
-        VerifiedLabels(accept_greedy_N=a, accept_sampled_N=b, alpha_N=c, alpha_greedy_N=d) for a, b, c, d in results_S4N
+        VerifiedLabels(accept_greedy_N=a, accept_sampled_N=b, alpha_N=c, alpha_greedy_N=d)
+        for a, b, c, d in results_S4N
     ]
 
 
@@ -79,12 +88,20 @@ def _verify_lookup(token_N: Tensor, target: TargetRows, ids_N: Tensor) -> Tensor
 
 
 def _verify_step(
-    step: DraftStep, target: TargetRows, rows_N: Tensor, ids_N: Tensor, length: int, temperature: float
+    step: DraftStep,
+    target: TargetRows,
+    rows_N: Tensor,
+    ids_N: Tensor,
+    length: int,
+    temperature: float,
 ) -> Tensor:
     """The four rates of a draft step, [4, N]; 0 for a label whose draft row is before the text."""
     # Flat rows: the remainder is the row in a text. The label of row 4 was drafted in 4 - shift.
     has_row_N = rows_N % length >= step.shift
     # without a row of the draft any row is read, and its rates are set to 0 below
     rates = step_rates(step, rows_N - step.shift * has_row_N, target, temperature)
-    accept_2N = [rates.accept(ids_N, is_sampled=is_sampled and temperature > 0) for is_sampled in (False, True)]
+    accept_2N = [
+        rates.accept(ids_N, is_sampled=is_sampled and temperature > 0)
+        for is_sampled in (False, True)
+    ]
     return torch.stack([*accept_2N, rates.alpha, rates.alpha_greedy]) * has_row_N

@@ -1,4 +1,7 @@
-"""Acceptance in the engine, judged: against the published forecast, against training's held-out text, or alone."""
+"""Acceptance in the engine, judged.
+
+Against the published forecast, against training's held-out text, or alone.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,14 +13,17 @@ from redraft.eval.intervals import estimate_gain
 from redraft.heads.doctor.pair import Finding
 
 MIN_DIFFERENCE = 0.02
-"""Difference from the forecast that counts, as a share of its accepted tokens. In the forecast's own dtype an engine
-counts the same up to 0.05%; another dtype breaks ties of the target's greedy choice."""
+"""Difference from the forecast that counts, as a share of its accepted tokens. In the forecast's
+own dtype an engine counts the same up to 0.05%; another dtype breaks ties of the target's greedy
+choice.
+"""
 
 MAX_APART = 0.25  # share of prompts counted otherwise than forecast, in float32: ties
 
 MIN_SHARE = 0.75
-"""Smallest acceptable share of the acceptance on training's held-out text. Text of another kind costs some, a wrong
-input far more."""
+"""Smallest acceptable share of the acceptance on training's held-out text. Text of another kind
+costs some, a wrong input far more.
+"""
 
 NUM_SIGMAS = 3.0  # Number of standard errors allowed for chance.
 MIN_TAU = 1.1  # a draft below is dead: it costs a pass and saves one step in ten at most
@@ -29,15 +35,21 @@ def find_missed_forecast(
     served: Sequence[AcceptanceCounts], expected: Sequence[AcceptanceCounts], *, is_exact: bool
 ) -> Iterator[Finding]:
     """A finding if serving does not count as the forecast of publication does, over the same
-    prompts. `is_exact` if both computed in float32: they count the same on nearly every prompt, so
-    that a small fault shows too. If one was in bfloat16, ties are broken otherwise here and there,
-    and only a difference in the mean counts."""
+    prompts. `is_exact` if both computed in float32: they count the same on nearly every prompt,
+    so that a small fault shows too. If one was in bfloat16, ties are broken otherwise here and
+    there, and only a difference in the mean counts.
+    """
     # Columns: served, expected.
     accepted_N2, drafts_N2 = (
-        np.array([[getattr(s, name), getattr(e, name)] for s, e in zip(served, expected, strict=True)], np.float64)
+        np.array(
+            [[getattr(s, name), getattr(e, name)] for s, e in zip(served, expected, strict=True)],
+            np.float64,
+        )
         for name in ("num_accepted", "num_drafts")
     )
-    num_apart = int(((accepted_N2[:, 0] != accepted_N2[:, 1]) | (drafts_N2[:, 0] != drafts_N2[:, 1])).sum())
+    num_apart = int(
+        ((accepted_N2[:, 0] != accepted_N2[:, 1]) | (drafts_N2[:, 0] != drafts_N2[:, 1])).sum()
+    )
     difference = estimate_gain(accepted_N2, drafts_N2)
     low, high = difference.interval()
     forecast = float(accepted_N2[:, 1].sum() / drafts_N2[:, 1].sum())
@@ -46,23 +58,30 @@ def find_missed_forecast(
     if not in_mean and not (is_exact and num_apart > MAX_APART * len(served)):
         return
     yield Finding(
-        f"the forecast published with the draft is tau {1 + forecast:.3f} on these {len(served)} prompts, serving sees "
-        f"{1 + forecast + difference.value:.3f} (95% interval of the difference {low:+.3f} to {high:+.3f}), and "
+        f"the forecast published with the draft is tau {1 + forecast:.3f} on these {len(served)} "
+        "prompts, serving sees "
+        f"{1 + forecast + difference.value:.3f} (95% interval of the difference {low:+.3f} to "
+        f"{high:+.3f}), and "
         f"{num_apart} prompts count otherwise",
-        "these are not the weights that were published, or they are fed other inputs: compare model.safetensors and "
+        "these are not the weights that were published, or they are fed other inputs: compare "
+        "model.safetensors and "
         "config.json with the run's draft folder",
     )
 
 
 def find_lost_acceptance(counts: AcceptanceCounts, trained_tau: float) -> Iterator[Finding]:
-    """A finding if serving accepts clearly less than training measured on held-out text: for a
-    draft without a forecast. Greedy answers are more predictable."""
+    """A finding if serving accepts clearly less than training measured on held-out text.
+
+    For a draft without a forecast. Greedy answers are more predictable.
+    """
     served, expected = counts.tau - 1, trained_tau - 1
     if served + NUM_SIGMAS * _standard_error(counts) < MIN_SHARE * expected:
         yield Finding(
-            f"training said tau {trained_tau:.2f}, serving sees {counts.tau:.2f} ({counts.num_drafts} drafts): "
+            f"training said tau {trained_tau:.2f}, serving sees {counts.tau:.2f} "
+            f"({counts.num_drafts} drafts): "
             f"{served / expected:.0%} of the accepted tokens",
-            "the draft is fed other inputs than in training: check aux layer ids, norms, chat template and loss mask",
+            "the draft is fed other inputs than in training: check aux layer ids, norms, chat "
+            "template and loss mask",
         )
 
 
@@ -70,8 +89,10 @@ def find_dead(counts: AcceptanceCounts) -> Iterator[Finding]:
     """A finding for a draft that accepts nothing. It needs no reference."""
     if counts.num_drafts >= MIN_DRAFTS and counts.tau < MIN_TAU:
         yield Finding(
-            f"the draft is dead: tau {counts.tau:.2f} over {counts.num_drafts} drafts, so it slows the server down",
-            "it is untrained, damaged, or of another target: train one for this target, or export it again",
+            f"the draft is dead: tau {counts.tau:.2f} over {counts.num_drafts} drafts, so it slows "
+            "the server down",
+            "it is untrained, damaged, or of another target: train one for this target, or export "
+            "it again",
         )
 
 
@@ -80,7 +101,8 @@ def find_too_good(counts: AcceptanceCounts) -> Iterator[Finding]:
     share = counts.num_accepted / max(counts.num_draft_tokens, 1)
     if counts.num_draft_tokens >= MIN_DRAFTS and share > TOO_GOOD:
         yield Finding(
-            f"{share:.1%} of the draft tokens are accepted: the draft is a copy of the target, or these prompts and "
+            f"{share:.1%} of the draft tokens are accepted: the draft is a copy of the target, or "
+            "these prompts and "
             "answers were trained on",
             "serve a smaller draft than the target, or give --prompts that it was not trained on",
         )
@@ -89,6 +111,7 @@ def find_too_good(counts: AcceptanceCounts) -> Iterator[Finding]:
 def _standard_error(counts: AcceptanceCounts) -> float:
     c = counts.acceptance_per_position
     mean = sum(c)
-    # E[n^2] = sum_j (2j + 1) c_j for n the accepted tokens of a block: n = 2 has c = (1, 1), and 1 + 3 = 4
+    # E[n^2] = sum_j (2j + 1) c_j for n the accepted tokens of a block: n = 2 has c = (1, 1), and 1
+    # + 3 = 4
     variance = sum((2 * j + 1) * share for j, share in enumerate(c)) - mean**2
     return math.sqrt(max(variance, 0.0) / max(counts.num_drafts, 1))

@@ -6,7 +6,8 @@
     compare    the first difference of each kind: ids, positions, feature, first step, later steps, tokens, confidence
 
 Both are forced to the engine's draft tokens, so a difference does not cause others after it.
-B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary."""
+B = batch, T = tokens, N = rows of a pass, D = hidden, W = draft vocabulary.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -48,9 +49,14 @@ class Trained:
     confidence: list[float]  # estimated acceptance of each token; empty without estimates
 
 
-def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, device: str = "cpu") -> list[Finding]:
+def compare(
+    draft: Any, family: str, signal: SignalFunction | None, dump: Dump, device: str = "cpu"
+) -> list[Finding]:
     """The first difference of each kind, in the order of causes; none if serving equals training.
-    Raises ValueError: it is not known how the engine computes this family."""
+
+    Raises:
+        ValueError: it is not known how the engine computes this family.
+    """
     parity, tolerance = find_family(family).parity, TOLERANCE[dump.run.dtype]
     if parity is None:
         raise ValueError(f"the passes of {family} in the engine cannot be compared with training")
@@ -59,8 +65,13 @@ def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, 
         trained = _trained(draft, parity, signal, dump.prefix(block), block.drafted, device)
         served = _served(block, parity, draft, trained.passes)
         # later blocks also have rows of rejected tokens, batched as the engine likes
-        kinds = _pass_differences(trained.passes, served, tolerance) if block.num_output == 1 else iter(())
-        # One wrong id changes every number after it, so only the first difference of a block is evidence.
+        kinds = (
+            _pass_differences(trained.passes, served, tolerance)
+            if block.num_output == 1
+            else iter(())
+        )
+        # One wrong id changes every number after it, so only the first difference of a block is
+        # evidence.
         first = next(itertools.chain(kinds, _token_differences(trained, block, dump.run.dtype),
                                      _confidence_differences(trained, block, tolerance)), None)  # fmt: skip
         if first is not None:
@@ -72,17 +83,24 @@ def compare(draft: Any, family: str, signal: SignalFunction | None, dump: Dump, 
 
 
 CURES = {
-    "ids": "the engine shifts tokens differently from training: serve with the method of this family",
-    "positions": "the engine counts positions differently from training: serve with the method of this family",
+    "ids": "the engine shifts tokens differently from training: serve with the method of this "
+    "family",
+    "positions": "the engine counts positions differently from training: serve with the method of "
+    "this family",
     "feature": "check the aux layer ids and which side of the final norm the head reads",
-    "step 1": "a norm, bias or rotary parameter differs in serving: compare config.json with an export from training",
-    "later": "the hidden state fed back differs: check norm_output and on which side of the norm the head feeds back",
+    "step 1": "a norm, bias or rotary parameter differs in serving: compare config.json with an "
+    "export from training",
+    "later": "the hidden state fed back differs: check norm_output and on which side of the norm "
+    "the head feeds back",
     "tokens": "check d2t and the head's rows (lm_head, markov_head) in the checkpoint",
-    "confidence": "check confidence_head in the checkpoint, and confidence_head_with_markov in config.json",
+    "confidence": "check confidence_head in the checkpoint, and confidence_head_with_markov in "
+    "config.json",
 }
 
 
-def _pass_differences(trained: Sequence[Pass], served: Sequence[Pass], tolerance: float) -> Iterator[tuple[str, str]]:
+def _pass_differences(
+    trained: Sequence[Pass], served: Sequence[Pass], tolerance: float
+) -> Iterator[tuple[str, str]]:
     """(kind, sentence) of every difference between the passes of a block."""
     if len(trained) != len(served):
         yield "ids", f"the drafter makes {len(served)} passes for a block, training {len(trained)}"
@@ -94,9 +112,17 @@ def _pass_differences(trained: Sequence[Pass], served: Sequence[Pass], tolerance
             ("ids", mine.ids_N, other.ids_N),
             ("positions", mine.positions_N, other.positions_N),
         ):
-            if wanted is not None and given is not None and not torch.equal(given[:rows].long(), wanted):
+            if (
+                wanted is not None
+                and given is not None
+                and not torch.equal(given[:rows].long(), wanted)
+            ):
                 row = int((given[:rows].long() != wanted).nonzero()[0])
-                yield kind, f"draft step {k + 1}, row {row}: fed {kind} {int(given[row])}, trained {int(wanted[row])}"
+                yield (
+                    kind,
+                    f"draft step {k + 1}, row {row}: fed {kind} {int(given[row])}, trained "
+                    f"{int(wanted[row])}",
+                )
         if mine.feature_ND is not None and other.feature_ND is not None:
             yield from _rows_apart("feature", f"draft step {k + 1}: the target's feature", mine.feature_ND,
                                    other.feature_ND, mine, tolerance)  # fmt: skip
@@ -109,13 +135,20 @@ def _rows_apart(
     kind: str, name: str, mine_ND: Tensor, other_ND: Tensor, at: Pass, tolerance: float
 ) -> Iterator[tuple[str, str]]:
     if other_ND.shape[-1] != mine_ND.shape[-1]:
-        yield kind, f"{name} is {other_ND.shape[-1]} wide in serving, {mine_ND.shape[-1]} in training"
+        yield (
+            kind,
+            f"{name} is {other_ND.shape[-1]} wide in serving, {mine_ND.shape[-1]} in training",
+        )
         return
     apart_N = relative_difference(other_ND[: len(mine_ND)], mine_ND)
     if bool((apart_N > tolerance).any()):
         row = int((apart_N > tolerance).nonzero()[0])
         largest = float(apart_N.max())
-        yield kind, f"{name} differs at position {int(at.positions_N[row])}, by up to {largest:.2g} of its size"
+        yield (
+            kind,
+            f"{name} differs at position {int(at.positions_N[row])}, by up to {largest:.2g} of its "
+            "size",
+        )
 
 
 def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[tuple[str, str]]:
@@ -125,22 +158,37 @@ def _token_differences(trained: Trained, block: Block, dtype: str) -> Iterator[t
         best = int(logits_W.argmax())
         # logits are over the draft vocabulary, drafted tokens are target ids
         ours = best if trained.draft_ids_W is None else int(trained.draft_ids_W[best])
-        index = token if trained.draft_ids_W is None else int(torch.searchsorted(trained.draft_ids_W, token))
-        known = index < len(logits_W) and (trained.draft_ids_W is None or int(trained.draft_ids_W[index]) == token)
+        index = (
+            token
+            if trained.draft_ids_W is None
+            else int(torch.searchsorted(trained.draft_ids_W, token))
+        )
+        known = index < len(logits_W) and (
+            trained.draft_ids_W is None or int(trained.draft_ids_W[index]) == token
+        )
         if ours != token and not (known and float(logits_W[best] - logits_W[index]) <= tie):
-            yield "tokens", f"draft step {k + 1} proposes token {token}, training would propose {ours}"
+            yield (
+                "tokens",
+                f"draft step {k + 1} proposes token {token}, training would propose {ours}",
+            )
 
 
-def _confidence_differences(trained: Trained, block: Block, tolerance: float) -> Iterator[tuple[str, str]]:
+def _confidence_differences(
+    trained: Trained, block: Block, tolerance: float
+) -> Iterator[tuple[str, str]]:
     if len(trained.confidence) != len(block.confidence):
         yield (
             "confidence",
-            f"{len(block.confidence)} acceptances are estimated, training estimates {len(trained.confidence)}",
+            f"{len(block.confidence)} acceptances are estimated, training estimates "
+            f"{len(trained.confidence)}",
         )
         return
     for k, (ours, served) in enumerate(zip(trained.confidence, block.confidence, strict=True)):
         if abs(ours - served) > tolerance:
-            yield "confidence", f"draft step {k + 1} estimates an acceptance of {served:.4f}, training {ours:.4f}"
+            yield (
+                "confidence",
+                f"draft step {k + 1} estimates an acceptance of {served:.4f}, training {ours:.4f}",
+            )
 
 
 @torch.no_grad()
@@ -157,14 +205,19 @@ def _trained(
     steps = draft.draft_steps(batch, target, len(drafted))
     feature_BTD = None if target is None else draft.feature(target)
     passes, rows = EXPECT[parity](draft, steps, batch, feature_BTD, len(drafted))
-    logits = [step.logits(torch.tensor([row], device=device), torch.float32)[0].cpu() for step, row in rows]
+    logits = [
+        step.logits(torch.tensor([row], device=device), torch.float32)[0].cpu()
+        for step, row in rows
+    ]
     ids_W = steps[0].draft_ids_W
     return Trained(
         passes=passes,
         logits=logits,
         draft_ids_W=None if ids_W is None else ids_W.cpu(),
         confidence=[
-            float(step.confidence_BT[0, row].sigmoid()) for step, row in rows if step.confidence_BT is not None
+            float(step.confidence_BT[0, row].sigmoid())
+            for step, row in rows
+            if step.confidence_BT is not None
         ],
     )
 
@@ -173,12 +226,14 @@ Expected = tuple[list[Pass], list[tuple[DraftStep, int]]]
 """The passes, and the draft step and the row with the logits of every drafted token."""
 
 
-def _recurrent(_: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+def _recurrent(
+    _: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int
+) -> Expected:
     """EAGLE and MTP: the prefix with tokens shifted by one, then one row per further token."""
     assert feature_BTD is not None
-    # A prefix x[0..4] and 3 drafted tokens: T = 8, and num_rows = 4, because the target has not read x[4].
-    # The first pass gets ids x[1..4] and the features of rows 0 to 3. The next two get the first two drafted
-    # tokens.
+    # A prefix x[0..4] and 3 drafted tokens: T = 8, and num_rows = 4, because the target has not
+    # read x[4]. The first pass gets ids x[1..4] and the features of rows 0 to 3. The next two get
+    # the first two drafted tokens.
     ids_T, num_rows = batch.input_ids_BT[0].cpu(), batch.input_ids_BT.shape[1] - num_drafted - 1
     first = Pass(
         ids_N=ids_T[1 : num_rows + 1],
@@ -199,20 +254,30 @@ def _recurrent(_: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor
     return [first, *later], [(step, num_rows - 1) for step in steps[:num_drafted]]
 
 
-def _parallel(_: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int) -> Expected:
+def _parallel(
+    _: Any, steps: list[DraftStep], batch: Batch, feature_BTD: Tensor | None, num_drafted: int
+) -> Expected:
     """Medusa: every head reads the target's last hidden state; each head counts as a pass."""
     assert feature_BTD is not None
     # The last row that the target has computed: the one before the prefix's last token.
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
     at, feature_1D = torch.tensor([row]), feature_BTD[0, row : row + 1].cpu()
-    passes = [Pass(ids_N=None, positions_N=at, feature_ND=feature_1D, hidden_ND=h[None].cpu()) for h in last]
+    passes = [
+        Pass(ids_N=None, positions_N=at, feature_ND=feature_1D, hidden_ND=h[None].cpu())
+        for h in last
+    ]
     return passes, [(step, row) for step in steps[:num_drafted]]
 
 
-def _block(draft: Any, steps: list[DraftStep], batch: Batch, _: Tensor | None, num_drafted: int) -> Expected:
-    """DFlash, DSpark: the anchor and the masks in one pass; the slots from the first one that
-    proposes. The features went into the cache before, and are not seen here."""
+def _block(
+    draft: Any, steps: list[DraftStep], batch: Batch, _: Tensor | None, num_drafted: int
+) -> Expected:
+    """DFlash, DSpark: the anchor and the masks in one pass.
+
+    The slots from the first one that proposes. The features went into the cache before, and are not
+    seen here.
+    """
     row = batch.input_ids_BT.shape[1] - num_drafted - 2
     last = [step.hidden_BTD[0, row] for step in steps[:num_drafted]]
     # Slot 0 stands on the prefix's last token, at position row + 1.
@@ -230,7 +295,9 @@ def _prefix_and_masks(
     hidden = [step.hidden_BTD[0, row] for step, row in rows[1:]]
     if not hidden:
         return [first], rows
-    masks = Pass(ids_N=None, positions_N=masks_at, feature_ND=None, hidden_ND=torch.stack(hidden).cpu())
+    masks = Pass(
+        ids_N=None, positions_N=masks_at, feature_ND=None, hidden_ND=torch.stack(hidden).cpu()
+    )
     return [first, masks], rows
 
 
@@ -242,7 +309,12 @@ def _autoregressive(
     length = len(ids_T) - num_drafted
     bounds = [(0, length), *((length + k, length + k + 1) for k in range(num_drafted - 1))]
     passes = [
-        Pass(ids_N=ids_T[a:b], positions_N=torch.arange(a, b), feature_ND=None, hidden_ND=hidden_TD[a:b].cpu())
+        Pass(
+            ids_N=ids_T[a:b],
+            positions_N=torch.arange(a, b),
+            feature_ND=None,
+            hidden_ND=hidden_TD[a:b].cpu(),
+        )
         for a, b in bounds
     ]
     return passes, [(steps[0], length - 1 + k) for k in range(num_drafted)]
@@ -255,15 +327,19 @@ EXPECT: dict[Parity, Callable[[Any, list[DraftStep], Batch, Tensor | None, int],
     "block": _block,
     "prefix_and_masks": _prefix_and_masks,
 }
-"""The passes expected of an engine, by `Family.parity`, from the draft, its steps, the batch, the target's feature and
-the number of draft tokens."""
+"""The passes expected of an engine, by `Family.parity`, from the draft, its steps, the batch, the
+target's feature and the number of draft tokens.
+"""
 
 
 def _served(block: Block, parity: Parity, draft: Any, trained: Sequence[Pass]) -> list[Pass]:
     if parity == "parallel":  # one row, whose position the engine does not give
         (only,) = block.passes
         at, feature_ND = trained[0].positions_N, only["args"][0]
-        return [Pass(ids_N=None, positions_N=at, feature_ND=feature_ND, hidden_ND=out) for out in only["out"]]
+        return [
+            Pass(ids_N=None, positions_N=at, feature_ND=feature_ND, hidden_ND=out)
+            for out in only["out"]
+        ]
     if parity == "block":
         (only,) = block.passes
         first = draft.config.first_slot

@@ -1,12 +1,14 @@
-"""Generate with a real vLLM in this process, and save the inputs, outputs and proposals of the drafter.
+"""Generate with a real vLLM in this process, and save the inputs, outputs and proposals of the
+drafter.
 
     python -m eval.parity.dump runs.json
 
-The file holds a list of `eval.parity.run.EngineRun`. The results are saved beside it with torch, as dump-0.pt and so
-on: `outputs` (token ids by prompt) and `blocks`, one per drafted block. A block has `request`, `num_output` (tokens
-emitted before it), `drafted` (token ids) and, for the first blocks of a prompt, `passes`, the drafter's forward passes
-with inputs by name and outputs as a list, and `confidence`, the estimates of acceptance if there are any. Requests
-run one after the other, so the rows and the request of every pass are known.
+The file holds a list of `eval.parity.run.EngineRun`. The results are saved beside it with torch, as
+dump-0.pt and so on: `outputs` (token ids by prompt) and `blocks`, one per drafted block. A block
+has `request`, `num_output` (tokens emitted before it), `drafted` (token ids) and, for the first
+blocks of a prompt, `passes`, the drafter's forward passes with inputs by name and outputs as a
+list, and `confidence`, the estimates of acceptance if there are any. Requests run one after the
+other, so the rows and the request of every pass are known.
 """
 
 import functools
@@ -30,7 +32,9 @@ from redraft.eval.parity.run import EngineRun
 
 
 class Recorder:
-    """Wraps the calls between an engine's model runner and drafter, and keeps copies of inputs and outputs."""
+    """Wraps the calls between an engine's model runner and drafter, and keeps copies of inputs and
+    outputs.
+    """
 
     def __init__(self, runner: Any, prompts: int, blocks_a_prompt: int) -> None:
         self._runner, self._prompts, self._blocks_a_prompt = runner, prompts, blocks_a_prompt
@@ -45,7 +49,8 @@ class Recorder:
         else:
             self._model, self._propose = runner.drafter.model, runner.propose_draft_token_ids
             runner.propose_draft_token_ids = self.propose_v1
-        # `nn.Module.__call__` looks `forward` up on the instance, so every call of the model comes by here.
+        # `nn.Module.__call__` looks `forward` up on the instance, so every call of the model comes
+        # by here.
         self._forward, self._model.forward = self._model.forward, self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,18 +59,28 @@ class Recorder:
         # Before the call: the engine reuses these buffers for the next pass.
         given = {"args": copied(args), **{name: copied(value) for name, value in kwargs.items()}}
         out = self._forward(*args, **kwargs)
-        self._passes.append({**given, "out": copied(out if isinstance(out, list | tuple) else [out])})
+        self._passes.append(
+            {**given, "out": copied(out if isinstance(out, list | tuple) else [out])}
+        )
         return out
 
-    def propose_v1(self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def propose_v1(
+        self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         # rejected places of the block hold -1
         emitted = sum(int(token) >= 0 for token in sampled_token_ids[0])
-        propose = functools.partial(self._propose, scheduler_output, sampled_token_ids, *args, **kwargs)
+        propose = functools.partial(
+            self._propose, scheduler_output, sampled_token_ids, *args, **kwargs
+        )
         return self.record(self._runner.input_batch.req_ids[0], emitted, propose)
 
     def propose_v2(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         # By name: vLLM may pass it in any place.
-        num_sampled = inspect.signature(self._propose).bind(input_batch, *args, **kwargs).arguments["num_sampled"]
+        num_sampled = (
+            inspect.signature(self._propose)
+            .bind(input_batch, *args, **kwargs)
+            .arguments["num_sampled"]
+        )
         propose = functools.partial(self._propose, input_batch, *args, **kwargs)
         return self.record(input_batch.req_ids[0], int(num_sampled[0]), propose)
 
@@ -85,7 +100,9 @@ class Recorder:
                 "num_output": self._num_output[request],
                 "drafted": tokens,
                 "passes": self._passes or [],
-                "confidence": self.estimate_confidence(self._passes[-1], tokens) if self._passes else [],
+                "confidence": self.estimate_confidence(self._passes[-1], tokens)
+                if self._passes
+                else [],
             }
         )
         self._passes = None
@@ -93,13 +110,17 @@ class Recorder:
 
     def estimate_confidence(self, given: dict[str, Any], drafted: list[int]) -> list[float]:
         """The drafter's estimated acceptance of every drafted token, if any. vLLM computes it in
-        adaptive verification only, so its modules are called here."""
+        adaptive verification only, so its modules are called here.
+        """
         if getattr(getattr(self._model, "model", None), "confidence_head", None) is None:
             return []
-        # The Markov head reads the token before each drafted one: the anchor, then all drafted but the last.
+        # The Markov head reads the token before each drafted one: the anchor, then all drafted but
+        # the last.
         before = torch.tensor([int(given["input_ids"][0]), *drafted[:-1]])
         hidden, device = given["out"][0][-len(drafted) :], next(self._model.parameters()).device
-        estimated = self._model.compute_confidence(hidden.to(device), self._model.markov_embed(before.to(device)))
+        estimated = self._model.compute_confidence(
+            hidden.to(device), self._model.markov_embed(before.to(device))
+        )
         return [float(each) for each in estimated]
 
 
@@ -131,9 +152,15 @@ def dump(run: EngineRun) -> dict[str, Any]:
     recorder = Recorder(runner, run.recorded_prompts, run.blocks_a_prompt)
     ends = list(run.end_ids)  # without a tokenizer the engine knows no end of text
     sampling = SamplingParams(
-        temperature=0, max_tokens=run.max_tokens, ignore_eos=True, stop_token_ids=ends, detokenize=False
+        temperature=0,
+        max_tokens=run.max_tokens,
+        ignore_eos=True,
+        stop_token_ids=ends,
+        detokenize=False,
     )
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in run.prompts], sampling, use_tqdm=False)
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=ids) for ids in run.prompts], sampling, use_tqdm=False
+    )
     return {"outputs": [list(o.outputs[0].token_ids) for o in outputs], "blocks": recorder.blocks}
 
 
@@ -145,11 +172,14 @@ def rotate_in_pytorch() -> None:
 
 
 def keep_imports_frozen() -> None:
-    """Keep all objects loaded so far out of garbage collection: a million of them are of importing
-    vLLM, and take three of an engine's four seconds on a CPU."""
+    """Keep all objects loaded so far out of garbage collection.
+
+    A million of them are of importing vLLM, and take three of an engine's four seconds on a CPU.
+    """
     gc.collect()
     gc.freeze()
-    # vLLM freezes its heap at the start of an engine and thaws everything at the end, these objects included.
+    # vLLM freezes its heap at the start of an engine and thaws everything at the end, these objects
+    # included.
     gc.freeze = gc.unfreeze = lambda: None
 
 

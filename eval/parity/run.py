@@ -1,4 +1,6 @@
-"""Run drafts in a real vLLM in a separate process, and read back the inputs and outputs of the drafter."""
+"""Run drafts in a real vLLM in a separate process, and read back the inputs and outputs of the
+drafter.
+"""
 
 import subprocess
 import sys
@@ -43,9 +45,13 @@ class Block:
     num_output: int  # Tokens emitted before it.
     drafted: list[int]
     passes: list[dict[str, Any]]
-    """The drafter's forward passes: `args` and keyword arguments by name, `out` as a list; empty if not recorded."""
+    """The drafter's forward passes: `args` and keyword arguments by name, `out` as a list; empty if
+    not recorded.
+    """
     confidence: list[float] = field(default_factory=list)
-    """The estimated acceptance of every drafted token; empty if the drafter has none, or it was not recorded."""
+    """The estimated acceptance of every drafted token; empty if the drafter has none, or it was not
+    recorded.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +73,27 @@ class Dump:
         accepted: list[list[int]] = [[] for _ in self.run.prompts]
         for block, after in zip(self.blocks, self.blocks[1:], strict=False):
             if block.request == after.request:
-                # between two blocks a request emits the accepted tokens of the first and one of the target
+                # between two blocks a request emits the accepted tokens of the first and one of the
+                # target
                 accepted[block.request].append(after.num_output - block.num_output - 1)
-        return [AcceptanceCounts.from_blocks(each, self.run.num_speculative_tokens) for each in accepted]
+        return [
+            AcceptanceCounts.from_blocks(each, self.run.num_speculative_tokens) for each in accepted
+        ]
 
     def counts(self) -> AcceptanceCounts:
         return sum(self.counts_by_prompt(), AcceptanceCounts.zero(self.run.num_speculative_tokens))
 
 
-def run_engine(runs: Sequence[EngineRun], folder: Path, environment: Mapping[str, str] | None = None) -> list[Dump]:
-    """Run the engines one after the other in a process; files and log go to `folder`. `environment`
-    is added to its variables. Raises ChildProcessError."""
+def run_engine(
+    runs: Sequence[EngineRun], folder: Path, environment: Mapping[str, str] | None = None
+) -> list[Dump]:
+    """Run the engines one after the other in a process; files and log go to `folder`.
+
+    `environment` is added to its variables.
+
+    Raises:
+        ChildProcessError
+    """
     folder.mkdir(parents=True, exist_ok=True)
     outs = [folder / f"dump-{i}.pt" for i in range(len(runs))]
     spec, log = folder / "runs.json", folder / "vllm.log"
@@ -85,15 +101,21 @@ def run_engine(runs: Sequence[EngineRun], folder: Path, environment: Mapping[str
     # torch and vLLM in one process share OpenMP on a CPU, and several threads wait for each other
     threads = {"OMP_NUM_THREADS": "1"} if ENGINE_IS_CPU else {}
     env = {**(environment or {}), **threads, "VLLM_NO_USAGE_STATS": "1"}
-    with process_group([sys.executable, "-m", "redraft.eval.parity.dump", str(spec)], log=log, env=env) as process:
+    with process_group(
+        [sys.executable, "-m", "redraft.eval.parity.dump", str(spec)], log=log, env=env
+    ) as process:
         _wait(process)
         if process.returncode:
-            raise ChildProcessError(f"vLLM did not run the draft: {last_error(log)} (whole log: {log})")
+            raise ChildProcessError(
+                f"vLLM did not run the draft: {last_error(log)} (whole log: {log})"
+            )
     return [_read(run, out) for run, out in zip(runs, outs, strict=True)]
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
-    with Progress(desc="vLLM runs the draft", bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
+    with Progress(
+        desc="vLLM runs the draft", bar_format="{desc}: {elapsed}", leave=False, disable=None
+    ) as bar:
         while True:
             try:
                 process.wait(0.5)
@@ -105,10 +127,14 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 def _read(run: EngineRun, path: Path) -> Dump:
     # Tensors, lists and numbers only, so the loader may refuse all other objects.
     saved = torch.load(path, weights_only=True)
-    return Dump(run=run, outputs=saved["outputs"], blocks=[Block(**block) for block in saved["blocks"]])
+    return Dump(
+        run=run, outputs=saved["outputs"], blocks=[Block(**block) for block in saved["blocks"]]
+    )
 
 
 def relative_difference(mine_ND: Tensor, other_ND: Tensor) -> Tensor:
     """max_D |mine - other| / max_D |other|, [N]; infinite if not a number."""
-    apart_N = (mine_ND.float() - other_ND.float()).abs().amax(-1) / other_ND.float().abs().amax(-1).clamp(min=1e-12)
+    apart_N = (mine_ND.float() - other_ND.float()).abs().amax(-1) / other_ND.float().abs().amax(
+        -1
+    ).clamp(min=1e-12)
     return apart_N.nan_to_num(nan=torch.inf)

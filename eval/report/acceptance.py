@@ -1,7 +1,10 @@
-"""The acceptance report: report.json by a schema, report.html for people, report.md for a pull request.
+"""The acceptance report.
 
-The same measurements and seed give the same bytes, so a report says neither when nor how fast it was made.
-`acceptance.schema.json` beside this file describes report.json."""
+Report.json by a schema, report.html for people, report.md for a pull request.
+
+The same measurements and seed give the same bytes, so a report says neither when nor how fast it
+was made. `acceptance.schema.json` beside this file describes report.json.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,10 +27,16 @@ FEW_PROMPTS = 20  # Below this number of prompts in a domain, intervals say litt
 
 
 def build_acceptance_report(
-    measured: Measured, *, target: Mapping[str, Any], drafts: Sequence[NamedDraft], settings: Mapping[str, Any]
+    measured: Measured,
+    *,
+    target: Mapping[str, Any],
+    drafts: Sequence[NamedDraft],
+    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The content of report.json; `target` has `name` and `fingerprint`. `baseline` is None:
-    `eval.report.regression.compare_reports` makes one."""
+    """The content of report.json; `target` has `name` and `fingerprint`.
+
+    `baseline` is None: `eval.report.regression.compare_reports` makes one.
+    """
     rows = build_results(measured)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -60,7 +69,10 @@ def build_acceptance_report(
 def write_acceptance_report(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write report.json, .html and .md; returns report.html's path, or report.json's without."""
     page = write_page(
-        folder, report, TEMPLATES / "acceptance.html.j2", charts_of("redraft.eval.report.acceptance_charts")
+        folder,
+        report,
+        TEMPLATES / "acceptance.html.j2",
+        charts_of("redraft.eval.report.acceptance_charts"),
     )
     write_whole(folder / "report.md", render_markdown(report))
     return page
@@ -86,26 +98,36 @@ def _list_notes(measured: Measured, drafts: Sequence[NamedDraft]) -> list[str]:
     notes = [f"{draft.name}: {note}." for draft in drafts for note in draft.notes]
     for draft in drafts:
         if measured.forecast and depends_on_load(draft.speculative or {}):
-            notes.append(f"{draft.name} proposes less beside other requests: here it has each step alone.")
+            notes.append(
+                f"{draft.name} proposes less beside other requests: here it has each step alone."
+            )
         beyond = [k for k in measured.num_speculative_tokens if not draft.serves(k)]
         if beyond and draft.forecast:
             left_out = join_words([f"k = {k}" for k in beyond])
             verb = "are" if len(beyond) > 1 else "is"
             notes.append(
-                f"{draft.name} was trained to draft {draft.forecast.max_tokens} tokens: {left_out} {verb} left out."
+                f"{draft.name} was trained to draft {draft.forecast.max_tokens} tokens: {left_out} "
+                f"{verb} left out."
             )
     sizes = Counter(prompt.domain for prompt in measured.prompts)
-    few = [f"{name} ({sizes[name]})" for name in domains(measured.prompts) if sizes[name] < FEW_PROMPTS]
+    few = [
+        f"{name} ({sizes[name]})" for name in domains(measured.prompts) if sizes[name] < FEW_PROMPTS
+    ]
     if few:
-        notes.append(f"Few prompts of {join_words(few)}: with fewer than {FEW_PROMPTS}, intervals are rough.")
+        notes.append(
+            f"Few prompts of {join_words(few)}: with fewer than {FEW_PROMPTS}, intervals are rough."
+        )
     return notes
 
 
 def _list_left_out(settings: Mapping[str, Any]) -> list[str]:
-    penalties = [f"{name} {value:g}" for name, value in settings.get("penalties_left_out", {}).items()]
+    penalties = [
+        f"{name} {value:g}" for name, value in settings.get("penalties_left_out", {}).items()
+    ]
     if not penalties:
         return []
     return [
-        f"The target's generation_config.json also sets {join_words(penalties)}: measured without, so requests that "
+        f"The target's generation_config.json also sets {join_words(penalties)}: measured without, "
+        "so requests that "
         "do not turn it off may see another acceptance."
     ]

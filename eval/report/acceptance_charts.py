@@ -5,7 +5,17 @@ from typing import Any
 
 import altair as alt
 
-from redraft.eval.report.charts import PANEL_HEIGHT, Rows, Spec, bars_with_forecast, color, legend, panel, tips, to_spec
+from redraft.eval.report.charts import (
+    PANEL_HEIGHT,
+    Rows,
+    Spec,
+    bars_with_forecast,
+    color,
+    legend,
+    panel,
+    tips,
+    to_spec,
+)
 from redraft.eval.report.results import choose_common_k, find_entry, read_tau
 
 ROW_HEIGHT = 22  # Height of one domain of one draft in the first chart, in pixels.
@@ -47,10 +57,16 @@ def _taus(rows: Rows, names: Sequence[str], k: int) -> alt.LayerChart:
         ),
         yOffset=alt.YOffset("domain:N", sort=None),
         color=color(shown, "domain", is_shown=len(shown) > 1, columns=COLUMNS, sort=None),
-        tooltip=[alt.Tooltip("draft:N"), alt.Tooltip("domain:N"), *_interval_tooltip("tokens per target step")],
+        tooltip=[
+            alt.Tooltip("draft:N"),
+            alt.Tooltip("domain:N"),
+            *_interval_tooltip("tokens per target step"),
+        ],
     )
     # the padding leaves room for the number to the right of the longest interval
-    x = alt.X("value:Q", title=f"tokens per target step, k = {k}", scale=alt.Scale(zero=False, padding=28))
+    x = alt.X(
+        "value:Q", title=f"tokens per target step, k = {k}", scale=alt.Scale(zero=False, padding=28)
+    )
     rule = base.mark_rule(strokeWidth=2).encode(x="low:Q", x2="high:Q")
     dot = base.mark_point(size=80, filled=True, opacity=1).encode(x=x)
     label = base.mark_text(align="left", dx=12, fontSize=12).encode(
@@ -63,8 +79,14 @@ def _by_k(rows: Rows, names: Sequence[str]) -> alt.LayerChart | None:
     points = []
     for row in rows:
         for entry in row["by_num_speculative_tokens"]:
-            points.append({"series": row["draft"], "x": entry["num_speculative_tokens"], **_tau(entry)})
-    return _lines(points, names, "number of draft tokens, k", "tokens per target step") if _varies(points) else None
+            points.append(
+                {"series": row["draft"], "x": entry["num_speculative_tokens"], **_tau(entry)}
+            )
+    return (
+        _lines(points, names, "number of draft tokens, k", "tokens per target step")
+        if _varies(points)
+        else None
+    )
 
 
 def _accepted(rows: Rows, names: Sequence[str]) -> alt.LayerChart | None:
@@ -72,7 +94,11 @@ def _accepted(rows: Rows, names: Sequence[str]) -> alt.LayerChart | None:
     for row in rows:
         for position, rate in enumerate(_read_rates(row), 1):
             points.append({"series": row["draft"], "x": position, **rate})
-    return _lines(points, names, "draft token", "share of steps that accept this far") if points else None
+    return (
+        _lines(points, names, "draft token", "share of steps that accept this far")
+        if points
+        else None
+    )
 
 
 def _read_rates(row: Mapping[str, Any]) -> Sequence[Mapping[str, float]]:
@@ -91,7 +117,11 @@ def _by_temperature(report: Mapping[str, Any], names: Sequence[str]) -> alt.Laye
         entry = find_entry(row, k)
         if row["domain"] is None and entry:
             points.append({"series": row["draft"], "x": row["temperature"], **_tau(entry)})
-    return _lines(points, names, "temperature", f"tokens per target step, k = {k}") if _varies(points) else None
+    return (
+        _lines(points, names, "temperature", f"tokens per target step, k = {k}")
+        if _varies(points)
+        else None
+    )
 
 
 def _engine(rows: Rows) -> alt.LayerChart | None:
@@ -101,7 +131,13 @@ def _engine(rows: Rows) -> alt.LayerChart | None:
             if entry["engine"] and entry["forecast"]:
                 label = f"{row['draft']}, k = {entry['num_speculative_tokens']}"
                 points.append({"label": label, "series": "engine", "value": entry["engine"]["tau"]})
-                points.append({"label": label, "series": "forecast", "value": entry["forecast"]["tau_per_draft"]})
+                points.append(
+                    {
+                        "label": label,
+                        "series": "forecast",
+                        "value": entry["forecast"]["tau_per_draft"],
+                    }
+                )
     if not points:
         return None
     x = alt.X("label:N", title=None, sort=None, axis=alt.Axis(labelAngle=0, labelLimit=110))
@@ -116,15 +152,22 @@ def _lines(points: Rows, names: Sequence[str], x_title: str, y_title: str) -> al
     )
     y = alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
     # The sixth draft has the first colour again, with the second shape.
-    shapes = alt.Scale(domain=list(names), range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))])
+    shapes = alt.Scale(
+        domain=list(names), range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))]
+    )
     shape = alt.Shape("series:N", scale=shapes, legend=legend(COLUMNS) if len(names) > 1 else None)
     interval = base.mark_rule(strokeWidth=1.5, opacity=0.6).encode(y="low:Q", y2="high:Q")
     line = base.mark_line(strokeWidth=2.5).encode(y=y)
-    return interval + line + base.mark_point(filled=True, size=70, opacity=1).encode(y=y, shape=shape)
+    return (
+        interval + line + base.mark_point(filled=True, size=70, opacity=1).encode(y=y, shape=shape)
+    )
 
 
 def _tau(entry: Mapping[str, Any]) -> dict[str, float]:
-    """tau with the ends of the interval. The engine's tau has no interval: both ends are the value itself."""
+    """tau with the ends of the interval.
+
+    The engine's tau has no interval: both ends are the value itself.
+    """
     tau = read_tau(entry)
     ends = entry["forecast"]["tau"] if entry["forecast"] else {"low": tau, "high": tau}
     return {"value": tau, "low": ends["low"], "high": ends["high"]}

@@ -3,15 +3,24 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from redraft.eval.report.results import MAX_DIFFERENCE, Measured, choose_common_k, compare_taus, find_entry, read_tau
+from redraft.eval.report.results import (
+    MAX_DIFFERENCE,
+    Measured,
+    choose_common_k,
+    compare_taus,
+    find_entry,
+    read_tau,
+)
 from redraft.heads.catalog import find_method
 
 Report = Mapping[str, Any]
 
 
 def compose_answer(measured: Measured, report: Report) -> list[str]:
-    """The report's `answer`, one sentence per item; the first is the page's title. All of them are
-    about the draft with the highest tau over all domains at the first temperature."""
+    """The report's `answer`, one sentence per item; the first is the page's title.
+
+    All of them are about the draft with the highest tau over all domains at the first temperature.
+    """
     first, k = measured.temperatures[0], choose_common_k(report["results"])
     taus = {}
     for row in report["results"]:
@@ -37,11 +46,19 @@ def _headline(report: Report, best: str, temperature: float, k: int) -> str:
     (tau, domain), *others = sorted(taus, reverse=True)
     parts = [f"{tau:.2f} tokens per target step{_on(domain)}"]
     parts += [f"{tau:.2f}{_on(domain)}" for tau, domain in others]
-    return f"{best} emits {', '.join(parts)} (k = {k} draft token{'s' if k > 1 else ''}, temperature {temperature:g})."
+    return (
+        f"{best} emits {', '.join(parts)} (k = {k} draft token{'s' if k > 1 else ''}, "
+        f"temperature {temperature:g})."
+    )
 
 
 def _compare_with_next(
-    measured: Measured, best: str, second: str, taus: Mapping[str, float], temperature: float, k: int
+    measured: Measured,
+    best: str,
+    second: str,
+    taus: Mapping[str, float],
+    temperature: float,
+    k: int,
 ) -> str:
     numbers = f"{taus[best]:.2f} against {taus[second]:.2f} over all domains"
     lead = compare_taus(measured, best, second, temperature, k)
@@ -55,7 +72,9 @@ def _compare_with_next(
     return f"It cannot be told apart from {second}: {numbers} ({interval})."
 
 
-def _at_other_temperatures(report: Report, best: str, temperatures: Sequence[float], k: int) -> Iterator[str]:
+def _at_other_temperatures(
+    report: Report, best: str, temperatures: Sequence[float], k: int
+) -> Iterator[str]:
     taus = {}
     for row in report["results"]:
         entry = find_entry(row, k)
@@ -79,23 +98,36 @@ def _compare_with_engine(report: Report) -> str:
                 diverging.append(f"{row['draft']} (k = {k}, temperature {temperature:g})")
     if diverging:
         return (
-            f"Forecast and engine differ by more than {MAX_DIFFERENCE:.0%} for {join_words(diverging)}: "
+            f"Forecast and engine differ by more than {MAX_DIFFERENCE:.0%} for "
+            f"{join_words(diverging)}: "
             "trust neither number there."
         )
     if errors:
-        off = "the forecast was" if len(errors) == 1 else f"none of {len(errors)} forecasts was more than"
+        off = (
+            "the forecast was"
+            if len(errors) == 1
+            else f"none of {len(errors)} forecasts was more than"
+        )
         return f"A real vLLM agrees: {off} {max(errors):.1%} off."
     if is_served:
-        return "These numbers were counted by a real vLLM; there is no forecast to compare them with."
+        return (
+            "These numbers were counted by a real vLLM; there is no forecast to compare them with."
+        )
     return "These numbers are forecasts: no engine was run."
 
 
 def _last_token(report: Report, best: str, temperature: float) -> Iterator[str]:
-    row = next(r for r in report["results"] if (r["draft"], r["temperature"], r["domain"]) == (best, temperature, None))
+    row = next(
+        r
+        for r in report["results"]
+        if (r["draft"], r["temperature"], r["domain"]) == (best, temperature, None)
+    )
     entry = row["by_num_speculative_tokens"][-1]
     if entry["forecast"] and entry["num_speculative_tokens"] > 1:
         rate = entry["forecast"]["acceptance_per_position"][-1]["value"]
-        yield f"Draft token {entry['num_speculative_tokens']} is accepted in {rate:.0%} of the steps."
+        yield (
+            f"Draft token {entry['num_speculative_tokens']} is accepted in {rate:.0%} of the steps."
+        )
 
 
 def _other_sampling(report: Report, best: str, k: int) -> Iterator[str]:
@@ -116,14 +148,20 @@ def advise_sample_method(entry: Mapping[str, Any], temperature: float, *, is_sam
     found = entry["other_sample_method"]
     gain, tau = found["gain"], read_tau(entry)
     numbers = (
-        f"{found['tau']:.2f} tokens per target step with draft_sample_method {other}, {tau:.2f} with {served} "
+        f"{found['tau']:.2f} tokens per target step with draft_sample_method {other}, {tau:.2f} "
+        f"with {served} "
         f"({gain['value']:+.2f}, 95% interval {gain['low']:+.2f} to {gain['high']:+.2f})"
     )
     lead = f"At temperature {temperature:g}, the forecast is {numbers}"
     if gain["low"] > 0:
         flag = f'"draft_sample_method": "{other}"'
-        return f"{lead}: put {flag} into --speculative-config (redraft serve: --draft-sample-method {other})."
-    return f"{lead}: " + (f"{served} is right." if gain["high"] < 0 else f"no reason to change {served}.")
+        return (
+            f"{lead}: put {flag} into --speculative-config (redraft serve: "
+            f"--draft-sample-method {other})."
+        )
+    return f"{lead}: " + (
+        f"{served} is right." if gain["high"] < 0 else f"no reason to change {served}."
+    )
 
 
 def _on(domain: str | None) -> str:

@@ -1,4 +1,7 @@
-"""The charts of a training report as Vega-Lite specifications. Colours and fonts come from the page, dark or light."""
+"""The charts of a training report as Vega-Lite specifications.
+
+Colours and fonts come from the page, dark or light.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +27,9 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
         ),
         "positions": _positions(report),
         "gain": _gain(report["offline"]),
-        "speed": _speed(report["engine"]["speed"]) if "engine" in report and report["engine"]["speed"] else None,
+        "speed": _speed(report["engine"]["speed"])
+        if "engine" in report and report["engine"]["speed"]
+        else None,
         "domains": _domains(report["by_domain"]) if len(report["by_domain"]) > 1 else None,
     }
     return {name: to_spec(chart) for name, chart in charts.items() if chart is not None}
@@ -39,7 +44,10 @@ def to_spec(chart: alt.TopLevelMixin) -> Spec:
 
 
 def _curve(entries: Rows, names: Mapping[str, str], title: str) -> alt.Chart | None:
-    """A line per key of `names`, over the logged steps; None if fewer than two steps were logged."""
+    """A line per key of `names`, over the logged steps.
+
+    None if fewer than two steps were logged.
+    """
     rows = []
     for entry in entries:
         for key, name in names.items():
@@ -50,9 +58,13 @@ def _curve(entries: Rows, names: Mapping[str, str], title: str) -> alt.Chart | N
     line = panel(rows).mark_line(strokeWidth=2.5, interpolate="monotone")
     return line.encode(
         x=alt.X("step:Q", title="optimizer step", axis=alt.Axis(grid=False, tickCount=6)),
-        y=alt.Y("value:Q", title=title, scale=alt.Scale(zero=False, nice=5), axis=alt.Axis(tickCount=5)),
+        y=alt.Y(
+            "value:Q", title=title, scale=alt.Scale(zero=False, nice=5), axis=alt.Axis(tickCount=5)
+        ),
         color=color(list(names.values()), is_shown=len(names) > 1),
-        tooltip=tips(("step:Q", "optimizer step"), ("series:N", "curve"), ("value:Q", title, ".4f")),
+        tooltip=tips(
+            ("step:Q", "optimizer step"), ("series:N", "curve"), ("value:Q", title, ".4f")
+        ),
     )
 
 
@@ -63,16 +75,28 @@ def panel(rows: Rows, height: float = PANEL_HEIGHT) -> alt.Chart:
 def tips(*fields: tuple[str, ...]) -> list[alt.Tooltip]:
     """Tooltips of (field, title) or (field, title, format of the number)."""
     return [
-        alt.Tooltip(name, title=title, format=number[0] if number else alt.Undefined) for name, title, *number in fields
+        alt.Tooltip(name, title=title, format=number[0] if number else alt.Undefined)
+        for name, title, *number in fields
     ]
 
 
 def legend(columns: int | None = None, **options: Any) -> alt.Legend:
-    return alt.Legend(title=None, orient="top", direction="horizontal", columns=columns or alt.Undefined, **options)
+    return alt.Legend(
+        title=None,
+        orient="top",
+        direction="horizontal",
+        columns=columns or alt.Undefined,
+        **options,
+    )
 
 
 def color(
-    names: Sequence[str], field: str = "series", *, is_shown: bool = True, columns: int | None = None, **options: Any
+    names: Sequence[str],
+    field: str = "series",
+    *,
+    is_shown: bool = True,
+    columns: int | None = None,
+    **options: Any,
 ) -> alt.Color:
     """The page's colours for `names`, in this order, with a legend if it `is_shown`."""
     shown = legend(columns) if is_shown else None
@@ -86,24 +110,36 @@ def numbers(chart: alt.Chart, number: str = ".2f", **mark: Any) -> alt.Chart:
 
 
 def bars_and_diamonds(base: alt.Chart, bar: str, diamond: str) -> alt.LayerChart:
-    """A bar with the number above for every value of one series, and a diamond for every value of another."""
-    bars = base.transform_filter(f"datum.series == '{bar}'").mark_bar(width={"band": 0.55}, cornerRadiusEnd=4)
+    """A bar with the number above for every value of one series, and a diamond for every value of
+    another.
+    """
+    bars = base.transform_filter(f"datum.series == '{bar}'").mark_bar(
+        width={"band": 0.55}, cornerRadiusEnd=4
+    )
     diamonds = base.transform_filter(f"datum.series == '{diamond}'")
     points = diamonds.mark_point(shape="diamond", size=130, filled=True, opacity=1)
     return bars + numbers(bars, baseline="bottom", dy=-9, fontWeight=600) + points
 
 
-def bars_with_forecast(rows: Rows, x: alt.X, title: str, *, highest: float | None = None) -> alt.LayerChart:
-    """A bar for every value with series `engine`, a diamond with `forecast`; rows have `label`,
-    `value` and `series`. The y axis ends above `highest`."""
+def bars_with_forecast(
+    rows: Rows, x: alt.X, title: str, *, highest: float | None = None
+) -> alt.LayerChart:
+    """A bar for every value with series `engine`, a diamond with `forecast`.
+
+    Rows have `label`, `value` and `series`. The y axis ends above `highest`.
+    """
     top = HEADROOM * (max(row["value"] for row in rows) if highest is None else highest)
     series = [name for name in ("engine", "forecast") if any(row["series"] == name for row in rows)]
     base = panel(rows).encode(
         x=x,
-        y=alt.Y("value:Q", title=title, scale=alt.Scale(domain=[0, top]), axis=alt.Axis(tickCount=5)),
+        y=alt.Y(
+            "value:Q", title=title, scale=alt.Scale(domain=[0, top]), axis=alt.Axis(tickCount=5)
+        ),
         color=alt.Color(
             "series:N",
-            scale=alt.Scale(domain=["engine", "forecast"]),  # both, so that each keeps its colour without the other
+            scale=alt.Scale(
+                domain=["engine", "forecast"]
+            ),  # both, so that each keeps its colour without the other
             legend=legend(values=series),
         ),
         tooltip=tips(("label:N", "bar"), ("series:N", "source"), ("value:Q", title, ".3f")),
@@ -134,7 +170,11 @@ def _domains(by_domain: Mapping[str, Mapping[str, Any]]) -> alt.LayerChart:
 
 
 def _gain(offline: Mapping[str, Any]) -> alt.LayerChart:
-    names = {"before": "before training", "ce_baseline": "cross-entropy on the text", "after": "distilled"}
+    names = {
+        "before": "before training",
+        "ce_baseline": "cross-entropy on the text",
+        "after": "distilled",
+    }
     alphas = {name: offline.get(f"alpha_greedy_{key}") for key, name in names.items()}
     rows = [{"label": name, "value": alpha} for name, alpha in alphas.items() if alpha is not None]
     return _bars(rows, ours=names["after"], title="alpha greedy on held-out prompts", number=".3f")
@@ -149,7 +189,10 @@ def _speed(speed: Mapping[str, Any]) -> alt.LayerChart:
 
 
 def _bars(rows: Rows, *, ours: str, title: str, number: str) -> alt.LayerChart:
-    """Horizontal bars in the order of `rows`, with the value at the end of each; the bar `ours` is highlighted."""
+    """Horizontal bars in the order of `rows`, with the value at the end of each.
+
+    The bar `ours` is highlighted.
+    """
     highest = max(row["value"] for row in rows)
     base = panel(rows, BAR_HEIGHT * len(rows)).encode(
         x=alt.X(
@@ -158,8 +201,15 @@ def _bars(rows: Rows, *, ours: str, title: str, number: str) -> alt.LayerChart:
             scale=alt.Scale(domain=[0, highest * 1.2 or 1], nice=False),  # all bars may be 0
             axis=alt.Axis(grid=False, labels=False, ticks=False, domain=False),
         ),
-        y=alt.Y("label:N", title=None, sort=None, axis=alt.Axis(domain=False, ticks=False, labelPadding=10)),
-        color=alt.condition(alt.datum.label == ours, alt.value("var(--ours)"), alt.value("var(--plain)")),
+        y=alt.Y(
+            "label:N",
+            title=None,
+            sort=None,
+            axis=alt.Axis(domain=False, ticks=False, labelPadding=10),
+        ),
+        color=alt.condition(
+            alt.datum.label == ours, alt.value("var(--ours)"), alt.value("var(--plain)")
+        ),
         tooltip=tips(("label:N", "draft"), ("value:Q", title, number)),
     )
     bars = base.mark_bar(height={"band": 0.66}, cornerRadiusEnd=4)

@@ -1,4 +1,6 @@
-"""A training report: report.json for programs, and report.html for people, a single file that needs no network.
+"""A training report.
+
+Report.json for programs, and report.html for people, a single file that needs no network.
 
 | key | content |
 |---|---|
@@ -9,7 +11,8 @@
 | `train` | `tokens_per_s`, `peak_rss_mib` (MiB), and other counts of the training run |
 | `curves` | one entry per logged step: `step` and any of `loss`, `held_out_alpha`, `held_out_alpha_greedy` |
 | `environment` | `environment()`: hardware, versions, date |
-| `duration_s` | duration of the whole run, in seconds |"""
+| `duration_s` | duration of the whole run, in seconds |
+"""
 
 import functools
 import importlib.util
@@ -30,9 +33,32 @@ from redraft.eval.intervals import median_interval, paired_interval
 from redraft.heads.files.artifact import write_whole
 
 REQUIRED = {
-    "": ("target", "draft", "command", "offline", "by_domain", "train", "curves", "environment", "duration_s"),
-    "offline": ("alpha_greedy_before", "alpha_greedy_after", "tau_forecast", "forecast_per_position"),
-    "engine": ("tau", "acceptance_per_position", "forecast_error", "lossless", "ties", "speed", "num_prompts"),
+    "": (
+        "target",
+        "draft",
+        "command",
+        "offline",
+        "by_domain",
+        "train",
+        "curves",
+        "environment",
+        "duration_s",
+    ),
+    "offline": (
+        "alpha_greedy_before",
+        "alpha_greedy_after",
+        "tau_forecast",
+        "forecast_per_position",
+    ),
+    "engine": (
+        "tau",
+        "acceptance_per_position",
+        "forecast_error",
+        "lossless",
+        "ties",
+        "speed",
+        "num_prompts",
+    ),
     "train": ("tokens_per_s", "peak_rss_mib"),
 }
 """Required keys of a report and of each section; the section `engine` may be missing."""
@@ -42,9 +68,14 @@ TEMPLATES = Path(__file__).parent / "templates"  # ours; those elsewhere extend 
 Charts = Callable[[Mapping[str, Any]], dict[str, Any]]  # of a report, by element id; import altair
 
 
-def offline_section(*, before: Forecast, after: Forecast, ce_baseline: Forecast | None = None) -> dict[str, Any]:
-    """The forecasts on held-out prompts: before training, distilled, and by cross-entropy, over
-    which the gain has a 95% interval over pairs."""
+def offline_section(
+    *, before: Forecast, after: Forecast, ce_baseline: Forecast | None = None
+) -> dict[str, Any]:
+    """The forecasts on held-out prompts.
+
+    Before training, distilled, and by cross-entropy, over which the gain has a 95% interval over
+    pairs.
+    """
     section: dict[str, Any] = {}
     for name, forecast in (("before", before), ("after", after), ("ce_baseline", ce_baseline)):
         if forecast is not None:
@@ -54,7 +85,9 @@ def offline_section(*, before: Forecast, after: Forecast, ce_baseline: Forecast 
     section["tau_forecast"] = section.pop("tau_after")
     section["forecast_per_position"] = after.overall.acceptance_per_position
     if ce_baseline is not None:
-        section["alpha_greedy_gain_over_ce"] = section["alpha_greedy_after"] - section["alpha_greedy_ce_baseline"]
+        section["alpha_greedy_gain_over_ce"] = (
+            section["alpha_greedy_after"] - section["alpha_greedy_ce_baseline"]
+        )
         section["alpha_greedy_gain_over_ce_interval"] = paired_interval(
             [prompt.alpha_greedy_sum for prompt in after.per_prompt],
             [prompt.alpha_greedy_sum for prompt in ce_baseline.per_prompt],
@@ -65,7 +98,10 @@ def offline_section(*, before: Forecast, after: Forecast, ce_baseline: Forecast 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Tokens/s with and without a draft, measured in turns: entry i of both is of the same round."""
+    """Tokens/s with and without a draft, measured in turns.
+
+    Entry i of both is of the same round.
+    """
 
     with_draft: list[float]
     without_draft: list[float]
@@ -75,15 +111,26 @@ class Speed:
         return median_interval(np.divide(self.with_draft, self.without_draft))
 
     def verdict(self) -> str:
-        """Whether to serve the draft: only one proven faster than the fastest server without a draft."""
+        """Whether to serve the draft.
+
+        Only one proven faster than the fastest server without a draft.
+        """
         ratio, (low, high) = self.speedup()
-        advice = "serve this draft" if low > 1 else "serve without a draft: this one is not proven faster"
-        return f"{advice}; {ratio:.2f}x as fast [{low:.2f}, {high:.2f}] as the fastest server without one"
+        advice = (
+            "serve this draft"
+            if low > 1
+            else "serve without a draft: this one is not proven faster"
+        )
+        return (
+            f"{advice}; {ratio:.2f}x as fast [{low:.2f}, {high:.2f}] as the fastest server "
+            "without one"
+        )
 
     def to_json(self, tau: float, num_speculative_tokens: int) -> dict[str, Any]:
         """Medians, the speed-up with its 95% interval over rounds, and the cost of a draft token in
-        target steps. A speed-up s at tau means that a step with k draft tokens takes tau / s times
-        as long as one without."""
+        target steps. A speed-up s at tau means that a step with k draft tokens takes tau / s
+        times as long as one without.
+        """
         speedup, interval = self.speedup()
         return {
             "rounds": len(self.with_draft),
@@ -99,7 +146,9 @@ def engine_section(
     with_draft: Measurement, lossless: Lossless, tau_forecast: float, speed: Speed | None = None
 ) -> dict[str, Any]:
     """The measurements of a real engine, and the error of the forecast, |tau_forecast - tau| / tau.
-    A speed-up is only of rounds in turns."""
+
+    A speed-up is only of rounds in turns.
+    """
     counts = with_draft.counts
     assert counts is not None, "measured with a draft"
     return {
@@ -111,18 +160,29 @@ def engine_section(
         "forecast_error": abs(tau_forecast - counts.tau) / counts.tau,
         "lossless": lossless.lossless,
         "ties": [asdict(difference) for difference in lossless.differences if difference.is_tie],
-        "differences": [asdict(difference) for difference in lossless.differences if not difference.is_tie],
+        "differences": [
+            asdict(difference) for difference in lossless.differences if not difference.is_tie
+        ],
         "dtype": with_draft.dtype,
         "num_prompts": len(with_draft.prompts),
         "num_output_tokens": with_draft.num_output_tokens,
-        "drafts_by_prompt": [output.counts.num_drafts if output.counts else 0 for output in with_draft.outputs],
-        "accepted_by_prompt": [output.counts.num_accepted if output.counts else 0 for output in with_draft.outputs],
+        "drafts_by_prompt": [
+            output.counts.num_drafts if output.counts else 0 for output in with_draft.outputs
+        ],
+        "accepted_by_prompt": [
+            output.counts.num_accepted if output.counts else 0 for output in with_draft.outputs
+        ],
         "speed": speed.to_json(counts.tau, len(counts.accepted_per_position)) if speed else None,
     }
 
 
-def domain_section(forecast: Forecast, with_draft: Measurement | None = None) -> dict[str, dict[str, Any]]:
-    """The forecast of every domain, and the engine's tau; None if the engine did not measure the domain."""
+def domain_section(
+    forecast: Forecast, with_draft: Measurement | None = None
+) -> dict[str, dict[str, Any]]:
+    """The forecast of every domain, and the engine's tau.
+
+    None if the engine did not measure the domain.
+    """
     measured = with_draft.counts_by_domain if with_draft else {}
     return {
         name: {
@@ -138,9 +198,14 @@ def domain_section(forecast: Forecast, with_draft: Measurement | None = None) ->
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> Path:
     """Write a draft's report.json and report.html into `folder` and return the path of the page.
-    Raises ValueError if a key is missing, or a number is not finite."""
+
+    Raises:
+        ValueError: if a key is missing, or a number is not finite.
+    """
     _require_keys(report)
-    return write_page(folder, report, TEMPLATES / "report.html.j2", charts_of("redraft.eval.report.charts"))
+    return write_page(
+        folder, report, TEMPLATES / "report.html.j2", charts_of("redraft.eval.report.charts")
+    )
 
 
 def charts_of(module: str) -> Charts:
@@ -158,14 +223,20 @@ def write_page(
     extras: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `report` as <stem>.json, and as the page <stem>.html from `template` with the charts of
-    `charts`. `extras` are further values for the template. Equal reports give equal bytes. Returns
-    the path of the page. Without the `report` extra (altair, vl-convert) no page is written, and
-    the path is <stem>.json. Raises ValueError if a number is not finite."""
+    `charts`. `extras` are further values for the template. Equal reports give equal bytes.
+    Returns the path of the page. Without the `report` extra (altair, vl-convert) no page is
+    written, and the path is <stem>.json.
+
+    Raises:
+        ValueError: if a number is not finite.
+    """
     # Sorted keys, for equal bytes. NaN and infinity are not JSON.
     text = json.dumps(report, indent=2, sort_keys=True, allow_nan=False)
     write_whole(folder / f"{stem}.json", text + "\n")
     if not all(importlib.util.find_spec(package) for package in ("altair", "vl_convert")):
-        print(f"{stem}.html was not written: its charts need `pip install altair vl-convert-python`")
+        print(
+            f"{stem}.html was not written: its charts need `pip install altair vl-convert-python`"
+        )
         return folder / f"{stem}.json"
     html = folder / f"{stem}.html"
     # From the JSON, so page and file cannot differ, not even in the type of a key.
@@ -196,9 +267,17 @@ def _templates(template: Path, **options: Any) -> jinja2.Environment:
     )
 
 
-def _render(report: dict[str, Any], template: Path, charts: Charts, extras: Mapping[str, Any]) -> str:
+def _render(
+    report: dict[str, Any], template: Path, charts: Charts, extras: Mapping[str, Any]
+) -> str:
     # templates ask `if engine`, and a missing name would be an error there
-    values = {"engine": None, **report, **extras, "charts": charts(report), "vega": _vega_javascript()}
+    values = {
+        "engine": None,
+        **report,
+        **extras,
+        "charts": charts(report),
+        "vega": _vega_javascript(),
+    }
     return _templates(template, autoescape=True).get_template(template.name).render(**values)
 
 

@@ -1,4 +1,7 @@
-"""Compare a report with an earlier one: losses of tau by draft, temperature, domain and number of draft tokens."""
+"""Compare a report with an earlier one.
+
+Losses of tau by draft, temperature, domain and number of draft tokens.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_gain, estimate_ratio, subtract_independent
+from redraft.eval.intervals import (
+    CONFIDENCE,
+    Estimate,
+    estimate_gain,
+    estimate_ratio,
+    subtract_independent,
+)
 from redraft.eval.report.results import DIGITS
 from redraft.heads.catalog import list_lookups
 from redraft.heads.files.folder import read_as
@@ -82,13 +91,23 @@ class Comparison:
 
 
 def read_baseline(path: Path, target_fingerprint: str, schema_version: int) -> Report:
-    """An earlier report of the same target. Raises FileNotFoundError; ValueError: it is none."""
+    """An earlier report of the same target.
+
+    Raises:
+        FileNotFoundError
+        ValueError: it is none.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"the baseline {path} does not exist: give an earlier report.json of `redraft eval`")
+        raise FileNotFoundError(
+            f"the baseline {path} does not exist: give an earlier report.json of `redraft eval`"
+        )
     baseline = read_as(path, Report, "give an earlier report.json of `redraft eval`")
     version, target = baseline.schema_version, baseline.target
     if version > schema_version:  # An older one has the keys above too, or `read_as` refuses it.
-        raise ValueError(f"{path} has schema version {version}; this redraft reads up to version {schema_version}")
+        raise ValueError(
+            f"{path} has schema version {version}; this redraft reads up to version "
+            f"{schema_version}"
+        )
     if target.fingerprint != target_fingerprint:
         raise ValueError(f"{path} is a baseline of another target, {target.name}: measure one")
     return baseline
@@ -103,27 +122,42 @@ SAME_SETTINGS: Mapping[str, Any] = {
     "top_k": 0,
     "min_p": 0.0,
 }
-"""Settings that influence acceptance, with the value for a report without them: both reports must have the same."""
+"""Settings that influence acceptance, with the value for a report without them: both reports must
+have the same.
+"""
 
 
-def match_drafts(families: Mapping[str, str], settings: Mapping[str, Any], baseline: Report) -> dict[str, str]:
+def match_drafts(
+    families: Mapping[str, str], settings: Mapping[str, Any], baseline: Report
+) -> dict[str, str]:
     """Name of each draft -> name of the draft in the baseline to compare it with.
+
     Drafts of the same name are compared. If one draft on each side is left over, these two are
-    compared as well. `families` are the drafts' families by name. Raises ValueError if a draft has
-    no counterpart, or the baseline was measured with other settings, or not at some temperature."""
+    compared as well. `families` are the drafts' families by name.
+
+    Raises:
+        ValueError: if a draft has no counterpart, or the baseline was measured with other settings,
+            or not at some temperature.
+    """
     for name, default in SAME_SETTINGS.items():
         now, was = settings.get(name, default), baseline.settings.get(name, default)
         if now != was:
-            raise ValueError(f"the baseline was measured with {name} {was}, not {now}: measure both with the same")
+            raise ValueError(
+                f"the baseline was measured with {name} {was}, not {now}: measure both with the "
+                "same"
+            )
     measured = {row.temperature for row in baseline.per_prompt}
     if missing := sorted(set(settings.get("temperatures", ())) - measured):
-        raise ValueError(f"the baseline has no temperature {missing[0]:g}: measure both at the same")
+        raise ValueError(
+            f"the baseline has no temperature {missing[0]:g}: measure both at the same"
+        )
     baseline_families = {draft.name: draft.family for draft in baseline.drafts}
     pairs = {name: name for name in families if name in baseline_families}
     new = [name for name in families if name not in pairs]
     old = [name for name in baseline_families if name not in pairs]
     if len(new) == 1 and len(old) > 1:
-        # either report may leave out n-grams, the yardstick: pair a model with a model, a lookup with a lookup
+        # either report may leave out n-grams, the yardstick: pair a model with a model, a lookup
+        # with a lookup
         lookups = list_lookups()
         is_lookup = families[new[0]] in lookups
         old = [name for name in old if (baseline_families[name] in lookups) == is_lookup]
@@ -131,7 +165,8 @@ def match_drafts(families: Mapping[str, str], settings: Mapping[str, Any], basel
         return {**pairs, new[0]: old[0]}
     if new:
         raise ValueError(
-            f"cannot tell which draft of the baseline ({', '.join(baseline_families)}) to compare with "
+            f"cannot tell which draft of the baseline ({', '.join(baseline_families)}) to compare "
+            "with "
             f"{', '.join(new)}: give both the same name (--draft NAME=FOLDER)"
         )
     return pairs
@@ -143,11 +178,13 @@ def compare_reports(report: Report, baseline: Report, max_loss: float) -> Compar
     forecast = {row.draft for row in report.per_prompt}
     if missing := sorted(forecast - {change.draft for change, _ in changes}):
         raise ValueError(
-            f"the baseline has no measurement of {', '.join(missing)} to compare with: measure at temperatures "
+            f"the baseline has no measurement of {', '.join(missing)} to compare with: measure at "
+            "temperatures "
             "and numbers of draft tokens that it has"
         )
-    # Every comparison could fall by chance, so each gets an equal share of the false alarms (Bonferroni).
-    # Twice, because a two-sided interval misses on either side, and only the lower end counts as a fall.
+    # Every comparison could fall by chance, so each gets an equal share of the false alarms
+    # (Bonferroni). Twice, because a two-sided interval misses on either side, and only the lower
+    # end counts as a fall.
     confidence = 1 - 2 * FALSE_ALARMS / len(changes) if changes else CONFIDENCE
     judged = []
     for change, loss in changes:
@@ -176,7 +213,9 @@ def _list_changes(report: Report, baseline: Report) -> Iterator[tuple[Change, Es
         for domain in domains:
             old, new = _select(was, domain), _select(now, domain)
             if old and new:
-                yield _measure_change(old, new, draft=draft, temperature=temperature, domain=domain, k=k)
+                yield _measure_change(
+                    old, new, draft=draft, temperature=temperature, domain=domain, k=k
+                )
 
 
 Sums = dict[tuple[str, str], tuple[float, float]]

@@ -1,6 +1,8 @@
-"""The numbers of an acceptance report by draft, temperature, domain and number of draft tokens, with 95% intervals.
+"""The numbers of an acceptance report by draft, temperature, domain and number of draft tokens,
+with 95% intervals.
 
-N = prompts, M = quantities, K = num_speculative_tokens."""
+N = prompts, M = quantities, K = num_speculative_tokens.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,9 @@ MAX_DIFFERENCE = 0.03  # forecast and engine diverge above this share of the eng
 DIGITS = 6  # decimal places in a report: they hide the rounding of sums in another order
 
 EngineCounts = Mapping[tuple[str, float, int], Sequence[AcceptanceCounts]]
-"""The engine's counts per prompt, in the order of the prompts, by (draft, temperature, num_speculative_tokens)."""
+"""The engine's counts per prompt, in the order of the prompts, by (draft, temperature,
+num_speculative_tokens).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +44,11 @@ class Measured:
 
 
 def build_results(measured: Measured) -> list[dict[str, Any]]:
-    """The report's `results`: a row for every draft, temperature and domain. The row of all prompts
-    together (domain None) comes first, and is the only one if there is a single domain."""
+    """The report's `results`: a row for every draft, temperature and domain.
+
+    The row of all prompts together (domain None) comes first, and is the only one if there is a
+    single domain.
+    """
     names = domains(measured.prompts)
     shown = [None, *names] if len(names) > 1 else [None]
     results = []
@@ -49,8 +56,17 @@ def build_results(measured: Measured) -> list[dict[str, Any]]:
         for temperature in measured.temperatures:
             rows = measured.rows(draft, temperature)
             for domain in shown:
-                chosen = [i for i, prompt in enumerate(measured.prompts) if domain in (None, prompt.domain)]
-                identity = {"draft": draft, "temperature": temperature, "domain": domain, "num_prompts": len(chosen)}
+                chosen = [
+                    i
+                    for i, prompt in enumerate(measured.prompts)
+                    if domain in (None, prompt.domain)
+                ]
+                identity = {
+                    "draft": draft,
+                    "temperature": temperature,
+                    "domain": domain,
+                    "num_prompts": len(chosen),
+                }
                 forecast = [rows[i] for i in chosen] if rows else None
                 entries = _build_entries(measured, draft, temperature, forecast, chosen)
                 rates = _summarise_rates(forecast)
@@ -63,13 +79,19 @@ def _summarise_rates(rows: Sequence[PromptRows] | None) -> dict[str, Any]:
         return {"num_output_tokens": None, "alpha": None, "alpha_greedy": None}
     over_N2 = np.array([(row.alpha_sum, row.alpha_greedy_sum) for row in rows])
     labels_N = np.array([row.num_rows for row in rows], float)
-    alpha, alpha_greedy = _with_intervals(over_N2, np.column_stack([labels_N, labels_N]), [1.0, 1.0])
+    alpha, alpha_greedy = _with_intervals(
+        over_N2, np.column_stack([labels_N, labels_N]), [1.0, 1.0]
+    )
     num_tokens = sum(row.num_output_tokens for row in rows)
     return {"num_output_tokens": num_tokens, "alpha": alpha, "alpha_greedy": alpha_greedy}
 
 
 def _build_entries(
-    measured: Measured, draft: str, temperature: float, rows: Sequence[PromptRows] | None, chosen: Sequence[int]
+    measured: Measured,
+    draft: str,
+    temperature: float,
+    rows: Sequence[PromptRows] | None,
+    chosen: Sequence[int],
 ) -> list[dict[str, Any]]:
     entries = []
     for k in measured.num_speculative_tokens:
@@ -81,7 +103,9 @@ def _build_entries(
                 {
                     "num_speculative_tokens": k,
                     "forecast": _summarise_forecast(forecast, k) if forecast else None,
-                    "engine": _summarise_engine(engine, forecast, k, temperature) if engine else None,
+                    "engine": _summarise_engine(engine, forecast, k, temperature)
+                    if engine
+                    else None,
                     "other_sample_method": _summarise_other(forecast, k) if forecast else None,
                 }
             )
@@ -104,7 +128,10 @@ def _summarise_forecast(rows: Sequence[PromptRows], k: int) -> dict[str, Any]:
 
 
 def _summarise_other(rows: Sequence[PromptRows], k: int) -> dict[str, Any] | None:
-    """The forecast with the server's other way to draft, and what it gains; None if that changes nothing."""
+    """The forecast with the server's other way to draft, and what it gains.
+
+    None if that changes nothing.
+    """
     if k not in rows[0].other_counts:
         return None
     counts = [(row.other_counts[k], row.counts[k]) for row in rows]
@@ -119,25 +146,41 @@ def _summarise_other(rows: Sequence[PromptRows], k: int) -> dict[str, Any] | Non
 
 
 def _stack_counts(rows: Sequence[PromptRows], k: int) -> tuple[Array, Array, Array]:
-    """Expected counts per prompt: accepted tokens by position [N, K], target steps [N], drafts [N]."""
+    """Expected counts per prompt.
+
+    Accepted tokens by position [N, K], target steps [N], drafts [N].
+    """
     counts = [row.counts[k] for row in rows]
     accepted_NK = np.array([c.accepted_per_position for c in counts], float)
-    return accepted_NK, np.array([c.num_steps for c in counts]), np.array([c.num_drafts for c in counts])
+    return (
+        accepted_NK,
+        np.array([c.num_steps for c in counts]),
+        np.array([c.num_drafts for c in counts]),
+    )
 
 
-def _with_intervals(over_NM: Array, under_NM: Array, most: Sequence[float]) -> list[dict[str, float]]:
+def _with_intervals(
+    over_NM: Array, under_NM: Array, most: Sequence[float]
+) -> list[dict[str, float]]:
     """sum_N over / sum_N under for each of the M quantities, with the 95% interval over prompts.
-    `most` is the largest possible value of each; the smallest is 0."""
+
+    `most` is the largest possible value of each; the smallest is 0.
+    """
     summaries = []
     for over_N, under_N, highest in zip(over_NM.T, under_NM.T, most, strict=True):
         estimate = estimate_ratio(over_N, under_N)
         low, high = estimate.interval(bounds=(0.0, highest))
-        summaries.append({"value": _rounded(estimate.value), "low": _rounded(low), "high": _rounded(high)})
+        summaries.append(
+            {"value": _rounded(estimate.value), "low": _rounded(low), "high": _rounded(high)}
+        )
     return summaries
 
 
 def _summarise_engine(
-    counts: Sequence[AcceptanceCounts], rows: Sequence[PromptRows] | None, k: int, temperature: float
+    counts: Sequence[AcceptanceCounts],
+    rows: Sequence[PromptRows] | None,
+    k: int,
+    temperature: float,
 ) -> dict[str, Any]:
     """The engine's rates per draft and, if there is a forecast, the difference between the two."""
     total = sum(counts[1:], counts[0])
@@ -157,11 +200,15 @@ def _summarise_engine(
 def _compare_with_engine(
     counts: Sequence[AcceptanceCounts], rows: Sequence[PromptRows], k: int, temperature: float
 ) -> dict[str, Any]:
-    """Forecast minus engine, in tau per draft. Above temperature 0 the engine samples other answers
-    than the forecast did, so the two diverge only if the interval of the difference excludes 0. At
-    temperature 0 the answers are the same and the error alone decides."""
+    """Forecast minus engine, in tau per draft.
+
+    Above temperature 0 the engine samples other answers than the forecast did, so the two diverge
+    only if the interval of the difference excludes 0. At temperature 0 the answers are the same and
+    the error alone decides.
+    """
     accepted_NK, _, forecast_drafts_N = _stack_counts(rows, k)
-    # Columns: forecast, engine. Per draft and not per step: vLLM's counters know no step without a draft.
+    # Columns: forecast, engine. Per draft and not per step: vLLM's counters know no step without a
+    # draft.
     over_N2 = np.column_stack([accepted_NK.sum(1), [c.num_accepted for c in counts]]).astype(float)
     under_N2 = np.column_stack([forecast_drafts_N, [c.num_drafts for c in counts]]).astype(float)
     forecast, engine = over_N2.sum(0) / np.maximum(under_N2.sum(0), 1)
@@ -171,13 +218,20 @@ def _compare_with_engine(
     by_chance = temperature > 0 and low <= 0 <= high
     return {
         "forecast_error": _rounded(error),
-        "difference": {"value": _rounded(forecast - engine), "low": _rounded(low), "high": _rounded(high)},
+        "difference": {
+            "value": _rounded(forecast - engine),
+            "low": _rounded(low),
+            "high": _rounded(high),
+        },
         "diverges": bool(abs(error) > MAX_DIFFERENCE and not by_chance),
     }
 
 
 def list_prompt_counts(measured: Measured) -> Iterator[dict[str, Any]]:
-    """The report's `per_prompt`: target steps and accepted tokens of every prompt, for later paired comparisons."""
+    """The report's `per_prompt`.
+
+    Target steps and accepted tokens of every prompt, for later paired comparisons.
+    """
     for draft in measured.drafts:
         for temperature in measured.temperatures:
             rows = measured.rows(draft, temperature)
@@ -198,7 +252,10 @@ def list_prompt_counts(measured: Measured) -> Iterator[dict[str, Any]]:
 def compare_taus(
     measured: Measured, one: str, other: str, temperature: float, k: int
 ) -> tuple[float, float, float] | None:
-    """(tau of `one` - tau of `other`, low, high) with the 95% interval over prompts; None if either has no forecast."""
+    """(tau of `one` - tau of `other`, low, high) with the 95% interval over prompts.
+
+    None if either has no forecast.
+    """
     columns = []
     for draft in (one, other):
         rows = measured.rows(draft, temperature)
@@ -212,19 +269,31 @@ def compare_taus(
 
 
 def read_tau(entry: Mapping[str, Any]) -> float:
-    """Tokens per target step in an entry of `by_num_speculative_tokens`: the forecast, or else the engine's count."""
+    """Tokens per target step in an entry of `by_num_speculative_tokens`.
+
+    The forecast, or else the engine's count.
+    """
     return float(entry["forecast"]["tau"]["value"] if entry["forecast"] else entry["engine"]["tau"])
 
 
 def find_entry(row: Mapping[str, Any], num_speculative_tokens: int) -> Mapping[str, Any] | None:
     """A row's entry for this number of draft tokens; None if it was not measured."""
     entries: Sequence[Mapping[str, Any]] = row["by_num_speculative_tokens"]
-    return next((entry for entry in entries if entry["num_speculative_tokens"] == num_speculative_tokens), None)
+    return next(
+        (entry for entry in entries if entry["num_speculative_tokens"] == num_speculative_tokens),
+        None,
+    )
 
 
 def choose_common_k(rows: Sequence[Mapping[str, Any]]) -> int:
-    """The number of draft tokens to compare drafts at: the largest in all rows, or else the largest in any row."""
-    sets = [{entry["num_speculative_tokens"] for entry in row["by_num_speculative_tokens"]} for row in rows]
+    """The number of draft tokens to compare drafts at.
+
+    The largest in all rows, or else the largest in any row.
+    """
+    sets = [
+        {entry["num_speculative_tokens"] for entry in row["by_num_speculative_tokens"]}
+        for row in rows
+    ]
     # No k is in all rows if one draft cannot propose even the fewest tokens asked for.
     return int(max(set.intersection(*sets) or set.union(*sets)))
 

@@ -1,4 +1,6 @@
-"""Read acceptance by position from any report about a draft, as far as it was measured with the served sampling."""
+"""Read acceptance by position from any report about a draft, as far as it was measured with the
+served sampling.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,8 +34,8 @@ def read_acceptance(path: Path, draft: str | None, served: Sampling) -> Acceptan
     | a training run | the engine's counts at temperature 0; without them, the forecast |
     | `redraft bench` | the counts of the benchmark |
 
-    Raises: FileNotFoundError; ValueError if it is none of these, has several drafts and `draft` is None, or was
-    measured with other samplings only.
+    Raises: FileNotFoundError; ValueError if it is none of these, has several drafts and `draft` is
+    None, or was measured with other samplings only.
     """
     found = list(_list_acceptances(read_as(path, dict[str, Any], REPORTS)))
     if not found:
@@ -45,11 +47,16 @@ def read_acceptance(path: Path, draft: str | None, served: Sampling) -> Acceptan
         raise ValueError(f"{path} has no draft {draft!r}, only {', '.join(names)}")
     measured = [one for one in found if draft in (None, one.draft)]
     # `at` drops the filters at temperature 0: all greedy requests fit.
-    fitting = (one for one in measured if one.sampling.at(one.sampling.temperature) == served.at(served.temperature))
+    fitting = (
+        one
+        for one in measured
+        if one.sampling.at(one.sampling.temperature) == served.at(served.temperature)
+    )
     if (chosen := next(fitting, None)) is None:
         words = " and ".join(one.sampling.words for one in measured)
         raise ValueError(
-            f"{path} was measured at {words}, and the served requests are sampled at {served.words}: measure the draft "
+            f"{path} was measured at {words}, and the served requests are sampled at "
+            f"{served.words}: measure the draft "
             "so with `redraft eval`, or advise on other requests with --temperature"
         )
     return chosen
@@ -57,15 +64,31 @@ def read_acceptance(path: Path, draft: str | None, served: Sampling) -> Acceptan
 
 def read_sample_method_advice(path: Path, draft: str | None, temperature: float) -> list[str]:
     """Sentences on vLLM's draft_sample_method at a temperature from a report of `redraft eval`.
-    Empty for any other report, and for a draft that is greedy in any case."""
+
+    Empty for any other report, and for a draft that is greedy in any case.
+    """
     report = read_json(path)
-    sampled = {about["name"]: about["is_sampled"] for about in report.get("drafts", ()) if "is_sampled" in about}
+    sampled = {
+        about["name"]: about["is_sampled"]
+        for about in report.get("drafts", ())
+        if "is_sampled" in about
+    }
     sentences = []
     for row in report.get("results", ()):
-        entry = max(row["by_num_speculative_tokens"], key=lambda e: e["num_speculative_tokens"], default=None)
-        is_asked = row["domain"] is None and row["temperature"] == temperature and draft in (None, row["draft"])
+        entry = max(
+            row["by_num_speculative_tokens"],
+            key=lambda e: e["num_speculative_tokens"],
+            default=None,
+        )
+        is_asked = (
+            row["domain"] is None
+            and row["temperature"] == temperature
+            and draft in (None, row["draft"])
+        )
         if is_asked and entry and entry.get("other_sample_method"):
-            sentences.append(advise_sample_method(entry, row["temperature"], is_sampled=sampled[row["draft"]]))
+            sentences.append(
+                advise_sample_method(entry, row["temperature"], is_sampled=sampled[row["draft"]])
+            )
     return sentences
 
 
@@ -86,7 +109,9 @@ def _list_acceptances(report: Mapping[str, Any]) -> Iterator[Acceptance]:
     elif "offline" in report:
         engine = report.get("engine", {}).get("acceptance_per_position")
         rates = engine or report["offline"]["forecast_per_position"]
-        yield Acceptance(draft=str(report["draft"]), per_position=rates, sampling=GREEDY, is_sampled=False)
+        yield Acceptance(
+            draft=str(report["draft"]), per_position=rates, sampling=GREEDY, is_sampled=False
+        )
 
 
 def _list_evaluated(report: Mapping[str, Any]) -> Iterator[Acceptance]:
@@ -94,7 +119,11 @@ def _list_evaluated(report: Mapping[str, Any]) -> Iterator[Acceptance]:
     filters = {name: value for name, value in report.get("settings", {}).items() if name in FILTERS}
     sampled = {about["name"]: about["is_sampled"] for about in report.get("drafts", ())}
     for row in report["results"]:
-        entry = max(row["by_num_speculative_tokens"], key=lambda e: e["num_speculative_tokens"], default=None)
+        entry = max(
+            row["by_num_speculative_tokens"],
+            key=lambda e: e["num_speculative_tokens"],
+            default=None,
+        )
         if row["domain"] is not None or not entry:
             continue
         if entry["forecast"]:

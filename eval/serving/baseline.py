@@ -1,11 +1,15 @@
-"""The plain server that a draft has to beat: the fastest vLLM that a user would start, without a draft.
+"""The plain server that a draft has to beat.
+
+The fastest vLLM that a user would start, without a draft.
 
     target ─► compiled, as vLLM starts ─┐
-                                        ├─► interleaved rounds ─► mode of every server in the comparison
+                                        ├─► interleaved rounds ─► mode of every server in the
+                                        comparison
               eager ────────────────────┘
 
-A step cannot be faster than reading the weights once. The report says which share of that limit the baseline reaches:
-a gain over a server far below it may be a gain over a fault."""
+A step cannot be faster than reading the weights once. The report says which share of that limit the
+baseline reaches: a gain over a server far below it may be a gain over a fault.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +72,9 @@ def choose_mode(
 ) -> tuple[Mode, dict[Mode, float]]:
     """(mode in which vLLM serves the target fastest, median tokens/s by mode), from interleaved
     rounds. `speed` loads a server and returns tokens/s. `options` are those of `vllm_server`. If
-    they ask for eager servers, nothing is measured. The result is kept in the folder `kept` for a
-    run with an equal `key`."""
+    they ask for eager servers, nothing is measured. The result is kept in the folder `kept` for
+    a run with an equal `key`.
+    """
     if EAGER in options.get("extra_args", ()):
         return "eager", {}
 
@@ -111,8 +116,10 @@ def describe_baseline(
     target: Path,
 ) -> Baseline:
     """The baseline of a comparison, from all runs of the target alone by requests in flight.
+
     `log` is the plain server's; `target` the folder of its model. Call it when the servers have
-    ended: it measures the memory bandwidth."""
+    ended: it measures the memory bandwidth.
+    """
     smallest = loads[min(loads)]
     step_s = statistics.median(run.step_s or 1 / run.tokens_per_s for run in smallest)
     num_bytes = read_weight_bytes(target, log)
@@ -129,11 +136,16 @@ def describe_baseline(
 
 
 def read_weight_bytes(target: Path, log: Path) -> float | None:
-    """Bytes of weights that each GPU, or the CPU, reads in a step of the server with this log. None
-    if not known: experts, towers beside the text's model, quantised, in a pipeline, or replicas."""
+    """Bytes of weights that each GPU, or the CPU, reads in a step of the server with this log.
+
+    None if not known: experts, towers beside the text's model, quantised, in a pipeline, or
+    replicas.
+    """
     served = SERVED.findall(log.read_text(errors="replace")) if log.is_file() else []
     config = read_config(target)
-    if not served or any(config[key] and (key == "text_config" or "expert" in key) for key in config):
+    if not served or any(
+        config[key] and (key == "text_config" or "expert" in key) for key in config
+    ):
         return None
     try:
         headers = [safetensors_header(file) for file in set(tensor_files(target).values())]
@@ -149,13 +161,19 @@ def read_weight_bytes(target: Path, log: Path) -> float | None:
 
 
 def count_speeds(runs: Sequence[Timed]) -> int:
-    """The number of different speeds of one server at one load: groups of step times a factor `CHANGED` apart."""
+    """The number of different speeds of one server at one load.
+
+    Groups of step times a factor `CHANGED` apart.
+    """
     steps_s = sorted(step for run in runs for step in run.half_step_s or ())
     return 1 + sum(later > CHANGED * earlier for earlier, later in itertools.pairwise(steps_s))
 
 
 def measure_bandwidth() -> float:
-    """Bytes/s at which this machine reads memory: a GPU's if the engine runs on one, else the CPU's."""
+    """Bytes/s at which this machine reads memory.
+
+    A GPU's if the engine runs on one, else the CPU's.
+    """
     import torch
 
     device = "cpu" if ENGINE_IS_CPU else "cuda"

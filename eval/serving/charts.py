@@ -6,7 +6,16 @@ from typing import Any
 import altair as alt
 
 from redraft.eval.engine.draft_source import shorten_name
-from redraft.eval.report.charts import Rows, Spec, bars_and_diamonds, color, numbers, panel, tips, to_spec
+from redraft.eval.report.charts import (
+    Rows,
+    Spec,
+    bars_and_diamonds,
+    color,
+    numbers,
+    panel,
+    tips,
+    to_spec,
+)
 
 WITH, WITHOUT, IDEAL = "with the draft", "no draft", "every token accepted"
 
@@ -27,11 +36,16 @@ def build_charts(report: Mapping[str, Any]) -> dict[str, Spec]:
 
 
 def _speedups(entries: Rows) -> alt.LayerChart | None:
-    """A bar for the speed-up of each draft, and a diamond for the speed-up if every token were accepted."""
+    """A bar for the speed-up of each draft, and a diamond for the speed-up if every token were
+    accepted.
+    """
     drafted = [row for row in entries if row["draft"] and row["speedup"] is not None]
     if not drafted:
         return None
-    rows = [{"label": shorten_name(r["draft"]), "value": r["speedup"], "series": "measured"} for r in drafted]
+    rows = [
+        {"label": shorten_name(r["draft"]), "value": r["speedup"], "series": "measured"}
+        for r in drafted
+    ]
     rows += [
         {"label": shorten_name(r["draft"]), "value": r["speedup_ideal"], "series": IDEAL}
         for r in drafted
@@ -39,7 +53,9 @@ def _speedups(entries: Rows) -> alt.LayerChart | None:
     ]
     base = panel(rows).encode(
         x=alt.X("label:N", title=None, sort=None, axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("value:Q", title="speed-up", scale=alt.Scale(domainMin=0), axis=alt.Axis(tickCount=5)),
+        y=alt.Y(
+            "value:Q", title="speed-up", scale=alt.Scale(domainMin=0), axis=alt.Axis(tickCount=5)
+        ),
         color=color(["measured", IDEAL], columns=3),
         tooltip=tips(("label:N", "bar"), ("series:N", "source"), ("value:Q", "speed-up", ".2f")),
     )
@@ -66,7 +82,10 @@ def _by_concurrency(entries: Rows) -> alt.LayerChart | None:
 
 
 def _ideal(entries: Rows) -> alt.LayerChart | None:
-    """Output speed over concurrency: without a draft, with the best k, and with the best k if all were accepted."""
+    """Output speed over concurrency.
+
+    Without a draft, with the best k, and with the best k if all were accepted.
+    """
     by_concurrency: dict[int, dict[str, float]] = {}
     for row in entries:
         speed = row["measured"]["tokens_per_s"]
@@ -77,7 +96,9 @@ def _ideal(entries: Rows) -> alt.LayerChart | None:
         speeds[WITH] = max(speeds.get(WITH, 0.0), speed)
         if row["speedup"] and row["speedup_ideal"]:
             # speed / speedup is the speed without a draft under the same load.
-            speeds[IDEAL] = max(speeds.get(IDEAL, 0.0), speed / row["speedup"] * row["speedup_ideal"])
+            speeds[IDEAL] = max(
+                speeds.get(IDEAL, 0.0), speed / row["speedup"] * row["speedup_ideal"]
+            )
     if len(by_concurrency) < 2:
         return None
     rows = []
@@ -88,19 +109,28 @@ def _ideal(entries: Rows) -> alt.LayerChart | None:
     return _lines(rows, "output tokens per second", ",.0f", [WITH, IDEAL, WITHOUT])
 
 
-def _lines(rows: Rows, y_title: str, number: str, order: Sequence[str] | None = None) -> alt.LayerChart:
+def _lines(
+    rows: Rows, y_title: str, number: str, order: Sequence[str] | None = None
+) -> alt.LayerChart:
     order = order or list(dict.fromkeys(row["series"] for row in rows))
     line = panel(rows).encode(
         x=alt.X("x:O", title="concurrent requests", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("value:Q", title=y_title, scale=alt.Scale(domainMin=0), axis=alt.Axis(tickCount=5)),
         color=color(order, columns=3),
-        tooltip=tips(("series:N", "line"), ("x:O", "concurrent requests"), ("value:Q", y_title, number)),
+        tooltip=tips(
+            ("series:N", "line"), ("x:O", "concurrent requests"), ("value:Q", y_title, number)
+        ),
     )
-    return alt.layer(line.mark_line(strokeWidth=2.5), line.mark_point(filled=True, size=70, opacity=1))
+    return alt.layer(
+        line.mark_line(strokeWidth=2.5), line.mark_point(filled=True, size=70, opacity=1)
+    )
 
 
 def _advice(advice: Mapping[str, Any]) -> alt.LayerChart:
-    """Expected speed-up over batch size and k; the best k of each batch size is highlighted if it pays."""
+    """Expected speed-up over batch size and k.
+
+    The best k of each batch size is highlighted if it pays.
+    """
     rows = [row for row in advice["table"] if row["num_speculative_tokens"]]
     best: dict[int, Mapping[str, Any]] = {}
     for row in rows:
@@ -115,10 +145,16 @@ def _advice(advice: Mapping[str, Any]) -> alt.LayerChart:
     base = panel(values).encode(
         x=alt.X("batch:O", title="batch size (requests in a step)", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("k:O", title="draft tokens", sort="descending"),
-        tooltip=tips(("batch:O", "batch size"), ("k:O", "draft tokens"), ("value:Q", "expected speed-up", ".2f")),
+        tooltip=tips(
+            ("batch:O", "batch size"),
+            ("k:O", "draft tokens"),
+            ("value:Q", "expected speed-up", ".2f"),
+        ),
     )
     cells = base.mark_rect(cornerRadius=4, stroke="var(--card)", strokeWidth=3).encode(
-        color=alt.condition(alt.datum.value > 1, alt.value("var(--ours)"), alt.value("var(--plain)")),
+        color=alt.condition(
+            alt.datum.value > 1, alt.value("var(--ours)"), alt.value("var(--plain)")
+        ),
         opacity=alt.condition(alt.datum.best, alt.value(0.9), alt.value(0.3)),
     )
     return cells + numbers(base, fontWeight=600)

@@ -1,13 +1,17 @@
-"""How many tokens to draft: the expected speed by number of draft tokens and batch size, and the best of them.
+"""How many tokens to draft.
+
+The expected speed by number of draft tokens and batch size, and the best of them.
 
 b = batch size, k = num_speculative_tokens, c_j = acceptance per position.
 
     tokens/s(b, k) = b * (1 + c_1 + ... + c_k) / (target step(b, k) + k * draft step(b))
 
-This is theorem 3.8 of Leviathan et al. (arXiv 2211.17192) with two changes. Each position has a measured acceptance, so
-positions need not be independent. Step times grow with the batch, as in the goodput that Liu et al. (SmartSpec and
-TurboSpec, arXiv 2406.14066) maximise at every step: in a small batch, a target step takes as long for k + 1 rows as for
-one; in a large batch it takes k + 1 times as long, and drafting no longer pays."""
+This is theorem 3.8 of Leviathan et al. (arXiv 2211.17192) with two changes. Each position has a
+measured acceptance, so positions need not be independent. Step times grow with the batch, as in the
+goodput that Liu et al. (SmartSpec and TurboSpec, arXiv 2406.14066) maximise at every step: in a
+small batch, a target step takes as long for k + 1 rows as for one; in a large batch it takes k + 1
+times as long, and drafting no longer pays.
+"""
 
 from __future__ import annotations
 
@@ -27,50 +31,73 @@ STEP_COSTS_VERSION = 1  # Version of the format of `StepCosts.to_json`.
 
 
 def has_fixed_tokens(draft: Mapping[str, Any]) -> bool:
-    """vLLM would exit if a step asked the draft of this speculative config for another number of tokens than set."""
+    """vLLM would exit if a step asked the draft of this speculative config for another number of
+    tokens than set.
+    """
     family = find_speculative(draft)
     return family is not None and not family.varies_tokens
 
 
 def has_one_acceptance(draft: Mapping[str, Any]) -> bool:
-    """A position is accepted as often at any load and with any number of tokens after it. In a block
-    every proposal reads the others."""
+    """A position is accepted as often at any load and with any number of tokens after it.
+
+    In a block every proposal reads the others.
+    """
     family = find_speculative(draft)
     return not depends_on_load(draft) and (family is None or family.parity != "block")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Measured durations of an engine's steps, in seconds, interpolated. Raises ValueError: a batch
-    size has no step with or without a draft, or a time is not positive."""
+    """Measured durations of an engine's steps, in seconds, interpolated.
+
+    Raises:
+        ValueError: a batch size has no step with or without a draft, or a time is not positive.
+    """
 
     target_s: Mapping[int, Mapping[int, float]]
-    """target_s[b][k]: a target step verifying k + 1 rows for each of b requests; k = 0 is a step without a draft."""
+    """target_s[b][k]: a target step verifying k + 1 rows for each of b requests; k = 0 is a step
+    without a draft.
+    """
     draft_s: Mapping[int, float]  # draft_s[b]: proposing one more token for each of b requests.
 
     def __post_init__(self) -> None:
-        if not self.target_s or self.target_s.keys() != self.draft_s.keys() or min(self.target_s) < 1:
+        if (
+            not self.target_s
+            or self.target_s.keys() != self.draft_s.keys()
+            or min(self.target_s) < 1
+        ):
             raise ValueError(
-                f"step costs need the same batch sizes for target and draft, got {sorted(self.target_s)} "
+                "step costs need the same batch sizes for target and draft, got "
+                f"{sorted(self.target_s)} "
                 f"and {sorted(self.draft_s)}"
             )
         for batch_size, by_k in self.target_s.items():
             if 0 not in by_k:
-                raise ValueError(f"the step costs at batch size {batch_size} have no step without draft tokens (k = 0)")
+                raise ValueError(
+                    f"the step costs at batch size {batch_size} have no step without draft tokens "
+                    "(k = 0)"
+                )
             if min(by_k.values()) <= 0 or self.draft_s[batch_size] < 0:
-                raise ValueError(f"the step costs at batch size {batch_size} have a time that is not positive")
+                raise ValueError(
+                    f"the step costs at batch size {batch_size} have a time that is not positive"
+                )
 
     @staticmethod
     def from_steps(step_s: Mapping[int, Mapping[int, float]]) -> StepCosts:
-        """Split the durations of whole steps, step_s[b][k], into verification and drafting. A
-        server shows only both. A target step that verifies k + 1 rows for each of b requests
+        """Split the durations of whole steps, step_s[b][k], into verification and drafting.
+
+        A server shows only both. A target step that verifies k + 1 rows for each of b requests
         computes as much as a step without a draft for b * (k + 1) requests, whose duration is known
         from the steps with k = 0. The rest of the step is its k draft steps. However the split
-        falls, the two parts add up to the measured step."""
+        falls, the two parts add up to the measured step.
+        """
         plain_s = {b: by_k[0] for b, by_k in step_s.items() if 0 in by_k}
         draft_s = {b: _draft_step_s(b, by_k, plain_s) for b, by_k in step_s.items()}
         return StepCosts(
-            target_s={b: {k: s - k * draft_s[b] for k, s in by_k.items()} for b, by_k in step_s.items()},
+            target_s={
+                b: {k: s - k * draft_s[b] for k, s in by_k.items()} for b, by_k in step_s.items()
+            },
             draft_s=draft_s,
         )
 
@@ -79,7 +106,10 @@ class StepCosts:
         return sorted(self.target_s)
 
     def step_s(self, batch_size: float, num_speculative_tokens: int) -> float:
-        """Duration in seconds of a whole step: drafting and verifying k tokens for each of b requests."""
+        """Duration in seconds of a whole step.
+
+        Drafting and verifying k tokens for each of b requests.
+        """
         # First along k at every measured batch size, then along the batch size.
         steps = {b: _line(by_k, num_speculative_tokens) for b, by_k in self.target_s.items()}
         return _line(steps, batch_size) + num_speculative_tokens * _line(self.draft_s, batch_size)
@@ -88,15 +118,24 @@ class StepCosts:
         target_s = sorted(self.target_s.items())
         return {
             "version": STEP_COSTS_VERSION,
-            "target_s": {str(b): {str(k): s for k, s in sorted(by_k.items())} for b, by_k in target_s},
+            "target_s": {
+                str(b): {str(k): s for k, s in sorted(by_k.items())} for b, by_k in target_s
+            },
             "draft_s": {str(b): s for b, s in sorted(self.draft_s.items())},
         }
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> StepCosts:
-        """The inverse of `to_json`. Raises ValueError for another version, or if malformed."""
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: for another version, or if malformed.
+        """
         if value.get("version") != STEP_COSTS_VERSION:
-            raise ValueError(f"step costs of version {value.get('version')}, this redraft reads {STEP_COSTS_VERSION}")
+            raise ValueError(
+                f"step costs of version {value.get('version')}, this redraft reads "
+                f"{STEP_COSTS_VERSION}"
+            )
         return msgspec.convert(value, StepCosts, str_keys=True)
 
 
@@ -104,23 +143,33 @@ def _requests(count: int) -> str:
     return f"{count} request{'' if count == 1 else 's'}"
 
 
-def _draft_step_s(batch_size: int, step_s: Mapping[int, float], plain_s: Mapping[int, float]) -> float:
+def _draft_step_s(
+    batch_size: int, step_s: Mapping[int, float], plain_s: Mapping[int, float]
+) -> float:
     """Time per draft token beyond verification, in seconds: the median over the measured k."""
     drafted = {k: s for k, s in step_s.items() if k}
     if not drafted or not plain_s:
         return 0.0
-    # b = 2, k = 3: verification costs as much as a plain step of 8 requests. The rest is three draft steps.
+    # b = 2, k = 3: verification costs as much as a plain step of 8 requests. The rest is three
+    # draft steps.
     each = [(s - _line(plain_s, batch_size * (k + 1))) / k for k, s in drafted.items()]
-    most = 0.9 * min(s / k for k, s in drafted.items())  # noise must not leave verification without time
+    most = 0.9 * min(
+        s / k for k, s in drafted.items()
+    )  # noise must not leave verification without time
     return min(max(statistics.median(each), 0.0), most)
 
 
 def _line(points: Mapping[int, float], x: float) -> float:
-    """Linear interpolation at x: constant before the first point, extrapolated after the last, but never downwards."""
+    """Linear interpolation at x.
+
+    Constant before the first point, extrapolated after the last, but never downwards.
+    """
     known = sorted(points.items())
     if x <= known[0][0] or len(known) == 1:
         return known[0][1]
-    (x0, y0), (x1, y1) = next((pair for pair in itertools.pairwise(known) if x <= pair[1][0]), known[-2:])
+    (x0, y0), (x1, y1) = next(
+        (pair for pair in itertools.pairwise(known) if x <= pair[1][0]), known[-2:]
+    )
     # If the last two points fall, this is noise: continued, it would reach a time below 0.
     slope = (y1 - y0) / (x1 - x0)
     return y0 + (x - x0) * slope if x <= x1 else y1 + (x - x1) * max(slope, 0.0)
@@ -137,7 +186,11 @@ class Prediction:
 
 
 def predict_speed(
-    acceptance_per_position: Sequence[float], costs: StepCosts, *, batch_size: int, num_speculative_tokens: int
+    acceptance_per_position: Sequence[float],
+    costs: StepCosts,
+    *,
+    batch_size: int,
+    num_speculative_tokens: int,
 ) -> Prediction:
     """Speed at batch size b with k draft tokens: b * tau_k / step(b, k), in tokens/s."""
     emitted = tau(acceptance_per_position[:num_speculative_tokens])
@@ -154,7 +207,10 @@ def predict_speed(
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Batch sizes first to last, both included, with the same best number of draft tokens; 0 is no speculation."""
+    """Batch sizes first to last, both included, with the same best number of draft tokens.
+
+    0 is no speculation.
+    """
 
     first: int
     last: int
@@ -168,13 +224,19 @@ class Advice:
     schedule: tuple[Range, ...]  # best number of draft tokens by batch size, as measured
 
     def best(self, batch_size: int) -> int:
-        """The best number of draft tokens; batch sizes above the measured ones get the number of the largest."""
+        """The best number of draft tokens.
+
+        Batch sizes above the measured ones get the number of the largest.
+        """
         inside = (r.num_speculative_tokens for r in self.schedule if batch_size <= r.last)
         return next(inside, self.schedule[-1].num_speculative_tokens)
 
     @property
     def off_from(self) -> int | None:
-        """The smallest batch size from which speculation should be off; None if it pays at the largest measured."""
+        """The smallest batch size from which speculation should be off.
+
+        None if it pays at the largest measured.
+        """
         last = self.schedule[-1]
         return last.first if last.num_speculative_tokens == 0 else None
 
@@ -182,7 +244,10 @@ class Advice:
     def sentence(self) -> str:
         """The schedule in words: "best k = 4 up to 8 requests, k = 2 up to 48, off above 48"."""
         *bounded, last = self.schedule
-        best = [f"k = {r.num_speculative_tokens}" if r.num_speculative_tokens else "off" for r in self.schedule]
+        best = [
+            f"k = {r.num_speculative_tokens}" if r.num_speculative_tokens else "off"
+            for r in self.schedule
+        ]
         if best == ["off"]:
             return f"speculation does not pay at any batch size up to {last.last}: leave it off"
         if not bounded:
@@ -194,9 +259,10 @@ class Advice:
 
     def speculative_config(self, draft: Mapping[str, Any]) -> dict[str, Any] | None:
         """vLLM's --speculative-config for a draft ({"method": ..., "model": ...}); None if it
-        should not be served. `num_speculative_tokens_per_batch_size` holds [first, last, k], both
-        ends included. For batch sizes above the last range, vLLM uses the k of that range. A draft
-        that `has_fixed_tokens` gets one number for all batch sizes: the best on average."""
+        should not be served. `num_speculative_tokens_per_batch_size` holds [first, last, k],
+        both ends included. For batch sizes above the last range, vLLM uses the k of that range.
+        A draft that `has_fixed_tokens` gets one number for all batch sizes: the best on average.
+        """
         most = max(r.num_speculative_tokens for r in self.schedule)
         if most == 0:
             return None
@@ -213,8 +279,11 @@ class Advice:
         """The number above 0 with the highest mean speed-up over the measured batch sizes."""
         speedups: dict[int, float] = {}
         for row in self.table:
-            speedups[row.num_speculative_tokens] = speedups.get(row.num_speculative_tokens, 0.0) + row.speedup
-        # All k have the same batch sizes, so the highest sum is the highest mean. -k prefers the smaller one.
+            speedups[row.num_speculative_tokens] = (
+                speedups.get(row.num_speculative_tokens, 0.0) + row.speedup
+            )
+        # All k have the same batch sizes, so the highest sum is the highest mean. -k prefers the
+        # smaller one.
         return max((k for k in speedups if k), key=lambda k: (speedups[k], -k))
 
     def to_json(self) -> dict[str, Any]:
@@ -228,20 +297,33 @@ class Advice:
 
 
 def advise(
-    acceptance_per_position: Sequence[float], costs: StepCosts, *, choices: Iterable[int] | None = None
+    acceptance_per_position: Sequence[float],
+    costs: StepCosts,
+    *,
+    choices: Iterable[int] | None = None,
 ) -> Advice:
     """The best k for every batch size, from the acceptance by position and measured step costs.
+
     `choices` are the values of k to choose from besides 0, by default all with a measured
     acceptance. If several are equally fast, the smallest is chosen: it leaves more of the engine to
-    other requests. Raises ValueError if acceptance is empty or malformed, or was not measured for
-    all of `choices`."""
+    other requests.
+
+    Raises:
+        ValueError: if acceptance is empty or malformed, or was not measured for all of `choices`.
+    """
     rates = tuple(acceptance_per_position)
     # 1e-9: rates are rounded sums, and equal ones may differ in the last bit
-    if not rates or not all(0 <= now <= before + 1e-9 for before, now in itertools.pairwise((1.0, *rates))):
-        raise ValueError(f"acceptance by position must fall from at most 1 to at least 0, got {list(rates)}")
+    if not rates or not all(
+        0 <= now <= before + 1e-9 for before, now in itertools.pairwise((1.0, *rates))
+    ):
+        raise ValueError(
+            f"acceptance by position must fall from at most 1 to at least 0, got {list(rates)}"
+        )
     ks = sorted({0, *(choices if choices is not None else range(1, len(rates) + 1))})
     if ks[0] < 0 or ks[-1] > len(rates):
-        raise ValueError(f"acceptance was measured for k = 1 to {len(rates)}, not for all of {ks[1:]}")
+        raise ValueError(
+            f"acceptance was measured for k = 1 to {len(rates)}, not for all of {ks[1:]}"
+        )
 
     def row(batch_size: int, k: int) -> Prediction:
         return predict_speed(rates, costs, batch_size=batch_size, num_speculative_tokens=k)
@@ -255,5 +337,7 @@ def advise(
     return Advice(
         acceptance_per_position=rates,
         table=tuple(row(b, k) for b in costs.batch_sizes for k in ks),
-        schedule=tuple(Range(first=same[0], last=same[-1], num_speculative_tokens=k) for k, same in groups),
+        schedule=tuple(
+            Range(first=same[0], last=same[-1], num_speculative_tokens=k) for k, same in groups
+        ),
     )

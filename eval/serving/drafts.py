@@ -1,4 +1,7 @@
-"""From rounds of a draft with one number of tokens to its speed with any: which draft, and how many tokens?"""
+"""From rounds of a draft with one number of tokens to its speed with any.
+
+Which draft, and how many tokens?
+"""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -43,12 +46,17 @@ class Choice:
     measured: Mapping[str, Compared]  # by requests in flight
     costs: StepCosts
     by_tokens: Mapping[str, Sequence[Prediction]]
-    """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if others cannot be known."""
+    """By requests in flight, for 0, 1, 2, ... draft tokens; only 0 and the measured one if others
+    cannot be known.
+    """
     speculative_config: Mapping[str, Any]  # to serve, with the best numbers of tokens
 
     @property
     def best(self) -> dict[str, Prediction]:
-        """The fastest number of tokens, by requests in flight; the measured one of a draft that decides itself."""
+        """The fastest number of tokens, by requests in flight.
+
+        The measured one of a draft that decides itself.
+        """
         chooses_length = self.candidate.chooses_length
         return {
             load: rows[-1] if chooses_length else max(rows, key=lambda row: row.tokens_per_s)
@@ -61,12 +69,17 @@ class Choice:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **{key: getattr(self.candidate, key) for key in ("name", "title", "parameters", "training")},
+            **{
+                key: getattr(self.candidate, key)
+                for key in ("name", "title", "parameters", "training")
+            },
             **{key: getattr(self.candidate, key) for key in ("is_lookup", "chooses_length")},
             "num_speculative_tokens": self.candidate.num_speculative_tokens,
             "measured": {load: asdict(row) for load, row in self.measured.items()},
             "token_ms": {str(b): 1000 * seconds for b, seconds in self.costs.draft_s.items()},
-            "by_tokens": {load: [vars(row) for row in rows] for load, rows in self.by_tokens.items()},
+            "by_tokens": {
+                load: [vars(row) for row in rows] for load, rows in self.by_tokens.items()
+            },
             "best": {load: row.num_speculative_tokens for load, row in self.best.items()},
             "predicted": self.speedups,
             "speculative_config": dict(self.speculative_config),
@@ -75,12 +88,14 @@ class Choice:
 
 def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Choice:
     """The speed of a candidate with every number of draft tokens, at `loads` requests in flight.
+
     `results` are its rounds with the most draft tokens, and those of the target alone at these and
     other loads. A position is accepted as often whatever comes after it, except in a block, so one
     number of tokens gives the acceptance of all smaller. The steps of the target alone say how long
-    verification takes (`StepCosts.from_steps`). Prefills are taken out of the steps and added to the
-    expected time of an answer: the more requests, the larger their share, and it would pass for
-    verification."""
+    verification takes (`StepCosts.from_steps`). Prefills are taken out of the steps and added to
+    the expected time of an answer: the more requests, the larger their share, and it would pass for
+    verification.
+    """
     k, name = candidate.num_speculative_tokens, candidate.name
     # 1. The time of a step without prefills, by load: k = 0 is the target alone.
     prefill_s = {server: measure_prefill(results, server) for server in (PLAIN, name)}
@@ -89,10 +104,12 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
         if server in prefill_s:
             seconds = _decode_step_s(results, server, load, prefill_s[server])
             steps.setdefault(load, {})[0 if server == PLAIN else k] = seconds
-    # 2. Step costs. The target alone was measured at further loads, for the price of verification only.
+    # 2. Step costs. The target alone was measured at further loads, for the price of verification
+    #    only.
     whole = StepCosts.from_steps(steps)
     costs = StepCosts(
-        target_s={load: whole.target_s[load] for load in loads}, draft_s={load: whole.draft_s[load] for load in loads}
+        target_s={load: whole.target_s[load] for load in loads},
+        draft_s={load: whole.draft_s[load] for load in loads},
     )
     # 3. The best number of tokens.
     measured = {str(load): compare(results, name, load) for load in loads}
@@ -101,7 +118,10 @@ def predict(candidate: Candidate, results: Results, loads: Sequence[int]) -> Cho
         # A model's acceptance does not depend on the load: all together give the narrower estimate.
         counts = dict.fromkeys(loads, sum(counts.values(), AcceptanceCounts.zero()))
     choices = [k] if candidate.chooses_length or not has_one_acceptance(candidate.config) else None
-    by_load = {load: advise(its.acceptance_per_position, costs, choices=choices) for load, its in counts.items()}
+    by_load = {
+        load: advise(its.acceptance_per_position, costs, choices=choices)
+        for load, its in counts.items()
+    }
     config: Mapping[str, Any] = candidate.speculative_config
     if not candidate.chooses_length:
         config = by_load[loads[0]].speculative_config(candidate.config) or config
@@ -128,14 +148,25 @@ def _decode_step_s(results: Results, server: str, load: int, prefill_s: float) -
     return statistics.median(steps_s)
 
 
-def _add_prefills(rows: Sequence[Prediction], tokens: float, plain_s: float, drafting_s: float) -> list[Prediction]:
-    """The speeds with the prefill of every answer of so many tokens: `plain_s` without a draft,
-    else `drafting_s`. All requests wait for a prefill. `rows` begin with no draft."""
-    # 1 / rate is the time of a token, over all requests. An answer adds one prefill to all of its tokens.
+def _add_prefills(
+    rows: Sequence[Prediction], tokens: float, plain_s: float, drafting_s: float
+) -> list[Prediction]:
+    """The speeds with the prefill of every answer of so many tokens.
+
+    `plain_s` without a draft, else `drafting_s`. All requests wait for a prefill. `rows` begin with
+    no draft.
+    """
+    # 1 / rate is the time of a token, over all requests. An answer adds one prefill to all of its
+    # tokens.
     rates = [
-        1 / (1 / row.tokens_per_s + (drafting_s if row.num_speculative_tokens else plain_s) / tokens) for row in rows
+        1
+        / (1 / row.tokens_per_s + (drafting_s if row.num_speculative_tokens else plain_s) / tokens)
+        for row in rows
     ]
-    return [replace(row, tokens_per_s=rate, speedup=rate / rates[0]) for row, rate in zip(rows, rates, strict=True)]
+    return [
+        replace(row, tokens_per_s=rate, speedup=rate / rates[0])
+        for row, rate in zip(rows, rates, strict=True)
+    ]
 
 
 def choose(choices: Sequence[Choice], number: int) -> list[Choice]:

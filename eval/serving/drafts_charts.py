@@ -38,14 +38,24 @@ def _pays(report: Mapping[str, Any], load: str) -> alt.LayerChart:
     ends = [{"step": 0.95, "tau": 0.95}, {"step": most, "tau": most}]
     x = alt.X("step:Q", title="step, of a plain step", scale=alt.Scale(domain=[0.95, most]))
     y = alt.Y("tau:Q", title="tau, tokens per step", scale=alt.Scale(domain=[0.95, most]))
-    line = alt.Chart(alt.Data(values=ends)).mark_line(strokeDash=[4, 4], color="var(--faint)").encode(x=x, y=y)
+    line = (
+        alt.Chart(alt.Data(values=ends))
+        .mark_line(strokeDash=[4, 4], color="var(--faint)")
+        .encode(x=x, y=y)
+    )
     shown = [alt.Tooltip(f"{name}:Q", format=".2f") for name in ("tau", "step", "speed")]
     points = panel(rows, TALL).mark_point(filled=True, size=110, opacity=1)
-    return points.encode(x=x, y=y, **_series(rows), tooltip=[*tips(("series:N", "draft")), *shown]) + line
+    return (
+        points.encode(x=x, y=y, **_series(rows), tooltip=[*tips(("series:N", "draft")), *shown])
+        + line
+    )
 
 
 def _tokens(report: Mapping[str, Any], load: str) -> alt.LayerChart:
-    """Expected speed by number of draft tokens, of the speed without; a lookup has one number only."""
+    """Expected speed by number of draft tokens, of the speed without.
+
+    A lookup has one number only.
+    """
     rows = [
         {"series": draft["title"], "k": row["num_speculative_tokens"], "value": row["speedup"]}
         for draft in report["drafts"]
@@ -62,9 +72,14 @@ def _tokens(report: Mapping[str, Any], load: str) -> alt.LayerChart:
 
 
 def _series(rows: Rows) -> dict[str, Any]:
-    """Colour and shape of a draft. Colours repeat after a few drafts, and then the shapes change."""
+    """Colour and shape of a draft.
+
+    Colours repeat after a few drafts, and then the shapes change.
+    """
     names = list(dict.fromkeys(row["series"] for row in rows))
-    shapes = alt.Scale(domain=names, range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))])
+    shapes = alt.Scale(
+        domain=names, range=[SHAPES[i // COLORS % len(SHAPES)] for i in range(len(names))]
+    )
     legend = alt.Legend(title=None, orient="top", columns=2)
     return {
         "color": alt.Color("series:N", scale=alt.Scale(domain=names), legend=legend),

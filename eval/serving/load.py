@@ -1,9 +1,11 @@
 """Run the load of one cell of a serving benchmark with vLLM's load generator (`vllm bench serve`).
 
-Load ──► prompts (vLLM's data sets, or lines of a text cut to a length) ──► vllm.benchmarks.serve ──► LoadResult
+Load ──► prompts (vLLM's data sets, or lines of a text cut to a length) ──► vllm.benchmarks.serve
+──► LoadResult
 
-The generator runs in this process, with arguments as on the command line, because importing it takes ten seconds and a
-cell only a few."""
+The generator runs in this process, with arguments as on the command line, because importing it
+takes ten seconds and a cell only a few.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from typing import Any
 import httpx
 import numpy as np
 
-from redraft.eval.engine.measure import MOST_REPEATS, changed_speed, time_steps, wait_for_decode_time
+from redraft.eval.engine.measure import (
+    MOST_REPEATS,
+    changed_speed,
+    time_steps,
+    wait_for_decode_time,
+)
 from redraft.eval.engine.sampling import PENALTIES, Sampling, list_penalties
 from redraft.eval.engine.server import VllmServer
 from redraft.heads.files.artifact import write_whole
@@ -35,7 +42,9 @@ SONNET_REQUEST = "Go on with these lines:\n"  # measured cells have this wording
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    data: str  # `random`, `sonnet`, `sonnet:TEXT`, ShareGPT's FILE.json, or FILE.jsonl with `prompt`
+    data: (
+        str  # `random`, `sonnet`, `sonnet:TEXT`, ShareGPT's FILE.json, or FILE.jsonl with `prompt`
+    )
     input_tokens: int | None  # of every prompt; None for data of fixed lengths
     output_tokens: int  # Maximum length of every answer.
     num_prompts: int
@@ -45,11 +54,17 @@ class Load:
 
     def __post_init__(self) -> None:
         if self.kind not in DATA_KINDS and not self.has_fixed_lengths:
-            raise ValueError(f"no prompts are called {self.data!r}: give random, sonnet, FILE.jsonl or FILE.json")
+            raise ValueError(
+                f"no prompts are called {self.data!r}: give random, sonnet, FILE.jsonl or FILE.json"
+            )
         if self.file and not Path(self.file).is_file():
-            raise FileNotFoundError(f"{self.file}, the file of the {self.kind} prompts, does not exist")
+            raise FileNotFoundError(
+                f"{self.file}, the file of the {self.kind} prompts, does not exist"
+            )
         if self.num_prompts < 1:
-            raise ValueError(f"there is nothing to measure: the number of prompts is {self.num_prompts}")
+            raise ValueError(
+                f"there is nothing to measure: the number of prompts is {self.num_prompts}"
+            )
 
     @property
     def kind(self) -> str:
@@ -77,7 +92,9 @@ class Latency:
     def from_seconds(seconds: Sequence[float]) -> Latency:
         values_ms = 1e3 * np.asarray(seconds or [0.0])
         return Latency(
-            mean=float(values_ms.mean()), median=float(np.median(values_ms)), p99=float(np.percentile(values_ms, 99))
+            mean=float(values_ms.mean()),
+            median=float(np.median(values_ms)),
+            p99=float(np.percentile(values_ms, 99)),
         )
 
 
@@ -101,10 +118,15 @@ class LoadResult:
 
 
 def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
-    """Run a load on a server. Generated prompts and the generator's output are kept in `folder`.
-    A run in which the server changes speed by more than a third is repeated (`changed_speed`),
-    at most `MOST_REPEATS` times. Raises ValueError if the data has no prompt or the engine refuses
-    one; ConnectionError if the server is not reachable."""
+    """Run a load on a server.
+
+    Generated prompts and the generator's output are kept in `folder`. A run in which the server
+    changes speed by more than a third is repeated (`changed_speed`), at most `MOST_REPEATS` times.
+
+    Raises:
+        ValueError: if the data has no prompt or the engine refuses one.
+        ConnectionError: if the server is not reachable.
+    """
     _require_healthy(server)
     folder.mkdir(parents=True, exist_ok=True)
     arguments = ["--base-url", server.url, "--model", server.model, "--backend", "openai"]
@@ -120,28 +142,40 @@ def run_load(server: VllmServer, load: Load, folder: Path) -> LoadResult:
         before = clock
         result = _generate([*arguments, "--num-prompts", str(num_prompts)], folder / "load.log")
         _require_success(server, load, result)
-        # The engine's statistics arrive after the answers: without the wait, the load would get the warm-up's.
+        # The engine's statistics arrive after the answers: without the wait, the load would get the
+        # warm-up's.
         clock = wait_for_decode_time(server, at_least=before.requests + result["completed"])
-        run = replace(convert_result(result, clock.seconds - before.seconds), repeats=max(0, number))
+        run = replace(
+            convert_result(result, clock.seconds - before.seconds), repeats=max(0, number)
+        )
         if number >= 0 and not changed_speed(run.half_step_s):
             break
     return run
 
 
 def sampling_fields(load: Load, target: str) -> dict[str, float]:
-    """The sampling parameters of every request. The generator itself would turn a repetition penalty off."""
+    """The sampling parameters of every request.
+
+    The generator itself would turn a repetition penalty off.
+    """
     return PENALTIES | list_penalties(target) | asdict(load.sampling)
 
 
 def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:
-    """Convert the generator's detailed result. `decode_s` is the time of requests after the first
-    token by the engine's clock: a busy server sends several steps at once."""
+    """Convert the generator's detailed result.
+
+    `decode_s` is the time of requests after the first token by the engine's clock: a busy server
+    sends several steps at once.
+    """
     requests = list(zip(result["latencies"], result["ttfts"], result["output_lens"], strict=True))
     decode_tokens = sum(tokens - 1 for *_, tokens in requests)
     # The generator leaves these out if nothing was proposed during the load.
-    drafts, accepted = (result.get(f"spec_decode_{name}", 0) for name in ("num_drafts", "accepted_tokens"))
-    # A step verifies one draft. An n-gram draft may find nothing for a step: then count the target's own tokens, one
-    # a step. The drafts may exceed these by the steps whose tokens were cut off at the length of the answer.
+    drafts, accepted = (
+        result.get(f"spec_decode_{name}", 0) for name in ("num_drafts", "accepted_tokens")
+    )
+    # A step verifies one draft. An n-gram draft may find nothing for a step: then count the
+    # target's own tokens, one a step. The drafts may exceed these by the steps whose tokens were
+    # cut off at the length of the answer.
     steps = max(drafts, decode_tokens - accepted, 1)
     return LoadResult(
         num_requests=result["completed"],
@@ -160,7 +194,8 @@ def convert_result(result: dict[str, Any], decode_s: float) -> LoadResult:
         tau=1 + accepted / steps,
         # The generator's rates are per draft. n-grams have steps without one.
         acceptance_per_position=tuple(
-            rate * drafts / steps for rate in result.get("spec_decode_per_position_acceptance_rates", ())
+            rate * drafts / steps
+            for rate in result.get("spec_decode_per_position_acceptance_rates", ())
         ),
         half_step_s=time_steps(_arrivals(result))[1],
     )
@@ -195,8 +230,12 @@ def _generate(arguments: Sequence[str], log: Path) -> dict[str, Any]:
     with log.open("a") as output, contextlib.redirect_stdout(output), _quiet_logging():
         try:
             return dict(generator.main(parser.parse_args(list(arguments))))
-        except IndexError as error:  # the generator draws prompts from an empty list if it filtered all of them out
-            raise ValueError(f"no conversation fits the length limits of the generator: see {log}") from error
+        except (
+            IndexError
+        ) as error:  # the generator draws prompts from an empty list if it filtered all of them out
+            raise ValueError(
+                f"no conversation fits the length limits of the generator: see {log}"
+            ) from error
 
 
 @functools.cache
@@ -219,7 +258,10 @@ def _quiet_logging() -> Iterator[None]:
 
 
 def data_arguments(load: Load, tokenizer: str, folder: Path) -> list[str]:
-    """The generator's arguments for the prompts of a load. Prompts made of lines are written to `folder` once."""
+    """The generator's arguments for the prompts of a load.
+
+    Prompts made of lines are written to `folder` once.
+    """
     lengths = ["--output-len", str(load.output_tokens)]
     match load.kind:
         case "random":
@@ -230,7 +272,13 @@ def data_arguments(load: Load, tokenizer: str, folder: Path) -> list[str]:
         case "jsonl":
             _require_prompts(Path(load.file))
             return _custom(load.file, tokenizer) + lengths
-    asked = [fingerprint_path(load.file), fingerprint_path(tokenizer), load.input_tokens, load.num_prompts, load.seed]
+    asked = [
+        fingerprint_path(load.file),
+        fingerprint_path(tokenizer),
+        load.input_tokens,
+        load.num_prompts,
+        load.seed,
+    ]
     prompts = folder / f"sonnet-{hash_key(asked)[:16]}.jsonl"
     if not prompts.is_file():
         write_sonnet(prompts, Path(load.file) if load.file else None, tokenizer, load)
@@ -248,9 +296,13 @@ def _require_conversations(path: Path) -> None:
         rows = json.loads(path.read_text())
         found = sum(len(row.get("conversations", ())) >= 2 for row in rows)
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not a ShareGPT file, which is a JSON list of conversations: {error}") from error
+        raise ValueError(
+            f"{path} is not a ShareGPT file, which is a JSON list of conversations: {error}"
+        ) from error
     if not found:
-        raise ValueError(f"{path} has no conversation of at least two turns: there is nothing to measure")
+        raise ValueError(
+            f"{path} has no conversation of at least two turns: there is nothing to measure"
+        )
 
 
 def _require_prompts(path: Path) -> None:
@@ -275,10 +327,13 @@ def _tokenizer(name: str) -> Any:
 
 def write_sonnet(output: Path, text: Path | None, tokenizer: str, load: Load) -> None:
     """Write prompts of `load.input_tokens` tokens each, including the chat template, as JSON lines.
+
     Each prompt is made of random lines of a text, as vLLM's former sonnet data set did with
     Shakespeare's sonnets. This gives natural text of any length, and prompts that share no prefix.
-    Raises ValueError if the text has too few lines, or the chat template leaves no room for
-    them."""
+
+    Raises:
+        ValueError: if the text has too few lines, or the chat template leaves no room for them.
+    """
     if text is None:
         # In every Python's standard library: prose without a download.
         from pydoc_data.topics import topics
@@ -288,26 +343,36 @@ def write_sonnet(output: Path, text: Path | None, tokenizer: str, load: Load) ->
         source = text.read_text()
     lines = [line.strip() for line in source.splitlines() if line.strip()]
     if len(lines) < 2:
-        raise ValueError(f"{text} has {len(lines)} lines: prompts are made of lines of a text, give one with 2 or more")
+        raise ValueError(
+            f"{text} has {len(lines)} lines: prompts are made of lines of a text, give one with 2 "
+            "or more"
+        )
     assert load.input_tokens is not None, "sonnet prompts need a length"
     room = load.input_tokens - _num_tokens(tokenizer, SONNET_REQUEST)
     if room < 1:
         raise ValueError(
-            f"{load.input_tokens} input tokens leave no room for text beside the chat template: ask for more"
+            f"{load.input_tokens} input tokens leave no room for text beside the chat template: "
+            "ask for more"
         )
     rng = np.random.default_rng(load.seed)
-    prompts = [_sonnet(lines, tokenizer, load.input_tokens, room, rng) for _ in range(load.num_prompts)]
+    prompts = [
+        _sonnet(lines, tokenizer, load.input_tokens, room, rng) for _ in range(load.num_prompts)
+    ]
     write_whole(output, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
 
-def _sonnet(lines: Sequence[str], tokenizer: str, input_tokens: int, room: int, rng: np.random.Generator) -> str:
+def _sonnet(
+    lines: Sequence[str], tokenizer: str, input_tokens: int, room: int, rng: np.random.Generator
+) -> str:
     """One prompt: random lines, cut to at most `input_tokens` tokens with the chat template."""
     body: list[int] = []
     while len(body) < room:
         line = lines[int(rng.integers(len(lines)))]
         body += _tokenizer(tokenizer).encode(line + "\n", add_special_tokens=False)
     # Encoded again each time, because decoding and encoding are not inverse.
-    for size in range(min(room + 4, len(body)), 0, -1):  # at the seam with the request, tokens may merge
+    for size in range(
+        min(room + 4, len(body)), 0, -1
+    ):  # at the seam with the request, tokens may merge
         prompt: str = SONNET_REQUEST + _tokenizer(tokenizer).decode(body[:size])
         if _num_tokens(tokenizer, prompt) <= input_tokens:
             return prompt
@@ -323,7 +388,9 @@ def _num_tokens(tokenizer: str, prompt: str) -> int:
 
 
 def median_run(runs: Sequence[LoadResult]) -> LoadResult:
-    """The run with the median speed, or the slower of the two in the middle. A whole run, because
-    medians of each number separately would not be consistent with each other."""
+    """The run with the median speed, or the slower of the two in the middle.
+
+    A whole run, because medians of each number separately would not be consistent with each other.
+    """
     assert runs
     return sorted(runs, key=lambda run: run.tokens_per_s)[math.ceil(len(runs) / 2) - 1]

@@ -1,4 +1,6 @@
-"""The report of a serving benchmark: serving.json for programs, serving.md for a pull request, serving.html for people.
+"""The report of a serving benchmark.
+
+Serving.json for programs, serving.md for a pull request, serving.html for people.
 
 | key | content |
 |---|---|
@@ -32,16 +34,25 @@ Row = Mapping[str, Any]
 
 
 def build_serving_report(
-    tables: Mapping[str, Sequence[Row]], draft_configs: Mapping[str, Mapping[str, Any]], **facts: Any
+    tables: Mapping[str, Sequence[Row]],
+    draft_configs: Mapping[str, Mapping[str, Any]],
+    **facts: Any,
 ) -> dict[str, Any]:
-    """The content of serving.json. `draft_configs` has vLLM's --speculative-config of every draft,
-    without a number of tokens. `facts` are the keys that are not computed here: target, command,
-    settings, baseline, refused, ideal_source, environment, duration_s."""
-    drafts = {name: _summarise_draft(name, config, tables) for name, config in draft_configs.items()}
+    """The content of serving.json.
+
+    `draft_configs` has vLLM's --speculative-config of every draft, without a number of tokens.
+    `facts` are the keys that are not computed here: target, command, settings, baseline, refused,
+    ideal_source, environment, duration_s.
+    """
+    drafts = {
+        name: _summarise_draft(name, config, tables) for name, config in draft_configs.items()
+    }
     return {**facts, "version": VERSION, "drafts": drafts, "tables": dict(tables)}
 
 
-def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+def _summarise_draft(
+    name: str, config: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]
+) -> dict[str, Any]:
     timed = tables.get(GRID, ())
     # of the load whose steps were timed, because acceptance depends on the load
     rates, costs = pool_acceptance(timed, name), fit_step_costs(timed, name)
@@ -58,30 +69,46 @@ def _summarise_draft(name: str, config: Mapping[str, Any], tables: Mapping[str, 
 
 
 def read_serving(path: Path) -> dict[str, Any]:
-    """Read a serving.json. Raises FileNotFoundError; ValueError: it is none of this version."""
+    """Read a serving.json.
+
+    Raises:
+        FileNotFoundError
+        ValueError: it is none of this version.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: `redraft bench` measures one")
     report = read_as(path, dict[str, Any], "give the serving.json of `redraft bench`")
     if report.get("version") != VERSION or "tables" not in report:
-        raise ValueError(f"{path} is not a serving.json of version {VERSION}: measure again with `redraft bench`")
+        raise ValueError(
+            f"{path} is not a serving.json of version {VERSION}: measure again with `redraft bench`"
+        )
     return report
 
 
 def read_served_sampling(report: Mapping[str, Any]) -> Sampling:
-    """How the requests of a serving.json were sampled. Reports that do not say it are of requests at temperature 0."""
+    """How the requests of a serving.json were sampled.
+
+    Reports that do not say it are of requests at temperature 0.
+    """
     settings = report["settings"]
     return Sampling(**settings["sampling"]) if "sampling" in settings else GREEDY
 
 
 def describe_sampling(report: Mapping[str, Any]) -> str:
     settings, words = report["settings"], read_served_sampling(report).words
-    penalties = "".join(f", {name} {value:g}" for name, value in settings.get("penalties", {}).items())
+    penalties = "".join(
+        f", {name} {value:g}" for name, value in settings.get("penalties", {}).items()
+    )
     return f"{words}{penalties}, drafts {settings.get('draft_sample_method', 'greedy')}"
 
 
 def find_best_row(report: Mapping[str, Any]) -> Row | None:
     """The row of the draft with the highest speed-up on the base load, first of the proven ones."""
-    rows = [row for row in report["tables"].get("draft", ()) if row["draft"] and row["speedup"] is not None]
+    rows = [
+        row
+        for row in report["tables"].get("draft", ())
+        if row["draft"] and row["speedup"] is not None
+    ]
     return max(rows, key=lambda row: (_is_faster(row), row["speedup"]), default=None)
 
 
@@ -106,7 +133,9 @@ def _is_faster(row: Row) -> bool:
 
 
 def _first_draft_rows(report: Mapping[str, Any]) -> list[Row]:
-    return [row for row in report["tables"][GRID] if row["draft"] in (None, report["settings"]["draft"])]
+    return [
+        row for row in report["tables"][GRID] if row["draft"] in (None, report["settings"]["draft"])
+    ]
 
 
 def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
@@ -123,7 +152,9 @@ def write_serving(folder: Path, report: Mapping[str, Any]) -> Path:
         "sampling": describe_sampling(report),
     }
     charts = charts_of("redraft.eval.serving.charts")
-    page = write_page(folder, report, TEMPLATES / "serving.html.j2", charts, stem="serving", extras=extras)
+    page = write_page(
+        folder, report, TEMPLATES / "serving.html.j2", charts, stem="serving", extras=extras
+    )
     write_whole(folder / "serving.md", render_markdown(report))
     return page
 
@@ -132,12 +163,26 @@ def render_markdown(report: Mapping[str, Any]) -> str:
     lines = [f"# Serving {report['target']}", "", *compose_answer(report), ""]
     for question, rows in report["tables"].items():
         is_grid = question == GRID
-        header, body = build_grid(_first_draft_rows(report)) if is_grid else (HEADER, [format_row(row) for row in rows])
+        header, body = (
+            build_grid(_first_draft_rows(report))
+            if is_grid
+            else (HEADER, [format_row(row) for row in rows])
+        )
         lines += [f"## {QUESTIONS[question]}", "", *_markdown_table(header, body), ""]
     for name, draft in report["drafts"].items():
         if draft["advice"]:
-            lines += [f"## How many tokens to draft: {shorten_name(name)}", "", f"{draft['advice']['sentence']}", ""]
-            lines += ["Expected speed-up:", "", *_markdown_table(*build_speedup_grid(draft["advice"])), ""]
+            lines += [
+                f"## How many tokens to draft: {shorten_name(name)}",
+                "",
+                f"{draft['advice']['sentence']}",
+                "",
+            ]
+            lines += [
+                "Expected speed-up:",
+                "",
+                *_markdown_table(*build_speedup_grid(draft["advice"])),
+                "",
+            ]
     lines += [f"Not measured: {entry['what']}: {entry['reason']}" for entry in report["refused"]]
     environment = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
     return "\n".join([*lines, "", f"`{report['command']}`; {environment}", ""])
@@ -147,8 +192,10 @@ def compose_answer(report: Mapping[str, Any]) -> Iterator[str]:
     if row := find_best_row(report):
         k, concurrency = row["num_speculative_tokens"], row["concurrency"]
         yield (
-            f"With {shorten_name(row['draft'])} and {k} draft token{'s' if k > 1 else ''}, output is "
-            f"{describe_speedup(row)} with {concurrency} concurrent request{'s' if concurrency > 1 else ''}, "
+            f"With {shorten_name(row['draft'])} and {k} draft token{'s' if k > 1 else ''}, output "
+            "is "
+            f"{describe_speedup(row)} with {concurrency} concurrent "
+            f"request{'s' if concurrency > 1 else ''}, "
             f"at {row['measured']['tau']:.2f} tokens per target step."
         )
     for name, draft in report["drafts"].items():
@@ -167,7 +214,18 @@ def describe_speedup(row: Row) -> str:
 
 
 HEADER = (
-    *("draft", "k", "speed-up", "E2E speed-up", "ideal", "tau", "tokens/s", "TTFT ms", "TPOT ms", "E2E ms"),
+    *(
+        "draft",
+        "k",
+        "speed-up",
+        "E2E speed-up",
+        "ideal",
+        "tau",
+        "tokens/s",
+        "TTFT ms",
+        "TPOT ms",
+        "E2E ms",
+    ),
     *("concurrency", "input", "data"),
 )
 
@@ -178,7 +236,10 @@ def format_row(row: Row) -> list[str]:
         shorten_name(row["draft"]) if row["draft"] else "none",
         str(row["num_speculative_tokens"] or "–"),
         _format_with_interval(row),
-        *(_format_ratio(row[key] if row["draft"] else None) for key in ("speedup_e2e", "speedup_ideal")),
+        *(
+            _format_ratio(row[key] if row["draft"] else None)
+            for key in ("speedup_e2e", "speedup_ideal")
+        ),
         f"{measured['tau']:.2f}" if row["draft"] else "–",
         f"{measured['tokens_per_s']:,.0f}",
         *(f"{measured[key]['mean']:,.1f}" for key in ("ttft_ms", "tpot_ms", "e2e_ms")),
@@ -189,7 +250,9 @@ def format_row(row: Row) -> list[str]:
 
 
 def build_grid(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """(header, rows) of speed-up and tokens/s by concurrency and number of draft tokens, from the rows of one draft."""
+    """(header, rows) of speed-up and tokens/s by concurrency and number of draft tokens, from the
+    rows of one draft.
+    """
     ks = sorted({row["num_speculative_tokens"] for row in rows} - {0})
     cells = {(row["concurrency"], row["num_speculative_tokens"]): row for row in rows}
     concurrency = sorted({b for b, _ in cells})
@@ -215,7 +278,9 @@ def _format_with_interval(row: Row) -> str:
     if not row.get("speedup_interval"):
         return f"{_format_ratio(row['speedup'])}, one round"
     low, high = row["speedup_interval"]
-    return f"{'equal' if low <= 1 <= high else _format_ratio(row['speedup'])} [{low:.2f}, {high:.2f}]"
+    return (
+        f"{'equal' if low <= 1 <= high else _format_ratio(row['speedup'])} [{low:.2f}, {high:.2f}]"
+    )
 
 
 def _format_ratio(value: float | None) -> str:

@@ -2,7 +2,9 @@
 
     round ─► requests in flight ─► every server in turn, on the same prompts     each round starts with the next server
 
-Other tenants' memory traffic changes a step more than a draft does, so speeds are ratios within a round."""
+Other tenants' memory traffic changes a step more than a draft does, so speeds are ratios within a
+round.
+"""
 
 import contextlib
 import math
@@ -48,11 +50,13 @@ def start_servers(
     on_cpu: bool = ENGINE_IS_CPU,
     **options: Any,
 ) -> Iterator[dict[str, VllmServer]]:
-    """A server for each draft's --speculative-config, by name. `options` are those of
-    `vllm_server`. The servers compute in turns, so they share the cores, and the memory of a GPU in
-    equal parts. On a CPU all start at the same time. On a GPU they start one after the other: until
-    a server is ready, vLLM counts all new use of the GPU's memory as this server's. Raises as
-    `vllm_server`, as soon as one server does not start."""
+    """A server for each draft's --speculative-config, by name.
+
+    `options` are those of `vllm_server`. The servers compute in turns, so they share the cores, and
+    the memory of a GPU in equal parts. On a CPU all start at the same time. On a GPU they start one
+    after the other: until a server is ready, vLLM counts all new use of the GPU's memory as this
+    server's. Raises as `vllm_server`, as soon as one server does not start.
+    """
     given_up = threading.Event()
     if not on_cpu:
         options["extra_args"] = share_memory(options.get("extra_args", ()), len(drafts))
@@ -67,7 +71,9 @@ def start_servers(
             # A draft may be named by a path.
             log = logs / f"vllm-{name.replace('/', '-')}.log"
             return stack.enter_context(
-                vllm_server(target, log=log, speculative_config=drafts[name], given_up=given_up, **options)
+                vllm_server(
+                    target, log=log, speculative_config=drafts[name], given_up=given_up, **options
+                )
             )
 
         starts = {name: pool.submit(start, name) for name in drafts}
@@ -75,7 +81,8 @@ def start_servers(
             for started in as_completed(starts.values()):
                 started.result()
         except BaseException:
-            # Every thread ends before the stack closes: one that entered it later would leave a server running.
+            # Every thread ends before the stack closes: one that entered it later would leave a
+            # server running.
             given_up.set()
             for waiting in starts.values():
                 waiting.cancel()
@@ -86,7 +93,8 @@ def start_servers(
 
 def share_memory(engine_args: Sequence[str], num_servers: int) -> tuple[str, ...]:
     """vLLM's arguments, with the share of the GPU's memory that leaves room for all servers unless
-    they name one. By default each server would take nearly the whole GPU."""
+    they name one. By default each server would take nearly the whole GPU.
+    """
     # vLLM takes both spellings, and the value after an equals sign or as the next argument.
     if any(argument.replace("_", "-").startswith(MEMORY_SHARE) for argument in engine_args):
         return tuple(engine_args)
@@ -98,8 +106,10 @@ Results = Mapping[tuple[str, int], Sequence[Measurement]]  # by server and reque
 
 
 def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Results:
-    """The results of `run()`, or an earlier run's with an equal `key` in `folder`, as a whole:
-    speeds of different days are not compared."""
+    """The results of `run()`, or an earlier run's with an equal `key` in `folder`, as a whole.
+
+    Speeds of different days are not compared.
+    """
 
     def listed() -> list[tuple[str, int, list[Measurement]]]:
         return [(name, concurrency, list(runs)) for (name, concurrency), runs in run().items()]
@@ -109,14 +119,22 @@ def keep_rounds(folder: Path, key: object, run: Callable[[], Results]) -> Result
 
 
 def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], plan: Plan) -> Results:
-    """Measure every server in every round; a round starts at the prompt after the last one of the
-    round before. A load in which a server changes speed by more than a third is measured again
-    on all servers (`changed_speed`), at most `MOST_REPEATS` times. Raises ValueError: the servers
-    run in different modes, so a ratio of speeds would measure the compiler."""
+    """Measure every server in every round.
+
+    A round starts at the prompt after the last one of the round before. A load in which a server
+    changes speed by more than a third is measured again on all servers (`changed_speed`), at most
+    `MOST_REPEATS` times.
+
+    Raises:
+        ValueError: the servers run in different modes, so a ratio of speeds would measure the
+            compiler.
+    """
     if len(modes := {server.mode for server in servers.values()}) > 1:
         found = ", ".join(f"{name} is {server.mode}" for name, server in servers.items())
         raise ValueError(f"servers of {len(modes)} modes are not compared: {found}")
-    results: dict[tuple[str, int], list[Measurement]] = {(n, c): [] for n in servers for c in plan.prompts}
+    results: dict[tuple[str, int], list[Measurement]] = {
+        (n, c): [] for n in servers for c in plan.prompts
+    }
     names = list(servers)
     with Progress(total=plan.rounds * len(results), desc="rounds", unit="load") as bar:
         for number in range(plan.rounds):
@@ -127,8 +145,12 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
                 some = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
                 runs = {name: _take_turn(servers[name], some, plan, concurrency) for name in order}
                 repeats = 0
-                while repeats < MOST_REPEATS and any(changed_speed(run.half_step_s) for run in runs.values()):
-                    runs = {name: _take_turn(servers[name], some, plan, concurrency) for name in order}
+                while repeats < MOST_REPEATS and any(
+                    changed_speed(run.half_step_s) for run in runs.values()
+                ):
+                    runs = {
+                        name: _take_turn(servers[name], some, plan, concurrency) for name in order
+                    }
                     repeats += 1
                 for name, run in runs.items():
                     results[name, concurrency].append(replace(run, repeats=repeats))
@@ -136,15 +158,19 @@ def run_rounds(servers: Mapping[str, VllmServer], prompts: Sequence[Prompt], pla
     return results
 
 
-def _take_turn(server: VllmServer, prompts: Sequence[Prompt], plan: Plan, concurrency: int) -> Measurement:
+def _take_turn(
+    server: VllmServer, prompts: Sequence[Prompt], plan: Plan, concurrency: int
+) -> Measurement:
     # The servers share the cores, and the worker of the one before still spins.
     time.sleep(IDLE_S)
     return measure(server, prompts, max_tokens=plan.max_tokens, concurrency=concurrency)
 
 
 def merge(runs: Sequence[Measurement]) -> Measurement:
-    """The rounds of one server as one measurement; a prompt of several counts once, as first
-    measured. Such a part has no duration and no speed."""
+    """The rounds of one server as one measurement.
+
+    A prompt of several counts once, as first measured. Such a part has no duration and no speed.
+    """
     outputs: dict[tuple[int, ...], tuple[Prompt, Output]] = {}
     for run in runs:
         for prompt, output in zip(run.prompts, run.outputs, strict=True):
@@ -179,8 +205,10 @@ def count(results: Results, name: str, concurrency: int) -> AcceptanceCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A server's speed-up over the one without a draft, and where it comes from: tokens/s =
-    requests in flight * tau / step, so the ratio is tau over the ratio of the steps."""
+    """A server's speed-up over the one without a draft, and where it comes from.
+
+    Tokens/s = requests in flight * tau / step, so the ratio is tau over the ratio of the steps.
+    """
 
     ratio: float
     interval: tuple[float, float] | None  # 95%, over rounds; None with fewer than 6
@@ -213,10 +241,15 @@ def compare(results: Results, name: str, concurrency: int) -> Compared:
 
 
 def measure_prefill(results: Results, name: str) -> float:
-    """Seconds of an answer before it decodes, with one request in flight: the median over the
-    rounds. 0 if the engine's clock is not known, or if no round had one request in flight."""
+    """Seconds of an answer before it decodes, with one request in flight.
+
+    The median over the rounds. 0 if the engine's clock is not known, or if no round had one request
+    in flight.
+    """
     # With one request in flight, decode times do not overlap: the rest is the time before decoding.
     before_s = [
-        (run.full_s - run.decode_s) / len(run.outputs) for run in results.get((name, 1), ()) if run.decode_s is not None
+        (run.full_s - run.decode_s) / len(run.outputs)
+        for run in results.get((name, 1), ())
+        if run.decode_s is not None
     ]
     return float(np.median(before_s)) if before_s else 0.0

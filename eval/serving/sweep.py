@@ -1,11 +1,15 @@
-"""The plan of a serving benchmark: its questions, the cells that answer them, and the tables of the results.
+"""The plan of a serving benchmark.
 
-Sweep ──► plan: question -> cells ──► (a server for every variant, a load for every cell) ──► Results ──► tables
+Its questions, the cells that answer them, and the tables of the results.
 
-The first question compares the drafts at the first values of the sweep. The second varies the number of draft tokens
-and the concurrency. One cell often answers both. Each finished cell is written to a separate file, so an interrupted
-run continues with the missing cells. A cell is only compared with the target alone in the same pass, whose run is
-written beside it."""
+Sweep ──► plan: question -> cells ──► (a server for every variant, a load for every cell) ──►
+Results ──► tables
+
+The first question compares the drafts at the first values of the sweep. The second varies the
+number of draft tokens and the concurrency. One cell often answers both. Each finished cell is
+written to a separate file, so an interrupted run continues with the missing cells. A cell is only
+compared with the target alone in the same pass, whose run is written beside it.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,9 @@ class Variant:
     draft: str | None = None
     num_speculative_tokens: int = 0
     is_ideal: bool = False
-    """The engine is told to accept every draft token: the upper limit for any draft of this speed. The benchmark can do
-    without it if the engine refuses."""
+    """The engine is told to accept every draft token: the upper limit for any draft of this speed.
+    The benchmark can do without it if the engine refuses.
+    """
 
 
 ALONE = Variant()
@@ -70,7 +75,11 @@ class Sweep:
             if not getattr(self, name):
                 flag = {"drafts": "--draft"}.get(name, f"--{name.replace('_', '-')}")
                 raise ValueError(f"there is nothing to measure: give at least one {flag}")
-        if min(self.num_speculative_tokens) < 1 or min(self.concurrency) < 1 or self.prompts_per_client < 1:
+        if (
+            min(self.num_speculative_tokens) < 1
+            or min(self.concurrency) < 1
+            or self.prompts_per_client < 1
+        ):
             raise ValueError("draft tokens, concurrency and prompts per client must be at least 1")
         if self.input_tokens < 1 or self.output_tokens < 2:
             raise ValueError("inputs must be at least 1 token, outputs at least 2")
@@ -96,13 +105,20 @@ def plan(sweep: Sweep) -> dict[str, list[Cell]]:
     """The cells of both questions; cells without a draft first."""
     variant = sweep.variant()
     ideal = [variant, replace(variant, is_ideal=True)] if sweep.engine_has_ideal else [variant]
-    by_k = [replace(v, num_speculative_tokens=k) for k in sorted(sweep.num_speculative_tokens) for v in ideal]
+    by_k = [
+        replace(v, num_speculative_tokens=k)
+        for k in sorted(sweep.num_speculative_tokens)
+        for v in ideal
+    ]
     drafts = [sweep.variant(draft=draft) for draft in sweep.drafts]
     # Cells of both questions are equal, and `group_by_variant` measures them once.
     return {
         "draft": _cross([ALONE, *drafts, *ideal[1:]], [sweep.load()]),
-        # the other drafts with the first number of tokens: costs at every batch size, to choose between drafts
-        "tokens": _cross([ALONE, *by_k, *drafts[1:]], [sweep.load(c) for c in sorted(sweep.concurrency)]),
+        # the other drafts with the first number of tokens: costs at every batch size, to choose
+        # between drafts
+        "tokens": _cross(
+            [ALONE, *by_k, *drafts[1:]], [sweep.load(c) for c in sorted(sweep.concurrency)]
+        ),
     }
 
 
@@ -120,10 +136,13 @@ def group_by_variant(cells: Iterable[Cell]) -> dict[Variant, list[Cell]]:
 
 def order_pass(missing: Mapping[Variant, Sequence[Cell]]) -> dict[Variant, list[Cell]]:
     """The cells to measure in a pass by variant, in order, given those that the pass does not have
-    yet. The target alone is among them at every load of a missing cell. It comes first; or last if
-    the engine may refuse all the others, so nothing is measured in vain."""
+    yet. The target alone is among them at every load of a missing cell. It comes first; or last
+    if the engine may refuse all the others, so nothing is measured in vain.
+    """
     drafts = {variant: list(cells) for variant, cells in missing.items() if variant != ALONE}
-    alone = {ALONE: list(dict.fromkeys(cell.alone() for cells in missing.values() for cell in cells))}
+    alone = {
+        ALONE: list(dict.fromkeys(cell.alone() for cells in missing.values() for cell in cells))
+    }
     if ALONE in missing or not all(variant.is_ideal for variant in drafts):
         return alone | drafts
     return drafts | alone if drafts else {}
@@ -131,7 +150,10 @@ def order_pass(missing: Mapping[Variant, Sequence[Cell]]) -> dict[Variant, list[
 
 @dataclass(frozen=True, kw_only=True)
 class Ratios:
-    """A cell relative to the target alone at the same load: medians over passes of the ratios within a pass."""
+    """A cell relative to the target alone at the same load.
+
+    Medians over passes of the ratios within a pass.
+    """
 
     speed: float  # Ratio of output tokens/s.
     e2e: float  # Ratio of mean end-to-end latencies, of the target alone to the cell's.
@@ -146,7 +168,9 @@ class Ratios:
             speed=statistics.median(run.tokens_per_s / plain.tokens_per_s for run, plain in pairs),
             e2e=statistics.median(plain.e2e_ms.mean / run.e2e_ms.mean for run, plain in pairs),
             step=statistics.median(steps) if steps else None,
-            interval=paired_ratio_interval([r.tokens_per_s for r in runs], [r.tokens_per_s for r in alone]),
+            interval=paired_ratio_interval(
+                [r.tokens_per_s for r in runs], [r.tokens_per_s for r in alone]
+            ),
         )
 
 
@@ -166,14 +190,25 @@ class Results:
     """The finished cells of a folder, one file each: cells/<hash>.json."""
 
     def __init__(self, folder: Path, served: Mapping[str, object]) -> None:
-        """`served` are the settings common to all cells (target, engine). Cells measured with others are ignored."""
+        """`served` are the settings common to all cells (target, engine).
+
+        Cells measured with others are ignored.
+        """
         self.folder, self._served = folder / "cells", dict(served)
 
     def path(self, cell: Cell, repeat: int) -> Path:
         # `ngram+HEAD` is no path: the files of its parts tell whether the draft has changed.
         draft = DraftSource.parse(cell.variant.draft or "")
-        files = [fingerprint_path(name) for name in (draft.lookup, draft.source, cell.load.file) if name]
-        named = {"cell": asdict(cell), "served": self._served, "files": files, "repeat": repeat, "format": FORMAT}
+        files = [
+            fingerprint_path(name) for name in (draft.lookup, draft.source, cell.load.file) if name
+        ]
+        named = {
+            "cell": asdict(cell),
+            "served": self._served,
+            "files": files,
+            "repeat": repeat,
+            "format": FORMAT,
+        }
         return self.folder / f"{hash_key(named)[:16]}.json"
 
     def has(self, cell: Cell, repeat: int) -> bool:
@@ -203,11 +238,19 @@ class Results:
 
 
 def build_tables(
-    questions: Mapping[str, Sequence[Cell]], measured: Mapping[Cell, LoadResult], ratios: Mapping[Cell, Ratios]
+    questions: Mapping[str, Sequence[Cell]],
+    measured: Mapping[Cell, LoadResult],
+    ratios: Mapping[Cell, Ratios],
 ) -> dict[str, list[dict[str, Any]]]:
-    """The rows of both questions, one for each measured cell. `ratios` are those of the cells with
-    a draft; the report states no speed-up in words without an interval."""
-    return {question: list(_build_rows(cells, measured, ratios)) for question, cells in questions.items()}
+    """The rows of both questions, one for each measured cell.
+
+    `ratios` are those of the cells with a draft; the report states no speed-up in words without an
+    interval.
+    """
+    return {
+        question: list(_build_rows(cells, measured, ratios))
+        for question, cells in questions.items()
+    }
 
 
 def _build_rows(
@@ -220,8 +263,11 @@ def _build_rows(
             yield build_row(cell, measured[cell], ratios.get(cell), ratios.get(ideal))
 
 
-def build_row(cell: Cell, result: LoadResult, ratios: Ratios | None, ideal: Ratios | None = None) -> dict[str, Any]:
-    """The settings of a cell, its result, and ratios to the same load without a draft in the same passes.
+def build_row(
+    cell: Cell, result: LoadResult, ratios: Ratios | None, ideal: Ratios | None = None
+) -> dict[str, Any]:
+    """The settings of a cell, its result, and ratios to the same load without a draft in the same
+    passes.
 
     `speedup`           ratio of output tokens/s, with `speedup_interval`
     `speedup_e2e`       ratio of mean end-to-end latencies; the one to read if clients, not the server, set the pace
@@ -252,15 +298,18 @@ def build_row(cell: Cell, result: LoadResult, ratios: Ratios | None, ideal: Rati
 
 def fit_step_costs(rows: Iterable[Mapping[str, Any]], draft: str) -> StepCosts | None:
     """The costs of a draft's steps, from rows by number of draft tokens and concurrency.
+
     The batch size is the concurrency: each client sends its next request at once, so every step has
-    that many requests. None unless some concurrency was measured with and without the draft."""
+    that many requests. None unless some concurrency was measured with and without the draft.
+    """
     steps: dict[int, dict[int, float]] = {}
     rows = [row for row in rows if row["measured"]["step_s"] > 0]
     for row in rows:
         if row["draft"] is None:
             steps[row["concurrency"]] = {0: row["measured"]["step_s"]}
     for row in rows:
-        # By the ratio within a pass: the target's step may be of a day on which the machine had less to do.
+        # By the ratio within a pass: the target's step may be of a day on which the machine had
+        # less to do.
         if row["draft"] == draft and row["concurrency"] in steps and row["step_ratio"]:
             by_k = steps[row["concurrency"]]
             by_k[row["num_speculative_tokens"]] = by_k[0] * row["step_ratio"]
@@ -270,9 +319,12 @@ def fit_step_costs(rows: Iterable[Mapping[str, Any]], draft: str) -> StepCosts |
 
 def pool_acceptance(rows: Iterable[Mapping[str, Any]], draft: str) -> list[float]:
     """Acceptance by position over all rows of a draft, as a share of the steps with enough draft
-    tokens. Later positions come from fewer rows: by chance one may have a larger share than the one
-    before it, and is cut to that. Empty if no row has a share."""
-    chosen = [(row["num_speculative_tokens"], row["measured"]) for row in rows if row["draft"] == draft]
+    tokens. Later positions come from fewer rows: by chance one may have a larger share than the
+    one before it, and is cut to that. Empty if no row has a share.
+    """
+    chosen = [
+        (row["num_speculative_tokens"], row["measured"]) for row in rows if row["draft"] == draft
+    ]
     if not any(measured["acceptance_per_position"] for _, measured in chosen):
         return []
     accepted, steps = np.zeros((2, max(k for k, _ in chosen)))

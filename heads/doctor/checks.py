@@ -1,4 +1,7 @@
-"""All checks of a draft's folder: some for every family, others from the family's row in the catalog."""
+"""All checks of a draft's folder.
+
+Some for every family, others from the family's row in the catalog.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +21,9 @@ from redraft.heads.files.tensors import list_tensors, read_tensors
 from redraft.heads.target import Target
 
 
-def static_findings(pair: Pair, *, method: str | None, num_speculative_tokens: int) -> list[Finding]:
+def static_findings(
+    pair: Pair, *, method: str | None, num_speculative_tokens: int
+) -> list[Finding]:
     """The problems visible in configs and tensors, without running the draft."""
     # `first_cure` shows the first problem, so causes come before consequences.
     checks: list[Check] = [
@@ -52,17 +57,29 @@ def notes(pair: Pair) -> Iterator[str]:
     if not (pair.draft / MANIFEST).is_file():
         yield f"{pair.draft} has no {MANIFEST}: it is not known whether its files are intact"
     if not (pair.draft / PROVENANCE).is_file():
-        yield f"{pair.draft} has no {PROVENANCE}: the target and the acceptance of its training are not known"
+        yield (
+            f"{pair.draft} has no {PROVENANCE}: the target and the acceptance of its training "
+            "are not known"
+        )
     if pair.trained_with is None and pair.family.layers_key:
-        yield "its config does not record how it was trained: aux layers and norms are taken as the config says"
+        yield (
+            "its config does not record how it was trained: aux layers and norms are taken as "
+            "the config says"
+        )
     trained_length = pair.provenance.config.loop.sequence_length
     served_length = visible_length(pair.target_config)
     if trained_length is not None and trained_length < served_length:
-        yield f"trained on {trained_length} positions, the target serves {served_length}: measure acceptance far out"
+        yield (
+            f"trained on {trained_length} positions, the target serves {served_length}: measure "
+            "acceptance far out"
+        )
 
 
 def manifest(pair: Pair) -> Iterator[Finding]:
-    """Every file is as it was published; a folder without a manifest was not published and passes."""
+    """Every file is as it was published.
+
+    A folder without a manifest was not published and passes.
+    """
     if not (pair.draft / MANIFEST).is_file():
         return
     try:
@@ -89,7 +106,10 @@ def target_fingerprint(pair: Pair) -> Iterator[Finding]:
 
 
 def completeness(pair: Pair) -> Iterator[Finding]:
-    """The checkpoint has exactly the tensors of the head; engines silently load an incomplete one."""
+    """The checkpoint has exactly the tensors of the head.
+
+    Engines silently load an incomplete one.
+    """
     try:
         if pair.family.is_head:
             pair.family.load(pair.draft, lambda: Target.from_folder(pair.target.folder))
@@ -97,14 +117,20 @@ def completeness(pair: Pair) -> Iterator[Finding]:
             load_causal_lm(pair.draft)
     except (ValueError, KeyError) as error:
         text = f"config.json lacks {error}" if isinstance(error, KeyError) else str(error)
-        yield Finding(text.removeprefix(f"{pair.draft} ").removeprefix(f"{pair.draft}: "), "export the head again")
+        yield Finding(
+            text.removeprefix(f"{pair.draft} ").removeprefix(f"{pair.draft}: "),
+            "export the head again",
+        )
 
 
 QUANTIZED = {"F8_E4M3", "F8_E5M2", "U8", "I8"}  # packed: values say nothing without scales
 
 
 def numbers(pair: Pair) -> Iterator[Finding]:
-    """Every value is finite, and no matrix is all zeros. Zero biases and zero-centred norms are usual."""
+    """Every value is finite, and no matrix is all zeros.
+
+    Zero biases and zero-centred norms are usual.
+    """
     for name in draft_tensors(pair):
         # F64, F32, F16, BF16. Not BOOL (t2d), which begins with B as well.
         if pair.dtypes[name] in QUANTIZED or not pair.dtypes[name].startswith(("F", "BF")):
@@ -113,7 +139,8 @@ def numbers(pair: Pair) -> Iterator[Finding]:
         wrong = int((~torch.isfinite(tensor)).sum())
         if wrong:
             yield Finding(
-                f"{name} holds {wrong} values that are not finite (NaN or infinity): the draft proposes nothing useful",
+                f"{name} holds {wrong} values that are not finite (NaN or infinity): the draft "
+                "proposes nothing useful",
                 "export the draft again in bfloat16: float16 ends at 65,504"
                 if pair.dtypes[name] == "F16"
                 else "export an earlier checkpoint: training diverged, or the file was damaged",
@@ -139,11 +166,16 @@ def copy_of_target(pair: Pair) -> Iterator[Finding]:
     if files[pair.draft].keys() != files[pair.target.folder].keys():
         return
     # layers first: in any other model the first of them differs, and `all` reads no more
-    equal = (_is_same(pair, name) for name in sorted(files[pair.draft], key=lambda name: ".layers." not in name))
+    equal = (
+        _is_same(pair, name)
+        for name in sorted(files[pair.draft], key=lambda name: ".layers." not in name)
+    )
     if all(equal):
         yield Finding(
-            "the draft is the target itself, tensor by tensor: every token is accepted, and nothing becomes faster",
-            "give a smaller draft (--draft): `redraft train standalone` makes one from some layers of the target",
+            "the draft is the target itself, tensor by tensor: every token is accepted, and "
+            "nothing becomes faster",
+            "give a smaller draft (--draft): `redraft train standalone` makes one from some layers "
+            "of the target",
         )
 
 
@@ -158,8 +190,9 @@ def _narrow(tensor: Tensor) -> Tensor:
 
 
 STEERING = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""Parts of a draft's path by which vLLM chooses the method, unless it was told one of these methods.
-(`vllm.config.speculative`, in the order in which it looks.)"""
+"""Parts of a draft's path by which vLLM chooses the method, unless it was told one of these
+methods. (`vllm.config.speculative`, in the order in which it looks.)
+"""
 
 
 def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
@@ -168,11 +201,15 @@ def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
     if right is None:
         return
     if method not in (None, right):
-        yield Finding(f'method "{method}" does not run drafts of family {family}', f'serve it with "method": "{right}"')
+        yield Finding(
+            f'method "{method}" does not run drafts of family {family}',
+            f'serve it with "method": "{right}"',
+        )
     algorithm = pair.config.get("speculators_model_type")
     if algorithm not in (None, pair.family.algorithm):
         yield Finding(
-            f'config.json says speculators_model_type "{algorithm}", the tensors are those of {family}',
+            f'config.json says speculators_model_type "{algorithm}", the tensors are those of '
+            f"{family}",
             f'write "{pair.family.algorithm}" there and into speculators_config.algorithm',
         )
     named = (pair.config.get("redraft") or {}).get("family")
@@ -181,12 +218,14 @@ def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
             f"config.json names the family {named}, the tensors are those of {family}",
             "export the head again: weights and config are of different heads",
         )
-    # The whole path counts, the names of parent folders too. vLLM skips the search for these four methods.
+    # The whole path counts, the names of parent folders too. vLLM skips the search for these four
+    # methods.
     path = str(pair.draft).lower()
     steered = next((method for part, method in STEERING.items() if part in path), right)
     if steered != right and right not in STEERING.values():
         yield Finding(
-            f'the path {pair.draft} makes vLLM take the method "{steered}", even if it is told "{right}"',
+            f'the path {pair.draft} makes vLLM take the method "{steered}", even if it is told '
+            f'"{right}"',
             f"move the draft to a path without {', '.join(STEERING)}",
         )
 
@@ -196,6 +235,7 @@ def number_of_tokens(pair: Pair, num_speculative_tokens: int) -> Iterator[Findin
     most = pair.family.max_tokens(pair.config)
     if most is not None and num_speculative_tokens > most:
         yield Finding(
-            f"{num_speculative_tokens} tokens are to be drafted, the draft proposes {most}; vLLM makes up the others",
+            f"{num_speculative_tokens} tokens are to be drafted, the draft proposes {most}; vLLM "
+            "makes up the others",
             f'serve with "num_speculative_tokens": {most} at most',
         )

@@ -1,4 +1,7 @@
-"""Checks of a DFlash head: target layers, mask token, direction of attention, norms and draft vocabulary."""
+"""Checks of a DFlash head.
+
+Target layers, mask token, direction of attention, norms and draft vocabulary.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,9 +11,18 @@ from redraft.heads.doctor.eagle3 import vocabulary_map
 from redraft.heads.doctor.pair import Check, Finding, Pair
 
 LAYERS, LAYERS_OF_SPECULATORS = "target_layer_ids", "aux_hidden_state_layer_ids"
-"""Keys of the target layers in the two layouts: the last layer counted from 0, or the number of layers."""
+"""Keys of the target layers in the two layouts: the last layer counted from 0, or the number of
+layers.
+"""
 
-SECTION_KEYS = ("mask_token_id", LAYERS, LAYERS_OF_SPECULATORS, "causal", "is_causal", "sample_from_anchor")
+SECTION_KEYS = (
+    "mask_token_id",
+    LAYERS,
+    LAYERS_OF_SPECULATORS,
+    "causal",
+    "is_causal",
+    "sample_from_anchor",
+)
 
 COUNTED = {
     LAYERS: "layer k counts from 0, the first one is 0",
@@ -25,7 +37,8 @@ def target_layers(pair: Pair) -> Iterator[Finding]:
     ids = section.get(key)
     if not ids:
         yield Finding(
-            f"{place} names no {key}, so the engine does not know which states of the target to feed",
+            f"{place} names no {key}, so the engine does not know which states of the target to "
+            "feed",
             f'write "{key}" into {place}: {COUNTED[key]}',
         )
         return
@@ -40,8 +53,10 @@ def target_layers(pair: Pair) -> Iterator[Finding]:
     last = pair.target_config.num_hidden_layers - 1 + first
     if list(ids) != sorted(set(ids)) or ids[0] < first or ids[-1] > last:
         yield Finding(
-            f"target layers {list(ids)} are not distinct ascending layers of the target, which has {first} to {last}",
-            f"name the layers that the head was trained on; the first layer of the target is {first}",
+            f"target layers {list(ids)} are not distinct ascending layers of the target, which has "
+            f"{first} to {last}",
+            "name the layers that the head was trained on; the first layer of the target is "
+            f"{first}",
         )
 
 
@@ -74,10 +89,12 @@ def as_trained(pair: Pair) -> Iterator[Finding]:
 def causality(pair: Pair) -> Iterator[Finding]:
     """The direction of attention within a block is written down, as in training."""
     if pair.is_speculators:
-        # The library reads the key for layers with a window only, and a head with those does not open.
+        # The library reads the key for layers with a window only, and a head with those does not
+        # open.
         if pair.config.get("sliding_window_non_causal") is False:
             yield Finding(
-                "sliding_window_non_causal is false, by which vLLM makes every layer causal; without windows, "
+                "sliding_window_non_causal is false, by which vLLM makes every layer causal; "
+                "without windows, "
                 "attention within a block was trained in both directions",
                 'write "sliding_window_non_causal": true into config.json',
             )
@@ -85,7 +102,8 @@ def causality(pair: Pair) -> Iterator[Finding]:
     section, place = _section(pair, pair.config)
     if "causal" not in section and "is_causal" not in pair.config:
         yield Finding(
-            f"{place} does not say whether attention within a block is causal, and readers differ in the default",
+            f"{place} does not say whether attention within a block is causal, and readers differ "
+            "in the default",
             f'write "causal": false into {place}, unless the head was trained with causal attention',
         )
 
@@ -104,10 +122,13 @@ def block_size(pair: Pair) -> Iterator[Finding]:
 def head_norms(pair: Pair) -> Iterator[Finding]:
     """Every layer has the norms of queries and keys, which the engine would otherwise leave at one."""
     for i in range(pair.layer_config.get("num_hidden_layers", 0)):
-        missing = [n for n in ("q_norm", "k_norm") if f"layers.{i}.self_attn.{n}.weight" not in pair.shapes]
+        missing = [
+            n for n in ("q_norm", "k_norm") if f"layers.{i}.self_attn.{n}.weight" not in pair.shapes
+        ]
         if missing:
             yield Finding(
-                f"layer {i} lacks {' and '.join(missing)}, and the engine would take ones", "export the head again"
+                f"layer {i} lacks {' and '.join(missing)}, and the engine would take ones",
+                "export the head again",
             )
             return
 
@@ -125,7 +146,8 @@ def rotation(pair: Pair) -> Iterator[Finding]:
 
 
 def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    # "dflash_config" for DFlash; empty for DSpark and the layout of speculators, with all keys at the top.
+    # "dflash_config" for DFlash; empty for DSpark and the layout of speculators, with all keys at
+    # the top.
     name = "" if pair.is_speculators else pair.family.layers_key.rpartition(".")[0]
     return (config.get(name) or {}, name) if name else (config, "config.json")
 
@@ -133,7 +155,8 @@ def _section(pair: Pair, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], 
 def _off_by_one(key: str, section: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
     if key not in COUNTED or len(section[key]) != len(trained[key]):
         return ""
-    # DFlash counts layers from 0, EAGLE-3 and speculators the streams between them: layer 1 is stream 2.
+    # DFlash counts layers from 0, EAGLE-3 and speculators the streams between them: layer 1 is
+    # stream 2.
     shifts = {served - was for served, was in zip(section[key], trained[key], strict=True)}
     return f": off by one; {COUNTED[key]}" if shifts in ({1}, {-1}) else ""
 

@@ -1,4 +1,7 @@
-"""Checks of a DSpark head: those of DFlash, the layout of a block, the Markov head and the confidence head."""
+"""Checks of a DSpark head.
+
+Those of DFlash, the layout of a block, the Markov head and the confidence head.
+"""
 
 from collections.abc import Iterator
 
@@ -21,22 +24,31 @@ def layout(pair: Pair) -> Iterator[Finding]:
         )
     elif trained is False:
         yield Finding(
-            "config.json has no sample_from_anchor: the engine takes true, the head was trained with false",
+            "config.json has no sample_from_anchor: the engine takes true, the head was trained "
+            "with false",
             'write "sample_from_anchor": false into config.json',
         )
 
 
 def markov_head(pair: Pair) -> Iterator[Finding]:
-    """The table of codes has a row for each of the target's tokens, the output head one for each of the draft's."""
+    """The table of codes has a row for each of the target's tokens, the output head one for each of
+    the draft's.
+    """
     rank = pair.config.get("markov_rank")
-    found = {name: pair.shapes.get(f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2")}
+    found = {
+        name: pair.shapes.get(f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2")
+    }
     vocab_size = pair.target_config.vocab_size
-    rows = {"markov_w1": vocab_size, "markov_w2": pair.shapes.get("lm_head.weight", (vocab_size,))[0]}
+    rows = {
+        "markov_w1": vocab_size,
+        "markov_w2": pair.shapes.get("lm_head.weight", (vocab_size,))[0],
+    }
     if rank is None:
         # The rank is the smaller side of either matrix.
         ranks = sorted({min(shape) for shape in found.values() if shape})
         yield Finding(
-            "config.json has no markov_rank, so vLLM does not start", f'write "markov_rank": {ranks[0]} into it'
+            "config.json has no markov_rank, so vLLM does not start",
+            f'write "markov_rank": {ranks[0]} into it',
         )
         return
     for name, shape in found.items():
@@ -51,16 +63,21 @@ def markov_head(pair: Pair) -> Iterator[Finding]:
         else:
             yield Finding(
                 f"markov_head.{name}.weight is {shape}, the engine wants {wanted}",
-                f'write the rank of training as "markov_rank" ({min(shape)} by this tensor), or export the head again',
+                f'write the rank of training as "markov_rank" ({min(shape)} by this tensor), or '
+                "export the head again",
             )
 
 
 def confidence_head(pair: Pair) -> Iterator[Finding]:
     """The confidence head is there and switched on, or neither."""
-    held, enabled = [name for name in CONFIDENCE if name in pair.shapes], pair.config.get("enable_confidence_head")
+    held, enabled = (
+        [name for name in CONFIDENCE if name in pair.shapes],
+        pair.config.get("enable_confidence_head"),
+    )
     if held and not enabled:
         yield Finding(
-            "enable_confidence_head is not set, so the engine drops the confidence head that the checkpoint holds",
+            "enable_confidence_head is not set, so the engine drops the confidence head that the "
+            "checkpoint holds",
             'write "enable_confidence_head": true into config.json',
         )
     elif enabled and len(held) < len(CONFIDENCE):
@@ -75,18 +92,23 @@ def confidence_head(pair: Pair) -> Iterator[Finding]:
 
 def _confidence_width(pair: Pair) -> Iterator[Finding]:
     hidden, rank = pair.target_config.hidden_size, pair.config.get("markov_rank") or 0
-    with_markov, width = bool(pair.config.get("confidence_head_with_markov")), pair.shapes[CONFIDENCE[0]][-1]
+    with_markov, width = (
+        bool(pair.config.get("confidence_head_with_markov")),
+        pair.shapes[CONFIDENCE[0]][-1],
+    )
     if width == hidden + rank * with_markov:
         return
     if width in (hidden, hidden + rank):
         right = str(not with_markov).lower()
         yield Finding(
-            f"confidence_head_with_markov is {str(with_markov).lower()}, the confidence head reads {width} numbers",
+            f"confidence_head_with_markov is {str(with_markov).lower()}, the confidence head reads "
+            f"{width} numbers",
             f'write "confidence_head_with_markov": {right} into config.json',
         )
     else:
         yield Finding(
-            f"the confidence head reads {width} numbers, there are {hidden} and {rank} of the Markov head",
+            f"the confidence head reads {width} numbers, there are {hidden} and {rank} of the "
+            "Markov head",
             "export the head again",
         )
 

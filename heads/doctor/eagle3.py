@@ -22,12 +22,15 @@ WITHOUT_NEIGHBOURS = 64  # most ids without two neighbours, which have the same 
 
 
 def aux_layers(pair: Pair) -> Iterator[Finding]:
-    """The engine feeds the target layers of training, and they are named at the top level of the config."""
+    """The engine feeds the target layers of training, and they are named at the top level of the
+    config.
+    """
     top, nested = pair.config.get(AUX_IDS), _nested_ids(pair)
     num_layers = pair.target_config.num_hidden_layers
     if not top and nested:
         yield Finding(
-            f"the aux layer ids {nested} are nested in another section of config.json, where not every engine looks",
+            f"the aux layer ids {nested} are nested in another section of config.json, where not "
+            "every engine looks",
             f'write "{AUX_IDS}": {nested} at the top level of config.json',
         )
     # vLLM's default, if config.json names none.
@@ -35,12 +38,15 @@ def aux_layers(pair: Pair) -> Iterator[Finding]:
     trained = (pair.trained_with or {}).get(AUX_IDS)
     if served != sorted(set(served)) or served[0] < 0 or served[-1] > num_layers:
         yield Finding(
-            f"aux layers {served} are not distinct ascending layers of the target, which has 0 to {num_layers}",
+            f"aux layers {served} are not distinct ascending layers of the target, which has 0 to "
+            f"{num_layers}",
             _write_ids(trained) if trained else "name the layers that the head was trained on",
         )
     elif trained and served != trained:
-        given = "the engine is told" if top or nested else "config.json names none and the engine takes"
-        yield Finding(f"{given} aux layers {served}, the head was trained on {trained}{_off_by(served, trained)}",
+        given = (
+            "the engine is told" if top or nested else "config.json names none and the engine takes"
+        )
+        yield Finding(f"{given} aux layers {served}, the head was trained on " f"{trained}{_off_by(served, trained)}",
                       _write_ids(trained))  # fmt: skip
     yield from _number_of_aux_layers(pair, served)
 
@@ -68,14 +74,19 @@ def _number_of_aux_layers(pair: Pair, served: Sequence[int]) -> Iterator[Finding
 
 def _nested_ids(pair: Pair) -> list[int] | None:
     sections = (pair.config.get("eagle_config"), pair.config.get("transformer_layer_config"))
-    return next((list(section[AUX_IDS]) for section in sections if section and section.get(AUX_IDS)), None)
+    return next(
+        (list(section[AUX_IDS]) for section in sections if section and section.get(AUX_IDS)), None
+    )
 
 
 def _off_by(served: Sequence[int], trained: Sequence[int]) -> str:
     shifts = {s - t for s, t in zip(served, trained, strict=False)}
     if len(served) != len(trained) or shifts not in ({1}, {-1}):
         return ""
-    return f": off by one, {'above' if shifts == {1} else 'below'}; layer k is the residual stream after k layers"
+    return (
+        f": off by one, {'above' if shifts == {1} else 'below'}; layer k is the residual stream "
+        "after k layers"
+    )
 
 
 def _write_ids(trained: Sequence[int]) -> str:
@@ -87,10 +98,16 @@ def options(pair: Pair) -> Iterator[Finding]:
     for key in ARCHITECTURE:
         trained = (pair.trained_with or {}).get(key)
         # vLLM's `update_eagle3` takes true, `update_peagle` false.
-        default = pair.config.get("speculators_model_type") == "eagle3" and key == "norm_before_residual"
+        default = (
+            pair.config.get("speculators_model_type") == "eagle3" and key == "norm_before_residual"
+        )
         # unset but right by luck is still a finding if the defaults of the readers differ
         unset_is_right = trained == default and key != "norm_before_residual"
-        if trained is None or pair.config.get(key) == trained or (key not in pair.config and unset_is_right):
+        if (
+            trained is None
+            or pair.config.get(key) == trained
+            or (key not in pair.config and unset_is_right)
+        ):
             continue
         unset = f"unset: the engine takes {json.dumps(default)}"
         said = json.dumps(pair.config[key]) if key in pair.config else unset
@@ -101,22 +118,31 @@ def options(pair: Pair) -> Iterator[Finding]:
 
 
 def vocabulary_map(pair: Pair) -> Iterator[Finding]:
-    """The maps of a reduced vocabulary: d2t[i] is the target's id minus draft id i, t2d marks the kept target ids."""
+    """The maps of a reduced vocabulary.
+
+    D2t[i] is the target's id minus draft id i, t2d marks the kept target ids.
+    """
     vocab_size = pair.target_config.vocab_size
     rows = pair.shapes.get("lm_head.weight", (vocab_size,))[0]
     named = pair.config.get("draft_vocab_size") or vocab_size
     if named != rows:
-        yield Finding(f"draft_vocab_size is {named}, the head has {rows} rows", f'write "draft_vocab_size": {rows}')
+        yield Finding(
+            f"draft_vocab_size is {named}, the head has {rows} rows",
+            f'write "draft_vocab_size": {rows}',
+        )
     if rows > vocab_size:
         yield Finding(
-            f"a draft vocabulary of {rows} ids is larger than the target's {vocab_size}", "train a head for this target"
+            f"a draft vocabulary of {rows} ids is larger than the target's {vocab_size}",
+            "train a head for this target",
         )
     elif "d2t" in pair.shapes:
         yield from _check_map(pair, rows, vocab_size)
     elif rows < vocab_size:
         yield Finding(
-            f"d2t is missing: {rows} draft ids are taken for the target's first {rows}, so that nearly none is right",
-            "put d2t (int64, the target's id minus the draft's) and t2d into the checkpoint: export the head again",
+            f"d2t is missing: {rows} draft ids are taken for the target's first {rows}, so that "
+            "nearly none is right",
+            "put d2t (int64, the target's id minus the draft's) and t2d into the checkpoint: "
+            "export the head again",
         )
 
 
@@ -126,37 +152,48 @@ def _check_map(pair: Pair, rows: int, vocab_size: int) -> Iterator[Finding]:
     offset_W = tensors["d2t"]
     if offset_W.is_floating_point():
         yield Finding(
-            f"d2t is stored as {pair.dtypes['d2t']}, which rounds large ids", "store d2t as int64: export again"
+            f"d2t is stored as {pair.dtypes['d2t']}, which rounds large ids",
+            "store d2t as int64: export again",
         )
     elif offset_W.shape != (rows,):
         yield Finding(
-            f"d2t has {offset_W.numel()} entries, the draft's head {rows} rows", "export the head again from training"
+            f"d2t has {offset_W.numel()} entries, the draft's head {rows} rows",
+            "export the head again from training",
         )
     else:
         kept_V = tensors.get("t2d")
-        yield from compare_maps(offset_W, None if kept_V is None else kept_V.nonzero().flatten(), vocab_size)
+        yield from compare_maps(
+            offset_W, None if kept_V is None else kept_V.nonzero().flatten(), vocab_size
+        )
 
 
 def compare_maps(offset_W: Tensor, kept_W: Tensor | None, vocab_size: int) -> Iterator[Finding]:
     """The faults of a map; `kept_W` are the ids marked in t2d, None if it is absent."""
     ids_W = offset_W + torch.arange(len(offset_W))
-    # Ascending ids taken for offsets lead to ascending ids again: [5, 9] to [5, 10]. So t2d decides.
-    # Without it, ids beyond the vocabulary give the mistake away, or a map too long to be without two neighbours.
+    # Ascending ids taken for offsets lead to ascending ids again: [5, 9] to [5, 10]. So t2d
+    # decides. Without it, ids beyond the vocabulary give the mistake away, or a map too long to be
+    # without two neighbours.
     is_ids = _ascends_within(ids_W, vocab_size)
     is_steep = len(offset_W) > WITHOUT_NEIGHBOURS and bool((offset_W.diff() > 0).all())
     as_ids = torch.equal(offset_W, kept_W) if kept_W is not None else is_steep or not is_ids
-    if as_ids and _ascends_within(offset_W, vocab_size) and (kept_W is None or not torch.equal(ids_W, kept_W)):
+    if (
+        as_ids
+        and _ascends_within(offset_W, vocab_size)
+        and (kept_W is None or not torch.equal(ids_W, kept_W))
+    ):
         yield Finding(
             "d2t holds the target's ids themselves; the engine adds it to the draft's ids",
             "store d2t minus 0, 1, 2, ...: the offset of every draft id",
         )
     elif not is_ids:
         yield Finding(
-            f"d2t leads to ids that do not ascend within the target's 0 to {vocab_size - 1}", "export the head again"
+            f"d2t leads to ids that do not ascend within the target's 0 to {vocab_size - 1}",
+            "export the head again",
         )
     elif kept_W is not None and not torch.equal(ids_W, kept_W):
         yield Finding(
-            f"d2t and t2d contradict each other: {len(ids_W)} ids and {len(kept_W)} marks, not the same ones",
+            f"d2t and t2d contradict each other: {len(ids_W)} ids and {len(kept_W)} marks, not the "
+            "same ones",
             "export both from the ids that the head was trained with",
         )
 

@@ -21,7 +21,8 @@ def bias(pair: Pair) -> Iterator[Finding]:
         )
     elif (serves_bias or trained) and not has_bias:
         yield Finding(
-            "the Medusa heads were trained with biases that the checkpoint lacks", "export the head again with them"
+            "the Medusa heads were trained with biases that the checkpoint lacks",
+            "export the head again with them",
         )
 
 

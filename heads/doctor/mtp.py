@@ -40,7 +40,10 @@ def layout(pair: Pair) -> Iterator[Finding]:
 
 
 def rope(pair: Pair) -> Iterator[Finding]:
-    """Rotary parameters are all of the target's, a partial rotation included: the layer is of the target's class."""
+    """Rotary parameters are all of the target's, a partial rotation included.
+
+    The layer is of the target's class.
+    """
     mine = load_text_config(pair.draft).rope_parameters
     yield from shared.compare_rope(mine, pair.target_config.rope_parameters)
 

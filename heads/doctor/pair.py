@@ -1,11 +1,14 @@
-"""The folders of a draft and a target, read once for all checks, and the finding reported by a check.
+"""The folders of a draft and a target, read once for all checks, and the finding reported by a
+check.
 
     Pair.read(target, draft)   configs, tensor names and shapes, family, provenance
 
-The checks read configs, headers and a few small tensors; nothing is computed. An engine loads a wrong head silently:
-verification keeps the output right, so only acceptance shows it. V = vocabulary, W = draft vocabulary, D = hidden.
+The checks read configs, headers and a few small tensors; nothing is computed. An engine loads a
+wrong head silently: verification keeps the output right, so only acceptance shows it. V =
+vocabulary, W = draft vocabulary, D = hidden.
 
-Standard library only until `Pair.read`, because `Finding` also reports a broken torch."""
+Standard library only until `Pair.read`, because `Finding` also reports a broken torch.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,22 @@ class Pair:
 
     @staticmethod
     def read(target: TargetFolder, draft: Path) -> Pair:
-        """Read both folders. Raises FileNotFoundError; ValueError: one is corrupt, or no draft."""
+        """Read both folders.
+
+        Raises:
+            FileNotFoundError
+            ValueError: one is corrupt, or no draft.
+        """
         config = read_config(draft)
         headers = {path: safetensors_header(path) for path in set(tensor_files(draft).values())}
         tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
         check_model_folder(target.folder)
         family = detect_family_by_tensors(tensors, draft)
         if family.is_lookup:
-            raise ValueError(f"{draft} holds {family.title}: no model computes them, so there is nothing to compare")
+            raise ValueError(
+                f"{draft} holds {family.title}: no model computes them, so there is nothing to "
+                "compare"
+            )
         return Pair(
             target=target,
             draft=draft,
@@ -82,7 +93,10 @@ class Pair:
 
     @property
     def is_as_wide(self) -> bool:
-        """Whether the head is for a target of this hidden size. If not, its layers cannot be counted by it."""
+        """Whether the head is for a target of this hidden size.
+
+        If not, its layers cannot be counted by it.
+        """
         return self.layer_config.get("hidden_size") in (None, self.target_config.hidden_size)
 
     @property

@@ -1,4 +1,7 @@
-"""Checks of a P-EAGLE head: those of EAGLE-3, the mask token and the learned feature of the masks."""
+"""Checks of a P-EAGLE head.
+
+Those of EAGLE-3, the mask token and the learned feature of the masks.
+"""
 
 from collections.abc import Iterator
 
@@ -15,11 +18,16 @@ def mask_token(pair: Pair) -> Iterator[Finding]:
     trained = (pair.trained_with or {}).get("mask_token_id")
     if key is None:
         said = "of training" if trained is None else str(trained)
-        yield Finding("config.json names no mask token, so vLLM does not start", f'write "pard_token": {said} into it')
+        yield Finding(
+            "config.json names no mask token, so vLLM does not start",
+            f'write "pard_token": {said} into it',
+        )
         return
     mask = pair.config[key]
     if trained is not None and mask != trained:
-        yield Finding(f"{key} is {mask}, the head was trained with {trained}", f'write "{key}": {trained}')
+        yield Finding(
+            f"{key} is {mask}, the head was trained with {trained}", f'write "{key}": {trained}'
+        )
     else:
         yield from shared.mask_token_fits(pair, key, mask)
 
@@ -28,7 +36,9 @@ def mask_feature(pair: Pair) -> Iterator[Finding]:
     """The feature of the masks is as wide as the streams that `fc` reads."""
     width, found = pair.shapes["fc.weight"][1], pair.shapes.get("mask_hidden")
     if found is not None and found[-1] != width:
-        yield Finding(f"mask_hidden has {found[-1]} numbers, fc reads {width}", "export the head again")
+        yield Finding(
+            f"mask_hidden has {found[-1]} numbers, fc reads {width}", "export the head again"
+        )
 
 
 def stream_norms(pair: Pair) -> Iterator[Finding]:
@@ -36,9 +46,11 @@ def stream_norms(pair: Pair) -> Iterator[Finding]:
     is_normed = any(name.startswith("fc_norm.") for name in pair.shapes)
     if pair.is_speculators and is_normed and not pair.layer_config.get("fc_norm"):
         yield Finding(
-            "transformer_layer_config lacks fc_norm, the only one that vLLM reads for P-EAGLE: it has no place for the "
+            "transformer_layer_config lacks fc_norm, the only one that vLLM reads for P-EAGLE: it "
+            "has no place for the "
             "norms in the checkpoint, and does not start",
-            'write "fc_norm": true into transformer_layer_config, or export the head in the layout "vllm"',
+            'write "fc_norm": true into transformer_layer_config, or export the head in the layout '
+            '"vllm"',
         )
 
 

@@ -1,6 +1,9 @@
-"""Checks for several families: embeddings, rotary frequencies, positions and sizes against the target's.
+"""Checks for several families.
 
-V = vocabulary, D = hidden."""
+Embeddings, rotary frequencies, positions and sizes against the target's.
+
+V = vocabulary, D = hidden.
+"""
 
 import json
 import re
@@ -24,7 +27,9 @@ SAME_WITHIN = 0.01  # relative, of two copies of a matrix; bfloat16 alone makes 
 
 def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Iterator[Finding]:
     """Copies of borrowed tensors equal the target's."""
-    copies = {name: IN_TARGET[end] for name in pair.shapes for end in borrowed if name.endswith(end)}
+    copies = {
+        name: IN_TARGET[end] for name in pair.shapes for end in borrowed if name.endswith(end)
+    }
     if not copies:
         return
     target = Target.from_folder(pair.target.folder)
@@ -34,36 +39,49 @@ def shared_weights(pair: Pair, borrowed: tuple[str, ...] = (EMBEDDINGS,)) -> Ite
         distance = float((mine - its).norm() / its.norm()) if fits else float("inf")
         if distance > SAME_WITHIN:
             yield Finding(
-                f"{name} is not the target's (it differs by {distance:.2g} of its size), and the engine would use it: "
+                f"{name} is not the target's (it differs by {distance:.2g} of its size), and the "
+                "engine would use it: "
                 "a random left-over, or another target's",
-                f"remove {name} from the checkpoint, the engine then shares the target's; or copy the target's there",
+                f"remove {name} from the checkpoint, the engine then shares the target's; or copy "
+                "the target's there",
             )
 
 
 def require_own_head(draft: Path, target: Path) -> None:
-    """Raise ValueError if the draft has an lm_head equal to the target's bit by bit.
-    vLLM shares the target's head with such a draft. It decides this when it starts, so a later
-    version with a trained head could not be swapped in. A draft without an lm_head passes, because
-    later versions have none either."""
+    """Raise ValueError if the draft has an lm_head equal to the target's bit by bit. vLLM shares
+    the target's head with such a draft. It decides this when it starts, so a later version with
+    a trained head could not be swapped in. A draft without an lm_head passes, because later
+    versions have none either.
+    """
     if HEAD not in tensor_files(draft):
         return
     mine, its = read_tensors(draft, [HEAD])[HEAD], Target.from_folder(target).head_VD
     if mine.shape == its.shape and torch.equal(mine, its.to(mine)):
         raise ValueError(
-            f"the {HEAD} of {draft} is the target's: vLLM would share it, and no version that is trained from it could "
+            f"the {HEAD} of {draft} is the target's: vLLM would share it, and no version that is "
+            "trained from it could "
             f"be swapped in; train it offline first, or export it without {HEAD}"
         )
 
 
 def rope(pair: Pair) -> Iterator[Finding]:
     """Rotary parameters of a Llama layer at the target's positions."""
-    kept = {k: v for k, v in pair.layer_config.items() if k.startswith("rope_") or k == "max_position_embeddings"}
+    kept = {
+        k: v
+        for k, v in pair.layer_config.items()
+        if k.startswith("rope_") or k == "max_position_embeddings"
+    }
     mine = LlamaConfig(**kept).rope_parameters  # reads rope_theta and rope_scaling as engines do
-    # redraft always trains at the target's frequencies; other trainers may have left out the scaling
-    yield from compare_rope(mine, llama_rope(pair.target_config.rope_parameters), is_doubt="redraft" not in pair.config)
+    # redraft always trains at the target's frequencies; other trainers may have left out the
+    # scaling
+    yield from compare_rope(
+        mine, llama_rope(pair.target_config.rope_parameters), is_doubt="redraft" not in pair.config
+    )
 
 
-def compare_rope(mine: Mapping[str, Any], its: Mapping[str, Any], *, is_doubt: bool = False) -> Iterator[Finding]:
+def compare_rope(
+    mine: Mapping[str, Any], its: Mapping[str, Any], *, is_doubt: bool = False
+) -> Iterator[Finding]:
     """Differences between the rotary parameters of the draft (`mine`) and the target (`its`)."""
     mine, its = _known(mine), _known(its)
     for key in sorted(mine.keys() | its.keys()):
@@ -82,7 +100,10 @@ def _known(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def positions(pair: Pair) -> Iterator[Finding]:
     """The draft has as many positions as the target; engines draft nothing beyond the last."""
-    mine, its = pair.layer_config.get("max_position_embeddings"), pair.target_config.max_position_embeddings
+    mine, its = (
+        pair.layer_config.get("max_position_embeddings"),
+        pair.target_config.max_position_embeddings,
+    )
     # More positions than the target are harmless: no served text is so long.
     if mine is not None and mine < its:
         yield Finding(
@@ -96,7 +117,10 @@ def sizes(pair: Pair) -> Iterator[Finding]:
     for key in ("hidden_size", "vocab_size"):
         mine, its = pair.layer_config.get(key), getattr(pair.target_config, key)
         if mine not in (None, its):
-            yield Finding(f"{key} is {mine}, the target's is {its}", "give the target that the head was trained on")
+            yield Finding(
+                f"{key} is {mine}, the target's is {its}",
+                "give the target that the head was trained on",
+            )
 
 
 def fc_bias(pair: Pair) -> Iterator[Finding]:
@@ -108,25 +132,41 @@ def fc_bias(pair: Pair) -> Iterator[Finding]:
         )
 
 
-AS_TRAINED = ("rms_norm_eps", "hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim")
-"""Keys of config.json that change the arithmetic and leave no trace in the shapes of the tensors."""
+AS_TRAINED = (
+    "rms_norm_eps",
+    "hidden_act",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""Keys of config.json that change the arithmetic and leave no trace in the shapes of the tensors.
+"""
 
 
 def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
-    """Layers, heads and biases in config.json match the checkpoint. Engines fill a gap with random memory."""
+    """Layers, heads and biases in config.json match the checkpoint.
+
+    Engines fill a gap with random memory.
+    """
     config = pair.layer_config
-    names = {re.sub(r"(midlayer|layers\.\d+)\.", "", name): shape for name, shape in pair.shapes.items()}
-    layers = len({match[1] for name in pair.shapes if (match := re.match(r"(midlayer|layers\.\d+)\.", name))})
+    names = {
+        re.sub(r"(midlayer|layers\.\d+)\.", "", name): shape for name, shape in pair.shapes.items()
+    }
+    layers = len(
+        {match[1] for name in pair.shapes if (match := re.match(r"(midlayer|layers\.\d+)\.", name))}
+    )
     asked = config.get("num_hidden_layers", layers)
     if asked != layers:
         yield Finding(
-            f"config.json says {asked} layers, the checkpoint holds {layers}; the engine leaves the others unset",
+            f"config.json says {asked} layers, the checkpoint holds {layers}; the engine leaves "
+            "the others unset",
             f'write "num_hidden_layers": {layers} into {_file(pair)}',
         )
     has_bias = "self_attn.q_proj.bias" in names
     if bool(config.get("attention_bias", False)) != has_bias:
         yield Finding(
-            f"attention_bias is {str(not has_bias).lower()}, the checkpoint holds {'' if has_bias else 'no '}biases of "
+            f"attention_bias is {str(not has_bias).lower()}, the checkpoint holds "
+            f"{'' if has_bias else 'no '}biases of "
             "attention",
             f'write "attention_bias": {str(has_bias).lower()} into {_file(pair)}',
         )
@@ -135,7 +175,8 @@ def tensors_fit_config(pair: Pair) -> Iterator[Finding]:
         rows = names.get(f"self_attn.{name}.weight", (0,))[0]
         if rows and rows != sizes[heads] * sizes["head_dim"]:
             yield Finding(
-                f"{heads} {sizes[heads]} of head_dim {sizes['head_dim']} do not make the {rows} rows of {name}",
+                f"{heads} {sizes[heads]} of head_dim {sizes['head_dim']} do not make the {rows} "
+                f"rows of {name}",
                 f"write the {heads} and head_dim of the training into {_file(pair)}",
             )
 
@@ -145,13 +186,15 @@ def activation(pair: Pair) -> Iterator[Finding]:
     if (act := pair.layer_config.get("hidden_act", "silu")) not in ("silu", "swish"):
         yield Finding(
             f'hidden_act is "{act}", engines compute a Llama layer with "silu" only',
-            f'write "hidden_act": "silu" into {_file(pair)}, if the head was trained so; or train it with silu',
+            f'write "hidden_act": "silu" into {_file(pair)}, if the head was trained so; or train '
+            "it with silu",
         )
 
 
 def arithmetic(pair: Pair) -> Iterator[Finding]:
     """Norm and heads are those of training, or, for another trainer's head, compared with the
-    target's layers: a doubt."""
+    target's layers: a doubt.
+    """
     trained, sizes = pair.trained_with or {}, _sizes(pair)
     for key in AS_TRAINED:
         mine = sizes[key]
@@ -163,15 +206,19 @@ def arithmetic(pair: Pair) -> Iterator[Finding]:
                 )
         elif key != "hidden_act" and mine != (its := _read_target(pair, key)):
             yield Finding(
-                f"{key} is {mine}, that of the target's layers is {its}, and nothing records the head's training",
-                f'if the head was trained with the target\'s, write "{key}": {json.dumps(its)} into {_file(pair)}',
+                f"{key} is {mine}, that of the target's layers is {its}, and nothing records the "
+                "head's training",
+                f'if the head was trained with the target\'s, write "{key}": {json.dumps(its)} '
+                f"into {_file(pair)}",
                 is_doubt=True,
             )
 
 
 def _sizes(pair: Pair) -> Mapping[str, Any]:
     known = (*AS_TRAINED, "hidden_size", "model_type")
-    config = read_layer_config({key: value for key, value in pair.layer_config.items() if key in known})
+    config = read_layer_config(
+        {key: value for key, value in pair.layer_config.items() if key in known}
+    )
     return {key: getattr(config, key) for key in AS_TRAINED}
 
 
@@ -192,13 +239,18 @@ def _file(pair: Pair) -> str:
 LLAMA_LAYER = (sizes, rope, positions, tensors_fit_config, activation, arithmetic)
 """For a head made of one Llama layer at the target's positions."""
 
-EAGLE1: tuple[Check, ...] = (*LLAMA_LAYER, partial(shared_weights, borrowed=(EMBEDDINGS, HEAD)), fc_bias)
+EAGLE1: tuple[Check, ...] = (
+    *LLAMA_LAYER,
+    partial(shared_weights, borrowed=(EMBEDDINGS, HEAD)),
+    fc_bias,
+)
 """For a head that borrows embeddings and output head of the target."""
 
 
 def mask_token_fits(pair: Pair, key: str, mask: int) -> Iterator[Finding]:
     """The token in the empty slots is a row of the target's embeddings, and none that ends an
-    answer: the head would learn both meanings at once."""
+    answer: the head would learn both meanings at once.
+    """
     rows = pair.target_config.vocab_size
     if not 0 <= mask < rows:
         yield Finding(

@@ -9,12 +9,15 @@ from redraft.heads.files.tokenizers import check_same_tokenizer
 
 
 def tokenizer(pair: Pair) -> Iterator[Finding]:
-    """Vocabulary and tokenizer are the target's, because the target reads the proposed ids as they are."""
+    """Vocabulary and tokenizer are the target's, because the target reads the proposed ids as they
+    are.
+    """
     mine, its = pair.config.get("vocab_size"), pair.target_config.vocab_size
     if mine != its:
         yield Finding(
             f"the draft has {mine} rows in its vocabulary, the target {its}: vLLM refuses the pair",
-            "pad or cut the draft's embeddings to the target's vocab_size (redraft train standalone does)",
+            "pad or cut the draft's embeddings to the target's vocab_size (redraft train "
+            "standalone does)",
         )
     try:
         check_same_tokenizer(pair.target.tokenizer, load_tokenizer(pair.draft))

@@ -1,13 +1,18 @@
-"""DFlash: all draft tokens in one pass, in a block of masks beside the target's features (arXiv 2602.06036).
+"""DFlash: all draft tokens in one pass, in a block of masks beside the target's features (arXiv
 
-    c[r] = hidden_norm(fc(concat of the target's residual stream after each aux layer)), for every known row r
-    block of the anchor a = [x[a], mask, ..., mask] at positions a, a + 1, ...; slot i predicts x[a + i], for i >= 1
-    every layer: the block's queries read the keys of c[r] with r < a in the anchor's document, and of their own block
+2602.06036).
 
-The target has not read the anchor yet, so c[a] does not exist. Row t of a draft step belongs to the anchor t + 1. A
-block has one slot more than the engine asks for tokens. Attention within it runs both ways, so its length changes every
-proposal.
-B = batch, T = tokens, A = anchors of a row, S = slots of a block, L = aux layers, D = hidden, W = draft vocabulary.
+    c[r] = hidden_norm(fc(concat of the target's residual stream after each aux layer)), for every
+    known row r
+    block of the anchor a = [x[a], mask, ..., mask] at positions a, a + 1, ...; slot i predicts x[a
+    + i], for i >= 1
+    every layer: the block's queries read the keys of c[r] with r < a in the anchor's document, and
+    of their own block
+
+The target has not read the anchor yet, so c[a] does not exist. Row t of a draft step belongs to the
+anchor t + 1. A block has one slot more than the engine asks for tokens. Attention within it runs
+both ways, so its length changes every proposal. B = batch, T = tokens, A = anchors of a row, S =
+slots of a block, L = aux layers, D = hidden, W = draft vocabulary.
 """
 
 from __future__ import annotations
@@ -48,16 +53,26 @@ class Attention(Projections):
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__(replace(shape, attention_bias=False, qk_norm=True), shape.hidden_size)
 
-    def keys_and_values(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def keys_and_values(
+        self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """[B, key heads, T, head size] each."""
-        return rotate(self.k_norm(self._heads(self.k_proj(x_BTD))), cos_sin), self._heads(self.v_proj(x_BTD))
+        return rotate(self.k_norm(self._heads(self.k_proj(x_BTD))), cos_sin), self._heads(
+            self.v_proj(x_BTD)
+        )
 
     def forward(
-        self, x_BND: Tensor, cos_sin: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: BlockMask
+        self,
+        x_BND: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        context: tuple[Tensor, Tensor],
+        mask: BlockMask,
     ) -> Tensor:
         """The blocks' rows, laid end to end, over the context and their own block."""
         q = rotate(self.q_norm(self._heads(self.q_proj(x_BND))), cos_sin)
-        out_BHNE = attend_blocks(q, context, self.keys_and_values(x_BND, cos_sin), mask, self._head_dim**-0.5)
+        out_BHNE = attend_blocks(
+            q, context, self.keys_and_values(x_BND, cos_sin), mask, self._head_dim**-0.5
+        )
         out: Tensor = self.o_proj(out_BHNE.transpose(1, 2).flatten(2))
         return out
 
@@ -72,40 +87,57 @@ class DFlash(nn.Module):
     recomputes = False
     engine_output = 0
     sees_anchor = False
-    """A block also reads the feature of its anchor, c[a]. No engine has it in time: only the doctor sets this, to find
-    out whether a head was trained so."""
+    """A block also reads the feature of its anchor, c[a]. No engine has it in time: only the doctor
+    sets this, to find out whether a head was trained so.
+    """
     config: Config
 
     def __init__(
-        self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
+        self,
+        config: Config,
+        target: Target,
+        draft_ids_W: Tensor | None = None,
+        shape: LlamaShape | None = None,
     ) -> None:
-        """An untrained head, with the target's embeddings and output head. Without a mask token,
-        the last row of the embeddings is taken. `draft_ids_W` are the target ids to propose,
-        ascending; None for all. `shape` is by default that of the target's layers. Raises
-        ValueError: the target does not have these layers or ids."""
+        """An untrained head, with the target's embeddings and output head.
+
+        Without a mask token, the last row of the embeddings is taken. `draft_ids_W` are the target
+        ids to propose, ascending; None for all. `shape` is by default that of the target's layers.
+
+        Raises:
+            ValueError: the target does not have these layers or ids.
+        """
         super().__init__()
         self._target_architectures = list(getattr(target.config, "architectures", None) or ())
-        self._mask_token_id = len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
+        self._mask_token_id = (
+            len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
+        )
         self.config = config = replace(config, mask_token_id=self._mask_token_id)
         self.shape = shape or LlamaShape.of_head(config, target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
         if self.aux_layer_ids[0] < 1:
             raise ValueError(
-                "this head cannot read layer 0, the embeddings: engines count from the first layer's output"
+                "this head cannot read layer 0, the embeddings: engines count from the first "
+                "layer's output"
             )
-        # A plain tensor is no parameter: not trained, not saved, and `.to` and `.float` leave it alone.
+        # A plain tensor is no parameter: not trained, not saved, and `.to` and `.float` leave it
+        # alone.
         self._embed_VD = target.embed_VD
         self._rotary = Rotary.from_shape(self.shape)
         if draft_ids_W is not None:
             check_ids(draft_ids_W, self.shape.vocab_size)
         self._draft_ids_W: Tensor | None
         self.register_buffer("_draft_ids_W", draft_ids_W, persistent=False)
-        self._head_WD = target.head_VD if self._draft_ids_W is None else target.head_VD[self._draft_ids_W]
+        self._head_WD = (
+            target.head_VD if self._draft_ids_W is None else target.head_VD[self._draft_ids_W]
+        )
         hidden = self.shape.hidden_size
         self.fc = nn.Linear(len(self.aux_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = norm(self.shape)
-        self.layers = nn.ModuleList(PreNormLayer(self.shape, Attention(self.shape)) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            PreNormLayer(self.shape, Attention(self.shape)) for _ in range(config.num_layers)
+        )
         self.norm = norm(self.shape)
 
     @property
@@ -113,32 +145,51 @@ class DFlash(nn.Module):
         return self.config.num_tokens
 
     def feature(self, signal: TargetSignal) -> Tensor:
-        """c, the context of every row, [B, T, D]. Raises ValueError: other aux layers, or none."""
+        """c, the context of every row, [B, T, D].
+
+        Raises:
+            ValueError: other aux layers, or none.
+        """
         # [B, T, L, D] with ascending layers, flattened to the L * D columns of `fc`.
         aux_BTLD = aux_streams(signal, self.aux_layer_ids).to(product_dtype(self.fc.weight))
         out: Tensor = self.hidden_norm(self.fc(aux_BTLD.flatten(2)))
         return out
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
-        """One step for each slot that proposes, of shifts 1, 2, ... While gradients are recorded, a
-        row of the batch has at most `num_anchors` anchors. Otherwise it has all."""
-        # 1. The blocks, as long as the tokens asked for: fewer tokens are a shorter block, in an engine too.
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
+        """One step for each slot that proposes, of shifts 1, 2, ...
+
+        While gradients are recorded, a row of the batch has at most `num_anchors` anchors.
+        Otherwise it has all.
+        """
+        # 1. The blocks, as long as the tokens asked for: fewer tokens are a shorter block, in an
+        #    engine too.
         num_tokens = min(num_steps or self.max_tokens, self.max_tokens)
         # a sample of the anchors is enough for a gradient; a metric or a forecast needs every row
         limit = self.config.num_anchors if torch.is_grad_enabled() else None
         rows_BA, is_anchor_BT = choose_anchors(batch, limit, has_ranks=has_ranks())
         first = self.config.first_slot
         hidden_BASD = self._blocks(batch, self.feature(signal), rows_BA, first + num_tokens)
-        # 2. A slot of all blocks, [B, A, D], becomes a draft step [B, T, D]. No two blocks share a row.
+        # 2. A slot of all blocks, [B, A, D], becomes a draft step [B, T, D]. No two blocks share a
+        #    row.
         at_BAD = rows_BA[..., None].expand(-1, -1, hidden_BASD.shape[-1])
-        # losses and metrics read rows of the batch: a block goes back to the row before its anchor, others are masked
+        # losses and metrics read rows of the batch: a block goes back to the row before its anchor,
+        # others are masked
         empty_BTD = hidden_BASD.new_zeros(*batch.input_ids_BT.shape, hidden_BASD.shape[-1])
         return [
-            self._draft_step(batch, empty_BTD.scatter(1, at_BAD, hidden_BASD[:, :, first + k]), k + 1, is_anchor_BT)
+            self._draft_step(
+                batch,
+                empty_BTD.scatter(1, at_BAD, hidden_BASD[:, :, first + k]),
+                k + 1,
+                is_anchor_BT,
+            )
             for k in range(num_tokens)
         ]
 
-    def _draft_step(self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor) -> DraftStep:
+    def _draft_step(
+        self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor
+    ) -> DraftStep:
         """The step of the draft token number `shift`, counted from 1."""
         return DraftStep(
             hidden_BTD=hidden_BTD,
@@ -154,18 +205,28 @@ class DFlash(nn.Module):
         """The input of the output head in every slot of the blocks, [B, A, S, D]."""
         cos_sin = self._rotary(batch.position_ids_BT, context_BTD)
         layers = list(self.layers)
-        # once for all blocks: no block changes the context's keys, and an engine keeps them in its cache
-        contexts = [cast(Attention, layer.self_attn).keys_and_values(context_BTD, cos_sin) for layer in layers]
+        # once for all blocks: no block changes the context's keys, and an engine keeps them in its
+        # cache
+        contexts = [
+            cast(Attention, layer.self_attn).keys_and_values(context_BTD, cos_sin)
+            for layer in layers
+        ]
         outs = []
         for chunk_BA in torch.split(rows_BA, ANCHORS_A_CHUNK, dim=1):
-            # a row at the end of the batch has no anchor after it; it is clamped here, and has no label
+            # a row at the end of the batch has no anchor after it; it is clamped here, and has no
+            # label
             anchor_BA = (chunk_BA + 1).clamp(max=batch.input_ids_BT.shape[1] - 1)
             slots_S = torch.arange(num_slots, device=chunk_BA.device)
-            # A block may run past the end of the document or of the batch. Those slots have no label.
-            positions_BN = (batch.position_ids_BT.gather(1, anchor_BA)[..., None] + slots_S).flatten(1)
+            # A block may run past the end of the document or of the batch. Those slots have no
+            # label.
+            positions_BN = (
+                batch.position_ids_BT.gather(1, anchor_BA)[..., None] + slots_S
+            ).flatten(1)
             ids_BAS = anchor_BA.new_full((*anchor_BA.shape, num_slots), self._mask_token_id)
             ids_BAS[..., 0] = batch.input_ids_BT.gather(1, anchor_BA)
-            mask = BlockMask.make(anchor_BA if self.sees_anchor else chunk_BA, batch.document_BT, num_slots)
+            mask = BlockMask.make(
+                anchor_BA if self.sees_anchor else chunk_BA, batch.document_BT, num_slots
+            )
             x_BND = F.embedding(ids_BAS.flatten(1), self._embed_VD).to(context_BTD.dtype)
             # Keys of the context are rotated already. Both rotations are by absolute position.
             cos_sin = self._rotary(positions_BN, context_BTD)
@@ -180,11 +241,20 @@ class DFlash(nn.Module):
         return cast(Tensor, checkpoint(layer, *inputs, use_reentrant=False))
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start as layers of the target, usually the last, on the stream of the highest aux layer;
-        tensors of other shapes stay random. Raises ValueError: another number of layers."""
+        """Start as layers of the target, usually the last, on the stream of the highest aux layer.
+
+        Tensors of other shapes stay random.
+
+        Raises:
+            ValueError: another number of layers.
+        """
         if len(layers) != len(self.layers):
             raise ValueError(f"{len(layers)} layers were given to a draft of {len(self.layers)}")
-        theirs = {f"layers.{i}.{name}": v for i, layer in enumerate(layers) for name, v in layer_weights(layer).items()}
+        theirs = {
+            f"layers.{i}.{name}": v
+            for i, layer in enumerate(layers)
+            for name, v in layer_weights(layer).items()
+        }
         # with `fc` as below, the context begins as the highest stream under the target's final norm
         theirs["norm.weight"] = theirs["hidden_norm.weight"] = layer_weights(final_norm)["weight"]
         with torch.no_grad():
@@ -205,17 +275,21 @@ class DFlash(nn.Module):
         num_speculative_tokens: int | None = None,
     ) -> None:
         """Write a folder for vLLM's method of this name; `like` decides the layout if it is given.
+
         The embeddings are the target's and are left out. So is the output head, unless the
         vocabulary is reduced: then the folder has its rows and `d2t`. The layout "speculators", of
         the package with this name, also names the target, from which the package takes the rest,
         and `num_speculative_tokens`, by default those of a block. If `like` has this layout, both
-        are taken from there."""
+        are taken from there.
+        """
         earlier = read_config(like) if like else {}
         is_speculators = layout == "speculators" or speculators.MARK in earlier
         tensors = dict(weights or self.state_dict())
         if self._draft_ids_W is not None:
             maps = id_maps(self._draft_ids_W, self.shape.vocab_size)
-            if not is_speculators:  # the package finds the target's rows by it, and vLLM does not read it
+            if (
+                not is_speculators
+            ):  # the package finds the target's rows by it, and vLLM does not read it
                 del maps["t2d"]
             tensors |= {"lm_head.weight": self._head_WD, **maps}
         served = {
@@ -224,7 +298,8 @@ class DFlash(nn.Module):
         }
         layer = {
             **self.shape.hf_config(),
-            # `hf_config` says llama, because the shape knows nothing of this file's norms of queries and keys.
+            # `hf_config` says llama, because the shape knows nothing of this file's norms of
+            # queries and keys.
             "model_type": "qwen3",
             "num_hidden_layers": self.config.num_layers,
             "layer_types": ["full_attention"] * self.config.num_layers,
@@ -241,18 +316,32 @@ class DFlash(nn.Module):
             frame = {**frame, "transformer_layer_config": layer, "speculators_config": method}
         else:
             frame = {**layer, "architectures": [self.architecture]}
-        config = {**frame, "draft_vocab_size": len(self._head_WD), **served, "redraft": self._training(served)}
+        config = {
+            **frame,
+            "draft_vocab_size": len(self._head_WD),
+            **served,
+            "redraft": self._training(served),
+        }
         write_head(folder, tensors, config, dtype or self.fc.weight.dtype, self.float32)
 
     def _training(self, served: Mapping[str, Any]) -> dict[str, Any]:
-        rotation = {"head_dim": self.shape.head_dim, "rope_parameters": dict(self.shape.rope_parameters)}
+        rotation = {
+            "head_dim": self.shape.head_dim,
+            "rope_parameters": dict(self.shape.rope_parameters),
+        }
         kept = {name: getattr(self.config, name) for name in TRAINING_OPTIONS}
         return {"family": self.family, **kept, TRAINED_WITH: {**served, **rotation}}
 
     def _served(self) -> dict[str, Any]:
         # vLLM counts from the layer that ends: its k is our k + 1. Readers' defaults differ.
         ids = [layer - 1 for layer in self.aux_layer_ids]
-        return {SECTION: {"mask_token_id": self._mask_token_id, "target_layer_ids": ids, "causal": False}}
+        return {
+            SECTION: {
+                "mask_token_id": self._mask_token_id,
+                "target_layer_ids": ids,
+                "causal": False,
+            }
+        }
 
     def _served_by_speculators(self) -> dict[str, Any]:
         return {
@@ -267,17 +356,25 @@ class DFlash(nn.Module):
     def load(cls, folder: Path, target: Target) -> Self:
         """A head from an exported folder of either layout, or from a checkpoint of another trainer
         with one of them.
-        Raises ValueError: a tensor is missing, unknown or of another shape, the embeddings or the
-        head are not the target's, or the head attends in a way that is not supported here."""
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape, the embeddings or the head
+                are not the target's, or the head attends in a way that is not supported here.
+        """
         return load_head(cls, cls._read, folder, target)
 
     @staticmethod
     def _read(config: Mapping[str, Any], folder: Path) -> Config:
-        """The options of a checkpoint. Raises ValueError: its attention is another."""
+        """The options of a checkpoint.
+
+        Raises:
+            ValueError: its attention is another.
+        """
         section = config.get(SECTION) or {}
         if config.get("sample_from_anchor") or section.get("sample_from_anchor"):
             raise ValueError(
-                f"{folder}: its anchor proposes (sample_from_anchor), which DFlash does neither here nor in vLLM"
+                f"{folder}: its anchor proposes (sample_from_anchor), which DFlash does neither "
+                "here nor in vLLM"
             )
         return Config(**read_options(config, section, folder))
 
@@ -286,14 +383,18 @@ def has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def choose_anchors(batch: Batch, limit: int | None, *, has_ranks: bool = False) -> tuple[Tensor, Tensor]:
+def choose_anchors(
+    batch: Batch, limit: int | None, *, has_ranks: bool = False
+) -> tuple[Tensor, Tensor]:
     """(rows before an anchor, ascending, int64 [B, A]; whether a row is one of them, bool [B, T]).
+
     Rows are chosen among those with a label one row after the anchor. If a row of the batch has
-    fewer than `limit` of them, others fill the rest up and count as none. See `choose_rows`."""
+    fewer than `limit` of them, others fill the rest up and count as none. See `choose_rows`.
+    """
     has_label_BT = label_rows(batch, 1)
     if limit is None:
-        # Training passes a limit and never comes here. Ranks take as many blocks as each other, because ZeRO-3 gathers
-        # the weights for each; in one process `int` waits for the device.
+        # Training passes a limit and never comes here. Ranks take as many blocks as each other,
+        # because ZeRO-3 gathers the weights for each; in one process `int` waits for the device.
         limit = batch.input_ids_BT.shape[1] if has_ranks else max(int(has_label_BT.sum(1).max()), 1)
     rows_BA = choose_rows(batch, has_label_BT, limit).sort(dim=1).values
     chosen_BT = torch.zeros_like(has_label_BT).scatter(1, rows_BA, True)

@@ -34,20 +34,32 @@ def load_head(
     config = translate(read_config(folder), folder)
     tensors = read_tensors(folder, tensor_files(folder))
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
-    for name, theirs_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
-        rows = theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
+    for name, theirs_VD in (
+        ("embed_tokens.weight", target.embed_VD),
+        ("lm_head.weight", target.head_VD),
+    ):
+        rows = (
+            theirs_VD if draft_ids_W is None or name != "lm_head.weight" else theirs_VD[draft_ids_W]
+        )
         if not target.is_copy(tensors.pop(name, rows), rows):
-            raise ValueError(f"{folder}: {name} is not the target's: a leftover, trained, or of another target")
+            raise ValueError(
+                f"{folder}: {name} is not the target's: a leftover, trained, or of another target"
+            )
     # Read as a Llama: the norms of q and k are in DFlash's `Attention`, not in the shape.
     shape = LlamaShape.from_head_config({**config, "model_type": "llama"}, target.config)
-    head = make(read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"]))
+    head = make(
+        read(config, folder), target, draft_ids_W, replace(shape, head_dim=config["head_dim"])
+    )
     load_into(head, tensors, folder)
     return head
 
 
 def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     """config.json in the keys of vLLM: as it is, or from the layout of the package `speculators`.
-    Raises ValueError: it names no mask token or no target layers."""
+
+    Raises:
+        ValueError: it names no mask token or no target layers.
+    """
     if speculators.MARK not in config:
         return config
     layers = config.get("aux_hidden_state_layer_ids")
@@ -55,7 +67,9 @@ def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
         absent = "mask_token_id" if layers else "aux_hidden_state_layer_ids"
         raise ValueError(f"{folder}: config.json has no {absent}: write the one of training")
     # the package takes Qwen3's defaults for absent keys
-    inner = read_layer_config({"model_type": "qwen3", **(config.get("transformer_layer_config") or {})}).to_dict()
+    inner = read_layer_config(
+        {"model_type": "qwen3", **(config.get("transformer_layer_config") or {})}
+    ).to_dict()
     # of rotary parameters for several kinds of layers, the package takes these for all
     rope = inner["rope_parameters"].get("sliding_attention", inner["rope_parameters"])
     # `sliding_window_non_causal` is about layers with a window, which are refused whatever it says.
@@ -67,17 +81,31 @@ def translate(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     return {**inner, "rope_parameters": rope, **config, SECTION: section}
 
 
-def read_options(config: Mapping[str, Any], section: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def read_options(
+    config: Mapping[str, Any], section: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
     """The fields of a `Config` in config.json; layers and mask token are in `section`.
-    Raises ValueError: the attention is causal, of a window, or rotates in another way."""
+
+    Raises:
+        ValueError: the attention is causal, of a window, or rotates in another way.
+    """
     of_dflash = config.get(SECTION) or {}
     windows = "sliding_attention" in (config.get("layer_types") or ()) or of_dflash.get("use_swa")
-    if of_dflash.get("causal") or config.get("is_causal") or windows or config.get("is_neox_style") is False:
-        raise ValueError(f"{folder}: only full attention in both directions within a block is supported here")
+    if (
+        of_dflash.get("causal")
+        or config.get("is_causal")
+        or windows
+        or config.get("is_neox_style") is False
+    ):
+        raise ValueError(
+            f"{folder}: only full attention in both directions within a block is supported here"
+        )
     if (act := config.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise ValueError(f"{folder}: hidden_act is {act}, only silu is supported here, as in vLLM")
     # other trainers do not write how the head was trained
-    known = {name: value for name, value in config.get("redraft", {}).items() if name in TRAINING_OPTIONS}
+    known = {
+        name: value for name, value in config.get("redraft", {}).items() if name in TRAINING_OPTIONS
+    }
     return {
         "aux_layer_ids": tuple(layer + 1 for layer in section["target_layer_ids"]),
         "num_layers": config["num_hidden_layers"],

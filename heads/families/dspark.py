@@ -5,12 +5,14 @@
     logits[k]     = base[k] + markov_w2 e[k]                    trained on the text, drafted one token after the other
     confidence[k] = sigmoid(proj [h[k]; e[k]])                  trained to be alpha = 1 - TV(target, draft)
 
-The slots of a block see each other, but not which token is drawn in the slot before: the bias brings this back at the
-price of two small products a token. An engine can verify fewer tokens where the confidence is low.
+The slots of a block see each other, but not which token is drawn in the slot before: the bias
+brings this back at the price of two small products a token. An engine can verify fewer tokens where
+the confidence is low.
 
-Two layouts of a block: with `sample_from_anchor` the anchor's slot proposes the first token, so a block has as many
-tokens as slots. Without, the anchor's slot proposes none, as in DFlash.
-B = batch, T = tokens, K = draft tokens, R = rank of the bias, D = hidden, V = target vocabulary, W = draft vocabulary.
+Two layouts of a block: with `sample_from_anchor` the anchor's slot proposes the first token, so a
+block has as many tokens as slots. Without, the anchor's slot proposes none, as in DFlash. B =
+batch, T = tokens, K = draft tokens, R = rank of the bias, D = hidden, V = target vocabulary, W =
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ Config = options.DSpark
 
 
 class MarkovHead(nn.Module):
-    """The bias of the logits by the token before: a table of codes, and an output head for codes."""
+    """The bias of the logits by the token before.
+
+    A table of codes, and an output head for codes.
+    """
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -62,7 +67,11 @@ class ConfidenceHead(nn.Module):
         # The weight is [1, D + R], hidden state first, as in vLLM's concatenation.
         of_hidden_D, of_code_R = self.proj.weight[0].to(wide).tensor_split([self._hidden_size])
         with torch.autocast(autocast_kind(hidden_BTD.device), enabled=False):
-            out: Tensor = hidden_BTD.to(wide) @ of_hidden_D + code_BTR.to(wide) @ of_code_R + self.proj.bias.to(wide)
+            out: Tensor = (
+                hidden_BTD.to(wide) @ of_hidden_D
+                + code_BTR.to(wide) @ of_code_R
+                + self.proj.bias.to(wide)
+            )
         return out
 
 
@@ -74,22 +83,35 @@ class DSpark(DFlash):
     config: Config
 
     def __init__(
-        self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
+        self,
+        config: Config,
+        target: Target,
+        draft_ids_W: Tensor | None = None,
+        shape: LlamaShape | None = None,
     ) -> None:
         """An untrained head. Arguments and errors are as of `DFlash`."""
         super().__init__(config, target, draft_ids_W, shape)
         rank = config.markov_rank
         self.markov_head = MarkovHead(self.shape.vocab_size, len(self._head_WD), rank)
-        self.confidence_head = ConfidenceHead(self.shape.hidden_size, rank) if config.confidence_head else None
+        self.confidence_head = (
+            ConfidenceHead(self.shape.hidden_size, rank) if config.confidence_head else None
+        )
 
-    def _draft_step(self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor) -> DraftStep:
+    def _draft_step(
+        self, batch: Batch, hidden_BTD: Tensor, shift: int, is_anchor_BT: Tensor
+    ) -> DraftStep:
         # row t belongs to the anchor t + 1, so x[t + shift] is the token before the one to predict
-        # For the first token, shift 1, it is the anchor itself. Rows at the end wrap around and have no label.
-        code_BTR = self.markov_head.markov_w1(batch.input_ids_BT.roll(-shift, dims=1)).to(hidden_BTD.dtype)
+        # For the first token, shift 1, it is the anchor itself. Rows at the end wrap around and
+        # have no label.
+        code_BTR = self.markov_head.markov_w1(batch.input_ids_BT.roll(-shift, dims=1)).to(
+            hidden_BTD.dtype
+        )
         return replace(
             super()._draft_step(batch, hidden_BTD, shift, is_anchor_BT),
             bias=Bias(code_BTR=code_BTR, head_WR=self.markov_head.markov_w2.weight),
-            confidence_BT=None if self.confidence_head is None else self.confidence_head(hidden_BTD, code_BTR),
+            confidence_BT=None
+            if self.confidence_head is None
+            else self.confidence_head(hidden_BTD, code_BTR),
         )
 
     def _served(self) -> dict[str, Any]:
@@ -115,14 +137,23 @@ class DSpark(DFlash):
 
     @staticmethod
     def _read(config: Mapping[str, Any], folder: Path) -> Config:
-        """The options of a checkpoint. Raises ValueError: the attention, the Markov head or the
-        confidence head is of another kind, or the kind of block is not written down."""
+        """The options of a checkpoint.
+
+        Raises:
+            ValueError: the attention, the Markov head or the confidence head is of another kind, or
+                the kind of block is not written down.
+        """
         if (kind := config.get("markov_head_type") or "vanilla") != "vanilla":
-            raise ValueError(f"{folder}: a Markov head of type {kind} is not supported here, only vanilla")
+            raise ValueError(
+                f"{folder}: a Markov head of type {kind} is not supported here, only vanilla"
+            )
         has_confidence = bool(config.get("enable_confidence_head"))
         # vLLM takes false if the key is absent, so an absent key is refused as well.
         if has_confidence and not config.get("confidence_head_with_markov"):
-            raise ValueError(f"{folder}: a confidence head that does not read the Markov head is not supported here")
+            raise ValueError(
+                f"{folder}: a confidence head that does not read the Markov head is not supported "
+                "here"
+            )
         if speculators.MARK in config and "sample_from_anchor" not in config:
             raise ValueError(
                 f"{folder}: config.json does not say whether the anchor proposes, and speculators "

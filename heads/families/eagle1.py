@@ -1,9 +1,12 @@
-"""EAGLE-1: one decoder layer to predict the target's next last hidden state (Li et al., arXiv 2401.15077).
+"""EAGLE-1: one decoder layer to predict the target's next last hidden state (Li et al., arXiv
+
+2401.15077).
 
     fc([embed(x[t+1]), f[t]]) -> layer without input norm -> f'[t+1], read by the target's head
 
 f is the target's hidden state after the final norm. The layer's output is fed back unchanged.
-B = batch, T = tokens, D = hidden, V = vocabulary."""
+B = batch, T = tokens, D = hidden, V = vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +76,12 @@ class Eagle1(nn.Module):
         """The target's last hidden state, [B, T, D]."""
         return final_hidden(signal)
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
-        """Steps of shifts 1, 2, ..., each with the distance between the predicted feature and the target's."""
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
+        """Steps of shifts 1, 2, ..., each with the distance between the predicted feature and the
+        target's.
+        """
         target_BTD = final_hidden(signal)
         steps = unroll(self, batch, target_BTD, self._head_VD, num_steps, rule=self.shape.rule)
         return [replace(step, extra_loss_BT=self._regression(step, target_BTD)) for step in steps]
@@ -86,26 +93,50 @@ class Eagle1(nn.Module):
         distance_BTD = F.smooth_l1_loss(step.hidden_BTD, wanted_BTD, reduction="none")
         return self.config.regression_weight * distance_BTD.mean(-1)
 
-    def export(self, folder: Path, dtype: Dtype = None, *, weights: Weights = None, like: Path | None = None) -> None:
+    def export(
+        self,
+        folder: Path,
+        dtype: Dtype = None,
+        *,
+        weights: Weights = None,
+        like: Path | None = None,
+    ) -> None:
         """Write a folder for vLLM's `method: eagle`, which shares embeddings and head."""
         left_out = {field.name for field in fields(options.LayerSizes)}  # they stand in config.json
         kept = {name: value for name, value in asdict(self.config).items() if name not in left_out}
         training = {"family": "eagle1", **kept, TRAINED_WITH: self.shape.record()}
         # For the method eagle, vLLM puts "Eagle" in front of this name itself.
-        config = {**self.shape.hf_config(), "architectures": ["LlamaForCausalLM"], "redraft": training}
+        config = {
+            **self.shape.hf_config(),
+            "architectures": ["LlamaForCausalLM"],
+            "redraft": training,
+        }
         write_head(folder, weights or self.state_dict(), config, dtype or self.fc.weight.dtype)
 
     @staticmethod
     def load(folder: Path, target: Target) -> Eagle1:
         """A head from an exported folder, or another trainer's, without copies of embeddings and
-        head. Raises ValueError: a tensor or a copy is another."""
+        head.
+
+        Raises:
+            ValueError: a tensor or a copy is another.
+        """
         config = read_config(folder)
         known = {field.name for field in fields(Config)}
-        training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
-        head = Eagle1(Config(**training), target, LlamaShape.from_head_config(config, target.config))
+        training = {
+            name: value for name, value in config.get("redraft", {}).items() if name in known
+        }
+        head = Eagle1(
+            Config(**training), target, LlamaShape.from_head_config(config, target.config)
+        )
         tensors = read_tensors(folder, tensor_files(folder))
-        for name, shared_VD in (("embed_tokens.weight", target.embed_VD), ("lm_head.weight", target.head_VD)):
+        for name, shared_VD in (
+            ("embed_tokens.weight", target.embed_VD),
+            ("lm_head.weight", target.head_VD),
+        ):
             if not target.is_copy(tensors.pop(name, shared_VD), shared_VD):
-                raise ValueError(f"{folder}: {name} is not the target's: a leftover, or of another target")
+                raise ValueError(
+                    f"{folder}: {name} is not the target's: a leftover, or of another target"
+                )
         load_into(head, tensors, folder)
         return head

@@ -1,10 +1,15 @@
-"""EAGLE-3: one layer over the embedding and a mix of the target's layers (Li et al., arXiv 2503.01840).
+"""EAGLE-3: one layer over the embedding and a mix of the target's layers (Li et al., arXiv
+
+2503.01840).
 
     g[t] = fc(concat of the target's residual stream after each aux layer)
-    layer([input_layernorm(embed(x[t+1])), hidden_norm(g[t])]) + g[t] -> g'[t+1], read by the head after `norm`
+    layer([input_layernorm(embed(x[t+1])), hidden_norm(g[t])]) + g[t] -> g'[t+1], read by the head
+    after `norm`
 
-g' is fed back before `norm`, or after it with `norm_output`. EAGLE-3.1 added the options `fc_norm` and `norm_output`.
-B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W = draft vocabulary."""
+g' is fed back before `norm`, or after it with `norm_output`. EAGLE-3.1 added the options `fc_norm`
+and `norm_output`. B = batch, T = tokens, L = aux layers, D = hidden, V = target vocabulary, W =
+draft vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,8 @@ Config = options.Eagle3
 
 
 ARCHITECTURE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Options that change the head's arithmetic. Engines read them from config.json under these names."""
+"""Options that change the head's arithmetic. Engines read them from config.json under these names.
+"""
 
 
 class Layer(nn.Module):
@@ -48,11 +54,16 @@ class Layer(nn.Module):
         self.post_attention_layernorm = norm(shape)
         self.mlp = GatedMLP(shape)
 
-    def forward(self, embed_BTD: Tensor, feature_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+    def forward(
+        self, embed_BTD: Tensor, feature_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory
+    ) -> Tensor:
         normed_BTD = self.hidden_norm(feature_BTD)
         x_BTD = normed_BTD if self._norm_before_residual else feature_BTD
-        # [B, T, 2 D], the embedding first. The other order has the same shapes, and would fail in silence.
-        attended = self.self_attn(torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1), cos_sin, memory)
+        # [B, T, 2 D], the embedding first. The other order has the same shapes, and would fail in
+        # silence.
+        attended = self.self_attn(
+            torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1), cos_sin, memory
+        )
         x_BTD = x_BTD + attended
         out: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
         return out
@@ -68,18 +79,27 @@ class Eagle3(nn.Module):
     engine_output = 0
 
     def __init__(
-        self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
+        self,
+        config: Config,
+        target: Target,
+        draft_ids_W: Tensor | None = None,
+        shape: LlamaShape | None = None,
     ) -> None:
         """An untrained head, with the target's embeddings and a copy of its output head.
+
         `draft_ids_W` are the target ids to propose, ascending; None for all. `shape` is by default
-        that of the target's layers. Raises ValueError: the target does not have these layers or
-        ids."""
+        that of the target's layers.
+
+        Raises:
+            ValueError: the target does not have these layers or ids.
+        """
         super().__init__()
         self.config = config
         self.shape = shape or LlamaShape.of_head(config, target.config)
         self.aux_layer_ids = aux_layers(config.aux_layer_ids, target.config.num_hidden_layers)
         hidden = self.shape.hidden_size
-        # A plain tensor is no parameter: not trained, not saved, and `.to` and `.float` leave it alone.
+        # A plain tensor is no parameter: not trained, not saved, and `.to` and `.float` leave it
+        # alone.
         self._embed_VD = target.embed_VD
         self._rotary = Rotary.from_shape(self.shape)
         if draft_ids_W is not None:
@@ -115,14 +135,21 @@ class Eagle3(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The input of the output head and the feature to feed back, both [B, T, D]."""
         embed_BTD = self.embed(ids_BT).to(feature_BTD.dtype)
-        out_BTD = self.midlayer(embed_BTD, feature_BTD, self._rotary(position_ids_BT, feature_BTD), memory)
+        out_BTD = self.midlayer(
+            embed_BTD, feature_BTD, self._rotary(position_ids_BT, feature_BTD), memory
+        )
         normed_BTD = self.norm(out_BTD)
         return normed_BTD, normed_BTD if self.config.norm_output else out_BTD
 
     def feature(self, signal: TargetSignal) -> Tensor:
-        """fc(concat aux), the feature of step 0, [B, T, D]. Raises ValueError: other aux layers."""
+        """fc(concat aux), the feature of step 0, [B, T, D].
+
+        Raises:
+            ValueError: other aux layers.
+        """
         is_normed = self.config.norm_before_fc or self.config.fc_norm
-        # Without a norm `fc` reads the streams, and under autocast it would narrow a wide copy again.
+        # Without a norm `fc` reads the streams, and under autocast it would narrow a wide copy
+        # again.
         dtype = self.fc.weight.dtype if is_normed else product_dtype(self.fc.weight)
         return self.mix(aux_streams(signal, self.aux_layer_ids).to(dtype))
 
@@ -137,19 +164,27 @@ class Eagle3(nn.Module):
         if self.config.norm_before_fc:
             aux_BTLD = self.input_norm(aux_BTLD.flatten(2)).view_as(aux_BTLD)
         if self.config.fc_norm:
-            aux_BTLD = torch.stack([n(a) for n, a in zip(self.fc_norm, aux_BTLD.unbind(2), strict=True)], dim=2)
+            aux_BTLD = torch.stack(
+                [n(a) for n, a in zip(self.fc_norm, aux_BTLD.unbind(2), strict=True)], dim=2
+            )
         return aux_BTLD.flatten(2)
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
         """Steps of shifts 1, 2, ...: features of the head, the true tokens."""
         feature_BTD, rule = self.feature(signal), self.shape.rule
-        return unroll(self, batch, feature_BTD, self.head, num_steps, draft_ids_W=self._draft_ids_W, rule=rule)
+        return unroll(
+            self, batch, feature_BTD, self.head, num_steps, draft_ids_W=self._draft_ids_W, rule=rule
+        )
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
         """Start as a layer of the target, usually the last, on the stream of the highest aux layer.
+
         Tensors of equal shape are copied. Attention's projections are twice as wide as the layer's:
         the half for the feature is copied, the half for the embedding stays random. Tensors of any
-        other shape stay random too."""
+        other shape stay random too.
+        """
         (layer,) = layers
         theirs = {f"midlayer.{name}": value for name, value in layer_weights(layer).items()}
         # The target's layer norms the state, as `hidden_norm` here; OLMo 2 has no such norm.
@@ -163,7 +198,9 @@ class Eagle3(nn.Module):
                 value = theirs.get(name)
                 if value is not None and value.shape == own.shape:
                     own.copy_(value)
-                elif value is not None and value.ndim == 2 and own.shape == (len(value), 2 * hidden):
+                elif (
+                    value is not None and value.ndim == 2 and own.shape == (len(value), 2 * hidden)
+                ):
                     own[:, hidden:].copy_(value)
             # [0 ... 0 I]: g begins as the stream of the highest layer.
             self.fc.weight.zero_()[:, -hidden:].fill_diagonal_(1.0)
@@ -180,15 +217,24 @@ class Eagle3(nn.Module):
         num_speculative_tokens: int = 3,
     ) -> None:
         """Write a folder for vLLM's `method: eagle3`; `like` decides the layout if it is given.
+
         The layout "vllm" leaves out the embeddings, and the head unless it was trained: vLLM shares
         the target's. The layout "speculators", of the package with this name, holds both. It also
-        names the target and `num_speculative_tokens`."""
+        names the target and `num_speculative_tokens`.
+        """
         tensors = self._tensors(weights or self.state_dict())
         if layout == "speculators" or (like and speculators.MARK in read_config(like)):
             config = self._speculators_config(target_name, num_speculative_tokens)
-            tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-            # speculators 0.9 leaves absent ones as uninitialised memory; vLLM shares copies equal to the target's
-            tensors = {"embed_tokens.weight": self._embed_VD, "lm_head.weight": self.head, **tensors}
+            tensors = {
+                name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()
+            }
+            # speculators 0.9 leaves absent ones as uninitialised memory; vLLM shares copies equal
+            # to the target's
+            tensors = {
+                "embed_tokens.weight": self._embed_VD,
+                "lm_head.weight": self.head,
+                **tensors,
+            }
         else:
             config = self._vllm_config()
         write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
@@ -205,7 +251,9 @@ class Eagle3(nn.Module):
         return {
             **self.shape.hf_config(),
             **self._architecture(),
-            "architectures": ["Eagle3Qwen3ForCausalLM" if self.shape.qk_norm else "LlamaForCausalLMEagle3"],
+            "architectures": [
+                "Eagle3Qwen3ForCausalLM" if self.shape.qk_norm else "LlamaForCausalLMEagle3"
+            ],
             # vLLM counts the layers by this key; given the ids at the top level alone, it assumes 3
             "num_aux_hidden_states": len(self.aux_layer_ids),
             "redraft": self._training(),
@@ -221,7 +269,12 @@ class Eagle3(nn.Module):
         )
         # vLLM builds its config from this inner section, so the count of layers must stand here
         layer = {**self.shape.hf_config(), "num_aux_hidden_states": len(self.aux_layer_ids)}
-        return {**self._architecture(), **frame, "transformer_layer_config": layer, "redraft": self._training()}
+        return {
+            **self._architecture(),
+            **frame,
+            "transformer_layer_config": layer,
+            "redraft": self._training(),
+        }
 
     def _architecture(self) -> dict[str, Any]:
         return {
@@ -233,12 +286,19 @@ class Eagle3(nn.Module):
     def _training(self) -> dict[str, Any]:
         kept = {"own_head", "num_steps", "step_decay"}
         training = {name: value for name, value in asdict(self.config).items() if name in kept}
-        return {"family": self.family, **training, TRAINED_WITH: {**self._architecture(), **self.shape.record()}}
+        return {
+            "family": self.family,
+            **training,
+            TRAINED_WITH: {**self._architecture(), **self.shape.record()},
+        }
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Self:
-        """A head from an exported folder of either layout, or another trainer's. Raises ValueError:
-        a tensor, d2t and t2d, or the embeddings do not fit."""
+        """A head from an exported folder of either layout, or another trainer's.
+
+        Raises:
+            ValueError: a tensor, d2t and t2d, or the embeddings do not fit.
+        """
         checkpoint = read_checkpoint(folder, target)
         options = cls._read(checkpoint.config, own_head="lm_head.weight" in checkpoint.tensors)
         head = cls(options, target, checkpoint.draft_ids_W, checkpoint.shape)
@@ -249,14 +309,19 @@ class Eagle3(nn.Module):
     def _read(config: Mapping[str, Any], *, own_head: bool) -> Any:
         """The options of a checkpoint: the engine's keys for architecture, ours for training."""
         known = {field.name for field in fields(Config)}
-        training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
+        training = {
+            name: value for name, value in config.get("redraft", {}).items() if name in known
+        }
         is_speculators = config.get(speculators.MARK) == "eagle3"
         nested = config.get("eagle_config") or {}
-        ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+        ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get(
+            "eagle_aux_hidden_state_layer_ids"
+        )
         return Config(
             aux_layer_ids=tuple(ids or ()),
             norm_before_fc=nested.get("norm_before_fc", config.get("norm_before_fc", False)),
-            # as vLLM reads them: an absent key means true in a config of speculators, and false in others
+            # as vLLM reads them: an absent key means true in a config of speculators, and false in
+            # others
             norm_before_residual=config.get("norm_before_residual", is_speculators),
             fc_norm=config.get("fc_norm", False),
             norm_output=config.get("norm_output", False),
@@ -277,7 +342,11 @@ class Checkpoint:
     def load_into(self, head: Eagle3, folder: Path) -> None:
         """Copy the weights. Raises: as `heads.files.tensors.load_into`."""
         unused = () if head.config.own_head else ("lm_head.weight",)
-        load_into(head, {name: tensor for name, tensor in self.tensors.items() if name not in unused}, folder)
+        load_into(
+            head,
+            {name: tensor for name, tensor in self.tensors.items() if name not in unused},
+            folder,
+        )
 
 
 def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
@@ -289,6 +358,10 @@ def read_checkpoint(folder: Path, target: Target) -> Checkpoint:
     draft_ids_W = read_ids(tensors.pop("d2t", None), tensors.pop("t2d", None), folder)
     embed_VD = tensors.pop("embed_tokens.weight", target.embed_VD)
     if not target.is_copy(embed_VD, target.embed_VD):
-        raise ValueError(f"{folder} has embeddings that are not the target's: a leftover, or of another target")
-    shape = LlamaShape.from_head_config(config.get("transformer_layer_config", config), target.config)
+        raise ValueError(
+            f"{folder} has embeddings that are not the target's: a leftover, or of another target"
+        )
+    shape = LlamaShape.from_head_config(
+        config.get("transformer_layer_config", config), target.config
+    )
     return Checkpoint(config=config, tensors=tensors, draft_ids_W=draft_ids_W, shape=shape)

@@ -1,15 +1,19 @@
-"""Weights of an EAGLE-3 head before its first training step, by least squares on the target's hidden states.
+"""Weights of an EAGLE-3 head before its first training step, by least squares on the target's
+hidden states.
 
     hidden[t+1] ~ A streams[t] + B embed(x[t+1]) + C copies[t]
       A -> fc
       B -> attention heads that look at their own row
-      C -> attention heads that look at earlier rows whose token was x[t+1]; they carry the token that followed there
+      C -> attention heads that look at earlier rows whose token was x[t+1]; they carry the token
+      that followed there
 
-`hidden` is the state from which the target predicts x[t+2]. Training finds these maps slowly. The last one, attention
-that copies (an "induction head", Olsson et al., arXiv 2209.11895), forms late even in a large model. Here they take a
-few passes of matrix products over some thousands of tokens, and no gradient. The MLP starts at zero.
+`hidden` is the state from which the target predicts x[t+2]. Training finds these maps slowly. The
+last one, attention that copies (an "induction head", Olsson et al., arXiv 2209.11895), forms late
+even in a large model. Here they take a few passes of matrix products over some thousands of tokens,
+and no gradient. The MLP starts at zero.
 
-S = sampled rows, F = the streams of a row end to end, D = hidden, E = size of an attention head, R = rank of B.
+S = sampled rows, F = the streams of a row end to end, D = hidden, E = size of an attention head, R
+= rank of B.
 """
 
 from __future__ import annotations
@@ -38,10 +42,14 @@ def start_by_least_squares(
 ) -> None:
     """Set the weights of an untrained head, all but its output head and final norm, which are the
     target's (`Eagle3.init_from_layers`). `known` are batches with the target's hidden states:
-    several times as many tokens as F + D. `stream_scales` are, for each stream, the factors of the
-    norm in the target's layer that reads it, [D]. `fc_norm` takes them, because they shrink the
-    entries that are hundreds of times as large as the others. Raises ValueError: the head does not
-    norm each stream (`fc_norm`), or adds to the normed feature (`norm_before_residual`)."""
+    several times as many tokens as F + D. `stream_scales` are, for each stream, the factors of
+    the norm in the target's layer that reads it, [D]. `fc_norm` takes them, because they shrink
+    the entries that are hundreds of times as large as the others.
+
+    Raises:
+        ValueError: the head does not norm each stream (`fc_norm`), or adds to the normed feature
+            (`norm_before_residual`).
+    """
     if not head.config.fc_norm or head.config.norm_before_residual:
         raise ValueError("least squares start a head with fc_norm and without norm_before_residual")
     layer, size = head.midlayer, head.shape.hidden_size
@@ -52,7 +60,10 @@ def start_by_least_squares(
         norm.weight.fill_(1.0)
 
     def rows() -> Iterator[Rows]:
-        """Made again each time it is asked: in float32 they take several times the memory of `known`."""
+        """Made again each time it is asked.
+
+        In float32 they take several times the memory of `known`.
+        """
         return (Rows.of(head, batch, signal) for batch, signal in known)
 
     # 1. A and B.
@@ -67,9 +78,13 @@ def start_by_least_squares(
     token_of_DD = solve_ridge(a_DF @ squares[:width, :width] @ a_DF.mT, a_DF @ own_FD).mT
     roles = Roles.of(head)
     aim(head, roles, token_of_DD)
-    left_DR, right_RD = factor(b_DD, squares[width:, width:], rank=roles.slot(len(roles.own_row)).start)
+    left_DR, right_RD = factor(
+        b_DD, squares[width:, width:], rank=roles.slot(len(roles.own_row)).start
+    )
     for place, (_, key) in chain(enumerate(roles.own_row), enumerate(roles.same_token)):
-        layer.self_attn.v_proj.weight[roles.slot(key), :size] = right_RD[roles.slot(place)].to(head.fc.weight)
+        layer.self_attn.v_proj.weight[roles.slot(key), :size] = right_RD[roles.slot(place)].to(
+            head.fc.weight
+        )
 
     # 3. B, and C fitted to the rest.
     out_DO = layer.self_attn.o_proj.weight.zero_()
@@ -77,9 +92,14 @@ def start_by_least_squares(
         out_DO[:, roles.slot(query)] = left_DR[:, roles.slot(place)].to(out_DO)
     if roles.same_token:
         slots = [roles.slot(query) for query, _ in roles.same_token]
-        followers = [torch.cat([out[:, slot] for slot in slots], dim=1) for out in attend(head, known, rows())]
+        followers = [
+            torch.cat([out[:, slot] for slot in slots], dim=1)
+            for out in attend(head, known, rows())
+        ]
         rest = (r.hidden_SD - r.inputs @ solved.to(r.inputs) for r in rows())
-        c_DR = solve_ridge(gram((f, f) for f in followers), gram(zip(followers, rest, strict=True))).mT
+        c_DR = solve_ridge(
+            gram((f, f) for f in followers), gram(zip(followers, rest, strict=True))
+        ).mT
         for place, slot in enumerate(slots):
             out_DO[:, slot] = c_DR[:, roles.slot(place)].to(out_DO)
     layer.mlp.down_proj.weight.zero_()
@@ -89,9 +109,11 @@ def start_by_least_squares(
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows t of a batch that have a row before them and one after them in their document. The first row of a
-    document is left out, because in many targets its streams are a thousand times as long. Row t + 1 has a state: it is
-    zero if no server was asked for it."""
+    """The rows t of a batch that have a row before them and one after them in their document.
+
+    The first row of a document is left out, because in many targets its streams are a thousand
+    times as long. Row t + 1 has a state: it is zero if no server was asked for it.
+    """
 
     kept_BT: Tensor
     streams_SF: Tensor
@@ -109,7 +131,9 @@ class Rows:
         embed_BTD = head.midlayer.input_layernorm(head.embed(batch.input_ids_BT).to(head.fc.weight))
         streams_BTF = head.concat(aux_streams(signal, head.aux_layer_ids).to(head.fc.weight))
         # A weight of zero leaves a state of zero, whatever was there.
-        hidden_BTD = final_hidden(signal).to(head.norm.weight) / head.norm.weight.where(head.norm.weight != 0, 1)
+        hidden_BTD = final_hidden(signal).to(head.norm.weight) / head.norm.weight.where(
+            head.norm.weight != 0, 1
+        )
         document_BT = batch.document_BT
         kept_BT = hidden_BTD[:, 1:].any(dim=-1)
         kept_BT &= (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, :-1] >= 0)
@@ -136,9 +160,15 @@ class Roles:
         keys = head.shape.num_key_value_heads
         group = head.shape.num_attention_heads // keys
         if group > 1:  # the first two queries of a group; the others start idle
-            own, same = [(key * group, key) for key in range(keys)], [(key * group + 1, key) for key in range(keys)]
+            own, same = (
+                [(key * group, key) for key in range(keys)],
+                [(key * group + 1, key) for key in range(keys)],
+            )
         else:
-            own, same = [(key, key) for key in range(0, keys, 2)], [(key, key) for key in range(1, keys, 2)]
+            own, same = (
+                [(key, key) for key in range(0, keys, 2)],
+                [(key, key) for key in range(1, keys, 2)],
+            )
         return Roles(own_row=own, same_token=same, head_size=head.shape.head_dim)
 
     def slot(self, number: int) -> slice:
@@ -146,9 +176,12 @@ class Roles:
 
 
 def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
-    """Set queries and keys for their tasks, and clear the values. A key holds the token of its
-    row's embedding in the fast half of the rotary pairs, which tell near from far, and the token of
-    its row's feature in the slow half, which hardly turn within some hundreds of tokens."""
+    """Set queries and keys for their tasks, and clear the values.
+
+    A key holds the token of its row's embedding in the fast half of the rotary pairs, which tell
+    near from far, and the token of its row's feature in the slow half, which hardly turn within
+    some hundreds of tokens.
+    """
     attention, size, width = head.midlayer.self_attn, head.shape.hidden_size, roles.head_size
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     for parameter in chain.from_iterable(projection.parameters() for projection in projections):
@@ -171,19 +204,25 @@ def aim(head: Eagle3, roles: Roles, token_of_DD: Tensor) -> None:
         # Not zero: heads that are equal would stay so.
         q_OI[roles.slot(idle)].normal_(0, 0.02)
     if head.shape.qk_norm:
-        # Normed queries and keys have a length of sqrt(E), of which own-row queries meet the larger part of the key.
+        # Normed queries and keys have a length of sqrt(E), of which own-row queries meet the larger
+        # part of the key.
         sharpness = math.sqrt(OWN_ROW / math.sqrt(width))
         attention.q_norm.weight.fill_(sharpness)
         attention.k_norm.weight.fill_(sharpness)
 
 
 def random_rows(count: int, size: int, score: float, head_size: int) -> Tensor:
-    """`count` orthogonal rows for queries and keys: a normed embedding of `size` has about this score with itself."""
+    """`count` orthogonal rows for queries and keys.
+
+    A normed embedding of `size` has about this score with itself.
+    """
     rows: Tensor = torch.linalg.qr(torch.randn(size, count))[0].mT
     return rows * math.sqrt(score * math.sqrt(head_size) / rows.shape[0])
 
 
-def attend(head: Eagle3, known: Sequence[tuple[Batch, TargetSignal]], rows: Iterable[Rows]) -> Iterator[Tensor]:
+def attend(
+    head: Eagle3, known: Sequence[tuple[Batch, TargetSignal]], rows: Iterable[Rows]
+) -> Iterator[Tensor]:
     """The input of attention's output projection on the kept rows of each batch, [S, H E]."""
     taken: list[Tensor] = []
 

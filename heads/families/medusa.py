@@ -2,7 +2,8 @@
 
     head i = 0, 1, ...:   h <- h + silu(W h + b), num_layers times;   logits = lm_heads[i] h,   predicts x[t+2+i]
 
-B = batch, T = tokens, D = hidden, V = vocabulary."""
+B = batch, T = tokens, D = hidden, V = vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.heads import options
-from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden, label_rows
+from redraft.heads.draft import (
+    Batch,
+    DraftStep,
+    Dtype,
+    TargetSignal,
+    Weights,
+    final_hidden,
+    label_rows,
+)
 from redraft.heads.files.folder import TRAINED_WITH, read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.nn.logits import LogitRule
@@ -28,7 +37,9 @@ Config = options.Medusa
 class ResidualBlock(nn.Module):
     def __init__(self, hidden_size: int, num_layers: int, bias: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            nn.Linear(hidden_size, hidden_size, bias=bias) for _ in range(num_layers)
+        )
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         for layer in self.layers:
@@ -48,10 +59,12 @@ class Medusa(nn.Module):
         self.config = config
         self.vocab_size, self.hidden_size = target.head_VD.shape
         self.blocks = nn.ModuleList(
-            ResidualBlock(self.hidden_size, config.num_layers, config.bias) for _ in range(config.num_heads)
+            ResidualBlock(self.hidden_size, config.num_layers, config.bias)
+            for _ in range(config.num_heads)
         )
         self.lm_heads = nn.ModuleList(
-            nn.Linear(self.hidden_size, self.vocab_size, bias=False) for _ in range(config.num_heads)
+            nn.Linear(self.hidden_size, self.vocab_size, bias=False)
+            for _ in range(config.num_heads)
         )
         # h + silu(0) = h: with zero blocks every head proposes the target's next token again.
         for parameter in self.blocks.parameters():
@@ -71,7 +84,9 @@ class Medusa(nn.Module):
         """The target's last hidden state, [B, T, D]."""
         return final_hidden(signal)
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
         """One step for each head, of shifts 1, 2, ..."""
         hidden_BTD = final_hidden(signal).to(self._dtype)
         return [
@@ -86,7 +101,14 @@ class Medusa(nn.Module):
             for i, block in enumerate(self.blocks[:num_steps])
         ]
 
-    def export(self, folder: Path, dtype: Dtype = None, *, weights: Weights = None, like: Path | None = None) -> None:
+    def export(
+        self,
+        folder: Path,
+        dtype: Dtype = None,
+        *,
+        weights: Weights = None,
+        like: Path | None = None,
+    ) -> None:
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -106,8 +128,11 @@ class Medusa(nn.Module):
 
     @staticmethod
     def load(folder: Path, target: Target) -> Medusa:
-        """A head from an exported folder, or in the layout of Medusa's authors. Raises ValueError:
-        a tensor is missing, of another shape, or unknown."""
+        """A head from an exported folder, or in the layout of Medusa's authors.
+
+        Raises:
+            ValueError: a tensor is missing, of another shape, or unknown.
+        """
         head = Medusa(_read(read_config(folder)), target)
         tensors = read_tensors(folder, tensor_files(folder))
         load_into(head, {_our_name(name): tensor for name, tensor in tensors.items()}, folder)
@@ -115,7 +140,10 @@ class Medusa(nn.Module):
 
 
 def _our_name(name: str) -> str:
-    """The authors number a head's modules: `0.0.linear` is the first block of head 0, `0.1` its `lm_head`."""
+    """The authors number a head's modules.
+
+    `0.0.linear` is the first block of head 0, `0.1` its `lm_head`.
+    """
     name = name.removeprefix("medusa_heads.")
     name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
     return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
@@ -125,7 +153,8 @@ def _read(config: Mapping[str, Any]) -> Config:
     return Config(
         num_heads=config.get("num_heads") or config["medusa_num_heads"],
         num_layers=config.get("num_hidden_layers") or config["medusa_num_layers"],
-        # vLLM's default. Without the key, vLLM drops the biases of a checkpoint; here it is refused.
+        # vLLM's default. Without the key, vLLM drops the biases of a checkpoint; here it is
+        # refused.
         bias=config.get("medusa_fc_bias", False),
         step_decay=config.get("redraft", {}).get("step_decay", Config.step_decay),
     )

@@ -5,7 +5,8 @@
     state_w = 0.5^(0.5 / n),   emb_w = sqrt((1 - state_w^2) * inner / 2)
 
 With these weights half of the first state's weight is left after all n stages. vLLM has no
-proposer for it. B = batch, T = tokens, D = hidden, I = inner, V = vocabulary."""
+proposer for it. B = batch, T = tokens, D = hidden, I = inner, V = vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.heads import options
-from redraft.heads.draft import Batch, DraftStep, Dtype, TargetSignal, Weights, final_hidden, label_rows
+from redraft.heads.draft import (
+    Batch,
+    DraftStep,
+    Dtype,
+    TargetSignal,
+    Weights,
+    final_hidden,
+    label_rows,
+)
 from redraft.heads.files.folder import read_config, tensor_files
 from redraft.heads.files.tensors import load_into, read_tensors, write_head
 from redraft.heads.target import Target
@@ -51,12 +60,17 @@ class MLPSpeculator(nn.Module):
         self.vocab_size, self.hidden_size = target.head_VD.shape
         stages, inner = config.num_stages, config.inner_dim or self.hidden_size
         self.emb = nn.ModuleList(nn.Embedding(self.vocab_size, inner) for _ in range(stages))
-        self.proj = nn.ModuleList(nn.Linear(inner if i else self.hidden_size, inner, bias=False) for i in range(stages))
-        self.head = nn.ModuleList(nn.Linear(inner, self.vocab_size, bias=False) for _ in range(stages))
+        self.proj = nn.ModuleList(
+            nn.Linear(inner if i else self.hidden_size, inner, bias=False) for i in range(stages)
+        )
+        self.head = nn.ModuleList(
+            nn.Linear(inner, self.vocab_size, bias=False) for _ in range(stages)
+        )
         self.ln = nn.ModuleList(ScaledNorm(inner) for _ in range(stages))
         # 3 stages: 0.891, and 0.891 ** (2 * 3) = 0.5 of the variance is left at the end.
         state_weight = 0.5 ** (0.5 / stages)
-        # divided by state_w: the norm that follows takes out a common factor, so only the ratio of the two matters
+        # divided by state_w: the norm that follows takes out a common factor, so only the ratio of
+        # the two matters
         self._emb_weight = math.sqrt((1 - state_weight**2) * inner / 2) / state_weight
         for parameter in (*self.emb.parameters(), *self.proj.parameters(), *self.head.parameters()):
             nn.init.normal_(parameter, std=inner**-0.5)
@@ -87,12 +101,15 @@ class MLPSpeculator(nn.Module):
         """The target's last hidden state, [B, T, D]."""
         return final_hidden(signal)
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
         """One step for each stage, of shifts 1, 2, ..., on the true tokens."""
         state_BTI = self._first_state(final_hidden(signal))
         steps = []
         for i in range(min(self.max_tokens, num_steps or self.max_tokens)):
-            # Stage i reads the true token x[t + 1 + i], as an engine reads the one drafted or sampled before.
+            # Stage i reads the true token x[t + 1 + i], as an engine reads the one drafted or
+            # sampled before.
             state_BTI = self.stage(i, state_BTI, batch.input_ids_BT.roll(-1 - i, dims=1))
             steps.append(
                 DraftStep(
@@ -105,8 +122,18 @@ class MLPSpeculator(nn.Module):
             )
         return steps
 
-    def export(self, folder: Path, dtype: Dtype = None, *, weights: Weights = None, like: Path | None = None) -> None:
-        """Write the published layout: the tensors of every stage under `speculator.`, tied ones repeated."""
+    def export(
+        self,
+        folder: Path,
+        dtype: Dtype = None,
+        *,
+        weights: Weights = None,
+        like: Path | None = None,
+    ) -> None:
+        """Write the published layout.
+
+        The tensors of every stage under `speculator.`, tied ones repeated.
+        """
         config = {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
@@ -121,15 +148,25 @@ class MLPSpeculator(nn.Module):
             "scale_input": self.config.scale_input,
             "redraft": {"family": "mlp_speculator", "step_decay": self.config.step_decay},
         }
-        tensors = {f"speculator.{name}": tensor for name, tensor in (weights or self.state_dict()).items()}
+        tensors = {
+            f"speculator.{name}": tensor for name, tensor in (weights or self.state_dict()).items()
+        }
         write_head(folder, tensors, config, dtype or self._dtype)
 
     @staticmethod
     def load(folder: Path, target: Target) -> MLPSpeculator:
-        """A head from an exported folder. Raises ValueError: its tensors are others."""
+        """A head from an exported folder.
+
+        Raises:
+            ValueError: its tensors are others.
+        """
         head = MLPSpeculator(_read(read_config(folder)), target)
         tensors = read_tensors(folder, tensor_files(folder))
-        load_into(head, {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}, folder)
+        load_into(
+            head,
+            {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()},
+            folder,
+        )
         return head
 
 

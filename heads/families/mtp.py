@@ -1,10 +1,13 @@
-"""MTP: the multi-token-prediction layer of a target, finetuned or new, applied once for every draft token.
+"""MTP: the multi-token-prediction layer of a target, finetuned or new, applied once for every draft
+token.
 
-    combine([norm(embed(x[t+1])), norm(f[t])]) -> decoder layer -> final norm -> f'[t+1], read by the target's head
+    combine([norm(embed(x[t+1])), norm(f[t])]) -> decoder layer -> final norm -> f'[t+1], read by
+    the target's head
 
-See DeepSeek-V3, arXiv 2412.19437, and MiMo, arXiv 2505.07608. The decoder layer is the target's class in transformers
-with its attention replaced by ours; `mtp_layouts` has the other differences between targets. Step 0 reads the target's
-feature, later steps the output of the step before, in training as in serving. B = batch, T = tokens, D = hidden.
+See DeepSeek-V3, arXiv 2412.19437, and MiMo, arXiv 2505.07608. The decoder layer is the target's
+class in transformers with its attention replaced by ours; `mtp_layouts` has the other differences
+between targets. Step 0 reads the target's feature, later steps the output of the step before, in
+training as in serving. B = batch, T = tokens, D = hidden.
 """
 
 from __future__ import annotations
@@ -35,9 +38,19 @@ Config = options.Mtp
 
 
 def attend_memory(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float, memory: Memory, **__: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *_: Any,
+    scaling: float,
+    memory: Memory,
+    **__: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function for transformers, [B, T, H, E]. The memory decides which keys a query sees."""
+    """An attention function for transformers, [B, T, H, E].
+
+    The memory decides which keys a query sees.
+    """
     return memory.attend(query, key, value, scaling).transpose(1, 2), None
 
 
@@ -52,19 +65,27 @@ class Mtp(nn.Module):
     max_tokens: int | None = None
 
     def __init__(self, config: Config, target: Target) -> None:
-        """A layer with random weights. Raises ValueError: this architecture has no MTP layout."""
+        """A layer with random weights.
+
+        Raises:
+            ValueError: this architecture has no MTP layout.
+        """
         super().__init__()
         self.config = config
         self.layout = detect_layout(target.config)
         self._target_config = target.config
         self._embed_VD, self._head_VD = target.embed_VD, target.head_VD
         # the state before the final norm is the stream after the last layer
-        self.aux_layer_ids: tuple[int, ...] = () if self.layout.reads_normed else (target.config.num_hidden_layers,)
+        self.aux_layer_ids: tuple[int, ...] = (
+            () if self.layout.reads_normed else (target.config.num_hidden_layers,)
+        )
         hidden = target.config.hidden_size
         self._rotary = Rotary(self.layout.rotary(target.config))
         self.combine = nn.Linear(2 * hidden, hidden, bias=False)
         self.block: Any = self.layout.block(target.config)
-        norm: Any = type(self.block.input_layernorm)  # some architectures' norms multiply by 1 + weight
+        norm: Any = type(
+            self.block.input_layernorm
+        )  # some architectures' norms multiply by 1 + weight
         self.embed_norm, self.hidden_norm, self.final_norm = (
             norm(hidden, eps=target.config.rms_norm_eps) for _ in range(3)
         )
@@ -83,14 +104,19 @@ class Mtp(nn.Module):
         """The normed output, [B, T, D], twice: the head reads it, and it is fed back."""
         dtype = self.combine.weight.dtype
         embed_BTD = F.embedding(ids_BT, self._embed_VD).to(dtype)
-        # By position, not by row: a packed batch begins several documents, and vLLM tests the position too.
+        # By position, not by row: a packed batch begins several documents, and vLLM tests the
+        # position too.
         if self.layout.zero_at_start:
             embed_BTD = embed_BTD.masked_fill((position_ids_BT == 0)[..., None], 0)
         parts = [self.embed_norm(embed_BTD), self.hidden_norm(feature_BTD.to(dtype))]
-        x_BTD = self.combine(torch.cat(parts if self.layout.embedding_first else parts[::-1], dim=-1))
+        x_BTD = self.combine(
+            torch.cat(parts if self.layout.embedding_first else parts[::-1], dim=-1)
+        )
         cos_sin = self._rotary(position_ids_BT, x_BTD)
         # The layer hands `memory`, an argument it does not know, on to `attend_memory`.
-        out_BTD = self.final_norm(self.block(x_BTD, position_embeddings=cos_sin, attention_mask=None, memory=memory))
+        out_BTD = self.final_norm(
+            self.block(x_BTD, position_embeddings=cos_sin, attention_mask=None, memory=memory)
+        )
         return out_BTD, out_BTD
 
     def feature(self, signal: TargetSignal) -> Tensor:
@@ -98,18 +124,28 @@ class Mtp(nn.Module):
         if self.layout.reads_normed:
             return final_hidden(signal)
         if signal.aux_BTLD is None or signal.aux_BTLD.shape[2] != 1:
-            raise ValueError(f"this MTP layer reads only the target's layer {self.aux_layer_ids[0]}: capture that one")
+            raise ValueError(
+                f"this MTP layer reads only the target's layer {self.aux_layer_ids[0]}: capture "
+                "that one"
+            )
         return signal.aux_BTLD[:, :, 0]
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
         """Steps of shifts 1, 2, ...: features of the layer, the true tokens."""
         return unroll(self, batch, self.feature(signal), self._head_VD, num_steps)
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
-        """Start as one layer of the target, with the feature as input; the weights for the embedding stay random."""
+        """Start as one layer of the target, with the feature as input.
+
+        The weights for the embedding stay random.
+        """
         (layer,) = layers
         mine = self.block.state_dict()
-        same = {n: t for n, t in layer.state_dict().items() if n in mine and t.shape == mine[n].shape}
+        same = {
+            n: t for n, t in layer.state_dict().items() if n in mine and t.shape == mine[n].shape
+        }
         # Tensors of another name or shape keep the random weights.
         self.block.load_state_dict({**mine, **same})
         self.final_norm.load_state_dict(final_norm.state_dict())
@@ -121,26 +157,56 @@ class Mtp(nn.Module):
 
     def checkpoint_tensors(self, weights: Weights = None) -> dict[str, Tensor]:
         """The layer's tensors, or `weights`, under the names of the target's checkpoint."""
-        return self.layout.to_checkpoint(weights or self.state_dict(), self._target_config.num_hidden_layers)
+        return self.layout.to_checkpoint(
+            weights or self.state_dict(), self._target_config.num_hidden_layers
+        )
 
-    def export(self, folder: Path, dtype: Dtype = None, *, weights: Weights = None, like: Path | None = None) -> None:
-        """Write the layer alone, with the target's config; `mtp_folder.stitch` puts it into the target."""
-        config = {**self._target_config.to_dict(), self.layout.count_key: 1, "redraft": self.record()}
-        write_head(folder, self.checkpoint_tensors(weights), config, dtype or self.combine.weight.dtype)
+    def export(
+        self,
+        folder: Path,
+        dtype: Dtype = None,
+        *,
+        weights: Weights = None,
+        like: Path | None = None,
+    ) -> None:
+        """Write the layer alone, with the target's config.
+
+        `mtp_folder.stitch` puts it into the target.
+        """
+        config = {
+            **self._target_config.to_dict(),
+            self.layout.count_key: 1,
+            "redraft": self.record(),
+        }
+        write_head(
+            folder, self.checkpoint_tensors(weights), config, dtype or self.combine.weight.dtype
+        )
 
     def record(self) -> dict[str, Any]:
-        """The `redraft` section of a config.json: how the layer was trained, and which inputs it got."""
-        given = {key: getattr(self.layout, key) for key in ("reads_normed", "zero_at_start", "embedding_first")}
+        """The `redraft` section of a config.json.
+
+        How the layer was trained, and which inputs it got.
+        """
+        given = {
+            key: getattr(self.layout, key)
+            for key in ("reads_normed", "zero_at_start", "embedding_first")
+        }
         training = {"num_steps": self.config.num_steps, "step_decay": self.config.step_decay}
         return {"family": "mtp", **training, TRAINED_WITH: given}
 
     @staticmethod
     def load(folder: Path, target: Target) -> Mtp:
-        """The layer in an exported folder, or a target's, in its layout. Raises ValueError: there
-        is none, or a tensor is missing or of another shape."""
+        """The layer in an exported folder, or a target's, in its layout.
+
+        Raises:
+            ValueError: there is none, or a tensor is missing or of another shape.
+        """
         training = read_config(folder).get("redraft", {})
         # a target may have been converted to make room for the layer; the converted config is here
         target = replace(target, config=load_text_config(folder))
-        head = Mtp(Config(**{k: v for k, v in training.items() if k not in ("family", TRAINED_WITH)}), target)
+        head = Mtp(
+            Config(**{k: v for k, v in training.items() if k not in ("family", TRAINED_WITH)}),
+            target,
+        )
         load_into(head, read_layer(folder, head.layout, target.config.num_hidden_layers), folder)
         return head

@@ -21,30 +21,56 @@ from redraft.heads.files.tensors import list_tensors, read_tensors
 
 
 def read_layer(folder: Path, layout: Layout, num_layers: int) -> dict[str, Tensor]:
-    """The tensors of a folder's MTP layer under our names. Raises ValueError: it has none."""
+    """The tensors of a folder's MTP layer under our names.
+
+    Raises:
+        ValueError: it has none.
+    """
     names = [name for name in list_tensors(folder) if layout.holds(name, num_layers)]
     if not names:
-        raise ValueError(f"{folder} holds no MTP layer ({layout.prefix.format(n=num_layers)}*): train one from scratch")
+        raise ValueError(
+            f"{folder} holds no MTP layer ({layout.prefix.format(n=num_layers)}*): train one from "
+            "scratch"
+        )
     return layout.from_checkpoint(read_tensors(folder, names), num_layers)
 
 
-def stitch(target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config: Mapping[str, Any]) -> None:
-    """Copy the target's folder with these tensors and config keys. Raises FileExistsError."""
+def stitch(
+    target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config: Mapping[str, Any]
+) -> None:
+    """Copy the target's folder with these tensors and config keys.
+
+    Raises:
+        FileExistsError
+    """
     require_free(out)
     out.mkdir(parents=True, exist_ok=True)
-    # 1. Tokenizer, templates and so on. The target's manifest and provenance do not describe the new folder.
+    # 1. Tokenizer, templates and so on. The target's manifest and provenance do not describe the
+    #    new folder.
     files = list_tensors(target_folder)
     shards = set(files.values())
     for path in target_folder.iterdir():
-        if path.is_file() and path not in shards and path.name not in (CONFIG, INDEX, MANIFEST, PROVENANCE):
+        if (
+            path.is_file()
+            and path not in shards
+            and path.name not in (CONFIG, INDEX, MANIFEST, PROVENANCE)
+        ):
             link(path, out / path.name)
     # 2. The target's shards, without the tensors to replace.
     kept: dict[str, str] = {}
     for path in sorted(shards):
-        kept |= _keep_shard(path, {name for name, file in files.items() if file == path}, set(tensors), out)
+        kept |= _keep_shard(
+            path, {name for name, file in files.items() if file == path}, set(tensors), out
+        )
     # 3. The new tensors, in a file of another name than an earlier stitch left.
-    added = next(name for i in count() if (name := f"model-added-{i}.safetensors") not in kept.values())
-    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, out / added, {"format": "pt"})
+    added = next(
+        name for i in count() if (name := f"model-added-{i}.safetensors") not in kept.values()
+    )
+    save_file(
+        {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()},
+        out / added,
+        {"format": "pt"},
+    )
     # 4. Index and config last: they name files that are there.
     weight_map = {**kept, **dict.fromkeys(tensors, added)}
     _write_json(out / INDEX, {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))})
@@ -52,8 +78,12 @@ def stitch(target_folder: Path, tensors: Mapping[str, Tensor], out: Path, config
 
 
 def _keep_shard(path: Path, names: set[str], replaced: set[str], out: Path) -> dict[str, str]:
-    """The file in `out` of each remaining tensor of the shard: a link, or a new file without the replaced ones."""
-    # if there is a model.safetensors, transformers takes it for the whole model and never reads the index
+    """The file in `out` of each remaining tensor of the shard.
+
+    A link, or a new file without the replaced ones.
+    """
+    # if there is a model.safetensors, transformers takes it for the whole model and never reads the
+    # index
     name = "model-target.safetensors" if path.name == WEIGHTS else f"{path.stem}.safetensors"
     left = names - replaced
     if left == names and path.suffix == ".safetensors":
@@ -73,21 +103,45 @@ def link(source: Path, copy: Path) -> None:
 
 
 def as_mimo(llama_folder: Path, out: Path) -> None:
-    """Make `out` the same target in the MiMo layout, which has room for an MTP layer: a Llama with
-    zero biases on q, k and v. Raises ValueError: it is no such Llama."""
+    """Make `out` the same target in the MiMo layout, which has room for an MTP layer.
+
+    A Llama with zero biases on q, k and v.
+
+    Raises:
+        ValueError: it is no such Llama.
+    """
     config = read_config(llama_folder)
-    if config["architectures"] != ["LlamaForCausalLM"] or config.get("attention_bias") or config.get("mlp_bias"):
-        raise ValueError(f"{llama_folder} is not a LlamaForCausalLM without biases: only that can be converted to MiMo")
+    if (
+        config["architectures"] != ["LlamaForCausalLM"]
+        or config.get("attention_bias")
+        or config.get("mlp_bias")
+    ):
+        raise ValueError(
+            f"{llama_folder} is not a LlamaForCausalLM without biases: only that can be converted "
+            "to MiMo"
+        )
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if (config.get("head_dim") or hidden // heads) * heads != hidden:
-        raise ValueError(f"{llama_folder}: MiMo's head size is hidden_size / num_attention_heads, this target's is not")
-    weights = [name for name in list_tensors(llama_folder) if name.endswith(tuple(f".{x}_proj.weight" for x in "qkv"))]
+        raise ValueError(
+            f"{llama_folder}: MiMo's head size is hidden_size / num_attention_heads, this target's "
+            "is not"
+        )
+    weights = [
+        name
+        for name in list_tensors(llama_folder)
+        if name.endswith(tuple(f".{x}_proj.weight" for x in "qkv"))
+    ]
     biases = {
         name.replace(".weight", ".bias"): torch.zeros(len(weight), dtype=weight.dtype)
         for name, weight in read_tensors(llama_folder, weights).items()
     }
     # vLLM knows MiMo by the architecture, transformers opens the rest as a Qwen2.
-    mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, MIMO.count_key: 1}
+    mimo = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+        MIMO.count_key: 1,
+    }
     stitch(llama_folder, biases, out, mimo)
 
 

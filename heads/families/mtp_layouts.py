@@ -5,7 +5,8 @@ MiMo        [hidden, embedding]  zero                      before its final norm
 Qwen3-Next  [embedding, hidden]  as it is                  after its final norm        its own, full attention
 DeepSeek    [embedding, hidden]  zero                      after its final norm        its own
 
-In all of them the output of the layer's final norm is fed back, and is the input of the target's head.
+In all of them the output of the layer's final norm is fed back, and is the input of the target's
+head.
 """
 
 from __future__ import annotations
@@ -40,14 +41,19 @@ class Layout:
         # DeepSeek: past `first_k_dense_replace`, so the layer has experts, as in the checkpoint.
         index = config.num_hidden_layers
         if getattr(config, "layer_types", None):
-            # engines build it as a layer 0 with full attention, whatever the target's first layer has
+            # engines build it as a layer 0 with full attention, whatever the target's first layer
+            # has
             config.layer_types, index = ["full_attention"], 0
         block: nn.Module = getattr(module, f"{prefix}DecoderLayer")(config, index)
         return block
 
     def rotary(self, config: Any) -> nn.Module:
         module, prefix = self._module()
-        name = next(n for n in (f"{prefix}RotaryEmbedding", f"{prefix}TextRotaryEmbedding") if hasattr(module, n))
+        name = next(
+            n
+            for n in (f"{prefix}RotaryEmbedding", f"{prefix}TextRotaryEmbedding")
+            if hasattr(module, n)
+        )
         rotary: nn.Module = getattr(module, name)(config)
         return rotary
 
@@ -57,12 +63,20 @@ class Layout:
 
     def to_checkpoint(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
         prefix = self.prefix.format(n=num_layers)
-        return {prefix + self._outer(name): tensor for name, tensor in split_experts(tensors).items()}
+        return {
+            prefix + self._outer(name): tensor for name, tensor in split_experts(tensors).items()
+        }
 
     def from_checkpoint(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-        """The checkpoint's tensors of this layer under our names, without copies of embeddings and head."""
+        """The checkpoint's tensors of this layer under our names, without copies of embeddings and
+        head.
+        """
         prefix = self.prefix.format(n=num_layers)
-        mine = {name.removeprefix(prefix): t for name, t in tensors.items() if self.holds(name, num_layers)}
+        mine = {
+            name.removeprefix(prefix): t
+            for name, t in tensors.items()
+            if self.holds(name, num_layers)
+        }
         return join_experts({self._inner(name): tensor for name, tensor in mine.items()})
 
     def holds(self, name: str, num_layers: int) -> bool:
@@ -136,19 +150,31 @@ BY_MODEL_TYPE = {
 
 
 def detect_layout(config: Any) -> Layout:
-    """The layout of a target. Raises ValueError: it has none here, or several MTP layers."""
+    """The layout of a target.
+
+    Raises:
+        ValueError: it has none here, or several MTP layers.
+    """
     is_mimo = "MiMoForCausalLM" in (getattr(config, "architectures", None) or [])
     layout = MIMO if is_mimo else BY_MODEL_TYPE.get(config.model_type)
     if layout is None:
         known = ", ".join(BY_MODEL_TYPE)
-        raise ValueError(f"model type {config.model_type} has no MTP layout here ({known}); as_mimo converts a Llama")
+        raise ValueError(
+            f"model type {config.model_type} has no MTP layout here ({known}); as_mimo converts a "
+            "Llama"
+        )
     if (getattr(config, layout.count_key, None) or 1) > 1:
-        raise ValueError(f"the target has {getattr(config, layout.count_key)} MTP layers: only one is supported")
+        raise ValueError(
+            f"the target has {getattr(config, layout.count_key)} MTP layers: only one is supported"
+        )
     return layout
 
 
 def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts as checkpoints hold them, with a gate, an up and a down projection each; transformers stacks them."""
+    """Experts as checkpoints hold them, with a gate, an up and a down projection each.
+
+    Transformers stacks them.
+    """
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):

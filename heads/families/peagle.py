@@ -4,9 +4,10 @@
     row t, draft step k     a mask token and a learned feature at position t + k; predicts x[t+2+k]
     step k of row t reads   step 0 of the rows up to t in its document, and steps 1..k of row t
 
-No step reads the output of another, so an engine computes all of them in one pass over the prefix and the masks. In
-training, step k takes a part of the rows of step k - 1: the later a token, the more seldom it is reached
-("conditional on distribution" sampling). B = batch, T = tokens, N = rows of a step, L = aux layers, D = hidden.
+No step reads the output of another, so an engine computes all of them in one pass over the prefix
+and the masks. In training, step k takes a part of the rows of step k - 1: the later a token, the
+more seldom it is reached ("conditional on distribution" sampling). B = batch, T = tokens, N = rows
+of a step, L = aux layers, D = hidden.
 """
 
 from __future__ import annotations
@@ -36,22 +37,32 @@ class PEagle(Eagle3):
     speculators_architecture = "PEagleSpeculator"
 
     def __init__(
-        self, config: Config, target: Target, draft_ids_W: Tensor | None = None, shape: LlamaShape | None = None
+        self,
+        config: Config,
+        target: Target,
+        draft_ids_W: Tensor | None = None,
+        shape: LlamaShape | None = None,
     ) -> None:
         """An untrained head, as of `Eagle3`. The default mask token is the last row."""
         super().__init__(config.first_layer(), target, draft_ids_W, shape)
         check_mask_token(config.mask_token_id, len(target.embed_VD))
-        self._mask_token_id = len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
+        self._mask_token_id = (
+            len(target.embed_VD) - 1 if config.mask_token_id is None else config.mask_token_id
+        )
         self.options = replace(config, mask_token_id=self._mask_token_id)
         self.max_tokens = config.num_steps
         # named by their place among all layers, as in a checkpoint: the first one is `midlayer`
         # Each reads the output of the layer before only.
         numbers, hidden = range(1, config.num_layers), self.shape.hidden_size
-        self.layers = nn.ModuleDict({str(i): PreNormLayer(self.shape, Attention(self.shape, hidden)) for i in numbers})
+        self.layers = nn.ModuleDict(
+            {str(i): PreNormLayer(self.shape, Attention(self.shape, hidden)) for i in numbers}
+        )
         # As wide as the streams, not as a feature: engines send it through `fc` too.
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
         """Steps of shifts 1, 2, ...; in training, later ones with fewer rows (`keep_ratio`)."""
         num_tokens = min(num_steps or self.options.num_steps, self.options.num_steps)
         # a sample is enough for a gradient; a metric or a forecast needs every row
@@ -59,7 +70,8 @@ class PEagle(Eagle3):
         # One for each layer. Every pass adds a step to all of them, so their order matters.
         first = StepMemory(batch, rows_BN)
         memories = [first, *(first.after([]) for _ in self.layers)]
-        # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
+        # the last rows of a document read the tokens of the next; their labels are masked and no
+        # other row sees them
         ids_BT = batch.input_ids_BT.roll(-1, dims=1)
         hidden_BTD = self._pass(ids_BT, self.feature(signal), batch.position_ids_BT, memories)
         steps = [self._draft_step(hidden_BTD, 0, label_rows(batch, 1))]
@@ -75,7 +87,9 @@ class PEagle(Eagle3):
             feature_BND = feature_11D.expand(*positions_BN.shape, -1)
             ids_BN = torch.full_like(positions_BN, self._mask_token_id)
             hidden_BND = self._pass(ids_BN, feature_BND, positions_BN, memories)
-            if rows_BN is not None:  # losses and metrics read rows of the batch; the others are masked
+            if (
+                rows_BN is not None
+            ):  # losses and metrics read rows of the batch; the others are masked
                 at_BnD = rows_Bn[..., None].expand(-1, -1, hidden_BND.shape[-1])
                 hidden_BND = torch.zeros_like(hidden_BTD).scatter(1, at_BnD, hidden_BND)
             steps.append(self._draft_step(hidden_BND, k, mask_BT))
@@ -90,8 +104,10 @@ class PEagle(Eagle3):
     def _keep(self, batch: Batch, rows_BN: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The first ones of `_sample_rows` for step k [B, n], and whether each is trained, bool [B,
         n]. Every row of the batch keeps a share of its labels, whatever the other rows have: two
-        processes with a half of the batch each train what one with all of it would."""
-        # The defaults, 0.7 and 0.2: steps 1, 2, ... train 70, 49, 34, 24, 20, 20, 20% of the labels.
+        processes with a half of the batch each train what one with all of it would.
+        """
+        # The defaults, 0.7 and 0.2: steps 1, 2, ... train 70, 49, 34, 24, 20, 20, 20% of the
+        # labels.
         share = max(self.options.keep_ratio**k, self.options.min_share)
         # In float64, which rounds as Python's product does two lines below.
         count_B = (label_rows(batch, 2).sum(1).double() * share).long()
@@ -114,7 +130,13 @@ class PEagle(Eagle3):
         streams_11LD = self.mask_hidden.view(1, 1, len(self.aux_layer_ids), -1)
         return self.mix(streams_11LD.to(self.fc.weight.dtype))
 
-    def _pass(self, ids_BN: Tensor, feature_BND: Tensor, position_ids_BN: Tensor, memories: Sequence[Memory]) -> Tensor:
+    def _pass(
+        self,
+        ids_BN: Tensor,
+        feature_BND: Tensor,
+        position_ids_BN: Tensor,
+        memories: Sequence[Memory],
+    ) -> Tensor:
         """The input of the output head, [B, N, D]."""
         cos_sin = self._rotary(position_ids_BN, feature_BND)
         embed_BND = F.embedding(ids_BN, self._embed_VD).to(feature_BND.dtype)
@@ -123,7 +145,9 @@ class PEagle(Eagle3):
             x_BND = self._run(layer, memory, cos_sin, x_BND)
         return cast(Tensor, self.norm(x_BND))
 
-    def _run(self, layer: nn.Module, memory: Memory, cos_sin: tuple[Tensor, Tensor], *inputs: Tensor) -> Tensor:
+    def _run(
+        self, layer: nn.Module, memory: Memory, cos_sin: tuple[Tensor, Tensor], *inputs: Tensor
+    ) -> Tensor:
         def run(*inputs: Tensor, memory: Memory) -> tuple[Tensor]:
             return (layer(*inputs, cos_sin, memory),)
 
@@ -133,9 +157,15 @@ class PEagle(Eagle3):
 
     def init_from_layers(self, layers: Sequence[nn.Module], final_norm: nn.Module) -> None:
         """Start as layers of the target, usually its last, on the stream of the highest aux layer,
-        as `Eagle3.init_from_layers`. Raises ValueError: another number of layers."""
+        as `Eagle3.init_from_layers`.
+
+        Raises:
+            ValueError: another number of layers.
+        """
         if len(layers) != 1 + len(self.layers):
-            raise ValueError(f"{len(layers)} layers were given to a draft of {1 + len(self.layers)}")
+            raise ValueError(
+                f"{len(layers)} layers were given to a draft of {1 + len(self.layers)}"
+            )
         super().init_from_layers(layers[:1], final_norm)
         with torch.no_grad():
             for mine, theirs in zip(self.layers.values(), layers[1:], strict=True):
@@ -146,9 +176,11 @@ class PEagle(Eagle3):
 
     def _vllm_config(self) -> dict[str, Any]:
         return {
-            **super()._vllm_config(),  # with EAGLE-3's architecture: the engine has one class for both
+            # with EAGLE-3's architecture: the engine has one class for both
+            **super()._vllm_config(),
             "num_hidden_layers": self.options.num_layers,
-            "pard_token": self._mask_token_id,  # the engine's name for the mask token of every parallel drafter
+            # the engine's name for the mask token of every parallel drafter
+            "pard_token": self._mask_token_id,
         }
 
     def _speculators_config(self, target_name: str, num_speculative_tokens: int) -> dict[str, Any]:
@@ -165,13 +197,19 @@ class PEagle(Eagle3):
         kept = ("own_head", "num_steps", "keep_ratio", "min_share")
         training = {name: value for name, value in asdict(self.options).items() if name in kept}
         trained_with = super()._training()[TRAINED_WITH]
-        return {"family": self.family, **training, TRAINED_WITH: {**trained_with, "mask_token_id": self._mask_token_id}}
+        return {
+            "family": self.family,
+            **training,
+            TRAINED_WITH: {**trained_with, "mask_token_id": self._mask_token_id},
+        }
 
     @staticmethod
     def _read(config: Mapping[str, Any], *, own_head: bool) -> Config:
         """The options of a checkpoint: the engine's keys for architecture, ours for training."""
         known = asdict(Config())
-        training = {name: value for name, value in config.get("redraft", {}).items() if name in known}
+        training = {
+            name: value for name, value in config.get("redraft", {}).items() if name in known
+        }
         layers = config.get("transformer_layer_config", config)
         return Config(
             aux_layer_ids=tuple(config.get("eagle_aux_hidden_state_layer_ids") or ()),

@@ -1,13 +1,20 @@
-"""A draft without a network: the next token is one that followed the same tokens before (He et al., arXiv 2311.08252).
+"""A draft without a network.
 
-    ... a b c ─┬─► the longest run of last tokens that stands earlier in the request ─► the token after it ─┐
-               └─► the longest run that stands in the target's answers ─► the majority-vote token after it ─┴─► the more
-                                                                                    probable of the two is drafted
+The next token is one that followed the same tokens before (He et al., arXiv 2311.08252).
 
-Then the same again behind that token, as long as the probability that all tokens so far are accepted pays for one more
-row to verify. Answers are counted beforehand, or while serving. Nothing is trained, and no model drafts.
+    ... a b c ─┬─► the longest run of last tokens that stands earlier in the request ─► the token
+    after it ─┐
+               └─► the longest run that stands in the target's answers ─► the majority-vote token
+               after it ─┴─► the more
+                                                                                    probable of the
+                                                                                    two is drafted
 
-R = entries of the table, N = longest run."""
+Then the same again behind that token, as long as the probability that all tokens so far are
+accepted pays for one more row to verify. Answers are counted beforehand, or while serving. Nothing
+is trained, and no model drafts.
+
+R = entries of the table, N = longest run.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +47,14 @@ MOST_VOTES = 16  # cap: a new token outvotes an old one within 17 occurrences
 VOTES, TEXTS = 31, 1 << 30
 NEW = -32  # a row with no vote, and no token
 SHARD = 1 << 12  # most runs to drop, or to move in memory, at once
-REMEMBERED = 4096  # live predictions of a kind; then both sums halve, and the rate follows the traffic
-EXPECTED = 0.2, 0.4, 0.8  # prior hit rates for runs in the request, by length; measured on SmolLM2's code answers
+REMEMBERED = (
+    4096  # live predictions of a kind; then both sums halve, and the rate follows the traffic
+)
+EXPECTED = (
+    0.2,
+    0.4,
+    0.8,
+)  # prior hit rates for runs in the request, by length; measured on SmolLM2's code answers
 NOTHING = (-1, 0.0)  # No token, and its probability.
 
 
@@ -55,14 +68,17 @@ class Config:
     """Fewest conversations in which a run must be followed by its token. With 2 or more, a run that
     stands in one conversation only is left out."""
     verify_cost: float = 0.05
-    """Cost of verifying one more token, in target steps of one request. With n requests in a step, a token is drafted
-    if its probability of acceptance is at least n times this."""
+    """Cost of verifying one more token, in target steps of one request. With n requests in a step,
+    a token is drafted if its probability of acceptance is at least n times this.
+    """
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_run <= 16:
             raise ValueError(f"runs of up to {self.max_run} tokens: give 1 to 16")
         if self.min_texts < 1:
-            raise ValueError(f"a run is to be found in {self.min_texts} conversations: give at least 1")
+            raise ValueError(
+                f"a run is to be found in {self.min_texts} conversations: give at least 1"
+            )
         if not 0 <= self.verify_cost <= 1:
             raise ValueError(f"a token costs {self.verify_cost} steps to verify: give 0 to 1")
 
@@ -84,19 +100,25 @@ class Retrieval:
         entries: Mapping[Run, tuple[int, float]],
         run_probability: Sequence[float],
     ) -> None:
-        """`entries` map each run of the answers to the token after it and its probability;
+        """`entries` map each run of the answers to the token after it and its probability.
+
         `run_probability` is, by length, the probability of the token after the run's first place in
-        the request."""
+        the request.
+        """
         self.config = config
         self.entries = entries
         self.run_probability = list(run_probability)
         self.least_first = 0.0  # If the first token is less probable, the head drafts.
 
     def propose(self, ids: Ids, most: int, num_requests: int = 1) -> list[int]:
-        """At most `most` tokens to draft behind `ids` ([T], int32), in a step with `num_requests` requests."""
-        # Every request of the step pays for a row of this one, so a busy server drafts only likely tokens.
+        """At most `most` tokens to draft behind `ids` ([T], int32), in a step with `num_requests`
+        requests.
+        """
+        # Every request of the step pays for a row of this one, so a busy server drafts only likely
+        # tokens.
         floor = min(1.0, self.config.verify_cost * num_requests)
-        # Bytes, because `bytes.find` is one fast call. The machine's order is taken to be little-endian.
+        # Bytes, because `bytes.find` is one fast call. The machine's order is taken to be
+        # little-endian.
         data, drafted, probability = ids.tobytes(), list[int](), 1.0
         while len(drafted) < most:
             # The first of equals, so the request wins a tie.
@@ -111,7 +133,9 @@ class Retrieval:
     def blocks(
         self, ids: Sequence[int], first: int, num_prefixes: int, num_speculative_tokens: int
     ) -> Iterator[list[int]]:
-        """The proposals behind ids[:first], ids[:first + 1], ... of a request that is alone in its steps."""
+        """The proposals behind ids[:first], ids[:first + 1], ... of a request that is alone in its
+        steps.
+        """
         whole = np.asarray(ids, np.int32)
         for end in range(first, first + num_prefixes):
             yield self.propose(whole[:end], num_speculative_tokens)
@@ -120,64 +144,103 @@ class Retrieval:
         length, after = find_run(data, self.config.max_run)
         if not length:
             return NOTHING
-        return int.from_bytes(data[after : after + TOKEN_BYTES], "little"), self.run_probability[length]
+        return int.from_bytes(data[after : after + TOKEN_BYTES], "little"), self.run_probability[
+            length
+        ]
 
     def _in_answers(self, data: bytes) -> tuple[int, float]:
         last = _last(data, self.config.max_run)
         # The longest run first: last[0:], last[1:], ...
-        return next((self.entries[last[i:]] for i in range(len(last)) if last[i:] in self.entries), NOTHING)
+        return next(
+            (self.entries[last[i:]] for i in range(len(last)) if last[i:] in self.entries), NOTHING
+        )
 
     @staticmethod
-    def speculative_config(folder: Path | str, *, verify_cost: float | None = None) -> dict[str, Any]:
-        """vLLM's speculative config, without num_speculative_tokens; the last keys reach the plugin
-        past vLLM. Raises ValueError: an option is out of bounds."""
+    def speculative_config(
+        folder: Path | str, *, verify_cost: float | None = None
+    ) -> dict[str, Any]:
+        """vLLM's speculative config, without num_speculative_tokens.
+
+        The last keys reach the plugin past vLLM.
+
+        Raises:
+            ValueError: an option is out of bounds.
+        """
         if verify_cost is not None:
             Config(verify_cost=verify_cost)
         lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
         given = {} if verify_cost is None else {VERIFY_COST: verify_cost}
-        return {**lookup, FOLDER: folder if folder == LIVE else str(Path(folder).absolute()), **given}
+        return {
+            **lookup,
+            FOLDER: folder if folder == LIVE else str(Path(folder).absolute()),
+            **given,
+        }
 
     def write(self, folder: Path) -> None:
-        """Write config.json and the table: `runs` [R, N], padded in front with -1, `token` and `probability` [R]."""
+        """Write config.json and the table.
+
+        `runs` [R, N], padded in front with -1, `token` and `probability` [R].
+        """
         config = self.config
         runs_RN = np.full((len(self.entries), config.max_run), -1, np.int32)
         for row, run in zip(runs_RN, self.entries, strict=True):
             row[-len(run) :] = run
-        tokens, probabilities = zip(*self.entries.values(), strict=True) if self.entries else ((), ())
+        tokens, probabilities = (
+            zip(*self.entries.values(), strict=True) if self.entries else ((), ())
+        )
         tensors = {
             "ngrams.runs": runs_RN,
             "ngrams.token": np.array(tokens, np.int32),
             "ngrams.probability": np.array(probabilities, np.float32),
             "ngrams.run_probability": np.array(self.run_probability, np.float32),
         }
-        (folder / CONFIG).write_text(json.dumps({"redraft": {"family": "retrieval", **vars(config)}}, indent=1))
+        (folder / CONFIG).write_text(
+            json.dumps({"redraft": {"family": "retrieval", **vars(config)}}, indent=1)
+        )
         save_file(tensors, folder / WEIGHTS)
 
     @staticmethod
     def read(folder: Path, **changes: Any) -> Retrieval:
-        """The draft of a folder, or LIVE, with `changes` to its config. Raises FileNotFoundError;
-        ValueError: it holds another kind of draft, or an option is out of bounds."""
+        """The draft of a folder, or LIVE, with `changes` to its config.
+
+        Raises:
+            FileNotFoundError
+            ValueError: it holds another kind of draft, or an option is out of bounds.
+        """
         if str(folder) == LIVE:
             return Live(Config(**changes))
         written = dict(read_config(folder).get("redraft", {}))
         if written.pop("family", "") != "retrieval":
-            raise ValueError(f"{folder} holds no counted answers: `redraft retrieval` writes such a folder")
+            raise ValueError(
+                f"{folder} holds no counted answers: `redraft retrieval` writes such a folder"
+            )
         tensors = load_file(folder / WEIGHTS)
-        rows = zip(*(tensors[f"ngrams.{name}"].tolist() for name in ("runs", "token", "probability")), strict=True)
-        entries = {tuple(t for t in run if t >= 0): (token, probability) for run, token, probability in rows}
+        rows = zip(
+            *(tensors[f"ngrams.{name}"].tolist() for name in ("runs", "token", "probability")),
+            strict=True,
+        )
+        entries = {
+            tuple(t for t in run if t >= 0): (token, probability)
+            for run, token, probability in rows
+        }
         probabilities = tensors["ngrams.run_probability"].tolist()
         return Retrieval(Config(**(written | changes)), entries, probabilities)
 
 
 def is_retrieval(folder: str | Path) -> bool:
     config = Path(folder) / CONFIG
-    return config.is_file() and read_config(Path(folder)).get("redraft", {}).get("family") == "retrieval"
+    return (
+        config.is_file()
+        and read_config(Path(folder)).get("redraft", {}).get("family") == "retrieval"
+    )
 
 
 def find_run(data: bytes, max_run: int) -> tuple[int, int]:
-    """The longest run of last tokens, up to `max_run`, that stands earlier too: (length, offset in
-    bytes of the token after its first place). (0, 0) if not even the last token does.
-    `data` has 4 bytes per token."""
+    """The longest run of last tokens, up to `max_run`, that stands earlier too.
+
+    (length, offset in bytes of the token after its first place). (0, 0) if not even the last token
+    does. `data` has 4 bytes per token.
+    """
     found, start = (0, 0), 0
     for length in range(1, min(max_run, len(data) // TOKEN_BYTES) + 1):
         run = data[-TOKEN_BYTES * length :]
@@ -203,7 +266,10 @@ def _find_aligned(data: bytes, run: bytes, start: int) -> int:
 
 def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
     """Count the labels of these texts by the runs before them.
-    Raises ValueError: there is no label to count."""
+
+    Raises:
+        ValueError: there is no label to count.
+    """
     counts = Counts(config)
     for text in texts:
         deque(counts.learn(text), maxlen=0)
@@ -213,18 +279,22 @@ def count_answers(texts: Iterable[Text], config: Config) -> Retrieval:
 
 
 class Counts:
-    """Runs of the answers, counted text by text: about 10 us a token. Each text first tests the
-    predictions of earlier texts; the hit rates by length and votes are the probabilities.
-    Beyond `max_entries` runs, those counted least recently are dropped."""
+    """Runs of the answers, counted text by text: about 10 us a token.
+
+    Each text first tests the predictions of earlier texts; the hit rates by length and votes are
+    the probabilities. Beyond `max_entries` runs, those counted least recently are dropped.
+    """
 
     def __init__(self, config: Config, remembered: float = float("inf")) -> None:
         self.config, self.remembered = config, remembered
         self.num_texts = 0
         # Key: length of a run in the request, or `_kind` of one in the answers.
         self._hits: dict[int | tuple[int, int], list[float]] = {
-            length: [10 * EXPECTED[min(length, len(EXPECTED)) - 1], 10] for length in range(1, config.max_run + 1)
+            length: [10 * EXPECTED[min(length, len(EXPECTED)) - 1], 10]
+            for length in range(1, config.max_run + 1)
         }
-        # Bytes and integers, because the garbage collector would pause the engine to look through anything else.
+        # Bytes and integers, because the garbage collector would pause the engine to look through
+        # anything else.
         self._num_shards = 1 + config.max_entries // SHARD
         self._most = max(1, config.max_entries // 2 // self._num_shards)
         self._newer: list[dict[bytes, Row]] = [{} for _ in range(self._num_shards)]
@@ -233,7 +303,11 @@ class Counts:
     def learn(self, text: Text) -> Iterator[None]:
         """Count a text; yield between steps."""
         labels = np.flatnonzero(text.is_label).tolist()
-        ids, data, most = text.ids.tolist(), text.ids.astype(np.int32).tobytes(), self.config.max_run
+        ids, data, most = (
+            text.ids.tolist(),
+            text.ids.astype(np.int32).tobytes(),
+            self.config.max_run,
+        )
         self.num_texts += bool(labels)
         for at in labels:
             length, after = find_run(data[: TOKEN_BYTES * at], most)
@@ -260,8 +334,16 @@ class Counts:
 
     def list_entries(self) -> dict[Run, tuple[int, float]]:
         """`Retrieval.entries`, without runs that predict what the next shorter run does."""
-        rows = [item for shard in (*self._older, *self._newer) for item in shard.items() if item[1] < TEXTS]
-        found = {_last(run, len(run)): (row >> 5, self._probability(_kind(run, row))) for run, row in rows}
+        rows = [
+            item
+            for shard in (*self._older, *self._newer)
+            for item in shard.items()
+            if item[1] < TEXTS
+        ]
+        found = {
+            _last(run, len(run)): (row >> 5, self._probability(_kind(run, row)))
+            for run, row in rows
+        }
         return {run: entry for run, entry in found.items() if found.get(run[1:]) != entry}
 
     def _find(self, last: bytes) -> tuple[tuple[int, int], int] | None:
@@ -279,7 +361,9 @@ class Counts:
         """Count `token` after every run at the end of `last`."""
         for begin in range(0, len(last), TOKEN_BYTES):
             run = last[begin:]
-            shard = zlib.crc32(run) % self._num_shards  # `hash` would differ between the ranks of a server
+            shard = (
+                zlib.crc32(run) % self._num_shards
+            )  # `hash` would differ between the ranks of a server
             newer = self._newer[shard]
             row = newer.get(run)
             if row is None:
@@ -290,8 +374,10 @@ class Counts:
             newer[run] = self._vote(row, token)
 
     def _vote(self, row: Row, token: int) -> Row:
-        """The row after one more `token`, by the majority vote of Boyer and Moore (1981). Keeps one token per run; new
-        text displaces old."""
+        """The row after one more `token`, by the majority vote of Boyer and Moore (1981).
+
+        Keeps one token per run; new text displaces old.
+        """
         if row >> 5 == token:
             return row + 1 if row & VOTES < MOST_VOTES else row
         least, num_texts = self.config.min_texts, 1
@@ -319,7 +405,9 @@ class Counts:
 
 
 def _kind(run: bytes, row: Row) -> tuple[int, int]:
-    return len(run) // TOKEN_BYTES, (row & VOTES).bit_length()  # 0, 1, 2 to 3, 4 to 7, 8 to 15 or 16 votes
+    return len(run) // TOKEN_BYTES, (
+        row & VOTES
+    ).bit_length()  # 0, 1, 2 to 3, 4 to 7, 8 to 15 or 16 votes
 
 
 class Live(Retrieval):

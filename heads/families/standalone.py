@@ -1,7 +1,10 @@
-"""The standalone draft: a small causal LM with the target's vocabulary, which any engine serves as a draft model.
+"""The standalone draft.
 
-See Leviathan et al., arXiv 2211.17192. It starts from a checkpoint, from layers of the target, or from random weights.
-B = batch, T = tokens, V = vocabulary, D = hidden."""
+A small causal LM with the target's vocabulary, which any engine serves as a draft model.
+
+See Leviathan et al., arXiv 2211.17192. It starts from a checkpoint, from layers of the target, or
+from random weights. B = batch, T = tokens, V = vocabulary, D = hidden.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,15 @@ from redraft.heads.nn.logits import LogitRule
 from redraft.heads.target import Target
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layer types with an attention mask. A recurrent layer would carry state from one packed document to the next."""
+"""Layer types with an attention mask. A recurrent layer would carry state from one packed document
+to the next.
+"""
 
 HEAD_DIM = 64  # of a new draft
-LAYER_NUMBERS, FIRST_LAYERS = ("mlp_only_layers", "moe_layers"), ("first_k_dense_replace", "num_dense_layers")
+LAYER_NUMBERS, FIRST_LAYERS = (
+    ("mlp_only_layers", "moe_layers"),
+    ("first_k_dense_replace", "num_dense_layers"),
+)
 """Keys of MoE configs: layers by their numbers, and how many at the beginning are dense."""
 
 Init = options.Standalone
@@ -54,11 +62,16 @@ class StandaloneDraft(nn.Module):
         """Raises ValueError if the head has a bias."""
         super().__init__()
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
-            raise ValueError(f"{type(model).__name__} has a bias in its head: only a plain matrix is supported")
+            raise ValueError(
+                f"{type(model).__name__} has a bias in its head: only a plain matrix is supported"
+            )
         self.model, self._config = model, model.config.get_text_config()
         self._rule = LogitRule.of(self._config)
-        self._takes_prefixes = not getattr(self._config, "attention_dropout", 0) and take_prefixes(model)
-        # A new module is in training mode, a loaded model in evaluation mode: the wrapper follows the model.
+        self._takes_prefixes = not getattr(self._config, "attention_dropout", 0) and take_prefixes(
+            model
+        )
+        # A new module is in training mode, a loaded model in evaluation mode: the wrapper follows
+        # the model.
         self.train(model.training)
 
     @classmethod
@@ -66,7 +79,8 @@ class StandaloneDraft(nn.Module):
         cls, folder: str | Path, target: Target | None = None, dtype: torch.dtype | None = None
     ) -> StandaloneDraft:
         """The draft of a model folder or hub name, in `dtype` (None: as stored), which borrows
-        nothing. Raises as `load_causal_lm` and `make_draft`."""
+        nothing. Raises as `load_causal_lm` and `make_draft`.
+        """
         model = load_causal_lm(folder, dtype)
         _require_exact(model)
         return cls(model)
@@ -80,17 +94,29 @@ class StandaloneDraft(nn.Module):
         like: Path | None = None,
         tokenizer: Any = None,
     ) -> None:
-        """Write a folder for vLLM and transformers, with `tokenizer`, or that of `like`. Raises
-        ValueError without: nobody could compare draft and target."""
+        """Write a folder for vLLM and transformers, with `tokenizer`, or that of `like`.
+
+        Raises:
+            ValueError: without: nobody could compare draft and target.
+        """
         if tokenizer is None:
             if like is None:
-                raise ValueError("a standalone draft is exported with its tokenizer: give tokenizer or like")
+                raise ValueError(
+                    "a standalone draft is exported with its tokenizer: give tokenizer or like"
+                )
             tokenizer = load_tokenizer(like)
         dtype = dtype or self.model.dtype
-        weights = {name.removeprefix("model."): tensor for name, tensor in (weights or self.state_dict()).items()}
-        cast: dict[int, Tensor] = {}  # by address, so that tied weights stay one tensor and are stored once
+        weights = {
+            name.removeprefix("model."): tensor
+            for name, tensor in (weights or self.state_dict()).items()
+        }
+        cast: dict[
+            int, Tensor
+        ] = {}  # by address, so that tied weights stay one tensor and are stored once
         state = {
-            name: cast.setdefault(tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor)
+            name: cast.setdefault(
+                tensor.data_ptr(), tensor.to(dtype) if tensor.is_floating_point() else tensor
+            )
             for name, tensor in weights.items()
         }
         self.model.save_pretrained(folder, state_dict=state)
@@ -117,7 +143,10 @@ class StandaloneDraft(nn.Module):
     ) -> list[DraftStep]:
         """One step of shift 0, which serves for any number of tokens. The signal is not read."""
         output = language_model(self.model)(
-            input_ids=batch.input_ids_BT, position_ids=batch.position_ids_BT, use_cache=False, **self._attention(batch)
+            input_ids=batch.input_ids_BT,
+            position_ids=batch.position_ids_BT,
+            use_cache=False,
+            **self._attention(batch),
         )
         return [
             DraftStep(
@@ -130,7 +159,10 @@ class StandaloneDraft(nn.Module):
         ]
 
     def _attention(self, batch: Batch) -> dict[str, Any]:
-        """Arguments by which attention stays within each document: ranges of keys, or else a mask."""
+        """Arguments by which attention stays within each document.
+
+        Ranges of keys, or else a mask.
+        """
         window = reach(self._config, batch.document_BT)
         if self._takes_prefixes and window is None:
             return prefix_arguments(batch.document_BT)
@@ -154,18 +186,26 @@ class StandaloneDraft(nn.Module):
         if self._config._attn_implementation != "eager":
             return mask_B1TT
         dtype = self.model.dtype
-        return torch.zeros_like(mask_B1TT, dtype=dtype).masked_fill(~mask_B1TT, torch.finfo(dtype).min)
+        return torch.zeros_like(mask_B1TT, dtype=dtype).masked_fill(
+            ~mask_B1TT, torch.finfo(dtype).min
+        )
 
 
 def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> StandaloneDraft:
-    """The draft described by `init`, the same one at every call and on every rank. It is in
-    float32: bf16's 8 bits lose a small step of AdamW. `tokenizer` is the target's; `seed` is for
-    random weights. Raises ValueError: the checkpoint has another tokenizer, recurrent layers,
-    attention with sinks, or logits unlike the config's."""
+    """The draft described by `init`, the same one at every call and on every rank.
+
+    It is in float32: bf16's 8 bits lose a small step of AdamW. `tokenizer` is the target's; `seed`
+    is for random weights.
+
+    Raises:
+        ValueError: the checkpoint has another tokenizer, recurrent layers, attention with sinks, or
+            logits unlike the config's.
+    """
     draft = _make_initial(init, target, tokenizer, seed)
     if recurrent := set(getattr(draft.model.config, "layer_types", None) or ()) - ATTENTION_TYPES:
         raise ValueError(
-            f"{type(draft.model).__name__} has layers of {', '.join(sorted(recurrent))}, whose state would run on from "
+            f"{type(draft.model).__name__} has layers of {', '.join(sorted(recurrent))}, whose "
+            "state would run on from "
             "one packed document into the next: choose a draft with attention layers only"
         )
     _require_exact(draft.model)
@@ -173,11 +213,15 @@ def make_draft(init: Init, target: Any, tokenizer: Any, seed: int = 0) -> Standa
 
 
 def _require_exact(model: Any) -> None:
-    """Raise ValueError unless a draft's attention takes a mask of documents, and the logits follow the rule."""
+    """Raise ValueError unless a draft's attention takes a mask of documents, and the logits follow
+    the rule.
+    """
     config = model.config.get_text_config()
     attention, wanted = config._attn_implementation, attention_of(config) or "sdpa"
     if attention not in (wanted, PREFIX_ATTENTION):
-        raise ValueError(f"a draft of type {config.model_type} trains with {wanted} attention, not {attention}")
+        raise ValueError(
+            f"a draft of type {config.model_type} trains with {wanted} attention, not {attention}"
+        )
     find_rule(model)
 
 
@@ -186,8 +230,10 @@ def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> Standal
     target_config = target.config.get_text_config()
     if init.layers and any(p.is_meta or isinstance(p, DTensor) for p in target.parameters()):
         raise ValueError(
-            "a draft of the target's layers needs its weights, which the endpoint does not give: begin with "
-            "draft.checkpoint or draft.num_layers, or read the target from its folder (--signal.kind model or cache)"
+            "a draft of the target's layers needs its weights, which the endpoint does not give: "
+            "begin with "
+            "draft.checkpoint or draft.num_layers, or read the target from its folder "
+            "(--signal.kind model or cache)"
         )
     if init.layers:
         return prune_layers(target, init.layers)
@@ -197,9 +243,14 @@ def _make_initial(init: Init, target: Any, tokenizer: Any, seed: int) -> Standal
     return from_checkpoint(init.checkpoint, tokenizer, target_config.vocab_size)
 
 
-def from_checkpoint(name_or_path: str | Path, target_tokenizer: Any, vocab_size: int) -> StandaloneDraft:
+def from_checkpoint(
+    name_or_path: str | Path, target_tokenizer: Any, vocab_size: int
+) -> StandaloneDraft:
     """The draft of a model folder or hub name, with as many vocabulary rows as the target.
-    Raises ValueError: it has another tokenizer."""
+
+    Raises:
+        ValueError: it has another tokenizer.
+    """
     model = load_causal_lm(name_or_path)
     check_same_tokenizer(target_tokenizer, load_tokenizer(name_or_path))
     # Tokenizers are equal: only the padding of the table may differ.
@@ -208,34 +259,55 @@ def from_checkpoint(name_or_path: str | Path, target_tokenizer: Any, vocab_size:
 
 
 def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
-    """A draft of the target's `layers` (0 is the first), embeddings, final norm and head; all
-    copied. Raises ValueError: `layers` is empty, out of range, not ascending, or of other kinds."""
+    """A draft of the target's `layers` (0 is the first), embeddings, final norm and head.
+
+    All copied.
+
+    Raises:
+        ValueError: `layers` is empty, out of range, not ascending, or of other kinds.
+    """
     if target.config.get_text_config() is not target.config:
         raise ValueError(
-            f"{type(target).__name__} reads images too, and a draft of the target's layers would: begin with "
+            f"{type(target).__name__} reads images too, and a draft of the target's layers would: "
+            "begin with "
             "draft.checkpoint or draft.num_layers"
         )
     prefix, total = _find_layers(target)
-    if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < total:
-        raise ValueError(f"layers to keep are ascending numbers from 0 to {total - 1}, not {list(layers)}")
+    if (
+        not layers
+        or list(layers) != sorted(set(layers))
+        or not 0 <= layers[0] <= layers[-1] < total
+    ):
+        raise ValueError(
+            f"layers to keep are ascending numbers from 0 to {total - 1}, not {list(layers)}"
+        )
     config = copy.deepcopy(target.config)
     for key, value in target.config.to_dict().items():
         if key in LAYER_NUMBERS and value:
             setattr(config, key, [new for new, old in enumerate(layers) if old in value])
         elif key in FIRST_LAYERS and value:
             setattr(config, key, sum(layer < value for layer in layers))
-        elif "layer" in key and isinstance(value, list) and len(value) == total:  # an entry for each layer
+        elif (
+            "layer" in key and isinstance(value, list) and len(value) == total
+        ):  # an entry for each layer
             setattr(config, key, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)
     draft = new_model(config, target.dtype)
-    state = {name: tensor for name, tensor in target.state_dict().items() if not name.startswith(f"{prefix}.")}
+    state = {
+        name: tensor
+        for name, tensor in target.state_dict().items()
+        if not name.startswith(f"{prefix}.")
+    }
     for new, old in enumerate(layers):
         layer = target.get_submodule(f"{prefix}.{old}").state_dict()
         state |= {f"{prefix}.{new}.{name}": tensor for name, tensor in layer.items()}
     try:
         draft.load_state_dict(state)
     except RuntimeError:  # a config that counts layers in yet another way
-        kinds = f"layers {list(layers)} of {type(target).__name__} are of other kinds at their new places"
+        kinds = (
+            f"layers {list(layers)} of {type(target).__name__} are of other kinds at their new "
+            "places"
+        )
         raise ValueError(f"{kinds}: choose others, or begin with draft.num_layers") from None
     draft.generation_config = copy.deepcopy(target.generation_config)
     return StandaloneDraft(draft.to(target.device).train(target.training))
@@ -243,7 +315,11 @@ def prune_layers(target: Any, layers: Sequence[int]) -> StandaloneDraft:
 
 def from_config(target_config: Any, *, num_layers: int, hidden_size: int) -> StandaloneDraft:
     """A new draft of Llama's architecture, randomly initialised, with the target's vocabulary,
-    window and special ids. Raises ValueError: `hidden_size` is not a multiple of HEAD_DIM."""
+    window and special ids.
+
+    Raises:
+        ValueError: `hidden_size` is not a multiple of HEAD_DIM.
+    """
     if hidden_size % HEAD_DIM:
         raise ValueError(f"hidden_size {hidden_size} is not a multiple of head_dim {HEAD_DIM}")
     config = LlamaConfig(

@@ -9,7 +9,8 @@
     verify(folder)                              names the first missing, truncated or altered file
     write_whole(path, content)                  one file, one rename
 
-Standard library only, because a control plane without torch publishes and verifies too."""
+Standard library only, because a control plane without torch publishes and verifies too.
+"""
 
 import errno
 import fcntl
@@ -31,16 +32,22 @@ MANIFEST = "manifest.json"
 PROVENANCE = "provenance.json"
 
 LAYOUT = 1
-"""Layout of manifests. Every other file is checked by the manifest, and the manifest by its digests."""
+"""Layout of manifests. Every other file is checked by the manifest, and the manifest by its
+digests.
+"""
 
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ABANDONED_S = 3600
 """Age of an unfinished file from a killed writer."""
 
 SAMPLE_BYTES = 4096
-"""Bytes that `fingerprint` reads at the start, middle and end of every tensor: 9 MB for a 70B model of 723 tensors."""
+"""Bytes that `fingerprint` reads at the start, middle and end of every tensor: 9 MB for a 70B model
+of 723 tensors.
+"""
 
-VOLATILE_CONFIG_KEYS = frozenset({"_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype"})
+VOLATILE_CONFIG_KEYS = frozenset(
+    {"_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype"}
+)
 """Keys of config.json that may change when the same model is saved again."""
 
 
@@ -58,14 +65,22 @@ class NewFolder:
 def publishing(
     folder: Path, provenance: Mapping[str, Any] | None = None, *, overwrite: bool = False
 ) -> Iterator[NewFolder]:
-    """Create `folder` atomically: the block writes files and adds to the provenance, then come
-    manifest and rename. After an exception in the block `folder` is as before. Raises
-    FileExistsError: `folder` is not empty. With `overwrite`, only if it was not published by
-    redraft. Raises OSError: the disk is full (ENOSPC)."""
+    """Create `folder` atomically.
+
+    The block writes files and adds to the provenance, then come manifest and rename. After an
+    exception in the block `folder` is as before. With `overwrite`, only if it was not published by
+    redraft.
+
+    Raises:
+        FileExistsError: `folder` is not empty.
+        OSError: the disk is full (ENOSPC).
+    """
     require_free(folder, overwrite=overwrite)
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
         # a mistyped --output must not delete somebody's home folder
-        raise FileExistsError(f"{folder} holds files that redraft did not publish: move them away by hand")
+        raise FileExistsError(
+            f"{folder} holds files that redraft did not publish: move them away by hand"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
     with _partial_folder(folder) as partial:
@@ -77,7 +92,11 @@ def publishing(
 
 
 def publish(
-    folder: Path, write: Callable[[Path], object], provenance: Mapping[str, Any], *, overwrite: bool = False
+    folder: Path,
+    write: Callable[[Path], object],
+    provenance: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
 ) -> None:
     """`publishing` for files that one call of `write(folder)` makes. Raises: as `publishing`."""
     with publishing(folder, provenance, overwrite=overwrite) as new:
@@ -86,7 +105,9 @@ def publish(
 
 def write_whole(path: Path, content: bytes | str, *, mode: int | None = None) -> None:
     """Write `content` to `path` completely or not at all, even if the process or the machine dies.
-    `mode` is the file's, whatever the umask."""
+
+    `mode` is the file's, whatever the umask.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Beside the file: a rename is atomic in one file system. The id keeps processes apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -119,23 +140,33 @@ def sync(path: Path) -> None:
 
 def require_free(folder: Path, *, overwrite: bool = False) -> None:
     """Raise FileExistsError unless `folder` is absent or empty, or `overwrite` is set.
-    Call it before hours of work, not after."""
+
+    Call it before hours of work, not after.
+    """
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: choose another output folder")
     if folder.exists() and not overwrite:
-        raise FileExistsError(f"{folder} holds another run: choose another output folder, or pass --overwrite")
+        raise FileExistsError(
+            f"{folder} holds another run: choose another output folder, or pass --overwrite"
+        )
 
 
 def require_space(path: Path, num_bytes: int) -> None:
     """Raise OSError (ENOSPC) with both figures unless the disk of `path` has `num_bytes` free.
-    `path` need not exist yet."""
-    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+    `path` need not exist yet.
+    """
+    existing = next(
+        parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()
+    )
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
         raise OSError(
-            errno.ENOSPC, f"no space left: {path} needs {num_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free"
+            errno.ENOSPC,
+            f"no space left: {path} needs {num_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} "
+            "GB free",
         )
 
 
@@ -149,10 +180,16 @@ class FileEntry:
 
 def manifest(folder: Path) -> dict[str, FileEntry]:
     """The manifest of a published folder: the files, by relative name.
-    Raises FileNotFoundError: there is no manifest. Raises ValueError: it cannot be read."""
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: it cannot be read.
+    """
     path = folder / MANIFEST
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no {MANIFEST}: it was not published by redraft, or not completely")
+        raise FileNotFoundError(
+            f"{folder} has no {MANIFEST}: it was not published by redraft, or not completely"
+        )
     try:
         content = json.loads(path.read_text())
         if content.get("layout", LAYOUT) > LAYOUT:
@@ -167,26 +204,38 @@ def manifest(folder: Path) -> dict[str, FileEntry]:
 
 def verify(folder: Path) -> dict[str, FileEntry]:
     """Compare every file of a published folder with the manifest, and return the manifest.
-    All sizes are compared first, so a truncated file is found at once. Raises FileNotFoundError:
-    there is no manifest. Raises ValueError: a file is missing, truncated or altered; the message
-    names the first."""
+
+    All sizes are compared first, so a truncated file is found at once.
+
+    Raises:
+        FileNotFoundError: there is no manifest.
+        ValueError: a file is missing, truncated or altered; the message names the first.
+    """
     entries = manifest(folder)
     require_sizes(folder, entries)
     for name, entry in entries.items():
         if sha256(folder / name) != entry.sha256:
-            raise ValueError(f"{folder / name} is corrupt (its SHA-256 differs): copy or publish the folder again")
+            raise ValueError(
+                f"{folder / name} is corrupt (its SHA-256 differs): copy or publish the folder "
+                "again"
+            )
     return entries
 
 
 def require_sizes(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Raise ValueError, naming the first file, if one of `folder` is missing or has another size than in `entries`."""
+    """Raise ValueError, naming the first file, if one of `folder` is missing or has another size
+    than in `entries`.
+    """
     for name, entry in entries.items():
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing: copy or publish the folder again")
         size = path.stat().st_size
         if size != entry.bytes:
-            raise ValueError(f"{path} has {size} bytes instead of {entry.bytes}: copy or publish the folder again")
+            raise ValueError(
+                f"{path} has {size} bytes instead of {entry.bytes}: copy or publish the folder "
+                "again"
+            )
 
 
 def sha256(path: Path) -> str:
@@ -196,21 +245,30 @@ def sha256(path: Path) -> str:
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: `{"dtype", "shape", "data_offsets"}` of each tensor, by
-    name. Raises ValueError: the file is truncated, or is not a safetensors file. Its contents are
-    not checked."""
+    """The header of a safetensors file.
+
+    `{"dtype", "shape", "data_offsets"}` of each tensor, by name. Its contents are not checked.
+
+    Raises:
+        ValueError: the file is truncated, or is not a safetensors file.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
-        # A file of fewer than 8 bytes is filled up with 0xff, which makes the length larger than any file.
+        # A file of fewer than 8 bytes is filled up with 0xff, which makes the length larger than
+        # any file.
         length = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))[0]
         if length > size - 8:
-            raise ValueError(f"{path} is truncated or not a safetensors file ({size} bytes): fetch it again")
+            raise ValueError(
+                f"{path} is truncated or not a safetensors file ({size} bytes): fetch it again"
+            )
         try:
             header: dict[str, Any] = json.loads(file.read(length))
             header.pop("__metadata__", None)
             data_bytes = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is corrupt (its header cannot be read): fetch it again") from error
+            raise ValueError(
+                f"{path} is corrupt (its header cannot be read): fetch it again"
+            ) from error
     needed = 8 + length + data_bytes
     if size < needed:
         raise ValueError(f"{path} is truncated: {size} bytes of {needed}; fetch it again")
@@ -224,7 +282,8 @@ def safetensors_samples(path: Path) -> Iterator[bytes]:
         data = 8 + struct.unpack("<Q", file.read(8))[0]
         for name in sorted(header):
             start, end = header[name]["data_offsets"]
-            # A tensor of 10,000 bytes is read at 0, 2,952 and 5,904; one below SAMPLE_BYTES three times, whole.
+            # A tensor of 10,000 bytes is read at 0, 2,952 and 5,904; one below SAMPLE_BYTES three
+            # times, whole.
             last = max(start, end - SAMPLE_BYTES)
             for offset in (start, (start + last) // 2, last):
                 file.seek(data + offset)
@@ -242,15 +301,23 @@ FULL_BYTES = 16 << 20
 
 @contextmanager
 def _partial_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder next to `folder`, locked while the writer lives and removed if the writer fails."""
+    """A temporary folder next to `folder`, locked while the writer lives and removed if the writer
+    fails.
+    """
     partial, lock = _make_locked(folder)
     try:
         partial.chmod(0o755)  # mkdtemp's 0o700 would hide the result from a server of another user
         yield partial
     except Exception as error:
         # safetensors and torch report a full disk with exceptions that are not OSError
-        if is_full(error) or "os error 28" in str(error) or shutil.disk_usage(partial).free < FULL_BYTES:
-            raise OSError(errno.ENOSPC, f"no space left on the disk of {folder}: nothing was published") from error
+        if (
+            is_full(error)
+            or "os error 28" in str(error)
+            or shutil.disk_usage(partial).free < FULL_BYTES
+        ):
+            raise OSError(
+                errno.ENOSPC, f"no space left on the disk of {folder}: nothing was published"
+            ) from error
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # does nothing if it was renamed
@@ -259,11 +326,15 @@ def _partial_folder(folder: Path) -> Iterator[Path]:
 
 def _make_locked(folder: Path) -> tuple[Path, int]:
     while True:
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-        # Until it is locked, another publisher may take it for abandoned and remove it. Then make another.
+        partial = Path(
+            tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent)
+        )
+        # Until it is locked, another publisher may take it for abandoned and remove it. Then make
+        # another.
         with suppress(FileNotFoundError):
             lock = os.open(partial, os.O_RDONLY)
-            # The kernel releases it even after SIGKILL, so a lock tells a living writer from a dead one.
+            # The kernel releases it even after SIGKILL, so a lock tells a living writer from a dead
+            # one.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.lexists(partial):
                 return partial, lock
@@ -288,11 +359,13 @@ def _remove_abandoned(folder: Path) -> None:
 
 def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
     """Write the manifest of `partial`, flush it to disk and rename it to `folder`, after moving an
-    old one aside. Everybody may read the result, but hard links as before: a server often runs as
-    another user than the trainer."""
+    old one aside. Everybody may read the result, but hard links as before: a server often runs
+    as another user than the trainer.
+    """
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
     files = {
-        path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths
+        path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in paths
     }
     _write_json(partial / MANIFEST, {"layout": LAYOUT, "files": files})
     for path in partial.rglob("*"):
@@ -300,14 +373,18 @@ def _seal(partial: Path, folder: Path, *, overwrite: bool) -> None:
             continue
         if path.is_dir():
             path.chmod(0o755)
-        elif path.stat().st_nlink == 1:  # a hard link shares its mode with a file of somebody else (`mtp_folder.link`)
+        elif (
+            path.stat().st_nlink == 1
+        ):  # a hard link shares its mode with a file of somebody else (`mtp_folder.link`)
             path.chmod(0o644)  # safetensors writes 0600
     _flush(partial)
     if overwrite and folder.exists():
         # A folder cannot be replaced in one rename. A kill before the next one leaves no `folder`.
         folder.rename(partial.with_suffix(".previous"))
     try:
-        partial.rename(folder)  # replaces an empty folder and refuses any other: two writers cannot both win
+        partial.rename(
+            folder
+        )  # replaces an empty folder and refuses any other: two writers cannot both win
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise FileExistsError(f"{folder} was published by another process meanwhile") from error

@@ -1,7 +1,9 @@
-"""Drafts of other trainers that look like ours by some tensors and are something else, each with a name.
+"""Drafts of other trainers that look like ours by some tensors and are something else, each with a
+name.
 
-Read from the loaders and configs of vLLM 0.32, speculators 0.9, SpecForge, ModelOpt and z-lab's DFlash.
-Standard library only."""
+Read from the loaders and configs of vLLM 0.32, speculators 0.9, SpecForge, ModelOpt and z-lab's
+DFlash. Standard library only.
+"""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -34,10 +36,14 @@ def _has_window_or_direction(config: Mapping[str, Any], method: str) -> bool:
 
 
 def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
-    """True for layers of DeepSeek-V4, Kimi K3 or Gemma 4. One name of Qwen3's is also one of DeepSeek's."""
+    """True for layers of DeepSeek-V4, Kimi K3 or Gemma 4.
+
+    One name of Qwen3's is also one of DeepSeek's.
+    """
     names = [name for name in config.get("architectures") or () if "dspark" in name.lower()]
     ours = {"Qwen3DSparkModel"}
-    # In the layout of speculators the type of the layers is in a section, and they are Qwen3's in any case.
+    # In the layout of speculators the type of the layers is in a section, and they are Qwen3's in
+    # any case.
     if config.get("model_type") == "qwen3" or config.get("speculators_model_type") == "dspark":
         ours |= {"DSparkDraftModel", "DSparkSpeculator"}
     return bool(names) and not ours.intersection(names)
@@ -49,7 +55,9 @@ def _is_named(pattern: str, config: Mapping[str, Any]) -> bool:
 
 
 def _has_all(patterns: Collection[str], names: Collection[str]) -> bool:
-    return bool(patterns) and all(any(re.search(pattern, name) for name in names) for pattern in patterns)
+    return bool(patterns) and all(
+        any(re.search(pattern, name) for name in names) for pattern in patterns
+    )
 
 
 SEVERAL_LAYERS = (r"(midlayer|layers\.0)\.hidden_norm", r"^(model\.)?layers\.1\.")
@@ -66,7 +74,11 @@ FOREIGN: tuple[Foreign, ...] = (
         method=None,
         matches=lambda config, names: config.get("markov_head_type") not in (None, "vanilla"),
     ),
-    Foreign(name="a Domino draft (DFlash with a recurrent layer)", method=None, architecture="(?i)domino"),
+    Foreign(
+        name="a Domino draft (DFlash with a recurrent layer)",
+        method=None,
+        architecture="(?i)domino",
+    ),
     Foreign(
         name="a DFlash2 draft (a block of masks, with convolutions and a candidate selector)",
         method="dflash",
@@ -96,12 +108,17 @@ FOREIGN: tuple[Foreign, ...] = (
         name="an EAGLE-3 head of several layers",
         method="eagle3",
         # P-EAGLE, with `mask_hidden`, has several layers.
-        matches=lambda config, names: "mask_hidden" not in names and _has_all(SEVERAL_LAYERS, names),
+        matches=lambda config, names: (
+            "mask_hidden" not in names and _has_all(SEVERAL_LAYERS, names)
+        ),
     ),
     Foreign(
-        name="an EAGLE-3 head on the target's last hidden state alone (use_aux_hidden_state is false)",
+        name="an EAGLE-3 head on the target's last hidden state alone (use_aux_hidden_state is "
+        "false)",
         method="eagle3",
-        matches=lambda config, names: (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False,
+        matches=lambda config, names: (
+            (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False
+        ),
     ),
     Foreign(
         name="an EAGLE-3 head narrower or wider than its target (target_hidden_size)",
@@ -131,11 +148,21 @@ def match_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> For
 
 
 def find_foreign(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
-    """The kind of a draft that redraft has no module for, and its method in vLLM; None if it may be ours."""
+    """The kind of a draft that redraft has no module for, and its method in vLLM.
+
+    None if it may be ours.
+    """
     if (kind := match_foreign(config, names)) is not None:
         config_text = f'"method": "{kind.method}"'
-        serves = f"vLLM serves it with {config_text}" if kind.method else "vLLM has no method to serve it"
+        serves = (
+            f"vLLM serves it with {config_text}"
+            if kind.method
+            else "vLLM has no method to serve it"
+        )
         return f"{kind.name}: {serves}; redraft can neither train nor forecast nor check it"
     if (method := find_quantization(config)) and "d2t" in names:
-        return f"a quantized head ({method}): vLLM serves it; give redraft the weights from before quantization"
+        return (
+            f"a quantized head ({method}): vLLM serves it; give redraft the weights from before "
+            "quantization"
+        )
     return None

@@ -14,8 +14,12 @@ from redraft.heads.files.folder import is_hub_name, model_folder
 T = TypeVar("T")
 
 
-def compute_once(folder: Path, name: str, key: object, kind: type[T], compute: Callable[[], T]) -> T:
-    """The result of `compute()`, or the value left by a run with an equal `key` in `folder` as `name`-HASH.json."""
+def compute_once(
+    folder: Path, name: str, key: object, kind: type[T], compute: Callable[[], T]
+) -> T:
+    """The result of `compute()`, or the value left by a run with an equal `key` in `folder` as
+    `name`-HASH.json.
+    """
     # 64 bits of the hash suffice for the few values of a folder.
     path = folder / f"{name}-{hash_key(key)[:16]}.json"
     if path.is_file():
@@ -33,15 +37,19 @@ def hash_key(key: object) -> str:
 
 
 def fingerprint_path(name: str) -> str:
-    """A hash over names, sizes and times of the files at a path. Of a hub name, the commit in the
-    hub's cache if it is there; else `name` itself."""
+    """A hash over names, sizes and times of the files at a path.
+
+    Of a hub name, the commit in the hub's cache if it is there; else `name` itself.
+    """
     with contextlib.suppress(FileNotFoundError, ValueError):
         if is_hub_name(name):
             return f"{name}@{model_folder(name).name}"
     path = Path(name)
     if not name or not path.exists():
         return name
-    files = sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
+    files = (
+        sorted(below for below in path.rglob("*") if below.is_file()) if path.is_dir() else [path]
+    )
     # Size and time instead of the bytes, which take minutes to read for a large model.
     stats = [(str(file.relative_to(path)), file.stat()) for file in files]
     return hash_key([(below, stat.st_size, stat.st_mtime_ns) for below, stat in stats])

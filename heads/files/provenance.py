@@ -1,7 +1,9 @@
 """The origin of a published folder: the keys of provenance.json that a program reads.
 
-Each writer knows some of them, and adds others for people. Missing keys get their defaults; unknown ones, of a later
-release, are ignored. Sections of other packages stay raw; those packages convert them."""
+Each writer knows some of them, and adds others for people. Missing keys get their defaults; unknown
+ones, of a later release, are ignored. Sections of other packages stay raw; those packages convert
+them.
+"""
 
 import math
 from pathlib import Path
@@ -60,11 +62,18 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     downloaded_from: dict[str, Any] = {}
 
     def names_lineage(self, lineage: str) -> bool:
-        """Whether the draft is for this lineage of a target. Empty means unknown and matches nothing."""
+        """Whether the draft is for this lineage of a target.
+
+        Empty means unknown and matches nothing.
+        """
         return bool(lineage) and self.target_lineage == lineage
 
 
 def read_provenance(folder: Path) -> Provenance:
-    """The provenance of a folder; without a file, all is unknown. Raises ValueError if it is corrupt."""
+    """The provenance of a folder; without a file, all is unknown.
+
+    Raises:
+        ValueError: if it is corrupt.
+    """
     path = folder / PROVENANCE
     return read_as(path, Provenance) if path.is_file() else Provenance()

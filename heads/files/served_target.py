@@ -31,7 +31,8 @@ WITH_AUX = frozenset({
     "VaultGemmaForCausalLM",
 })
 # fmt: on
-"""Architectures of transformers whose inner layers vLLM 0.32 passes to a head (`supports_eagle3`)."""
+"""Architectures of transformers whose inner layers vLLM 0.32 passes to a head (`supports_eagle3`).
+"""
 
 NUM_ROWS = 64  # Rows compared of two tables that should be equal.
 
@@ -41,8 +42,10 @@ def require_aux(target: TargetFolder, family: str) -> None:
     architecture = next(iter(target.config.architectures or []), "")
     if architecture and architecture not in WITH_AUX:
         raise ValueError(
-            f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve a head of the family {family} on "
-            f"{target.name}: train one of eagle1, medusa or mtp, or a standalone draft; or for another engine with "
+            f"vLLM has no EAGLE-3 interface for {architecture}, so it cannot serve a head of the "
+            f"family {family} on "
+            f"{target.name}: train one of eagle1, medusa or mtp, or a standalone draft; or for "
+            "another engine with "
             "--prove.no-engine"
         )
 
@@ -52,7 +55,10 @@ def require_served_alike(target: TargetFolder) -> None:
     _require_one_rope(target.text_config, target.name)
     require_rows(target)
     # Of text and images, a model is tied by its wrapper's word, and the text's is often a default.
-    if all(getattr(config, "tie_word_embeddings", False) for config in (target.config, target.text_config)):
+    if all(
+        getattr(config, "tie_word_embeddings", False)
+        for config in (target.config, target.text_config)
+    ):
         _require_tied(target.folder)
 
 
@@ -61,18 +67,25 @@ def _require_one_rope(config: Any, name: str) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return
-    original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    original = (
+        rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    )
     if config.max_position_embeddings > original:
         raise ValueError(
-            f"{name} has longrope, of which vLLM takes other factors than training if it serves more than {original} "
-            f"tokens: set max_position_embeddings to {original} in the config.json of a copy, and train for and serve "
+            f"{name} has longrope, of which vLLM takes other factors than training if it serves "
+            f"more than {original} "
+            f"tokens: set max_position_embeddings to {original} in the config.json of a copy, and "
+            "train for and serve "
             "the copy"
         )
 
 
 def visible_length(config: Any, asked: int | None = None) -> int:
-    """Tokens that a draft of this target sees at once when served: `asked` at most. With a window in
-    all layers, vLLM (`EngineArgs.create_engine_config`) gives the draft the target's."""
+    """Tokens that a draft of this target sees at once when served: `asked` at most.
+
+    With a window in all layers, vLLM (`EngineArgs.create_engine_config`) gives the draft the
+    target's.
+    """
     lengths: list[int | None] = [asked, getattr(config, "max_position_embeddings", None)]
     if set(getattr(config, "layer_types", None) or ()) <= {"sliding_attention"}:
         lengths.append(getattr(config, "sliding_window", None))
@@ -81,30 +94,43 @@ def visible_length(config: Any, asked: int | None = None) -> int:
 
 def require_rows(target: TargetFolder) -> None:
     """Raise ValueError if the tokenizer has ids without a row in the target's embeddings.
-    A special token missing from the chat template needs no row, because no text has it: padding."""
+
+    A special token missing from the chat template needs no row, because no text has it: padding.
+    """
     tokenizer, rows = target.tokenizer, target.text_config.vocab_size
     late = sorted(token for token, token_id in tokenizer.get_vocab().items() if token_id >= rows)
     special, template = set(tokenizer.all_special_tokens), str(tokenizer.chat_template)
     if written := [token for token in late if token not in special or token in template]:
         num_ids = 1 + max(tokenizer.get_vocab().values())
         raise ValueError(
-            f"the tokenizer has {num_ids:,} ids, {written[0]!r} among them, and {target.name} {rows:,} "
-            "embeddings: take the tokens added later out of the tokenizer, or give the target rows for them "
+            f"the tokenizer has {num_ids:,} ids, {written[0]!r} among them, and {target.name} "
+            f"{rows:,} "
+            "embeddings: take the tokens added later out of the tokenizer, or give the target rows "
+            "for them "
             "(resize_token_embeddings)"
         )
 
 
 def _require_tied(folder: Path) -> None:
-    """Refuse two tables in the files of a model with one: transformers and vLLM may choose differently."""
+    """Refuse two tables in the files of a model with one.
+
+    Transformers and vLLM may choose differently.
+    """
     try:
         files = tensor_files(folder)
-        names = [name for end in ("embed_tokens.weight", "lm_head.weight") for name in files if name.endswith(end)]
+        names = [
+            name
+            for end in ("embed_tokens.weight", "lm_head.weight")
+            for name in files
+            if name.endswith(end)
+        ]
         tables = [_some_rows(files[name], name) for name in names]
     except FileNotFoundError:  # weights of another format, or on another machine
         return
     if len(tables) == 2 and (tables[0].shape != tables[1].shape or not tables[0].equal(tables[1])):
         raise ValueError(
-            f"{folder} has tie_word_embeddings, but {names[1]} differs from {names[0]}: set tie_word_embeddings "
+            f"{folder} has tie_word_embeddings, but {names[1]} differs from {names[0]}: set "
+            "tie_word_embeddings "
             f"to false in config.json if the head was trained, or remove {names[1]}"
         )
 

@@ -7,9 +7,16 @@ MARK = "speculators_model_type"  # a folder with this key has the layout; its va
 
 
 def frame(
-    family: str, architecture: str, *, speculative_tokens: int, target_name: str, target_architectures: Sequence[str]
+    family: str,
+    architecture: str,
+    *,
+    speculative_tokens: int,
+    target_name: str,
+    target_architectures: Sequence[str],
 ) -> dict[str, Any]:
-    """The keys around a head's own, with its architecture and the target that the package takes the rest from."""
+    """The keys around a head's own, with its architecture and the target that the package takes the
+    rest from.
+    """
     greedy = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
     return {
         "architectures": [architecture],

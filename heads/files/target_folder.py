@@ -1,6 +1,9 @@
-"""A target, opened once and passed on: its folder, and everything that others read from the files in it.
+"""A target, opened once and passed on.
 
-Importing this loads no torch: what needs transformers is read when it is first asked for."""
+Its folder, and everything that others read from the files in it.
+
+Importing this loads no torch: what needs transformers is read when it is first asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from typing import Any, Literal
 from redraft.heads.files.folder import fingerprint, lineage, open_folder, read_quantization
 
 TARGET_VERSION = "redraft_target_version"
-"""Key of vLLM's `additional_config` under which a worker names the weights (`online.engine.target_watch`)."""
+"""Key of vLLM's `additional_config` under which a worker names the weights
+(`online.engine.target_watch`).
+"""
 
 TargetDtype = Literal["float32", "bfloat16"]
 """Types in which a target computes here and is served."""
@@ -23,14 +28,19 @@ class TargetFolder:
     """The files of a target, each read at most once."""
 
     name: str
-    """The folder or hub name, as it was given: reports, servers and other processes take this one."""
+    """The folder or hub name, as it was given: reports, servers and other processes take this one.
+    """
     folder: Path
     dtype: TargetDtype | None = None
-    """Type in which it computes; None for the stored one (`eval.engine.target_dtype.open_target`)."""
+    """Type in which it computes; None for the stored one (`eval.engine.target_dtype.open_target`).
+    """
 
     @staticmethod
     def open(name_or_path: str | Path) -> TargetFolder:
-        """Find the folder; the small files of a hub name are downloaded. Raises: as `open_folder`."""
+        """Find the folder; the small files of a hub name are downloaded.
+
+        Raises: as `open_folder`.
+        """
         return TargetFolder(name=str(name_or_path), folder=open_folder(name_or_path))
 
     @property
@@ -42,17 +52,26 @@ class TargetFolder:
 
     @cached_property
     def config(self) -> Any:
-        """The `transformers` config. Copy it before building a model: that changes it. Raises: as `load_config`."""
+        """The `transformers` config.
+
+        Copy it before building a model: that changes it. Raises: as `load_config`.
+        """
         from redraft.heads.files.checkpoint import load_config
 
         return load_config(self.folder)
 
     @property
     def text_config(self) -> Any:
-        """The part of `config` for the language model. Raises ValueError if there is none."""
+        """The part of `config` for the language model.
+
+        Raises:
+            ValueError: if there is none.
+        """
         config = self.config.get_text_config()
         if getattr(config, "vocab_size", None) is None:
-            raise ValueError(f"{self.name} has no language model: a {type(config).__name__} has no vocabulary")
+            raise ValueError(
+                f"{self.name} has no language model: a {type(config).__name__} has no vocabulary"
+            )
         return config
 
     @cached_property
@@ -62,13 +81,21 @@ class TargetFolder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The identity of the model (`folder.fingerprint`). Raises: as it does, also before the weights are there."""
+        """The identity of the model (`folder.fingerprint`).
+
+        Raises: as it does, also before the weights are there.
+        """
         return fingerprint(self.folder)
 
     @cached_property
     def lineage(self) -> str:
-        """The layout that drafts fit (`folder.lineage`); empty without weights in safetensors: then only drafts for
-        these very weights fit. Raises ValueError if a file is corrupt."""
+        """The layout that drafts fit (`folder.lineage`); empty without weights in safetensors.
+
+        Then only drafts for these very weights fit.
+
+        Raises:
+            ValueError: if a file is corrupt.
+        """
         try:
             return lineage(self.folder)
         except FileNotFoundError:

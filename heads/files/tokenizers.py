@@ -10,17 +10,25 @@ from torch import Tensor, nn
 
 def check_same_tokenizer(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     """Raise ValueError, with the first difference, unless every id is the same token in both.
-    Merges may differ: an engine never tokenizes with the draft's."""
+
+    Merges may differ: an engine never tokenizes with the draft's.
+    """
     if difference := first_difference(target_tokenizer, draft_tokenizer):
         token_id, target, draft = difference
         raise ValueError(
-            f"the draft's tokenizer is not the target's: token {token_id} is {_shown(target)} in the target and "
+            f"the draft's tokenizer is not the target's: token {token_id} is {_shown(target)} in "
+            "the target and "
             f"{_shown(draft)} in the draft; choose a draft of the target's family"
         )
 
 
-def first_difference(target_tokenizer: Any, draft_tokenizer: Any) -> tuple[int, str | None, str | None] | None:
-    """The lowest id with different tokens, and both tokens (None: absent). None if all ids agree."""
+def first_difference(
+    target_tokenizer: Any, draft_tokenizer: Any
+) -> tuple[int, str | None, str | None] | None:
+    """The lowest id with different tokens, and both tokens (None: absent).
+
+    None if all ids agree.
+    """
     target, draft = _read_tokens(target_tokenizer), _read_tokens(draft_tokenizer)
     for token_id in sorted(target.keys() | draft.keys()):
         if target.get(token_id) != draft.get(token_id):
@@ -29,23 +37,32 @@ def first_difference(target_tokenizer: Any, draft_tokenizer: Any) -> tuple[int, 
 
 
 def mean_rows(weight_VD: Tensor, pieces: list[list[int]]) -> Tensor:
-    """Row i is the mean of rows `pieces[i]` of `weight_VD`, or of all rows if there are none. Computed in float32."""
+    """Row i is the mean of rows `pieces[i]` of `weight_VD`, or of all rows if there are none.
+
+    Computed in float32.
+    """
     wide_VD = weight_VD.detach().float()
     lengths_N = torch.tensor([len(ids) for ids in pieces], device=weight_VD.device)
-    flat = torch.tensor([token_id for ids in pieces for token_id in ids], dtype=torch.long, device=weight_VD.device)
+    flat = torch.tensor(
+        [token_id for ids in pieces for token_id in ids], dtype=torch.long, device=weight_VD.device
+    )
     # Lengths [2, 0, 1] make offsets [0, 2, 2]. An empty bag is a row of zeros, replaced below.
-    rows_ND = nn.functional.embedding_bag(flat, wide_VD, lengths_N.cumsum(0) - lengths_N, mode="mean")
+    rows_ND = nn.functional.embedding_bag(
+        flat, wide_VD, lengths_N.cumsum(0) - lengths_N, mode="mean"
+    )
     rows_ND[lengths_N == 0] = wide_VD.mean(0)
     return rows_ND.to(weight_VD.dtype)
 
 
 def fit_vocabulary(draft: Any, vocab_size: int) -> None:
     """Pad or cut the causal LM `draft`, in place, to the target's `vocab_size` (such as 151936 to
-    152064). Engines require equal sizes. A row added to the head is the mean of all rows. The logit
-    is then the mean logit, which is never the largest, and by Jensen's inequality the probability
-    is at most 1/V. No other vector has a lower worst case over hidden states (sup_h r.h -
-    logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros would win whenever all logits are
-    negative. Before cutting, call `check_same_tokenizer`: the last rows must be unused."""
+    152064). Engines require equal sizes. A row added to the head is the mean of all rows. The
+    logit is then the mean logit, which is never the largest, and by Jensen's inequality the
+    probability is at most 1/V. No other vector has a lower worst case over hidden states (sup_h
+    r.h - logsumexp(W h) = -max{entropy(a): W'a = r}). A row of zeros would win whenever all
+    logits are negative. Before cutting, call `check_same_tokenizer`: the last rows must be
+    unused.
+    """
     size = draft.get_input_embeddings().weight.shape[0]
     if size != vocab_size:
         pieces = [[token_id] if token_id < size else [] for token_id in range(vocab_size)]
@@ -59,7 +76,9 @@ def _set_rows(draft: Any, make_rows: Any) -> None:
     embedding.weight = nn.Parameter(make_rows(embedding.weight))
     head.weight = embedding.weight if tied else nn.Parameter(make_rows(head.weight))
     vocab_size = embedding.weight.shape[0]
-    embedding.num_embeddings = head.out_features = draft.config.vocab_size = draft.vocab_size = vocab_size
+    embedding.num_embeddings = head.out_features = draft.config.vocab_size = draft.vocab_size = (
+        vocab_size
+    )
 
 
 def _read_tokens(tokenizer: Any) -> dict[int, str]:

@@ -1,10 +1,14 @@
-"""Attention of a recurrent head: exact for all draft steps at once, and no mask of rows by keys in memory.
+"""Attention of a recurrent head.
 
-Step 0 is a pass over the target's features, causal within each document. At step k, row t stands at position t + k of a
-continuation that starts at row t. It sees the step-0 rows up to t, and the keys of row t at steps 1..k: the diagonal of
-each step. Serving does the same with a KV cache: first the prefix, then one token after another.
+Exact for all draft steps at once, and no mask of rows by keys in memory.
 
-B = batch, H = query heads, G = key heads, T = tokens, E = head size, J = steps after step 0."""
+Step 0 is a pass over the target's features, causal within each document. At step k, row t stands at
+position t + k of a continuation that starts at row t. It sees the step-0 rows up to t, and the keys
+of row t at steps 1..k: the diagonal of each step. Serving does the same with a KV cache: first the
+prefix, then one token after another.
+
+B = batch, H = query heads, G = key heads, T = tokens, E = head size, J = steps after step 0.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,12 @@ class Memory(Protocol):
 
 
 class StepMemory:
-    """For training: the j-th call, from 0, is draft step j of every row of the batch. With
-    `rows_BN`, distinct rows of the batch, the calls after the first may have fewer rows: a call
-    with n of them continues the first n of `rows_BN`. No call may have more rows than the last."""
+    """For training: the j-th call, from 0, is draft step j of every row of the batch.
+
+    With `rows_BN`, distinct rows of the batch, the calls after the first may have fewer rows: a
+    call with n of them continues the first n of `rows_BN`. No call may have more rows than the
+    last.
+    """
 
     def __init__(self, batch: Batch, rows_BN: Tensor | None = None) -> None:
         self._prefixes, self._rows_BN = Prefixes.of(batch.document_BT), rows_BN
@@ -41,7 +48,8 @@ class StepMemory:
 
     def after(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> StepMemory:
         """The memory of the same rows after other calls."""
-        # A shallow copy shares prefixes and rows. The list is new, so a call adds to one memory only.
+        # A shallow copy shares prefixes and rows. The list is new, so a call adds to one memory
+        # only.
         other = copy(self)
         other.pairs = list(pairs)
         return other
@@ -49,10 +57,12 @@ class StepMemory:
     def attend(self, q_BHTE: Tensor, k_BGTE: Tensor, v_BGTE: Tensor, scale: float) -> Tensor:
         q, k, v = _prepare(q_BHTE, k_BGTE, v_BGTE)
         self.pairs.append((k, v))
-        # The first pair has the keys of every row, [B, G, T, E]. A later one has one key for each row it continues.
+        # The first pair has the keys of every row, [B, G, T, E]. A later one has one key for each
+        # row it continues.
         (context, *own), prefixes = self.pairs, self._prefixes
         if self._rows_BN is not None and own:
-            # Rows keep the order of `rows_BN`, so this step's rows are the first n of every earlier step too.
+            # Rows keep the order of `rows_BN`, so this step's rows are the first n of every earlier
+            # step too.
             n = q.shape[2]
             if n not in self._of_first:
                 self._of_first[n] = prefixes.rows(self._rows_BN[:, :n], ascending=False)
@@ -61,9 +71,13 @@ class StepMemory:
         return attend(q, context, prefixes, scale, own)[..., : v_BGTE.shape[-1]]
 
 
-def compute_again(run: Callable[..., tuple[Tensor, ...]], memory: StepMemory, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """run(*inputs, memory=memory), computed again in the backward pass: inputs, outputs, and the
-    keys and values of its one call to `memory` are kept."""
+def compute_again(
+    run: Callable[..., tuple[Tensor, ...]], memory: StepMemory, *inputs: Tensor
+) -> tuple[Tensor, ...]:
+    """run(*inputs, memory=memory), computed again in the backward pass.
+
+    Inputs, outputs, and the keys and values of its one call to `memory` are kept.
+    """
 
     def once(*flat: Tensor) -> tuple[Tensor, ...]:
         # a second run must not add its keys to the memory of later steps

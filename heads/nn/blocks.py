@@ -1,7 +1,10 @@
-"""Attention of a block drafter: every block reads the context before its anchor, and itself in both directions.
+"""Attention of a block drafter.
 
-B = batch, H = query heads, G = key heads, T = tokens of the context, A = blocks, S = slots of a block, N = A * S,
-E = head size."""
+Every block reads the context before its anchor, and itself in both directions.
+
+B = batch, H = query heads, G = key heads, T = tokens of the context, A = blocks, S = slots of a
+block, N = A * S, E = head size.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,30 @@ class BlockMask:
 
     @staticmethod
     def make(rows_BA: Tensor, document_BT: Tensor, num_slots: int) -> BlockMask:
-        """Blocks that read the context up to row `rows_BA`, ascending, within the document of that row."""
-        # `rows_BA` is the row before the anchor, the last one that the target has computed, so it is seen too. No other
-        # block is seen: the anchor of a later one is a token that this block must predict.
+        """Blocks that read the context up to row `rows_BA`, ascending, within the document of that
+        row.
+        """
+        # `rows_BA` is the row before the anchor, the last one that the target has computed, so it
+        # is seen too. No other block is seen: the anchor of a later one is a token that this block
+        # must predict.
         rows_BN = rows_BA.repeat_interleave(num_slots, dim=1)
         return BlockMask(Prefixes.of(document_BT).rows(rows_BN, ascending=True), num_slots)
 
 
 def attend_blocks(
-    q_BHNE: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], mask: BlockMask, scale: float
+    q_BHNE: Tensor,
+    context: tuple[Tensor, Tensor],
+    block: tuple[Tensor, Tensor],
+    mask: BlockMask,
+    scale: float,
 ) -> Tensor:
-    """softmax(scale * q k) v of every block's rows, [B, H, N, E]. The blocks' queries lie end to
-    end. `context` has keys and values [B, G, T, E] each, `block` the blocks' own [B, G, N, E];
-    `mask` are the keys seen by each query."""
-    # Under autocast projections return bfloat16, and norms and rotation may return float32. The kernel takes one type.
+    """softmax(scale * q k) v of every block's rows, [B, H, N, E].
+
+    The blocks' queries lie end to end. `context` has keys and values [B, G, T, E] each, `block` the
+    blocks' own [B, G, N, E]; `mask` are the keys seen by each query.
+    """
+    # Under autocast projections return bfloat16, and norms and rotation may return float32. The
+    # kernel takes one type.
     dtype = product_dtype(block[1])
     context, block = ((keys.to(dtype), values.to(dtype)) for keys, values in (context, block))
     return attend(q_BHNE.to(dtype), context, mask.prefixes, scale, [block], mask.num_slots)

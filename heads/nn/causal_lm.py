@@ -1,4 +1,6 @@
-"""Causal LMs of `transformers` on packed rows: each token attends to its own document, in ranges of keys.
+"""Causal LMs of `transformers` on packed rows.
+
+Each token attends to its own document, in ranges of keys.
 
     from outside, once          take_prefixes(model)
     each pass                   model(ids, positions, **prefix_arguments(document_BT))
@@ -6,7 +8,8 @@
 
 SDPA would get a mask [B, 1, T, T], compute the scores of all pairs, and repeat the key heads.
 
-B = batch, T = tokens, H = query heads, E = head size."""
+B = batch, T = tokens, H = query heads, E = head size.
+"""
 
 from __future__ import annotations
 
@@ -29,34 +32,54 @@ PLAIN_ATTENTION = (
     "glm4", "glm4_moe", "seed_oss", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2",
     "starcoder2",
 )  # fmt: skip
-"""Model types whose layers hand further arguments on to attention, and compute nothing but softmax(q k) v there."""
+"""Model types whose layers hand further arguments on to attention, and compute nothing but
+softmax(q k) v there.
+"""
 
 
 FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm", "final_norm")
-"""Names of the final norm: of most, Mamba and Nemotron-H, Falcon H1 and Jamba, LFM 2, RecurrentGemma."""
+"""Names of the final norm: of most, Mamba and Nemotron-H, Falcon H1 and Jamba, LFM 2,
+RecurrentGemma.
+"""
 
 LOGITS_WITHIN = 1e-2
-"""Largest relative difference of a class's logits and the rule's. Both are one product, and no key is a cap of 1%."""
+"""Largest relative difference of a class's logits and the rule's. Both are one product, and no key
+is a cap of 1%.
+"""
 
 
 def language_model(model: Any) -> Any:
-    """The decoder of a causal LM, which has the layers; of a model of text and images the part for text."""
+    """The decoder of a causal LM, which has the layers.
+
+    Of a model of text and images the part for text.
+    """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     # Llama 4's class names an attribute that it does not have, and is its own decoder.
     return model.model if decoder is model else decoder
 
 
 def final_norm(model: Any) -> nn.Module:
-    """The norm between the last layer of a causal LM and the head. Raises ValueError if it has none of a known name."""
+    """The norm between the last layer of a causal LM and the head.
+
+    Raises:
+        ValueError: if it has none of a known name.
+    """
     decoder = language_model(model)
-    found = next((norm for name in FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None)
+    found = next(
+        (norm for name in FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None
+    )
     if found is None:
-        raise ValueError(f"{type(model).__name__} has no final norm named one of {', '.join(FINAL_NORMS)}")
+        raise ValueError(
+            f"{type(model).__name__} has no final norm named one of {', '.join(FINAL_NORMS)}"
+        )
     return cast(nn.Module, found)
 
 
 def attention_of(config: Any) -> str | None:
-    """The attention to load a causal LM with; None for that of transformers: SDPA, or eager for layers with sinks."""
+    """The attention to load a causal LM with; None for that of transformers.
+
+    SDPA, or eager for layers with sinks.
+    """
     # SDPA drops a cap on the scores without a word.
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
@@ -64,9 +87,15 @@ def attention_of(config: Any) -> str | None:
 @torch.no_grad()
 def find_rule(model: Any) -> LogitRule:
     """The rule of a causal LM's logits, compared with its class at large hidden states, which no
-    cap or scale survives unseen. Raises ValueError: it is another."""
+    cap or scale survives unseen.
+
+    Raises:
+        ValueError: it is another.
+    """
     rule, head_VD = LogitRule.of(model.config), model.get_output_embeddings().weight
-    hidden_1TD = torch.sin(torch.arange(8 * head_VD.shape[1], device=head_VD.device).float()).view(1, 8, -1)
+    hidden_1TD = torch.sin(torch.arange(8 * head_VD.shape[1], device=head_VD.device).float()).view(
+        1, 8, -1
+    )
     # Up to 100, where a cap of 30 or 50 leaves nothing as it is.
     hidden_1TD *= 100 / (hidden_1TD @ head_VD.float().T * rule.scale).abs().max().clamp(min=1e-6)
     hidden_1TD = hidden_1TD.to(head_VD.dtype)
@@ -77,20 +106,26 @@ def find_rule(model: Any) -> LogitRule:
 
     handle = language_model(model).register_forward_hook(put)
     try:
-        found = model(input_ids=torch.arange(8, device=head_VD.device)[None], use_cache=False).logits.float()
+        found = model(
+            input_ids=torch.arange(8, device=head_VD.device)[None], use_cache=False
+        ).logits.float()
     finally:
         handle.remove()
     wanted = rule.apply_(hidden_1TD @ head_VD.T).float()
     if (found - wanted).norm() > LOGITS_WITHIN * wanted.norm():
         raise ValueError(
-            f"the logits of {type(model).__name__} are not head @ hidden with the scale and the cap of its config"
+            f"the logits of {type(model).__name__} are not head @ hidden with the scale and the "
+            "cap of its config"
         )
     return rule
 
 
 def take_prefixes(model: Any) -> bool:
-    """Let a causal LM take `prefix_arguments` from now on, and return whether it can. It can if it
-    runs SDPA attention and has a type in `PLAIN_ATTENTION`. With prefixes no dropout is applied."""
+    """Let a causal LM take `prefix_arguments` from now on, and return whether it can.
+
+    It can if it runs SDPA attention and has a type in `PLAIN_ATTENTION`. With prefixes no dropout
+    is applied.
+    """
     config = model.config.get_text_config()
     if config.model_type in PLAIN_ATTENTION and config._attn_implementation == "sdpa":
         config._attn_implementation = PREFIX_ATTENTION
@@ -104,7 +139,10 @@ def reach(config: Any, document_BT: Tensor) -> int | None:
 
 
 def prefix_arguments(document_BT: Tensor) -> dict[str, Any]:
-    """Arguments by which a model that takes prefixes attends within each document. For rows within its `reach`."""
+    """Arguments by which a model that takes prefixes attends within each document.
+
+    For rows within its `reach`.
+    """
     # The model makes no mask of its own if it is given one, however small.
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=document_BT.device)
     return {"attention_mask": unread, "prefixes": Prefixes.of(document_BT)}
@@ -121,14 +159,23 @@ def attend_prefixes(
 ) -> tuple[Tensor, None]:
     """An attention function for transformers, [B, T, H, E]."""
     if prefixes is None:
-        # A layer that does not hand `prefixes` on would get the mask of `prefix_arguments`, which hides every key.
-        assert attention_mask is None or attention_mask.shape[-1] == key.shape[2], "the layers dropped `prefixes`"
-        return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
+        # A layer that does not hand `prefixes` on would get the mask of `prefix_arguments`, which
+        # hides every key.
+        assert attention_mask is None or attention_mask.shape[-1] == key.shape[2], (
+            "the layers dropped `prefixes`"
+        )
+        return cast(
+            tuple[Tensor, None],
+            sdpa_attention_forward(module, query, key, value, attention_mask, **options),
+        )
     dtype = product_dtype(value)
-    out_BHTE = attend(query.to(dtype), (key.to(dtype), value.to(dtype)), prefixes, options["scaling"])
+    out_BHTE = attend(
+        query.to(dtype), (key.to(dtype), value.to(dtype)), prefixes, options["scaling"]
+    )
     return out_BHTE.transpose(1, 2), None
 
 
-# transformers makes a mask only for a name registered here too. Otherwise a mask of padding would be dropped.
+# transformers makes a mask only for a name registered here too. Otherwise a mask of padding would
+# be dropped.
 AttentionInterface.register(PREFIX_ATTENTION, attend_prefixes)
 AttentionMaskInterface.register(PREFIX_ATTENTION, sdpa_mask)

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 
-def compile_here(function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
-    """The compiled function, from code made for this processor: a cache of Inductor shared by two
-    may run vectors of another, and compute nonsense."""
+def compile_here(
+    function: Callable[..., Any], *, dynamic: bool | None = None
+) -> Callable[..., Any]:
+    """The compiled function, from code made for this processor.
+
+    A cache of Inductor shared by two may run vectors of another, and compute nonsense.
+    """
     config = torch.compiler.config
     config.cache_key_tag = config.cache_key_tag or torch.backends.cpu.get_cpu_capability()
     return torch.compile(function, dynamic=dynamic)

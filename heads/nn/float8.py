@@ -1,6 +1,9 @@
-"""Hidden states in 8 bits: D codes of a byte (e4m3fn, arXiv 2209.05433), then a scale as float32, the factor of all D.
+"""Hidden states in 8 bits.
 
-The same bytes as in records (`online.records.states`, which decodes without torch). X = D + SCALE_BYTES.
+D codes of a byte (e4m3fn, arXiv 2209.05433), then a scale as float32, the factor of all D.
+
+The same bytes as in records (`online.records.states`, which decodes without torch). X = D +
+SCALE_BYTES.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ PIECE_ROWS = 4096  # States decoded at a time, so the copy in float32 stays smal
 
 @torch.no_grad()
 def encode_float8(states_HLD: Tensor) -> Tensor:
-    """States [..., D] in 8 bits, uint8 [..., D + SCALE_BYTES]: a scale maps each largest number
-    to the largest of e4m3fn; not finite if one is not."""
+    """States [..., D] in 8 bits, uint8 [..., D + SCALE_BYTES].
+
+    A scale maps each largest number to the largest of e4m3fn; not finite if one is not.
+    """
     values_HLD = states_HLD.float()
     scale_HL1 = values_HLD.abs().amax(-1, keepdim=True) / FLOAT8_MAX
     scale_HL1 = torch.where(scale_HL1 == 0, 1, scale_HL1)
@@ -26,7 +31,10 @@ def encode_float8(states_HLD: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode_float8(codes_HLX: Tensor, dtype: torch.dtype) -> Tensor:
-    """The states of `encode_float8`, [..., D], rounded once to `dtype`. Bytes of zeros are a state of zeros."""
+    """The states of `encode_float8`, [..., D], rounded once to `dtype`.
+
+    Bytes of zeros are a state of zeros.
+    """
     codes_NX = codes_HLX.flatten(0, -2)
     states_ND = codes_NX.new_empty(len(codes_NX), codes_NX.shape[1] - SCALE_BYTES, dtype=dtype)
     for start in range(0, len(codes_NX), PIECE_ROWS):
@@ -39,4 +47,8 @@ def decode_float8(codes_HLX: Tensor, dtype: torch.dtype) -> Tensor:
 def scales(codes_HLX: Tensor) -> Tensor:
     """The scales of states, float32 [..., 1]."""
     # A copy, because torch takes no float32 from an address that 4 does not divide.
-    return codes_HLX[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return (
+        codes_HLX[..., -SCALE_BYTES:]
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.float32)
+    )

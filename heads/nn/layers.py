@@ -38,7 +38,9 @@ class LlamaShape:
     rms_norm_eps: float
     vocab_size: int
     max_position_embeddings: int
-    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope_parameters: Mapping[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
     attention_bias: bool = False  # of the projections; only heads of other trainers have them
     qk_norm: bool = False  # of queries and keys, as in Qwen3; only of other trainers
     logit_scale: float = 1.0  # Factor of the head's logits, as in the target's; vLLM reads it.
@@ -49,9 +51,13 @@ class LlamaShape:
 
     @staticmethod
     def from_config(config: Any) -> LlamaShape:
-        """The shape of a Llama layer for a model, from the `transformers` text config: that of the
-        model's layers if they are of this kind, and else with the usual sizes.
-        Raises ValueError: the config lacks a size that a head shares with the target."""
+        """The shape of a Llama layer for a model, from the `transformers` text config.
+
+        That of the model's layers if they are of this kind, and else with the usual sizes.
+
+        Raises:
+            ValueError: the config lacks a size that a head shares with the target.
+        """
 
         differing: list[str] = []  # sizes of which transformers says that each layer has another
 
@@ -62,18 +68,25 @@ class LlamaShape:
                 differing.append(name)
                 return None
 
-        hidden, vocabulary, positions = map(read, ("hidden_size", "vocab_size", "max_position_embeddings"))
+        hidden, vocabulary, positions = map(
+            read, ("hidden_size", "vocab_size", "max_position_embeddings")
+        )
         if None in (hidden, vocabulary, positions):
             raise ValueError(
-                f"no head can be made for {type(config).__name__}, which does not say hidden_size, vocab_size and "
+                f"no head can be made for {type(config).__name__}, which does not say hidden_size, "
+                "vocab_size and "
                 "max_position_embeddings"
             )
-        heads, key_heads, head_dim = map(read, ("num_attention_heads", "num_key_value_heads", "head_dim"))
-        # transformers' defaults for absent keys: a key head for each query head, and heads of size hidden / heads.
+        heads, key_heads, head_dim = map(
+            read, ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        # transformers' defaults for absent keys: a key head for each query head, and heads of size
+        # hidden / heads.
         head_dim = head_dim or (heads and hidden // heads)
-        # Latent attention says nothing of a layer that keeps keys: DeepSeek V3's 128 key heads would make this one
-        # layer cache half as much as all 61 layers of the target.
-        # And a Llama config, as engines read a head's, has heads that divide the hidden size: Qwen 3.5's need not.
+        # Latent attention says nothing of a layer that keeps keys: DeepSeek V3's 128 key heads
+        # would make this one layer cache half as much as all 61 layers of the target. And a Llama
+        # config, as engines read a head's, has heads that divide the hidden size: Qwen 3.5's need
+        # not.
         if not heads or hidden % heads or read("kv_lora_rank") or differing:
             head_dim = math.gcd(hidden, USUAL_HEAD_DIM)
             heads = hidden // head_dim
@@ -81,7 +94,8 @@ class LlamaShape:
             key_heads = next(count for count in range(most, 0, -1) if heads % count == 0)
         return LlamaShape(
             hidden_size=hidden,
-            # 8/3 of the hidden size makes the three matrices of SwiGLU as large as the usual two of 4x
+            # 8/3 of the hidden size makes the three matrices of SwiGLU as large as the usual two of
+            # 4x
             intermediate_size=read("intermediate_size") or -(-hidden * 8 // 3 // 64) * 64,
             num_attention_heads=heads,
             num_key_value_heads=key_heads or heads,
@@ -95,42 +109,61 @@ class LlamaShape:
 
     @staticmethod
     def of_head(sizes: LayerSizes, target_config: Any) -> LlamaShape:
-        """The shape of an untrained head's layers: the options' sizes, or else those of
-        `from_config`. Raises ValueError: the query heads do not share the hidden size or the key
-        heads evenly, or as `from_config`."""
+        """The shape of an untrained head's layers.
+
+        The options' sizes, or else those of `from_config`.
+
+        Raises:
+            ValueError: the query heads do not share the hidden size or the key heads evenly, or as
+                `from_config`.
+        """
         chosen = {field.name: getattr(sizes, field.name) for field in fields(LayerSizes)}
         shape = LlamaShape.from_config(target_config)
         shape = replace(shape, **{name: size for name, size in chosen.items() if size is not None})
         if shape.hidden_size % shape.num_attention_heads:
             raise ValueError(
-                f"{shape.num_attention_heads} query heads do not divide the hidden size, {shape.hidden_size}: give "
+                f"{shape.num_attention_heads} query heads do not divide the hidden size, "
+                f"{shape.hidden_size}: give "
                 "--head.num-attention-heads"
             )
         if shape.num_attention_heads % shape.num_key_value_heads:
             raise ValueError(
-                f"{shape.num_attention_heads} query heads do not share {shape.num_key_value_heads} key heads evenly: "
+                f"{shape.num_attention_heads} query heads do not share {shape.num_key_value_heads} "
+                "key heads evenly: "
                 "give --head.num-key-value-heads"
             )
         return shape
 
     @staticmethod
     def from_head_config(layer_config: Mapping[str, Any], target_config: Any) -> LlamaShape:
-        """The shape of a trained head, by the head's config, as an engine reads it. Hidden size,
-        vocabulary and positions are the target's in any case, because embeddings are shared."""
+        """The shape of a trained head, by the head's config, as an engine reads it.
+
+        Hidden size, vocabulary and positions are the target's in any case, because embeddings are
+        shared.
+        """
         config = read_layer_config(layer_config)
         target = LlamaShape.from_config(target_config)
-        shared = {name: getattr(target, name) for name in ("hidden_size", "vocab_size", "max_position_embeddings")}
+        shared = {
+            name: getattr(target, name)
+            for name in ("hidden_size", "vocab_size", "max_position_embeddings")
+        }
         # Model type qwen3 means normed queries and keys to vLLM (`Eagle3Qwen3ForCausalLM`).
-        shared |= {"attention_bias": bool(config.attention_bias), "qk_norm": config.model_type == "qwen3"}
+        shared |= {
+            "attention_bias": bool(config.attention_bias),
+            "qk_norm": config.model_type == "qwen3",
+        }
         return replace(LlamaShape.from_config(config), **shared)
 
     def record(self) -> dict[str, Any]:
-        """The sizes that change the layer's arithmetic and not the shapes of its tensors, for the doctor."""
+        """The sizes that change the layer's arithmetic and not the shapes of its tensors, for the
+        doctor.
+        """
         kept = ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim")
         return {"hidden_act": "silu", **{name: getattr(self, name) for name in kept}}
 
     def hf_config(self) -> dict[str, Any]:
-        # rope_theta as well as rope_parameters: readers older than transformers 5 look only there, and default to 10000
+        # rope_theta as well as rope_parameters: readers older than transformers 5 look only there,
+        # and default to 10000
         return {
             "model_type": "qwen3" if self.qk_norm else "llama",
             "num_hidden_layers": 1,
@@ -138,13 +171,19 @@ class LlamaShape:
             "mlp_bias": False,
             "tie_word_embeddings": False,
             "rope_theta": self.rope_parameters["rope_theta"],
-            **{name: value for name, value in asdict(self).items() if name not in ("qk_norm", "logit_scale")},
+            **{
+                name: value
+                for name, value in asdict(self).items()
+                if name not in ("qk_norm", "logit_scale")
+            },
             **({} if self.logit_scale == 1 else {"logit_scale": self.logit_scale}),
         }
 
 
 def read_layer_config(layer_config: Mapping[str, Any]) -> Any:
-    """The `transformers` config of a head's layer, Llama's or Qwen3's, with the defaults that an engine takes."""
+    """The `transformers` config of a head's layer, Llama's or Qwen3's, with the defaults that an
+    engine takes.
+    """
     kind = Qwen3Config if layer_config.get("model_type") == "qwen3" else LlamaConfig
     return kind(**{key: value for key, value in layer_config.items() if key != "model_type"})
 
@@ -153,25 +192,41 @@ LLAMA_RULES = ("default", "linear", "yarn", "longrope", "llama3")
 """Rules of rotation for all of a head, which engines and transformers share. Not `dynamic`: only
 engines read Hunyuan's `alpha`, and up to `max_position_embeddings` the others are `default`."""
 
-ENGINE_ONLY = ("partial_rotary_factor", "rope_dim", "mrope_section", "mrope_interleaved", "use_fope", "short_mscale")
+ENGINE_ONLY = (
+    "partial_rotary_factor",
+    "rope_dim",
+    "mrope_section",
+    "mrope_interleaved",
+    "use_fope",
+    "short_mscale",
+)
 """Rotary parameters that engines read and transformers' Llama, which trains, does not."""
 
 
 def llama_rope(rope_parameters: Mapping[str, Any], theta: float | None = None) -> dict[str, Any]:
-    """RoPE parameters for a head's Llama layer, derived from the target's. If the target has
-    several sets, the one for full attention is used. Without the keys in ENGINE_ONLY."""
+    """RoPE parameters for a head's Llama layer, derived from the target's.
+
+    If the target has several sets, the one for full attention is used. Without the keys in
+    ENGINE_ONLY.
+    """
     chosen = rope_parameters.get("full_attention", rope_parameters)
     kind, theta = chosen.get("rope_type", "default"), chosen.get("rope_theta") or theta or 10000.0
     # Phi-4-mini's lists of longrope have a factor for each rotated pair, fewer than the head has.
     is_partial = kind == "longrope" and chosen.get("partial_rotary_factor", 1.0) != 1.0
     if kind not in LLAMA_RULES or is_partial:
         return {"rope_type": "default", "rope_theta": theta}
-    return {"rope_type": kind, "rope_theta": theta, **{k: v for k, v in chosen.items() if k not in ENGINE_ONLY}}
+    return {
+        "rope_type": kind,
+        "rope_theta": theta,
+        **{k: v for k, v in chosen.items() if k not in ENGINE_ONLY},
+    }
 
 
 class Rotary:
-    """Cosines and sines at given positions, for any rule of `transformers`. Not a module: a cast to
-    bfloat16 would round the frequencies too."""
+    """Cosines and sines at given positions, for any rule of `transformers`.
+
+    Not a module: a cast to bfloat16 would round the frequencies too.
+    """
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding
@@ -179,10 +234,15 @@ class Rotary:
     @staticmethod
     def from_shape(shape: LlamaShape) -> Rotary:
         # Llama's class serves a Qwen3 layer too: both rotate alike.
-        return Rotary(LlamaRotaryEmbedding(read_layer_config({**shape.hf_config(), "model_type": "llama"})))
+        return Rotary(
+            LlamaRotaryEmbedding(read_layer_config({**shape.hf_config(), "model_type": "llama"}))
+        )
 
     def __call__(self, position_ids_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [B, T, E], in the type and on the device of `like`. The second half of E repeats the first."""
+        """cos and sin, [B, T, E], in the type and on the device of `like`.
+
+        The second half of E repeats the first.
+        """
         # `like` gives device and type only. The angles are computed in float32 and then rounded.
         cos, sin = self._embedding.to(like.device)(like, position_ids_BT)
         return cos, sin
@@ -202,12 +262,16 @@ class Projections(nn.Module):
     def __init__(self, shape: LlamaShape, input_size: int) -> None:
         super().__init__()
         self._head_dim = shape.head_dim
-        query_size, key_size = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
+        query_size, key_size = (
+            n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads)
+        )
         self.q_proj = nn.Linear(input_size, query_size, bias=shape.attention_bias)
         self.k_proj = nn.Linear(input_size, key_size, bias=shape.attention_bias)
         self.v_proj = nn.Linear(input_size, key_size, bias=shape.attention_bias)
         # engines give a Llama layer's output projection the bias too, a Qwen3 layer's not
-        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=shape.attention_bias and not shape.qk_norm)
+        self.o_proj = nn.Linear(
+            query_size, shape.hidden_size, bias=shape.attention_bias and not shape.qk_norm
+        )
         if shape.qk_norm:
             self.q_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
             self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
@@ -222,8 +286,11 @@ class Attention(Projections):
 
     def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
         # [B, H, T, E] for queries, [B, G, T, E] for keys and values.
-        q, k, v = (self._heads(project(x_BTD)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        # Before the rotation, as in Qwen3: the weights differ by element, so the two steps do not commute.
+        q, k, v = (
+            self._heads(project(x_BTD)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        # Before the rotation, as in Qwen3: the weights differ by element, so the two steps do not
+        # commute.
         if self._qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         out_BHTE = memory.attend(rotate(q, cos_sin), rotate(k, cos_sin), v, self._head_dim**-0.5)
@@ -264,8 +331,10 @@ class PreNormLayer(nn.Module):
 
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight, in the type of x, as in the server and as on a CPU.
+
     On a GPU autocast makes input and output float32, and with them the residual stream: twice the
-    bytes. And a weight of another type than x keeps PyTorch from its one kernel for norms."""
+    bytes. And a weight of another type than x keeps PyTorch from its one kernel for norms.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(autocast_kind(x.device), enabled=False):

@@ -11,8 +11,9 @@ from torch import Tensor
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
-"""Config keys of Cohere, Falcon H1, Granite, Gemma, RecurrentGemma and others. A signal compares the rule of a config
-with the logits of its class."""
+"""Config keys of Cohere, Falcon H1, Granite, Gemma, RecurrentGemma and others. A signal compares
+the rule of a config with the logits of its class.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,9 @@ class LogitRule:
         scale /= math.prod(getattr(text, key, None) or 1.0 for key in DIVISORS)
         if width := getattr(text, "dim_model_base", None):
             scale *= width / text.hidden_size
-        return LogitRule(scale=scale, cap=next((cap for key in CAPS if (cap := getattr(text, key, None))), None))
+        return LogitRule(
+            scale=scale, cap=next((cap for key in CAPS if (cap := getattr(text, key, None))), None)
+        )
 
     def apply(self, logits: Tensor) -> Tensor:
         logits = self.scaled(logits)

@@ -1,6 +1,9 @@
-"""Parallel drafters: the token that stands in the slots to fill, and the rows of a batch to train on.
+"""Parallel drafters.
 
-B = batch, T = tokens, N = chosen rows."""
+The token that stands in the slots to fill, and the rows of a batch to train on.
+
+B = batch, T = tokens, N = chosen rows.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,27 @@ from redraft.heads.files.target_folder import TargetFolder
 
 
 def check_mask_token(mask_token_id: int | None, num_embeddings: int) -> None:
-    """Raise ValueError unless the token has a row in the target's table of embeddings. None stands for no choice."""
+    """Raise ValueError unless the token has a row in the target's table of embeddings.
+
+    None stands for no choice.
+    """
     if mask_token_id is not None and not 0 <= mask_token_id < num_embeddings:
         raise ValueError(
-            f"mask token {mask_token_id} is not in the target's table of {num_embeddings} embeddings: "
+            f"mask token {mask_token_id} is not in the target's table of {num_embeddings} "
+            "embeddings: "
             f"choose an id below {num_embeddings}"
         )
 
 
 def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
-    """A token for the empty slots: the first row that the tokenizer does not use, or else the
-    padding token. `num_embeddings` are the rows of the target's table. Raises ValueError: there is
-    neither."""
+    """A token for the empty slots.
+
+    The first row that the tokenizer does not use, or else the padding token. `num_embeddings` are
+    the rows of the target's table.
+
+    Raises:
+        ValueError: there is neither.
+    """
     tokenizer = target.tokenizer
     if len(tokenizer) < num_embeddings:
         return len(tokenizer)
@@ -31,7 +43,8 @@ def choose_mask_token(target: TargetFolder, num_embeddings: int) -> int:
     # One that ends answers is not free, and one added late has no row.
     if pad_id is None or pad_id in target.end_ids or pad_id >= num_embeddings:
         raise ValueError(
-            "every row of the target's embeddings is a token, and there is no padding token that ends no answer: "
+            "every row of the target's embeddings is a token, and there is no padding token that "
+            "ends no answer: "
             "name a token that never occurs in text with --head.mask-token-id"
         )
     return pad_id
@@ -42,14 +55,19 @@ TURN = 1327217885  # 2^31 / golden ratio: multiples spread evenly around a circl
 
 def choose_rows(batch: Batch, has_label_BT: Tensor, count: int) -> Tensor:
     """`count` distinct rows in random order, those with a label first, int64 [B, N].
+
     The choice depends on the batch alone, so a resumed run, and a run on more processes, make the
     same. Each `batch.salt` makes another: five epochs that choose a quarter of the rows each have
     chosen almost every row. It does not wait for the device, unlike a caller that counts the labels
-    there to find `count`."""
-    # The keys lie on a circle. A choice takes the rows from one point downwards, and each salt turns the circle.
+    there to find `count`.
+    """
+    # The keys lie on a circle. A choice takes the rows from one point downwards, and each salt
+    # turns the circle.
     turn = batch.salt * TURN % (1 << 31)
     # a hash of all tokens up to the row; the multiplier of Knuth's multiplicative hashing
-    mixed_BT = (batch.input_ids_BT.cumsum(1) * 2654435761 + batch.position_ids_BT * 40503 + turn) % (1 << 31)
+    mixed_BT = (
+        batch.input_ids_BT.cumsum(1) * 2654435761 + batch.position_ids_BT * 40503 + turn
+    ) % (1 << 31)
     # int64 may wrap; the remainder has the sign of the divisor. -1 sorts rows without a label last.
     key_BT = torch.where(has_label_BT, mixed_BT, -1)
     return key_BT.topk(min(count, key_BT.shape[1]), dim=1).indices

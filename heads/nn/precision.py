@@ -8,7 +8,8 @@ from torch import Tensor
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matrix product of `x`: autocast's where it is on, else that of `x`."""
-    # Autocast narrows the operators it knows. Our attention is none of them, so callers ask here and cast.
+    # Autocast narrows the operators it knows. Our attention is none of them, so callers ask here
+    # and cast.
     kind = autocast_kind(x.device)
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

@@ -1,13 +1,16 @@
-"""Attention of every row over a range of keys and a few keys of its own, without a mask of rows by keys in memory.
+"""Attention of every row over a range of keys and a few keys of its own, without a mask of rows by
+keys in memory.
 
     row n of the batch     sees the keys `start[n] <= t < end[n]`, e.g. its document up to itself,
-                           and its own ones: those of the same row at other draft steps, or those of its block
+                           and its own ones: those of the same row at other draft steps, or those of
+                           its block
     total                  one softmax over both: the parts are merged by log sum exp
 
-The range has a form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows) and one for GPUs
-(FlexAttention). The first is an operation, which `redraft plan` counts by size.
+The range has a form for CPUs (PyTorch's flash kernel, document by document or in blocks of rows)
+and one for GPUs (FlexAttention). The first is an operation, which `redraft plan` counts by size.
 
-B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size."""
+B = batch, H = query heads, G = key heads, N = rows, T = keys, E = head size.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,11 @@ ROWS_A_BLOCK = 256  # on a CPU, if rows are not whole documents; as many in the 
 FLEX_BLOCK = 128
 
 MAX_GRAPHS = 256
-"""Graphs of a kernel in a process: PyTorch's limit for all graphs of a function, instead of its 8. Forward, backward,
-each dtype, each size of the heads, one row in the batch, one block of rows or keys, and each number of own keys need
-graphs of their own: some twenty in a training of one draft."""
+"""Graphs of a kernel in a process: PyTorch's limit for all graphs of a function, instead of its 8.
+Forward, backward, each dtype, each size of the heads, one row in the batch, one block of rows or
+keys, and each number of own keys need graphs of their own: some twenty in a training of one
+draft.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,10 @@ class Prefixes:
     is_whole: bool  # row n is key n's, and sees its document up to itself: causal kernels
     uses_flex: bool  # the form for GPUs
     order_BN: Tensor | None = None
-    """int64. Entry n of the ranges is of row `order_BN[n]` of the queries; by default of row n. Rows that follow each
-    other in the text share blocks of keys, and a kernel computes a block for all of its rows."""
+    """int64. Entry n of the ranges is of row `order_BN[n]` of the queries; by default of row n.
+    Rows that follow each other in the text share blocks of keys, and a kernel computes a block
+    for all of its rows.
+    """
     _blocks: dict[int, BlockMask] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
@@ -54,7 +61,12 @@ class Prefixes:
         # Documents [0, 0, 1, 1, -1]: start [0, 0, 2, 2, 4], end [1, 2, 3, 4, 5].
         start_BT = torch.where(begins_BT, at_T, 0).cummax(1).values
         # A stride of 0 over the rows of the batch would need compiled graphs of its own.
-        return Prefixes(start_BT, (at_T + 1).expand_as(start_BT).contiguous(), is_whole=True, uses_flex=at_T.is_cuda)
+        return Prefixes(
+            start_BT,
+            (at_T + 1).expand_as(start_BT).contiguous(),
+            is_whole=True,
+            uses_flex=at_T.is_cuda,
+        )
 
     def rows(self, rows_BN: Tensor, *, ascending: bool) -> Prefixes:
         """The prefixes of some rows: in any order, or ascending, which saves sorting them."""
@@ -62,10 +74,15 @@ class Prefixes:
         sorted_BN = rows_BN if order_BN is None else rows_BN.gather(1, order_BN)
         start_BN, end_BN = (x.gather(1, sorted_BN) for x in (self.start_BN, self.end_BN))
         # Never whole, even for all rows in order: only `of` knows that row n is key n.
-        return Prefixes(start_BN, end_BN, is_whole=False, uses_flex=self.uses_flex, order_BN=order_BN)
+        return Prefixes(
+            start_BN, end_BN, is_whole=False, uses_flex=self.uses_flex, order_BN=order_BN
+        )
 
     def blocks(self, num_keys: int) -> BlockMask:
-        """The blocks of keys that FlexAttention visits: found once, for all layers and both passes."""
+        """The blocks of keys that FlexAttention visits.
+
+        Found once, for all layers and both passes.
+        """
         if num_keys not in self._blocks:
             self._blocks[num_keys] = block_mask(self.start_BN, self.end_BN, num_keys)
         return self._blocks[num_keys]
@@ -79,11 +96,15 @@ def attend(
     own: Sequence[tuple[Tensor, Tensor]] = (),
     num_slots: int = 1,
 ) -> Tensor:
-    """softmax(scale * q k) v over the keys of each row, [B, H, N, E]. `context` has keys and values
-    of the range, [B, G, T, E] each, as wide as each other; `own` are pairs of keys and values [B,
-    G, N, E], of which row n sees all rows of the same block of `num_slots`."""
+    """softmax(scale * q k) v over the keys of each row, [B, H, N, E].
+
+    `context` has keys and values of the range, [B, G, T, E] each, as wide as each other; `own` are
+    pairs of keys and values [B, G, N, E], of which row n sees all rows of the same block of
+    `num_slots`.
+    """
     keys, values = ([pair[i] for pair in (context, *own)] for i in (0, 1))
-    # Autocast would narrow the products of blocks. The backward pass, which has none, must compute the same scores.
+    # Autocast would narrow the products of blocks. The backward pass, which has none, must compute
+    # the same scores.
     with torch.autocast(autocast_kind(q_BHNE.device), enabled=False):
         out: Tensor = _Attention.apply(q_BHNE, prefixes, scale, num_slots, *keys, *values)  # type: ignore[no-untyped-call]
     return out
@@ -91,12 +112,16 @@ def attend(
 
 class _Attention(torch.autograd.Function):
     """One softmax over the range and the row's own keys, with O(N) memory per head and step.
+
     Backward: with p = exp(score - total) and delta = sum(grad * out) of the *joint* softmax, the
     gradient of each score is p * (grad v - delta). So a flash kernel's backward is exact for the
-    range if it is given the joint `out` and `total`."""
+    range if it is given the joint `out` and `total`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, prefixes: Prefixes, scale: float, num_slots: int, *keys_values: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, prefixes: Prefixes, scale: float, num_slots: int, *keys_values: Tensor
+    ) -> Tensor:
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
         order_BN, (forward, _) = prefixes.order_BN, _operations(prefixes)
         # 1. The range alone: output and log sum exp of each row.
@@ -116,11 +141,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, out, total_BHN, *keys_values = ctx.saved_tensors
         keys, values = keys_values[: len(keys_values) // 2], keys_values[len(keys_values) // 2 :]
-        # FlashAttention-2's backward (Dao, arXiv 2307.08691, algorithm 2) reads the softmax from `out` and
-        # `total` alone, so with the joint ones it yields the range's part.
+        # FlashAttention-2's backward (Dao, arXiv 2307.08691, algorithm 2) reads the softmax from
+        # `out` and `total` alone, so with the joint ones it yields the range's part.
         order_BN, (_, backward) = ctx.prefixes.order_BN, _operations(ctx.prefixes)
-        sorted_grad, sorted_q, *joint = (_sorted(x, order_BN) for x in (grad.contiguous(), q, out, total_BHN))
-        grad_q, grad_k, grad_v = backward(sorted_grad, sorted_q, keys[0], values[0], *joint, ctx.prefixes, ctx.scale)
+        sorted_grad, sorted_q, *joint = (
+            _sorted(x, order_BN) for x in (grad.contiguous(), q, out, total_BHN)
+        )
+        grad_q, grad_k, grad_v = backward(
+            sorted_grad, sorted_q, keys[0], values[0], *joint, ctx.prefixes, ctx.scale
+        )
         grad_q, grad_keys, grad_values = _put_back(grad_q, order_BN), [grad_k], [grad_v]
         if len(keys) > 1:
             merge = as_kernel(add_own_gradients, q.device.type)
@@ -140,8 +169,11 @@ def add_own(
     scale: float,
     num_slots: int,
 ) -> tuple[Tensor, Tensor]:
-    """(output, log sum exp) of one softmax over the range and each row's own keys, from those of the range alone."""
-    # 1. The few further scores, in float32 or wider: [B, G, R, A, S, S] for each pair. A recurrent head has S = 1.
+    """(output, log sum exp) of one softmax over the range and each row's own keys, from those of
+    the range alone.
+    """
+    # 1. The few further scores, in float32 or wider: [B, G, R, A, S, S] for each pair. A recurrent
+    #    head has S = 1.
     blocks = _Blocks(keys[0].shape[1], num_slots)
     wide_q = blocks.queries(q).to(range_BHN.dtype)
     scores = [blocks.products(wide_q, blocks.keys(k)) * scale for k in keys]
@@ -149,7 +181,10 @@ def add_own(
     # 2. One softmax over both: its log sum exp is the log sum exp of the parts'.
     total_BHN = torch.stack([range_BHN, *sums]).logsumexp(0)
     # The output of the range shrinks to its share of the total.
-    wide, total = out * (range_BHN - total_BHN).exp()[..., None], blocks.queries(total_BHN[..., None])
+    wide, total = (
+        out * (range_BHN - total_BHN).exp()[..., None],
+        blocks.queries(total_BHN[..., None]),
+    )
     for score, v in zip(scores, values, strict=True):
         wide = wide + blocks.flat(blocks.mix((score - total).exp(), blocks.keys(v)))
     return wide.to(q.dtype), total_BHN
@@ -166,11 +201,15 @@ def add_own_gradients(
     scale: float,
     num_slots: int,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of q, of the own keys and of their values, from the range's part of the gradient of q."""
+    """Gradients of q, of the own keys and of their values, from the range's part of the gradient of
+    q.
+    """
     blocks, wide = _Blocks(keys[0].shape[1], num_slots), total_BHN.dtype
     # delta = sum over E of grad * out: the same number for every key of a row.
     delta_BHN1 = (grad.to(wide) * out).sum(-1, keepdim=True)
-    wide_q, wide_grad, total, delta = map(blocks.queries, (q.to(wide), grad.to(wide), total_BHN[..., None], delta_BHN1))
+    wide_q, wide_grad, total, delta = map(
+        blocks.queries, (q.to(wide), grad.to(wide), total_BHN[..., None], delta_BHN1)
+    )
     wide_grad_q, grad_keys, grad_values = grad_q.to(wide), [], []
     for k, v in zip(keys, values, strict=True):
         p = (blocks.products(wide_q, blocks.keys(k)) * scale - total).exp()
@@ -204,7 +243,9 @@ class _Blocks:
     def queries(self, x_BHNE: Tensor) -> Tensor:
         """[B, G, R, A, S, E]."""
         batch, _, rows, size = x_BHNE.shape
-        return x_BHNE.reshape(batch, self.key_heads, -1, rows // self.num_slots, self.num_slots, size)
+        return x_BHNE.reshape(
+            batch, self.key_heads, -1, rows // self.num_slots, self.num_slots, size
+        )
 
     def keys(self, x_BGNE: Tensor) -> Tensor:
         """[B, G, 1, A, S, E]."""
@@ -213,7 +254,9 @@ class _Blocks:
 
     def products(self, left: Tensor, right: Tensor) -> Tensor:
         """left @ right.T in each block, [B, G, R, A, S, S]."""
-        if self.num_slots == 1:  # a product of a row and a column: one pass instead of a matmul for each row
+        if (
+            self.num_slots == 1
+        ):  # a product of a row and a column: one pass instead of a matmul for each row
             return (left * right).sum(-1, keepdim=True)
         return left @ right.mT.to(left.dtype)
 
@@ -230,7 +273,8 @@ class _Blocks:
         return x.sum(2).flatten(2, 3)
 
 
-# ------------------------------------------------------------------------------------------------------ the operations
+# ------------------------------------------------------------------------------------------------------
+# the operations
 
 
 def _operations(prefixes: Prefixes) -> tuple[Any, Any]:
@@ -239,8 +283,12 @@ def _operations(prefixes: Prefixes) -> tuple[Any, Any]:
     return (_flex, _flex_backward) if prefixes.uses_flex else (_flash, _flash_backward)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float) -> tuple[Tensor, Tensor]:
-    out, total_BHN = prefix_attention(q, k, v, prefixes.start_BN, prefixes.end_BN, prefixes.is_whole, scale)
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, total_BHN = prefix_attention(
+        q, k, v, prefixes.start_BN, prefixes.end_BN, prefixes.is_whole, scale
+    )
     return out, total_BHN
 
 
@@ -262,7 +310,12 @@ def prefix_attention(
     k, v = _repeated(q, k), _repeated(q, v)
     for piece in _pieces(start_BN, end_BN, is_whole, q.dtype):
         out[piece.at], total[piece.at] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[piece.at], k[piece.seen], v[piece.seen], is_causal=is_whole, attn_mask=piece.mask, scale=scale
+            q[piece.at],
+            k[piece.seen],
+            v[piece.seen],
+            is_causal=is_whole,
+            attn_mask=piece.mask,
+            scale=scale,
         )
     return out, total
 
@@ -270,7 +323,9 @@ def prefix_attention(
 @torch.library.register_fake("redraft::prefix_attention")  # type: ignore[untyped-decorator]
 def _results(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     # However narrow q is, the log sum exp is float32 or wider: parts are merged by the exponential.
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q), q.new_empty(
+        q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
+    )
 
 
 @torch.library.custom_op("redraft::prefix_attention_backward", mutates_args=(), device_types="cpu")
@@ -286,32 +341,52 @@ def prefix_attention_backward(
     is_whole: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `out` and the log sum exp may be of a softmax over the range and further keys."""
+    """Gradients of q, k and v.
+
+    `out` and the log sum exp may be of a softmax over the range and further keys.
+    """
     key_heads, dtype = k.shape[1], k.dtype
     k, v = _repeated(q, k), _repeated(q, v)
     # blocks of rows share keys, so their gradients are added up in float32
     wide = dtype if is_whole else torch.promote_types(dtype, torch.float32)
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    grad_q, grad_k, grad_v = (
+        torch.empty_like(q),
+        torch.zeros_like(k, dtype=wide),
+        torch.zeros_like(v, dtype=wide),
+    )
     for piece in _pieces(start_BN, end_BN, is_whole, q.dtype):
         at, seen = piece.at, piece.seen
         grad_q[at], d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad[at], q[at], k[seen], v[seen], out[at], total_BHN[at], 0.0, is_whole, attn_mask=piece.mask, scale=scale
+            grad[at],
+            q[at],
+            k[seen],
+            v[seen],
+            out[at],
+            total_BHN[at],
+            0.0,
+            is_whole,
+            attn_mask=piece.mask,
+            scale=scale,
         )
         grad_k[seen] += d_k
         grad_v[seen] += d_v
     batch, _, num_keys, size = k.shape
     grad_k, grad_v = (
-        x.reshape(batch, key_heads, -1, num_keys, size).sum(2).to(dtype).contiguous() for x in (grad_k, grad_v)
+        x.reshape(batch, key_heads, -1, num_keys, size).sum(2).to(dtype).contiguous()
+        for x in (grad_k, grad_v)
     )
     return grad_q, grad_k, grad_v
 
 
 @torch.library.register_fake("redraft::prefix_attention_backward")  # type: ignore[untyped-decorator]
-def _gradients(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(
+    _: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# ------------------------------------------------------------------------------------------------------------- on a CPU
+# -------------------------------------------------------------------------------------------------------------
+# on a CPU
 
 
 @dataclass(frozen=True)
@@ -326,7 +401,9 @@ def _repeated(q: Tensor, x_BGTE: Tensor) -> Tensor:
     return x_BGTE.repeat_interleave(groups, dim=1) if groups > 1 else x_BGTE
 
 
-def _pieces(start_BN: Tensor, end_BN: Tensor, is_whole: bool, dtype: torch.dtype) -> Iterator[_Piece]:
+def _pieces(
+    start_BN: Tensor, end_BN: Tensor, is_whole: bool, dtype: torch.dtype
+) -> Iterator[_Piece]:
     if is_whole:
         yield from _documents(start_BN)
         return
@@ -339,9 +416,14 @@ def _pieces(start_BN: Tensor, end_BN: Tensor, is_whole: bool, dtype: torch.dtype
             low, high = int(start_n.min()), int(end_n.max())
             key = torch.arange(low, high)
             hidden = (key < start_n) | (key >= end_n)
-            # Added to the scores, [1, 1, n, high - low]. Every row sees a key: one of -inf alone is NaN.
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[None, None]
-            yield _Piece((slice(b, b + 1), every, rows), (slice(b, b + 1), every, slice(low, high)), mask)
+            # Added to the scores, [1, 1, n, high - low]. Every row sees a key: one of -inf alone is
+            # NaN.
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[
+                None, None
+            ]
+            yield _Piece(
+                (slice(b, b + 1), every, rows), (slice(b, b + 1), every, slice(low, high)), mask
+            )
 
 
 def _documents(start_BT: Tensor) -> Iterator[_Piece]:
@@ -359,16 +441,27 @@ def _documents(start_BT: Tensor) -> Iterator[_Piece]:
             yield _Piece(at, at, None)
 
 
-# ------------------------------------------------------------------------------------------------------------- on a GPU
+# -------------------------------------------------------------------------------------------------------------
+# on a GPU
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float) -> tuple[Tensor, Tensor]:
-    # Detached, because a graph is for tensors that require gradients, or for others: training and evaluation share one.
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float
+) -> tuple[Tensor, Tensor]:
+    # Detached, because a graph is for tensors that require gradients, or for others: training and
+    # evaluation share one.
     return _kernel(q.detach(), k.detach(), v.detach(), prefixes, scale)
 
 
 def _flex_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total_BHN: Tensor, prefixes: Prefixes, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    total_BHN: Tensor,
+    prefixes: Prefixes,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FlexAttention computes the range again: its backward takes no joint `out`."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -380,12 +473,22 @@ def _flex_backward(
     grad_range = (share_BHN1 * grad.to(wide)).to(q.dtype)
     # d total / d range's log sum exp is the share, and so is d out / d range's out
     grad_BHN = (share_BHN1 * grad.to(wide) * (range_out.detach().to(wide) - out.to(wide))).sum(-1)
-    return torch.autograd.grad((range_out, range_BHN), (q, k, v), (grad_range, grad_BHN.to(range_BHN.dtype)))  # type: ignore[return-value]
+    return torch.autograd.grad(
+        (range_out, range_BHN), (q, k, v), (grad_range, grad_BHN.to(range_BHN.dtype))
+    )  # type: ignore[return-value]
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float) -> tuple[Tensor, Tensor]:
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, prefixes: Prefixes, scale: float
+) -> tuple[Tensor, Tensor]:
     out, aux = as_kernel(flex_attention, q.device.type)(
-        q, k, v, block_mask=prefixes.blocks(k.shape[2]), scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        q,
+        k,
+        v,
+        block_mask=prefixes.blocks(k.shape[2]),
+        scale=scale,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
     )
     return out, aux.lse
 
@@ -395,7 +498,8 @@ def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     """The function as it is on a CPU, and compiled on a GPU, where FlexAttention is a kernel."""
     if device != "cuda":
         return function
-    # Without `fullgraph` PyTorch runs it as it stands as soon as it cannot compile it, or not once more.
+    # Without `fullgraph` PyTorch runs it as it stands as soon as it cannot compile it, or not once
+    # more.
     compiled = torch.compile(function, fullgraph=True)
 
     def run(*args: Any, **options: Any) -> Any:
@@ -404,22 +508,29 @@ def as_kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
                 return compiled(*args, **options)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             raise RuntimeError(
-                f"{function.__name__} is compiled at most {MAX_GRAPHS} times in a process, and these are used up "
-                f"before queries of shape {list(args[0].shape)} in {args[0].dtype}: start the process again"
+                f"{function.__name__} is compiled at most {MAX_GRAPHS} times in a process, and "
+                "these are used up "
+                f"before queries of shape {list(args[0].shape)} in {args[0].dtype}: start the "
+                "process again"
             ) from error
 
     return run
 
 
 def block_mask(start_BN: Tensor, end_BN: Tensor, num_keys: int) -> BlockMask:
-    """The blocks of keys that each block of rows sees, from the ranges: no mask of rows by keys is made on the way."""
+    """The blocks of keys that each block of rows sees, from the ranges.
+
+    No mask of rows by keys is made on the way.
+    """
     last = -start_BN.shape[1] % FLEX_BLOCK
     start, end = (  # the last block is filled up with the last row
-        torch.cat([x, x[:, -1:].expand(-1, last)], 1).reshape(len(x), 1, -1, 1, FLEX_BLOCK) for x in (start_BN, end_BN)
+        torch.cat([x, x[:, -1:].expand(-1, last)], 1).reshape(len(x), 1, -1, 1, FLEX_BLOCK)
+        for x in (start_BN, end_BN)
     )
     # [B, 1, blocks of rows, blocks of keys] from here on.
     first_key = torch.arange(0, num_keys, FLEX_BLOCK, device=start.device)
-    # Touched: some row may see some key of the block. Full: every row sees all keys, so `sees` is not asked.
+    # Touched: some row may see some key of the block. Full: every row sees all keys, so `sees` is
+    # not asked.
     touched = (first_key < end.amax(-1)) & (first_key + FLEX_BLOCK > start.amin(-1))
     full = (first_key >= start.amax(-1)) & (first_key + FLEX_BLOCK <= end.amin(-1))
 

@@ -1,11 +1,14 @@
-"""Recurrent heads, which read the output of the step before: unrolled for training, decoded as in an engine.
+"""Recurrent heads, which read the output of the step before.
+
+Unrolled for training, decoded as in an engine.
 
     row t, step k   reads token x[t+1+k] at position t+k, and a feature: the target's at k = 0, later the output
                     of step k-1; predicts x[t+2+k]
 
-Training feeds the true tokens (Li et al., EAGLE-3, arXiv 2503.01840, "training-time test"), decoding the drafted ones.
-If the target's answers to refused drafts are known, training feeds these drafts too.
-B = batch, T = tokens, N = refused drafts, D = hidden, V = target vocabulary, W = draft vocabulary.
+Training feeds the true tokens (Li et al., EAGLE-3, arXiv 2503.01840, "training-time test"),
+decoding the drafted ones. If the target's answers to refused drafts are known, training feeds these
+drafts too. B = batch, T = tokens, N = refused drafts, D = hidden, V = target vocabulary, W = draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -41,14 +44,18 @@ def unroll(
     draft_ids_W: Tensor | None = None,
     rule: LogitRule = PLAIN,
 ) -> list[DraftStep]:
-    """Teacher-forced draft steps with shifts 1..num_steps, or as many as are trained; the k-th from
-    0 has weight step_decay^k. `draft.step` is a `Step`, and `draft.config` has the options of
-    `Unrolled`. If it `recomputes`, the backward pass computes each step's activations again."""
+    """Teacher-forced draft steps with shifts 1..num_steps, or as many as are trained.
+
+    The k-th from 0 has weight step_decay^k. `draft.step` is a `Step`, and `draft.config` has the
+    options of `Unrolled`. If it `recomputes`, the backward pass computes each step's activations
+    again.
+    """
     memory, step = StepMemory(batch), draft.step
     run: Step = partial(_run_again, step) if draft.recomputes and torch.is_grad_enabled() else step
     steps = []
     for k in range(num_steps or draft.config.num_steps):
-        # the last rows of a document read the tokens of the next; their labels are masked and no other row sees them
+        # the last rows of a document read the tokens of the next; their labels are masked and no
+        # other row sees them
         ids_BT = batch.input_ids_BT.roll(-1 - k, dims=1)
         # Fed back into the next step, not detached: the loss of step k trains all passes before.
         hidden_BTD, feature_BTD = run(ids_BT, feature_BTD, batch.position_ids_BT + k, memory)
@@ -56,7 +63,8 @@ def unroll(
             DraftStep(
                 hidden_BTD=hidden_BTD,
                 head_WD=head_WD,
-                # Step 0 has read x[t + 1] and predicts x[t + 2], the content of the target's row t + 1.
+                # Step 0 has read x[t + 1] and predicts x[t + 2], the content of the target's row t
+                # + 1.
                 shift=k + 1,
                 mask_BT=label_rows(batch, k + 1),
                 weight=draft.config.step_decay**k,

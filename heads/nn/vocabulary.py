@@ -1,6 +1,9 @@
-"""A reduced draft vocabulary: which of the target's ids a head proposes, and how a checkpoint stores them.
+"""A reduced draft vocabulary.
 
-V = target vocabulary, W = draft vocabulary."""
+Which of the target's ids a head proposes, and how a checkpoint stores them.
+
+V = target vocabulary, W = draft vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,43 @@ from torch import Tensor
 def check_ids(draft_ids_W: Tensor, vocab_size: int) -> None:
     """Raise ValueError unless the ids of a draft vocabulary ascend within the target's."""
     if len(draft_ids_W) > vocab_size:
-        raise ValueError(f"a draft vocabulary of {len(draft_ids_W)} ids is larger than the target's {vocab_size}")
+        raise ValueError(
+            f"a draft vocabulary of {len(draft_ids_W)} ids is larger than the target's {vocab_size}"
+        )
     # Ascending, because the loss and the metrics find a label's draft id by `searchsorted`.
-    if not bool((draft_ids_W.diff() > 0).all()) or draft_ids_W[0] < 0 or draft_ids_W[-1] >= vocab_size:
-        raise ValueError(f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's id?")
+    if (
+        not bool((draft_ids_W.diff() > 0).all())
+        or draft_ids_W[0] < 0
+        or draft_ids_W[-1] >= vocab_size
+    ):
+        raise ValueError(
+            f"draft ids must ascend within 0..{vocab_size - 1}: is d2t an offset, not the target's "
+            "id?"
+        )
 
 
 def read_ids(offset_W: Tensor | None, kept_V: Tensor | None, source: Path) -> Tensor | None:
-    """The target id of every draft id, from d2t. t2d holds the same ids as a mask; if it is there, they must agree."""
+    """The target id of every draft id, from d2t. t2d holds the same ids as a mask.
+
+    If it is there, they must agree.
+    """
     if offset_W is None:
         return None
     # d2t [0, 0, 3] stands for the target's ids [0, 1, 5].
     ids_W = offset_W + torch.arange(len(offset_W))
     if kept_V is not None and not torch.equal(kept_V.nonzero().flatten(), ids_W):
-        raise ValueError(f"{source}: d2t and t2d name different ids: d2t must be the target's id minus the draft's")
+        raise ValueError(
+            f"{source}: d2t and t2d name different ids: d2t must be the target's id minus the "
+            "draft's"
+        )
     return ids_W
 
 
 def id_maps(draft_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of a checkpoint for a reduced vocabulary.
-    d2t, int64 [W], is the difference between target id and draft id, not the target id itself. t2d,
-    bool [V], is true for the target ids that the head proposes."""
+    """The tensors of a checkpoint for a reduced vocabulary. d2t, int64 [W], is the difference
+    between target id and draft id, not the target id itself. t2d, bool [V], is true for the
+    target ids that the head proposes.
+    """
     ids_W = draft_ids_W.cpu()
     kept_V = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids_W, True)
     return {"d2t": ids_W - torch.arange(len(ids_W)), "t2d": kept_V}

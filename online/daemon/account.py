@@ -38,14 +38,21 @@ class Account:
 
     def state(self, state: State, reason: str, resident_bytes: int | None = None) -> None:
         self.journal.write(
-            StateEntry(phase=state.phase.value, candidate=state.candidate, reason=reason, resident_bytes=resident_bytes)
+            StateEntry(
+                phase=state.phase.value,
+                candidate=state.candidate,
+                reason=reason,
+                resident_bytes=resident_bytes,
+            )
         )
 
     def fault(self, what: str, reason: str = "", detail: str | None = None) -> None:
         self.journal.write(FaultEntry(what=what, detail=detail, reason=reason))
 
     def disk_fault(self, error: OSError) -> None:
-        self.fault("disk_full" if is_full(error) else "disk_unwritable", str(error), f"errno-{error.errno}")
+        self.fault(
+            "disk_full" if is_full(error) else "disk_unwritable", str(error), f"errno-{error.errno}"
+        )
 
     def begin_fault(self, what: str, detail: str, reason: str = "") -> None:
         """A fault that lasts: written once, when it begins."""
@@ -55,11 +62,19 @@ class Account:
 
     def end_faults(self, *names: str, detail: str | None = None) -> None:
         """Forget these faults, so that they are written when they begin again."""
-        self._faults = {(what, its) for what, its in self._faults if what not in names or detail not in (None, its)}
+        self._faults = {
+            (what, its)
+            for what, its in self._faults
+            if what not in names or detail not in (None, its)
+        }
 
-    def load_or_set_aside(self, load: Callable[[Path], T], path: Path, otherwise: T, consequence: str) -> T:
-        """The value in the file; `otherwise`, and a fault with the consequence, if the file is
-        damaged."""
+    def load_or_set_aside(
+        self, load: Callable[[Path], T], path: Path, otherwise: T, consequence: str
+    ) -> T:
+        """The value in the file.
+
+        `otherwise`, and a fault with the consequence, if the file is damaged.
+        """
         try:
             return load(path)
         except DamagedError as error:
@@ -85,7 +100,9 @@ class Account:
     def verdict(self, verdict: Verdict, candidate: str, incumbent: str) -> None:
         gain = verdict.overall
         domains = {
-            name[:MAX_LABEL_CHARS]: DomainGain(gain=one.value, low=one.lower, high=one.upper, requests=one.num_requests)
+            name[:MAX_LABEL_CHARS]: DomainGain(
+                gain=one.value, low=one.lower, high=one.upper, requests=one.num_requests
+            )
             for name, one in verdict.domains.items()
         }
         self.journal.write(
@@ -105,7 +122,13 @@ class Account:
         )
 
     def staleness(
-        self, version: str, staleness: Staleness | None, *, is_asleep: bool, steps_saved: int, reason: str
+        self,
+        version: str,
+        staleness: Staleness | None,
+        *,
+        is_asleep: bool,
+        steps_saved: int,
+        reason: str,
     ) -> None:
         """The served draft against itself at its promotion; None if there is nothing to compare."""
         names = ("tau_then", "tau_now", "loss", "low", "high")

@@ -1,11 +1,16 @@
-"""The alarm: a server hardly accepts anything of the current version. Held-out requests decide whether it goes back.
+"""The alarm: a server hardly accepts anything of the current version.
 
-    watch ─ counters below the limit ─► report ─► compare with the previous version ─► go back, or stay and say why
+Held-out requests decide whether it goes back.
 
-A server's counters count whatever anybody sends, and a few clients at temperature 2 can bring them down for any draft.
-So they only ask the question. There is at most one automatic rollback after a promotion: one version can be bad, but
-when the version before it looks bad as well, the traffic has changed. After a rollout no server is left on the version
-before, so there is no control group: the held-out requests stand in for it."""
+    watch ─ counters below the limit ─► report ─► compare with the previous version ─► go back, or
+    stay and say why
+
+A server's counters count whatever anybody sends, and a few clients at temperature 2 can bring them
+down for any draft. So they only ask the question. There is at most one automatic rollback after a
+promotion: one version can be bad, but when the version before it looks bad as well, the traffic has
+changed. After a rollout no server is left on the version before, so there is no control group: the
+held-out requests stand in for it.
+"""
 
 import asyncio
 import time
@@ -52,11 +57,16 @@ class Alarm:
             self._fault("nothing_to_go_back_to", version)
             return
         if cycle.state.has_gone_back:
-            self._tell(f"stays on {version}: the fleet went back already, and does so once after a promotion")
+            self._tell(
+                f"stays on {version}: the fleet went back already, and does so once after a "
+                "promotion"
+            )
             return
         self._looks[version] += 1
         try:
-            is_worse, why = await cycle.in_thread(cycle.judge.find_loss, version, previous, self._looks[version])
+            is_worse, why = await cycle.in_thread(
+                cycle.judge.find_loss, version, previous, self._looks[version]
+            )
             # The comparison took time: meanwhile a rollout may have begun or ended.
             if is_worse and version == cycle.current and not cycle.state.is_rolling_out:
                 reason = f"{server} hardly accepts anything of {version}, and {why}"

@@ -1,4 +1,7 @@
-"""The learner's settings: one TOML file of a table per part. Loads neither torch nor vLLM: every command reads it."""
+"""The learner's settings: one TOML file of a table per part.
+
+Loads neither torch nor vLLM: every command reads it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,29 +21,39 @@ from redraft.online.settings import read_toml
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     target: Path = field(metadata={"example": "models/llama-3.1-70b"})
-    """Folder of the target that the servers serve. Only fingerprint, tokenizer and config are read, and the embeddings
-    if the draft is a head. The model itself is never loaded."""
+    """Folder of the target that the servers serve. Only fingerprint, tokenizer and config are read,
+    and the embeddings if the draft is a head. The model itself is never loaded.
+    """
     registry: Path = field(metadata={"example": "drafts/llama-3.1-70b"})
     """Folder with the versions of the draft: the servers' --registry. One learner owns it."""
     spool: Path | None = field(default=None, metadata={"example": "spool"})
-    """Folder the servers write records to: the --capture.spool of `redraft serve`. Set either this or `ingest`."""
+    """Folder the servers write records to: the --capture.spool of `redraft serve`. Set either this
+    or `ingest`.
+    """
     ingest: str = field(default="", repr=False)
-    """Log the servers send records to instead: the --capture.ingest of `redraft serve`, e.g. nats://HOST:4222. Separate
-    several addresses with commas; use tls:// for TLS. Remove `spool` if you set this."""
+    """Log the servers send records to instead: the --capture.ingest of `redraft serve`, e.g.
+    nats://HOST:4222. Separate several addresses with commas; use tls:// for TLS. Remove `spool`
+    if you set this.
+    """
     domain: str = ""
-    """Domain, if the draft serves only one; empty for all. The learner then uses only records of requests with this
-    X-Redraft-Domain, and only the servers of this domain in `fleet.file`. Every domain needs a separate learner with a
-    separate registry, folder and spool. An ingest log can be shared if each of the learners has a domain."""
+    """Domain, if the draft serves only one; empty for all. The learner then uses only records of
+    requests with this X-Redraft-Domain, and only the servers of this domain in `fleet.file`.
+    Every domain needs a separate learner with a separate registry, folder and spool. An ingest
+    log can be shared if each of the learners has a domain.
+    """
     folder: Path = Path("learner")
     """Folder for the learner's state, checkpoints, journal and buffer. It holds users' text."""
     anchors: Path | None = None
-    """File of offline records, mixed into every step against forgetting (`redraft data anchors`)."""
+    """File of offline records, mixed into every step against forgetting (`redraft data anchors`).
+    """
     zero_retention: bool = False
-    """Keep records in memory only. The spool must be in memory too, e.g. below /dev/shm. A restart loses all records
-    and continues from the served version."""
+    """Keep records in memory only. The spool must be in memory too, e.g. below /dev/shm. A restart
+    loses all records and continues from the served version.
+    """
     keep_versions: int = 20
-    """Number of versions to keep in the registry. The current version, the one before it, those a server still has and
-    the one that training began from are always kept."""
+    """Number of versions to keep in the registry. The current version, the one before it, those a
+    server still has and the one that training began from are always kept.
+    """
     wandb: str | None = None
     """Weights & Biases project to log to; logs offline if nobody is logged in."""
     draft: DraftConfig = field(default_factory=DraftConfig)
@@ -58,7 +71,10 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         if bool(self.ingest) == bool(self.spool):
-            raise ValueError("records come from a spool (a folder) or an ingest log (nats://...): set one of them")
+            raise ValueError(
+                "records come from a spool (a folder) or an ingest log (nats://...): set one of "
+                "them"
+            )
         if self.ingest:
             parse_addresses(self.ingest)
         require_label(self.domain)

@@ -1,6 +1,9 @@
-"""Requests of a person to a running learner: a line of JSON there and one back, over a socket in the learner's folder.
+"""Requests of a person to a running learner.
 
-The right to enter the folder is the right to ask. Only the learner's user has it."""
+A line of JSON there and one back, over a socket in the learner's folder.
+
+The right to enter the folder is the right to ask. Only the learner's user has it.
+"""
 
 import asyncio
 import json
@@ -89,8 +92,11 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
 
 async def ask(folder: Path, answer: type[T], **request: Any) -> T:
     """Ask the running learner and return the answer, which is of type `answer`.
-    Raises NoLearnerError if no learner runs on this folder, or it ends before it answers. Raises
-    ValueError if the learner refuses; the message is the learner's."""
+
+    Raises:
+        NoLearnerError: if no learner runs on this folder, or it ends before it answers.
+        ValueError: if the learner refuses; the message is the learner's.
+    """
     try:
         with _short_path(folder) as path:
             reader, writer = await asyncio.open_unix_connection(path)

@@ -1,4 +1,6 @@
-"""The learner's way round the phases: the work of each, and the event it ends with (`state` has the table).
+"""The learner's way round the phases.
+
+The work of each, and the event it ends with (`state` has the table).
 
     phase        work                                            ends with
     idle         waits for new records or a request to swap, or  begin, swap requested
@@ -10,9 +12,10 @@
     rolling      the other servers in waves                      rolled out and current, rolled back, recalled
     halted       waits until the servers serve our target        resume
 
-The work of every phase can be repeated from the start, and is after a kill. While a disk cannot be written, the phase
-waits. A finding of the watch or the request of a person waits in the `inbox` until a phase can take it:
-`report_problem`, and `rollouts.request_swap` and `rollouts.go_back`."""
+The work of every phase can be repeated from the start, and is after a kill. While a disk cannot be
+written, the phase waits. A finding of the watch or the request of a person waits in the `inbox`
+until a phase can take it: `report_problem`, and `rollouts.request_swap` and `rollouts.go_back`.
+"""
 
 import asyncio
 import time
@@ -31,7 +34,17 @@ from redraft.online.daemon.judging import Judge
 from redraft.online.daemon.memory import release_memory
 from redraft.online.daemon.rollouts import Rollouts
 from redraft.online.daemon.sleep import Sleeper
-from redraft.online.daemon.state import AFTER_DAMAGE, TRANSITIONS, Event, Move, Phase, SavedState, State, advance, load
+from redraft.online.daemon.state import (
+    AFTER_DAMAGE,
+    TRANSITIONS,
+    Event,
+    Move,
+    Phase,
+    SavedState,
+    State,
+    advance,
+    load,
+)
 from redraft.online.fleet.registry import Registry, copy_model
 from redraft.online.fleet.rollout import Outcome, roll_waves, try_canary
 from redraft.online.fleet.server import ask_drafting
@@ -54,19 +67,28 @@ class Cycle:
         servers: Sequence[JournaledServer], account: Account,
     ) -> None:  # fmt: skip
         self.cfg, self.target_fingerprint = cfg, target_fingerprint
-        self.registry, self.trainer, self.servers, self.account = registry, trainer, servers, account
+        self.registry, self.trainer, self.servers, self.account = (
+            registry,
+            trainer,
+            servers,
+            account,
+        )
         self.inbox = Inbox()
         self.judge = Judge(cfg, registry, buffer, trainer.candidate)
         state_path = cfg.folder / "state.json"
         # Idle is always safe: the watch brings every server to the current version.
-        state = account.load_or_set_aside(load, state_path, AFTER_DAMAGE, "the learner begins at idle")
+        state = account.load_or_set_aside(
+            load, state_path, AFTER_DAMAGE, "the learner begins at idle"
+        )
         self.saved = SavedState(path=state_path, state=state)
         self.rollouts = Rollouts(cfg, registry, trainer, servers, self.saved, self.inbox, account)
         # torch gets a separate thread: ingest and watch continue during a training step.
         self._thread = ThreadPoolExecutor(1, "trainer")
         self.sleeper = Sleeper(cfg, self.judge, account)
         self._num_without_gain = 0
-        """Candidates without a gain since the last promotion or sleep. At `patience`, BEGIN_AGAIN is posted."""
+        """Candidates without a gain since the last promotion or sleep. At `patience`, BEGIN_AGAIN
+        is posted.
+        """
         self._phases: dict[Phase, Callable[[], Awaitable[Move | None]]] = {
             Phase.IDLE: self._idle,
             Phase.TRAINING: self._train,
@@ -89,16 +111,27 @@ class Cycle:
         began_from = await self.in_thread(self.trainer.start)
         for problem in self.trainer.damage:
             self.account.fault("checkpoint_damaged", problem)
-        self.account.state(self.state, f"{GOES_ON} {self.current if began_from == SERVED else began_from}")
+        self.account.state(
+            self.state, f"{GOES_ON} {self.current if began_from == SERVED else began_from}"
+        )
         if began_from == SERVED and self.state.phase in (Phase.JUDGING, Phase.PUBLISHING):
-            await self._advance(Move(Event.REJECTED, reason=f"training has begun again since {self.saved.candidate}"))
+            await self._advance(
+                Move(
+                    Event.REJECTED, reason=f"training has begun again since {self.saved.candidate}"
+                )
+            )
         while True:
-            # Both are taken between phases only. Training looks for them before every step, and ends early.
+            # Both are taken between phases only. Training looks for them before every step, and
+            # ends early.
             if halt := self.inbox.take(Event.HALT):
                 await self._advance(halt)
-            if (self.state.phase, Event.BEGIN_AGAIN) in TRANSITIONS and self.inbox.take(Event.BEGIN_AGAIN):
+            if (self.state.phase, Event.BEGIN_AGAIN) in TRANSITIONS and self.inbox.take(
+                Event.BEGIN_AGAIN
+            ):
                 await self._until_written(lambda: self.in_thread(self.trainer.begin_again))
-                await self._advance(Move(Event.BEGIN_AGAIN, reason=f"training begins again from {self.current}"))
+                await self._advance(
+                    Move(Event.BEGIN_AGAIN, reason=f"training begins again from {self.current}")
+                )
             move = await self._phases[self.state.phase]()
             if move is not None:
                 await self._advance(move)
@@ -118,12 +151,15 @@ class Cycle:
             await self.in_thread(self.trainer.ranks.dismiss)
             self._thread.shutdown()
 
-    # ----------------------------------------------------------------------------------------------- from outside
+    # -----------------------------------------------------------------------------------------------
+    # from outside
 
     def report_problem(self, problem: str) -> None:
-        """The watch's latest finding: a reason to halt, or an empty string if there is none (any
-        more). Only the latest finding counts: a problem that goes away before the present phase
-        ends halts nothing."""
+        """The watch's latest finding.
+
+        A reason to halt, or an empty string if there is none (any more). Only the latest finding
+        counts: a problem that goes away before the present phase ends halts nothing.
+        """
         is_halted = self.state.phase is Phase.HALTED
         self.inbox.settle(Event.HALT)
         self.inbox.settle(Event.RESUME)
@@ -133,12 +169,17 @@ class Cycle:
             self.inbox.post(Move(Event.RESUME))
 
     async def judge_draft(self, draft: Path) -> Verdict:
-        """The gate's verdict on the draft in a folder, against the current version, drafting as the servers do."""
+        """The gate's verdict on the draft in a folder, against the current version, drafting as the
+        servers do.
+        """
         drafting = self.judge.draft_as(await ask_drafting(self.servers))
-        verdict = await self.in_thread(self.judge.judge_draft, draft, self.current, self.state.num_looks + 1)
+        verdict = await self.in_thread(
+            self.judge.judge_draft, draft, self.current, self.state.num_looks + 1
+        )
         return replace(verdict, reason=f"{verdict.reason} ({drafting})")
 
-    # ----------------------------------------------------------------------------------------------- the phases
+    # -----------------------------------------------------------------------------------------------
+    # the phases
 
     async def _idle(self) -> Move | None:
         if swap := self.rollouts.find_swap():
@@ -153,21 +194,29 @@ class Cycle:
         return None
 
     async def _look_around(self, newest: int, num_waiting: int) -> Move | None:
-        """Asleep, with a candidate's worth of new records: wake, or pass over the records up to
-        `newest`. Those that arrive during the look wait for the next one."""
+        """Asleep, with a candidate's worth of new records.
+
+        Wake, or pass over the records up to `newest`. Those that arrive during the look wait for
+        the next one.
+        """
         sleeper, current = self.sleeper, self.current
         self.judge.draft_as(await ask_drafting(self.servers))
         staleness = await self.in_thread(sleeper.measure, current)
         if reason := sleeper.find_reason_to_wake(staleness, num_waiting):
-            sleeper.save(sleeper.sleep.wake(), current, staleness, f"training begins again: {reason}")
+            sleeper.save(
+                sleeper.sleep.wake(), current, staleness, f"training begins again: {reason}"
+            )
             return Move(Event.BEGIN, reason=reason)
         await self._until_written(lambda: self.in_thread(self.trainer.pass_over, newest))
-        sleeper.save(sleeper.sleep.pass_over(num_waiting), current, staleness, "training is not worth it")
+        sleeper.save(
+            sleeper.sleep.pass_over(num_waiting), current, staleness, "training is not worth it"
+        )
         return None
 
     async def _train(self) -> Move | None:
         trainer, began_s, saved_s = self.trainer, time.monotonic(), time.monotonic()
-        # After a kill the count begins again at the resumed checkpoint: a candidate may get more records, not fewer.
+        # After a kill the count begins again at the resumed checkpoint: a candidate may get more
+        # records, not fewer.
         wanted = trainer.progress.records + self.cfg.training.records_per_candidate
         while Event.BEGIN_AGAIN not in self.inbox:
             if trainer.progress.records >= wanted:
@@ -175,13 +224,16 @@ class Cycle:
             if waiting := self.inbox.find(Event.HALT, Event.SWAP_REQUESTED):
                 await self._save_checkpoint()
                 is_halt = waiting.event is Event.HALT
-                reason = waiting.reason if is_halt else "interrupted by a swap that a person asked for"
+                reason = (
+                    waiting.reason if is_halt else "interrupted by a swap that a person asked for"
+                )
                 return Move(Event.FAILED, reason=reason)
             stats = await self.in_thread(trainer.step)
             if stats is None:
                 await asyncio.sleep(POLL_S)
                 continue
-            # From the end of one step to the end of the next, so tokens/s falls while new records are scarce.
+            # From the end of one step to the end of the next, so tokens/s falls while new records
+            # are scarce.
             now_s = time.monotonic()
             self.account.step(stats, trainer, now_s - began_s)
             began_s = now_s
@@ -206,17 +258,24 @@ class Cycle:
         except (OSError, ValueError) as error:
             return Move(Event.REJECTED, reason=f"{name} cannot be read: {error}")
         self.account.verdict(verdict, name, self.current)
-        if verdict.overall is not None:  # saved with the event: after a kill before it, the same look is taken again
+        if (
+            verdict.overall is not None
+        ):  # saved with the event: after a kill before it, the same look is taken again
             self.saved.state = replace(self.state, num_looks=self.state.num_looks + 1)
         if verdict.decision is Decision.PROMOTE:
             self._num_without_gain = 0
             return Move(Event.PROMOTED, reason=verdict.reason)
         if verdict.overall is not None:
-            staleness = await self.in_thread(self.sleeper.measure, self.current)  # may set the reference
+            staleness = await self.in_thread(
+                self.sleeper.measure, self.current
+            )  # may set the reference
             self.sleeper.save(self.sleeper.sleep, self.current, staleness, "")
         is_rejected = verdict.decision is Decision.REJECT
-        # Whether a small gain is proven or not: a candidate that does not even seem to gain shows no promise.
-        if is_rejected or (verdict.overall is not None and verdict.overall.value <= self.cfg.gate.min_gain):
+        # Whether a small gain is proven or not: a candidate that does not even seem to gain shows
+        # no promise.
+        if is_rejected or (
+            verdict.overall is not None and verdict.overall.value <= self.cfg.gate.min_gain
+        ):
             self._count_without_gain()
         return Move(Event.REJECTED if is_rejected else Event.INCONCLUSIVE, reason=verdict.reason)
 
@@ -224,8 +283,12 @@ class Cycle:
         try:
             version = await self._until_written(lambda: asyncio.to_thread(self._publish_candidate))
         except (FileNotFoundError, ValueError) as error:
-            return Move(Event.REJECTED, reason=f"{self.saved.candidate} cannot be published: {error}")
-        async with self.rollouts.fleet:  # a rollback under way ends first: it takes back no canary that waits for it
+            return Move(
+                Event.REJECTED, reason=f"{self.saved.candidate} cannot be published: {error}"
+            )
+        async with (
+            self.rollouts.fleet
+        ):  # a rollback under way ends first: it takes back no canary that waits for it
             return None if Event.BEGIN_AGAIN in self.inbox else Move(Event.PUBLISHED, version)
 
     async def _canary(self) -> Move:
@@ -254,7 +317,8 @@ class Cycle:
         await self.inbox.wait_for(Event.RESUME)
         return self.inbox.take(Event.RESUME)
 
-    # ----------------------------------------------------------------------------------------------- their helpers
+    # -----------------------------------------------------------------------------------------------
+    # their helpers
 
     async def _discard(self, why: str) -> Move:
         self.account.fault("loss_not_finite")
@@ -262,7 +326,10 @@ class Cycle:
         return Move(Event.FAILED, reason=f"{why}: the candidate was thrown away")
 
     async def _save_checkpoint(self) -> None:
-        """Write a checkpoint if there is anything to save. A failure is only reported: training goes on without."""
+        """Write a checkpoint if there is anything to save.
+
+        A failure is only reported: training goes on without.
+        """
         if not self.trainer.num_steps or Event.BEGIN_AGAIN in self.inbox:
             return
         try:
@@ -273,8 +340,11 @@ class Cycle:
             self.account.disk_fault(error)
 
     async def _until_written(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, which is repeated while a disk cannot be written. Raises
-        FileNotFoundError or ValueError or NotFiniteError as `work` does: waiting would not help."""
+        """The result of `work`, which is repeated while a disk cannot be written.
+
+        Raises:
+            FileNotFoundError, ValueError, NotFiniteError: as `work` does: waiting would not help.
+        """
         is_told = False
         while True:
             try:
@@ -289,7 +359,9 @@ class Cycle:
                 await asyncio.sleep(DISK_RETRY_S)
 
     def _count_without_gain(self) -> None:
-        """Begin again from the served version if training leads nowhere, and sleep first if the settings say so."""
+        """Begin again from the served version if training leads nowhere, and sleep first if the
+        settings say so.
+        """
         self._num_without_gain += 1
         if self._num_without_gain < self.cfg.training.patience:
             return
@@ -301,7 +373,11 @@ class Cycle:
         """The version with the candidate's draft: published now, or before a kill."""
         folder, prefix = self.trainer.folder / self.saved.candidate, f"{DRAFT}/"
         # Every byte: the version's manifest would vouch for a flipped one.
-        files = {name[len(prefix) :]: entry for name, entry in verify(folder).items() if name.startswith(prefix)}
+        files = {
+            name[len(prefix) :]: entry
+            for name, entry in verify(folder).items()
+            if name.startswith(prefix)
+        }
         latest = self.registry.latest()
         if latest and self._holds(latest, files):
             return latest  # a kill came between publication and the saved state

@@ -1,4 +1,6 @@
-"""Events from outside the phases. Each waits here until the cycle has dealt with it.
+"""Events from outside the phases.
+
+Each waits here until the cycle has dealt with it.
 
 | event            | posted by                                         | dealt with                                    |
 |---|---|---|
@@ -8,7 +10,8 @@
 | `RECALLED`       | a person, or the alarm of a server                | ends a running rollout                        |
 | `BEGIN_AGAIN`    | a rollback or swap, or candidates without a gain  | before the canary; training ends early for it |
 
-Nothing here survives a restart: whoever posted an event notices the end of the learner, and the watch looks again.
+Nothing here survives a restart: whoever posted an event notices the end of the learner, and the
+watch looks again.
 """
 
 import asyncio
@@ -29,7 +32,10 @@ class Inbox:
         return event in self._moves
 
     def post(self, move: Move) -> asyncio.Future[Any]:
-        """Let the move wait, in place of one with the same event; the future has the result of `settle`."""
+        """Let the move wait, in place of one with the same event.
+
+        The future has the result of `settle`.
+        """
         self._moves[move.event] = move
         self._changed.set()
         # Posted twice, the event is dealt with once, and both wait for that.

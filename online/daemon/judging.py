@@ -1,6 +1,9 @@
-"""Verdicts on drafts, by held-out requests: a candidate against the current version, or that against the one before.
+"""Verdicts on drafts, by held-out requests.
 
-Blocking; for use from the thread that owns the draft in training."""
+A candidate against the current version, or that against the one before.
+
+Blocking; for use from the thread that owns the draft in training.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,31 +20,47 @@ from redraft.online.learning.candidate import Candidate, choose_reads
 from redraft.online.learning.config import Judging
 from redraft.online.learning.gate import Verdict, find_loss, judge
 from redraft.online.learning.intake import count_acceptance
-from redraft.online.learning.scoring import Request, RequestScore, list_rows, pair_scores, score_requests
+from redraft.online.learning.scoring import (
+    Request,
+    RequestScore,
+    list_rows,
+    pair_scores,
+    score_requests,
+)
 from redraft.online.learning.staleness import Row, find_past
 
 RECENT_S = 86400.0  # oldest request that decides about an alarm: today's traffic
 
 
 class Judge:
-    def __init__(self, cfg: LearnerConfig, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
+    def __init__(
+        self, cfg: LearnerConfig, registry: Registry, buffer: Buffer, candidate: Candidate
+    ) -> None:
         self.cfg, self.registry, self.buffer, self.candidate = cfg, registry, buffer, candidate
         self.judging = cfg.judging  # with the servers' tokens and sampling, once known
 
     def draft_as(self, servers: Counter[Drafting]) -> str:
-        """Judge as most of the servers draft from now on; returns how, in words. `servers` are counts."""
+        """Judge as most of the servers draft from now on; returns how, in words.
+
+        `servers` are counts.
+        """
         self.judging, drafting = choose_judging(self.judging, servers)
         return drafting
 
     def judge_draft(self, draft: Path, incumbent: str, look: int) -> Verdict:
         """The gate's verdict on the draft in a folder against a version."""
         seqs, theirs = self._score_served(self.registry.path(incumbent))
-        return judge(*pair_scores(self._score(draft, seqs), theirs, self.buffer.refresh_names()), self.cfg.gate, look)
+        return judge(
+            *pair_scores(self._score(draft, seqs), theirs, self.buffer.refresh_names()),
+            self.cfg.gate,
+            look,
+        )
 
     def score_since(self, version: str, after: int) -> tuple[int, list[Row]]:
         """(newest record, a row per request) of a version on the held-out records after sequence
-        number `after`.
-        No rows if there are fewer than `gate.min_requests`, or if the version cannot be read."""
+        number `after`. No rows if there are fewer than `gate.min_requests`, or if the version
+        cannot be read.
+        """
         seqs = [seq for seq in self._select_requests() if seq > after]
         if len(seqs) < self.cfg.gate.min_requests:
             return after, []
@@ -55,8 +74,11 @@ class Judge:
     def find_loss(self, current: str, previous: str, look: int) -> tuple[bool, str]:
         """Whether the current version is proven worse than the previous one on today's traffic, and
         why. Counters of servers take no part: they count whatever anybody sends. `look` is 1 for
-        the first time after a promotion, 2 for the next one, and so on. Raises OSError or
-        ValueError if a version is gone or damaged."""
+        the first time after a promotion, 2 for the next one, and so on.
+
+        Raises:
+            OSError, ValueError: if a version is gone or damaged.
+        """
         folders = [self.registry.path(version) for version in (current, previous)]
         for folder in folders:
             verify(folder)  # loading a damaged draft could raise anything
@@ -68,18 +90,25 @@ class Judge:
             return True, f"on held-out requests it is worse than {previous}: {numbers}"
         is_refused, served_numbers = self._find_refused(current, theirs, seqs, 2 * look)
         if is_refused:
-            return True, f"the engine hardly accepts it on held-out requests, unlike {previous}: {served_numbers}"
+            return (
+                True,
+                f"the engine hardly accepts it on held-out requests, unlike {previous}: "
+                f"{served_numbers}",
+            )
         return False, f"on held-out requests it is not proven worse than {previous}: {numbers}"
 
     def _find_refused(
         self, current: str, theirs: dict[Request, RequestScore], seqs: Sequence[int], look: int
     ) -> tuple[bool, str]:
         """Whether the engine refuses a draft that is good by its weights, e.g. because it runs it
-        wrongly.
-        A score cannot see that, but the records tell which draft tokens the engine accepted."""
+        wrongly. A score cannot see that, but the records tell which draft tokens the engine
+        accepted.
+        """
         served = count_served(self.buffer.read(seqs), current)
         # Measured counts beside expected ones, over the requests served by this version.
-        paired = pair_scores({key: RequestScore("", counts) for key, counts in served.items()}, theirs)
+        paired = pair_scores(
+            {key: RequestScore("", counts) for key, counts in served.items()}, theirs
+        )
         if not is_alarming(sum(paired[0], AcceptanceCounts.zero())):
             return False, ""
         return find_loss(*paired[:2], self.cfg.gate, look)
@@ -92,15 +121,23 @@ class Judge:
             **limits,
         )
 
-    def _score_served(self, folder: Path, **limits: float) -> tuple[list[int], dict[Request, RequestScore]]:
-        """The records that judge, and the served draft's scores on them. Weights of the target on whose requests it is
-        proven better or worse than on those of now are left behind."""
+    def _score_served(
+        self, folder: Path, **limits: float
+    ) -> tuple[list[int], dict[Request, RequestScore]]:
+        """The records that judge, and the served draft's scores on them.
+
+        Weights of the target on whose requests it is proven better or worse than on those of now
+        are left behind.
+        """
         # Chosen once: scores of two drafts are paired by request.
         seqs = self._select_requests(**limits)
         scores = self._score(folder, seqs)
         names, newest = self.buffer.refresh_names(), list(scores.values())[::-1]
         targets = dict.fromkeys([self.buffer.served_target(), *(one.target for one in newest)])
-        rows = {target: list_rows([one for one in newest if one.target == target], names) for target in targets}
+        rows = {
+            target: list_rows([one for one in newest if one.target == target], names)
+            for target in targets
+        }
         past = find_past(rows, self.cfg.sleep, self.cfg.gate)
         if not past:
             return seqs, scores
@@ -125,15 +162,20 @@ class Judge:
 
 def choose_judging(latest: Judging, servers: Counter[Drafting]) -> tuple[Judging, str]:
     """The settings to judge with, and where they come from, in words.
+
     Most servers decide. If none answers, the latest settings stay: those that servers named before,
-    or else the configured ones."""
+    or else the configured ones.
+    """
     if not servers:
         stays = Drafting(latest.num_speculative_tokens, latest.draft_sample_method)
         return latest, f"{stays}, as before: no server says how it drafts"
-    # of equally many, the ones that draft less, so that the verdict does not depend on the order of the answers
+    # of equally many, the ones that draft less, so that the verdict does not depend on the order of
+    # the answers
     chosen = min(servers, key=lambda drafting: (-servers[drafting], drafting))
     source = f"{chosen}, as {servers[chosen]} of {servers.total()} servers draft"
-    return replace(latest, **asdict(chosen)), source if len(servers) > 1 else f"{chosen}, as the servers draft"
+    return replace(latest, **asdict(chosen)), source if len(
+        servers
+    ) > 1 else f"{chosen}, as the servers draft"
 
 
 def count_served(records: Iterable[Stored], version: str) -> dict[Request, AcceptanceCounts]:

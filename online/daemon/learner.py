@@ -1,6 +1,9 @@
-"""The learner daemon: it learns from the traffic of a fleet of vLLM servers and keeps the draft up to date.
+"""The learner daemon.
 
-    servers ─► spool ─► ingest ─► buffer ─► training ─► judging ─► publishing ─► canary ─► rolling ─► servers
+It learns from the traffic of a fleet of vLLM servers and keeps the draft up to date.
+
+    servers ─► spool ─► ingest ─► buffer ─► training ─► judging ─► publishing ─► canary ─► rolling
+    ─► servers
        │                            └ held-out requests ──┘             └► registry           │
        └──────────── watch: versions, targets, acceptance ─► reconcile, halt, alarm ──────────┘
 
@@ -11,9 +14,10 @@
     alarm     a report of the watch        a version to compare      nothing: `online.daemon.alarm`
     control   requests of a person         a connection              nothing
 
-One asyncio process owns the buffer. torch has a separate thread there, and other ranks follow it. Serving goes on
-whatever happens here: the learner only reads records that the servers leave behind, and takes back every swap that
-does not prove itself. It may be killed at any moment and continues where it was.
+One asyncio process owns the buffer. torch has a separate thread there, and other ranks follow it.
+Serving goes on whatever happens here: the learner only reads records that the servers leave behind,
+and takes back every swap that does not prove itself. It may be killed at any moment and continues
+where it was.
 
     $ redraft learner --config learner.toml
     $ accelerate launch -m redraft.recipes.cli learner --config learner.toml      # on several GPUs
@@ -59,13 +63,22 @@ REST_S = 60.0  # between two orders to the other ranks, whose wait must not time
 
 
 def run(cfg: LearnerConfig) -> None:
-    """Learn until SIGTERM or SIGINT. Raises ValueError or OSError for mistakes that the user can
-    fix. Raises AlreadyOwnedError if another learner owns this draft or this folder."""
-    token = cfg.fleet.token()  # a mistake in the fleet is reported now, not after minutes of loading
+    """Learn until SIGTERM or SIGINT.
+
+    Raises:
+        ValueError, OSError: for mistakes that the user can fix.
+        AlreadyOwnedError: if another learner owns this draft or this folder.
+    """
+    token = (
+        cfg.fleet.token()
+    )  # a mistake in the fleet is reported now, not after minutes of loading
     if cfg.fleet.file is not None:
         read_fleet(cfg.fleet.file, cfg.domain, token)
     if cfg.zero_retention and not (cfg.spool and is_in_memory(cfg.spool)):
-        raise ValueError("zero_retention keeps no text on a disk: it needs a spool in memory, such as /dev/shm/spool")
+        raise ValueError(
+            "zero_retention keeps no text on a disk: it needs a spool in memory, such as "
+            "/dev/shm/spool"
+        )
     candidate = Candidate(cfg.training, cfg.draft.family, cfg.target)
     if not candidate.accelerator.is_main_process:
         # Folders, locks and servers are rank 0's alone.
@@ -85,15 +98,25 @@ async def _until_signalled(
         await learning
 
 
-async def learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate) -> None:
+async def learn(
+    cfg: LearnerConfig, target: str, registry: Registry, buffer: Buffer, candidate: Candidate
+) -> None:
     """Run a learner until it is cancelled."""
     telemetry = Telemetry()
-    observers = [to_stderr, telemetry.observe, *([to_wandb(cfg.wandb, cfg.folder)] if cfg.wandb else [])]
+    observers = [
+        to_stderr,
+        telemetry.observe,
+        *([to_wandb(cfg.wandb, cfg.folder)] if cfg.wandb else []),
+    ]
     journal = Journal(cfg.folder / "journal", observers=observers)
     anchors = read_anchors(cfg.anchors, target, buffer.hidden_shape) if cfg.anchors else []
-    trainer = Trainer(cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors)
+    trainer = Trainer(
+        cfg.training, cfg.replay, buffer, registry, candidate, cfg.folder / "checkpoints", anchors
+    )
     account = Account(journal)
-    members = Members(lambda url, token, http: JournaledServer(url, token, http, journal, registry=registry))
+    members = Members(
+        lambda url, token, http: JournaledServer(url, token, http, journal, registry=registry)
+    )
     async with aclosing(members):
         for sentence in registry.mended:
             account.fault("registry_damaged", sentence)
@@ -104,9 +127,12 @@ async def learn(cfg: LearnerConfig, target: str, registry: Registry, buffer: Buf
         async with AsyncExitStack() as stack:
             if cfg.page.port:
                 shown = build_app(cfg.folder / "journal", telemetry.registry)
-                address = await stack.enter_async_context(serve_in_background(shown, cfg.page.host, cfg.page.port))
+                address = await stack.enter_async_context(
+                    serve_in_background(shown, cfg.page.host, cfg.page.port)
+                )
                 print(f"live page: {address}", flush=True)
-            # Last in, first out: the training is saved before the page ends and the clients of the servers close.
+            # Last in, first out: the training is saved before the page ends and the clients of the
+            # servers close.
             stack.push_async_callback(cycle.close)
             await learner.run()
 
@@ -126,7 +152,12 @@ class Learner:
         guard: Guard,
     ) -> None:
         self.cfg, self.target_fingerprint = cfg, target_fingerprint
-        self.buffer, self.trainer, self.cycle, self.rollouts = buffer, trainer, cycle, cycle.rollouts
+        self.buffer, self.trainer, self.cycle, self.rollouts = (
+            buffer,
+            trainer,
+            cycle,
+            cycle.rollouts,
+        )
         self.members, self.account, self.guard = members, account, guard
         # With half a poll for the servers that hang, looks at the others keep their pace.
         self.watch = Watch(members.servers, min(STATUS_TIMEOUT_S, max(1.0, cfg.fleet.poll_s / 2)))
@@ -136,18 +167,31 @@ class Learner:
         self._lost = Counter[str]()
         self._intake = asyncio.Lock()
         self._laggards: set[FleetServer] = set()
-        # Arrivals and ages are by this clock. Only the event loop's thread reads it.
-        # A gap above half the maximal age may expire half of the buffer at once: such a clock is doubted first.
-        self.clock = SteadyClock(last_s=buffer.last_arrival_s(), max_gap_s=buffer.config.max_age_s / 2)
-        self._stream = open_stream(cfg, buffer, self.vocab_size, self.clock.now_s) if cfg.ingest else None
+        # Arrivals and ages are by this clock. Only the event loop's thread reads it. A gap above
+        # half the maximal age may expire half of the buffer at once: such a clock is doubted first.
+        self.clock = SteadyClock(
+            last_s=buffer.last_arrival_s(), max_gap_s=buffer.config.max_age_s / 2
+        )
+        self._stream = (
+            open_stream(cfg, buffer, self.vocab_size, self.clock.now_s) if cfg.ingest else None
+        )
         self._spool = Spool(cfg.spool, buffer, self.vocab_size) if cfg.spool else None
 
     async def run(self) -> None:
-        """Run until cancelled. The tasks beside the cycle survive their defects. One in the cycle
-        ends the learner, which a supervisor restarts from the saved state: nothing is lost."""
+        """Run until cancelled.
+
+        The tasks beside the cycle survive their defects. One in the cycle ends the learner, which a
+        supervisor restarts from the saved state: nothing is lost.
+        """
         first_s = time.monotonic()
-        await self._look()  # before anything is trained, because the servers may serve another target
-        async with aclosing(self.watch), control.serve(self.cfg.folder, self.answer), asyncio.TaskGroup() as tasks:
+        await (
+            self._look()
+        )  # before anything is trained, because the servers may serve another target
+        async with (
+            aclosing(self.watch),
+            control.serve(self.cfg.folder, self.answer),
+            asyncio.TaskGroup() as tasks,
+        ):
             tasks.create_task(self.cycle.run())
             tasks.create_task(self._ingest())
             tasks.create_task(self._watch(first_s))
@@ -155,7 +199,8 @@ class Learner:
             if not self.trainer.ranks.is_alone:
                 tasks.create_task(self._keep_ranks_awake())
 
-    # ----------------------------------------------------------------------------------------------- ingest
+    # -----------------------------------------------------------------------------------------------
+    # ingest
 
     async def _ingest(self) -> None:
         while True:
@@ -171,9 +216,13 @@ class Learner:
             async with self._intake:
                 taken = await self._take()
         except OSError as error:
-            self.account.begin_fault(_name_fault(error), str(error.errno), error.strerror or str(error))
+            self.account.begin_fault(
+                _name_fault(error), str(error.errno), error.strerror or str(error)
+            )
             return INGEST_POLL_S if isinstance(error, FileNotFoundError) else FULL_DISK_RETRY_S
-        self.account.end_faults("disk_full", "spool_missing", "spool_unreadable", "broker_unreachable")
+        self.account.end_faults(
+            "disk_full", "spool_missing", "spool_unreadable", "broker_unreachable"
+        )
         for key, accepted in taken.accepted.items():
             add_acceptance(self._accepted, key, accepted)
         return 0 if taken.counts else INGEST_POLL_S
@@ -184,7 +233,8 @@ class Learner:
         assert self._spool is not None
         return await asyncio.to_thread(self._spool.take, self.clock.now_s())
 
-    # ----------------------------------------------------------------------------------------------- watch
+    # -----------------------------------------------------------------------------------------------
+    # watch
 
     async def _watch(self, next_s: float) -> None:
         while True:
@@ -210,11 +260,21 @@ class Learner:
             return
         current = self.cycle.current
         answering = [one for one in observed if one.status is not None]
-        behind = [one.server for one in answering if one.status and not one.server.serves(one.status, current)]
+        behind = [
+            one.server
+            for one in answering
+            if one.status and not one.server.serves(one.status, current)
+        ]
         self._report_laggards(behind)
         # A server on another version is brought to the current one below, whatever its acceptance.
-        alarming = [one for one in answering if one.is_alarming and one.status and one.status.draft_version == current]
-        if self.rollouts.registry.previous() is None:  # a new head: off on a paced server until it has learned
+        alarming = [
+            one
+            for one in answering
+            if one.is_alarming and one.status and one.status.draft_version == current
+        ]
+        if (
+            self.rollouts.registry.previous() is None
+        ):  # a new head: off on a paced server until it has learned
             alarming = [one for one in alarming if one.status and not one.status.is_paced]
         self._report_alarm(alarming, current)
         self.rollouts.reconcile(behind)
@@ -241,7 +301,9 @@ class Learner:
                 self.account.write(ServerEntry(server=server.url, change="joined"))
 
     def _report_laggards(self, behind: Sequence[FleetServer]) -> None:
-        """Report servers of another version or bytes that the last push did not bring to the current one."""
+        """Report servers of another version or bytes that the last push did not bring to the
+        current one.
+        """
         laggards = {server for server in behind if self.rollouts.reconciler.is_failing(server)}
         for server in laggards:
             self.account.begin_fault("server_behind", server.url)
@@ -258,14 +320,17 @@ class Learner:
                 self.account.begin_fault("target_changed", one.server.url)
                 return (
                     f"{one.server.url} serves target {theirs[:12]}, this learner is for "
-                    f"{self.target_fingerprint[:12]}: its records are kept aside and nothing is swapped"
+                    f"{self.target_fingerprint[:12]}: its records are kept aside and nothing is "
+                    "swapped"
                 )
         self.account.end_faults("target_changed")
         return ""
 
     def _report_alarm(self, alarming: Sequence[Observation], version: str) -> None:
         for one in alarming:
-            self.account.begin_fault("acceptance_alarm", one.server.url, f"it hardly accepts anything of {version}")
+            self.account.begin_fault(
+                "acceptance_alarm", one.server.url, f"it hardly accepts anything of {version}"
+            )
         if alarming:
             self.alarm.report(alarming[0].server.url, version)
 
@@ -273,7 +338,9 @@ class Learner:
         for one in observed:
             if one.fault:
                 self.account.begin_fault(one.fault, one.server.url, one.reason)
-            self.account.end_faults(*(fault for fault in SERVER_FAULTS if fault != one.fault), detail=one.server.url)
+            self.account.end_faults(
+                *(fault for fault in SERVER_FAULTS if fault != one.fault), detail=one.server.url
+            )
             if one.status is None:
                 continue
             url, status = one.server.url, one.status
@@ -284,7 +351,11 @@ class Learner:
             if one.is_alarming is False:
                 self.account.end_faults("acceptance_alarm", detail=url)
             self.account.acceptance(
-                one.since_last, status.draft_version, server=url, target_version=status.target_version, pace=status.pace
+                one.since_last,
+                status.draft_version,
+                server=url,
+                target_version=status.target_version,
+                pace=status.pace,
             )
         accepted, self._accepted = self._accepted, {}
         for (domain, version), count in accepted.items():
@@ -315,7 +386,10 @@ class Learner:
                 bytes=status.num_bytes,
                 max_bytes=self.buffer.config.max_bytes,
                 held_out=sum(status.num_held_out.values()),
-                dropped={**{name: count for name, count in status.counts.items() if name != "stored"}, **self._lost},
+                dropped={
+                    **{name: count for name, count in status.counts.items() if name != "stored"},
+                    **self._lost,
+                },
                 oldest_s=None if status.oldest_s is None else now_s - status.oldest_s,
                 lag_s=max(0.0, now_s - untrained.time_s) if untrained else None,
                 lag_records=self.trainer.lag(),
@@ -328,11 +402,15 @@ class Learner:
             with self.guard.round("rank-orders"):
                 await self.cycle.in_thread(self.trainer.ranks.do, Candidate.rest)
 
-    # ----------------------------------------------------------------------------------------------- control
+    # -----------------------------------------------------------------------------------------------
+    # control
 
     async def answer(self, request: Mapping[str, Any]) -> object:
         """Answer a person's request: status, swap, rollback, judge or forget.
-        Raises ValueError or OSError or KeyError if it is refused; the message is for the person."""
+
+        Raises:
+            ValueError, OSError, KeyError: if it is refused; the message is for the person.
+        """
         match request.get("do"):
             case "status":
                 return control.Standing(
@@ -346,13 +424,19 @@ class Learner:
             case "swap":
                 return await self.rollouts.request_swap(str(request["version"]))
             case "rollback":
-                back = await self.rollouts.go_back("a person asked for it", str(request.get("to", "")))
-                return control.WentBack(version=back.version, behind="" if back.is_complete else str(back))
+                back = await self.rollouts.go_back(
+                    "a person asked for it", str(request.get("to", ""))
+                )
+                return control.WentBack(
+                    version=back.version, behind="" if back.is_complete else str(back)
+                )
             case "judge":
                 verdict = await self.cycle.judge_draft(Path(request["draft"]))
                 return control.Judged(decision=verdict.decision, reason=verdict.reason)
             case "forget":
-                return await self._forget(str(request["tenant"]), is_dry=bool(request.get("dry_run")))
+                return await self._forget(
+                    str(request["tenant"]), is_dry=bool(request.get("dry_run"))
+                )
             case other:
                 raise ValueError(f"the learner does not know the request {other!r}")
 
@@ -375,7 +459,11 @@ class Learner:
 
 
 def list_domains(cfg: LearnerConfig) -> set[str]:
-    """The domains in the settings or fleet.toml. Raises ValueError, OSError: it is unreadable."""
+    """The domains in the settings or fleet.toml.
+
+    Raises:
+        ValueError, OSError: it is unreadable.
+    """
     listed = [server.domain for server in list_servers(cfg.fleet.file)] if cfg.fleet.file else []
     return {cfg.domain, *cfg.judging.domains, *listed} - {""}
 

@@ -1,5 +1,7 @@
-"""The learner's start: folders, registry, buffer and the first version, owned while it runs, and
-the checks before."""
+"""The learner's start.
+
+Folders, registry, buffer and the first version, owned while it runs, and the checks before.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,13 @@ FULL_DISK_RETRY_S = 1.0
 
 @contextmanager
 def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
-    """The target's fingerprint, the registry and the buffer, owned while the block runs. Waits
-    while a disk is full. Raises ValueError or OSError or AlreadyOwnedError as `run` does."""
+    """The target's fingerprint, the registry and the buffer, owned while the block runs.
+
+    Waits while a disk is full.
+
+    Raises:
+        ValueError, OSError, AlreadyOwnedError: as `run` does.
+    """
     is_told = False
     with ExitStack() as stack:
         while True:
@@ -47,7 +54,11 @@ def opened(cfg: LearnerConfig) -> Iterator[tuple[str, Registry, Buffer]]:
                 if not is_full(error):
                     raise
                 if not is_told:
-                    print(f"the learner waits, because a disk is full: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"the learner waits, because a disk is full: {error}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 is_told = True
                 time.sleep(FULL_DISK_RETRY_S)
         yield found
@@ -57,30 +68,47 @@ def _open(cfg: LearnerConfig, stack: ExitStack) -> tuple[str, Registry, Buffer]:
     cfg.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds users' text
     registry = Registry(cfg.registry)
     stack.enter_context(own(cfg.folder / "learner.lock", "a learner"))
-    for abandoned in cfg.folder.glob(".*.partial"):  # of `write_whole`, by a learner that was killed
+    for abandoned in cfg.folder.glob(
+        ".*.partial"
+    ):  # of `write_whole`, by a learner that was killed
         if abandoned.is_file():
             abandoned.unlink(missing_ok=True)
     stack.enter_context(registry.owned())
     target = TargetFolder.open(cfg.target)
     provide_first_version(cfg, registry, target)
-    return target.fingerprint, registry, stack.enter_context(open_buffer(cfg, registry, target.fingerprint))
+    return (
+        target.fingerprint,
+        registry,
+        stack.enter_context(open_buffer(cfg, registry, target.fingerprint)),
+    )
 
 
 def open_buffer(cfg: LearnerConfig, registry: Registry, target_fingerprint: str) -> Buffer:
     """The learner's buffer, for records the current version can learn from.
-    Raises ValueError if this family of drafts cannot learn online. Raises AlreadyOwnedError or
-    BufferFullError as `Buffer` does."""
+
+    Raises:
+        ValueError: if this family of drafts cannot learn online.
+        AlreadyOwnedError, BufferFullError: as `Buffer` does.
+    """
     states = read_hidden_shape(cfg.draft.family, registry.current_path())
     return Buffer(cfg.buffer_config, target_fingerprint, states, cfg.domain)
 
 
 def provide_first_version(cfg: LearnerConfig, registry: Registry, target: TargetFolder) -> None:
-    """Make sure the registry has a current version. In an empty registry, the initial draft becomes
-    the first. Raises ValueError if there is no initial draft either, no version that was current is
-    intact, or a draft is for another target or tokenizer."""
+    """Make sure the registry has a current version.
+
+    In an empty registry, the initial draft becomes the first.
+
+    Raises:
+        ValueError: if there is no initial draft either, no version that was current is intact, or a
+            draft is for another target or tokenizer.
+    """
     if not registry.versions():
         if cfg.draft.initial is None:
-            raise ValueError(f"{registry.folder} has no version yet: set draft.initial to the draft that is served now")
+            raise ValueError(
+                f"{registry.folder} has no version yet: set draft.initial to the draft that is "
+                "served now"
+            )
         initial, family = cfg.draft.initial, find_family(cfg.draft.family)
         copy: Callable[[Path, Path], None] = copy_model
         if family.is_in_target and initial.resolve() == cfg.target.resolve():
@@ -105,11 +133,14 @@ def _require_fitting(draft: Path, cfg: LearnerConfig, target: TargetFolder) -> N
     # the layer in a quantised target may be plain: the tensors say so when they are read
     if not family.is_in_target and (method := read_quantization(draft)):
         raise ValueError(
-            f"{draft} is quantised ({method}), and training needs the weights from before: set draft.initial to those"
+            f"{draft} is quantised ({method}), and training needs the weights from before: set "
+            "draft.initial to those"
         )
     if family.is_head:
         require_head(draft, family.name, target)
-        if not family.is_in_target and (misfit := next(completeness(Pair.read(target, draft)), None)):
+        if not family.is_in_target and (
+            misfit := next(completeness(Pair.read(target, draft)), None)
+        ):
             raise ValueError(f"draft.initial {draft} does not fit {target.name}: {misfit.problem}")
     else:
         check_same_tokenizer(target.tokenizer, load_tokenizer(draft))
@@ -122,8 +153,14 @@ def open_stream(
 ) -> StreamSource:
     from redraft.online.learning.stream import StreamSource  # nats-py is an extra
 
-    return StreamSource(cfg.ingest, cfg.nats, cfg.stream, buffer, vocab_size, now_s, read_id(cfg.registry))
+    return StreamSource(
+        cfg.ingest, cfg.nats, cfg.stream, buffer, vocab_size, now_s, read_id(cfg.registry)
+    )
 
 
 def read_vocab_size(target: Path) -> int:
-    return next(int(size) for section in text_sections(read_config(target)) if (size := section.get("vocab_size")))
+    return next(
+        int(size)
+        for section in text_sections(read_config(target))
+        if (size := section.get("vocab_size"))
+    )

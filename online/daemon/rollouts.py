@@ -61,10 +61,14 @@ class Rollouts:
     async def take_back(self, why: str) -> Outcome:
         """Bring every server to the current version."""
         async with self.fleet:
-            back = await self.reconciler.bring_all(self.servers, self.current, self.cfg.rollout.rollback_timeout_s)
+            back = await self.reconciler.bring_all(
+                self.servers, self.current, self.cfg.rollout.rollback_timeout_s
+            )
             return Outcome(passed=False, version=self.current, reason=f"{why}: {back}")
 
-    async def _run_unless_recalled(self, start: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome | None:
+    async def _run_unless_recalled(
+        self, start: Callable[[], Coroutine[Any, Any, Outcome]]
+    ) -> Outcome | None:
         """The outcome of the rollout, or None if a recall was there first."""
         if Event.RECALLED in self.inbox:
             return None
@@ -94,9 +98,13 @@ class Rollouts:
 
     async def request_swap(self, version: str) -> Outcome:
         """Roll out a version that a person chose: past the gate, but never past the canary.
-        It starts when the learner is next idle, and returns when the rollout has ended. Raises
-        FileNotFoundError if there is no such version. Raises ValueError if another swap has been
-        requested and has not ended."""
+
+        It starts when the learner is next idle, and returns when the rollout has ended.
+
+        Raises:
+            FileNotFoundError: if there is no such version.
+            ValueError: if another swap has been requested and has not ended.
+        """
         self.registry.path(version)
         if pending := self.inbox.find(Event.SWAP_REQUESTED):
             raise ValueError(f"{pending.candidate} was asked for and is on its way: wait for it")
@@ -106,7 +114,9 @@ class Rollouts:
             outcome: Outcome = await asyncio.shield(settled)
             return outcome
         finally:
-            if not settled.done():  # cancelled; once it is done, a waiting request is somebody else's
+            if (
+                not settled.done()
+            ):  # cancelled; once it is done, a waiting request is somebody else's
                 self.inbox.settle(Event.SWAP_REQUESTED)
 
     def find_swap(self) -> Move | None:
@@ -127,12 +137,19 @@ class Rollouts:
 
     # ----------------------------------------------------------------------------------------- back
 
-    async def go_back(self, reason: str, to: str = "", *, is_automatic: bool = False) -> Convergence:
-        """Take back the candidate of the running rollout, or else the current version; returns the
-        version served then. With `to`, go back as far as this version, which may be the current
-        one; training begins again from it. Servers that hang are not waited for: they are brought
-        along in the background. Raises FileNotFoundError if there is no version before the current
-        one, or `to` was never current."""
+    async def go_back(
+        self, reason: str, to: str = "", *, is_automatic: bool = False
+    ) -> Convergence:
+        """Take back the candidate of the running rollout, or else the current version.
+
+        Returns the version served then. With `to`, go back as far as this version, which may be the
+        current one; training begins again from it. Servers that hang are not waited for: they are
+        brought along in the background.
+
+        Raises:
+            FileNotFoundError: if there is no version before the current one, or `to` was never
+                current.
+        """
         if self.saved.state.is_rolling_out:
             candidate = self.saved.candidate
             # Shielded: two requests may wait for one recall, and one of them may be cancelled.
@@ -144,7 +161,9 @@ class Rollouts:
             # First: a restart on the way must end at the same version. It reads all of it.
             version = await self._roll_registry_back(to, is_automatic)
             await self.leave_training()
-            back = await self.reconciler.bring_all(self.servers, version, self.cfg.rollout.rollback_timeout_s)
+            back = await self.reconciler.bring_all(
+                self.servers, version, self.cfg.rollout.rollback_timeout_s
+            )
         self.account.state(self.saved.state, f"went back to {version} ({back}): {reason}")
         return back
 
@@ -158,7 +177,9 @@ class Rollouts:
 
     async def _roll_registry_back(self, to: str, is_automatic: bool) -> str:
         """The version that is current now. A second automatic rollback needs a promotion before."""
-        if is_automatic:  # noted first: after a kill, one rollback too few is better than a second one
+        if (
+            is_automatic
+        ):  # noted first: after a kill, one rollback too few is better than a second one
             self._note_rollback(True)
         try:
             return await asyncio.to_thread(self.registry.rollback, to)

@@ -1,5 +1,7 @@
-"""When the learner sleeps: the served draft against itself at the promotion, measured here and
-saved over kills."""
+"""When the learner sleeps.
+
+The served draft against itself at the promotion, measured here and saved over kills.
+"""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -27,8 +29,10 @@ class Sleeper:
         return self.sleep.num_saved // self.cfg.training.fresh_per_step
 
     def measure(self, version: str) -> Staleness | None:
-        """The served version on held-out requests since its reference. Without a reference, this
-        measures one."""
+        """The served version on held-out requests since its reference.
+
+        Without a reference, this measures one.
+        """
         judging = self.judge.judging
         drafting = f"{judging.num_speculative_tokens} {judging.draft_sample_method}"
         has_reference = (self.sleep.version, self.sleep.drafting) == (version, drafting)
@@ -52,7 +56,10 @@ class Sleeper:
         """Sleep after candidates without a gain, if the settings say so."""
         # Without a reference for this version, a fall of acceptance could not be noticed.
         if self.cfg.sleep.enabled and self.sleep.version == version:
-            reason = f"{self.cfg.training.patience} candidates without a gain: the served draft is enough"
+            reason = (
+                f"{self.cfg.training.patience} candidates without a gain: the served draft is "
+                "enough"
+            )
             self.save(self.sleep.fall_asleep(self._new_rows), version, None, reason)
 
     def save(self, sleep: Sleep, version: str, staleness: Staleness | None, reason: str) -> None:
@@ -63,7 +70,11 @@ class Sleeper:
         except OSError as error:  # a restart then forgets this much of the sleep
             self.account.disk_fault(error)
         self.account.staleness(
-            version, staleness, is_asleep=sleep.is_asleep_at(version), steps_saved=self.num_steps_saved, reason=reason
+            version,
+            staleness,
+            is_asleep=sleep.is_asleep_at(version),
+            steps_saved=self.num_steps_saved,
+            reason=reason,
         )
 
 

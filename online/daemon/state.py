@@ -1,11 +1,17 @@
-"""The learner's state: the phase, the candidate in it, and the table of possible events. Pure.
+"""The learner's state: the phase, the candidate in it, and the table of possible events.
 
-    idle ─ begin ─► training ─ trained ─► judging ─ promoted ─► publishing ─ published ─► canary ─ passed ─► rolling
+Pure.
+
+    idle ─ begin ─► training ─ trained ─► judging ─ promoted ─► publishing ─ published ─► canary ─
+    passed ─► rolling
      ▲                 │ failed              │ rejected,      │ rejected           │ rolled back,        │ rolled out,
-     └─────────────────┴─────────────────────┴ inconclusive, ─┴ begin again ───────┴ inconclusive, ──────┴ rolled back,
+     └─────────────────┴─────────────────────┴ inconclusive, ─┴ begin again ───────┴ inconclusive,
+     ──────┴ rolled back,
                                                begin again                           recalled              recalled
-The state is saved at every event, and a killed learner continues where it was. The work of every phase can be
-repeated from the start: after a restart, load the state and enter its phase."""
+The state is saved at every event, and a killed learner continues where it was. The work of every
+phase can be
+repeated from the start: after a restart, load the state and enter its phase.
+"""
 
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -64,14 +70,18 @@ TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
     (Phase.ROLLING, Event.ROLLED_OUT): Phase.IDLE,
     (Phase.ROLLING, Event.ROLLED_BACK): Phase.IDLE,
     (Phase.ROLLING, Event.RECALLED): Phase.IDLE,
-    # Only between phases, where the cycle looks for it: the work of a phase is never cut off half-way.
+    # Only between phases, where the cycle looks for it: the work of a phase is never cut off
+    # half-way.
     **{(phase, Event.HALT): Phase.HALTED for phase in Phase},
     (Phase.HALTED, Event.RESUME): Phase.IDLE,
 }
 
 
 class IllegalEventError(RuntimeError):
-    """The table does not allow the event in this phase. The caller is wrong, and going on would hide it."""
+    """The table does not allow the event in this phase.
+
+    The caller is wrong, and going on would hide it.
+    """
 
 
 class Move(NamedTuple):
@@ -88,10 +98,13 @@ class State:
     candidate: str | None = None  # a checkpoint until published, then a version
     reason: str = ""  # Reason of the last event, for people.
     num_looks: int = 0
-    """Verdicts of the gate on held-out requests since a version was last rolled out. The gate needs more evidence at
-    every look, so a kill must not begin the count again."""
+    """Verdicts of the gate on held-out requests since a version was last rolled out. The gate needs
+    more evidence at every look, so a kill must not begin the count again.
+    """
     has_gone_back: bool = False  # an alarm has taken back a version since the last rollout
-    is_by_person: bool = False  # the running rollout: the draft in training does not descend from the candidate
+    is_by_person: bool = (
+        False  # the running rollout: the draft in training does not descend from the candidate
+    )
 
     @property
     def is_rolling_out(self) -> bool:
@@ -105,8 +118,13 @@ NEEDS_CANDIDATE = (Phase.JUDGING, Phase.PUBLISHING, Phase.CANARY, Phase.ROLLING)
 
 
 def advance(state: State, event: Event, *, candidate: str | None = None, reason: str = "") -> State:
-    """The state after `event`. `candidate` replaces the present one, which is kept until the next
-    idle or training. Raises IllegalEventError if the table has no such transition."""
+    """The state after `event`.
+
+    `candidate` replaces the present one, which is kept until the next idle or training.
+
+    Raises:
+        IllegalEventError: if the table has no such transition.
+    """
     phase = TRANSITIONS.get((state.phase, event))
     if phase is None:
         raise IllegalEventError(f"{event.value!r} cannot happen while {state.phase.value}")
@@ -118,12 +136,16 @@ def advance(state: State, event: Event, *, candidate: str | None = None, reason:
         reason=reason,
         num_looks=0 if event is Event.ROLLED_OUT else state.num_looks,
         has_gone_back=event is not Event.ROLLED_OUT and state.has_gone_back,
-        is_by_person=event is Event.SWAP_REQUESTED or (event is Event.PASSED and state.is_by_person),
+        is_by_person=event is Event.SWAP_REQUESTED
+        or (event is Event.PASSED and state.is_by_person),
     )
 
 
 def save(state: State, path: Path) -> None:
-    """Write the state atomically: whenever the machine stops, the file holds this state or the one before, whole."""
+    """Write the state atomically.
+
+    Whenever the machine stops, the file holds this state or the one before, whole.
+    """
     write_sealed(path, {**asdict(state), "phase": state.phase.value})
 
 

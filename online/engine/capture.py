@@ -1,13 +1,15 @@
 """Capture: a background thread turns the references left by the engine thread into records.
 
     engine thread                                background thread
-    hook ──► EngineStep (references) ──► StepQueue ──► reduce_steps ──► RequestLog ──► encode_frame ──► Outlet
+    hook ──► EngineStep (references) ──► StepQueue ──► reduce_steps ──► RequestLog ──► encode_frame
+    ──► Outlet
              on a GPU top-k and          bounded       top-k and        one per request,
              log-sum-exp instead                       log-sum-exp      steps become
              of logits                                                  segments
 
-B = requests of the step, K = sampled tokens of each, H = tokens of a request, L = hidden states of one token, D = their
-size."""
+B = requests of the step, K = sampled tokens of each, H = tokens of a request, L = hidden states of
+one token, D = their size.
+"""
 
 import contextlib
 import itertools
@@ -43,9 +45,13 @@ POLL_INTERVAL_S = 0.2  # longest wait of a step; waking takes the GIL from the e
 
 
 class Capture:
-    """Decides which requests are recorded, takes their steps, and ships records from a background thread."""
+    """Decides which requests are recorded, takes their steps, and ships records from a background
+    thread.
+    """
 
-    def __init__(self, config: CaptureConfig, server_id: str, fingerprint: str, draft_version: str) -> None:
+    def __init__(
+        self, config: CaptureConfig, server_id: str, fingerprint: str, draft_version: str
+    ) -> None:
         self.config = config
         self.server_id = server_id
         self.fingerprint = fingerprint
@@ -90,7 +96,9 @@ class Capture:
             "dropped_steps_queue_full": self.queue.num_dropped_steps,
             "steps_without_rows_queue_full": self.queue.num_steps_without_rows,
             **self._outlet.status(),
-            **{f"failed_rounds_{task}": count for task, count in self.guard.failures.copy().items()},
+            **{
+                f"failed_rounds_{task}": count for task, count in self.guard.failures.copy().items()
+            },
             "open_requests": len(self._logs),
             "last_error": self.last_error,
         }
@@ -117,7 +125,9 @@ class Capture:
             os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
         torch.set_num_threads(1)  # of this thread only: a thread pool would take the engine's cores
         while True:
-            is_last = self._is_stopping.is_set()  # read before the queue: steps put before the stop are still taken
+            is_last = (
+                self._is_stopping.is_set()
+            )  # read before the queue: steps put before the stop are still taken
             steps: list[EngineStep] = []
             with self.guard.round("capture"):
                 steps = self.queue.take()
@@ -135,14 +145,16 @@ class Capture:
         try:
             self._apply(steps)
         except Exception as error:
-            # Running requests now have a gap, and the next step closes them. Ended ones have no next step.
+            # Running requests now have a gap, and the next step closes them. Ended ones have no
+            # next step.
             self.report(error, "reduce")
             self._close_all(steps)
 
     def _apply(self, steps: list[EngineStep]) -> None:
         for step in steps:
             if step.computed is not None:
-                # Copies from this thread run on another CUDA stream, which would not wait for the engine's.
+                # Copies from this thread run on another CUDA stream, which would not wait for the
+                # engine's.
                 step.computed.synchronize()
         sampled = [step.sampled_BK for step in steps if step.sampled_BK is not None]
         device = sampled[0].device if sampled else torch.device("cpu")
@@ -150,13 +162,17 @@ class Capture:
             self._apply_all(steps)
 
     def _stream_on(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """This thread's stream and device: by default they would be the first GPU's, and the default stream."""
+        """This thread's stream and device.
+
+        By default they would be the first GPU's, and the default stream.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
 
     def _apply_all(self, steps: list[EngineStep]) -> None:
-        # All waiting steps at once: a step has few rows, and the fixed cost of a reduction would exceed its work.
+        # All waiting steps at once: a step has few rows, and the fixed cost of a reduction would
+        # exceed its work.
         kept = reduce_steps(steps, self.config.logprobs, self._scratch)
         first_row = first_draft = 0
         for step in steps:
@@ -166,13 +182,19 @@ class Capture:
             first_row += step.num_rows
             first_draft += 0 if step.draft_ids_S is None else len(step.draft_ids_S)
 
-    def _apply_one(self, step: EngineStep, kept: ReducedSteps | None, first_row: int, first_draft: int) -> None:
+    def _apply_one(
+        self, step: EngineStep, kept: ReducedSteps | None, first_row: int, first_draft: int
+    ) -> None:
         if step.sampled_BK is None:
             return
         sampled_by_row = step.read_sampled()
         first_state = 0
         for part in step.read_parts():
-            states_HLD = None if step.states_NLD is None else step.states_NLD[first_state : first_state + part.num_read]
+            states_HLD = (
+                None
+                if step.states_NLD is None
+                else step.states_NLD[first_state : first_state + part.num_read]
+            )
             first_state += part.num_read
             sampled = [] if part.sampled_row is None else sampled_by_row[part.sampled_row]
             if not sampled:
@@ -187,17 +209,22 @@ class Capture:
                 verified = VerifiedStep(
                     start=part.start,
                     draft_ids=kept.draft_ids_S[begin : begin + part.num_drafts],
-                    draft_probs=_read_draft_probs(part, kept.draft_probs_S[begin : begin + part.num_drafts]),
-                    # the last is the target's: the bonus, or in place of the first refused draft token
+                    draft_probs=_read_draft_probs(
+                        part, kept.draft_probs_S[begin : begin + part.num_drafts]
+                    ),
+                    # the last is the target's: the bonus, or in place of the first refused draft
+                    # token
                     num_accepted=len(sampled) - 1,
                     proposer=part.proposer,
                     rows=kept.rows.select(first_row + part.first_row, part.num_drafts + 1),
                 )
-            # States after a rejected draft token belong to a discarded text.
-            # E.g. one text token and 3 drafts were read, and 2 tokens sampled: one draft was accepted, so 2 of
-            # the 4 states belong to the text.
+            # States after a rejected draft token belong to a discarded text. E.g. one text token
+            # and 3 drafts were read, and 2 tokens sampled: one draft was accepted, so 2 of the 4
+            # states belong to the text.
             num_true = max(0, part.num_read - part.num_drafts + len(sampled) - 1)
-            states = [] if states_HLD is None else self._read_states(part.begin, states_HLD[:num_true])
+            states = (
+                [] if states_HLD is None else self._read_states(part.begin, states_HLD[:num_true])
+            )
             self._append(part, step, sampled, verified, states)
 
     def _read_states(self, begin: int, states_HLD: Tensor | None) -> list[States]:
@@ -217,7 +244,10 @@ class Capture:
         return copy_through(x, self._pinned)
 
     def _open_log(self, part: StepPart, step: EngineStep) -> RequestLog:
-        """The request's log, with nothing of other target weights than the step's; closed if these are unclear."""
+        """The request's log, with nothing of other target weights than the step's.
+
+        Closed if these are unclear.
+        """
         log = self._logs.get(part.request.request_id)
         if log is None:
             log = RequestLog(info=part.request, max_bytes=self.config.record_bytes)
@@ -232,13 +262,19 @@ class Capture:
         return log
 
     def _append(
-        self, part: StepPart, step: EngineStep, sampled: list[int], verified: VerifiedStep | None, states: list[States]
+        self,
+        part: StepPart,
+        step: EngineStep,
+        sampled: list[int],
+        verified: VerifiedStep | None,
+        states: list[States],
     ) -> None:
         log = self._open_log(part, step)
         if log.is_closed:
             return
-        # Draft tokens are proposed at the end of a step and verified in the next one. A swap between the two may keep
-        # them: then the old draft proposed the tokens that the first step with the new one verifies.
+        # Draft tokens are proposed at the end of a step and verified in the next one. A swap
+        # between the two may keep them: then the old draft proposed the tokens that the first step
+        # with the new one verifies.
         proposed_by, log.next_version = log.next_version or step.draft_version, step.draft_version
         if log.draft_version != proposed_by:  # a record names exactly one
             self._emit(log)
@@ -292,11 +328,20 @@ class Capture:
             self._outlet.write(frames)
             self.counts["shipped_records"] += len(frames)
             self.counts["shipped_bytes"] += sum(map(len, frames))
-        except Exception as error:  # e.g. a full disk: these records are lost, the next ones may fit again
+        except (
+            Exception
+        ) as error:  # e.g. a full disk: these records are lost, the next ones may fit again
             self.counts["dropped_records_spool"] += len(frames)
             self.report(error, "spool")
 
 
 def _read_draft_probs(part: StepPart, draft_probs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The draft's probabilities; 1 at temperature 0, where it proposes its best token and vLLM keeps logits instead."""
-    return np.ones_like(draft_probs) if part.request.sampling.temperature < GREEDY_TEMPERATURE else draft_probs
+    """The draft's probabilities.
+
+    1 at temperature 0, where it proposes its best token and vLLM keeps logits instead.
+    """
+    return (
+        np.ones_like(draft_probs)
+        if part.request.sampling.temperature < GREEDY_TEMPERATURE
+        else draft_probs
+    )

@@ -21,19 +21,25 @@ class ServerSample(Sample):
     """The recorded part of a server's traffic."""
 
     hidden_format: HiddenFormat = "bfloat16"
-    """Format of the recorded hidden states. With float8 they take half of the space; a learner of an earlier release
-    cannot read them."""
+    """Format of the recorded hidden states. With float8 they take half of the space; a learner of
+    an earlier release cannot read them.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureConfig(ServerSample, Recording):
-    """Settings of the plugin's capture. The environment sets them as REDRAFT_CAPTURE_SPOOL and so
-    on, with tenants separated by commas, and those of the ingest log as REDRAFT_NATS_FLEET,
-    REDRAFT_NATS_CREDENTIALS, REDRAFT_NATS_CA and REDRAFT_NATS_CERTIFICATE."""
+    """Settings of the plugin's capture.
+
+    The environment sets them as REDRAFT_CAPTURE_SPOOL and so on, with tenants separated by commas,
+    and those of the ingest log as REDRAFT_NATS_FLEET, REDRAFT_NATS_CREDENTIALS, REDRAFT_NATS_CA and
+    REDRAFT_NATS_CERTIFICATE.
+    """
 
     hidden_states: bool = False
-    """Also record the hidden states of the target; a draft head such as EAGLE learns from them. Size per token: 2 bytes
-    times the hidden size times the number of layers read. Lower --capture.fraction to record less."""
+    """Also record the hidden states of the target; a draft head such as EAGLE learns from them.
+    Size per token: 2 bytes times the hidden size times the number of layers read. Lower
+    --capture.fraction to record less.
+    """
 
     @property
     def record_bytes(self) -> int:
@@ -50,8 +56,11 @@ def list_arms(most: int) -> list[int]:
 
 
 def make_table(most: int) -> list[list[int]]:
-    """A vLLM table with a row per number: the V2 runner captures CUDA graphs for each within the
-    largest batch size. `most` comes first, for one request, and last, for all larger batches."""
+    """A vLLM table with a row per number.
+
+    The V2 runner captures CUDA graphs for each within the largest batch size. `most` comes first,
+    for one request, and last, for all larger batches.
+    """
     return [[size, size, arm] for size, arm in enumerate([most, *list_arms(most)], start=1)]
 
 
@@ -63,20 +72,27 @@ class SwapConfig:
     """Settings of swaps."""
 
     cache: SwapCache = "auto"
-    """Fate of cached keys and values at a swap. `clear`: target and draft read everything again. `draft`: the target's
-    stay, and the new draft reads the text again; for standalone drafts only. `keep`: all stay, and those of the
-    old draft fade out. `auto`: `keep` for Medusa, MTP, EAGLE-1 and EAGLE-3, `draft` for a standalone draft that
-    can read again, else `clear`."""
+    """Fate of cached keys and values at a swap. `clear`: target and draft read everything again.
+    `draft`: the target's stay, and the new draft reads the text again; for standalone drafts
+    only. `keep`: all stay, and those of the old draft fade out. `auto`: `keep` for Medusa, MTP,
+    EAGLE-1 and EAGLE-3, `draft` for a standalone draft that can read again, else `clear`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginConfig:
     registry: Path | None = None
-    """REDRAFT_REGISTRY: folder of the draft's versions (v000001, ...). Without it no draft can be swapped."""
+    """REDRAFT_REGISTRY: folder of the draft's versions (v000001, ...). Without it no draft can be
+    swapped.
+    """
     targets: tuple[Path, ...] = ()
-    """REDRAFT_TARGETS: folders, separated by colons. A trainer may load target weights from within them."""
+    """REDRAFT_TARGETS: folders, separated by colons. A trainer may load target weights from within
+    them.
+    """
     token: str | None = field(default=None, repr=False)
-    """REDRAFT_TOKEN, or the content of the file REDRAFT_TOKEN_FILE. Without a token the routes refuse every request."""
+    """REDRAFT_TOKEN, or the content of the file REDRAFT_TOKEN_FILE. Without a token the routes
+    refuse every request.
+    """
     allow_remote: bool = False
     """REDRAFT_ALLOW_REMOTE=1: the routes answer other machines too."""
     capture: CaptureConfig = field(default_factory=CaptureConfig)
@@ -85,19 +101,33 @@ class PluginConfig:
 
 
 def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether VLLM_PLUGINS names redraft. Being loaded is not enough: if unset, vLLM loads every installed plugin."""
+    """Whether VLLM_PLUGINS names redraft.
+
+    Being loaded is not enough: if unset, vLLM loads every installed plugin.
+    """
     return PLUGIN_NAME in environment.get("VLLM_PLUGINS", "").split(",")
 
 
 def read_config(environment: Mapping[str, str] = os.environ) -> PluginConfig:
-    """The plugin's settings. Raises ValueError; FileNotFoundError: no token file or registry."""
+    """The plugin's settings.
+
+    Raises:
+        ValueError
+        FileNotFoundError: no token file or registry.
+    """
     registry = _read_path(environment, "REGISTRY")
     if registry is not None and not registry.is_dir():
-        raise FileNotFoundError(f"REDRAFT_REGISTRY={registry} is not a folder: create it, or unset the variable")
-    targets = tuple(map(Path, filter(None, environment.get("REDRAFT_TARGETS", "").split(os.pathsep))))
+        raise FileNotFoundError(
+            f"REDRAFT_REGISTRY={registry} is not a folder: create it, or unset the variable"
+        )
+    targets = tuple(
+        map(Path, filter(None, environment.get("REDRAFT_TARGETS", "").split(os.pathsep)))
+    )
     for folder in targets:
         if not folder.is_dir():
-            raise FileNotFoundError(f"REDRAFT_TARGETS names {folder}, which is no folder: create it, or leave it out")
+            raise FileNotFoundError(
+                f"REDRAFT_TARGETS names {folder}, which is no folder: create it, or leave it out"
+            )
     file = _read_path(environment, "TOKEN_FILE")
     return PluginConfig(
         targets=targets,
@@ -114,12 +144,20 @@ def check_pace(pace: str, most: int | None = None) -> str:
     if pace not in ("off", "auto") and not pace.isdecimal():
         raise ValueError(f"{pace} is no pace: give off, auto or a number of draft tokens")
     if most is not None and pace.isdecimal() and int(pace) > most:
-        raise ValueError(f"pace {pace} is above --num-speculative-tokens, {most}: raise that, or lower the pace")
+        raise ValueError(
+            f"pace {pace} is above --num-speculative-tokens, {most}: raise that, or lower the pace"
+        )
     return pace
 
 
-def _read_choice(environment: Mapping[str, str], name: str, known: tuple[Any, ...], default: str) -> Any:
-    """The one of the `known` that a variable of the plugin names. Raises ValueError."""
+def _read_choice(
+    environment: Mapping[str, str], name: str, known: tuple[Any, ...], default: str
+) -> Any:
+    """The one of the `known` that a variable of the plugin names.
+
+    Raises:
+        ValueError
+    """
     found = environment.get(f"REDRAFT_{name}") or default
     if found not in known:
         raise ValueError(f"REDRAFT_{name}={found} is not one of {', '.join(known)}")
@@ -147,5 +185,7 @@ def _read_capture(environment: Mapping[str, str]) -> CaptureConfig:
         logprobs=int(environment.get("REDRAFT_CAPTURE_LOGPROBS", CaptureConfig.logprobs)),
         spool_bytes=int(environment.get("REDRAFT_CAPTURE_SPOOL_BYTES", CaptureConfig.spool_bytes)),
         hidden_states=environment.get("REDRAFT_CAPTURE_HIDDEN_STATES") == "1",
-        hidden_format=_read_choice(environment, "CAPTURE_HIDDEN_FORMAT", get_args(HiddenFormat), "bfloat16"),
+        hidden_format=_read_choice(
+            environment, "CAPTURE_HIDDEN_FORMAT", get_args(HiddenFormat), "bfloat16"
+        ),
     )

@@ -1,17 +1,21 @@
 """Copies of weights that vLLM makes when a draft is loaded, and reads instead of the weights.
 
-A load through vLLM's loaders leaves them as they were: the new draft would propose by a part of the old one. Each is
-refilled in place, because captured CUDA graphs hold its address. The values come from the checkpoint where the CPU
-build packs the weights away.
+A load through vLLM's loaders leaves them as they were: the new draft would propose by a part of the
+old one. Each is refilled in place, because captured CUDA graphs hold its address. The values come
+from the checkpoint where the CPU build packs the weights away.
 
-- DFlash and DSpark compute the context keys of all layers in one product. It reads `_fused_kv_weight`, which holds the
+- DFlash and DSpark compute the context keys of all layers in one product. It reads
+  `_fused_kv_weight`, which holds the
   key and value projections of all layers, and `_k_norm_weights`.
-- DSpark with a reduced vocabulary and sampled drafts: the column of every draft id in the target's vocabulary.
+- DSpark with a reduced vocabulary and sampled drafts: the column of every draft id in the target's
+  vocabulary.
 - P-EAGLE: the state in the slots to fill. The load itself writes it to a tensor without memory.
-- On a CPU, a head tied to the embeddings: vLLM packs it at start. A load brings it no weights, so vLLM does not pack it
+- On a CPU, a head tied to the embeddings: vLLM packs it at start. A load brings it no weights, so
+  vLLM does not pack it
   again, after its own reload of the target neither.
 
-I = layers, G = key heads of this rank, E = head size, D = hidden, V = target vocabulary, W = draft vocabulary.
+I = layers, G = key heads of this rank, E = head size, D = hidden, V = target vocabulary, W = draft
+vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +30,10 @@ BUILD = "_build_fused_kv_buffers"  # vLLM's, makes the copies at the end of `loa
 
 @contextmanager
 def without_build(draft: Any) -> Iterator[None]:
-    """Let `load_weights` make no copies: during a reload its layers hold no values, and are packed afterwards."""
+    """Let `load_weights` make no copies.
+
+    During a reload its layers hold no values, and are packed afterwards.
+    """
     block = _find_block(draft)
     if block is None:
         yield
@@ -39,18 +46,29 @@ def without_build(draft: Any) -> Iterator[None]:
         delattr(block, BUILD)
 
 
-def refill(runner: Any, draft: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> None:
-    """Bring all copies of a loaded draft up to date, from the checkpoint's `tensors`. `runner` is
-    vLLM's model runner, V1 or V2. Raises ValueError: a copy is not made as assumed here, e.g. in
-    another version of vLLM."""
+def refill(
+    runner: Any, draft: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int
+) -> None:
+    """Bring all copies of a loaded draft up to date, from the checkpoint's `tensors`.
+
+    `runner` is vLLM's model runner, V1 or V2. Raises ValueError: a copy is not made as assumed
+    here, e.g. in another version of vLLM.
+    """
     if (block := _find_block(draft)) is not None:
         refill_projections(block, tensors, rank, num_ranks)
-    if (columns_W := getattr(getattr(runner, "speculator", None), "_d2t_scatter_index", None)) is not None:
+    if (
+        columns_W := getattr(getattr(runner, "speculator", None), "_d2t_scatter_index", None)
+    ) is not None:
         refill_columns(columns_W, draft.draft_id_to_target_id, runner.speculator._draft_scatter_buf)
-    state_D = getattr(getattr(runner, "drafter", None), "parallel_drafting_hidden_state_tensor", None)
+    state_D = getattr(
+        getattr(runner, "drafter", None), "parallel_drafting_hidden_state_tensor", None
+    )
     if state_D is not None:
-        # As vLLM's proposer does at start: the mask state is that of all layers, and `fc` makes one of it.
-        draft.mask_hidden.copy_(next(value for name, value in tensors.items() if "mask_hidden" in name).view(1, -1))
+        # As vLLM's proposer does at start: the mask state is that of all layers, and `fc` makes one
+        # of it.
+        draft.mask_hidden.copy_(
+            next(value for name, value in tensors.items() if "mask_hidden" in name).view(1, -1)
+        )
         state_D.copy_(draft.combine_hidden_states(draft.mask_hidden.view(-1)))
     repack_tied_heads(draft)
 
@@ -63,13 +81,22 @@ def repack_tied_heads(model: Any) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def refill_projections(block: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int) -> None:
-    """Write a checkpoint's keys and values into the copies of one tensor-parallel rank. Raises: as `refill`."""
+def refill_projections(
+    block: Any, tensors: Mapping[str, Tensor], rank: int, num_ranks: int
+) -> None:
+    """Write a checkpoint's keys and values into the copies of one tensor-parallel rank.
+
+    Raises: as `refill`.
+    """
     for kind, buffer in (("weight", block._fused_kv_weight), ("bias", block._fused_kv_bias)):
-        if buffer is not None:  # there is no bias, or the layers are quantised, and vLLM projects with them
+        if (
+            buffer is not None
+        ):  # there is no bias, or the layers are quantised, and vLLM projects with them
             values = torch.cat(list(_list_projections(block, tensors, kind, rank, num_ranks)))
             _write(buffer, values, f"_fused_kv_{kind}")
-    norms_IE = torch.stack([tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in range(len(block.layers))])
+    norms_IE = torch.stack(
+        [tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in range(len(block.layers))]
+    )
     _write(block._k_norm_weights, norms_IE, "_k_norm_weights")
     # in vLLM 0.32 an alias of the norm's weight, which the load has written already
     if block._hidden_norm_weight.data_ptr() != block.hidden_norm.weight.data_ptr():
@@ -77,9 +104,13 @@ def refill_projections(block: Any, tensors: Mapping[str, Tensor], rank: int, num
 
 
 def refill_columns(columns_W: Tensor, offsets_W: Tensor, logits_BV: Tensor) -> None:
-    """Write the columns of the draft's ids, and reset the logits, of which all other columns stay at minus infinity."""
+    """Write the columns of the draft's ids, and reset the logits, of which all other columns stay
+    at minus infinity.
+    """
     columns_W.copy_(torch.arange(len(offsets_W), device=offsets_W.device) + offsets_W)
-    logits_BV.fill_(float("-inf"))  # the old ids' columns would keep the last logits of the old draft
+    logits_BV.fill_(
+        float("-inf")
+    )  # the old ids' columns would keep the last logits of the old draft
 
 
 def has_copies(draft: Any) -> bool:
@@ -94,8 +125,10 @@ def _find_block(draft: Any) -> Any:
 def _list_projections(
     block: Any, tensors: Mapping[str, Tensor], kind: str, rank: int, num_ranks: int
 ) -> Iterator[Tensor]:
-    """This rank's key heads of all layers, each [G * E, D] or [G * E]; several ranks may hold the
-    same."""
+    """This rank's key heads of all layers, each [G * E, D] or [G * E].
+
+    Several ranks may hold the same.
+    """
     for i, layer in enumerate(block.layers):
         size, count = layer.self_attn.head_dim, layer.self_attn.num_kv_heads
         for name in ("k_proj", "v_proj"):
@@ -108,6 +141,7 @@ def _list_projections(
 def _write(buffer: Tensor, values: Tensor, name: str) -> None:
     if buffer.shape != values.shape:
         raise ValueError(
-            f"vLLM's {name} is {tuple(buffer.shape)}, not {tuple(values.shape)}: restart the server with the draft"
+            f"vLLM's {name} is {tuple(buffer.shape)}, not {tuple(values.shape)}: restart the "
+            "server with the draft"
         )
     buffer.copy_(values)

@@ -1,10 +1,14 @@
-"""The served version's drafts and accepted tokens by domain, counted in the engine where vLLM counts all of them.
+"""The served version's drafts and accepted tokens by domain, counted in the engine where vLLM
+counts all of them.
 
-    scheduler: a verified draft ─► counts by domain ─► utility call ─► GET /redraft/status ─► the learner's canary
-    worker: the step's output names the requests whose drafts are another proposer's: these do not count
+    scheduler: a verified draft ─► counts by domain ─► utility call ─► GET /redraft/status ─► the
+    learner's canary
+    worker: the step's output names the requests whose drafts are another proposer's: these do not
+    count
 
-vLLM's own counters name no domain, and count lookups and padding too. A canary with more of an easy domain than the
-other servers, or more lookups, would look better than it is. They are also off with --disable-log-stats.
+vLLM's own counters name no domain, and count lookups and padding too. A canary with more of an easy
+domain than the other servers, or more lookups, would look better than it is. They are also off with
+--disable-log-stats.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -23,7 +27,10 @@ and all earlier ones accepted, and those whose token was accepted too]."""
 
 
 def count_domains() -> None:
-    """Make vLLM's scheduler count by domain, and let the engine answer `redraft_domains`. Safe to call again."""
+    """Make vLLM's scheduler count by domain, and let the engine answer `redraft_domains`.
+
+    Safe to call again.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
@@ -37,14 +44,18 @@ def count_domains() -> None:
         return update(scheduler, scheduler_output, model_runner_output)
 
     def observe_and_count(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        # vLLM passes everything by name. Counted here, because `observe` returns at once if statistics are off.
+        # vLLM passes everything by name. Counted here, because `observe` returns at once if
+        # statistics are off.
         request_id, num_tokens = kwargs["request_id"], kwargs["num_draft_tokens"]
         if num_tokens and is_counted(scheduler, request_id):
             arguments = scheduler.requests[request_id].sampling_params.extra_args
             add_draft(get_counts(scheduler), arguments, num_tokens, kwargs["num_accepted_tokens"])
         return observe(scheduler, *args, **kwargs)
 
-    Scheduler.make_spec_decoding_stats, Scheduler.update_from_output = observe_and_count, update_and_note
+    Scheduler.make_spec_decoding_stats, Scheduler.update_from_output = (
+        observe_and_count,
+        update_and_note,
+    )
     # vLLM finds a utility call's method by name on the engine core.
     EngineCore.redraft_domains = lambda engine: get_counts(engine.scheduler)
 
@@ -57,20 +68,27 @@ def is_counted(scheduler: Any, request_id: str) -> bool:
 
 
 def mark_foreign(output: Any, requests: Collection[str]) -> None:
-    """Name in a step's output the requests whose draft tokens are not the served version's. It is pickled with them."""
+    """Name in a step's output the requests whose draft tokens are not the served version's.
+
+    It is pickled with them.
+    """
     output.redraft_foreign = frozenset(requests)
 
 
 def find_padded(scheduled: Any) -> frozenset[str]:
-    """Requests of a step with draft tokens that nobody proposed. vLLM gives them to a request that joins with one
-    token to read, e.g. the last of a cached prompt, so that all requests of the batch are of one length."""
+    """Requests of a step with draft tokens that nobody proposed. vLLM gives them to a request that
+    joins with one token to read, e.g. the last of a cached prompt, so that all requests of the
+    batch are of one length.
+    """
     joined = {request.req_id for request in scheduled.scheduled_new_reqs}
     joined |= scheduled.scheduled_cached_reqs.resumed_req_ids
     return frozenset(joined & scheduled.scheduled_spec_decode_tokens.keys())
 
 
 def are_counted() -> bool:
-    """Whether `count_domains` has been called in this process, and succeeded. vLLM calls it in all of them."""
+    """Whether `count_domains` has been called in this process, and succeeded. vLLM calls it in all
+    of them.
+    """
     from vllm.v1.engine.core import EngineCore
 
     return hasattr(EngineCore, "redraft_domains")
@@ -81,7 +99,9 @@ def get_counts(scheduler: Any) -> Counts:
     return counts
 
 
-def add_draft(counts: Counts, extra_args: dict[str, Any] | None, num_tokens: int, num_accepted: int) -> None:
+def add_draft(
+    counts: Counts, extra_args: dict[str, Any] | None, num_tokens: int, num_accepted: int
+) -> None:
     origin = read_origin_arguments(extra_args)
     domain = "" if origin is None else origin.domain
     if domain not in counts and len(counts) >= MAX_DOMAINS:
@@ -96,7 +116,10 @@ def add_draft(counts: Counts, extra_args: dict[str, Any] | None, num_tokens: int
 
 def sum_counts(replicas: list[Counts]) -> Counts:
     domains = dict.fromkeys(chain.from_iterable(replicas))
-    return {domain: add_up(replica[domain] for replica in replicas if domain in replica) for domain in domains}
+    return {
+        domain: add_up(replica[domain] for replica in replicas if domain in replica)
+        for domain in domains
+    }
 
 
 def add_up(counts: Iterable[Sequence[int]]) -> list[int]:

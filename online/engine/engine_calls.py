@@ -1,4 +1,7 @@
-"""Calls of the API process to its engines: all replicas, all ranks, and none that outlives the engine."""
+"""Calls of the API process to its engines.
+
+All replicas, all ranks, and none that outlives the engine.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -25,7 +28,9 @@ class EngineCalls:
     def __init__(self, engine: Any) -> None:
         self.engine = engine  # vLLM's engine client.
         # of all replicas' engines; None of an engine in this process
-        self._ask_all = getattr(getattr(engine, "engine_core", None), "call_utility_all_async", None)
+        self._ask_all = getattr(
+            getattr(engine, "engine_core", None), "call_utility_all_async", None
+        )
 
     async def ask(self, method: str, *args: Any) -> list[Any]:
         """The answers of all ranks of all replicas, to a method of the worker."""
@@ -35,13 +40,19 @@ class EngineCalls:
         """The answers of the ranks with the draft: of a pipeline's last stage."""
         ranks = [rank for rank in await self.ask(method, *args) if rank is not None]
         if not ranks:
-            raise RefusedError(409, "no rank of this server has a draft to swap: restart it with one")
+            raise RefusedError(
+                409, "no rank of this server has a draft to swap: restart it with one"
+            )
         return ranks
 
     async def while_alive(self, call: Awaitable[T]) -> T:
         """The result of a call to the engine. vLLM never answers a call that was running when its
-        engine died. A server ends only after its last request, so one such call would keep a dead
-        server from being started again. Raises RefusedError: 503, if the engine dies meanwhile."""
+        engine died. A server ends only after its last request, so one such call would keep a
+        dead server from being started again.
+
+        Raises:
+            RefusedError: 503, if the engine dies meanwhile.
+        """
         running = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait({running}, timeout=DEATH_POLL_S))[0]:
@@ -52,7 +63,11 @@ class EngineCalls:
             running.cancel()
 
     async def request(self, call: Awaitable[T], problem: str, then: str = "") -> T:
-        """A call that the engine may refuse. Raises RefusedError 503 with its words and `then`."""
+        """A call that the engine may refuse.
+
+        Raises:
+            RefusedError: 503 with its words and `then`.
+        """
         try:
             return await self.while_alive(call)
         except RefusedError:
@@ -82,7 +97,8 @@ class EngineCalls:
             },
             "draft_intact": all(rank["draft_intact"] for rank in ranks)
             and len({rank["draft_version"] for rank in ranks}) == 1,
-            # None too if a trainer has not pushed to all replicas yet, or an update has failed on one rank
+            # None too if a trainer has not pushed to all replicas yet, or an update has failed on
+            # one rank
             "target_version": versions.pop() if len(versions) == 1 else None,
             "target_intact": all(rank["target_intact"] for rank in ranks),
             "asleep": any(rank["asleep"] for rank in ranks),
@@ -95,11 +111,16 @@ class EngineCalls:
         if self._ask_all is None:
             answers: list[Any] = await self.engine.collective_rpc(method, args=args)
             return answers
-        return list(chain.from_iterable(await self._ask_all("collective_rpc", method, None, args, None)))
+        return list(
+            chain.from_iterable(await self._ask_all("collective_rpc", method, None, args, None))
+        )
 
     async def _count_drafts(self) -> dict[str, Any]:
-        """The served version's drafts in all replicas: `drafts`, and `positions` by domain, tried
-        and accepted. Neither from an engine without these counts."""
+        """The served version's drafts in all replicas.
+
+        `drafts`, and `positions` by domain, tried and accepted. Neither from an engine without
+        these counts.
+        """
         if self._ask_all is None or not domains.are_counted():
             return {}
         counts = domains.sum_counts(await self.while_alive(self._ask_all("redraft_domains")))
@@ -108,16 +129,25 @@ class EngineCalls:
         return {"positions": pairs, "drafts": [num_drafts, num_tokens, *rest[::2]]}
 
     async def read_pace(self, new: str = "") -> dict[str, Any] | None:
-        """The status of the pacer, which takes a new pace first, and a line for people; None if it does not decide."""
+        """The status of the pacer, which takes a new pace first, and a line for people.
+
+        None if it does not decide.
+        """
         ask = self._ask_all
         # Several replicas have no pacer.
-        found = (await self.while_alive(ask("redraft_pace", new)))[0] if ask and pace.is_asked() else None
+        found = (
+            (await self.while_alive(ask("redraft_pace", new)))[0]
+            if ask and pace.is_asked()
+            else None
+        )
         return found and found | {"line": pace.describe_pace(found)}
 
     async def take_pace(self, new: str) -> dict[str, Any]:
         """Raises: RefusedError if no pacer decides."""
         if (found := await self.read_pace(new)) is None:
-            raise RefusedError(409, "nothing here takes a pace: start this server with redraft serve --pace auto")
+            raise RefusedError(
+                409, "nothing here takes a pace: start this server with redraft serve --pace auto"
+            )
         return found
 
 

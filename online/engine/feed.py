@@ -2,11 +2,12 @@
 
     runner_v1, runner_v2 ─ requests, batches, states, ends ─► Feed ─► StepQueue ─► capture's thread
 
-The hooks know the runner's names; everything else about a step is here, once for all runners. It runs in the engine's
-thread: it keeps references, copies little, and never waits for a device.
+The hooks know the runner's names; everything else about a step is here, once for all runners. It
+runs in the engine's thread: it keeps references, copies little, and never waits for a device.
 
-R = logit rows of a step, S = its draft tokens, V = vocabulary, N = tokens of the step's captured requests, L = hidden
-states of one token, D = size of each."""
+R = logit rows of a step, S = its draft tokens, V = vocabulary, N = tokens of the step's captured
+requests, L = hidden states of one token, D = size of each.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,8 @@ class Feed:
 
     def __init__(self, capture: Capture, max_model_len: int, *, reduces: bool = False) -> None:
         """`reduces`: keep the largest logits of a row instead of all, as always on a GPU, where
-        memory is dear. Elsewhere a reference costs nothing, and the background thread has time."""
+        memory is dear. Elsewhere a reference costs nothing, and the background thread has time.
+        """
         self.capture = capture
         self.max_model_len = max_model_len
         self.reduces = reduces
@@ -54,7 +56,10 @@ class Feed:
         self.unread: EngineStep | None = None  # the newest step, until the draft reads its states
 
     def add(self, request: Any) -> RequestInfo | None:
-        """Take a new request, or one that was preempted and comes back; vLLM's object, of either runner."""
+        """Take a new request, or one that was preempted and comes back.
+
+        VLLM's object, of either runner.
+        """
         if request.req_id not in self.requests:
             self.requests[request.req_id] = self._decide(request)
         return self.requests[request.req_id]
@@ -64,7 +69,10 @@ class Feed:
             self.finished.append(request_id)
 
     def flush(self) -> None:
-        """Tell capture which requests have ended, because the engine may now idle: no step would carry the news."""
+        """Tell capture which requests have ended, because the engine may now idle.
+
+        No step would carry the news.
+        """
         if self.finished:
             self._release()
             self.capture.queue.put(self._make_finished_step())
@@ -78,11 +86,15 @@ class Feed:
             self.capture.queue.put(step)
 
     def put_states(self, streams_ND: Sequence[Tensor]) -> None:
-        """Complete the newest step with the hidden states that the draft now reads, one tensor per layer."""
+        """Complete the newest step with the hidden states that the draft now reads, one tensor per
+        layer.
+        """
         if self.unread is not None and self.unread.parts:
             states_NLD = _read_states(self.unread.parts, streams_ND)
             # A second event: the copy of the states is queued after the first one.
-            self.unread = replace(self.unread, states_NLD=states_NLD, computed=record_event(states_NLD))
+            self.unread = replace(
+                self.unread, states_NLD=states_NLD, computed=record_event(states_NLD)
+            )
         self._release()
 
     def make_step(
@@ -96,19 +108,26 @@ class Feed:
         draft_ids_S: Tensor | None,
         draft_probs_S: Tensor | None,
     ) -> EngineStep | None:
-        """The step of a batch; None if there is nothing in it. The tensors are as in `EngineStep`."""
+        """The step of a batch; None if there is nothing in it.
+
+        The tensors are as in `EngineStep`.
+        """
         if not any(batch.infos):
             return self._make_finished_step() if self.finished else None
         parts = self._list_parts(batch)
-        # A step without a draft has a row too: a learner can train a draft that nobody has called yet.
+        # A step without a draft has a row too: a learner can train a draft that nobody has called
+        # yet.
         num_rows = sum(part.num_drafts + 1 for part in parts if part.sampled_row is not None)
         if not num_rows or logits_RV is None:
             logits_RV = draft_ids_S = draft_probs_S = None
-        elif 2 * num_rows < len(logits_RV):  # copying few rows holds less memory than a reference to all
+        elif 2 * num_rows < len(
+            logits_RV
+        ):  # copying few rows holds less memory than a reference to all
             parts, logits_RV = _copy_rows(parts, logits_RV)
         largest = None
         if logits_RV is not None and (self.reduces or logits_RV.is_cuda):
-            # Queued, not awaited. Without the reference, PyTorch can give the logits' memory to the next step.
+            # Queued, not awaited. Without the reference, PyTorch can give the logits' memory to the
+            # next step.
             largest, logits_RV = find_in_one_pass(logits_RV, self.capture.config.logprobs), None
         # Handed over: `StepQueue` may extend the list in place.
         finished, self.finished = self.finished, []
@@ -163,13 +182,16 @@ class Feed:
         if origin is None:  # e.g. of another front end: whether its client opted out is not known
             self.capture.counts["skipped_requests_unmarked"] += 1
             return None
-        if reason := _find_skip_reason(request, origin, with_states=self.capture.config.hidden_states):
+        if reason := _find_skip_reason(
+            request, origin, with_states=self.capture.config.hidden_states
+        ):
             self.capture.counts[f"skipped_requests_{reason}"] += 1
             return None
         if not self.capture.is_sampled(request.req_id, origin.tenant):
             return None
         self.capture.counts["captured_requests"] += 1
-        # Counted once, with the next step: `StepQueue` bounds the prompts that waiting steps keep alive.
+        # Counted once, with the next step: `StepQueue` bounds the prompts that waiting steps keep
+        # alive.
         self.num_new_tokens += len(request.prompt_token_ids)
         # The engine also ends an answer at the model's length, whatever max_tokens says.
         max_tokens = self.max_model_len - len(request.prompt_token_ids)
@@ -186,7 +208,10 @@ class Feed:
 
 
 def record_event(tensor: Tensor) -> torch.cuda.Event | None:
-    """An event after all work queued so far on the tensor's GPU; None on a CPU, where the work is done already."""
+    """An event after all work queued so far on the tensor's GPU.
+
+    None on a CPU, where the work is done already.
+    """
     if not tensor.is_cuda:
         return None
     # blocking: the background thread waits for it without spinning
@@ -211,7 +236,8 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
         "opt_out": origin.opt_out,
         # its logits already contain the grammar's mask
         "structured_output": params.structured_outputs is not None,
-        # the engine changes its logits after they were captured, and a record does not say how; logit_bias is refused
+        # the engine changes its logits after they were captured, and a record does not say how;
+        # logit_bias is refused
         "min_tokens": bool(params.min_tokens),
         "bad_words": bool(params.bad_words),
         "allowed_tokens": params.allowed_token_ids is not None,
@@ -223,7 +249,8 @@ def _find_skip_reason(request: Any, origin: Origin, *, with_states: bool) -> str
         # with an adapter the target is not the one the draft is trained for
         "lora": request.lora_request is not None,
         # the target read more than token ids; a head learns from the states after the last image
-        "multimodal": (bool(request.mm_features) and not with_states) or request.prompt_token_ids is None,
+        "multimodal": (bool(request.mm_features) and not with_states)
+        or request.prompt_token_ids is None,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
@@ -249,7 +276,10 @@ def _read_sampling(params: Any) -> Sampling:
 
 
 def _read_states(parts: list[StepPart], streams_ND: Sequence[Tensor]) -> Tensor:
-    """Hidden states of the tokens read by `parts`, bfloat16 [N, L, D]. A copy: the engine reuses the buffers."""
+    """Hidden states of the tokens read by `parts`, bfloat16 [N, L, D].
+
+    A copy: the engine reuses the buffers.
+    """
     # By slices: an index tensor would be copied to the GPU and wait for its queue.
     runs = _find_runs(parts)
 
@@ -261,8 +291,11 @@ def _read_states(parts: list[StepPart], streams_ND: Sequence[Tensor]) -> Tensor:
 
 
 def _find_runs(parts: list[StepPart]) -> list[tuple[int, int]]:
-    """The tokens read by `parts` as few runs. If all requests are recorded, it is one: a slice for each of 256 requests
-    and three layers would take the engine's thread a millisecond."""
+    """The tokens read by `parts` as few runs.
+
+    If all requests are recorded, it is one: a slice for each of 256 requests and three layers would
+    take the engine's thread a millisecond.
+    """
     runs: list[tuple[int, int]] = []
     for part in parts:
         begin, end = part.first_read, part.first_read + part.num_read

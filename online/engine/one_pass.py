@@ -1,12 +1,15 @@
 """The largest logits of a row and its log-sum-exp in one pass over the logits, on a GPU.
 
-    logits ─► kernel: maxima of groups, peaks and sums of chunks ─► the k groups with the largest maxima ─► k largest
+    logits ─► kernel: maxima of groups, peaks and sums of chunks ─► the k groups with the largest
+    maxima ─► k largest
 
-These groups hold the k largest logits, or equal ones. Only they are read a second time: 2,048 logits of 128,000. The
-float32 softmax of the whole row is never stored. Few kernels: with one request a step takes 5 ms and a launch 5 µs.
+These groups hold the k largest logits, or equal ones. Only they are read a second time: 2,048
+logits of 128,000. The float32 softmax of the whole row is never stored. Few kernels: with one
+request a step takes 5 ms and a launch 5 µs.
 
-R = rows, V = vocabulary, K = kept ids, G = groups, C = chunks, M = members of the chosen groups, B = requests,
-J = draft tokens of one request, N = draft tokens."""
+R = rows, V = vocabulary, K = kept ids, G = groups, C = chunks, M = members of the chosen groups, B
+= requests, J = draft tokens of one request, N = draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,13 @@ ROWS_AT_ONCE = 64  # in float32, of `gather_probs` without Triton: 33 MB for a v
 def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
     """The `k` largest logits of every row in float32, descending, with ids and the row's
     log-sum-exp. Queues work and waits for nothing. Without Triton, or for a small vocabulary,
-    PyTorch does it in more passes."""
+    PyTorch does it in more passes.
+    """
     num_rows, vocab_size = logits_RV.shape
     k = min(k, vocab_size)
     kernels = find_kernels()
-    # In a smaller vocabulary the k groups are more than half of the row, and the second read saves little.
+    # In a smaller vocabulary the k groups are more than half of the row, and the second read saves
+    # little.
     if kernels is None or vocab_size < 2 * k * GROUP:
         values_RK, ids_RK = logits_RV.float().topk(k, dim=-1)
         return Largest(ids_RK.int(), values_RK, logits_RV.float().logsumexp(-1))
@@ -40,14 +45,20 @@ def find_in_one_pass(logits_RV: Tensor, k: int) -> Largest:
     # The last chunk may reach past the vocabulary. Its empty groups have the maximum -inf and lose.
     groups_RK = maxima_RG.topk(k, dim=-1, sorted=False).indices
     logits_RM = maxima_RG.new_empty(num_rows, k * GROUP)
-    kernels.read_groups[num_rows, k](logits_RV, logits_RV.stride(0), vocab_size, groups_RK, logits_RM, k, GROUP=GROUP)
+    kernels.read_groups[num_rows, k](
+        logits_RV, logits_RV.stride(0), vocab_size, groups_RK, logits_RM, k, GROUP=GROUP
+    )
     values_RK, places_RK = logits_RM.topk(k, dim=-1)
     ids_RK = torch.empty_like(places_RK, dtype=torch.int32)
-    kernels.find_ids[(num_rows,)](groups_RK, places_RK, ids_RK, k, GROUP=GROUP, WIDTH=_next_power_of_two(k))
+    kernels.find_ids[(num_rows,)](
+        groups_RK, places_RK, ids_RK, k, GROUP=GROUP, WIDTH=_next_power_of_two(k)
+    )
     return Largest(ids_RK, values_RK, log_sum_exp_R)
 
 
-def gather_probs(logits_BJV: Tensor, slots_N: Tensor, steps_N: Tensor, ids_N: Tensor, temperatures_N: Tensor) -> Tensor:
+def gather_probs(
+    logits_BJV: Tensor, slots_N: Tensor, steps_N: Tensor, ids_N: Tensor, temperatures_N: Tensor
+) -> Tensor:
     """softmax(logits[slot, step] / temperature)[id], [N]; a temperature of 0 counts as 1."""
     temperatures_N = torch.where(temperatures_N > 0, temperatures_N, 1.0)
     kernels = find_kernels()
@@ -69,12 +80,22 @@ def _scan(kernels: Any, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     maxima_RG = logits_RV.new_empty(num_rows, num_chunks * CHUNK // GROUP, dtype=torch.float32)
     peaks_RC, sums_RC = logits_RV.new_empty(2, num_rows, num_chunks, dtype=torch.float32)
     kernels.scan[num_rows, num_chunks](
-        logits_RV, logits_RV.stride(0), vocab_size, maxima_RG, peaks_RC, sums_RC, num_chunks, GROUP=GROUP, CHUNK=CHUNK
+        logits_RV,
+        logits_RV.stride(0),
+        vocab_size,
+        maxima_RG,
+        peaks_RC,
+        sums_RC,
+        num_chunks,
+        GROUP=GROUP,
+        CHUNK=CHUNK,
     )
     return maxima_RG, _join_chunks(kernels, peaks_RC, sums_RC)
 
 
-def _scan_drafts(kernels: Any, logits_BJV: Tensor, slots_N: Tensor, steps_N: Tensor, temperatures_N: Tensor) -> Tensor:
+def _scan_drafts(
+    kernels: Any, logits_BJV: Tensor, slots_N: Tensor, steps_N: Tensor, temperatures_N: Tensor
+) -> Tensor:
     num_drafts, vocab_size = len(slots_N), logits_BJV.shape[2]
     num_chunks = -(-vocab_size // CHUNK)
     peaks_NC, sums_NC = temperatures_N.new_empty(2, num_drafts, num_chunks, dtype=torch.float32)
@@ -87,11 +108,16 @@ def _scan_drafts(kernels: Any, logits_BJV: Tensor, slots_N: Tensor, steps_N: Ten
 
 
 def _join_chunks(kernels: Any, peaks_RC: Tensor, sums_RC: Tensor) -> Tensor:
-    """The log-sum-exp of every row, [R], from the maxima of its chunks and their sums of exp(logit - maximum)."""
+    """The log-sum-exp of every row, [R], from the maxima of its chunks and their sums of exp(logit
+
+    - maximum).
+    """
     num_rows, num_chunks = peaks_RC.shape
     totals_R = peaks_RC.new_empty(num_rows)
     if num_rows:
-        kernels.join_chunks[(num_rows,)](peaks_RC, sums_RC, totals_R, num_chunks, WIDTH=_next_power_of_two(num_chunks))
+        kernels.join_chunks[(num_rows,)](
+            peaks_RC, sums_RC, totals_R, num_chunks, WIDTH=_next_power_of_two(num_chunks)
+        )
     return totals_R
 
 

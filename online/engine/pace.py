@@ -1,18 +1,21 @@
 """Hooks of the policy in vLLM's scheduler and runner: a number of draft tokens for every step.
 
     schedule ─► dynamic_sd_lookup[requests] ─► number ─► worker: at 0 the draft is not called
-    update_from_output ─► seconds, accepted tokens ─► Policy ─► redraft_pace ─► /redraft/status, /metrics
+    update_from_output ─► seconds, accepted tokens ─► Policy ─► redraft_pace ─► /redraft/status,
+    /metrics
     CHANGING ─► Policy.swapped
 
-vLLM's scheduler asks a table for the number. `redraft serve --pace` gives vLLM a table of all numbers:
-then vLLM prepares for each, and a `Pacer` takes its place.
+vLLM's scheduler asks a table for the number. `redraft serve --pace` gives vLLM a table of all
+numbers: then vLLM prepares for each, and a `Pacer` takes its place.
 
-At 0 a draft with keys reads prompts alone. Keys of tokens answered meanwhile stay unwritten until the
-request ends, and longer for a later one that finds the text in the prefix cache. In their place the
-draft finds zeros, or finite keys of an older text. They change which tokens are drafted, so acceptance
-(not measured how much), and no answer: verification decides on each token. Only NaN for probabilities
-would mislead it. Memory after a sleep is undefined, so --enable-sleep-mode with sampled drafts is refused.
-A request's acceptance counts, and a probe of more tokens begins, only if the draft has read READ of it."""
+At 0 a draft with keys reads prompts alone. Keys of tokens answered meanwhile stay unwritten until
+the request ends, and longer for a later one that finds the text in the prefix cache. In their place
+the draft finds zeros, or finite keys of an older text. They change which tokens are drafted, so
+acceptance (not measured how much), and no answer: verification decides on each token. Only NaN for
+probabilities would mislead it. Memory after a sleep is undefined, so --enable-sleep-mode with
+sampled drafts is refused. A request's acceptance counts, and a probe of more tokens begins, only if
+the draft has read READ of it.
+"""
 
 import logging
 import os
@@ -31,7 +34,13 @@ from redraft.online.engine.pace_policy import Policy
 logger = logging.getLogger("vllm.redraft")
 
 GAUGES = "redraft_pace_"  # Beginning of the names of the gauges.
-CHANGING = ("redraft_commit", "redraft_load_target", "redraft_move", "finish_weight_update", "reload_weights")
+CHANGING = (
+    "redraft_commit",
+    "redraft_load_target",
+    "redraft_move",
+    "finish_weight_update",
+    "reload_weights",
+)
 """Calls of the workers after which a draft or the target is another one."""
 
 READ = 0.9  # Share of a request's text that the draft must have read, for its acceptance to count.
@@ -46,7 +55,9 @@ def find_decider(vllm_config: Any) -> str:
     if vllm_config.parallel_config.data_parallel_size > 1:
         return "data-parallel replicas must draft equally many tokens: start a server per replica"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return "pipeline stages compute several batches in turn, and each has drafts of another step"
+        return (
+            "pipeline stages compute several batches in turn, and each has drafts of another step"
+        )
     if speculative.enable_adaptive_verification:
         return "adaptive verification decides"
     if speculative.use_ngram_gpu() and not vllm_config.use_v2_model_runner:
@@ -54,7 +65,10 @@ def find_decider(vllm_config: Any) -> str:
     is_sampled = speculative.draft_sample_method == "probabilistic"
     if is_sampled and keeps_keys(speculative) and vllm_config.model_config.enable_sleep_mode:
         return "sampled drafts need whole keys after a sleep: leave out --enable-sleep-mode"
-    table, own = speculative.num_speculative_tokens_per_batch_size, make_table(speculative.num_speculative_tokens)
+    table, own = (
+        speculative.num_speculative_tokens_per_batch_size,
+        make_table(speculative.num_speculative_tokens),
+    )
     if not table:
         return f'give "{TABLE}": {own} in the speculative config'
     return "" if [list(row) for row in table] == own else f"{TABLE} decides"
@@ -87,7 +101,9 @@ class Pacer:
 
     def __getitem__(self, num_requests: int) -> int:
         self._verified, fixed = self._drafted, self.fixed
-        self._drafted = self.policy.choose(num_requests, is_read=self._is_read) if fixed is None else fixed
+        self._drafted = (
+            self.policy.choose(num_requests, is_read=self._is_read) if fixed is None else fixed
+        )
         return self._drafted
 
     @property
@@ -101,7 +117,10 @@ class Pacer:
 
     def begin(self, output: Any, now_s: float) -> None:
         """A step is scheduled."""
-        for request_id in (*output.finished_req_ids, *(new.req_id for new in output.scheduled_new_reqs)):
+        for request_id in (
+            *output.finished_req_ids,
+            *(new.req_id for new in output.scheduled_new_reqs),
+        ):
             self.unread.pop(request_id, None)  # V2 restarts a preempted request
         if output.num_scheduled_tokens:
             output.redraft_pace = self._drafted, self._verified, now_s
@@ -122,9 +141,15 @@ class Pacer:
                 continue
             is_read = self.has_read(request_id, request)
             num_read += is_read
-            # Not the prompt's own step. A lookup may have found nothing, and counts as a draft without success.
+            # Not the prompt's own step. A lookup may have found nothing, and counts as a draft
+            # without success.
             num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            if verified and is_read and request.num_output_tokens and num_scheduled == 1 + num_drafts:
+            if (
+                verified
+                and is_read
+                and request.num_output_tokens
+                and num_scheduled == 1 + num_drafts
+            ):
                 accepted.append(num_new - 1)
             if self.has_keys and is_clean and not drafted:
                 self.unread[request_id] = self.unread.get(request_id, 0) + num_new
@@ -134,8 +159,10 @@ class Pacer:
             self.policy.observe(size, drafted, verified, seconds, accepted, is_clean=is_clean)
 
     def status(self) -> dict[str, Any]:
-        """The pace; by batch size, the number chosen and the speed against 0 with a 95% interval; the share of the
-        time lost in probes."""
+        """The pace; by batch size, the number chosen and the speed against 0 with a 95% interval.
+
+        The share of the time lost in probes.
+        """
         policy = self.policy
         found: dict[str, Any] = {"pace": self.pace, "sizes": []}
         if self.fixed is not None:
@@ -143,23 +170,39 @@ class Pacer:
         for place, requests in enumerate(policy.sizes):
             if policy.steps[place]:
                 speed = policy.speed(place, policy.base[place])
-                size = {"requests": requests, "tokens": policy.base[place], "steps": policy.steps[place]}
-                found["sizes"].append(size | {"speed": speed.mean, "low": speed.at(-1.96), "high": speed.at(1.96)})
-        return found | {"explored": max(0.0, policy.lost_s) / policy.busy_s if policy.busy_s else 0.0}
+                size = {
+                    "requests": requests,
+                    "tokens": policy.base[place],
+                    "steps": policy.steps[place],
+                }
+                found["sizes"].append(
+                    size | {"speed": speed.mean, "low": speed.at(-1.96), "high": speed.at(1.96)}
+                )
+        return found | {
+            "explored": max(0.0, policy.lost_s) / policy.busy_s if policy.busy_s else 0.0
+        }
 
 
 SHOWN_SIZES = 6  # Most batch sizes in a line, those with the most steps.
 
 
 def describe_pace(found: Mapping[str, Any]) -> str:
-    """A pacer's status in a line, e.g. `pace auto: 3 tokens (1.41x [1.24, 1.64]) at 1, 0 at 8; 0.5% explored`."""
+    """A pacer's status in a line, e.g. `pace auto: 3 tokens (1.41x [1.24, 1.64]) at 1, 0 at 8; 0.5%
+    explored`.
+    """
     if not found["sizes"]:
         return f"pace {found['pace']}"
     shown = sorted(found["sizes"], key=lambda size: -size.get("steps", 0))[:SHOWN_SIZES]
     parts: list[str] = []
     for size in sorted(shown, key=lambda size: size["requests"]):
-        speed = f" ({size['speed']:.2f}x [{size['low']:.2f}, {size['high']:.2f}])" if size["tokens"] else ""
-        parts.append(f"{size['tokens']:g}{'' if parts else ' tokens'}{speed} at {size['requests']:g}")
+        speed = (
+            f" ({size['speed']:.2f}x [{size['low']:.2f}, {size['high']:.2f}])"
+            if size["tokens"]
+            else ""
+        )
+        parts.append(
+            f"{size['tokens']:g}{'' if parts else ' tokens'}{speed} at {size['requests']:g}"
+        )
     return f"pace {found['pace']}: {', '.join(parts)}; {found['explored']:.1%} explored"
 
 
@@ -168,10 +211,14 @@ class PaceMetrics:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         def make(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"{GAUGES}{name}", text, labels, registry=registry, multiprocess_mode="mostrecent")
+            return Gauge(
+                f"{GAUGES}{name}", text, labels, registry=registry, multiprocess_mode="mostrecent"
+            )
 
         self._tokens = make("tokens", "Draft tokens chosen, by requests in the step", "requests")
-        self._speed = make("speed_ratio", "Speed against no draft, and the 95% interval", "requests", "bound")
+        self._speed = make(
+            "speed_ratio", "Speed against no draft, and the 95% interval", "requests", "bound"
+        )
         self._explored = make("explored_ratio", "Share of the time lost in probes")
         self._fixed = make("fixed_tokens", "Draft tokens of every step; -1: chosen by step")
         self._fixed.set(-1)
@@ -208,7 +255,11 @@ def reads_prompt(output: Any) -> bool:
 
 
 def patch_pace() -> None:
-    """Let a `Pacer` choose if the environment says so. Raises ValueError: bad REDRAFT_PACE."""
+    """Let a `Pacer` choose if the environment says so.
+
+    Raises:
+        ValueError: bad REDRAFT_PACE.
+    """
     pace = check_pace(os.environ.get("REDRAFT_PACE", "off"))
     if pace == "off":
         return
@@ -283,15 +334,21 @@ def install_pacer(scheduler: Any, pace: str) -> None:
     scheduler.redraft_pacer = None
     if decider := find_decider(scheduler.vllm_config):
         logger.warning("redraft: --pace %s is off: %s", pace, decider)
-        if scheduler.dynamic_sd_lookup and TABLE not in decider:  # a table of all numbers must not decide
-            scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * len(scheduler.dynamic_sd_lookup)
+        if (
+            scheduler.dynamic_sd_lookup and TABLE not in decider
+        ):  # a table of all numbers must not decide
+            scheduler.dynamic_sd_lookup = [scheduler.num_spec_tokens] * len(
+                scheduler.dynamic_sd_lookup
+            )
         return
     most, has_keys = scheduler.num_spec_tokens, keeps_keys(scheduler.vllm_config.speculative_config)
     pacer = Pacer(most, scheduler.scheduler_config.max_num_seqs, pace, has_keys=has_keys)
     scheduler.redraft_pacer = scheduler.dynamic_sd_lookup = pacer
     logger.info("redraft: --pace %s decides on the draft tokens of a step, at most %d", pace, most)
     off = "only reads prompts" if has_keys else "is not called"
-    logger.info("redraft: --pace at 0 tokens: the draft %s, and a step of answers is the target's", off)
+    logger.info(
+        "redraft: --pace at 0 tokens: the draft %s, and a step of answers is the target's", off
+    )
 
 
 def is_asked() -> bool:
@@ -319,7 +376,10 @@ def answer_pace(engine: Any, pace: str = "") -> dict[str, Any] | None:
 
 
 def install(runner: Any) -> None:
-    """Skip a runner's draft at 0 tokens. Install before capture's hooks, which must see all states."""
+    """Skip a runner's draft at 0 tokens.
+
+    Install before capture's hooks, which must see all states.
+    """
     if hasattr(runner, "redraft_skipped_steps") or find_decider(runner.vllm_config):
         return
     runner.redraft_skipped_steps = 0
@@ -329,7 +389,11 @@ def install(runner: Any) -> None:
         install_pace(runner, has_keys=keeps_keys(runner.speculative_config))
         return
     propose, speculative = runner.propose_draft_token_ids, runner.speculative_config
-    most, has_keys, is_suffix = runner.num_spec_tokens, keeps_keys(speculative), speculative.method == "suffix"
+    most, has_keys, is_suffix = (
+        runner.num_spec_tokens,
+        keeps_keys(speculative),
+        speculative.method == "suffix",
+    )
     drafts_all = is_suffix or speculative.parallel_drafting
     lookup = getattr(runner, "redraft_lookup", None)
 
@@ -345,13 +409,18 @@ def install(runner: Any) -> None:
             found = propose(replace(scheduled, num_spec_tokens_to_schedule=asked), sampled, *rest)
         if not number and lookup:
             lookup.skip()  # live counts learn; no draft awaits a verdict
-        return [tokens[:number] for tokens in found] if isinstance(found, list) else found[:, :number]
+        return (
+            [tokens[:number] for tokens in found] if isinstance(found, list) else found[:, :number]
+        )
 
     runner.propose_draft_token_ids = propose_or_not
 
 
 def _skip(runner: Any, sampled_BK: Any) -> Any:
-    """No draft tokens, [B, 0]. Steps scheduled ahead learn from here how many tokens were rejected."""
+    """No draft tokens, [B, 0].
+
+    Steps scheduled ahead learn from here how many tokens were rejected.
+    """
     if runner.valid_sampled_token_count_event is not None:
         following, counts = runner.drafter.prepare_next_token_ids_padded(
             sampled_BK, runner.requests, runner.input_batch, runner.discard_request_mask.gpu

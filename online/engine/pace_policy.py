@@ -1,4 +1,6 @@
-"""The number of draft tokens of the next step: numbers in, a number out. It reads no clock.
+"""The number of draft tokens of the next step: numbers in, a number out.
+
+It reads no clock.
 
 An arm is a number of draft tokens per request; 0 is "off". The speed against off is tau / x: tokens
 per step, tau, from the acceptance by position, which differs little between batch sizes unless a
@@ -8,14 +10,15 @@ lookup proposes less in larger ones; x is the time of a step with the arm relati
     └─ residuals ─┘ └────── probe ──────┘ └─ residuals ─┘
     log x[arm] - log x[base] = mean residual of the probe - mean residual around it
 
-A residual is the log of a step's time less the mean for this batch size and base. So a probe may run
-while requests come and go, and a machine whose speed drifts misleads nobody. log x is a Gaussian
-process over batch size and arm (Rasmussen and Williams, 2006): a probe at 4 requests tells nearly
-as much about 5, and a little about 16.
+A residual is the log of a step's time less the mean for this batch size and base. So a probe may
+run while requests come and go, and a machine whose speed drifts misleads nobody. log x is a
+Gaussian process over batch size and arm (Rasmussen and Williams, 2006): a probe at 4 requests tells
+nearly as much about 5, and a little about 16.
 
 Time lost in probes is paid from an account, which gets SHARE of all busy time, and no more when a
 draft or target changes: a draft that never pays costs no more. Knowledge fades, so a question opens
-again after a change of load or machine."""
+again after a change of load or machine.
+"""
 
 import math
 from bisect import bisect_left
@@ -120,7 +123,9 @@ class Policy:
         near = np.kron(_near(apart, OCTAVES), np.ones((len(tokens), len(tokens))))
         arms = np.kron(_near(apart, ARM_OCTAVES), np.diag(tokens**2))
         self._prior = OFFSET + SLOPE * costs
-        self._prior_covariance = near * (SPREAD_OFFSET**2 + SPREAD_SLOPE**2 * np.outer(costs, costs))
+        self._prior_covariance = near * (
+            SPREAD_OFFSET**2 + SPREAD_SLOPE**2 * np.outer(costs, costs)
+        )
         self._prior_covariance += SPREAD_ARM**2 * arms
         self._log_x, self._covariance = self._prior.copy(), self._prior_covariance.copy()
         self._believe()
@@ -128,15 +133,21 @@ class Policy:
     # --- decisions
 
     def choose(self, size: int, *, is_read: bool = True) -> int:
-        """The arm of the next step, for so many requests. A probe of acceptance begins only if `is_read`: if the draft
-        has read the text."""
+        """The arm of the next step, for so many requests.
+
+        A probe of acceptance begins only if `is_read`: if the draft has read the text.
+        """
         place = self._place(size)
         self._update_base(place)
         if self._probe and not self._probe.is_over:
             if self._probe.arm != self.base[place] and self._probe.num_steps < 3 * STEPS:
                 return self._probe.arm
             self._end_probe()
-        elif not self._probe and len(self._recent) == AROUND and self._is_known(place, self.base[place]):
+        elif (
+            not self._probe
+            and len(self._recent) == AROUND
+            and self._is_known(place, self.base[place])
+        ):
             arm = self._find_wanted(place)
             if arm is not None and (is_read or not arm) and self._can_pay(place, arm):
                 self._probe = Probe(arm, _typical(self._recent))
@@ -184,7 +195,9 @@ class Policy:
     def _cost(self, place: int, arm: int) -> float:
         """Time that a step with the arm may lose, relative to one with the base."""
         # Not the mean: an arm one error worse than it looks.
-        loss = self.speed(place, self.base[place]).mean / max(0.2, self.speed(place, arm).at(-1)) - 1
+        loss = (
+            self.speed(place, self.base[place]).mean / max(0.2, self.speed(place, arm).at(-1)) - 1
+        )
         return max(0.03, loss)
 
     def _can_pay(self, place: int, arm: int) -> bool:
@@ -195,10 +208,20 @@ class Policy:
     # --- observations
 
     def observe(
-        self, size: int, drafted: int, verified: int, seconds: float, accepted: list[int], *, is_clean: bool
+        self,
+        size: int,
+        drafted: int,
+        verified: int,
+        seconds: float,
+        accepted: list[int],
+        *,
+        is_clean: bool,
     ) -> None:
-        """One step. `verified`: the arm whose tokens it verified. `accepted`: of these, by request.
-        `is_clean`: no prompt was read."""
+        """One step.
+
+        `verified`: the arm whose tokens it verified. `accepted`: of these, by request. `is_clean`:
+        no prompt was read.
+        """
         place = self._place(size)
         self.busy_s += seconds
         self.account_s += SHARE * seconds
@@ -209,7 +232,9 @@ class Policy:
         is_probe = probe is not None and not probe.is_over and drafted == probe.arm
         if probe and is_probe:
             probe.num_steps += 1
-            tokens = 1 + sum(accepted) / len(accepted) if accepted else self._taus[place][verified][0]
+            tokens = (
+                1 + sum(accepted) / len(accepted) if accepted else self._taus[place][verified][0]
+            )
             self._pay(place, tokens, seconds)
         if not is_clean or drafted != verified or seconds <= 0:
             return
@@ -246,12 +271,16 @@ class Policy:
         places, arms = len(self.sizes), len(self.arms) - 1
         x = np.exp(np.maximum(self._log_x, 0)).reshape(places, arms)
         errors = np.sqrt(np.maximum(np.diag(self._covariance), 0)).reshape(places, arms)
-        self._times = [list(zip(*pair, strict=True)) for pair in zip(x.tolist(), errors.tolist(), strict=True)]
+        self._times = [
+            list(zip(*pair, strict=True)) for pair in zip(x.tolist(), errors.tolist(), strict=True)
+        ]
         self._add_up()
 
     def _add_up(self) -> None:
-        """Tokens per step of a request by batch size and arm, and the standard error. A guess that
-        halves from token to token counts as two drafts."""
+        """Tokens per step of a request by batch size and arm, and the standard error.
+
+        A guess that halves from token to token counts as two drafts.
+        """
         tried, hit = self.tried[-1] + 2, self.hit[-1] + 2 * self._guess
         rates = (self.hit[:-1] + POOL * hit / tried) / (self.tried[:-1] + POOL)
         errors = np.sqrt(rates * (1 - rates) / tried)
@@ -259,7 +288,10 @@ class Policy:
         self._taus = [[(1.0, 0.0), *map(tuple, row)] for row in pairs]
 
     def _pay(self, place: int, tokens: float, seconds: float) -> None:
-        """Pay for a step of a probe: the time less that of the base for as many tokens per request."""
+        """Pay for a step of a probe.
+
+        The time less that of the base for as many tokens per request.
+        """
         base = self.base[place]
         if self._is_known(place, base):
             base_s = math.exp(self._levels[place, base].mean + self._drift)
@@ -277,17 +309,31 @@ class Policy:
     def _settle(self, probe: Probe) -> None:
         """Both sides of a probe are known."""
         after, count = _typical(self._recent), len(probe.residuals)
-        around, middle = (probe.before + after) / 2, _typical([residual for _, _, residual in probe.residuals])
-        # Each step measures one batch size. All share the error of those around, which a stall makes large.
-        variance = self._variance * (1 + count / (2 * AROUND)) + count * (probe.before - after) ** 2 / 4
+        around, middle = (
+            (probe.before + after) / 2,
+            _typical([residual for _, _, residual in probe.residuals]),
+        )
+        # Each step measures one batch size. All share the error of those around, which a stall
+        # makes large.
+        variance = (
+            self._variance * (1 + count / (2 * AROUND)) + count * (probe.before - after) ** 2 / 4
+        )
         for place, base, residual in probe.residuals:
-            self._learn_time(place, probe.arm, base, max(middle - 0.4, min(middle + 0.4, residual)) - around, variance)
+            self._learn_time(
+                place,
+                probe.arm,
+                base,
+                max(middle - 0.4, min(middle + 0.4, residual)) - around,
+                variance,
+            )
         self._believe()
         self._since_off = 0 if not probe.arm else self._since_off + 1
         self.num_probes += 1
         self._probe = None
 
-    def _learn_time(self, place: int, arm: int, base: int, log_ratio: float, variance: float) -> None:
+    def _learn_time(
+        self, place: int, arm: int, base: int, log_ratio: float, variance: float
+    ) -> None:
         """log x[arm] - log x[base] = log_ratio: a Kalman update."""
         h = np.zeros(len(self._log_x))
         for number, sign in ((arm, 1), (base, -1)):

@@ -1,7 +1,11 @@
-"""Reduction of the target's logits: the top-k of every row, and the log-sum-exp of the whole row. And of states.
+"""Reduction of the target's logits: the top-k of every row, and the log-sum-exp of the whole row.
 
-R = logit rows of several steps, S = their draft tokens, V = vocabulary, K = kept top-k ids, G = groups of logits,
-C = candidates for the top-k, H = tokens, L = hidden states of one token, D = size of each."""
+And of states.
+
+R = logit rows of several steps, S = their draft tokens, V = vocabulary, K = kept top-k ids, G =
+groups of logits, C = candidates for the top-k, H = tokens, L = hidden states of one token, D = size
+of each.
+"""
 
 import math
 from collections.abc import Sequence
@@ -26,14 +30,20 @@ class ReducedSteps:
 
 
 class ScratchMemory:
-    """CPU memory for large temporaries, reused from call to call. Fresh memory comes from the
-    kernel page by page, which would take longer than the whole reduction."""
+    """CPU memory for large temporaries, reused from call to call.
+
+    Fresh memory comes from the kernel page by page, which would take longer than the whole
+    reduction.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def get(self, name: str, logits: Sequence[Tensor]) -> Tensor | None:
-        """A float32 buffer [R, V] for all `logits`; None on a GPU, where torch caches memory itself."""
+        """A float32 buffer [R, V] for all `logits`.
+
+        None on a GPU, where torch caches memory itself.
+        """
         if not logits[0].is_cpu:
             return None
         num_rows, vocab_size = sum(map(len, logits)), logits[0].shape[1]
@@ -42,7 +52,9 @@ class ScratchMemory:
         return self._kept[name][: num_rows * vocab_size].view(num_rows, vocab_size)
 
 
-def reduce_steps(steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory) -> ReducedSteps | None:
+def reduce_steps(
+    steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory
+) -> ReducedSteps | None:
     """Reduce the steps, with one copy to the host per kind of tensor; None if none has rows."""
     largest = [step.largest for step in steps if step.largest is not None]
     logits = [step.logits_RV for step in steps if step.logits_RV is not None]
@@ -52,7 +64,11 @@ def reduce_steps(steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory
     ids = ids or [torch.zeros(0, dtype=torch.int32)]
     probs_S = np.ones(sum(map(len, ids)), np.float32)
     if any(step.draft_probs_S is not None for step in steps):
-        probs_S = torch.cat([_get_draft_probs(step) for step in steps if step.draft_ids_S is not None]).cpu().numpy()
+        probs_S = (
+            torch.cat([_get_draft_probs(step) for step in steps if step.draft_ids_S is not None])
+            .cpu()
+            .numpy()
+        )
     return ReducedSteps(
         rows=_join(largest) if largest else reduce_logits(logits, top_k, scratch),
         draft_ids_S=torch.cat(ids).int().cpu().numpy(),
@@ -62,9 +78,13 @@ def reduce_steps(steps: Sequence[EngineStep], top_k: int, scratch: ScratchMemory
 
 def copy_through(x: Tensor, pinned_N: Tensor) -> Tensor:
     """A copy of a GPU's tensor in host memory, made piece by piece through a buffer of pinned
-    bytes. Several times as fast as `cpu`, which copies to pageable memory."""
+    bytes. Several times as fast as `cpu`, which copies to pageable memory.
+    """
     made = torch.empty(x.shape, dtype=x.dtype)
-    pieces = (torch.split(each.contiguous().view(-1).view(torch.uint8), len(pinned_N)) for each in (x, made))
+    pieces = (
+        torch.split(each.contiguous().view(-1).view(torch.uint8), len(pinned_N))
+        for each in (x, made)
+    )
     for source, piece in zip(*pieces, strict=True):
         pinned_N[: len(source)].copy_(source, non_blocking=True)
         if x.is_cuda:
@@ -75,7 +95,9 @@ def copy_through(x: Tensor, pinned_N: Tensor) -> Tensor:
 
 def _join(largest: Sequence[Largest]) -> Rows:
     # Joined first, because each `.cpu()` waits for the GPU.
-    ids_RK, logits_RK, log_sum_exp_R = (torch.cat(parts).cpu() for parts in zip(*largest, strict=True))
+    ids_RK, logits_RK, log_sum_exp_R = (
+        torch.cat(parts).cpu() for parts in zip(*largest, strict=True)
+    )
     return Rows(
         topk_ids_RK=ids_RK.numpy(),
         topk_log_probs_RK=(logits_RK - log_sum_exp_R[:, None]).numpy(),
@@ -92,12 +114,16 @@ def _get_draft_probs(step: EngineStep) -> Tensor:
 
 @torch.inference_mode()
 def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) -> Rows:
-    """The `top_k` largest entries of every row as log-probabilities at temperature 1, and every row's log-sum-exp."""
-    # On a CPU the scratch memory is float32, and `cat` converts. Nothing returned below is a view of it.
+    """The `top_k` largest entries of every row as log-probabilities at temperature 1, and every
+    row's log-sum-exp.
+    """
+    # On a CPU the scratch memory is float32, and `cat` converts. Nothing returned below is a view
+    # of it.
     logits_RV = torch.cat(list(logits), out=scratch.get("logits", logits)).float()
     logits_RK, ids_RK = find_largest(logits_RV, min(top_k, logits_RV.shape[-1]))
-    # On a CPU `softmax` takes half the time of `logsumexp`, which is then logit - log(probability) of any entry.
-    # Of the largest entry, because its probability is at least 1 / V and the logarithm is finite.
+    # On a CPU `softmax` takes half the time of `logsumexp`, which is then logit - log(probability)
+    # of any entry. Of the largest entry, because its probability is at least 1 / V and the
+    # logarithm is finite.
     probs_RV = torch.softmax(logits_RV, -1, out=scratch.get("probs", logits))
     log_sum_exp_R = logits_RK[:, 0] - probs_RV.gather(1, ids_RK[:, :1]).squeeze(1).log()
     return Rows(
@@ -109,22 +135,27 @@ def reduce_logits(logits: Sequence[Tensor], top_k: int, scratch: ScratchMemory) 
 
 def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest values of every row in descending order, and their ids; float32.
+
     On a CPU this takes a quarter of the time of `topk`. The logits are divided into groups: the k
     groups with the largest maxima contain the k largest logits (or equal ones), so only members of
-    these groups are sorted."""
+    these groups are sorted.
+    """
     vocab_size = logits_RV.shape[1]
-    # Balances the two selections: V / group_size maxima first, then k * group_size candidates.
-    # E.g. V = 128,256 and k = 32: groups of 44, so 2,914 maxima, then 1,408 candidates and a rest of 40.
+    # Balances the two selections: V / group_size maxima first, then k * group_size candidates. E.g.
+    # V = 128,256 and k = 32: groups of 44, so 2,914 maxima, then 1,408 candidates and a rest of 40.
     group_size = math.isqrt(vocab_size // (2 * k))
     if group_size < 2 or not logits_RV.is_cpu:
         found = logits_RV.topk(k, dim=-1)
         return found.values, found.indices
     num_groups = vocab_size // group_size
     num_grouped = group_size * num_groups
-    # A group is every num_groups-th logit, not a contiguous run: maxima are then taken over whole vectors.
+    # A group is every num_groups-th logit, not a contiguous run: maxima are then taken over whole
+    # vectors.
     maxima_RG = logits_RV[:, :num_grouped].view(-1, group_size, num_groups).amax(1)
     groups_RK = _find_largest_ids(maxima_RG, torch.arange(num_groups), k)
-    candidates_RC = (groups_RK[:, None] + torch.arange(0, num_grouped, num_groups)[:, None]).flatten(1)
+    candidates_RC = (
+        groups_RK[:, None] + torch.arange(0, num_grouped, num_groups)[:, None]
+    ).flatten(1)
     ungrouped_RC = torch.arange(num_grouped, vocab_size).expand(len(logits_RV), -1)
     candidates_RC = torch.cat([candidates_RC, ungrouped_RC], dim=1)
     ids_RK = _find_largest_ids(logits_RV.gather(1, candidates_RC), candidates_RC, k)
@@ -134,9 +165,11 @@ def find_largest(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _find_largest_ids(values_RC: Tensor, ids_RC: Tensor, k: int) -> Tensor:
     """Ids of the `k` largest values of every row, by descending value and ascending id among equal
     ones. Value and id are packed into one integer, because numpy sorts integers with vector
-    instructions."""
+    instructions.
+    """
     bits_RC = values_RC.numpy().view(np.int32)
-    # The bits of negative floats fall as the value rises: flipping them gives one order for all, and ~ reverses it.
+    # The bits of negative floats fall as the value rises: flipping them gives one order for all,
+    # and ~ reverses it.
     falling_RC = ~(bits_RC ^ ((bits_RC >> 31) & 0x7FFFFFFF))
     keys_RC = (falling_RC.astype(np.int64) << 32) | ids_RC.numpy()
     keys_RK = np.sort(np.partition(keys_RC, k - 1, axis=1)[:, :k], axis=1)

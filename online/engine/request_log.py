@@ -22,8 +22,9 @@ SEGMENT_ROWS = 512  # a long answer is shipped in segments: the learner need not
 ROW_BYTES = 21  # of a row in a record, without the top-k
 
 KEPT_STATES = 64
-"""A segment begins with this many hidden states of the previous one, for the first rows to attend to; with fewer if
-they would be more than a quarter of it."""
+"""A segment begins with this many hidden states of the previous one, for the first rows to attend
+to; with fewer if they would be more than a quarter of it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +37,13 @@ class RequestInfo:
     domain: str = ""
     tenant: str = ""
     text_begin: int = 0
-    """Index of the first token after the last image. The states of earlier ones are left out: a head reads the image's
-    embeddings with them, which no record has."""
+    """Index of the first token after the last image. The states of earlier ones are left out: a
+    head reads the image's embeddings with them, which no record has.
+    """
 
 
-# Rows and VerifiedStep are made for every request of every step: a dataclass would take five times as long.
+# Rows and VerifiedStep are made for every request of every step: a dataclass would take five times
+# as long.
 class Rows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Reduced logits: top-k and log-sum-exp of every row."""
 
@@ -71,7 +74,10 @@ class States:
         return int(self.words_HLD.nbytes)
 
     def newest(self, num_bytes: int) -> States:
-        """The newest tokens that fit into `num_bytes`; a copy unless all fit, so that the others can be freed."""
+        """The newest tokens that fit into `num_bytes`.
+
+        A copy unless all fit, so that the others can be freed.
+        """
         if self.num_bytes <= num_bytes:
             return self
         kept = self.within(self.end - num_bytes // self.words_HLD[0].nbytes, self.end)
@@ -84,10 +90,14 @@ class States:
 
 
 def join_states(chunks: Sequence[States], end: int, num_bytes: int) -> States | None:
-    """The last gapless run of tokens before `end` that fits into `num_bytes`. If chunks overlap, the later one wins."""
+    """The last gapless run of tokens before `end` that fits into `num_bytes`.
+
+    If chunks overlap, the later one wins.
+    """
     kept: list[States] = []
     for chunk in chunks:
-        # After a preemption the target reads tokens a second time: the later states replace the earlier ones.
+        # After a preemption the target reads tokens a second time: the later states replace the
+        # earlier ones.
         while kept and kept[-1].end > chunk.begin:
             rest = kept.pop().within(0, chunk.begin)
             kept += [rest] if len(rest.words_HLD) else []
@@ -96,7 +106,9 @@ def join_states(chunks: Sequence[States], end: int, num_bytes: int) -> States | 
         kept.append(chunk)
     if not kept:
         return None
-    whole = States(kept[0].begin, np.concatenate([chunk.words_HLD for chunk in kept])).within(0, end)
+    whole = States(kept[0].begin, np.concatenate([chunk.words_HLD for chunk in kept])).within(
+        0, end
+    )
     fitting = whole.newest(num_bytes)
     return fitting if len(fitting.words_HLD) else None
 
@@ -139,7 +151,10 @@ class RequestLog:
     _num_new_bytes: int = 0  # Bytes of the states since the segment's first row.
 
     def append(self, start: int, sampled: list[int], verified: VerifiedStep | None) -> bool:
-        """Take one step. Returns False if earlier steps are missing, because the text is then unknown."""
+        """Take one step.
+
+        Returns False if earlier steps are missing, because the text is then unknown.
+        """
         begin = start - len(self.info.prompt_ids)
         if begin > len(self.output):
             return False
@@ -150,7 +165,8 @@ class RequestLog:
             self.num_rows += len(verified.draft_ids) + 1
         for token in sampled:
             self.output.append(token)
-            # A step may sample past the request's end. The scheduler cuts the text there, and so must the record.
+            # A step may sample past the request's end. The scheduler cuts the text there, and so
+            # must the record.
             if token in self.info.stop_ids or len(self.output) >= self.info.max_tokens:
                 self.is_complete = True
                 break
@@ -159,12 +175,15 @@ class RequestLog:
     def add_states(self, states: Sequence[States]) -> None:
         """Take the next states, and drop the oldest ones that no record could hold any more."""
         for chunk in states:
-            bytes_of_text = (chunk.end - self.info.text_begin) * chunk.num_bytes // max(1, len(chunk.words_HLD))
+            bytes_of_text = (
+                (chunk.end - self.info.text_begin) * chunk.num_bytes // max(1, len(chunk.words_HLD))
+            )
             if bytes_of_text <= 0:  # up to an image
                 continue
             self.states.append(chunk.newest(min(bytes_of_text, self.max_bytes)))
             self._num_state_bytes += self.states[-1].num_bytes
-            # The first row is predicted from the token before it. Earlier ones, e.g. of a prompt, are not new.
+            # The first row is predicted from the token before it. Earlier ones, e.g. of a prompt,
+            # are not new.
             begin = self.verified[0].start - 1 if self.verified else chunk.end
             self._num_new_bytes += self.states[-1].within(begin, chunk.end).num_bytes
             # The oldest chunk goes only if the others alone can fill a record.
@@ -176,20 +195,31 @@ class RequestLog:
 
     @property
     def is_full(self) -> bool:
-        """Whether a record is due: it has many rows, or no room for more states if a quarter is for those before."""
+        """Whether a record is due.
+
+        It has many rows, or no room for more states if a quarter is for those before.
+        """
         return self.num_rows >= SEGMENT_ROWS or 4 * self._num_new_bytes >= 3 * self._state_budget()
 
     def _state_budget(self) -> int:
-        """Bytes for hidden states in the next record. A quarter of it in any case: a long text can be compressed."""
+        """Bytes for hidden states in the next record.
+
+        A quarter of it in any case: a long text can be compressed.
+        """
         text = 4 * (len(self.info.prompt_ids) + len(self.output) - self.num_sent)
         row = ROW_BYTES + 8 * self.verified[-1].rows.topk_ids_RK.shape[1] if self.verified else 0
         return max(self.max_bytes // 4, self.max_bytes - text - self.num_rows * row)
 
     def cut_segment(self, server_id: str, fingerprint: str) -> Record | None:
-        """The record of everything since the last segment, or None if there is no row yet. Starts the next segment."""
+        """The record of everything since the last segment, or None if there is no row yet.
+
+        Starts the next segment.
+        """
         # 1. All that depends on the rows, before they are dropped: `_state_budget` counts them.
         columns = self._collect_columns()
-        states = join_states(self.states, len(self.info.prompt_ids) + len(self.output), self._state_budget())
+        states = join_states(
+            self.states, len(self.info.prompt_ids) + len(self.output), self._state_budget()
+        )
         context = self.info.prompt_ids + self.output[: self.num_shipped]
         output = self.output[self.num_shipped :]
         self.num_shipped = len(self.output)
@@ -197,12 +227,15 @@ class RequestLog:
         # No row yet: the text becomes context of the next record, and the states wait for it.
         if not columns:
             return None
-        # 2. The next segment starts with an empty list of rows, and with the last few states of this one.
+        # 2. The next segment starts with an empty list of rows, and with the last few states of
+        #    this one.
         self.sequence += 1
         num_left_out, self.num_sent = self.num_sent, len(context) + len(output)
         self.drop_states()
         if states is not None:
-            self.add_states([states.newest(min(KEPT_STATES * states.words_HLD[0].nbytes, self.max_bytes // 4))])
+            self.add_states(
+                [states.newest(min(KEPT_STATES * states.words_HLD[0].nbytes, self.max_bytes // 4))]
+            )
         return Record(
             server_id=server_id,
             request_id=self.info.request_id,
@@ -223,28 +256,46 @@ class RequestLog:
         )
 
     def _forget(self, begin: int) -> None:
-        """Drop the output from `begin` on: the scheduler discards those tokens when it preempts a request."""
+        """Drop the output from `begin` on.
+
+        The scheduler discards those tokens when it preempts a request.
+        """
         del self.output[begin:]
         first_lost = len(self.info.prompt_ids) + begin
         self.verified = [step for step in self.verified if step.end <= first_lost]
-        self.states = [states.within(0, first_lost) for states in self.states if states.begin < first_lost]
+        self.states = [
+            states.within(0, first_lost) for states in self.states if states.begin < first_lost
+        ]
         self._num_state_bytes = sum(states.num_bytes for states in self.states)
-        # An earlier record may hold more text than remains. The receiver cuts it at the next `context_begin`.
-        self.num_shipped, self.num_sent = min(self.num_shipped, begin), min(self.num_sent, first_lost)
+        # An earlier record may hold more text than remains. The receiver cuts it at the next
+        # `context_begin`.
+        self.num_shipped, self.num_sent = (
+            min(self.num_shipped, begin),
+            min(self.num_sent, first_lost),
+        )
         self.is_complete = False
 
     def _collect_columns(self) -> dict[str, NDArray[Any]]:
-        """The record's columns without rows beyond the end of the request; empty if no row is left."""
+        """The record's columns without rows beyond the end of the request.
+
+        Empty if no row is left.
+        """
         columns = _join_columns(self.verified) if self.verified else {}
         if not columns:
             return {}
-        # position less branch is a place in the text: rows beyond its end follow tokens that nobody got
-        kept = columns["row_positions"] - columns["row_branches"] < len(self.info.prompt_ids) + len(self.output)
+        # position less branch is a place in the text: rows beyond its end follow tokens that nobody
+        # got
+        kept = columns["row_positions"] - columns["row_branches"] < len(self.info.prompt_ids) + len(
+            self.output
+        )
         return {name: column[kept] for name, column in columns.items()} if kept.any() else {}
 
 
 def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
-    """The rows of many steps at once: per step there are so few that numpy's call overhead would exceed the work."""
+    """The rows of many steps at once.
+
+    Per step there are so few that numpy's call overhead would exceed the work.
+    """
     # E.g. a step at 11 with drafts a, b, c, of which a is accepted:
     #   positions 11 12 13 14   branches 0 0 1 2   drafts a b c -1   accepted 1 0 0 0
     counts = np.array([len(step.draft_ids) + 1 for step in steps])
@@ -253,12 +304,16 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
     start_R = np.repeat(np.array([step.start for step in steps], np.int32), counts)
     num_accepted_R = np.repeat(np.array([step.num_accepted for step in steps], np.int32), counts)
     # the bonus row at the end of a step has no draft token: -1 and NaN
-    drafts_R, draft_probs_R = np.full(len(index_R), -1, np.int32), np.full(len(index_R), np.nan, np.float32)
+    drafts_R, draft_probs_R = (
+        np.full(len(index_R), -1, np.int32),
+        np.full(len(index_R), np.nan, np.float32),
+    )
     has_draft_R = np.ones(len(index_R), bool)
     has_draft_R[last_R] = False
     drafts_R[has_draft_R] = np.concatenate([step.draft_ids for step in steps])
     draft_probs_R[has_draft_R] = np.concatenate([step.draft_probs for step in steps])
-    # Row i follows i draft tokens. The accepted ones are text; each further one is a step into the refused branch.
+    # Row i follows i draft tokens. The accepted ones are text; each further one is a step into the
+    # refused branch.
     return {
         "row_positions": start_R + index_R,
         "row_branches": np.maximum(0, index_R - num_accepted_R),
@@ -273,7 +328,9 @@ def _join_columns(steps: Sequence[VerifiedStep]) -> dict[str, NDArray[Any]]:
 
 
 def _encode_arrays(columns: dict[str, NDArray[Any]], states: States | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {name: np.ascontiguousarray(column).tobytes() for name, column in columns.items()}
+    fields: dict[str, Any] = {
+        name: np.ascontiguousarray(column).tobytes() for name, column in columns.items()
+    }
     if not columns["row_proposers"].any():
         del fields["row_proposers"]
     if states is not None:

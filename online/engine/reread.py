@@ -1,12 +1,14 @@
 """After a swap a standalone draft reads the served text again; the target's keys stay as they are.
 
-Target and draft have their keys in the same blocks. Those of the new draft are missing in all blocks written before the
-swap, also in blocks that a later request finds in the prefix cache. Before each step, the draft reads the text of the
-step's requests from the first such block on, at most as many tokens as a step may have. The target reads nothing.
+Target and draft have their keys in the same blocks. Those of the new draft are missing in all
+blocks written before the swap, also in blocks that a later request finds in the prefix cache.
+Before each step, the draft reads the text of the step's requests from the first such block on, at
+most as many tokens as a step may have. The target reads nothing.
 
 A head cannot do this: it would need the target's hidden states of that text, and nobody keeps them.
 
-T = tokens read, B = requests, N = blocks of a request."""
+T = tokens read, B = requests, N = blocks of a request.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +46,9 @@ class Ledger:
     """The blocks of all running requests, and which of all blocks hold the served draft's keys."""
 
     def __init__(self, group: int, block_size: int) -> None:
-        """`group` is the index of the draft's layers among vLLM's groups of layers with one block table."""
+        """`group` is the index of the draft's layers among vLLM's groups of layers with one block
+        table.
+        """
         self.group, self.block_size = group, block_size
         self.requests: dict[str, _Request] = {}
         self.fresh: set[int] | None = None  # None until the first swap: all are.
@@ -56,7 +60,10 @@ class Ledger:
             request.num_fresh = 0
 
     def follow(self, scheduler_output: Any) -> dict[str, int]:
-        """Take the news of a step. Returns how many tokens of each request have been read before it, by request id."""
+        """Take the news of a step.
+
+        Returns how many tokens of each request have been read before it, by request id.
+        """
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
         computed: dict[str, int] = {}
@@ -73,19 +80,24 @@ class Ledger:
             if request_id in known.resumed_req_ids:
                 self._begin(request_id, blocks, count, request.prompt_ids)
             elif blocks is not None:
-                # New blocks are fresh from the start: the served draft writes them itself as the text goes on.
+                # New blocks are fresh from the start: the served draft writes them itself as the
+                # text goes on.
                 request.blocks += blocks[self.group]
                 self._note_fresh(blocks[self.group])
         return computed
 
     def choose(self, computed: Mapping[str, int], max_tokens: int) -> list[Span]:
-        """The spans that the draft should read now, at most `max_tokens`. From now on these blocks count as read."""
+        """The spans that the draft should read now, at most `max_tokens`.
+
+        From now on these blocks count as read.
+        """
         if self.fresh is None:
             return []
         spans = []
         for request_id, count in computed.items():
             request = self.requests[request_id]
-            # Rounded up, e.g. 33 tokens in blocks of 16: 3. The last block may be read before it is full.
+            # Rounded up, e.g. 33 tokens in blocks of 16: 3. The last block may be read before it is
+            # full.
             num_used = -(-count // self.block_size)
             # A block from the prefix cache may have been read again for another request already.
             while request.num_fresh < num_used and request.blocks[request.num_fresh] in self.fresh:
@@ -100,7 +112,9 @@ class Ledger:
             max_tokens -= num_blocks * self.block_size
         return spans
 
-    def _begin(self, request_id: str, blocks: Any, num_computed: int, prompt_ids: Sequence[int] | None) -> None:
+    def _begin(
+        self, request_id: str, blocks: Any, num_computed: int, prompt_ids: Sequence[int] | None
+    ) -> None:
         own = list(blocks[self.group])
         self.requests[request_id] = _Request(own, prompt_ids)
         # Cached blocks come first. Those after them are new, and belong to this request.
@@ -115,11 +129,24 @@ class Rereader:
     """Follows a model runner, and lets the draft read again where needed."""
 
     def __init__(
-        self, runner: Any, proposer: Any, groups: Sequence[Any], read_text: ReadText, agree: Agree | None = None
+        self,
+        runner: Any,
+        proposer: Any,
+        groups: Sequence[Any],
+        read_text: ReadText,
+        agree: Agree | None = None,
     ) -> None:
         """`proposer` is vLLM's for a standalone draft, `groups` are its layers' attention groups.
-        Raises ValueError: the draft's keys are laid out in a way that is not known here."""
-        self.runner, self.proposer, self.groups, self.read_text = runner, proposer, groups, read_text
+
+        Raises:
+            ValueError: the draft's keys are laid out in a way that is not known here.
+        """
+        self.runner, self.proposer, self.groups, self.read_text = (
+            runner,
+            proposer,
+            groups,
+            read_text,
+        )
         self._agree, self._is_among_ranks = agree or agree_on_ranks, False
         self._num_ranks: int = proposer.vllm_config.parallel_config.tensor_parallel_size
         self.max_tokens: int = proposer.vllm_config.scheduler_config.max_num_batched_tokens
@@ -134,27 +161,41 @@ class Rereader:
         if not self.error:
             try:
                 self._follow(scheduler_output)
-            except Exception as error:  # old keys cost acceptance, an exception would end the server
-                if self._is_among_ranks:  # the other ranks are in the pass, which never ends without this one
+            except (
+                Exception
+            ) as error:  # old keys cost acceptance, an exception would end the server
+                if (
+                    self._is_among_ranks
+                ):  # the other ranks are in the pass, which never ends without this one
                     raise
                 logger.exception("redraft: the draft no longer reads text again after a swap")
                 self.error = f"{type(error).__name__}: {error}"
-        # After the reading: the draft proposes at the end of this step, and needs the new keys then.
+        # After the reading: the draft proposes at the end of this step, and needs the new keys
+        # then.
         return self._execute(scheduler_output, *args, **options)
 
     def _follow(self, scheduler_output: Any) -> None:
         computed = self.ledger.follow(scheduler_output)
         spans = self.ledger.choose(computed, max(self.max_tokens, self.ledger.block_size))
-        if sum(span.end - span.begin for span in spans) > self.max_tokens:  # a single block, longer than a step may be
+        if (
+            sum(span.end - span.begin for span in spans) > self.max_tokens
+        ):  # a single block, longer than a step may be
             for first in range(spans[0].begin, spans[0].end, self.max_tokens):
-                self.read([replace(spans[0], begin=first, end=min(first + self.max_tokens, spans[0].end))])
+                self.read(
+                    [replace(spans[0], begin=first, end=min(first + self.max_tokens, spans[0].end))]
+                )
         elif spans:
             self.read(spans)
 
     @torch.inference_mode()
     def read(self, spans: Sequence[Span]) -> None:
-        """One pass of the draft over the spans, for its keys only. Tokens that the host does not
-        know are left out. Raises RuntimeError: another rank has not enough memory for it."""
+        """One pass of the draft over the spans, for its keys only.
+
+        Tokens that the host does not know are left out.
+
+        Raises:
+            RuntimeError: another rank has not enough memory for it.
+        """
         try:
             inputs = self._prepare(spans)
         except Exception:
@@ -168,23 +209,39 @@ class Rereader:
         self._is_among_ranks = False
         self.num_tokens += len(inputs[0])
 
-    def _prepare(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Tensor]]:
-        """(ids, positions, vLLM's description of the pass, the slots to write), the last two by layer."""
+    def _prepare(
+        self, spans: Sequence[Span]
+    ) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Tensor]]:
+        """(ids, positions, vLLM's description of the pass, the slots to write), the last two by
+        layer.
+        """
         device = self.proposer.device
         texts = [self._read_ids(span) for span in spans]
-        spans = [replace(span, end=span.begin + len(ids)) for span, ids in zip(spans, texts, strict=True)]
+        spans = [
+            replace(span, end=span.begin + len(ids)) for span, ids in zip(spans, texts, strict=True)
+        ]
         ids_T = torch.cat([ids.to(device) for ids in texts])
         positions_T = torch.cat([torch.arange(span.begin, span.end) for span in spans])
         attention, slots_T = self._place(spans, positions_T)
         layers = [layer for group in self.groups for layer in group.layer_names]
-        by_group = [group.build_metadata_for_drafting(attention, draft_index=0) for group in self.groups]
-        metadata = {name: each for group, each in zip(self.groups, by_group, strict=True) for name in group.layer_names}
+        by_group = [
+            group.build_metadata_for_drafting(attention, draft_index=0) for group in self.groups
+        ]
+        metadata = {
+            name: each
+            for group, each in zip(self.groups, by_group, strict=True)
+            for name in group.layer_names
+        }
         return ids_T, positions_T.to(device), metadata, dict.fromkeys(layers, slots_T)
 
-    def _pass(self, ids_T: Tensor, positions_T: Tensor, metadata: Any, slots: dict[str, Tensor]) -> None:
+    def _pass(
+        self, ids_T: Tensor, positions_T: Tensor, metadata: Any, slots: dict[str, Tensor]
+    ) -> None:
         from vllm.forward_context import set_forward_context
 
-        with set_forward_context(metadata, self.proposer.vllm_config, num_tokens=len(ids_T), slot_mapping=slots):
+        with set_forward_context(
+            metadata, self.proposer.vllm_config, num_tokens=len(ids_T), slot_mapping=slots
+        ):
             # The output is dropped. Attention writes the keys to the slots on the way.
             self.proposer.model(input_ids=ids_T, positions=positions_T)
 
@@ -194,14 +251,19 @@ class Rereader:
         ids = torch.tensor(prompt_ids[span.begin : span.end], dtype=torch.int32)
         if span.end <= len(prompt_ids):
             return ids
-        output = torch.as_tensor(self.read_text(span.request_id, max(span.begin, len(prompt_ids)), span.end)).int()
+        output = torch.as_tensor(
+            self.read_text(span.request_id, max(span.begin, len(prompt_ids)), span.end)
+        ).int()
         return torch.cat([ids.to(output.device), output])
 
     def _place(self, spans: Sequence[Span], positions_T: Tensor) -> tuple[Any, Tensor]:
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         size = self.ledger.block_size
-        tables = [torch.tensor(self.ledger.requests[span.request_id].blocks[: -(-span.end // size)]) for span in spans]
+        tables = [
+            torch.tensor(self.ledger.requests[span.request_id].blocks[: -(-span.end // size)])
+            for span in spans
+        ]
         table_BN = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         counts = [span.end - span.begin for span in spans]
         starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
@@ -229,7 +291,10 @@ class Rereader:
 
 
 def agree_on_ranks(ok: bool) -> bool:
-    """`Agree` over vLLM's tensor-parallel group, on the host: a GPU that is out of memory can still say so."""
+    """`Agree` over vLLM's tensor-parallel group, on the host.
+
+    A GPU that is out of memory can still say so.
+    """
     from vllm.distributed import get_tp_group
 
     ranks = get_tp_group()
@@ -243,11 +308,17 @@ def agree_on_ranks(ok: bool) -> bool:
 def _require_plain_keys(proposer: Any, groups: Sequence[Any]) -> None:
     parallel = proposer.vllm_config.parallel_config
     reasons = {
-        "whose layers have several block tables": len({group.kv_cache_group_id for group in groups}) != 1,
-        "with recurrent layers": any(not hasattr(group.kv_cache_spec, "num_kv_heads") for group in groups),
-        "with a window over its keys": any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups),
+        "whose layers have several block tables": len({group.kv_cache_group_id for group in groups})
+        != 1,
+        "with recurrent layers": any(
+            not hasattr(group.kv_cache_spec, "num_kv_heads") for group in groups
+        ),
+        "with a window over its keys": any(
+            getattr(group.kv_cache_spec, "sliding_window", None) for group in groups
+        ),
         "with keys of several ranks in one text": parallel.decode_context_parallel_size > 1,
-        "beside experts that replicas share": parallel.is_moe_model and parallel.data_parallel_size > 1,
+        "beside experts that replicas share": parallel.is_moe_model
+        and parallel.data_parallel_size > 1,
         "with another vocabulary": getattr(proposer, "vocab_mapping", None) is not None,
         "with positions in several dimensions": getattr(proposer, "uses_mrope", False),
     }

@@ -1,4 +1,7 @@
-"""Routes in vLLM's API process: `GET /redraft/status`, and `POST` to `/redraft/swap`, `target` and `pace`."""
+"""Routes in vLLM's API process.
+
+`GET /redraft/status`, and `POST` to `/redraft/swap`, `target` and `pace`.
+"""
 
 import asyncio
 import hmac
@@ -70,7 +73,9 @@ class Endpoint:
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         can = can_pause(engine_client.vllm_config)
-        self.swaps = Swaps(self.config.registry, engine_client, targets=self.config.targets, can_pause=can)
+        self.swaps = Swaps(
+            self.config.registry, engine_client, targets=self.config.targets, can_pause=can
+        )
         forward_origin(engine_client)
         self.notes = list_notes(engine_client.vllm_config, args)
         for note in self.notes:
@@ -90,7 +95,8 @@ class Endpoint:
             raise HTTPException(refusal.code, refusal.why) from refusal
 
     async def swap(self, request: Request) -> dict[str, Any]:
-        """Swap to the version in the body, e.g. `{"version": "v000012", "manifest_sha256": ..., "registry": ...}`.
+        """Swap to the version in the body, e.g. `{"version": "v000012", "manifest_sha256": ...,
+        "registry": ...}`.
 
         The hash and the registry's id are optional; a version with another hash, or of another
         registry, is refused. 200: all ranks serve it and no running request was cut off.
@@ -101,20 +107,27 @@ class Endpoint:
         return await _run(self.swaps.swap, asked)
 
     async def move(self, request: Request) -> dict[str, Any]:
-        """Name the target weights, or load them, as the body says: `{"version": "step-17", "path": "/checkpoints/17",
-        "draft": "v000012"}`.
+        """Name the target weights, or load them, as the body says.
 
-        Without a path the weights are those that a trainer has written. A draft is loaded in the same pause. A pause of
-        the trainer stays. 200: all ranks have the weights and the draft, and no running request was cut off.
+        `{"version": "step-17", "path": "/checkpoints/17", "draft": "v000012"}`.
+
+        Without a path the weights are those that a trainer has written. A draft is loaded in the
+        same pause. A pause of the trainer stays. 200: all ranks have the weights and the draft, and
+        no running request was cut off.
         """
-        told = 'send a JSON body {"version": "step-17"}, with "path", "draft" or both if they are to be loaded'
+        told = (
+            'send a JSON body {"version": "step-17"}, with "path", "draft" or both if they are '
+            "to be loaded"
+        )
         move = await self._read(request, _parse_move, told)
         if move.draft and self.config.registry is None:
             raise HTTPException(503, NO_REGISTRY)
         return await _run(self.swaps.move, move)
 
     async def pace(self, request: Request) -> dict[str, Any]:
-        """Take the pace of the body, `{"pace": "off"}`, `auto` or a number of draft tokens, from the next step on."""
+        """Take the pace of the body, `{"pace": "off"}`, `auto` or a number of draft tokens, from
+        the next step on.
+        """
         told = 'send a JSON body {"pace": "auto"}, with off or a number of draft tokens'
         pace = await self._read(request, lambda body: check_pace(str(body["pace"])), told)
         return await _run(self.swaps.calls.take_pace, pace)
@@ -138,11 +151,16 @@ async def _run(act: Callable[[T], Coroutine[Any, Any, dict[str, Any]]], asked: T
 
 
 def list_notes(vllm_config: Any, args: Namespace) -> list[str]:
-    """Flags of vLLM beside which something does not work; `redraft serve` refuses or warns of them before the start."""
+    """Flags of vLLM beside which something does not work.
+
+    `redraft serve` refuses or warns of them before the start.
+    """
     speculative = vllm_config.speculative_config
     has_draft = speculative is not None and speculative.method not in LOOKUP_METHODS
     notes = [LOG_STATS_OFF] if getattr(args, "disable_log_stats", False) else []
-    return notes + ([EMBEDS_BESIDE_DRAFT] if has_draft and vllm_config.model_config.enable_prompt_embeds else [])
+    return notes + (
+        [EMBEDS_BESIDE_DRAFT] if has_draft and vllm_config.model_config.enable_prompt_embeds else []
+    )
 
 
 def _parse(body: Any) -> Asked:
@@ -167,17 +185,24 @@ def _parse_move(body: Any) -> Move:
 def authorize(request: Request, config: PluginConfig) -> None:
     """Raise HTTPException unless the request may use the routes.
 
-    Raises: HTTPException 403 for another machine, 503 if no token is configured, 401 for a wrong token.
+    Raises: HTTPException 403 for another machine, 503 if no token is configured, 401 for a wrong
+    token.
     """
     # no client: a Unix socket
     if not config.allow_remote and request.client and not is_local(request.client.host):
-        raise HTTPException(403, "only this machine may ask: set REDRAFT_ALLOW_REMOTE=1 to allow others")
+        raise HTTPException(
+            403, "only this machine may ask: set REDRAFT_ALLOW_REMOTE=1 to allow others"
+        )
     if config.token is None:
-        raise HTTPException(503, "no token: start the server with REDRAFT_TOKEN or REDRAFT_TOKEN_FILE")
+        raise HTTPException(
+            503, "no token: start the server with REDRAFT_TOKEN or REDRAFT_TOKEN_FILE"
+        )
     given = request.headers.get("authorization", "")
     # As bytes: `compare_digest` raises for a string that is not ASCII.
     if not hmac.compare_digest(given.encode(), f"Bearer {config.token}".encode()):
-        raise HTTPException(401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"})
+        raise HTTPException(
+            401, "wrong or missing bearer token", headers={"WWW-Authenticate": "Bearer"}
+        )
 
 
 _origin: ContextVar[Origin] = ContextVar("redraft_origin")
@@ -196,8 +221,10 @@ class OriginMiddleware:
 
 
 def forward_origin(engine_client: Any) -> None:
-    """Make `engine_client.generate` write the origin into the sampling parameters, in place of any value from the
-    client. None is written where the middleware has read no headers: that request is neither recorded nor counted."""
+    """Make `engine_client.generate` write the origin into the sampling parameters, in place of any
+    value from the client. None is written where the middleware has read no headers: that request
+    is neither recorded nor counted.
+    """
     generate = engine_client.generate
 
     def generate_with_origin(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:

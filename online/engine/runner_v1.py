@@ -1,7 +1,10 @@
-"""Hooks on an instance of vLLM's V1 model runner. No other file knows its method names.
+"""Hooks on an instance of vLLM's V1 model runner.
 
-`_sample(logits, metadata)` is the one place where the target's logits, the draft tokens and the sampled tokens of a
-step meet. Each hook calls the runner's method, keeps references to the tensors, and returns the result unchanged.
+No other file knows its method names.
+
+`_sample(logits, metadata)` is the one place where the target's logits, the draft tokens and the
+sampled tokens of a step meet. Each hook calls the runner's method, keeps references to the tensors,
+and returns the result unchanged.
 """
 
 from itertools import accumulate
@@ -31,7 +34,9 @@ def install_capture(runner: Any, capture: Capture) -> None:
 
 
 def install_proposers(runner: Any) -> None:
-    """Tell lookups and padding from the served version's draft tokens, before anything else is installed."""
+    """Tell lookups and padding from the served version's draft tokens, before anything else is
+    installed.
+    """
     runner.redraft_proposers = Proposers(runner)
 
 
@@ -50,12 +55,17 @@ def find_proposer(runner: Any) -> tuple[Any, list[Any], ReadText]:
 
 class Proposers:
     """Who proposed the waiting draft tokens of each request, if it was not the served version.
+
     `sample_tokens` verifies them within `_sample`, and then proposes the next ones. If a request
     nearly fills the context, vLLM proposes none for the whole batch, and puts zeros there, as for
-    requests that join (`find_padded`)."""
+    requests that join (`find_padded`).
+    """
 
     def __init__(self, runner: Any) -> None:
-        """From now on. The output of a step names the requests whose drafts do not count, for the scheduler."""
+        """From now on.
+
+        The output of a step names the requests whose drafts do not count, for the scheduler.
+        """
         self.runner = runner
         self.foreign: dict[str, int] = {}
         self._is_proposed = False
@@ -92,7 +102,9 @@ class Proposers:
         # A request that was not in this step keeps its draft for a later one.
         scheduled = set(batch) if verified else ()
         waiting = {
-            name: kind for name, kind in verified.items() if name not in scheduled and name in self.runner.requests
+            name: kind
+            for name, kind in verified.items()
+            if name not in scheduled and name in self.runner.requests
         }
         return waiting | found
 
@@ -109,7 +121,9 @@ class _Hooks:
         self._propose = runner.propose_draft_token_ids
 
     def sample(self, logits_RV: Tensor | None, metadata: Any) -> Any:
-        self.step_draft_probs_SV = None  # set by `draft_probs`, which the runner calls within `_sample`
+        self.step_draft_probs_SV = (
+            None  # set by `draft_probs`, which the runner calls within `_sample`
+        )
         kept_RV = logits_RV
         if metadata is None and logits_RV is not None and logits_RV.dtype == torch.float32:
             # Temperature and penalties change these in place; the rejection sampler changes copies.
@@ -122,9 +136,13 @@ class _Hooks:
         return output
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
-        """Hook on the draft's proposal: args[3] holds the target's last hidden states, args[5] those of its layers."""
+        """Hook on the draft's proposal.
+
+        Args[3] holds the target's last hidden states, args[5] those of its layers.
+        """
         with self.capture.reporting("hidden_states"):
-            # vLLM 0.32 passes all by position. args[5] is a list of tensors, or None if the draft reads no layers.
+            # vLLM 0.32 passes all by position. args[5] is a list of tensors, or None if the draft
+            # reads no layers.
             self.feed.put_states(args[5] or [args[3]])
         return self._propose(*args, **kwargs)
 
@@ -140,7 +158,9 @@ class _Hooks:
             if not self.runner.requests:
                 self.feed.flush()
 
-    def _make_step(self, logits_RV: Tensor | None, metadata: Any, sampled_BK: Tensor) -> EngineStep | None:
+    def _make_step(
+        self, logits_RV: Tensor | None, metadata: Any, sampled_BK: Tensor
+    ) -> EngineStep | None:
         runner = self.runner
         count = runner.input_batch.num_reqs
         first_reads = runner.query_start_loc.np[: count + 1].tolist()
@@ -152,15 +172,23 @@ class _Hooks:
         proposers = getattr(runner, "redraft_proposers", None)
         foreign = proposers.foreign if proposers else {}
         batch = Batch(
-            infos=[self.feed.add(runner.requests[request_id]) for request_id in runner.input_batch.req_ids[:count]],
+            infos=[
+                self.feed.add(runner.requests[request_id])
+                for request_id in runner.input_batch.req_ids[:count]
+            ],
             first_reads=first_reads,
             num_drafts=num_drafts,
-            proposers=[foreign.get(request_id, 0) for request_id in runner.input_batch.req_ids[:count]],
+            proposers=[
+                foreign.get(request_id, 0) for request_id in runner.input_batch.req_ids[:count]
+            ],
             # Drafts, and one bonus row for each earlier request.
             first_rows=[first_drafts[i] + i for i in range(count)],
             first_drafts=first_drafts,
             # E.g. 10 cached tokens, one sampled and 3 drafts: it samples from 10 + 4 - 3 = 11 on.
-            starts=[num_computed[i] + first_reads[i + 1] - first_reads[i] - num_drafts[i] for i in range(count)],
+            starts=[
+                num_computed[i] + first_reads[i + 1] - first_reads[i] - num_drafts[i]
+                for i in range(count)
+            ],
             is_partial=runner.discard_request_mask.np[:count].tolist(),
         )
         return self.feed.make_step(
@@ -168,7 +196,9 @@ class _Hooks:
             sampled_BK=sampled_BK,
             logits_RV=logits_RV,
             draft_ids_S=draft_ids_S,
-            draft_probs_S=self._gather_draft_probs(draft_ids_S) if draft_ids_S is not None else None,
+            draft_probs_S=self._gather_draft_probs(draft_ids_S)
+            if draft_ids_S is not None
+            else None,
         )
 
     def _gather_draft_probs(self, draft_ids_S: Tensor) -> Tensor | None:

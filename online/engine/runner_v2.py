@@ -1,13 +1,17 @@
-"""Hooks on an instance of vLLM's V2 model runner. No other file knows its names.
+"""Hooks on an instance of vLLM's V2 model runner.
 
-The logits of a step are local to `GPUModelRunner.sample`. They are passed to one of two callables, which are watched:
-`sampler` in a step without drafts, `rejection_sampler` in the others.
+No other file knows its names.
 
-What a hook must respect: the host's copies of positions are too high if steps are scheduled ahead, so positions are
-read on the device; ids sampled beyond `num_sampled` are leftovers; `input_ids`, `positions` and `draft_logits` are
-buffers that the next step overwrites; `_remove_request` is called for preempted requests too.
+The logits of a step are local to `GPUModelRunner.sample`. They are passed to one of two callables,
+which are watched: `sampler` in a step without drafts, `rejection_sampler` in the others.
 
-B = requests of the step, R = logit rows, V = vocabulary, J = draft tokens of one request."""
+What a hook must respect: the host's copies of positions are too high if steps are scheduled ahead,
+so positions are read on the device; ids sampled beyond `num_sampled` are leftovers; `input_ids`,
+`positions` and `draft_logits` are buffers that the next step overwrites; `_remove_request` is
+called for preempted requests too.
+
+B = requests of the step, R = logit rows, V = vocabulary, J = draft tokens of one request.
+"""
 
 from collections.abc import Callable
 from itertools import chain
@@ -29,7 +33,11 @@ WARMUP_IDS = ("_warmup", "_v2_")  # Beginnings of the ids of vLLM's own requests
 
 
 def install_capture(runner: Any, capture: Capture) -> None:
-    """Let `capture` see every step of `runner`. Raises ValueError: unknown kinds of batches."""
+    """Let `capture` see every step of `runner`.
+
+    Raises:
+        ValueError: unknown kinds of batches.
+    """
     _require_plain_batches(runner)
     hooks = _Hooks(runner, capture)
     _watch(runner.sampler, hooks.sampled)
@@ -49,13 +57,17 @@ def _require_plain_batches(runner: Any) -> None:
     }
     for name, part in unknown.items():
         if part is not None:
-            raise ValueError(f"a server with {name} is not recorded: start it without, or without capture")
+            raise ValueError(
+                f"a server with {name} is not recorded: start it without, or without capture"
+            )
 
 
 def _watch(instance: Any, after: Callable[..., None]) -> None:
     """Call `after(result, *args)` after every call of this instance.
+
     Its class is replaced, and the instance stays: the runner asks for its class, and the rejection
-    sampler keeps a reference to the sampler."""
+    sampler keeps a reference to the sampler.
+    """
     # Python looks up `__call__` on the class: an attribute of the instance would be passed over.
     cls = type(instance)
 
@@ -88,7 +100,9 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
     def propose_or_not(input_batch: Any, *args: Any, **options: Any) -> Any:
         batch, number = input_batch, options.get("num_speculative_tokens", most)
         drafts_B = batch.num_draft_tokens_per_req
-        reads_prompt = batch.num_tokens > batch.num_reqs + (0 if drafts_B is None else drafts_B.sum())
+        reads_prompt = batch.num_tokens > batch.num_reqs + (
+            0 if drafts_B is None else drafts_B.sum()
+        )
         if not number and not (has_keys and reads_prompt):
             runner.redraft_skipped_steps += 1
             return runner.req_states.draft_tokens.new_full((batch.num_reqs, most), -1)
@@ -100,9 +114,12 @@ def install_pace(runner: Any, *, has_keys: bool) -> None:
 
 
 def patch_graphs() -> None:
-    """CUDA graphs for a varying number of draft tokens. A block draft gets only graphs of whole
-    blocks, the only ones it runs. For other steps, vLLM looks only at the next captured token
-    count, which may lack this query length: the next graph that has it is added."""
+    """CUDA graphs for a varying number of draft tokens.
+
+    A block draft gets only graphs of whole blocks, the only ones it runs. For other steps, vLLM
+    looks only at the next captured token count, which may lack this query length: the next graph
+    that has it is added.
+    """
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
@@ -117,7 +134,9 @@ def patch_graphs() -> None:
 
     def init_complete(manager: Any) -> None:
         init(manager)
-        graphs = sorted(chain.from_iterable(manager._capture_descs.values()), key=lambda graph: graph.num_tokens)
+        graphs = sorted(
+            chain.from_iterable(manager._capture_descs.values()), key=lambda graph: graph.num_tokens
+        )
         for (num_tokens, num_loras), found in manager._candidates.items():
             known = {(graph.uniform_token_count, graph.num_ubatches) for graph in found}
             for graph in graphs:
@@ -140,7 +159,9 @@ class _Hooks:
         self._finish_requests = runner.finish_requests
         self._propose: Any = getattr(runner.speculator, "propose", None)
         # V2 has no lookup before a head, and asks its draft up to the end of the context.
-        self._proposer = LOOKUP if getattr(runner.speculative_config, "method", "") in LOOKUP_METHODS else 0
+        self._proposer = (
+            LOOKUP if getattr(runner.speculative_config, "method", "") in LOOKUP_METHODS else 0
+        )
         self._padded: frozenset[str] = frozenset()
 
     def add_requests(self, scheduler_output: Any) -> None:
@@ -148,8 +169,11 @@ class _Hooks:
         with self.capture.reporting("hook"):
             self._padded = find_padded(scheduler_output)
             for request in scheduler_output.scheduled_new_reqs:
-                if request.sampling_params is not None and not request.req_id.startswith(WARMUP_IDS):
-                    # A resumed request comes as a new one in V2. `Feed` keeps the first decision about it.
+                if request.sampling_params is not None and not request.req_id.startswith(
+                    WARMUP_IDS
+                ):
+                    # A resumed request comes as a new one in V2. `Feed` keeps the first decision
+                    # about it.
                     self.feed.add(request)
 
     def finish_requests(self, scheduler_output: Any) -> None:
@@ -157,26 +181,36 @@ class _Hooks:
         with self.capture.reporting("hook"):
             for request_id in scheduler_output.finished_req_ids:
                 self.feed.end(request_id)
-            # Without tokens to read there is no sampling, so no step would carry the ends to capture.
+            # Without tokens to read there is no sampling, so no step would carry the ends to
+            # capture.
             if not scheduler_output.total_num_scheduled_tokens:
                 self.feed.flush()
 
     def sampled(
-        self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Any = None, invalid: Any = None
+        self,
+        output: Any,
+        logits_RV: Tensor,
+        batch: Any,
+        draft_logits: Any = None,
+        invalid: Any = None,
     ) -> None:
         """Hook after a sampler: `draft_logits` [requests, J, V] belong to probabilistic drafts."""
         with self.capture.reporting("hook"):
             self.feed.put(self._make_step(output, logits_RV, batch, draft_logits))
 
     def propose(self, *args: Any, **options: Any) -> Any:
-        """Hook on the draft's proposal, with the target's last hidden states and those of its layers, if it has any."""
+        """Hook on the draft's proposal, with the target's last hidden states and those of its
+        layers, if it has any.
+        """
         with self.capture.reporting("hidden_states"):
             if not options.get("dummy_run"):  # dummy runs pass arguments by keyword
                 last_ND, layers = args[3:5]
                 self.feed.put_states(layers or [last_ND])
         return self._propose(*args, **options)
 
-    def _make_step(self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Tensor | None) -> EngineStep | None:
+    def _make_step(
+        self, output: Any, logits_RV: Tensor, batch: Any, draft_logits: Tensor | None
+    ) -> EngineStep | None:
         """The step of a batch. A reference to the logits is enough: V2's samplers change a copy."""
         # 1. As far as the host knows. These are numpy arrays, so `tolist` waits for nothing.
         count = batch.num_reqs
@@ -190,16 +224,25 @@ class _Hooks:
             infos=[self.feed.requests.get(request_id) for request_id in batch.req_ids],
             first_reads=first_reads,
             num_drafts=num_drafts,
-            proposers=[PADDING if name in self._padded else self._proposer for name in batch.req_ids],
+            proposers=[
+                PADDING if name in self._padded else self._proposer for name in batch.req_ids
+            ],
             first_rows=first_rows,
-            first_drafts=[row + 1 for row in first_rows],  # of the ids read for the rows; the first is no draft
-            starts=num_prefilled_B.tolist(),  # right while a prompt is read; `starts_B` has the others
+            first_drafts=[
+                row + 1 for row in first_rows
+            ],  # of the ids read for the rows; the first is no draft
+            # right while a prompt is read; `starts_B` has the others
+            starts=num_prefilled_B.tolist(),
             is_partial=(num_prefilled_B < batch.prefill_len_np[:count]).tolist(),
         )
         # 2. Nobody here is recorded: at most, the ends of other requests are news.
         if not any(known.infos):
             return self.feed.make_step(
-                known, sampled_BK=output.sampled_token_ids, logits_RV=None, draft_ids_S=None, draft_probs_S=None
+                known,
+                sampled_BK=output.sampled_token_ids,
+                logits_RV=None,
+                draft_ids_S=None,
+                draft_probs_S=None,
             )
         # 3. On the device, queued before the next step overwrites `input_ids` and `positions`.
         read_ids_R = batch.input_ids[batch.logits_indices]  # copies, as all of these
@@ -217,11 +260,17 @@ class _Hooks:
             else self._read_draft_probs(batch, draft_logits, read_ids_R, known),
         )
 
-    def _read_draft_probs(self, batch: Any, draft_logits: Tensor, read_ids_R: Tensor, known: Batch) -> Tensor:
-        """The draft's probability of the id read for each row, at the request's temperature, [R]. Rows without a
-        draft, and those of requests that are not recorded, have 0."""
+    def _read_draft_probs(
+        self, batch: Any, draft_logits: Tensor, read_ids_R: Tensor, known: Batch
+    ) -> Tensor:
+        """The draft's probability of the id read for each row, at the request's temperature, [R].
+
+        Rows without a draft, and those of requests that are not recorded, have 0.
+        """
         drafted = zip(known.infos, known.first_drafts, known.num_drafts, strict=True)
-        rows = [row for info, first, count in drafted if info for row in range(first, first + count)]
+        rows = [
+            row for info, first, count in drafted if info for row in range(first, first + count)
+        ]
         # From pinned memory and not awaited: a plain copy to a GPU waits for all work queued there.
         pinned_N = torch.tensor(rows, dtype=torch.long, pin_memory=read_ids_R.is_cuda)
         rows_N = pinned_N.to(read_ids_R.device, non_blocking=True)

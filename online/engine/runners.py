@@ -12,20 +12,31 @@ from redraft.online.engine.reread import Rereader
 Runner = Literal["v1", "v2"]
 
 MODULES: dict[Runner, Any] = {"v1": runner_v1, "v2": runner_v2}
-"""Each has `RUNNER`, the name of vLLM's class, `install_capture`, `install_proposers` and `find_proposer`."""
+"""Each has `RUNNER`, the name of vLLM's class, `install_capture`, `install_proposers` and
+`find_proposer`.
+"""
 
 
 def find_runner(runner: object) -> Runner | None:
-    """Which of vLLM's runners this is, or is derived from, as the CPU's are; None if it is another."""
+    """Which of vLLM's runners this is, or is derived from, as the CPU's are.
+
+    None if it is another.
+    """
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(runner).__mro__}
     return next((version for version, module in MODULES.items() if module.RUNNER in names), None)
 
 
-def describe_runner(version: Runner | None, vllm_config: Any, environment: Mapping[str, str] = os.environ) -> str:
+def describe_runner(
+    version: Runner | None, vllm_config: Any, environment: Mapping[str, str] = os.environ
+) -> str:
     """One line for people: which runner serves, and why it is not V2 if it is not."""
     if version is None:
         return "unknown model runner"
-    return "V2 model runner" if version == "v2" else f"V1 model runner: {_explain_v1(vllm_config, environment)}"
+    return (
+        "V2 model runner"
+        if version == "v2"
+        else f"V1 model runner: {_explain_v1(vllm_config, environment)}"
+    )
 
 
 def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
@@ -36,7 +47,8 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
     family = find_method(speculative.method, parallel_drafting=parallel) if speculative else None
     if family is not None and "v2" not in family.decoders:
         return f"only this one serves {family.title}"
-    # PARD and others without a row. DFlash and DSpark draft in parallel too, and V2 serves both (vllm/config/vllm.py).
+    # PARD and others without a row. DFlash and DSpark draft in parallel too, and V2 serves both
+    # (vllm/config/vllm.py).
     if parallel and (family is None or family.parity != "block"):
         return "only this one serves drafts that propose in parallel"
     if speculative and getattr(speculative, "use_heterogeneous_vocab", False):
@@ -45,10 +57,16 @@ def _explain_v1(vllm_config: Any, environment: Mapping[str, str]) -> str:
 
 
 def install_reread(runner: Any) -> Rereader:
-    """Let the draft read the text again after a swap. Raises ValueError: an unknown layout."""
+    """Let the draft read the text again after a swap.
+
+    Raises:
+        ValueError: an unknown layout.
+    """
     version = find_runner(runner)
     if version is None:
-        raise ValueError(f"vLLM's V1 and V2 model runners are followed, not {type(runner).__qualname__}")
+        raise ValueError(
+            f"vLLM's V1 and V2 model runners are followed, not {type(runner).__qualname__}"
+        )
     return Rereader(runner, *MODULES[version].find_proposer(runner))
 
 
@@ -60,8 +78,14 @@ def install_proposers(runner: Any) -> None:
 
 
 def install_capture(runner: Any, capture: Capture) -> None:
-    """Let `capture` see every step of `runner`. Raises ValueError: they cannot be recorded."""
+    """Let `capture` see every step of `runner`.
+
+    Raises:
+        ValueError: they cannot be recorded.
+    """
     version = find_runner(runner)
     if version is None:
-        raise ValueError(f"vLLM's V1 and V2 model runners are recorded, not {type(runner).__qualname__}")
+        raise ValueError(
+            f"vLLM's V1 and V2 model runners are recorded, not {type(runner).__qualname__}"
+        )
     MODULES[version].install_capture(runner, capture)

@@ -9,12 +9,27 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def scan(logits, stride, vocab_size, maxima, peaks, sums, num_chunks, GROUP: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each row and chunk: the maximum of every group, the chunk's maximum, and its sum of exp."""
+def scan(  # type: ignore[no-untyped-def]
+    logits,
+    stride,
+    vocab_size,
+    maxima,
+    peaks,
+    sums,
+    num_chunks,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program for each row and chunk.
+
+    The maximum of every group, the chunk's maximum, and its sum of exp.
+    """
     # int64, because row * stride passes 2^31 at about 17,000 rows of 128k logits.
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    values = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(
+        tl.float32
+    )
     largest = tl.max(tl.reshape(values, (CHUNK // GROUP, GROUP)), axis=1)
     first_group = (row * num_chunks + chunk) * (CHUNK // GROUP)
     tl.store(maxima + first_group + tl.arange(0, CHUNK // GROUP), largest)
@@ -35,7 +50,10 @@ def scan_drafts(  # type: ignore[no-untyped-def]
     num_chunks,
     CHUNK: tl.constexpr,
 ):
-    """One program for each draft token and chunk: the chunk's maximum over the temperature, and its sum of exp."""
+    """One program for each draft token and chunk.
+
+    The chunk's maximum over the temperature, and its sum of exp.
+    """
     draft, chunk = tl.program_id(0), tl.program_id(1)
     slot, step = tl.load(slots + draft).to(tl.int64), tl.load(steps + draft).to(tl.int64)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -56,7 +74,10 @@ def store_sum(peaks, sums, place, values, peak):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join_chunks(peaks, sums, totals, num_chunks, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each row: the log-sum-exp of its chunks. WIDTH is a power of two, at least their number."""
+    """One program for each row: the log-sum-exp of its chunks.
+
+    WIDTH is a power of two, at least their number.
+    """
     row, chunks = tl.program_id(0), tl.arange(0, WIDTH)
     inside = chunks < num_chunks
     chunk_sums = tl.load(sums + row * num_chunks + chunks, mask=inside, other=0.0)
@@ -70,19 +91,29 @@ def join_chunks(peaks, sums, totals, num_chunks, WIDTH: tl.constexpr):  # type: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_groups(logits, stride, vocab_size, groups, values, num_groups, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each row and chosen group: the group's logits in float32; -inf past the vocabulary's end."""
+    """One program for each row and chosen group.
+
+    The group's logits in float32; -inf past the vocabulary's end.
+    """
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group = tl.load(groups + row * num_groups + place)
     ids = group * GROUP + tl.arange(0, GROUP)
-    found = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    found = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(
+        tl.float32
+    )
     tl.store(values + (row * num_groups + place) * GROUP + tl.arange(0, GROUP), found)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def find_ids(groups, places, ids, num_groups, GROUP: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each row: the token ids at these places among the logits of the chosen groups."""
+    """One program for each row.
+
+    The token ids at these places among the logits of the chosen groups.
+    """
     row, kept = tl.program_id(0), tl.arange(0, WIDTH)
     inside = kept < num_groups
     place = tl.load(places + row * num_groups + kept, mask=inside, other=0)
     group = tl.load(groups + row * num_groups + place // GROUP, mask=inside, other=0)
-    tl.store(ids + row * num_groups + kept, (group * GROUP + place % GROUP).to(tl.int32), mask=inside)
+    tl.store(
+        ids + row * num_groups + kept, (group * GROUP + place % GROUP).to(tl.int32), mask=inside
+    )

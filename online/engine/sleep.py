@@ -1,7 +1,8 @@
 """vLLM's sleep mode: a worker that sleeps is left alone, and has the draft again when it is awake.
 
-At level 1 vLLM moves all weights to the host. At level 2 it drops them. Whoever wakes the server loads the target again
-(`reload_weights`), but nobody the draft: it would propose nonsense, and nothing but acceptance would tell.
+At level 1 vLLM moves all weights to the host. At level 2 it drops them. Whoever wakes the server
+loads the target again (`reload_weights`), but nobody the draft: it would propose nonsense, and
+nothing but acceptance would tell.
 """
 
 import logging
@@ -40,7 +41,11 @@ def watch_sleep(worker: Any) -> None:
         discard(tags)
         state.asleep |= set(tags)
 
-    worker.sleep, worker.wake_up, worker.discard = sleep_and_note, wake_up_with_draft, discard_and_note
+    worker.sleep, worker.wake_up, worker.discard = (
+        sleep_and_note,
+        wake_up_with_draft,
+        discard_and_note,
+    )
 
 
 def _has_draft(worker: Any) -> bool:
@@ -48,7 +53,10 @@ def _has_draft(worker: Any) -> bool:
 
 
 def _load_again(worker: Any) -> None:
-    """Load the last good draft from its folder. Nothing is served meanwhile, so this may wait for the storage."""
+    """Load the last good draft from its folder.
+
+    Nothing is served meanwhile, so this may wait for the storage.
+    """
     state, folder = worker.redraft, worker.redraft.draft.folder
     try:
         if (folder / MANIFEST).is_file():

@@ -1,11 +1,13 @@
-"""The part of a checkpoint's tensor that one tensor-parallel rank loads, and tensors that hold no more than it.
+"""The part of a checkpoint's tensor that one tensor-parallel rank loads, and tensors that hold no
+more than it.
 
     at start   vLLM's own loaders run on a copy of the draft without memory ─► trace_slices: which rows or columns
                of each tensor they copy on this rank
     staging    reads these rows or columns only
     load       `Sliced`, a tensor of the whole shape: the loaders cut their part out of it as they would of any other
 
-A tensor that is cut in another way than by rows or columns is read whole, and so are all if a loader does not run so.
+A tensor that is cut in another way than by rows or columns is read whole, and so are all if a
+loader does not run so.
 """
 
 from __future__ import annotations
@@ -48,8 +50,11 @@ Slices = Mapping[str, Slice]  # by the checkpoint's names; a missing tensor is r
 
 
 def trace_slices(draft: nn.Module, target: nn.Module, tensors: Mapping[str, Tensor]) -> Slices:
-    """The slice of each of these tensors that this rank's loaders take. The tensors need no memory.
-    Empty if the loaders do not run on a draft without memory. The draft itself stays as it is."""
+    """The slice of each of these tensors that this rank's loaders take.
+
+    The tensors need no memory. Empty if the loaders do not run on a draft without memory. The draft
+    itself stays as it is.
+    """
     if has_copies(draft):  # vLLM reads the tensors for them in its own way
         return {}
     taken: dict[str, list[Slice | None]] = {name: [] for name in tensors}
@@ -62,7 +67,11 @@ def trace_slices(draft: nn.Module, target: nn.Module, tensors: Mapping[str, Tens
                 for name, tensor in tensors.items()
             )
     except Exception as error:  # a loader may do anything with a tensor; whole tensors always load
-        logger.info("redraft: a swap reads the whole draft on each rank (%s: %s)", type(error).__name__, error)
+        logger.info(
+            "redraft: a swap reads the whole draft on each rank (%s: %s)",
+            type(error).__name__,
+            error,
+        )
         return {}
     found = {name: _join(slices) for name, slices in taken.items()}
     return {name: one for name, one in found.items() if one is not None}
@@ -99,7 +108,9 @@ def _without_memory(module: nn.Module, shared: set[int]) -> Any:
     # Before vLLM packs or transposes a weight for its kernels, it notes how the loaders expect it.
     noted_parameters, noted_buffers = get_layerwise_info(module).restore_metadata
     for kind, noted in (("_parameters", noted_parameters), ("_buffers", noted_buffers)):
-        own = {name: to_meta_tensor(x) for name, x in getattr(module, kind).items() if x is not None}
+        own = {
+            name: to_meta_tensor(x) for name, x in getattr(module, kind).items() if x is not None
+        }
         # The note itself has no loader bound to a layer, and is used again by every load.
         own |= {name: restore_layer_refs(to_meta_tensor(x), module) for name, x in noted.items()}
         vars(copy)[kind] = own
@@ -111,7 +122,10 @@ def _without_memory(module: nn.Module, shared: set[int]) -> Any:
 
 
 class Sliced(Tensor):
-    """A tensor of which only a slice has memory: views of it are views, and everything else reads the slice."""
+    """A tensor of which only a slice has memory.
+
+    Views of it are views, and everything else reads the slice.
+    """
 
     _view: Tensor
     _read: Callable[[Tensor, Slice | None], Tensor]
@@ -120,11 +134,21 @@ class Sliced(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(view: Tensor, read: Callable[[Tensor, Slice | None], Tensor], whole: Sequence[int]) -> Sliced:
-        """A view of a contiguous tensor of shape `whole`, on the meta device. `read` returns the
-        values of a view, by the view and the slice that it is; None for another kind of view."""
+    def of(
+        view: Tensor, read: Callable[[Tensor, Slice | None], Tensor], whole: Sequence[int]
+    ) -> Sliced:
+        """A view of a contiguous tensor of shape `whole`, on the meta device.
+
+        `read` returns the values of a view, by the view and the slice that it is; None for another
+        kind of view.
+        """
         made: Sliced = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            Sliced, view.shape, view.stride(), view.storage_offset(), dtype=view.dtype, device=torch.device("cpu")
+            Sliced,
+            view.shape,
+            view.stride(),
+            view.storage_offset(),
+            dtype=view.dtype,
+            device=torch.device("cpu"),
         )
         made._view, made._read, made._whole = view, read, whole
         return made
@@ -135,7 +159,9 @@ class Sliced(Tensor):
 
         def read(view: Tensor, wanted: Slice | None) -> Tensor:
             if wanted is None or wanted.dim != part.dim:
-                raise ValueError(f"a loader reads {wanted or 'all'} of a tensor of which {part} was staged")
+                raise ValueError(
+                    f"a loader reads {wanted or 'all'} of a tensor of which {part} was staged"
+                )
             begin = wanted.first - part.first
             if begin < 0 or begin + wanted.size > part.size:
                 raise ValueError(f"a loader reads {wanted} of a tensor of which {part} was staged")
@@ -152,7 +178,11 @@ class Sliced(Tensor):
     ) -> Any:
         kwargs, (first, *others) = kwargs or {}, args
         returns = func._schema.returns
-        is_view = len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        is_view = (
+            len(returns) == 1
+            and returns[0].alias_info is not None
+            and not returns[0].alias_info.is_write
+        )
         if is_view and isinstance(first, Sliced):
             return Sliced.of(func(first._view, *others, **kwargs), first._read, first._whole)
         args, kwargs = tree_map_only(Sliced, Sliced._values, (tuple(args), dict(kwargs)))
@@ -163,7 +193,10 @@ class Sliced(Tensor):
 
 
 def find_slice(view: Tensor, whole: Sequence[int]) -> Slice | None:
-    """The slice of a contiguous tensor of shape `whole` that a view is; None if it is the whole or something else."""
+    """The slice of a contiguous tensor of shape `whole` that a view is.
+
+    None if it is the whole or something else.
+    """
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     if view.dim() != len(whole):
         return None

@@ -1,16 +1,20 @@
-"""Read a draft from the registry into the worker's memory in a thread, the only one that a hung storage can stop.
+"""Read a draft from the registry into the worker's memory in a thread, the only one that a hung
+storage can stop.
 
-    stage ─► thread: manifest, layout, this rank's slices into memory, SHA-256 of this rank's files ─► done, or an error
+    stage ─► thread: manifest, layout, this rank's slices into memory, SHA-256 of this rank's files
+    ─► done, or an error
     load  ─► copies from memory into the draft, while the engine is paused
     discard ─► frees the memory, at once or when the thread ends
 
-The memory is anonymous, and no page of it is on the storage. Reading is done by Python, which lets the engine's
-thread run meanwhile. A page fault on a hung storage would stop both. For a GPU the memory is one pinned buffer, from
-which the paused engine takes the weights several times as fast. It is made at start and used by every swap: pinning
-takes the driver's lock, and the engine's launches would wait for it.
+The memory is anonymous, and no page of it is on the storage. Reading is done by Python, which lets
+the engine's thread run meanwhile. A page fault on a hung storage would stop both. For a GPU the
+memory is one pinned buffer, from which the paused engine takes the weights several times as fast.
+It is made at start and used by every swap: pinning takes the driver's lock, and the engine's
+launches would wait for it.
 
-Each tensor-parallel rank reads the slices that it loads (`Slices`). The files to compare with the manifest are shared
-out among the ranks, and a draft is loaded only if no rank has found damage."""
+Each tensor-parallel rank reads the slices that it loads (`Slices`). The files to compare with the
+manifest are shared out among the ranks, and a draft is loaded only if no rank has found damage.
+"""
 
 import errno
 import hashlib
@@ -29,7 +33,14 @@ import torch
 from safetensors.torch import _TYPES as DTYPES
 from torch import Tensor
 
-from redraft.heads.files.artifact import MANIFEST, FileEntry, manifest, require_sizes, safetensors_header, sha256
+from redraft.heads.files.artifact import (
+    MANIFEST,
+    FileEntry,
+    manifest,
+    require_sizes,
+    safetensors_header,
+    sha256,
+)
 from redraft.online.engine.slices import Slice, Sliced, Slices
 from redraft.online.engine.swap import Layout, require_same_layout, require_same_shared
 
@@ -53,7 +64,10 @@ class Share:
 
 
 class HostMemory:
-    """The memory of the drafts of one worker. The pinned buffer is kept, all other memory is freed."""
+    """The memory of the drafts of one worker.
+
+    The pinned buffer is kept, all other memory is freed.
+    """
 
     def __init__(self, pin: Callable[[Tensor], None] | None = None) -> None:
         """`pin` pins a tensor where it is; None for a worker on the CPU."""
@@ -67,20 +81,28 @@ class HostMemory:
         return 0 if self._pinned is None else len(self._pinned)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make the pinned buffer, if the worker has a GPU. Without enough of it swaps pause longer."""
+        """Make the pinned buffer, if the worker has a GPU.
+
+        Without enough of it swaps pause longer.
+        """
         if self._pin is None or not num_bytes:
             return
         try:
             buffer = _anonymous(num_bytes)
             self._pin(buffer)
         except (RuntimeError, OSError) as error:
-            logger.warning("redraft: no pinned memory for drafts, so a swap pauses longer: %s", error)
+            logger.warning(
+                "redraft: no pinned memory for drafts, so a swap pauses longer: %s", error
+            )
             self._pin = None
         else:
             self._pinned = buffer
 
     def take(self, num_bytes: int) -> Tensor:
-        """A buffer of at least so many bytes: the pinned one if it is free and large enough. Raises: OSError."""
+        """A buffer of at least so many bytes: the pinned one if it is free and large enough.
+
+        Raises: OSError.
+        """
         if self._pinned is not None and not self._is_lent and num_bytes <= len(self._pinned):
             self._is_lent, buffer = True, self._pinned
         else:
@@ -142,7 +164,9 @@ class Part:
         return Sliced.holding(values.view(*self.slice.shape(self.whole)), self.slice, self.whole)
 
 
-def plan_parts(header: Mapping[str, Any], slices: Slices, shared: set[str], at: int = 0) -> list[Part]:
+def plan_parts(
+    header: Mapping[str, Any], slices: Slices, shared: set[str], at: int = 0
+) -> list[Part]:
     """The parts of a file in order, in memory from `at` on, without modules in `shared`."""
     parts = []
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
@@ -171,7 +195,10 @@ def plan_parts(header: Mapping[str, Any], slices: Slices, shared: set[str], at: 
 
 
 def plan_folder(folder: Path, slices: Slices, shared: set[str]) -> dict[Path, list[Part]]:
-    """The parts of all files of a draft, one after the other in memory. Raises: ValueError for a corrupt header."""
+    """The parts of all files of a draft, one after the other in memory.
+
+    Raises: ValueError for a corrupt header.
+    """
     plan: dict[Path, list[Part]] = {}
     at = 0
     for path in sorted(folder.glob("*.safetensors")):
@@ -197,8 +224,13 @@ def count_bytes(plan: Mapping[Path, Sequence[Part]]) -> int:
 class Staging:
     """One draft on its way into memory. The model is not touched."""
 
-    def __init__(self, folder: Path, current: Layout, shared: set[str], memory: HostMemory, share: Share) -> None:
-        """Begin to read `folder`: a draft to replace `current`, which shares the modules `shared` with the target."""
+    def __init__(
+        self, folder: Path, current: Layout, shared: set[str], memory: HostMemory, share: Share
+    ) -> None:
+        """Begin to read `folder`.
+
+        A draft to replace `current`, which shares the modules `shared` with the target.
+        """
         self.folder = folder
         self.layout: Layout | None = None  # The draft's layout. None until it is done.
         self.tensors: dict[str, Tensor] = {}  # outside the shared modules; empty until done
@@ -268,11 +300,16 @@ class Staging:
                 _require_digest(self.folder, path.name, digest, entries)
         layout = layout.with_shared(self._shared)
         require_same_shared(self._current.with_shared(self._shared), layout)
-        self.tensors = {part.name: part.tensor(self._buffer) for parts in plan.values() for part in parts}
+        self.tensors = {
+            part.name: part.tensor(self._buffer) for parts in plan.values() for part in parts
+        }
         self.layout = layout
 
     def _read_manifest(self) -> Mapping[str, FileEntry]:
-        """The folder's manifest, with all sizes compared. A draft of the command line may have none."""
+        """The folder's manifest, with all sizes compared.
+
+        A draft of the command line may have none.
+        """
         path = self.folder / MANIFEST
         if not path.is_file():
             return {}
@@ -293,7 +330,9 @@ class Staging:
         except ValueError as error:
             raise DamagedError(str(error)) from error
 
-    def _read_file(self, path: Path, parts: Sequence[Part], buffer: Tensor, *, is_hashed: bool) -> str:
+    def _read_file(
+        self, path: Path, parts: Sequence[Part], buffer: Tensor, *, is_hashed: bool
+    ) -> str:
         """Read the parts of a file into memory; returns the file's SHA-256 if `is_hashed`."""
         with path.open("rb", buffering=0) as file, memoryview(buffer.numpy().data) as memory:
             reader = _Reader(self, file, hashlib.sha256() if is_hashed else None)
@@ -320,7 +359,10 @@ class Staging:
 
 
 class _Reader:
-    """Reads a file from front to back. With a digest it reads every byte, else it skips what nobody wants."""
+    """Reads a file from front to back.
+
+    With a digest it reads every byte, else it skips what nobody wants.
+    """
 
     def __init__(self, staging: Staging, file: FileIO, digest: Any) -> None:
         self._staging, self._file, self._digest = staging, file, digest
@@ -335,14 +377,21 @@ class _Reader:
             self.fill(self._unwanted[: position - self._position])
 
     def fill(self, memory: memoryview) -> None:
-        """Read the next bytes into memory. Raises DamagedError if the file ends before."""
+        """Read the next bytes into memory.
+
+        Raises:
+            DamagedError: if the file ends before.
+        """
         begin = 0
         while begin < len(memory):
             self._staging.require_wanted()
             chunk = memory[begin : begin + CHUNK_BYTES]
             num_bytes = self._file.readinto(chunk)
             if not num_bytes:
-                raise DamagedError(f"{self._file.name} ended after {self._position} bytes: copy or publish it again")
+                raise DamagedError(
+                    f"{self._file.name} ended after {self._position} bytes: copy or publish it "
+                    "again"
+                )
             if self._digest is not None:
                 self._digest.update(chunk[:num_bytes])
             begin += num_bytes
@@ -362,6 +411,10 @@ def _require_digest(folder: Path, name: str, digest: str, entries: Mapping[str, 
     if not entries:
         return
     if name not in entries:
-        raise DamagedError(f"{folder / name} is not in the manifest: copy or publish the folder again")
+        raise DamagedError(
+            f"{folder / name} is not in the manifest: copy or publish the folder again"
+        )
     if entries[name].sha256 != digest:
-        raise DamagedError(f"{folder / name} is corrupt (its SHA-256 differs): copy or publish the folder again")
+        raise DamagedError(
+            f"{folder / name} is corrupt (its SHA-256 differs): copy or publish the folder again"
+        )

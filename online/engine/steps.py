@@ -1,7 +1,9 @@
 """The result of an engine step, and the queue between the engine thread and capture's thread.
 
-B = requests of the step, R = logit rows, S = draft tokens of all requests, V = vocabulary, K = kept top-k ids,
-N = tokens of the step's captured requests, L = hidden states of one token, D = size of each."""
+B = requests of the step, R = logit rows, S = draft tokens of all requests, V = vocabulary, K = kept
+top-k ids, N = tokens of the step's captured requests, L = hidden states of one token, D = size of
+each.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,20 @@ MAX_QUEUED_STEPS = 512  # Bound on steps that wait with rows.
 MAX_LIGHT_STEPS = 8192  # bound on waiting steps, most light: tokens without rows and states
 
 MAX_LIGHT_BYTES = 256 << 20
-"""Bound on the tokens, requests and prompts of waiting steps, mostly host memory. MAX_QUEUED_STEPS may always wait."""
+"""Bound on the tokens, requests and prompts of waiting steps, mostly host memory. MAX_QUEUED_STEPS
+may always wait.
+"""
 
 STEP_BYTES, PART_BYTES, TOKEN_BYTES = 1024, 320, 40
-"""Host memory of a step's objects, of one of its parts with the numbers, and of one prompt token; rounded up."""
+"""Host memory of a step's objects, of one of its parts with the numbers, and of one prompt token;
+rounded up.
+"""
 
 REDUCED_BYTES = 4 << 20  # steps reduced together: the fixed cost of a call becomes small
 
 
-# Not a dataclass: the engine thread makes one per request and step, and a struct takes a tenth of the time.
+# Not a dataclass: the engine thread makes one per request and step, and a struct takes a tenth of
+# the time.
 class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     request: RequestInfo
     start: int  # Index in prompt + output of the first token the step sampled.
@@ -50,7 +57,9 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Largest(NamedTuple):
-    """The largest logits of every row in descending order, their ids, and the log-sum-exp of the whole row."""
+    """The largest logits of every row in descending order, their ids, and the log-sum-exp of the
+    whole row.
+    """
 
     ids_RK: Tensor
     logits_RK: Tensor
@@ -75,7 +84,9 @@ class EngineStep:
     draft_probs_S: Tensor | None = None  # None if drafting is greedy.
     states_NLD: Tensor | None = None  # copied bfloat16 states of `parts`' tokens, in order
     num_new_tokens: int = 0
-    """Prompt tokens of the requests recorded since the step before. The steps of an ended request hold its prompt."""
+    """Prompt tokens of the requests recorded since the step before. The steps of an ended request
+    hold its prompt.
+    """
     computed: torch.cuda.Event | None = None  # on the engine's stream; None on a CPU
 
     def read_sampled(self) -> list[list[int]]:
@@ -92,7 +103,9 @@ class EngineStep:
             return self.parts
         starts = self.starts_B.tolist()
         return [
-            part if part.sampled_row is None else msgspec.structs.replace(part, start=starts[part.sampled_row])
+            part
+            if part.sampled_row is None
+            else msgspec.structs.replace(part, start=starts[part.sampled_row])
             for part in self.parts
         ]
 
@@ -112,19 +125,40 @@ class EngineStep:
     @cached_property
     def num_light_bytes(self) -> int:
         """Bytes of everything else, about: the engine thread has no time to look at every part."""
-        held = (self.sampled_BK, self.num_sampled_B, self.starts_B, self.draft_ids_S, self.draft_probs_S)
+        held = (
+            self.sampled_BK,
+            self.num_sampled_B,
+            self.starts_B,
+            self.draft_ids_S,
+            self.draft_probs_S,
+        )
         tensors = sum(tensor.nbytes for tensor in held if tensor is not None)
-        return STEP_BYTES + PART_BYTES * len(self.parts) + TOKEN_BYTES * self.num_new_tokens + tensors
+        return (
+            STEP_BYTES + PART_BYTES * len(self.parts) + TOKEN_BYTES * self.num_new_tokens + tensors
+        )
 
     def give_up_rows(self) -> EngineStep:
-        """The step without everything large. Its tokens stay, so that the text of its requests has no gap."""
-        return replace(self, logits_RV=None, largest=None, draft_ids_S=None, draft_probs_S=None, states_NLD=None)
+        """The step without everything large.
+
+        Its tokens stay, so that the text of its requests has no gap.
+        """
+        return replace(
+            self,
+            logits_RV=None,
+            largest=None,
+            draft_ids_S=None,
+            draft_probs_S=None,
+            states_NLD=None,
+        )
 
 
 class StepQueue:
-    """Queue of steps from the engine thread to the background thread. With too many bytes or steps
-    the oldest steps lose their rows, and the text of their requests goes on. Only if too many wait
-    without rows as well, the oldest ones go, and with them the rest of their requests."""
+    """Queue of steps from the engine thread to the background thread.
+
+    With too many bytes or steps the oldest steps lose their rows, and the text of their requests
+    goes on. Only if too many wait without rows as well, the oldest ones go, and with them the rest
+    of their requests.
+    """
 
     def __init__(
         self,
@@ -144,7 +178,9 @@ class StepQueue:
         self._num_bytes = 0
         self._num_light_bytes = 0
         self._num_light = 0  # Steps at the beginning that have lost their rows, or had none.
-        self._lock = threading.Lock()  # held for a few instructions only: the engine thread takes it too
+        self._lock = (
+            threading.Lock()
+        )  # held for a few instructions only: the engine thread takes it too
 
     def put(self, step: EngineStep) -> None:
         with self._lock:
@@ -152,7 +188,8 @@ class StepQueue:
             self._count(step, 1)
             # The newest step keeps the rows, even if it alone exceeds the bound.
             while self._num_light < len(self._steps) - 1 and (
-                self._num_bytes > self.max_bytes or len(self._steps) - self._num_light > self.max_steps
+                self._num_bytes > self.max_bytes
+                or len(self._steps) - self._num_light > self.max_steps
             ):
                 self._give_up_rows()
             while len(self._steps) > self.max_steps and self._is_full():
@@ -179,12 +216,15 @@ class StepQueue:
         return self._num_bytes >= REDUCED_BYTES or 2 * len(self._steps) > self.max_steps
 
     def _is_full(self) -> bool:
-        return len(self._steps) > self.max_light_steps or self._num_light_bytes > self.max_light_bytes
+        return (
+            len(self._steps) > self.max_light_steps or self._num_light_bytes > self.max_light_bytes
+        )
 
     def _give_up_rows(self) -> None:
         step = self._steps[self._num_light]
         if step.num_bytes:
-            # Out and in again, because the light bytes shrink too: draft ids and probabilities are given up.
+            # Out and in again, because the light bytes shrink too: draft ids and probabilities are
+            # given up.
             self._count(step, -1)
             self.num_steps_without_rows += bool(step.num_rows)
             self._steps[self._num_light] = step = step.give_up_rows()
@@ -195,7 +235,9 @@ class StepQueue:
         dropped = self._pop()
         self.num_dropped_steps += 1
         if dropped.finished:  # otherwise capture would wait forever for ended requests
-            dropped.finished.extend(self._steps[0].finished)  # not a new list, because it may have grown long
+            dropped.finished.extend(
+                self._steps[0].finished
+            )  # not a new list, because it may have grown long
             self._steps[0] = replace(self._steps[0], finished=dropped.finished)
 
     def _pop(self) -> EngineStep:

@@ -26,14 +26,18 @@ HASH_CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The parts of a draft that must stay as they are when another one is loaded in its place. A
-    worker remembers those of its draft, because the folder may leave the registry meanwhile."""
+    """The parts of a draft that must stay as they are when another one is loaded in its place.
+
+    A worker remembers those of its draft, because the folder may leave the registry meanwhile.
+    """
 
     folder: Path
     settings: Mapping[str, Any]  # The content of config.json, without the keys that change nothing.
     tensors: Mapping[str, str]  # Shape and kind of every tensor, by name.
     shared: Mapping[str, tuple[str, list[int], str]] | None = None
-    """Type, shape and SHA-256 of the tensors for modules shared with the target; None until they are read."""
+    """Type, shape and SHA-256 of the tensors for modules shared with the target; None until they
+    are read.
+    """
 
     @staticmethod
     def read(folder: Path) -> Layout:
@@ -42,22 +46,33 @@ class Layout:
         headers = [safetensors_header(path) for path in _find_weights(folder)]
         return Layout(
             folder=folder,
-            settings={key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS},
-            tensors={name: _describe(entry) for header in headers for name, entry in header.items()},
+            settings={
+                key: value for key, value in config.items() if key not in VOLATILE_CONFIG_KEYS
+            },
+            tensors={
+                name: _describe(entry) for header in headers for name, entry in header.items()
+            },
         )
 
     def with_shared(self, shared: set[str]) -> Layout:
         """The layout with the hashes of the tensors for the modules named `shared`.
+
         Reads the weights in the folder, and none if no name is among the tensors. Reads without
-        safetensors, whose page faults would hold the engine's thread while a storage hangs. Raises
-        ValueError if the folder has gone, and with it the tensors."""
+        safetensors, whose page faults would hold the engine's thread while a storage hangs.
+
+        Raises:
+            ValueError: if the folder has gone, and with it the tensors.
+        """
         if self.shared is not None:
             return self
-        # `shared` holds attribute names, e.g. `embed_tokens`, one part of `model.embed_tokens.weight`.
+        # `shared` holds attribute names, e.g. `embed_tokens`, one part of
+        # `model.embed_tokens.weight`.
         if all(shared.isdisjoint(name.split(".")) for name in self.tensors):
             return replace(self, shared={})
         if not self.folder.is_dir():
-            raise ValueError(f"{self.folder}, the loaded draft, has gone with its embeddings: restart the server")
+            raise ValueError(
+                f"{self.folder}, the loaded draft, has gone with its embeddings: restart the server"
+            )
         return replace(self, shared=_hash_tensors(_find_weights(self.folder), shared))
 
 
@@ -71,30 +86,45 @@ def _describe(entry: Mapping[str, Any]) -> str:
 def require_same_layout(current: Layout, candidate: Layout) -> None:
     """Raise ValueError unless `candidate` has the settings and exactly the tensors of `current`,
     the loaded draft. vLLM's loaders accept a missing tensor or a changed setting without a word;
-    only acceptance would fall. Raises ValueError with the difference and the cure."""
+    only acceptance would fall.
+
+    Raises:
+        ValueError: with the difference and the cure.
+    """
     name = candidate.folder.name
     cure = f"restart the server with {name}, or publish a draft of the loaded one's layout"
     require_same_quantization(name, candidate.settings, current.settings)
     changed = _find_differences(candidate.settings, current.settings)
     if changed:
-        raise ValueError(f"{name} differs from the loaded draft in config.json ({', '.join(changed)}): {cure}")
+        raise ValueError(
+            f"{name} differs from the loaded draft in config.json ({', '.join(changed)}): {cure}"
+        )
     different = _find_differences(candidate.tensors, current.tensors)
     if different:
-        found, wanted = (layout.tensors.get(different[0], "absent") for layout in (candidate, current))
+        found, wanted = (
+            layout.tensors.get(different[0], "absent") for layout in (candidate, current)
+        )
         raise ValueError(
-            f"{name} differs from the loaded draft in {len(different)} tensors ({different[0]} is {found} "
+            f"{name} differs from the loaded draft in {len(different)} tensors ({different[0]} is "
+            f"{found} "
             f"instead of {wanted}): {cure}"
         )
 
 
-def require_same_quantization(version: str, settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def require_same_quantization(
+    version: str, settings: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> None:
     """Raise ValueError unless the config.json of a version quantises as that of the loaded draft.
-    vLLM makes the layers of a quantised draft when it starts, and these cannot take other weights."""
+    vLLM makes the layers of a quantised draft when it starts, and these cannot take other
+    weights.
+    """
     found, served = find_quantization(settings), find_quantization(wanted)
     if found != served:
         raise ValueError(
-            f"{version} is {found or 'not quantised'}, the loaded draft is {served or 'not quantised'}: quantise "
-            f"{version} like that one and publish it again, or restart the server with {version}. A draft that vLLM "
+            f"{version} is {found or 'not quantised'}, the loaded draft is "
+            f"{served or 'not quantised'}: quantise "
+            f"{version} like that one and publish it again, or restart the server with {version}. "
+            "A draft that vLLM "
             "quantises itself is replaced by plain weights"
         )
 
@@ -103,7 +133,11 @@ def require_same_shared(current: Layout, candidate: Layout) -> None:
     """Raise ValueError unless both drafts bring the same tensors for the modules shared with the
     target, or none. At start vLLM shares embedding and head if the draft brings none, or a
     bit-identical copy of the target's. It decides this once. A draft that brings different ones
-    later could be loaded only by overwriting the target's. Raises ValueError naming the tensor."""
+    later could be loaded only by overwriting the target's.
+
+    Raises:
+        ValueError: naming the tensor.
+    """
     name = candidate.folder.name
     assert candidate.shared is not None
     assert current.shared is not None
@@ -117,22 +151,36 @@ def require_same_shared(current: Layout, candidate: Layout) -> None:
 
 def load_draft(worker: Any, tensors: Mapping[str, Tensor]) -> None:
     """Load a checkpoint's tensors into the draft of a worker, between two engine steps.
+
     Whatever happens, the target stays as it was, and the draft can still run and be loaded again.
-    After an exception the draft's values are undefined until a load succeeds."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    After an exception the draft's values are undefined until a load succeeds.
+    """
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     runner = worker.model_runner
     draft, target = runner.get_draft_model(), runner.get_model()
     with loading(worker), without_shared_modules(draft, target) as shared, without_build(draft):
-        mine = {name: tensor for name, tensor in tensors.items() if shared.isdisjoint(name.split("."))}
-        # vLLM repacks weights (for the CPU, for quantization) and frees the tensors load_weights writes to.
+        mine = {
+            name: tensor for name, tensor in tensors.items() if shared.isdisjoint(name.split("."))
+        }
+        # vLLM repacks weights (for the CPU, for quantization) and frees the tensors load_weights
+        # writes to.
         initialize_layerwise_reload(draft)
         try:
             draft.load_weights(iter(mine.items()))
         finally:
-            # Also after an error: until this call the layers are meta tensors, and the next step would end the engine.
-            finalize_layerwise_reload(draft, worker.vllm_config.speculative_config.draft_model_config)
+            # Also after an error: until this call the layers are meta tensors, and the next step
+            # would end the engine.
+            finalize_layerwise_reload(
+                draft, worker.vllm_config.speculative_config.draft_model_config
+            )
         rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         refill(runner, draft, mine, rank, num_ranks)
 
@@ -144,7 +192,9 @@ def loading(worker: Any) -> Iterator[None]:
 
     with (
         set_current_vllm_config(worker.vllm_config),
-        torch.inference_mode(False),  # a tensor made in inference mode could not be written in place later
+        torch.inference_mode(
+            False
+        ),  # a tensor made in inference mode could not be written in place later
         torch.no_grad(),
         torch.device(worker.device),
     ):
@@ -152,7 +202,10 @@ def loading(worker: Any) -> Iterator[None]:
 
 
 def watch_pushes(worker: Any) -> None:
-    """Name drafts pushed by a vLLM update `pushed-1` and so on: records of these judge no version of the registry."""
+    """Name drafts pushed by a vLLM update `pushed-1` and so on.
+
+    Records of these judge no version of the registry.
+    """
     state, numbers, finish = worker.redraft, itertools.count(1), worker.finish_weight_update
     worker.weight_transfer_engine.worker = worker  # ours loads through it
     is_ours = worker.vllm_config.weight_transfer_config.backend == "redraft"
@@ -175,8 +228,11 @@ def watch_pushes(worker: Any) -> None:
 
 
 def _keep_pushes(worker: Any) -> dict[str, Tensor]:
-    """Let vLLM's updates of the draft load nothing: they would overwrite the target's modules, and
-    copy weights that have no values yet. Returns where each leaves its tensors, for `load_draft`."""
+    """Let vLLM's updates of the draft load nothing.
+
+    They would overwrite the target's modules, and copy weights that have no values yet. Returns
+    where each leaves its tensors, for `load_draft`.
+    """
     draft, kept = worker.model_runner.get_draft_model(), dict[str, Tensor]()
     load = draft.load_weights
 
@@ -195,11 +251,15 @@ def shared_modules(draft: nn.Module, target: nn.Module) -> set[str]:
 
 
 def count_cache(draft: nn.Module, target: nn.Module) -> int:
-    """Bytes of the KV cache that the layers of a draft take, without those of the target that it reads."""
+    """Bytes of the KV cache that the layers of a draft take, without those of the target that it
+    reads.
+    """
 
     def find(model: nn.Module) -> dict[int, int]:
         tensors = tree_leaves([getattr(module, "kv_cache", ()) for module in model.modules()])
-        return {tensor.data_ptr(): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)}
+        return {
+            tensor.data_ptr(): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)
+        }
 
     theirs = find(target)
     return sum(num_bytes for place, num_bytes in find(draft).items() if place not in theirs)
@@ -208,17 +268,24 @@ def count_cache(draft: nn.Module, target: nn.Module) -> int:
 @contextmanager
 def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[str]]:
     """Detach the modules shared with the target (embedding, head), and yield the names.
-    Loading a draft's embedding or head into a shared module would overwrite the target. Raises
-    ValueError if the draft still shares a tensor with the target."""
+
+    Loading a draft's embedding or head into a shared module would overwrite the target.
+
+    Raises:
+        ValueError: if the draft still shares a tensor with the target.
+    """
     shared = list(_find_shared(draft, {id(module) for module in target.modules()}))
     for parent, name, _ in shared:
-        # None and not `del`: whoever asks for the attribute gets None, and the order of the modules stays.
+        # None and not `del`: whoever asks for the attribute gets None, and the order of the modules
+        # stays.
         parent._modules[name] = None
     try:
         targets = {id(parameter) for parameter in target.parameters()}
         for name, parameter in draft.named_parameters():
             if id(parameter) in targets:
-                raise ValueError(f"the draft's {name} is a tensor of the target: it cannot be swapped")
+                raise ValueError(
+                    f"the draft's {name} is a tensor of the target: it cannot be swapped"
+                )
         yield {name for _, name, _ in shared}
     finally:
         for parent, name, module in shared:
@@ -227,13 +294,21 @@ def without_shared_modules(draft: nn.Module, target: nn.Module) -> Iterator[set[
 
 @torch.no_grad()
 def checksum(model: nn.Module) -> str:
-    """64 hex digits that change if any weight changes, repacked ones included. Reads every weight
-    once. Not cryptographic: it shows whether anything was overwritten, not who made the weights."""
-    tensors = {**dict(model.named_buffers()), **{name: read() for name, read in find_weights(model).items()}}
+    """64 hex digits that change if any weight changes, repacked ones included.
+
+    Reads every weight once. Not cryptographic: it shows whether anything was overwritten, not who
+    made the weights.
+    """
+    tensors = {
+        **dict(model.named_buffers()),
+        **{name: read() for name, read in find_weights(model).items()},
+    }
     digest = hashlib.sha256()
     sums = [compute_sums(tensor) for tensor in tensors.values()]
     # all sums in one copy to the host: each would wait for the device
-    for (name, tensor), pair in zip(tensors.items(), torch.stack(sums).tolist() if sums else [], strict=True):
+    for (name, tensor), pair in zip(
+        tensors.items(), torch.stack(sums).tolist() if sums else [], strict=True
+    ):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {pair}".encode())
     return digest.hexdigest()
 
@@ -244,29 +319,38 @@ def find_weights(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
         name: partial(_in_memory_order, tensor) for name, tensor in model.named_parameters()
     }
     for name, module in model.named_modules():
-        # vLLM's CPU build packs a linear layer's weight into a closure and leaves an empty tensor instead.
+        # vLLM's CPU build packs a linear layer's weight into a closure and leaves an empty tensor
+        # instead.
         if hasattr(module, "cpu_linear") and getattr(module, "weight", torch.ones(1)).numel() == 0:
             weights[f"{name} packed"] = partial(_compute_response, module)
     return weights
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A transposed weight, as vLLM keeps those of float8, turned back: a copy of it would not fit on a full GPU."""
+    """A transposed weight, as vLLM keeps those of float8, turned back.
+
+    A copy of it would not fit on a full GPU.
+    """
     return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def compute_sums(tensor: Tensor) -> Tensor:
-    """Sum and position-weighted sum of the tensor's bits as 64-bit words, modulo 2**64; [2] on its
-    device. Words at a distance of a multiple of COLUMNS have the same weight: rows of a weight
-    hardly ever do."""
+    """Sum and position-weighted sum of the tensor's bits as 64-bit words, modulo 2**64.
+
+    [2] on its device. Words at a distance of a multiple of COLUMNS have the same weight: rows of a
+    weight hardly ever do.
+    """
     tensor = _in_memory_order(tensor)
     if not tensor.is_contiguous():
         # A view with gaps. Piece by piece, because `contiguous` copies.
-        pieces = [compute_sums(piece.contiguous() if piece.dim() < 2 else piece) for piece in tensor]
+        pieces = [
+            compute_sums(piece.contiguous() if piece.dim() < 2 else piece) for piece in tensor
+        ]
         places = torch.arange(1, 2 * len(pieces), 2, device=tensor.device)[:, None]
         return (torch.stack(pieces) * places).sum(0)
     bytes_ = tensor.view(-1).view(torch.uint8)
-    # An int64 view must begin at a multiple of 8 bytes. Up to 7 bytes stay before it, and up to 7 after it.
+    # An int64 view must begin at a multiple of 8 bytes. Up to 7 bytes stay before it, and up to 7
+    # after it.
     first = min(-bytes_.storage_offset() % 8, len(bytes_))
     last = first + (len(bytes_) - first) // 8 * 8
     words = bytes_[first:last].view(torch.int64)
@@ -275,13 +359,16 @@ def compute_sums(tensor: Tensor) -> Tensor:
     sums[: len(rest)] += rest
     for outside, end in ((bytes_[:first], COLUMNS - 7), (bytes_[last:], COLUMNS)):
         sums[end - len(outside) : end] += outside
-    # Odd weights can be inverted modulo 2**64, so a change of one column always shows in the second sum.
+    # Odd weights can be inverted modulo 2**64, so a change of one column always shows in the second
+    # sum.
     odd = torch.arange(1, 2 * COLUMNS, 2, device=sums.device)
     return torch.stack([sums.sum(), (sums * odd).sum()])
 
 
 def _compute_response(linear: Any) -> Tensor:
-    """Output of a layer for a fixed input, used if vLLM has packed the weights into an unreadable form."""
+    """Output of a layer for a fixed input, used if vLLM has packed the weights into an unreadable
+    form.
+    """
     weight = linear.weight
     generator = torch.Generator().manual_seed(0)
     # A replicated layer, such as the gate of a mixture of experts, has no share of each rank.
@@ -322,7 +409,8 @@ def _hash_tensors(files: Sequence[Path], shared: set[str]) -> dict[str, tuple[st
     for path in files:
         header = safetensors_header(path)
         with path.open("rb") as file:
-            # A safetensors file: 8 bytes with the header's length, the header, then the tensors, at offset 0.
+            # A safetensors file: 8 bytes with the header's length, the header, then the tensors, at
+            # offset 0.
             data = 8 + int.from_bytes(file.read(8), "little")
             for name, entry in header.items():
                 if shared.isdisjoint(name.split(".")):
@@ -338,4 +426,6 @@ def _hash_tensors(files: Sequence[Path], shared: set[str]) -> dict[str, tuple[st
 
 def _find_differences(values: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Keys whose values differ, or exist on one side only."""
-    return sorted(key for key in values.keys() | wanted.keys() if values.get(key) != wanted.get(key))
+    return sorted(
+        key for key in values.keys() | wanted.keys() if values.get(key) != wanted.get(key)
+    )

@@ -35,7 +35,10 @@ PAUSE_TIMEOUT_S = 60.0  # of the pause, with the weights' copies; then the engin
 TARGET_TIMEOUT_S = 1200.0  # The same if the target weights are read from files within the pause.
 RESUME_TIMEOUT_S = 30.0
 RESUME_POLL_S = 0.5  # between attempts to resume: vLLM refuses until its pause is complete
-CACHE_CURE = "swap again when no request waits for keys of another server, or restart this one with --swap.cache keep"
+CACHE_CURE = (
+    "swap again when no request waits for keys of another server, or restart this one "
+    "with --swap.cache keep"
+)
 
 logger = logging.getLogger("vllm.redraft")
 
@@ -49,7 +52,10 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A trainer asks for target weights from a folder, a name for them, and a draft. Each may be empty."""
+    """A trainer asks for target weights from a folder, a name for them, and a draft.
+
+    Each may be empty.
+    """
 
     folder: str = ""
     label: str = ""
@@ -61,10 +67,18 @@ class HalfNewError(RefusedError):
 
 
 class Swaps:
-    """The swaps of one API process, one at a time. Where two want different versions, the later wins."""
+    """The swaps of one API process, one at a time.
+
+    Where two want different versions, the later wins.
+    """
 
     def __init__(
-        self, registry: Path | None, engine: Any, *, targets: tuple[Path, ...] = (), can_pause: bool = True
+        self,
+        registry: Path | None,
+        engine: Any,
+        *,
+        targets: tuple[Path, ...] = (),
+        can_pause: bool = True,
     ) -> None:
         self.registry, self.engine, self.calls = registry, engine, EngineCalls(engine)
         self.targets = targets  # Folders that target weights may be loaded from.
@@ -72,7 +86,10 @@ class Swaps:
         self._id = uuid.uuid4().hex  # For the workers, which let one API process swap at a time.
         self._can_pause = can_pause
         self._owes_resumption = False  # the engine pauses for us, and for nobody else
-        self._pause_generation, engine.pause_generation = engine.pause_generation, self._pause_for_others
+        self._pause_generation, engine.pause_generation = (
+            engine.pause_generation,
+            self._pause_for_others,
+        )
         self._swapping = asyncio.Lock()
         self._num_asked = self._latest_number = 0
         self._latest = ""  # asked for last, of those found; `_latest_number` counts
@@ -81,8 +98,13 @@ class Swaps:
         self._reads: dict[str, Future[Any]] = {}  # Reads of folders' small files under way.
 
     async def move(self, move: Move) -> dict[str, Any]:
-        """Load or name the target weights, and load a draft. Returns what the client is answered.
-        Raises RefusedError with the weights and the draft that are served then."""
+        """Load or name the target weights, and load a draft.
+
+        Returns what the client is answered.
+
+        Raises:
+            RefusedError: with the weights and the draft that are served then.
+        """
         if move.folder:
             move = replace(move, folder=await self._find_target(move.folder))
         report: dict[str, Any] = {}
@@ -98,8 +120,13 @@ class Swaps:
         return report | {name: status[name] for name in ("target_version", "draft_version")}
 
     async def swap(self, asked: Asked, move: Move | None = None) -> dict[str, Any]:
-        """Swap to a version, after `move`. Returns what the client is answered. Raises: RefusedError."""
-        if not VERSION.fullmatch(asked.version):  # an id only: a path could name any folder of this machine
+        """Swap to a version, after `move`.
+
+        Returns what the client is answered. Raises: RefusedError.
+        """
+        if not VERSION.fullmatch(
+            asked.version
+        ):  # an id only: a path could name any folder of this machine
             raise _no_version(asked.version[:40])
         number = self._num_asked = self._num_asked + 1
         status = await self.calls.status()
@@ -139,7 +166,9 @@ class Swaps:
 
     def _require_latest(self, version: str) -> None:
         if version != self._latest:
-            raise RefusedError(409, f"the swap to {version} gave way to the next, to {self._latest}")
+            raise RefusedError(
+                409, f"the swap to {version} gave way to the next, to {self._latest}"
+            )
 
     async def _read_into_memory(self, found: _Found, serving: str) -> None:
         """Have all ranks read the version, until a swap to another one takes over."""
@@ -157,7 +186,11 @@ class Swaps:
             self._staging = None
 
     async def _find(self, asked: Asked, status: dict[str, Any]) -> _Found:
-        """The version in the registry's folder. Raises RefusedError if it is not there, or not the one asked for."""
+        """The version in the registry's folder.
+
+        Raises:
+            RefusedError: if it is not there, or not the one asked for.
+        """
         async with asyncio.timeout(STAGE_TIMEOUT_S):
             assert self.registry is not None
             found = await self._read(self.registry / asked.version, _read_version)
@@ -165,32 +198,42 @@ class Swaps:
         if asked.registry and known and asked.registry != known:
             raise RefusedError(
                 409,
-                f"this server serves the drafts of registry {known[:12]}, not of {asked.registry[:12]}: "
+                f"this server serves the drafts of registry {known[:12]}, not of "
+                f"{asked.registry[:12]}: "
                 "give each server one learner, and restart it to change that",
             )
         if asked.manifest_sha256 and asked.manifest_sha256 != found.manifest_sha256:
             raise RefusedError(
                 409,
-                f"{found.name} has manifest {found.manifest_sha256[:12]} here, not {asked.manifest_sha256[:12]}: "
+                f"{found.name} has manifest {found.manifest_sha256[:12]} here, not "
+                f"{asked.manifest_sha256[:12]}: "
                 "copy the registry again",
             )
         _require_target(found, status["target_fingerprint"], status.get("target_lineage", ""))
         return found
 
     async def _find_target(self, name: str) -> str:
-        """The folder, with target weights of the served lineage. Raises: RefusedError if it may not be loaded."""
+        """The folder, with target weights of the served lineage.
+
+        Raises: RefusedError if it may not be loaded.
+        """
         if not self.targets:
-            raise RefusedError(503, "no folder for target weights: start the server with REDRAFT_TARGETS=FOLDER")
+            raise RefusedError(
+                503, "no folder for target weights: start the server with REDRAFT_TARGETS=FOLDER"
+            )
         status = await self.calls.status()
         try:
             async with asyncio.timeout(STAGE_TIMEOUT_S):
                 folder, found = await self._read(Path(name), partial(_read_lineage, self.targets))
         except TimeoutError:
-            raise RefusedError(504, f"reading {name} took longer than {STAGE_TIMEOUT_S:.0f} s") from None
+            raise RefusedError(
+                504, f"reading {name} took longer than {STAGE_TIMEOUT_S:.0f} s"
+            ) from None
         if found != status.get("target_lineage"):
             raise RefusedError(
                 409,
-                f"{name} has not the tensors, type and tokenizer of the served target: save all of a checkpoint, or "
+                f"{name} has not the tensors, type and tokenizer of the served target: save all of "
+                "a checkpoint, or "
                 "restart the server with it",
             )
         return str(folder)
@@ -204,7 +247,9 @@ class Swaps:
             # A swap that gives up cannot cancel it: `set_result` would then raise.
             future.set_running_or_notify_cancel()
             future.add_done_callback(lambda _: self._reads.pop(key))
-            threading.Thread(target=_settle, args=(future, read, folder), name="redraft-registry", daemon=True).start()
+            threading.Thread(
+                target=_settle, args=(future, read, folder), name="redraft-registry", daemon=True
+            ).start()
         found: T = await asyncio.wrap_future(future)
         return found
 
@@ -216,20 +261,26 @@ class Swaps:
                 if rank["error"]:
                     raise RefusedError(409, f"{rank['error']}; still serving {serving}")
                 if rank["manifest_sha256"] != found.manifest_sha256:
-                    raise RefusedError(409, f"{found.name} changed while it was read; still serving {serving}")
+                    raise RefusedError(
+                        409, f"{found.name} changed while it was read; still serving {serving}"
+                    )
         except BaseException:
             await self._discard()
             raise
 
     async def _stage_on_ranks(self, folder: str | None) -> list[dict[str, Any]]:
-        """The ranks' answers after they have read a draft, None for the last good one, or one has failed."""
+        """The ranks' answers after they have read a draft, None for the last good one, or one has
+        failed.
+        """
         while True:
             started = await self.calls.ask_for_draft("redraft_stage", folder, self._id)
             if not any(rank.get("is_busy") for rank in started):
                 break
             await asyncio.sleep(BUSY_POLL_S)
         if not all(rank["ok"] for rank in started):
-            return [{"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]]
+            return [
+                {"damaged": False, "error": rank["error"]} for rank in started if not rank["ok"]
+            ]
         while True:
             # Polled in short calls, because the engine takes no step while one is running.
             ranks = await self.calls.ask_for_draft("redraft_staged")
@@ -244,12 +295,18 @@ class Swaps:
             async with asyncio.timeout(RESUME_TIMEOUT_S):
                 await self.calls.ask("redraft_discard", self._id)
 
-    async def _exchange(self, found: _Found | None, move: Move | None, serving: str, *, clears: bool) -> dict[str, Any]:
-        """Move the target, then load the staged version on all ranks, each if given. It happens in
-        a pause, which may be a trainer's, or else between two steps. `clears`: the target reads
-        everything again. Keys of the old weights would be gone at once."""
+    async def _exchange(
+        self, found: _Found | None, move: Move | None, serving: str, *, clears: bool
+    ) -> dict[str, Any]:
+        """Move the target, then load the staged version on all ranks, each if given.
+
+        It happens in a pause, which may be a trainer's, or else between two steps. `clears`: the
+        target reads everything again. Keys of the old weights would be gone at once.
+        """
         await self._require_awake()
-        is_paused = await self.calls.request(self.engine.is_paused(), "the engine does not say whether it is paused")
+        is_paused = await self.calls.request(
+            self.engine.is_paused(), "the engine does not say whether it is paused"
+        )
         pauses = resumes = self._can_pause and (self._owes_resumption or not is_paused)
         self._owes_resumption |= pauses
         resets = clears and not pauses
@@ -262,25 +319,35 @@ class Swaps:
                 if move:
                     await self._move(move, resets=resets)
                     has_moved = bool(move.folder)
-                loaded = await self._load(found, serving, resets=resets, has_moved=has_moved) if found else {}
+                loaded = (
+                    await self._load(found, serving, resets=resets, has_moved=has_moved)
+                    if found
+                    else {}
+                )
         except TimeoutError:
             name = found.name if found else "the target"
             raise RefusedError(
-                504, f"{name} was not loaded within {deadline_s:.0f} s, and generation goes on: swap again"
+                504,
+                f"{name} was not loaded within {deadline_s:.0f} s, and generation goes on: swap "
+                "again",
             ) from None
         except HalfNewError:
             resumes = False
             raise
         except RefusedError as refusal:
             if has_moved:
-                raise RefusedError(refusal.code, f"the target has the new weights, but {refusal.why}") from refusal
+                raise RefusedError(
+                    refusal.code, f"the target has the new weights, but {refusal.why}"
+                ) from refusal
             raise
         finally:
             # Else a trainer has paused too, and may be writing weights.
             if resumes and self._owes_resumption:
                 await self._resume()
         report = {"pause_ms": 1e3 * (time.perf_counter() - began_s), **loaded}
-        return report | ({"version": found.name, "previous": serving, "swapped": True} if found else {})
+        return report | (
+            {"version": found.name, "previous": serving, "swapped": True} if found else {}
+        )
 
     async def _move(self, move: Move, *, resets: bool) -> None:
         """Load the target weights on all ranks, or on none, and name them."""
@@ -292,7 +359,9 @@ class Swaps:
                 try:
                     await self._reset_cache()
                     # The workers' part went with the weights.
-                    await self.calls.request(self.engine.reset_encoder_cache(), "the engine could not forget images")
+                    await self.calls.request(
+                        self.engine.reset_encoder_cache(), "the engine could not forget images"
+                    )
                 except RefusedError as refused:
                     refusal = refused
             if refusal is not None:
@@ -300,9 +369,13 @@ class Swaps:
                     ranks = await self.calls.ask("redraft_load_target", None)
                     if not all(rank["ok"] for rank in ranks):
                         raise HalfNewError(
-                            500, f"{refusal.why}; the target is half new, and the engine stays paused: load again"
+                            500,
+                            f"{refusal.why}; the target is half new, and the engine stays paused: "
+                            "load again",
                         )
-                raise RefusedError(refusal.code, f"{refusal.why}; the target has the weights of before")
+                raise RefusedError(
+                    refusal.code, f"{refusal.why}; the target has the weights of before"
+                )
         if move.label:
             await self.calls.ask("redraft_name_target", move.label)
 
@@ -311,16 +384,30 @@ class Swaps:
         await self._pause_generation(**how)
 
     async def _pause(self, serving: str, *, clears: bool) -> None:
-        """Pause generation, and empty the cache if asked to. Raises RefusedError 503 if the engine refuses."""
-        problem, cure = ("pause and empty its cache", CACHE_CURE) if clears else ("pause", "swap again")
+        """Pause generation, and empty the cache if asked to.
+
+        Raises:
+            RefusedError: 503 if the engine refuses.
+        """
+        problem, cure = (
+            ("pause and empty its cache", CACHE_CURE) if clears else ("pause", "swap again")
+        )
         pause = self._pause_generation(mode="keep", clear_cache=clears)
-        await self.calls.request(pause, f"the engine could not {problem}", f"; still serving {serving}: {cure}")
+        await self.calls.request(
+            pause, f"the engine could not {problem}", f"; still serving {serving}: {cure}"
+        )
 
     async def _reset_cache(self) -> None:
-        """Empty the cache between two steps. Raises RefusedError 503 if the engine refuses."""
+        """Empty the cache between two steps.
+
+        Raises:
+            RefusedError: 503 if the engine refuses.
+        """
         problem = "the engine could not empty its cache"
         reset = self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        if await self.calls.request(reset, problem) is False:  # as vLLM answers about an external cache
+        if (
+            await self.calls.request(reset, problem) is False
+        ):  # as vLLM answers about an external cache
             raise RefusedError(503, f"{problem}: its KV connector did not reset")
 
     async def _require_awake(self) -> None:
@@ -328,14 +415,19 @@ class Swaps:
             raise RefusedError(409, "the engine sleeps: wake it up, then swap again")
 
     async def _resume(self) -> None:
-        """Resume, unless the engine fell asleep meanwhile: then it is resumed when it is woken up."""
+        """Resume, unless the engine fell asleep meanwhile.
+
+        Then it is resumed when it is woken up.
+        """
         refusal: RefusedError | None = None
         try:
             async with asyncio.timeout(RESUME_TIMEOUT_S):
                 while not await self._is_asleep():
                     try:
                         resume = self.engine.resume_generation()
-                        await self.calls.request(resume, "generation was not resumed", ": restart this server")
+                        await self.calls.request(
+                            resume, "generation was not resumed", ": restart this server"
+                        )
                         break
                     except RefusedError as error:
                         if self.engine.errored:
@@ -344,23 +436,34 @@ class Swaps:
                     await asyncio.sleep(RESUME_POLL_S)
                 self._owes_resumption = False
         except TimeoutError:
-            raise refusal or RefusedError(504, "the engine does not answer: restart this server") from None
+            raise refusal or RefusedError(
+                504, "the engine does not answer: restart this server"
+            ) from None
 
     async def _is_asleep(self) -> bool:
         with suppress(Exception):  # a server that cannot say is resumed
             return any(rank["asleep"] for rank in await self.calls.ask("redraft_status"))
         return False
 
-    async def _load(self, found: _Found, serving: str, *, resets: bool, has_moved: bool) -> dict[str, Any]:
-        """Load on all ranks, then empty the cache if it `resets`. If either fails, restore the last good draft."""
+    async def _load(
+        self, found: _Found, serving: str, *, resets: bool, has_moved: bool
+    ) -> dict[str, Any]:
+        """Load on all ranks, then empty the cache if it `resets`.
+
+        If either fails, restore the last good draft.
+        """
         try:
             # All ranks load, or all go back.
             ranks = await self.calls.ask_for_draft("redraft_load", str(found.folder), has_moved)
         # The engine has died, or has no draft: there is nothing to restore.
         except RefusedError:
             raise
-        except Exception as silence:  # e.g. a call between processes failed: some ranks may have loaded
-            raise await self._go_back(RefusedError(500, f"a rank gave no answer: {say(silence)}"), serving) from silence
+        except (
+            Exception
+        ) as silence:  # e.g. a call between processes failed: some ranks may have loaded
+            raise await self._go_back(
+                RefusedError(500, f"a rank gave no answer: {say(silence)}"), serving
+            ) from silence
         failed = [rank for rank in ranks if not rank["ok"]]
         if failed:
             error = failed[0]["error"]
@@ -387,11 +490,16 @@ class Swaps:
 
     async def _go_back(self, refusal: RefusedError, serving: str, cure: str = "") -> RefusedError:
         if not await self._restore():
-            return RefusedError(500, f"{refusal.why}; and {serving} could not be restored: swap to a good version")
+            return RefusedError(
+                500, f"{refusal.why}; and {serving} could not be restored: swap to a good version"
+            )
         return RefusedError(refusal.code, f"{refusal.why}; {serving} was restored{cure}")
 
     async def _restore(self) -> bool:
-        """Load the last good draft again on all ranks. Generation waits for it, at most PAUSE_TIMEOUT_S in all."""
+        """Load the last good draft again on all ranks.
+
+        Generation waits for it, at most PAUSE_TIMEOUT_S in all.
+        """
         try:
             if any(rank["error"] for rank in await self._stage_on_ranks(None)):
                 return False
@@ -405,8 +513,10 @@ class Swaps:
 
 def can_pause(vllm_config: Any) -> bool:
     """Whether this API server can pause its engines by itself.
+
     Replicas that share experts step together, and pause together: vLLM waits until all of them have
-    been told to. Behind an external or hybrid balancer an API server reaches only some of them."""
+    been told to. Behind an external or hybrid balancer an API server reaches only some of them.
+    """
     parallel = vllm_config.parallel_config
     shares_experts = vllm_config.model_config.is_moe and parallel.data_parallel_size > 1
     return not (shares_experts and parallel.local_engines_only)
@@ -436,7 +546,8 @@ def _deadline(version: str, serving: str) -> Iterator[None]:
 def _no_version(name: str) -> RefusedError:
     return RefusedError(
         404,
-        f"no version {name!r} in the registry: ask for one that `redraft fleet versions` lists, and copy the registry "
+        f"no version {name!r} in the registry: ask for one that `redraft fleet versions` lists, "
+        "and copy the registry "
         "again if this server reads a copy",
     )
 
@@ -449,7 +560,10 @@ def _settle(future: Future[Any], read: Callable[[Path], Any], folder: Path) -> N
 
 
 def _read_version(folder: Path) -> _Found:
-    """Read the small files of a version. Blocking; raises RefusedError if there is no such version."""
+    """Read the small files of a version.
+
+    Blocking; raises RefusedError if there is no such version.
+    """
     if not folder.is_dir():
         raise _no_version(folder.name)
     try:
@@ -464,11 +578,16 @@ def _read_version(folder: Path) -> _Found:
 
 
 def _read_lineage(targets: tuple[Path, ...], folder: Path) -> tuple[Path, str]:
-    """(the folder without links, the lineage in it). Blocking; raises RefusedError outside of `targets`."""
+    """(the folder without links, the lineage in it).
+
+    Blocking; raises RefusedError outside of `targets`.
+    """
     try:
         found = folder.resolve()
         if not any(found.is_relative_to(root.resolve()) for root in targets):
-            raise RefusedError(403, f"{folder} is outside of REDRAFT_TARGETS: restart the server to allow it")
+            raise RefusedError(
+                403, f"{folder} is outside of REDRAFT_TARGETS: restart the server to allow it"
+            )
         return found, lineage(found)
     except FileNotFoundError as error:
         raise RefusedError(404, f"{folder} has no weights in safetensors: {error}") from error
@@ -481,6 +600,8 @@ def _require_target(found: _Found, fingerprint: str, lineage: str) -> None:
     if wanted not in ("", fingerprint) and not found.provenance.names_lineage(lineage):
         raise RefusedError(
             409,
-            f"{found.name} was trained for target {wanted[:12]}, but this server runs {fingerprint[:12]}: "
-            "give the server the registry of its own target, or restart it with the target of the draft",
+            f"{found.name} was trained for target {wanted[:12]}, but this server runs "
+            f"{fingerprint[:12]}: "
+            "give the server the registry of its own target, or restart it with the target of the "
+            "draft",
         )

@@ -1,13 +1,18 @@
-"""Which weights does the target have? Records carry the version, LABEL@DIGEST; empty for the weights of the start.
+"""Which weights does the target have?
+
+Records carry the version, LABEL@DIGEST; empty for the weights of the start.
 
     reload_weights, load_weights, a weight update, sleep at level 2 ─► has_moved
-    the end of an update, else the next engine step ─► settle: tied heads, digest, version ─► records, status
-    a step or status, at most once in LOOK_S ─► a matrix and the next pieces: another sum, e.g. after `param.copy_`
+    the end of an update, else the next engine step ─► settle: tied heads, digest, version ─►
+    records, status
+    a step or status, at most once in LOOK_S ─► a matrix and the next pieces: another sum, e.g.
+    after `param.copy_`
                                                 ─► settle
     a trainer names its weights (EngineCore.set_weight_version) ─► label
 
-Another process may replace the weights of a running server: reinforcement learning does so after every step. The digest
-decides: returning weights are the old version, and servers with the same weights, in the same shards, agree.
+Another process may replace the weights of a running server: reinforcement learning does so after
+every step. The digest decides: returning weights are the old version, and servers with the same
+weights, in the same shards, agree.
 """
 
 import hashlib
@@ -31,8 +36,9 @@ PIECE_BYTES = 32 << 20
 """Largest part of a weight to read at once."""
 
 LOOK_S = 1.0
-"""Seconds from one look at the weights to the next, while the engine computes. An idle worker is left asleep: vLLM's
-spins for a second after each message."""
+"""Seconds from one look at the weights to the next, while the engine computes. An idle worker is
+left asleep: vLLM's spins for a second after each message.
+"""
 
 UPDATES = ("reload_weights", "start_weight_update", "update_weights", "finish_weight_update")
 """Methods of vLLM's worker, which replace weights."""
@@ -50,7 +56,9 @@ class TargetWatch:
         self.has_moved = False
         """Whether weights may have been written since `settle`."""
         self.is_torn = False
-        """Whether the last write failed, until one succeeds or the weights turn out to be the old ones."""
+        """Whether the last write failed, until one succeeds or the weights turn out to be the old
+        ones.
+        """
         self.digest = ""
         self.label = ""
         """The trainer's name for these weights."""
@@ -73,7 +81,10 @@ class TargetWatch:
         self._start = self.digest
 
     def settle(self) -> None:
-        """Take the weights as they are now. Half-written ones get no digest: nobody serves them by intention."""
+        """Take the weights as they are now.
+
+        Half-written ones get no digest: nobody serves them by intention.
+        """
         self._sums = self._compute(range(len(self._pieces)))
         digest = hashlib.sha256(repr((self._pieces, self._sums)).encode()).hexdigest()[:12]
         if digest == self.digest:
@@ -84,7 +95,10 @@ class TargetWatch:
 
     @property
     def version(self) -> str | None:
-        """The weights' name in records: empty for those of the start, None for half-written ones."""
+        """The weights' name in records.
+
+        Empty for those of the start, None for half-written ones.
+        """
         if self.is_torn:
             return None
         return "" if self.digest == self._start else f"{self.label}@{self.digest}"
@@ -120,7 +134,10 @@ class TargetWatch:
 
 
 def watch_target(worker: Any) -> None:
-    """Keep the version of the target weights: new after each of UPDATES, or before the step after another load."""
+    """Keep the version of the target weights.
+
+    New after each of UPDATES, or before the step after another load.
+    """
     if getattr(worker.vllm_config.parallel_config, "enable_eplb", False):
         return  # replicas of experts move between ranks
     model = worker.model_runner.get_model()
@@ -164,7 +181,10 @@ def _settle_after(worker: Any, name: str) -> None:
 
 @contextmanager
 def _writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
-    """The block writes weights, or fails half-way. `ends`: if it succeeds, an earlier failure is repaired."""
+    """The block writes weights, or fails half-way.
+
+    `ends`: if it succeeds, an earlier failure is repaired.
+    """
     watch = worker.redraft.target_watch
     watch.has_moved = True
     try:
@@ -176,8 +196,10 @@ def _writing(worker: Any, *, ends: bool = True) -> Iterator[None]:
 
 
 def _end_reload(worker: Any) -> None:
-    """Give the layers that wait for weights the old ones back, after a load has failed. vLLM leaves them on `meta`,
-    where the next step ends the engine, and the next load would count what they have received."""
+    """Give the layers that wait for weights the old ones back, after a load has failed. vLLM leaves
+    them on `meta`, where the next step ends the engine, and the next load would count what they
+    have received.
+    """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     runner, vllm_config = worker.model_runner, worker.vllm_config
@@ -206,7 +228,9 @@ def note_move(worker: Any) -> None:
 
 @torch.no_grad()
 def settle(worker: Any) -> None:
-    """Name the present weights, in records from the next step on. Raises nothing: steps and updates come through here.
+    """Name the present weights, in records from the next step on.
+
+    Raises nothing: steps and updates come through here.
 
     Within an update, and if the weights cannot be read, the version is None.
     """
@@ -223,9 +247,14 @@ def settle(worker: Any) -> None:
             version = watch.version
         except Exception:
             if state.target_version is not None:  # not at every step
-                logger.exception("redraft: the target weights cannot be read, and nothing is recorded")
+                logger.exception(
+                    "redraft: the target weights cannot be read, and nothing is recorded"
+                )
     if version != state.target_version:
-        logger.info("redraft: the target weights are %s", version or ("unclear" if version is None else "the start's"))
+        logger.info(
+            "redraft: the target weights are %s",
+            version or ("unclear" if version is None else "the start's"),
+        )
     _set_version(worker, version)
 
 
@@ -246,14 +275,20 @@ def look_at_target(worker: Any) -> None:
 
 
 def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
-    """Load the target weights from a folder; None brings back the ones before, after a rank has failed.
+    """Load the target weights from a folder.
 
-    Returns `{"ok": True}`, or `{"ok": False, "error", "touched"}`: whether the weights may be half new.
+    None brings back the ones before, after a rank has failed.
+
+    Returns `{"ok": True}`, or `{"ok": False, "error", "touched"}`: whether the weights may be half
+    new.
     """
     state, config = worker.redraft, worker.vllm_config.model_config
     if folder is not None:
         if "weights" in state.asleep or worker._weight_update_active:
-            error = "the engine sleeps, or an update of the target weights is open: end it, then load again"
+            error = (
+                "the engine sleeps, or an update of the target weights is open: end it, then "
+                "load again"
+            )
             return {"ok": False, "error": error, "touched": False}
         state.target_source = (config.model, config.model_weights, config.revision)
     before = state.target_source
@@ -262,7 +297,9 @@ def load_target(worker: Any, folder: str | None) -> dict[str, Any]:
             config.model, config.model_weights, config.revision = before
         worker.reload_weights(weights_path=folder)
     except Exception as error:
-        logger.exception("redraft: the target weights could not be loaded from %s", folder or before[0])
+        logger.exception(
+            "redraft: the target weights could not be loaded from %s", folder or before[0]
+        )
         # vLLM would reload from the folder next
         config.model, config.model_weights, config.revision = before
         is_touched = state.target_watch is None or not is_clear(worker)
@@ -289,11 +326,18 @@ def _set_version(worker: Any, version: str | None) -> None:
     if worker.redraft.capture:
         worker.redraft.capture.target_version = version
     if isinstance(worker.vllm_config.additional_config, dict):
-        worker.vllm_config.additional_config[TARGET_VERSION] = version  # for the states of `redraft serve-features`
+        worker.vllm_config.additional_config[TARGET_VERSION] = (
+            version  # for the states of `redraft serve-features`
+        )
 
 
-def update_rank(worker: Any, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, str, bool | None]:
-    """(result, error, state) of one of LOADS. The state: whether it succeeded, or None if weights may be half new."""
+def update_rank(
+    worker: Any, method: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, str, bool | None]:
+    """(result, error, state) of one of LOADS.
+
+    The state: whether it succeeded, or None if weights may be half new.
+    """
     result, error = None, ""
     try:
         result = getattr(worker, method)(*args, **kwargs)
@@ -313,27 +357,36 @@ def doubt_target(worker: Any) -> None:
 
 
 def compare_ranks(call: Any) -> Any:
-    """An engine core's `collective_rpc`, after which no rank names its weights if a load failed on some ranks only.
+    """An engine core's `collective_rpc`, after which no rank names its weights if a load failed on
+    some ranks only.
 
-    vLLM's ends at the first rank that fails. The answers of the ranks after it would be those of the next call.
+    vLLM's ends at the first rank that fails. The answers of the ranks after it would be those of
+    the next call.
     """
 
     @wraps(call)  # vLLM converts the arguments of a utility call by the signature
-    def call_and_compare(engine: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+    def call_and_compare(
+        engine: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if method not in LOADS or engine.vllm_config.parallel_config.world_size == 1:
             return call(engine, method, timeout, args, kwargs)
         ranks = call(engine, "redraft_update_rank", timeout, (method, args, kwargs or {}))
         if len({state for _, _, state in ranks}) > 1:
             call(engine, "redraft_doubt_target")
         if errors := [error for _, error, _ in ranks if error]:
-            raise RuntimeError(f"{method} failed on {len(errors)} of {len(ranks)} ranks: {errors[0]}")
+            raise RuntimeError(
+                f"{method} failed on {len(errors)} of {len(ranks)} ranks: {errors[0]}"
+            )
         return [result for result, _, _ in ranks]
 
     return call_and_compare
 
 
 def pass_labels() -> None:
-    """Tell the workers how a trainer names its weights, and whether all have them. Safe to call again."""
+    """Tell the workers how a trainer names its weights, and whether all have them.
+
+    Safe to call again.
+    """
     from vllm.v1.engine.core import EngineCore
 
     set_version = EngineCore.set_weight_version
@@ -344,12 +397,20 @@ def pass_labels() -> None:
         set_version(engine, weight_version)
         engine.collective_rpc("redraft_name_target", args=(weight_version,))
 
-    EngineCore.set_weight_version, EngineCore.collective_rpc = set_and_pass, compare_ranks(EngineCore.collective_rpc)
+    EngineCore.set_weight_version, EngineCore.collective_rpc = (
+        set_and_pass,
+        compare_ranks(EngineCore.collective_rpc),
+    )
 
 
 def register_backend() -> None:
-    """Offer trainers weight updates from files, as the backend `redraft` of vLLM. Safe to call again."""
+    """Offer trainers weight updates from files, as the backend `redraft` of vLLM.
+
+    Safe to call again.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if "redraft" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine("redraft", "redraft.online.engine.weight_transfer", "Files")
+        WeightTransferEngineFactory.register_engine(
+            "redraft", "redraft.online.engine.weight_transfer", "Files"
+        )

@@ -1,10 +1,13 @@
-"""Weights from files by the update of vLLM, on any device: `--weight-transfer-config '{"backend": "redraft"}'`.
+"""Weights from files by the update of vLLM, on any device.
+
+`--weight-transfer-config '{"backend": "redraft"}'`.
 
     start_weight_update, or start_draft_weight_update
     update_weights {"path": FILE or FOLDER}      safetensors, e.g. in /dev/shm; as often as there are parts
     finish_weight_update                         reads and loads all parts: until then the old weights stay
 
-An update of a draft, by any backend, is loaded at the end as in a swap: without modules shared with the target.
+An update of a draft, by any backend, is loaded at the end as in a swap: without modules shared with
+the target.
 """
 
 from dataclasses import dataclass
@@ -12,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 
 from redraft.online.engine.swap import load_draft, read_tensors
 
@@ -39,14 +46,17 @@ class Files(WeightTransferEngine[Nothing, Part]):  # type: ignore[misc]
         self.files: list[Path] = []
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))  # the one of vLLM waits for an accelerator
+        self.receive_weights(
+            self.parse_update_info(update_info)
+        )  # the one of vLLM waits for an accelerator
 
     def receive_weights(self, update_info: Part) -> None:
         path = Path(update_info.path)
         found = sorted(path.glob("*.safetensors")) or [path]
         for file in found:
             with safe_open(file, "pt"):
-                pass  # a file that is missing or torn ends the update here, and the old weights stay
+                # a file that is missing or torn ends the update here, and the old weights stay
+                pass
         self.files += found
 
     def finish_weight_update(self) -> None:

@@ -1,7 +1,8 @@
 """Additions to every worker of a vLLM server: capture, and the methods called by the routes.
 
-The API process calls the `redraft_...` methods by name on all ranks at once; vLLM runs them between two engine steps.
-They return errors instead of raising them: an exception in one rank would leave the other ranks waiting.
+The API process calls the `redraft_...` methods by name on all ranks at once; vLLM runs them between
+two engine steps. They return errors instead of raising them: an exception in one rank would leave
+the other ranks waiting.
 """
 
 import logging
@@ -30,8 +31,23 @@ from redraft.online.engine.runners import (
 )
 from redraft.online.engine.sleep import watch_sleep
 from redraft.online.engine.slices import trace_slices
-from redraft.online.engine.staging import HostMemory, Share, Staging, count_bytes, list_weights, pin_on, plan_folder
-from redraft.online.engine.swap import Layout, checksum, count_cache, load_draft, shared_modules, watch_pushes
+from redraft.online.engine.staging import (
+    HostMemory,
+    Share,
+    Staging,
+    count_bytes,
+    list_weights,
+    pin_on,
+    plan_folder,
+)
+from redraft.online.engine.swap import (
+    Layout,
+    checksum,
+    count_cache,
+    load_draft,
+    shared_modules,
+    watch_pushes,
+)
 from redraft.online.engine.target_watch import (
     TargetWatch,
     doubt_target,
@@ -48,12 +64,25 @@ logger = logging.getLogger("vllm.redraft")
 
 MAX_STUCK_READS = 4  # hung versions before drafts are refused: each reader keeps memory
 SHOWN = (  # of a worker's state, in its status
-    *("server_id", "draft_version", "manifest_sha256", "num_swaps", "swap_cache", "runner", "swap_off", "capture_off"),
+    *(
+        "server_id",
+        "draft_version",
+        "manifest_sha256",
+        "num_swaps",
+        "swap_cache",
+        "runner",
+        "swap_off",
+        "capture_off",
+    ),
     *("target_fingerprint", "target_lineage", "target_checksum", "target_version"),
 )
-UPDATING = "an update of the target weights is open, or has failed: finish or repeat it, then swap again"
+UPDATING = (
+    "an update of the target weights is open, or has failed: finish or repeat it, then swap again"
+)
 
-SWAP_LEASE_S = 300.0  # then a swap that nobody ends is given up; longer than all deadlines of a swap together
+SWAP_LEASE_S = (
+    300.0  # then a swap that nobody ends is given up; longer than all deadlines of a swap together
+)
 
 
 @dataclass(kw_only=True)
@@ -71,12 +100,20 @@ class WorkerState:
     target_checksum: str = ""
     target_version: str | None = ""  # of the target's weights: "" at the start, None if unclear
     is_target_intact: bool = True  # False once a swap has overwritten a part of it.
-    target_source: tuple[str, str, str | None] = ("", "", None)  # model, object storage, revision before a load
+    target_source: tuple[str, str, str | None] = (
+        "",
+        "",
+        None,
+    )  # model, object storage, revision before a load
     target_watch: TargetWatch | None = None  # None if the target weights move by themselves.
     draft_version: str = ""
     draft: Layout | None = None  # The last good draft; None if the server runs without a draft.
-    draft_bytes: dict[str, int] = field(default_factory=dict)  # by rank: weights, as in its files, and KV cache
-    loaded_version: str = ""  # Of `draft`; the one served is another after a trainer has pushed one.
+    draft_bytes: dict[str, int] = field(
+        default_factory=dict
+    )  # by rank: weights, as in its files, and KV cache
+    loaded_version: str = (
+        ""  # Of `draft`; the one served is another after a trainer has pushed one.
+    )
     is_draft_intact: bool = True  # False from a load's beginning to its end on all ranks, or undo
     manifest_sha256: str = ""  # of the last good draft's manifest; empty outside a registry
     staging: Staging | None = None  # The draft being read, or in memory.
@@ -94,7 +131,8 @@ class WorkerState:
         """Another draft proposes from the next step on."""
         self.draft_version = version
         if self.rereader:
-            # Not in `redraft_load`: if that fails on some rank, the old draft returns, and the cached keys are right.
+            # Not in `redraft_load`: if that fails on some rank, the old draft returns, and the
+            # cached keys are right.
             self.rereader.ledger.forget()
         if self.capture:
             self.capture.draft_version = version
@@ -103,12 +141,22 @@ class WorkerState:
 
 
 def register_worker() -> None:
-    """Add the methods to vLLM's worker class, and `install` to the end of start-up. Safe to call again."""
+    """Add the methods to vLLM's worker class, and `install` to the end of start-up.
+
+    Safe to call again.
+    """
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
     if hasattr(WorkerBase, "redraft_status"):
         return
-    of_a_swap = (redraft_stage, redraft_staged, redraft_discard, redraft_load, redraft_restore, redraft_commit)
+    of_a_swap = (
+        redraft_stage,
+        redraft_staged,
+        redraft_discard,
+        redraft_load,
+        redraft_restore,
+        redraft_commit,
+    )
     of_a_target = (name_target, load_target, update_rank, doubt_target)
     for method in (redraft_status, redraft_move, *of_a_swap, *of_a_target):
         setattr(WorkerBase, f"redraft_{method.__name__.removeprefix('redraft_')}", method)
@@ -124,11 +172,15 @@ def register_worker() -> None:
 
 
 def install(worker: Any) -> None:
-    """Set up the state of a worker that has loaded the models, and start capture if it is configured. Raises
-    nothing, because vLLM would not start: whatever fails switches capture or swaps off, with the reason."""
+    """Set up the state of a worker that has loaded the models, and start capture if it is
+    configured. Raises nothing, because vLLM would not start: whatever fails switches capture or
+    swaps off, with the reason.
+    """
     worker.redraft = state = WorkerState(server_id=uuid.uuid4().hex[:16])
     with _switching_off(state, "capture"):
-        state.forget_head = getattr(getattr(worker.model_runner, "redraft_lookup", None), "swapped", None)
+        state.forget_head = getattr(
+            getattr(worker.model_runner, "redraft_lookup", None), "swapped", None
+        )
         state.runner = describe_runner(find_runner(worker.model_runner), worker.vllm_config)
     config = PluginConfig()
     with _switching_off(state, "capture", "swap"):
@@ -140,7 +192,8 @@ def install(worker: Any) -> None:
             install_proposers(worker.model_runner)
     with _switching_off(state, "swap"):
         _identify_draft(worker, config.registry)
-    # Records carry this fingerprint, and a draft for another target is refused by it. Without it, both go off.
+    # Records carry this fingerprint, and a draft for another target is refused by it. Without it,
+    # both go off.
     with _switching_off(state, *(["capture", "swap"] if config.capture.is_on else ["swap"])):
         name = worker.vllm_config.model_config.model
         target = TargetFolder(name=name, folder=model_folder(name))
@@ -164,7 +217,9 @@ def install(worker: Any) -> None:
             _prepare_cache(worker, config.swap.cache)
             _prepare_staging(worker)
     what = "records" if state.capture else "records nothing"
-    logger.info("redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none")
+    logger.info(
+        "redraft: vLLM's %s, %s, draft %s", state.runner, what, state.draft_version or "none"
+    )
 
 
 @contextmanager
@@ -173,7 +228,11 @@ def _switching_off(state: WorkerState, *names: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error)
+            if isinstance(error, ValueError | OSError)
+            else f"{type(error).__name__}: {error}"
+        )
         for name in names:
             setattr(state, f"{name}_off", getattr(state, f"{name}_off") or reason)
         logger.exception("redraft: %s off, serving goes on: %s", " and ".join(names), reason)
@@ -195,14 +254,19 @@ def _identify_draft(worker: Any, registry: Path | None) -> None:
     is_target = folder == model_folder(worker.vllm_config.model_config.model).resolve()
     if family is not None and family.is_in_target and is_target:
         raise ValueError(
-            f"the {family.title} layer is served from the target's folder: start the server with --registry, where a "
+            f"the {family.title} layer is served from the target's folder: start the server with "
+            "--registry, where a "
             "learner has put the layer in a folder of its own"
         )
     state.loaded_version, state.draft = state.draft_version, Layout.read(folder)
 
 
 def _prepare_cache(worker: Any, cache: SwapCache) -> None:
-    """Prepare to keep a part of the cache. Raises ValueError: this draft cannot read again."""
+    """Prepare to keep a part of the cache.
+
+    Raises:
+        ValueError: this draft cannot read again.
+    """
     state: WorkerState = worker.redraft
     if worker.model_runner.get_draft_model() is None:
         return
@@ -213,7 +277,9 @@ def _prepare_cache(worker: Any, cache: SwapCache) -> None:
     if cache in ("auto", "draft"):
         try:
             if family is None or family.is_head:
-                raise ValueError("--swap.cache draft is for standalone drafts: choose keep or clear for a head")
+                raise ValueError(
+                    "--swap.cache draft is for standalone drafts: choose keep or clear for a head"
+                )
             state.rereader = install_reread(worker.model_runner)
             cache = "draft"
         except ValueError as error:
@@ -227,7 +293,10 @@ def _prepare_cache(worker: Any, cache: SwapCache) -> None:
 def _prepare_staging(worker: Any) -> None:
     """Find this rank's slices of a draft, and pin the memory for them while nothing is served yet."""
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
 
     state: WorkerState = worker.redraft
     draft, target = worker.model_runner.get_draft_model(), worker.model_runner.get_model()
@@ -250,10 +319,15 @@ def _prepare_staging(worker: Any) -> None:
     state.memory.reserve(num_bytes)
     kind = "pinned" if state.memory.pinned_bytes else "pageable"
     logger.info("redraft: a swap reads %.3f GB of a draft into %s memory", num_bytes / 1e9, kind)
-    state.draft_bytes = {"weights": num_bytes, "kv_cache": (num_cached := count_cache(draft, target))}
+    state.draft_bytes = {
+        "weights": num_bytes,
+        "kv_cache": (num_cached := count_cache(draft, target)),
+    }
     if _is_recording_rank():
         sizes = num_bytes / 1e9, num_cached / 1e9
-        logger.info("redraft: the draft takes %.3f GB for weights and %.3f GB of the KV cache", *sizes)
+        logger.info(
+            "redraft: the draft takes %.3f GB for weights and %.3f GB of the KV cache", *sizes
+        )
 
 
 def _start_capture(worker: Any, config: CaptureConfig) -> None:
@@ -297,9 +371,10 @@ def redraft_status(worker: Any) -> dict[str, Any]:
 
 def redraft_move(worker: Any, label: str = "", folder: str = "", draft: str = "") -> dict[str, Any]:
     """Load the target weights from a folder, name them, and load a draft from another, each if
-    given. For a trainer that holds the engine: it pauses, and empties the cache. Returns `{"error",
-    "target_version", "draft_version"}`.
-    After an error on some rank the ranks may differ: repeat the call."""
+    given. For a trainer that holds the engine: it pauses, and empties the cache. Returns
+    `{"error", "target_version", "draft_version"}`. After an error on some rank the ranks may
+    differ: repeat the call.
+    """
     state: WorkerState = worker.redraft
     loaded = load_target(worker, folder) if folder else {}
     error = str(loaded.get("error", ""))
@@ -309,7 +384,11 @@ def redraft_move(worker: Any, label: str = "", folder: str = "", draft: str = ""
         name_target(worker, label)
     if draft and not error:
         error = _swap_at_once(worker, draft)
-    return {"error": error, "target_version": state.target_version, "draft_version": state.draft_version}
+    return {
+        "error": error,
+        "target_version": state.target_version,
+        "draft_version": state.draft_version,
+    }
 
 
 def _swap_at_once(worker: Any, folder: str) -> str:
@@ -320,7 +399,11 @@ def _swap_at_once(worker: Any, folder: str) -> str:
     if done is not None and done["ok"]:
         assert state.staging is not None
         state.staging.join()
-        done = {"ok": False, "error": state.staging.error} if state.staging.error else redraft_load(worker, folder)
+        done = (
+            {"ok": False, "error": state.staging.error}
+            if state.staging.error
+            else redraft_load(worker, folder)
+        )
     if done is None or done["ok"]:
         redraft_commit(worker, Path(folder).name)
     redraft_discard(worker, swapper)
@@ -328,18 +411,27 @@ def _swap_at_once(worker: Any, folder: str) -> str:
 
 
 def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, Any] | None:
-    """Begin to read a draft into memory; None is the last good one. Returns `{"ok"}` or `{"ok":
-    False, "error"}`, with `"is_busy": True` if an abandoned read of the same draft has not ended:
-    ask again.
-    A stage of a pipeline before the last has no draft: this and the next methods return None there.
-    Returns at once: the engine does no step while a method of the worker runs. `swapper` is the id
-    of the API process. Until its `redraft_discard` it is refused to all others."""
+    """Begin to read a draft into memory; None is the last good one.
+
+    Returns `{"ok"}` or `{"ok": False, "error"}`, with `"is_busy": True` if an abandoned read of the
+    same draft has not ended: ask again. A stage of a pipeline before the last has no draft: this
+    and the next methods return None there. Returns at once: the engine does no step while a method
+    of the worker runs. `swapper` is the id of the API process. Until its `redraft_discard` it is
+    refused to all others.
+    """
     state: WorkerState = worker.redraft
     if _is_stage_without_draft(worker):
         return None
-    if state.swapper not in ("", swapper) and time.monotonic() - state.swapped_from_s < SWAP_LEASE_S:
-        return {"ok": False, "error": "another API process of this server is swapping: wait, then swap again"}
-    # A swap of this API process, or one past the lease, may have been left unended: free the memory first.
+    if (
+        state.swapper not in ("", swapper)
+        and time.monotonic() - state.swapped_from_s < SWAP_LEASE_S
+    ):
+        return {
+            "ok": False,
+            "error": "another API process of this server is swapping: wait, then swap again",
+        }
+    # A swap of this API process, or one past the lease, may have been left unended: free the memory
+    # first.
     _end_swap(state)
     try:
         _require_swappable(worker)
@@ -347,13 +439,20 @@ def redraft_stage(worker: Any, folder: str | None, swapper: str) -> dict[str, An
         source = Path(folder) if folder else state.draft.folder
         # One reader of each: a version asked for again and again must leave room for the others.
         if any(staging.folder == source for staging in state.stuck):
-            return {"ok": False, "is_busy": True, "error": f"{source} is still being read from before"}
+            return {
+                "ok": False,
+                "is_busy": True,
+                "error": f"{source} is still being read from before",
+            }
         if len(state.stuck) >= MAX_STUCK_READS:
-            raise ValueError(f"{len(state.stuck)} drafts are still being read: the registry's storage hangs")
+            raise ValueError(
+                f"{len(state.stuck)} drafts are still being read: the registry's storage hangs"
+            )
     except ValueError as error:
         return {"ok": False, "error": str(error)}
     state.swapper, state.swapped_from_s = swapper, time.monotonic()
-    # Asked of the modules themselves: vLLM decides at start which of them the draft shares with the target.
+    # Asked of the modules themselves: vLLM decides at start which of them the draft shares with the
+    # target.
     shared = shared_modules(worker.model_runner.get_draft_model(), worker.model_runner.get_model())
     state.staging = Staging(source, state.draft, shared, state.memory, state.share)
     return {"ok": True}
@@ -365,7 +464,12 @@ def redraft_staged(worker: Any) -> dict[str, Any] | None:
         return None
     staging: Staging | None = worker.redraft.staging
     if staging is None:
-        return {"done": True, "error": "no draft is being read", "damaged": False, "manifest_sha256": ""}
+        return {
+            "done": True,
+            "error": "no draft is being read",
+            "damaged": False,
+            "manifest_sha256": "",
+        }
     return {
         "done": staging.is_done,
         "error": staging.error,
@@ -391,15 +495,22 @@ def _end_swap(state: WorkerState) -> None:
 
 
 def redraft_load(worker: Any, folder: str, has_moved: bool = False) -> dict[str, Any] | None:
-    """Load the draft of `folder` from memory. Returns `{"ok", "load_ms", ...}`, or `{"ok": False,
-    "error", "touched"}`. `has_moved`: the target was loaded in the same pause.
-    It counts as intact after `redraft_commit`: another rank may have failed."""
+    """Load the draft of `folder` from memory.
+
+    Returns `{"ok", "load_ms", ...}`, or `{"ok": False, "error", "touched"}`. `has_moved`: the
+    target was loaded in the same pause. It counts as intact after `redraft_commit`: another rank
+    may have failed.
+    """
     state: WorkerState = worker.redraft
     if _is_stage_without_draft(worker):
         return None
     staging = state.staging
     if state.asleep:
-        return {"ok": False, "touched": False, "error": "the engine fell asleep meanwhile: wake it up, then swap again"}
+        return {
+            "ok": False,
+            "touched": False,
+            "error": "the engine fell asleep meanwhile: wake it up, then swap again",
+        }
     if not is_clear(worker):
         return {"ok": False, "touched": False, "error": UPDATING}
     if staging is None or staging.folder != Path(folder) or not staging.is_done or staging.error:
@@ -427,7 +538,9 @@ def redraft_commit(worker: Any, version: str) -> None:
     state.loaded_version = version
     state.draft = state.staging.layout
     state.manifest_sha256 = state.staging.manifest_sha256
-    state.is_draft_intact = not state.asleep  # if it fell asleep after the load, the draft is loaded when it wakes up
+    state.is_draft_intact = (
+        not state.asleep
+    )  # if it fell asleep after the load, the draft is loaded when it wakes up
     state.num_swaps += 1
     state.name_draft(version)
 
@@ -443,7 +556,8 @@ def _load(worker: Any, staging: Staging, known: TargetWatch | None) -> dict[str,
         load_draft(worker, staging.tensors)
         after = checksum(target) if not known else before if known.is_whole() else "changed"
     except Exception as error:
-        # The load may have overwritten a part already. `touched` makes the routes restore the last good draft.
+        # The load may have overwritten a part already. `touched` makes the routes restore the last
+        # good draft.
         logger.exception("loading the draft of %s failed", staging.folder)
         return {"ok": False, "touched": True, "error": f"{type(error).__name__}: {error}"}
     load_ms = 1e3 * (time.perf_counter() - began_s)

@@ -1,11 +1,14 @@
-"""Find the servers: a list in the settings, a file shared by learners, or all addresses of a host name.
+"""Find the servers.
+
+A list in the settings, a file shared by learners, or all addresses of a host name.
 
     fleet.toml      [[servers]]                              the name      vllm-code.default.svc, a headless service:
                     url = "http://10.0.0.5:8000"                           every address it has is a server
                     domain = "code"
 
-Servers come and go. A new one is brought to the current draft as if it had restarted, and a former one is forgotten.
-If the file or the name cannot be read, the known servers stay."""
+Servers come and go. A new one is brought to the current draft as if it had restarted, and a former
+one is forgotten. If the file or the name cannot be read, the known servers stay.
+"""
 
 import asyncio
 import os
@@ -21,7 +24,12 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from redraft.online.fleet.server import FleetServer, make_client, require_address, trusted_certificates
+from redraft.online.fleet.server import (
+    FleetServer,
+    make_client,
+    require_address,
+    trusted_certificates,
+)
 from redraft.online.records.origin import require_label
 from redraft.online.tokens import read_token
 
@@ -31,16 +39,21 @@ AnyServer = TypeVar("AnyServer", bound=FleetServer)
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
     servers: tuple[str, ...] = ()
-    """Addresses of the vLLM servers, e.g. ["http://10.0.0.5:8000"]. The first one to answer is the canary."""
+    """Addresses of the vLLM servers, e.g. ["http://10.0.0.5:8000"]. The first one to answer is the
+    canary.
+    """
     file: Path | None = None
-    """fleet.toml, a list of servers shared by several learners and the router. Changes to it are picked up while the
-    learner runs."""
+    """fleet.toml, a list of servers shared by several learners and the router. Changes to it are
+    picked up while the learner runs.
+    """
     name: str = ""
-    """Host name with port, e.g. http://vllm.default.svc:8000. Every address it resolves to is a server, as with a
-    headless Kubernetes service."""
+    """Host name with port, e.g. http://vllm.default.svc:8000. Every address it resolves to is a
+    server, as with a headless Kubernetes service.
+    """
     token_file: Path | None = None
-    """File with the bearer token for the servers' /redraft/ routes. The alternative is the environment variable
-    REDRAFT_TOKEN."""
+    """File with the bearer token for the servers' /redraft/ routes. The alternative is the
+    environment variable REDRAFT_TOKEN.
+    """
     poll_s: float = 10
     """Seconds between two looks at every server: version, target and acceptance."""
 
@@ -48,11 +61,17 @@ class FleetConfig:
         for server in self.servers:
             require_address(server)
         if self.name and not _has_port(self.name):
-            raise ValueError(f"fleet.name is {self.name!r}: it must be like http://vllm.default.svc:8000")
+            raise ValueError(
+                f"fleet.name is {self.name!r}: it must be like http://vllm.default.svc:8000"
+            )
 
     def token(self) -> str:
-        """The bearer token of the servers. Raises ValueError if there is no token, or no server is
-        named in any way. Raises FileNotFoundError if the token's file is missing."""
+        """The bearer token of the servers.
+
+        Raises:
+            ValueError: if there is no token, or no server is named in any way.
+            FileNotFoundError: if the token's file is missing.
+        """
         if not (self.servers or self.file or self.name):
             raise ValueError("there is no server: set fleet.servers, fleet.file or fleet.name")
         token = read_token(self.token_file) if self.token_file else os.environ.get("REDRAFT_TOKEN")
@@ -83,9 +102,15 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def discover(cfg: FleetConfig, domain: str = "") -> dict[str, str]:
-    """The bearer token of every server, by address, as of now. `domain` selects servers of the
-    file; empty: all. Raises ValueError if there is no token, no server is named in any way, or the
-    file is not a fleet.toml. Raises OSError if the file or the name cannot be read."""
+    """The bearer token of every server, by address, as of now.
+
+    `domain` selects servers of the file; empty: all.
+
+    Raises:
+        ValueError: if there is no token, no server is named in any way, or the file is not a
+            fleet.toml.
+        OSError: if the file or the name cannot be read.
+    """
     token = cfg.token()
     # The order is kept: the first server to answer becomes the canary.
     found = dict.fromkeys((server.rstrip("/") for server in cfg.servers), token)
@@ -98,34 +123,57 @@ async def discover(cfg: FleetConfig, domain: str = "") -> dict[str, str]:
 
 def read_fleet(path: Path, domain: str, token: str) -> dict[str, str]:
     """The token of every server of one domain, by address; an empty domain selects all servers.
-    Raises ValueError if the file is not a fleet.toml. Raises OSError if the file, or a token's
-    file, cannot be read."""
+
+    Raises:
+        ValueError: if the file is not a fleet.toml.
+        OSError: if the file, or a token's file, cannot be read.
+    """
     return {
-        server.url.rstrip("/"): read_token(path.parent / server.token_file) if server.token_file else token
+        server.url.rstrip("/"): read_token(path.parent / server.token_file)
+        if server.token_file
+        else token
         for server in list_servers(path)
         if domain in ("", server.domain)
     }
 
 
 def list_servers(path: Path) -> list[ListedServer]:
-    """The servers of fleet.toml. Raises ValueError: it is none; OSError: it is unreadable."""
+    """The servers of fleet.toml.
+
+    Raises:
+        ValueError: it is none.
+        OSError: it is unreadable.
+    """
     try:
         return msgspec.convert(tomllib.loads(path.read_text()), FleetFile).servers
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise ValueError(f"{path} lists no servers ({error}); each begins with [[servers]] and has a url") from error
+        raise ValueError(
+            f"{path} lists no servers ({error}); each begins with [[servers]] and has a url"
+        ) from error
 
 
 async def resolve_addresses(url: str) -> list[str]:
-    """A URL per address of the host name in `url`, sorted. Raises OSError: there is none."""
+    """A URL per address of the host name in `url`, sorted.
+
+    Raises:
+        OSError: there is none.
+    """
     parts = urlsplit(url)
     assert parts.hostname is not None
-    found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().getaddrinfo(
+        parts.hostname, parts.port, type=socket.SOCK_STREAM
+    )
     hosts = sorted({str(address[0]) for *_, address in found})
-    return [f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts]
+    return [
+        f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts
+    ]
 
 
 class Members(Generic[AnyServer]):
-    """The servers of a fleet. `servers` is one list, shared by everyone who uses it, and changes only in `update`."""
+    """The servers of a fleet.
+
+    `servers` is one list, shared by everyone who uses it, and changes only in `update`.
+    """
 
     def __init__(self, make: Callable[[str, str, httpx.AsyncClient], AnyServer]) -> None:
         self.servers: list[AnyServer] = []
@@ -133,7 +181,10 @@ class Members(Generic[AnyServer]):
         self._certificates = trusted_certificates()
 
     def update(self, tokens: Mapping[str, str]) -> list[AnyServer]:
-        """Add new servers and remove former ones. Returns the latter: the caller must close the `http` of each."""
+        """Add new servers and remove former ones.
+
+        Returns the latter: the caller must close the `http` of each.
+        """
         # A server with a new token counts as gone, and is made again below: servers are frozen.
         gone = [server for server in self.servers if tokens.get(server.url) != server.token]
         known = {server.url for server in self.servers if server not in gone}

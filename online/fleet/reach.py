@@ -15,9 +15,18 @@ SILENT = "no answer came in time: is a firewall between, or does the server hang
 UNTRUSTED = "its certificate is not trusted here: set SSL_CERT_FILE to a file with its authority"
 OTHER_NAME = "its certificate is for another name: give the address that it is for"
 EXPIRED = "its certificate has expired: renew it"
-WANTS_CERTIFICATE = "it wants a certificate from its clients, and redraft has none: start vLLM without --ssl-cert-reqs"
-UNIX_SOCKET = "redraft asks servers over TCP, not at a Unix socket: start vLLM with --host and --port instead of --uds"
-FOREIGN = "a log-in answers in its place: give the address behind it, or let /redraft/, /metrics and /v1/ through"
+WANTS_CERTIFICATE = (
+    "it wants a certificate from its clients, and redraft has none: start vLLM "
+    "without --ssl-cert-reqs"
+)
+UNIX_SOCKET = (
+    "redraft asks servers over TCP, not at a Unix socket: start vLLM with --host and "
+    "--port instead of --uds"
+)
+FOREIGN = (
+    "a log-in answers in its place: give the address behind it, or let /redraft/, /metrics "
+    "and /v1/ through"
+)
 IS_PLAIN = "it speaks plain HTTP: begin its address with http://"
 IS_TLS = "it sends no HTTP: if it speaks TLS, begin its address with https://"
 NO_NETWORK = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
@@ -33,7 +42,10 @@ def explain(error: BaseException) -> str:
             return BY_CODE.get(cause.verify_code, UNTRUSTED)
         if isinstance(cause, ssl.SSLError) and "CERTIFICATE_REQUIRED" in (cause.reason or ""):
             return WANTS_CERTIFICATE
-        if isinstance(cause, ssl.SSLError) and (cause.reason or "").upper().replace(" ", "_") in TLS_REASONS:
+        if (
+            isinstance(cause, ssl.SSLError)
+            and (cause.reason or "").upper().replace(" ", "_") in TLS_REASONS
+        ):
             return IS_PLAIN
         if isinstance(cause, socket.gaierror):
             return UNKNOWN_NAME
@@ -44,13 +56,18 @@ def explain(error: BaseException) -> str:
         if isinstance(cause, TimeoutError | httpx.TimeoutException):
             return SILENT
         # h11's words for an answer that does not begin with HTTP/1.1.
-        if isinstance(cause, httpx.RemoteProtocolError | httpcore.RemoteProtocolError) and "illegal" in str(cause):
+        if isinstance(
+            cause, httpx.RemoteProtocolError | httpcore.RemoteProtocolError
+        ) and "illegal" in str(cause):
             return IS_TLS
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def explain_answer(status: int, headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The reason with the cure if something before the server has answered; empty if the server has."""
+    """The reason with the cure if something before the server has answered.
+
+    Empty if the server has.
+    """
     found = {name.lower(): value.lower() for name, value in headers}
     is_page = status < 500 and found.get(b"content-type", b"").startswith(b"text/html")
     wants_login = not found.get(b"www-authenticate", b"bearer").startswith(b"bearer")
@@ -58,7 +75,10 @@ def explain_answer(status: int, headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def list_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and everything it comes from: httpx, httpcore and anyio wrap the system's error, more than once."""
+    """The error and everything it comes from.
+
+    Httpx, httpcore and anyio wrap the system's error, more than once.
+    """
     while error is not None:
         yield error
         if isinstance(error, BaseExceptionGroup):

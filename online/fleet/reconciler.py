@@ -1,14 +1,23 @@
-"""Pushes the current version to servers with another, in the background: a slow server delays nobody.
+"""Pushes the current version to servers with another, in the background.
 
-push ─► one task per server: status, swap, status ─► forgotten when the server has the version, else remembered
-stop ─► ends all of them, before a rollout or a rollback swaps the servers itself"""
+A slow server delays nobody.
+
+push ─► one task per server: status, swap, status ─► forgotten when the server has the version, else
+remembered stop ─► ends all of them, before a rollout or a rollback swaps the servers itself
+"""
 
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from redraft.online.fleet.server import Convergence, FleetServer, RefusedError, UnreachableError, bring
+from redraft.online.fleet.server import (
+    Convergence,
+    FleetServer,
+    RefusedError,
+    UnreachableError,
+    bring,
+)
 
 SLOW_PUSH_S = 60.0  # A slower swap is reported (`server_behind`), and goes on until its deadline.
 PATIENCE_S = 3.0  # Time after which `bring_all` stops waiting for a minority of the servers.
@@ -34,7 +43,10 @@ class Reconciler:
         self._pushes: dict[FleetServer, _Push] = {}
 
     def push(self, servers: Iterable[FleetServer], version: str, timeout_s: float = 0) -> None:
-        """Begin to bring the servers to `version`, with retries for `timeout_s`. Servers under way are left alone."""
+        """Begin to bring the servers to `version`, with retries for `timeout_s`.
+
+        Servers under way are left alone.
+        """
         for server in servers:
             known = self._pushes.get(server)
             if known is not None and not known.task.done():
@@ -42,7 +54,8 @@ class Reconciler:
                     continue
                 known.task.cancel()
             deadline_s = time.monotonic() + timeout_s
-            # With a timeout of 0 there is one attempt, and the next look at the servers pushes again.
+            # With a timeout of 0 there is one attempt, and the next look at the servers pushes
+            # again.
             task = asyncio.create_task(bring(server, version, deadline_s, insist=True))
             self._pushes[server] = _Push(version, task, time.monotonic())
 
@@ -50,11 +63,15 @@ class Reconciler:
         """Whether the last push to the server failed, or takes unusually long."""
         return server in self._pushes and self._pushes[server].is_failing
 
-    async def bring_all(self, servers: Sequence[FleetServer], version: str, timeout_s: float) -> Convergence:
-        """Bring all servers to `version`; waits for most of them, and goes on with the others in
-        the background. Returns when every server has answered, at the latest after `timeout_s`.
-        After PATIENCE_S it returns as soon as at least half of them are done: one hung server must
-        not keep a person waiting."""
+    async def bring_all(
+        self, servers: Sequence[FleetServer], version: str, timeout_s: float
+    ) -> Convergence:
+        """Bring all servers to `version`.
+
+        Waits for most of them, and goes on with the others in the background. Returns when every
+        server has answered, at the latest after `timeout_s`. After PATIENCE_S it returns as soon as
+        at least half of them are done: one hung server must not keep a person waiting.
+        """
         servers = list(servers)
         self.push(servers, version, timeout_s)
         # held here, because `forget` may drop a server's push while this waits

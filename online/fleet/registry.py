@@ -1,4 +1,5 @@
-"""The registry: the versions of one draft as immutable folders, and a link to the one the fleet should serve.
+"""The registry: the versions of one draft as immutable folders, and a link to the one the fleet
+should serve.
 
     <root>/<draft>/                 the servers' REDRAFT_REGISTRY
         v000001/ v000002/ ...       weights, config, provenance.json, evaluation.json, STABLE, manifest.json (SHA-256)
@@ -7,12 +8,14 @@
         registry.json               the registry's id, and the highest version number given so far
         lock                        held by the one learner of this draft
 
-A version appears whole, by one rename. STABLE protects registries copied file by file: a folder without it is not a
-version. Publication is not promotion: a version that failed its canary was published, but never current. A copy
-without links, as object storage makes it, is on the last version of promoted.json.
+A version appears whole, by one rename. STABLE protects registries copied file by file: a folder
+without it is not a version. Publication is not promotion: a version that failed its canary was
+published, but never current. A copy without links, as object storage makes it, is on the last
+version of promoted.json.
 
-`repair` restores a registry from its intact files: the versions name their parents, both JSON files hold the id, and
-a damaged current version gives way to the one before."""
+`repair` restores a registry from its intact files: the versions name their parents, both JSON files
+hold the id, and a damaged current version gives way to the one before.
+"""
 
 import hashlib
 import json
@@ -59,27 +62,46 @@ class _Numbers(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A version, distinct from one with the same name in another registry. Empty fields are unknown."""
+    """A version, distinct from one with the same name in another registry.
+
+    Empty fields are unknown.
+    """
 
     manifest_sha256: str = ""
     registry: str = ""
 
 
 def read_id(folder: Path) -> str:
-    """The id of the registry in `folder`; empty if it has none, because no learner has owned it so
-    far. Raises OSError if the file exists and cannot be read."""
+    """The id of the registry in `folder`.
+
+    Empty if it has none, because no learner has owned it so far.
+
+    Raises:
+        OSError: if the file exists and cannot be read.
+    """
     # A second copy, because servers refuse the versions of a registry with another id.
-    return _read_or_empty(folder / REGISTRY, _Numbers).id or _read_or_empty(folder / PROMOTED, _Promoted).registry
+    return (
+        _read_or_empty(folder / REGISTRY, _Numbers).id
+        or _read_or_empty(folder / PROMOTED, _Promoted).registry
+    )
 
 
 def hash_manifest(version: Path) -> str:
-    """SHA-256 of a version's manifest, in hex. It names every byte of the version.
-    Raises OSError if there is no manifest, or it cannot be read."""
+    """SHA-256 of a version's manifest, in hex.
+
+    It names every byte of the version.
+
+    Raises:
+        OSError: if there is no manifest, or it cannot be read.
+    """
     return hashlib.sha256((version / artifact.MANIFEST).read_bytes()).hexdigest()
 
 
 class Registry:
-    """The folder of one draft. Any process may read, promote and roll back; only the owner publishes."""
+    """The folder of one draft.
+
+    Any process may read, promote and roll back; only the owner publishes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,14 +114,20 @@ class Registry:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Own the draft while the block runs. Raises AlreadyOwnedError if another learner owns it;
-        the message names process and machine."""
+        """Own the draft while the block runs.
+
+        Raises:
+            AlreadyOwnedError: if another learner owns it; the message names process and machine.
+        """
         with own(self.folder / "lock", "a learner"):
             self._note_numbers()
             yield
 
     def identify(self, version: str) -> Identity:
-        """The bytes and the registry of a version, for its servers. Fields are empty if a file cannot be read."""
+        """The bytes and the registry of a version, for its servers.
+
+        Fields are empty if a file cannot be read.
+        """
         manifest_sha256 = registry = ""
         with suppress(OSError):
             manifest_sha256 = hash_manifest(self.folder / version)
@@ -110,20 +138,26 @@ class Registry:
     def versions(self) -> list[str]:
         """All complete versions, oldest first."""
         found = [path.name for path in self.folder.iterdir() if _VERSION.fullmatch(path.name)]
-        return sorted((name for name in found if (self.folder / name / STABLE).is_file()), key=_number)
+        return sorted(
+            (name for name in found if (self.folder / name / STABLE).is_file()), key=_number
+        )
 
     def latest(self) -> str | None:
         return next(reversed(self.versions()), None)
 
     def current(self) -> str | None:
         """The current version; None before the first promotion.
+
         Without the link, because the registry was copied by a tool that drops links, this is the
-        last promoted version. The newest one may be a version that its canary refused."""
+        last promoted version. The newest one may be a version that its canary refused.
+        """
         link = self.folder / "current"
         if link.is_symlink():
             return os.readlink(link)
         known = self.versions()
-        return next((version for version in reversed(self._read_promoted()) if version in known), None)
+        return next(
+            (version for version in reversed(self._read_promoted()) if version in known), None
+        )
 
     def current_path(self) -> Path:
         """The folder of the current version, which a learner's registry has."""
@@ -132,10 +166,16 @@ class Registry:
         return self.path(current)
 
     def repair(self) -> None:
-        """Make sure that `current` is a link to an intact version. For the owner of a registry with
-        a version. Raises ValueError if nothing shows which of several versions was current, or none
-        that ever was is intact."""
-        # The list first: the link is restored from it, and so is the way back from a damaged version.
+        """Make sure that `current` is a link to an intact version.
+
+        For the owner of a registry with a version.
+
+        Raises:
+            ValueError: if nothing shows which of several versions was current, or none that ever
+                was is intact.
+        """
+        # The list first: the link is restored from it, and so is the way back from a damaged
+        # version.
         is_damaged = self._is_damaged(PROMOTED, _Promoted)
         # The first promotion writes the list before the link.
         is_lost = (self.folder / "current").is_symlink() and not (self.folder / PROMOTED).exists()
@@ -153,7 +193,9 @@ class Registry:
         try:
             artifact.verify(self.path(current))
         except (FileNotFoundError, ValueError) as error:
-            self.mended.append(f"{current} is damaged, so {self._leave(current, error)} is current again: {error}")
+            self.mended.append(
+                f"{current} is damaged, so {self._leave(current, error)} is current again: {error}"
+            )
 
     def _leave(self, current: str, error: Exception) -> str:
         """Go back from a damaged version to the newest intact one before it; returns the name."""
@@ -163,7 +205,9 @@ class Registry:
             except (FileNotFoundError, ValueError):  # damaged too
                 # Off the list, so `previous` names the version before it in the next turn.
                 self._write_promoted([name for name in self.promoted() if name != previous])
-        raise ValueError(f"{error}. No version before {current} is intact either: copy one back") from error
+        raise ValueError(
+            f"{error}. No version before {current} is intact either: copy one back"
+        ) from error
 
     def _restore_link(self) -> None:
         if (self.folder / "current").is_symlink():
@@ -171,17 +215,23 @@ class Registry:
         current, versions = self.current(), self.versions()
         if current is None and len(versions) > 1:
             raise ValueError(
-                f"{self.folder} has {len(versions)} versions, but neither the link `current` nor {PROMOTED}: "
+                f"{self.folder} has {len(versions)} versions, but neither the link `current` nor "
+                f"{PROMOTED}: "
                 f"choose one, e.g. ln -s {versions[0]} {self.folder / 'current'}"
             )
         self.promote(current or versions[0])
 
     def path(self, version: str) -> Path:
         """The folder of a version.
-        Raises FileNotFoundError if there is no such version; the message lists the newest ones."""
+
+        Raises:
+            FileNotFoundError: if there is no such version; the message lists the newest ones.
+        """
         if version not in self.versions():
             newest = ", ".join(self.versions()[-5:]) or "none"
-            raise FileNotFoundError(f"{self.folder} has no version {version}: the newest are {newest}")
+            raise FileNotFoundError(
+                f"{self.folder} has no version {version}: the newest are {newest}"
+            )
         return self.folder / version
 
     def publish(
@@ -192,10 +242,15 @@ class Registry:
         provenance: Mapping[str, Any],
         evaluation: Mapping[str, Any],
     ) -> str:
-        """Publish a new version without making it current; returns the name. `write` writes the
-        draft into the folder given to it. Servers with another target than `target_fingerprint`
-        refuse the version. Raises FileExistsError if another process published at the same time,
-        OSError if the disk is full."""
+        """Publish a new version without making it current; returns the name.
+
+        `write` writes the draft into the folder given to it. Servers with another target than
+        `target_fingerprint` refuse the version.
+
+        Raises:
+            FileExistsError: if another process published at the same time, OSError if the disk is
+                full.
+        """
         version = f"v{self._highest_number() + 1:06d}"
 
         def write_all(folder: Path) -> None:
@@ -203,16 +258,25 @@ class Registry:
             (folder / EVALUATION).write_text(json.dumps(evaluation, indent=2) + "\n")
             (folder / STABLE).touch()
 
-        artifact.publish(self.folder / version, write_all, {"target_fingerprint": target_fingerprint, **provenance})
+        artifact.publish(
+            self.folder / version,
+            write_all,
+            {"target_fingerprint": target_fingerprint, **provenance},
+        )
         self._note_numbers()
         return version
 
     def promote(self, version: str) -> None:
-        """Make a version current, after verifying every byte of it. Raises FileNotFoundError if
-        there is no such version. Raises ValueError if it is damaged; the message names the file."""
+        """Make a version current, after verifying every byte of it.
+
+        Raises:
+            FileNotFoundError: if there is no such version.
+            ValueError: if it is damaged; the message names the file.
+        """
         artifact.verify(self.path(version))
         self._write_promoted([*(name for name in self.promoted() if name != version), version])
-        # The list comes first: it is read only up to the version named by the link, so a kill here changes nothing.
+        # The list comes first: it is read only up to the version named by the link, so a kill here
+        # changes nothing.
         self._point_current_at(version)
 
     def previous(self) -> str | None:
@@ -221,30 +285,44 @@ class Registry:
         return next((name for name in self.promoted()[-2::-1] if name in self.versions()), None)
 
     def rollback(self, to: str = "") -> str:
-        """Make the previously current version current again, or an earlier one, `to`; returns the
-        name. Raises FileNotFoundError if there is none, or `to` was never current. Raises
-        ValueError if it is damaged; the message names the file."""
+        """Make the previously current version current again, or an earlier one, `to`.
+
+        Returns the name.
+
+        Raises:
+            FileNotFoundError: if there is none, or `to` was never current.
+            ValueError: if it is damaged; the message names the file.
+        """
         if to and to not in self.promoted():
             raise FileNotFoundError(
-                f"{to} was not current before {self.current()}: choose from {', '.join(self.promoted())}"
+                f"{to} was not current before {self.current()}: choose from "
+                f"{', '.join(self.promoted())}"
             )
         previous = to or self.previous()
         if not previous:
-            raise FileNotFoundError(f"{self.folder} has no version before {self.current()} to go back to")
+            raise FileNotFoundError(
+                f"{self.folder} has no version before {self.current()} to go back to"
+            )
         artifact.verify(self.path(previous))
         kept = self.promoted()
         kept = kept[: kept.index(previous) + 1]
         self._point_current_at(previous)
-        # For copies without links. A full disk must not stop a rollback: with the link the longer list is right too.
+        # For copies without links. A full disk must not stop a rollback: with the link the longer
+        # list is right too.
         with suppress(OSError):
             self._write_promoted(kept)
         return previous
 
     def prune(self, keep: int, in_use: Collection[str] = ()) -> list[str]:
         """Remove old versions; returns the names.
+
         The newest `keep` versions stay, and so do the current one, the one before it and those in
         `in_use`. A server needs the files of the version it has, to restore the draft if a swap
-        fails half-way. Raises ValueError if `keep` is below 1."""
+        fails half-way.
+
+        Raises:
+            ValueError: if `keep` is below 1.
+        """
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least the newest version has to stay")
         needed = {*self.versions()[-keep:], self.current(), self.previous(), *in_use}
@@ -264,11 +342,15 @@ class Registry:
 
     def list_training_ends(self) -> dict[str, float]:
         """Number of the last record in the learner's buffer that may have been trained into a
-        version, by version. A copy of a draft from elsewhere learned from no record: 0. Infinite if
-        the version does not say. Numbers, not times: a clock may be set back between a record's
-        arrival and its training."""
+        version, by version. A copy of a draft from elsewhere learned from no record: 0. Infinite
+        if the version does not say. Numbers, not times: a clock may be set back between a
+        record's arrival and its training.
+        """
         made = {version: self._read_provenance(version) for version in self.versions()}
-        return {version: 0.0 if known.copied_from else known.trained_through for version, known in made.items()}
+        return {
+            version: 0.0 if known.copied_from else known.trained_through
+            for version, known in made.items()
+        }
 
     def _read_provenance(self, version: str) -> Provenance:
         """Without any key if it cannot be read."""
@@ -285,16 +367,21 @@ class Registry:
 
     def _guess_promoted(self) -> list[str]:
         """The versions that were current, in order, as far as the rest of the folder shows.
+
         Every version was trained from the then current one. If the versions do not say so, all
-        before the link count."""
+        before the link count.
+        """
         link, known = self.folder / "current", self.versions()
         current = os.readlink(link) if link.is_symlink() else None
         if current not in known:
             return []
-        # E.g. v4 trained from v2, which trained from v1: v1, v2, v4. v3 was published, but never current.
+        # E.g. v4 trained from v2, which trained from v1: v1, v2, v4. v3 was published, but never
+        # current.
         found = [current]
         # a version found twice would be a circle, which only damage makes
-        while (parent := self._read_provenance(found[0]).trained_from) in known and parent not in found:
+        while (
+            parent := self._read_provenance(found[0]).trained_from
+        ) in known and parent not in found:
             found.insert(0, parent)
         return found if len(found) > 1 else known[: known.index(current) + 1]
 
@@ -311,12 +398,15 @@ class Registry:
 
     def _set_aside(self, name: str, consequence: str) -> None:
         aside = set_aside(self.folder / name)
-        self.mended.append(f"{self.folder / name} was damaged and is now {aside.name}: {consequence}")
+        self.mended.append(
+            f"{self.folder / name} was damaged and is now {aside.name}: {consequence}"
+        )
 
     def _point_current_at(self, version: str) -> None:
         link = self.folder / "current"
         if link.is_dir() and not link.is_symlink():
-            # `cp -rL` makes a folder of the link. It is moved aside, not removed, because it holds a whole draft.
+            # `cp -rL` makes a folder of the link. It is moved aside, not removed, because it holds
+            # a whole draft.
             link.rename(self.folder / f".current.copied.{uuid.uuid4().hex[:8]}")
         partial = self.folder / ".current.partial"
         partial.unlink(missing_ok=True)
@@ -325,23 +415,34 @@ class Registry:
         artifact.sync(self.folder)
 
     def _highest_number(self) -> int:
-        """The highest version number ever given, as far as the folder shows it. No number is given twice: a server
-        knows a version by its name."""
+        """The highest version number ever given, as far as the folder shows it.
+
+        No number is given twice: a server knows a version by its name.
+        """
         # Incomplete folders count too, and so do versions that somebody deleted.
         names = [*(path.name for path in self.folder.iterdir()), *self._read_promoted()]
         given = [_number(name) for name in names if _VERSION.fullmatch(name)]
-        return max([*given, _read_or_empty(self.folder / REGISTRY, _Numbers).highest_number], default=0)
+        return max(
+            [*given, _read_or_empty(self.folder / REGISTRY, _Numbers).highest_number], default=0
+        )
 
     def _note_numbers(self) -> None:
-        """Write the registry's id and highest number. On a full disk this waits until the next version."""
+        """Write the registry's id and highest number.
+
+        On a full disk this waits until the next version.
+        """
         noted, highest = _read_or_empty(self.folder / REGISTRY, _Numbers), self._highest_number()
         if noted.id and highest == noted.highest_number:
             return
         with suppress(OSError):
             known = noted.id or read_id(self.folder) or uuid.uuid4().hex
             if self._is_damaged(REGISTRY, _Numbers):
-                self._set_aside(REGISTRY, f"the registry's id is {known}, its highest version number {highest}")
-            write_sealed(self.folder / REGISTRY, {"id": known, "highest_number": highest}, mode=0o644)
+                self._set_aside(
+                    REGISTRY, f"the registry's id is {known}, its highest version number {highest}"
+                )
+            write_sealed(
+                self.folder / REGISTRY, {"id": known, "highest_number": highest}, mode=0o644
+            )
 
 
 def _read_or_empty(path: Path, kind: type[T]) -> T:

@@ -1,9 +1,13 @@
-"""The rollout of one version onto a running fleet. It is proven on live traffic first, and taken back if it fails.
+"""The rollout of one version onto a running fleet.
+
+It is proven on live traffic first, and taken back if it fails.
 
                      ┌─ control group, still on the incumbent ─┐
-    candidate ─► canary ─► warm-up ─► the same window on both ─► compare ─► wave ─► watch ─► wave ─► ... ─► whole fleet
+    candidate ─► canary ─► warm-up ─► the same window on both ─► compare ─► wave ─► watch ─► wave ─►
+    ... ─► whole fleet
                      │                                             │                  │
-                     └──────────────── any failure ────────────────┴──────────────────┴─► every server to the incumbent
+                     └──────────────── any failure ────────────────┴──────────────────┴─► every
+                     server to the incumbent
 
     stage        consumes                 waits for                              unblocked by
     align        list of servers          every answering server                 all of them on the incumbent
@@ -11,22 +15,25 @@
     warm-up      nothing                  caches and running requests to turn    a fixed time
     window       counters of both groups  an interval of the loss that decides   counts, or the timeout: inconclusive
     waves        the other servers        every server of the wave to swap       their status, and no alarm that
-                                                                                 the remaining servers lack
+                                                                                 the remaining
+                                                                                 servers lack
 
-The interval comes from the spread between polls, not between drafts: all drafts of a request are alike, so 2000 drafts
-of 70 requests say far less than 2000 separate ones. The groups are compared domain by domain, so a canary with more
-code than the control group looks neither better nor worse for it. Servers that miscount
-domains are compared by their totals. Nor does the number of draft tokens matter, which follows
-the load with `--pace auto`: tau is compared as if both groups had drafted equally many.
+The interval comes from the spread between polls, not between drafts: all drafts of a request are
+alike, so 2000 drafts of 70 requests say far less than 2000 separate ones. The groups are compared
+domain by domain, so a canary with more code than the control group looks neither better nor worse
+for it. Servers that miscount domains are compared by their totals. Nor does the number of draft
+tokens matter, which follows the load with `--pace auto`: tau is compared as if both groups had
+drafted equally many.
 
 A trainer may move the target's weights meanwhile. A poll counts if all servers have the
 same weights at both ends, so a fleet that moves together is compared as any other.
 
-Servers with `--pace auto` may draft little or nothing. If there is nothing to compare, or not enough until
-time is up, the candidate passes: a server drafts with it only while that is faster.
+Servers with `--pace auto` may draft little or nothing. If there is nothing to compare, or not
+enough until time is up, the candidate passes: a server drafts with it only while that is faster.
 
-With a control group, before and after are never compared: traffic changes by the minute, and harder traffic would be
-held against the candidate. Neither function raises for a server's failure; both can be repeated after a kill.
+With a control group, before and after are never compared: traffic changes by the minute, and harder
+traffic would be held against the candidate. Neither function raises for a server's failure; both
+can be repeated after a kill.
 """
 
 import asyncio
@@ -42,7 +49,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.eval.intervals import Estimate, estimate_gain, estimate_ratio, subtract_independent, sum_weighted
+from redraft.eval.intervals import (
+    Estimate,
+    estimate_gain,
+    estimate_ratio,
+    subtract_independent,
+    sum_weighted,
+)
 from redraft.online.fleet.server import (
     ALARM_DRAFTS,
     Convergence,
@@ -61,48 +74,65 @@ MIN_DOMAIN_DRAFTS = 200  # Drafts of a domain that both groups must have made fo
 ALL = "\n"  # Key of the counts of all domains. No header can hold it.
 
 MIN_BLOCKS, MAX_BLOCKS = 8, 16
-"""Blocks of polls, below and from 64 polls. Fewer say little about the spread, more are shorter than a long request."""
+"""Blocks of polls, below and from 64 polls. Fewer say little about the spread, more are shorter
+than a long request.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPolicy:
     warm_up_s: float = 30
-    """Seconds after a swap that are not counted: running requests still hold the keys and values of the previous
-    draft."""
+    """Seconds after a swap that are not counted: running requests still hold the keys and values of
+    the previous draft.
+    """
     min_drafts: int = 5000
     """Drafts each group must have made before the groups are first compared."""
     window_timeout_s: float = 900
-    """Seconds to compare the groups. If they cannot be told apart until then, e.g. because traffic was too light, the
-    rollout is inconclusive."""
+    """Seconds to compare the groups. If they cannot be told apart until then, e.g. because traffic
+    was too light, the rollout is inconclusive.
+    """
     keep_inconclusive: bool = False
-    """Leave an inconclusive candidate on the canary, and compare until there is a result. By default the canary
-    returns to the incumbent."""
+    """Leave an inconclusive candidate on the canary, and compare until there is a result. By
+    default the canary returns to the incumbent.
+    """
     confidence: float = 0.995
-    """Confidence of the interval of the loss. The canary passes if the whole interval is below `max_loss`, and is
-    taken back if all of it is above. If it is narrower than `max_loss`, the estimate decides."""
+    """Confidence of the interval of the loss. The canary passes if the whole interval is below
+    `max_loss`, and is taken back if all of it is above. If it is narrower than `max_loss`, the
+    estimate decides.
+    """
     poll_s: float = 5
     """Seconds between two readings of the counters while groups are compared."""
     max_loss: float = 0.1
-    """The canary passes if tau (mean tokens per step) is at most this much below the control group's. The gate has
-    proven the gain; the canary only guards against harm."""
+    """The canary passes if tau (mean tokens per step) is at most this much below the control
+    group's. The gate has proven the gain; the canary only guards against harm.
+    """
     waves: tuple[float, ...] = (0.1, 0.5, 1.0)
     """Share of the fleet with the candidate after each wave. Must rise to 1.0."""
     watch_s: float = 30
-    """Seconds to watch for alarms after each wave but the last: the remaining servers are the control group."""
+    """Seconds to watch for alarms after each wave but the last: the remaining servers are the
+    control group.
+    """
     swap_timeout_s: float = 120
     """Seconds to wait for a silent server before the rollout goes on without it."""
     rollback_timeout_s: float = 300
     """Seconds to keep trying to bring every server back when a rollout failed."""
     max_absent_share: float = 0.1
-    """The rollout is taken back if more than this share of the servers does not answer: then the draft is a likely
-    cause. One absent server is always tolerated, unless it is the only one."""
+    """The rollout is taken back if more than this share of the servers does not answer: then the
+    draft is a likely cause. One absent server is always tolerated, unless it is the only one.
+    """
 
     def __post_init__(self) -> None:
-        if not self.waves or list(self.waves) != sorted(self.waves) or self.waves[-1] != 1.0 or self.waves[0] <= 0:
+        if (
+            not self.waves
+            or list(self.waves) != sorted(self.waves)
+            or self.waves[-1] != 1.0
+            or self.waves[0] <= 0
+        ):
             raise ValueError(f"waves must rise from above 0 to 1.0, got {self.waves}")
         if not 0.5 < self.confidence < 1 or self.max_loss <= 0:
             raise ValueError(
-                f"confidence must be between 0.5 and 1 and max_loss above 0, got {self.confidence} and {self.max_loss}"
+                f"confidence must be between 0.5 and 1 and max_loss above 0, got {self.confidence} "
+                f"and {self.max_loss}"
             )
 
 
@@ -116,22 +146,32 @@ class Outcome:
     absent: dict[str, str] = field(default_factory=dict)
     """Last error by address, of silent servers. `reconcile` will bring them along."""
     is_inconclusive: bool = False
-    """Not passed, but only because traffic did not decide in time: nothing is said against the candidate."""
+    """Not passed, but only because traffic did not decide in time: nothing is said against the
+    candidate.
+    """
 
 
-async def try_canary(servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy) -> Outcome:
+async def try_canary(
+    servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy
+) -> Outcome:
     """Put the candidate on the first server to answer, and compare acceptance with the other
     servers. Passed if it is at most `max_loss` worse. Otherwise, or if time is up before this is
-    known, every server is back on the incumbent. A fleet of one has no control group: only there is
-    the canary compared with itself before the swap."""
-    # Alignment also repeats safely after a kill: a canary that has the candidate already returns to the incumbent.
+    known, every server is back on the incumbent. A fleet of one has no control group: only there
+    is the canary compared with itself before the swap.
+    """
+    # Alignment also repeats safely after a kill: a canary that has the candidate already returns to
+    # the incumbent.
     aligned = await converge(servers, incumbent, policy.swap_timeout_s, insist=False)
-    present = [server for server in servers if server.url not in {**aligned.refused, **aligned.absent}]
-    # A silent server is left out. One that refuses the incumbent needs a person before anything else is swapped.
+    present = [
+        server for server in servers if server.url not in {**aligned.refused, **aligned.absent}
+    ]
+    # A silent server is left out. One that refuses the incumbent needs a person before anything
+    # else is swapped.
     if not present or aligned.refused:
         return _outcome(False, f"the fleet is not on {incumbent} to begin with: {aligned}", aligned)
     canary, control = present[0], present[1:]
-    # Only a fleet of one compares with earlier minutes, so it measures the incumbent before the swap.
+    # Only a fleet of one compares with earlier minutes, so it measures the incumbent before the
+    # swap.
     before = None if control else await _measure_alone(canary, policy)
     if isinstance(before, str):
         outcome = _outcome(False, f"{canary.url} before the swap: {before}", aligned)
@@ -139,7 +179,9 @@ async def try_canary(servers: Sequence[FleetServer], candidate: str, incumbent: 
 
     swapped = await converge([canary], candidate, policy.swap_timeout_s, insist=False)
     if not swapped.is_complete:
-        return await _roll_back(servers, incumbent, f"the canary did not take {candidate}: {swapped}", policy)
+        return await _roll_back(
+            servers, incumbent, f"the canary did not take {candidate}: {swapped}", policy
+        )
     await asyncio.sleep(policy.warm_up_s)
     finding, reason = await _compare(canary, candidate, control, before, policy)
     if finding is not Finding.PASSED:
@@ -149,9 +191,14 @@ async def try_canary(servers: Sequence[FleetServer], candidate: str, incumbent: 
     return _outcome(True, f"canary {canary.url} against {against}: {reason}", aligned, candidate)
 
 
-async def roll_waves(servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy) -> Outcome:
-    """Put the candidate on the other servers, wave by wave. Passed if every answering server has
-    the candidate. Otherwise every server is back on the incumbent."""
+async def roll_waves(
+    servers: Sequence[FleetServer], candidate: str, incumbent: str, policy: RolloutPolicy
+) -> Outcome:
+    """Put the candidate on the other servers, wave by wave.
+
+    Passed if every answering server has the candidate. Otherwise every server is back on the
+    incumbent.
+    """
     done: list[FleetServer] = []
     absent: dict[str, str] = {}
     for wave in _split_into_waves(servers, policy):
@@ -161,7 +208,9 @@ async def roll_waves(servers: Sequence[FleetServer], candidate: str, incumbent: 
         done += [server for server in wave if server.url not in swapped.absent]
         absent |= swapped.absent
         if _are_too_many(absent, servers, policy):
-            return await _roll_back(servers, incumbent, f"{len(absent)} servers are gone: {swapped}", policy)
+            return await _roll_back(
+                servers, incumbent, f"{len(absent)} servers are gone: {swapped}", policy
+            )
         # The control group shrinks with every wave: all swapped servers so far against the rest.
         others = [server for server in servers if server not in done and server.url not in absent]
         alarm = await _watch(done, others, policy)
@@ -170,8 +219,12 @@ async def roll_waves(servers: Sequence[FleetServer], candidate: str, incumbent: 
     # Some servers may have restarted meanwhile, with the draft of the command line.
     final = await converge(servers, candidate, policy.swap_timeout_s, insist=False)
     if final.refused or _are_too_many(final.absent, servers, policy):
-        return await _roll_back(servers, incumbent, f"the fleet did not come together: {final}", policy)
-    return _outcome(True, f"{len(servers) - len(final.absent)} of {len(servers)} servers on {candidate}", final)
+        return await _roll_back(
+            servers, incumbent, f"the fleet did not come together: {final}", policy
+        )
+    return _outcome(
+        True, f"{len(servers) - len(final.absent)} of {len(servers)} servers on {candidate}", final
+    )
 
 
 class Finding(Enum):
@@ -184,8 +237,9 @@ class Finding(Enum):
 def estimate_loss(canary_PK2: Array, control_PK2: Array, *, is_paired: bool = True) -> Estimate:
     """tau of the control group minus tau of the canary, both with as many draft tokens, from the
     (tried, accepted) of each poll, in order, and position. A request lasts for several polls, so
-    neighbouring polls are alike: they are merged into blocks, and longer ones the more polls there
-    are. The blocks of groups that saw the same minutes pair up."""
+    neighbouring polls are alike: they are merged into blocks, and longer ones the more polls
+    there are. The blocks of groups that saw the same minutes pair up.
+    """
     # control first: the gain of the first group over the second is then the canary's loss
     common = min(canary_PK2.shape[1], control_PK2.shape[1])
     groups_2BK2 = [_merge_polls(polls_PK2[:, :common]) for polls_PK2 in (control_PK2, canary_PK2)]
@@ -199,8 +253,11 @@ def estimate_loss(canary_PK2: Array, control_PK2: Array, *, is_paired: bool = Tr
 
 
 def _count_had(blocks_BK2: Array) -> Array:
-    """Drafts that had a token at each position, [K]. Of those rejected earlier, a share as of the
-    others (Kaplan and Meier 1958: too short a draft is a censored one)."""
+    """Drafts that had a token at each position, [K].
+
+    Of those rejected earlier, a share as of the others (Kaplan and Meier 1958: too short a draft is
+    a censored one).
+    """
     tried_K, accepted_K = blocks_BK2.sum(0).T
     had_K: Array = tried_K.copy()
     for j in range(1, len(had_K)):
@@ -210,7 +267,8 @@ def _count_had(blocks_BK2: Array) -> Array:
 
 def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
     """(accepted, drafts) of each block, [2, B], as expected if these shares of the drafts had a
-    token at each position. With the shares that had one, they are the counts themselves."""
+    token at each position. With the shares that had one, they are the counts themselves.
+    """
     tried_BK, accepted_BK = np.moveaxis(blocks_BK2, -1, 0)
     drafts_B, rates_K = tried_BK[:, 0], accepted_BK.sum(0) / np.maximum(tried_BK.sum(0), 1)
     rate, worth_K = 0.0, shares_K.copy()
@@ -223,17 +281,22 @@ def _equalise(blocks_BK2: Array, shares_K: Array) -> Array:
     return np.stack([rate * drafts_B + surprises_BK @ worth_K, drafts_B])
 
 
-def estimate_loss_by_domain(canary: ByDomain, control: ByDomain, *, is_paired: bool = True) -> Estimate:
+def estimate_loss_by_domain(
+    canary: ByDomain, control: ByDomain, *, is_paired: bool = True
+) -> Estimate:
     """The loss of tau from the (tried, accepted) [P, K, 2] of each domain, weighed as by Cochran
-    (1954) and by Mantel and Haenszel (1959): a domain counts as far as both groups had it. Domains
-    with few drafts in one of the groups are left out. The error is infinite if none is left."""
+    (1954) and by Mantel and Haenszel (1959): a domain counts as far as both groups had it.
+    Domains with few drafts in one of the groups are left out. The error is infinite if none is
+    left.
+    """
     losses, weights = [], []
     for domain in canary.keys() & control.keys():
         groups = [group[domain] for group in (canary, control)]
         drafts, others = (float(group_PK2[:, :1, 0].sum()) for group_PK2 in groups)
         if min(drafts, others) >= MIN_DOMAIN_DRAFTS:
             losses.append(estimate_loss(*groups, is_paired=is_paired))
-            # 1 / (1/n + 1/m): the inverse variance of a difference, if every draft has the same variance.
+            # 1 / (1/n + 1/m): the inverse variance of a difference, if every draft has the same
+            # variance.
             weights.append(drafts * others / (drafts + others))
     if not losses:
         # `decide` finds an infinite interval inconclusive.
@@ -251,13 +314,15 @@ def estimate_accepted(polls_PK2: Array) -> Estimate:
 def decide(loss: Estimate, policy: RolloutPolicy) -> Finding:
     """The finding on a loss of tau; inconclusive as long as the interval is too wide."""
     low, high = loss.interval(policy.confidence)
-    # With a `max_loss` of 0.1: -0.02 to 0.08 passes, 0.12 to 0.30 is worse, -0.10 to 0.30 is inconclusive, and of 0.07
-    # to 0.15 the estimate decides.
+    # With a `max_loss` of 0.1: -0.02 to 0.08 passes, 0.12 to 0.30 is worse, -0.10 to 0.30 is
+    # inconclusive, and of 0.07 to 0.15 the estimate decides.
     if high <= policy.max_loss:
         return Finding.PASSED
     if low > policy.max_loss:
         return Finding.WORSE
-    if high - low < policy.max_loss:  # the loss is about max_loss: more traffic would hardly tell on which side
+    if (
+        high - low < policy.max_loss
+    ):  # the loss is about max_loss: more traffic would hardly tell on which side
         return Finding.PASSED if loss.value <= policy.max_loss else Finding.WORSE
     return Finding.INCONCLUSIVE
 
@@ -287,7 +352,9 @@ class _Polls:
         zero = AcceptanceCounts.zero()
         row = {ALL: zero}
         for server in self.servers:
-            if server not in counted:  # one that is left out keeps its earlier counts, but adds none
+            if (
+                server not in counted
+            ):  # one that is left out keeps its earlier counts, but adds none
                 continue
             now, earlier = counted[server], self._last.get(server, {})
             counts = self._last[server] = {ALL: now.total, **now.by_domain}
@@ -305,7 +372,9 @@ class _Polls:
     def select(self, domain: str) -> Array:
         """(tried, accepted) of every poll by position, [P, K, 2]."""
         counts = [row.get(domain, AcceptanceCounts.zero()) for row in self.rows]
-        polls = (zip(one.tried_per_position, one.accepted_per_position, strict=True) for one in counts)
+        polls = (
+            zip(one.tried_per_position, one.accepted_per_position, strict=True) for one in counts
+        )
         polls_KP2 = np.array([*zip_longest(*polls, fillvalue=(0, 0))], np.float64)
         return polls_KP2.reshape(-1, len(counts), 2).swapaxes(0, 1)
 
@@ -324,7 +393,10 @@ class _Polls:
 
     @property
     def is_off(self) -> bool:
-        """Whether servers that draft only while that is faster hardly draft: nothing can be compared."""
+        """Whether servers that draft only while that is faster hardly draft.
+
+        Nothing can be compared.
+        """
         is_seen = bool(self._last) and len(self.rows) >= MIN_POLLS
         return is_seen and self.is_paced and self.total.num_drafts < MIN_DOMAIN_DRAFTS
 
@@ -334,11 +406,16 @@ class _Polls:
 
 
 def _describe(counts: AcceptanceCounts) -> str:
-    return f"{counts.tau:.3f} ({counts.num_drafts:.0f} drafts)" if counts.num_drafts else "no drafts"
+    return (
+        f"{counts.tau:.3f} ({counts.num_drafts:.0f} drafts)" if counts.num_drafts else "no drafts"
+    )
 
 
 async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls | str:
-    """Counts of a server until they give tau to within half of `max_loss`, or time is up; a reason if they cannot."""
+    """Counts of a server until they give tau to within half of `max_loss`, or time is up.
+
+    A reason if they cannot.
+    """
     window, polls = await Window.open([server]), _Polls([server])
     deadline_s = time.monotonic() + policy.window_timeout_s
     while True:
@@ -357,24 +434,37 @@ async def _measure_alone(server: FleetServer, policy: RolloutPolicy) -> _Polls |
         if time.monotonic() > deadline_s:
             too_few = f"fewer than {policy.min_drafts} drafts in {policy.window_timeout_s:.0f} s"
             is_known = has_enough or polls.is_paced
-            return polls if is_known else f"{Finding.INCONCLUSIVE.value}: {too_few}: tau {_describe(polls.total)}"
+            return (
+                polls
+                if is_known
+                else f"{Finding.INCONCLUSIVE.value}: {too_few}: tau {_describe(polls.total)}"
+            )
 
 
 async def _compare(
-    canary: FleetServer, candidate: str, control: Sequence[FleetServer], before: _Polls | None, policy: RolloutPolicy
+    canary: FleetServer,
+    candidate: str,
+    control: Sequence[FleetServer],
+    before: _Polls | None,
+    policy: RolloutPolicy,
 ) -> tuple[Finding, str]:
-    """The finding on both groups' counts over the same time, and why. `before` is in place of a control group."""
+    """The finding on both groups' counts over the same time, and why.
+
+    `before` is in place of a control group.
+    """
     window = await Window.open([canary, *control])
     ours, theirs = _Polls([canary]), before or _Polls(control)
     deadline_s = time.monotonic() + policy.window_timeout_s
-    # Looking at every poll would find an equal draft worse sooner or later: look again once the polls have doubled.
-    # With a poll every 5 s, at the earliest after 80, 160, 320 and 640 s, and once more at the timeout.
+    # Looking at every poll would find an equal draft worse sooner or later: look again once the
+    # polls have doubled. With a poll every 5 s, at the earliest after 80, 160, 320 and 640 s, and
+    # once more at the timeout.
     next_look = MIN_POLLS
     was_one_target = _are_one(window.targets)
     while True:
         await asyncio.sleep(policy.poll_s)
         counted = await window.read()
-        # Its counters started again, or it did in its warm-up: nothing can be said about the candidate.
+        # Its counters started again, or it did in its warm-up: nothing can be said about the
+        # candidate.
         if canary not in counted or not window.began_with(canary, candidate):
             return Finding.FAILED, "it restarted, lost its draft or stopped answering"
         is_one_target = _are_one({one.target for one in counted.values()})
@@ -415,9 +505,13 @@ def _are_one(targets: set[str | None]) -> bool:
     return len(targets) == 1 and None not in targets
 
 
-def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_paired: bool) -> tuple[Finding, str]:
+def _look(
+    ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_paired: bool
+) -> tuple[Finding, str]:
     by_domain = ours.has_domains and theirs.has_domains
-    canary, control = (polls.by_domain if by_domain else {ALL: polls.select(ALL)} for polls in (ours, theirs))
+    canary, control = (
+        polls.by_domain if by_domain else {ALL: polls.select(ALL)} for polls in (ours, theirs)
+    )
     loss = estimate_loss_by_domain(canary, control, is_paired=is_paired)
     finding = decide(loss, policy)
     low, high = loss.interval(policy.confidence)
@@ -428,7 +522,9 @@ def _look(ours: _Polls, theirs: _Polls, taus: str, policy: RolloutPolicy, *, is_
     return finding, f"{taus}, {spread}"
 
 
-async def _watch(done: Sequence[FleetServer], control: Sequence[FleetServer], policy: RolloutPolicy) -> str:
+async def _watch(
+    done: Sequence[FleetServer], control: Sequence[FleetServer], policy: RolloutPolicy
+) -> str:
     """The reason for an alarm after `watch_s`; empty if none. Then the learner's watch follows."""
     if not control:
         return ""
@@ -439,7 +535,10 @@ async def _watch(done: Sequence[FleetServer], control: Sequence[FleetServer], po
     common = Counter(one.target for one in counted.values()).most_common(1)
     counted = {server: one for server, one in counted.items() if one.target == common[0][0]}
     ours, theirs = (
-        sum((counted[server].total for server in group if server in counted), AcceptanceCounts.zero())
+        sum(
+            (counted[server].total for server in group if server in counted),
+            AcceptanceCounts.zero(),
+        )
         for group in (done, control)
     )
     if is_worse_than_control(ours, theirs):
@@ -450,19 +549,27 @@ async def _watch(done: Sequence[FleetServer], control: Sequence[FleetServer], po
 
 def is_worse_than_control(ours: AcceptanceCounts, control: AcceptanceCounts) -> bool:
     """Whether our draft is hardly accepted, and the control group's is.
-    If neither is, the traffic is to blame: a few clients at temperature 2 bring down any draft."""
+
+    If neither is, the traffic is to blame: a few clients at temperature 2 bring down any draft.
+    """
     return is_alarming(ours) and control.num_drafts >= ALARM_DRAFTS and not is_alarming(control)
 
 
-def _are_too_many(absent: dict[str, str], servers: Sequence[FleetServer], policy: RolloutPolicy) -> bool:
+def _are_too_many(
+    absent: dict[str, str], servers: Sequence[FleetServer], policy: RolloutPolicy
+) -> bool:
     """Whether too many servers are silent for chance; one absent server of several is not."""
     # With a share of 0.1: of 10 servers one may be silent, of 40 four.
-    return len(absent) == len(servers) or len(absent) > max(1, policy.max_absent_share * len(servers))
+    return len(absent) == len(servers) or len(absent) > max(
+        1, policy.max_absent_share * len(servers)
+    )
 
 
-def _split_into_waves(servers: Sequence[FleetServer], policy: RolloutPolicy) -> Iterator[Sequence[FleetServer]]:
-    # E.g. 10 servers and waves up to 0.1, 0.5 and 1.0: 1, 4 and 5 servers. Of 3 servers the first wave is empty, and
-    # 2 and 1 follow.
+def _split_into_waves(
+    servers: Sequence[FleetServer], policy: RolloutPolicy
+) -> Iterator[Sequence[FleetServer]]:
+    # E.g. 10 servers and waves up to 0.1, 0.5 and 1.0: 1, 4 and 5 servers. Of 3 servers the first
+    # wave is empty, and 2 and 1 follow.
     begin = 0  # the canary is in a wave too: it has the candidate already, so nothing happens to it
     for share in policy.waves:
         end = max(begin, round(share * len(servers)))
@@ -471,10 +578,14 @@ def _split_into_waves(servers: Sequence[FleetServer], policy: RolloutPolicy) -> 
         begin = end
 
 
-async def _roll_back(servers: Sequence[FleetServer], incumbent: str, why: str, policy: RolloutPolicy) -> Outcome:
+async def _roll_back(
+    servers: Sequence[FleetServer], incumbent: str, why: str, policy: RolloutPolicy
+) -> Outcome:
     return _outcome(False, why, await converge(servers, incumbent, policy.rollback_timeout_s))
 
 
 def _outcome(passed: bool, reason: str, fleet: Convergence, version: str = "") -> Outcome:
     version = version or fleet.version
-    return Outcome(passed=passed, version=version, reason=reason, refused=fleet.refused, absent=fleet.absent)
+    return Outcome(
+        passed=passed, version=version, reason=reason, refused=fleet.refused, absent=fleet.absent
+    )

@@ -1,8 +1,9 @@
 """The servers of a fleet: read status and counters, and bring all servers to one version.
 
-A silent server and a refusing server are different. The first may be restarting, and comes back with the draft of the
-command line: it is tried again, and `reconcile` does so for as long as the learner runs. The second has kept the last
-good draft and will refuse again."""
+A silent server and a refusing server are different. The first may be restarting, and comes back
+with the draft of the command line: it is tried again, and `reconcile` does so for as long as the
+learner runs. The second has kept the last good draft and will refuse again.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +25,15 @@ from redraft.online.fleet.registry import Identity, Registry
 from redraft.online.journal import Identifier
 
 STATUS_TIMEOUT_S = 10.0
-"""Deadline of a whole look at a server. Generous: a swap in progress delays the answer by a fraction of a second,
-because it holds the engine."""
+"""Deadline of a whole look at a server. Generous: a swap in progress delays the answer by a
+fraction of a second, because it holds the engine.
+"""
 
 SWAP_TIMEOUT_S = 300.0
-"""Deadline of a whole swap. Generous: a server may take minutes to read and check a large draft from a shared disk. It
-gives up earlier itself, and answers 504. Giving up on the request does not stop it."""
+"""Deadline of a whole swap. Generous: a server may take minutes to read and check a large draft
+from a shared disk. It gives up earlier itself, and answers 504. Giving up on the request does
+not stop it.
+"""
 
 MAX_ANSWER_BYTES = 8 << 20  # Longest answer that is read.
 MAX_QUOTED = 300  # Most characters of a server's words in an error.
@@ -60,16 +64,23 @@ def require_address(url: str) -> None:
     try:
         parts = httpx.URL(url)
         has_port = parts.port is None or parts.port < 1 << 16
-        is_word = not any(map(str.isspace, url)) and len(url) <= 200  # it becomes an identifier of the journal
+        is_word = (
+            not any(map(str.isspace, url)) and len(url) <= 200
+        )  # it becomes an identifier of the journal
         is_address = parts.scheme in ("http", "https") and bool(parts.host) and has_port and is_word
         if parts.userinfo:
-            raise ValueError(f"the address of {parts.host!r} holds a password, which pages would show: leave it out")
+            raise ValueError(
+                f"the address of {parts.host!r} holds a password, which pages would show: leave it "
+                "out"
+            )
         if not is_address and (url.startswith("/") or "unix" in parts.scheme):
             raise ValueError(f"{url!r}: {UNIX_SOCKET}")
     except (httpx.InvalidURL, TypeError):
         is_address = False
     if not is_address:
-        raise ValueError(f"{url!r} is not the address of a server: it must be like http://10.0.0.5:8000")
+        raise ValueError(
+            f"{url!r} is not the address of a server: it must be like http://10.0.0.5:8000"
+        )
 
 
 class UnreachableError(Exception):
@@ -114,7 +125,9 @@ class _StatusAnswer(msgspec.Struct, frozen=True):
     capture_off: str = ""
     swap_off: str = ""
     pace: _PaceAnswer | None = None
-    notes: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=400)], ...], msgspec.Meta(max_length=16)] = ()
+    notes: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=400)], ...], msgspec.Meta(max_length=16)
+    ] = ()
     drafts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=2 + MAX_POSITIONS)] = ()
     """Drafts, draft tokens, and by position the drafts whose token was accepted."""
     positions: Annotated[dict[_Domain, _Positions], msgspec.Meta(max_length=MAX_DOMAINS)] = {}
@@ -164,7 +177,10 @@ class Status:
         return self.target_version and self.target_version.rpartition("@")[2]
 
     def since(self, first: Status) -> AcceptanceCounts | None:
-        """The draft's counts since an earlier status; None unless both count, and are of the same boot and draft."""
+        """The draft's counts since an earlier status.
+
+        None unless both count, and are of the same boot and draft.
+        """
         if self.total is None or first.total is None:
             return None
         if (self.boot, self.draft_version) != (first.boot, first.draft_version):
@@ -179,14 +195,19 @@ class FleetServer:
     url: str
     token: str = field(repr=False, compare=False)
     http: httpx.AsyncClient = field(repr=False, compare=False)
-    """One client per server. httpx walks over all connections of a client at every request, so a shared one would cost
-    the square of the number of servers."""
+    """One client per server. httpx walks over all connections of a client at every request, so a
+    shared one would cost the square of the number of servers.
+    """
 
     registry: Registry | None = field(default=None, repr=False, compare=False, kw_only=True)
     """The registry whose versions it is to serve. None: a version is known by its name alone."""
 
     async def status(self) -> Status:
-        """The server's present status. Raises UnreachableError, RefusedError."""
+        """The server's present status.
+
+        Raises:
+            UnreachableError, RefusedError
+        """
         content = await self._request("GET", "/redraft/status", STATUS_TIMEOUT_S)
         try:
             body = _status_decoder.decode(content)
@@ -207,19 +228,41 @@ class FleetServer:
                 total=_read_total(body, by_domain) if body.draft_version else None,
                 by_domain=by_domain,
             )
-        except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
-            raise NonsenseError(f"{self.url} answers with something other than a status: {error}") from error
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+            raise NonsenseError(
+                f"{self.url} answers with something other than a status: {error}"
+            ) from error
 
     async def swap(self, version: str) -> None:
         """Return once the server serves `version`.
-        Raises UnreachableError if it does not answer. The swap may have happened, or may yet
-        happen. Raises RefusedError if it keeps the old draft."""
+
+        The swap may have happened, or may yet happen.
+
+        Raises:
+            UnreachableError: if it does not answer.
+            RefusedError: if it keeps the old draft.
+        """
         identity = self._identify(version)
-        body = {"version": version, "manifest_sha256": identity.manifest_sha256, "registry": identity.registry}
-        await self._request("POST", "/redraft/swap", SWAP_TIMEOUT_S, json={key: body[key] for key in body if body[key]})
+        body = {
+            "version": version,
+            "manifest_sha256": identity.manifest_sha256,
+            "registry": identity.registry,
+        }
+        await self._request(
+            "POST",
+            "/redraft/swap",
+            SWAP_TIMEOUT_S,
+            json={key: body[key] for key in body if body[key]},
+        )
 
     def serves(self, status: Status, version: str) -> bool:
-        """Whether a server with this status serves `version` intact: the same name, and as far as known, bytes."""
+        """Whether a server with this status serves `version` intact.
+
+        The same name, and as far as known, bytes.
+        """
         if status.draft_version != version or not status.is_intact:
             return False
         wanted = self._identify(version).manifest_sha256
@@ -229,7 +272,9 @@ class FleetServer:
     def _identify(self, version: str) -> Identity:
         return self.registry.identify(version) if self.registry else Identity()
 
-    async def _request(self, method: str, path: str, timeout_s: float, json: object = None) -> bytes:
+    async def _request(
+        self, method: str, path: str, timeout_s: float, json: object = None
+    ) -> bytes:
         """The content of the answer, all of it within `timeout_s`."""
         authorization = {"Authorization": f"Bearer {self.token}"}
         try:
@@ -237,9 +282,13 @@ class FleetServer:
             async with asyncio.timeout(timeout_s):
                 code, content, foreign = await self._exchange(method, path, json, authorization)
         except TimeoutError as error:
-            raise UnreachableError(f"{self.url} does not answer {method} {path} within {timeout_s:.0f} s") from error
+            raise UnreachableError(
+                f"{self.url} does not answer {method} {path} within {timeout_s:.0f} s"
+            ) from error
         except httpx.HTTPError as error:
-            raise UnreachableError(f"{self.url} does not answer: {self._quote(explain(error))}") from error
+            raise UnreachableError(
+                f"{self.url} does not answer: {self._quote(explain(error))}"
+            ) from error
         except NonsenseError:
             raise
         except Exception as error:  # an odd header can raise anything, and it is the server's fault
@@ -252,30 +301,48 @@ class FleetServer:
         return content
 
     def _quote(self, words: str) -> str:
-        """The beginning of a server's words. A page about an error may repeat the headers, with our token."""
+        """The beginning of a server's words.
+
+        A page about an error may repeat the headers, with our token.
+        """
         return (words.replace(self.token, "***") if self.token else words)[:MAX_QUOTED]
 
-    async def _exchange(self, method: str, path: str, json: object, headers: dict[str, str]) -> tuple[int, bytes, str]:
+    async def _exchange(
+        self, method: str, path: str, json: object, headers: dict[str, str]
+    ) -> tuple[int, bytes, str]:
         """Status and content of the answer, and why it is not the server's; empty if it is."""
         plain = {"Accept-Encoding": "identity"}  # a few compressed kB could unpack to GB
         content = bytearray()
-        # httpx's default of 5 s between two bytes would end a slow swap. The deadline is in `_request`.
+        # httpx's default of 5 s between two bytes would end a slow swap. The deadline is in
+        # `_request`.
         async with self.http.stream(
             method, self.url + path, json=json, headers=plain | headers, timeout=SWAP_TIMEOUT_S
         ) as answer:
             async for part in answer.aiter_raw():
                 content += part
                 if len(content) > MAX_ANSWER_BYTES:
-                    raise NonsenseError(f"{self.url} answers {path} with more than {MAX_ANSWER_BYTES >> 20} MiB")
-        return answer.status_code, bytes(content), explain_answer(answer.status_code, answer.headers.raw)
+                    raise NonsenseError(
+                        f"{self.url} answers {path} with more than {MAX_ANSWER_BYTES >> 20} MiB"
+                    )
+        return (
+            answer.status_code,
+            bytes(content),
+            explain_answer(answer.status_code, answer.headers.raw),
+        )
 
 
 def _read_drafting(body: _StatusAnswer) -> Drafting | None:
     methods = [method for method in get_args(SampleMethod) if method == body.draft_sample_method]
-    return Drafting(body.num_speculative_tokens, methods[0]) if methods and body.num_speculative_tokens else None
+    return (
+        Drafting(body.num_speculative_tokens, methods[0])
+        if methods and body.num_speculative_tokens
+        else None
+    )
 
 
-def _read_total(body: _StatusAnswer, by_domain: Mapping[str, AcceptanceCounts]) -> AcceptanceCounts | None:
+def _read_total(
+    body: _StatusAnswer, by_domain: Mapping[str, AcceptanceCounts]
+) -> AcceptanceCounts | None:
     if by_domain or len(body.drafts) < 2:
         return sum(by_domain.values(), AcceptanceCounts.zero()) if by_domain else None
     # nothing drafted yet, or an earlier release: as if all drafts were equally long
@@ -304,16 +371,31 @@ async def ask_all(servers: Iterable[FleetServer]) -> dict[FleetServer, Status]:
 
     servers = list(servers)
     answers = await asyncio.gather(*map(ask, servers))
-    return {server: status for server, status in zip(servers, answers, strict=True) if status is not None}
+    return {
+        server: status
+        for server, status in zip(servers, answers, strict=True)
+        if status is not None
+    }
 
 
 async def ask_drafting(servers: Iterable[FleetServer]) -> Counter[Drafting]:
-    """The number of servers that draft in each way. Servers that do not answer, or do not say, are left out."""
-    return Counter(status.drafting for status in (await ask_all(servers)).values() if status.drafting is not None)
+    """The number of servers that draft in each way.
+
+    Servers that do not answer, or do not say, are left out.
+    """
+    return Counter(
+        status.drafting
+        for status in (await ask_all(servers)).values()
+        if status.drafting is not None
+    )
 
 
 def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
-    """Records lost, by reason. Raises ValueError if a counter is not a count."""
+    """Records lost, by reason.
+
+    Raises:
+        ValueError: if a counter is not a count.
+    """
     lost = {}
     for counter, reason in CAPTURE_DROP_REASONS.items():
         count = capture.get(counter, 0)
@@ -325,18 +407,28 @@ def _count_lost(capture: Mapping[str, Any]) -> dict[str, int]:
 
 
 def trusted_certificates() -> ssl.SSLContext:
-    """The certificates of this machine, or of SSL_CERT_FILE; to be shared, because they take 20 ms to read."""
+    """The certificates of this machine, or of SSL_CERT_FILE.
+
+    To be shared, because they take 20 ms to read.
+    """
     return ssl.create_default_context()
 
 
 def make_client(certificates: ssl.SSLContext) -> httpx.AsyncClient:
-    """A client for one server, past any proxy of the environment: a proxy would see the token, and knows no pods."""
+    """A client for one server, past any proxy of the environment.
+
+    A proxy would see the token, and knows no pods.
+    """
     return httpx.AsyncClient(verify=certificates, trust_env=False)
 
 
 @asynccontextmanager
-async def connected(tokens: Mapping[str, str], registry: Registry | None = None) -> AsyncIterator[list[FleetServer]]:
-    """The servers of a fleet, in the order of `tokens`, which maps address to token, for versions of `registry`."""
+async def connected(
+    tokens: Mapping[str, str], registry: Registry | None = None
+) -> AsyncIterator[list[FleetServer]]:
+    """The servers of a fleet, in the order of `tokens`, which maps address to token, for versions
+    of `registry`.
+    """
     certificates = trusted_certificates()
     async with AsyncExitStack() as clients:
         servers = []
@@ -359,24 +451,38 @@ class Convergence:
         return not self.refused and not self.absent
 
     def __str__(self) -> str:
-        return "; ".join([*self.refused.values(), *self.absent.values()]) or f"all on {self.version}"
+        return (
+            "; ".join([*self.refused.values(), *self.absent.values()]) or f"all on {self.version}"
+        )
 
 
 async def converge(
     servers: Iterable[FleetServer], version: str, timeout_s: float, *, insist: bool = True
 ) -> Convergence:
-    """Bring all servers to `version` concurrently, with retries for `timeout_s`. Never raises for a
-    server's failure. With a timeout of 0 every server is looked at, and pushed to, once.
-    With `insist` a refusal is retried too: there is nothing better to do when
-    going back. Without, it is final."""
+    """Bring all servers to `version` concurrently, with retries for `timeout_s`.
+
+    Never raises for a server's failure. With a timeout of 0 every server is looked at, and pushed
+    to, once. With `insist` a refusal is retried too: there is nothing better to do when going back.
+    Without, it is final.
+    """
     deadline_s = time.monotonic() + timeout_s
     servers = list(servers)
-    errors = await asyncio.gather(*(bring(server, version, deadline_s, insist) for server in servers))
-    failed = {server.url: error for server, error in zip(servers, errors, strict=True) if error is not None}
+    errors = await asyncio.gather(
+        *(bring(server, version, deadline_s, insist) for server in servers)
+    )
+    failed = {
+        server.url: error
+        for server, error in zip(servers, errors, strict=True)
+        if error is not None
+    }
     return Convergence(
         version=version,
-        refused={url: str(error) for url, error in failed.items() if isinstance(error, RefusedError)},
-        absent={url: str(error) for url, error in failed.items() if isinstance(error, UnreachableError)},
+        refused={
+            url: str(error) for url, error in failed.items() if isinstance(error, RefusedError)
+        },
+        absent={
+            url: str(error) for url, error in failed.items() if isinstance(error, UnreachableError)
+        },
     )
 
 
@@ -423,15 +529,23 @@ class WindowCounts(NamedTuple):
 def _subtract_domains(
     now: Mapping[str, AcceptanceCounts], first: Mapping[str, AcceptanceCounts]
 ) -> dict[str, AcceptanceCounts]:
-    """Counts by domain since `first`; empty if one fell or is gone, which is nonsense of the server."""
+    """Counts by domain since `first`.
+
+    Empty if one fell or is gone, which is nonsense of the server.
+    """
     zero = AcceptanceCounts.zero()
-    differences = {domain: now.get(domain, zero).since(first.get(domain, zero)) for domain in {**first, **now}}
+    differences = {
+        domain: now.get(domain, zero).since(first.get(domain, zero)) for domain in {**first, **now}
+    }
     counted = {domain: counts for domain, counts in differences.items() if counts is not None}
     return counted if len(counted) == len(differences) else {}
 
 
 class Window:
-    """Acceptance from now on: differences of the servers' counters, all taken over the same time."""
+    """Acceptance from now on.
+
+    Differences of the servers' counters, all taken over the same time.
+    """
 
     def __init__(self, first: dict[FleetServer, Status]) -> None:
         self._first = first

@@ -1,7 +1,10 @@
-"""The watch over a running fleet: the acceptance, the target and the draft of every server, and alarms.
+"""The watch over a running fleet.
 
-For the journal, counters are compared with those of the previous look; for the alarm, with the start of a longer
-window. Both start afresh when a server restarts or gets another draft."""
+The acceptance, the target and the draft of every server, and alarms.
+
+For the journal, counters are compared with those of the previous look; for the alarm, with the
+start of a longer window. Both start afresh when a server restarts or gets another draft.
+"""
 
 import asyncio
 import time
@@ -31,15 +34,22 @@ class Observation:
     reason: str = ""
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
     lost: Counter[str] = field(default_factory=Counter)  # by reason, since the previous look
-    is_alarming: bool | None = None  # hardly a token was accepted over ALARM_DRAFTS drafts; None until they end
+    is_alarming: bool | None = (
+        None  # hardly a token was accepted over ALARM_DRAFTS drafts; None until they end
+    )
 
 
 class Watch:
-    """Looks at all servers at once, again and again. A look returns after `patience_s`, without the
-    servers that have not answered until then. Their requests go on, and the next look takes the
-    answers. So one hung server delays the others by `patience_s` at most."""
+    """Looks at all servers at once, again and again.
 
-    def __init__(self, servers: Sequence[FleetServer], patience_s: float = STATUS_TIMEOUT_S) -> None:
+    A look returns after `patience_s`, without the servers that have not answered until then. Their
+    requests go on, and the next look takes the answers. So one hung server delays the others by
+    `patience_s` at most.
+    """
+
+    def __init__(
+        self, servers: Sequence[FleetServer], patience_s: float = STATUS_TIMEOUT_S
+    ) -> None:
         self.servers = servers
         self.patience_s = patience_s
         self._looks: dict[FleetServer, asyncio.Task[Observation]] = {}
@@ -84,7 +94,8 @@ class Watch:
         last = self._last.get(server, status)
         self._last[server] = status
         window = status.since(self._window.get(server, status))
-        # The window is judged once it has enough drafts, and then begins again: an alarm is about recent traffic.
+        # The window is judged once it has enough drafts, and then begins again: an alarm is about
+        # recent traffic.
         if server not in self._window or window is None or window.num_drafts >= ALARM_DRAFTS:
             self._window[server] = status
         return Observation(
@@ -92,7 +103,9 @@ class Watch:
             status=status,
             since_last=status.since(last) or AcceptanceCounts.zero(),
             lost=_count_lost(last, status),
-            is_alarming=is_alarming(window) if window and window.num_drafts >= ALARM_DRAFTS else None,
+            is_alarming=is_alarming(window)
+            if window and window.num_drafts >= ALARM_DRAFTS
+            else None,
         )
 
 
@@ -100,7 +113,9 @@ def _count_lost(last: Status, now: Status) -> Counter[str]:
     """Losses since the previous look; a restarted server counts from 0."""
     before = last.lost if last.boot == now.boot else {}
     # A counter falling within one boot is nonsense, and must not lower the sum.
-    return Counter({reason: max(0, count - before.get(reason, 0)) for reason, count in now.lost.items()})
+    return Counter(
+        {reason: max(0, count - before.get(reason, 0)) for reason, count in now.lost.items()}
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,9 @@ class JournaledServer(FleetServer):
 
     journal: Journal = field(repr=False, compare=False)
     versions: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """`seen`: the version it was last seen with. A dict, because a frozen dataclass cannot change a field."""
+    """`seen`: the version it was last seen with. A dict, because a frozen dataclass cannot change a
+    field.
+    """
 
     async def status(self) -> Status:
         status = await super().status()
@@ -132,8 +149,14 @@ class JournaledServer(FleetServer):
             reason = str(error)
             raise
         finally:
-            # Only versions of the registry sort; a swap from the draft of the command line is never a step back.
-            is_back = outcome == "swapped" and before is not None and before.startswith("v") and before > version
+            # Only versions of the registry sort; a swap from the draft of the command line is never
+            # a step back.
+            is_back = (
+                outcome == "swapped"
+                and before is not None
+                and before.startswith("v")
+                and before > version
+            )
             self.journal.write(
                 SwapEntry(
                     server=self.url,

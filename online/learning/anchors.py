@@ -1,6 +1,9 @@
-"""Anchors: offline data as records, mixed into every step to keep the draft from forgetting. A file of frames.
+"""Anchors: offline data as records, mixed into every step to keep the draft from forgetting.
 
-R = rows, K = kept top-k ids."""
+A file of frames.
+
+R = rows, K = kept top-k ids.
+"""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -16,27 +19,46 @@ from redraft.distill.signal.transfer import to_device
 from redraft.heads.draft import ExactTarget, label_rows
 from redraft.heads.files.artifact import sync, write_whole
 from redraft.online.learning.quarantine import overwrite
-from redraft.online.records.record import CorruptRecordError, Record, Sampling, count_tenant, encode_record, read_frames
+from redraft.online.records.record import (
+    CorruptRecordError,
+    Record,
+    Sampling,
+    count_tenant,
+    encode_record,
+    read_frames,
+)
 
 
-def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, int] | None = None) -> list[Record]:
+def read_anchors(
+    path: Path, target_fingerprint: str, hidden_shape: tuple[int, int] | None = None
+) -> list[Record]:
     """The records in the file.
-    Raises FileNotFoundError if there is no such file. Raises ValueError if there is no record, or
-    one is damaged, of another target, or without the hidden states the draft reads."""
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if there is no record, or one is damaged, of another target, or without the
+            hidden states the draft reads.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no anchors file {path}: make it (redraft data anchors), or remove `anchors`")
+        raise FileNotFoundError(
+            f"there is no anchors file {path}: make it (redraft data anchors), or remove `anchors`"
+        )
     records = []
     for _, record in read_frames(path.read_bytes()):
         if isinstance(record, CorruptRecordError):
-            raise ValueError(f"{path} is damaged ({record}): make the anchors again (redraft data anchors)")
+            raise ValueError(
+                f"{path} is damaged ({record}): make the anchors again (redraft data anchors)"
+            )
         if record.target_fingerprint != target_fingerprint:
             raise ValueError(
-                f"{path} is of target {record.target_fingerprint[:12]}, this one is {target_fingerprint[:12]}: "
+                f"{path} is of target {record.target_fingerprint[:12]}, this one is "
+                f"{target_fingerprint[:12]}: "
                 "make anchors for this target (redraft data anchors)"
             )
         if hidden_shape not in (None, record.hidden_shape):
             raise ValueError(
-                f"{path} holds no hidden states of shape {hidden_shape}, which this head reads: remove `anchors`, "
+                f"{path} holds no hidden states of shape {hidden_shape}, which this head reads: "
+                "remove `anchors`, "
                 "because heads learn without them"
             )
         records.append(record)
@@ -46,14 +68,22 @@ def read_anchors(path: Path, target_fingerprint: str, hidden_shape: tuple[int, i
 
 
 def forget_in_anchors(path: Path, name: str) -> int:
-    """Write the file again without a tenant's records, and overwrite the former one; returns their number."""
+    """Write the file again without a tenant's records, and overwrite the former one.
+
+    Returns their number.
+    """
     num_records = count_tenant(path.read_bytes(), name)
     if num_records:
         frames = read_frames(path.read_bytes())
-        kept = [frame for frame, record in frames if not (isinstance(record, Record) and record.tenant == name)]
+        kept = [
+            frame
+            for frame, record in frames
+            if not (isinstance(record, Record) and record.tenant == name)
+        ]
         former = path.with_name(f".{path.name}.former")
         former.unlink(missing_ok=True)
-        # the old bytes keep a name until they are overwritten: replacing the file would leave them on the disk
+        # the old bytes keep a name until they are overwritten: replacing the file would leave them
+        # on the disk
         os.link(path, former)
         write_whole(path, b"".join(kept))
         overwrite(former)
@@ -62,9 +92,17 @@ def forget_in_anchors(path: Path, name: str) -> int:
 
 
 def write_anchors(
-    path: Path, samples: Iterable[Sample], target: InProcessTarget, target_fingerprint: str, *, k: int = 32
+    path: Path,
+    samples: Iterable[Sample],
+    target: InProcessTarget,
+    target_fingerprint: str,
+    *,
+    k: int = 32,
 ) -> None:
-    """Write one record per sample: the target's distribution at every label. The file appears whole or not at all."""
+    """Write one record per sample: the target's distribution at every label.
+
+    The file appears whole or not at all.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         for record in make_anchors(samples, target, target_fingerprint, k=k):

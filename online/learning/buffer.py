@@ -1,19 +1,24 @@
-"""The learner's memory of traffic: records in rolling SQLite files, limited in bytes and age, sampled for training.
+"""The learner's memory of traffic.
 
-    append(read_frames(...)) ─► newest file ─ full or old ─► older files ─ over budget or age ─► unlinked
+Records in rolling SQLite files, limited in bytes and age, sampled for training.
+
+    append(read_frames(...)) ─► newest file ─ full or old ─► older files ─ over budget or age ─►
+    unlinked
                                      └────────────┬─────────────┘
                     fresh(after)   replay(through)   read(select_held_out())   commit_trained(checkpoint, through)
 
-A keyed hash of the prompt decides whether a record trains or is held out: see `prompt_key`. No tenant has more than its
-share of what is replayed or judged: see `evidence`.
+A keyed hash of the prompt decides whether a record trains or is held out: see `prompt_key`. No
+tenant has more than its share of what is replayed or judged: see `evidence`.
 
-Every record gets a sequence number, which is never reused. The learner trains records in this order, and commits the
-number it has reached together with a checkpoint's name. After a crash it resumes the checkpoint of the newest commit
-and continues after this number. A checkpoint without a commit does not count: no record is trained twice by accident.
+Every record gets a sequence number, which is never reused. The learner trains records in this
+order, and commits the number it has reached together with a checkpoint's name. After a crash it
+resumes the checkpoint of the newest commit and continues after this number. A checkpoint without a
+commit does not count: no record is trained twice by accident.
 
-A record is usable if it is of the learner's target, by fingerprint, and of no version that was left behind. The others
-are stored in the same files but never returned. After an upgrade of the target the old records are foreign, and stay
-until they expire."""
+A record is usable if it is of the learner's target, by fingerprint, and of no version that was left
+behind. The others are stored in the same files but never returned. After an upgrade of the target
+the old records are foreign, and stay until they expire.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +38,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redraft.heads.files.lock import acquire
-from redraft.online.learning.buffer_file import TARGETS, BufferFullError, Index, Row, named_disk_full
+from redraft.online.learning.buffer_file import (
+    TARGETS,
+    BufferFullError,
+    Index,
+    Row,
+    named_disk_full,
+)
 from redraft.online.learning.config import BufferConfig, Replay
 from redraft.online.learning.cursor import Commit, Cursor
-from redraft.online.learning.evidence import EvidenceLimits, choose_evidence, choose_replayed, name_domains
+from redraft.online.learning.evidence import (
+    EvidenceLimits,
+    choose_evidence,
+    choose_replayed,
+    name_domains,
+)
 from redraft.online.learning.penalties import is_undecided
 from redraft.online.learning.quarantine import Quarantine
 from redraft.online.learning.rolling_files import RollingFiles
@@ -48,8 +64,9 @@ Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]  # as `read_frames`
 RECENT = 32  # Newest records, whose most frequent target is the served one.
 
 CLOCK_SLACK_S = 3600.0
-"""Records of a forgotten tenant are not stored if they were made until this many seconds after the deletion: a server's
-clock may be ahead, and an answer that had begun before goes on."""
+"""Records of a forgotten tenant are not stored if they were made until this many seconds after the
+deletion: a server's clock may be ahead, and an answer that had begun before goes on.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +82,14 @@ class BufferStatus:
     num_training: dict[str, int]  # Records to train on, by domain.
     num_held_out: dict[str, int]  # Records to judge by, by domain.
     num_foreign: int
-    """Records kept aside: of another target, of weights that no longer count, or of another domain."""
+    """Records kept aside: of another target, of weights that no longer count, or of another domain.
+    """
     oldest_s: float | None  # Arrival of the oldest record, seconds since the epoch.
     counts: dict[str, int]
-    """Records since this process began, by fate: stored, duplicate, foreign, stateless, textless, other_domain,
-    forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the reason of a `CorruptRecordError`:
-    corrupt, oversized, ... Plus the number of damaged_files."""
+    """Records since this process began, by fate: stored, duplicate, foreign, stateless, textless,
+    other_domain, forgotten, past_target, corrupt_on_disk, expired, evicted, deleted, or the
+    reason of a `CorruptRecordError`: corrupt, oversized, ... Plus the number of damaged_files.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +115,8 @@ class Buffer(AbstractContextManager["Buffer"]):
         Args:
             config: The folder and the limits.
             target_fingerprint: Records of this target are usable; the others are foreign.
-            hidden_shape: Shape of the hidden states the draft reads. The target's records without them are not
+            hidden_shape: Shape of the hidden states the draft reads. The target's records without
+            them are not
                 stored.
             domain: If given, records of other domains are not stored.
 
@@ -105,18 +125,26 @@ class Buffer(AbstractContextManager["Buffer"]):
             BufferFullError: if the disk is full.
         """
         self.config = config
-        self.target_fingerprint, self.hidden_shape, self.domain = target_fingerprint, hidden_shape, domain
+        self.target_fingerprint, self.hidden_shape, self.domain = (
+            target_fingerprint,
+            hidden_shape,
+            domain,
+        )
         self.counts: Counter[str] = Counter()
         self.damage: list[str] = []  # a sentence for each; whoever reports it may empty the list
         self.now_s = 0.0  # the caller's, at the last `expire`: arrivals and ages are by it
-        # Without a folder, nothing of anybody's text may reach a disk: bad records are then only counted.
+        # Without a folder, nothing of anybody's text may reach a disk: bad records are then only
+        # counted.
         self.quarantine = (
-            Quarantine(config.folder / "quarantine", config.max_age_s, lambda: self.now_s) if config.folder else None
+            Quarantine(config.folder / "quarantine", config.max_age_s, lambda: self.now_s)
+            if config.folder
+            else None
         )
         self.known_domains: frozenset[str] = frozenset({domain} - {""})
         """Domains that an operator named. Clients can send any name: see `name_domains`."""
         self.names: Mapping[str, str] = {}  # of domains, as judged and shown; `refresh_names`
-        # Re-entrant, because public methods call one another: `append` expires, `delete_tenant` clears the quarantine.
+        # Re-entrant, because public methods call one another: `append` expires, `delete_tenant`
+        # clears the quarantine.
         self._lock = threading.RLock()
         with ExitStack() as opened:
             if config.folder is not None:
@@ -126,8 +154,11 @@ class Buffer(AbstractContextManager["Buffer"]):
                 # The order matters: the next number needs commits and files, the key the number.
                 self._cursor = Cursor(config.folder)
                 self.damage += self._cursor.damage
-                self._files = RollingFiles(config.folder, config.max_bytes, config.max_age_s, self.counts, self.damage)
-                # Commits count too: the records with the highest numbers may have expired, and no number is used twice.
+                self._files = RollingFiles(
+                    config.folder, config.max_bytes, config.max_age_s, self.counts, self.damage
+                )
+                # Commits count too: the records with the highest numbers may have expired, and no
+                # number is used twice.
                 through = max((trained.through for trained in self.commits()), default=0)
                 self._next_seq = 1 + max(self._files.last_number(), through)
                 self._key = self._files.open_key(self._next_seq - 1)
@@ -142,20 +173,27 @@ class Buffer(AbstractContextManager["Buffer"]):
             self._opened.close()
 
     def append(self, frames: Frames, now_s: float) -> Counter[str]:
-        """Store `frames`, as `read_frames` yields them; returns the number by fate. The fates are
-        stored, duplicate, foreign (stored aside), stateless (without the hidden states the draft
-        reads), textless (a later segment whose text before it was lost), other_domain, forgotten
-        (of a deleted tenant), unknown_penalty (held out, but a penalty of its request cannot be
-        applied, so it cannot judge), and the reason of each error. On return the records are on the
-        disk and the sender may forget them. A bad frame is not stored: nobody knows whose text it
-        holds, so it could never be deleted by tenant. An example of it goes to the quarantine.
-        Raises BufferFullError if the disk is full. Nothing was stored then."""
-        # Joining comes first: the key hashes the whole prompt, and a later segment arrives without it.
+        """Store `frames`, as `read_frames` yields them; returns the number by fate.
+
+        The fates are stored, duplicate, foreign (stored aside), stateless (without the hidden
+        states the draft reads), textless (a later segment whose text before it was lost),
+        other_domain, forgotten (of a deleted tenant), unknown_penalty (held out, but a penalty of
+        its request cannot be applied, so it cannot judge), and the reason of each error. On return
+        the records are on the disk and the sender may forget them. A bad frame is not stored:
+        nobody knows whose text it holds, so it could never be deleted by tenant. An example of it
+        goes to the quarantine. Nothing was stored then.
+
+        Raises:
+            BufferFullError: if the disk is full.
+        """
+        # Joining comes first: the key hashes the whole prompt, and a later segment arrives without
+        # it.
         frames = list(self._join_texts(frames))
         ids = [record.record_id for _, record in frames if isinstance(record, Record)]
         with self._lock:
             self.expire(now_s)
-            # The order of the checks decides which fate is counted: the first reason not to store a record wins.
+            # The order of the checks decides which fate is counted: the first reason not to store a
+            # record wins.
             known = set[str]().union(*self._files.each(lambda file: file.find_known(ids)))
             forgotten = self._cursor.forgotten
             counts = Counter[str]()
@@ -167,7 +205,9 @@ class Buffer(AbstractContextManager["Buffer"]):
                         self.quarantine.keep(frame, record)
                 elif record.record_id in known:
                     counts["duplicate"] += 1
-                elif record.tenant and record.time_s <= forgotten.get(_sha256(record.tenant), -math.inf):
+                elif record.tenant and record.time_s <= forgotten.get(
+                    _sha256(record.tenant), -math.inf
+                ):
                     counts["forgotten"] += 1
                 elif self.domain not in ("", record.domain):
                     counts["other_domain"] += 1
@@ -187,13 +227,19 @@ class Buffer(AbstractContextManager["Buffer"]):
                     self._files.insert(rows, now_s)
                 self._next_seq += len(rows)
                 past = self._cursor.past
-                if past.intersection(row.target for _, row, _ in rows) and self.served_target() in past:
+                if (
+                    past.intersection(row.target for _, row, _ in rows)
+                    and self.served_target() in past
+                ):
                     self._leave_behind(frozenset())
             self.counts += counts
             return counts
 
     def expire(self, now_s: float) -> None:
-        """Delete files past the maximal age. `append` does this too; call it in case no records arrive."""
+        """Delete files past the maximal age.
+
+        `append` does this too; call it in case no records arrive.
+        """
         with self._lock:
             self.now_s = now_s
             self._files.expire(now_s)
@@ -202,15 +248,19 @@ class Buffer(AbstractContextManager["Buffer"]):
 
     def fresh(self, after: int, limit: int) -> list[Stored]:
         """The oldest `limit` training records after sequence number `after`, in order of arrival.
+
         Fewer if there are no more, if together they would have more than `max_read_bytes`, or if
-        some turned out to be corrupt and were thrown away."""
+        some turned out to be corrupt and were thrown away.
+        """
         with self._lock:
             seqs = self._training()["seq"]
             return self._read(seqs[seqs > after][:limit])
 
     def bound_lag(self, after: int, max_records: int) -> tuple[int, int]:
-        """(new `after` with at most `max_records` fresh records left, number of skipped records). A
-        learner slower than traffic would train ever older records. Skipped ones may be replayed."""
+        """(new `after` with at most `max_records` fresh records left, number of skipped records).
+
+        A learner slower than traffic would train ever older records. Skipped ones may be replayed.
+        """
         with self._lock:
             seqs = self._training()["seq"]
         # Numbers are not consecutive here: held-out and foreign records have some of them.
@@ -220,33 +270,57 @@ class Buffer(AbstractContextManager["Buffer"]):
         return (int(seqs[num_skipped - 1]), num_skipped) if num_skipped > 0 else (after, 0)
 
     def replay(
-        self, count: int, anchors: Sequence[Record], *, through: int, now_s: float, seed: int, policy: Replay
+        self,
+        count: int,
+        anchors: Sequence[Record],
+        *,
+        through: int,
+        now_s: float,
+        seed: int,
+        policy: Replay,
     ) -> list[Record]:
-        """`count` records to train again: a share of `anchors`, then distinct records up to
-        `through`, by weight. No tenant has more than `tenant_share` of the latter while others have
-        records left. Fewer if the buffer holds fewer, or if together they would have more than
-        `max_read_bytes`. The same contents and seed give the same records."""
+        """`count` records to train again.
+
+        A share of `anchors`, then distinct records up to `through`, by weight. No tenant has more
+        than `tenant_share` of the latter while others have records left. Fewer if the buffer holds
+        fewer, or if together they would have more than `max_read_bytes`. The same contents and seed
+        give the same records.
+        """
         rng = np.random.default_rng(seed)
         # Without anchors in the file, all of the draw is from traffic.
         num_anchors = min(len(anchors), round(count * policy.anchor_share))
-        chosen = [anchors[i] for i in rng.choice(len(anchors), num_anchors, replace=False)] if num_anchors else []
+        chosen = (
+            [anchors[i] for i in rng.choice(len(anchors), num_anchors, replace=False)]
+            if num_anchors
+            else []
+        )
         with self._lock:
             index = self._training()
             index = index[index["seq"] <= through]
             seqs = choose_replayed(
-                index, count - num_anchors, policy, now_s=now_s, rng=rng, tenant_share=self.config.tenant_share
+                index,
+                count - num_anchors,
+                policy,
+                now_s=now_s,
+                rng=rng,
+                tenant_share=self.config.tenant_share,
             )
             return chosen + [stored.record for stored in self._read(seqs)]
 
     def select_held_out(self, per_domain: int, **limits: Any) -> list[int]:
         """Sequence numbers of the newest held-out requests of every domain, even one without
         traffic. Every prompt counts once, and no tenant has more than `tenant_share` of them.
-        `limits` are other fields of EvidenceLimits."""
+        `limits` are other fields of EvidenceLimits.
+        """
         with self._lock:
             index = self._usable()
         # After a change of `held_out_fraction` a prompt may be on both sides: then it is trained.
-        held_out = index[index["held_out"] & ~np.isin(index["prompt"], index["prompt"][~index["held_out"]])]
-        wanted = EvidenceLimits(per_domain=per_domain, tenant_share=self.config.tenant_share, **limits)
+        held_out = index[
+            index["held_out"] & ~np.isin(index["prompt"], index["prompt"][~index["held_out"]])
+        ]
+        wanted = EvidenceLimits(
+            per_domain=per_domain, tenant_share=self.config.tenant_share, **limits
+        )
         return choose_evidence(held_out, name_domains(index, self.known_domains), wanted)
 
     def refresh_names(self) -> Mapping[str, str]:
@@ -268,18 +342,26 @@ class Buffer(AbstractContextManager["Buffer"]):
         """Let the records of these weights count no longer, until they are served again."""
         with self._lock:
             stored, names = self._files.index()["target"], list(TARGETS)
-            counts = {names[number]: int(count) for number, count in enumerate(np.bincount(stored)) if count}
+            counts = {
+                names[number]: int(count)
+                for number, count in enumerate(np.bincount(stored))
+                if count
+            }
             new = counts.keys() & set(targets) - self._cursor.past
             self._leave_behind(frozenset(counts.keys() & self._cursor.past | new))
             self.counts["past_target"] += sum(counts[target] for target in new)
 
     def _leave_behind(self, past: frozenset[str]) -> None:
-        with suppress(BufferFullError), named_disk_full():  # the comparison comes to the same after a restart
+        with (
+            suppress(BufferFullError),
+            named_disk_full(),
+        ):  # the comparison comes to the same after a restart
             self._cursor.leave_behind(past)
 
     def read(self, seqs: Iterable[int]) -> Iterator[Stored]:
         """The records with these sequence numbers, in order, one at a time, without those that are
-        gone or corrupt, which are counted and deleted."""
+        gone or corrupt, which are counted and deleted.
+        """
         for seq in seqs:
             with self._lock:
                 stored = self._read_one(seq)
@@ -300,13 +382,15 @@ class Buffer(AbstractContextManager["Buffer"]):
             )
 
     def delete_tenant(self, tenant: str, now_s: float) -> int:
-        """Delete all records of a tenant, foreign ones too, and overwrite them on the disk; returns
-        the number. So are the quarantine and files of a later release: some of it may be the
-        tenant's. Records of the tenant made until now will not be stored if they arrive later."""
+        """Delete all records of a tenant, foreign ones too, and overwrite them on the disk.
+
+        Returns the number. So are the quarantine and files of a later release: some of it may be
+        the tenant's. Records of the tenant made until now will not be stored if they arrive later.
+        """
         name = stored_name(tenant)
         with self._lock, named_disk_full():
-            # First the list, then the records: after a kill in between, `delete_tenant` can be repeated, and meanwhile
-            # nothing new of the tenant is stored.
+            # First the list, then the records: after a kill in between, `delete_tenant` can be
+            # repeated, and meanwhile nothing new of the tenant is stored.
             self._cursor.forget(_sha256(name), now_s + CLOCK_SLACK_S)
             deleted = sum(self._files.each(lambda file: file.delete_tenant(name)))
             self.clear_quarantine()
@@ -315,19 +399,28 @@ class Buffer(AbstractContextManager["Buffer"]):
             return deleted
 
     def clear_quarantine(self) -> None:
-        """Overwrite and delete the examples of bad records: nobody can tell whose text they hold."""
+        """Overwrite and delete the examples of bad records.
+
+        Nobody can tell whose text they hold.
+        """
         with self._lock:
             if self.quarantine is not None:
                 self.quarantine.clear()
 
     def commit_trained(self, checkpoint_id: str, through: int) -> None:
         """Make a checkpoint count: every record up to `through` was trained or skipped before it.
-        Raises BufferFullError: it does not count."""
+
+        Raises:
+            BufferFullError: it does not count.
+        """
         with self._lock, named_disk_full():
             self._cursor.commit(Commit(checkpoint_id=checkpoint_id, through=through))
 
     def commits(self) -> list[Commit]:
-        """The commits, newest first. Resume the first whose checkpoint is intact, and train the records after it."""
+        """The commits, newest first.
+
+        Resume the first whose checkpoint is intact, and train the records after it.
+        """
         return list(self._cursor.commits)
 
     def newest(self) -> int:
@@ -336,8 +429,10 @@ class Buffer(AbstractContextManager["Buffer"]):
             return self._next_seq - 1
 
     def last_arrival_s(self) -> float | None:
-        """Arrival of the record with the highest number, in seconds since the epoch, or None; a
-        clock may have been ahead for an earlier one."""
+        """Arrival of the record with the highest number, in seconds since the epoch, or None.
+
+        A clock may have been ahead for an earlier one.
+        """
         with self._lock:
             index = self._files.index()
             return float(index["time_s"][-1]) if len(index) else None
@@ -360,13 +455,16 @@ class Buffer(AbstractContextManager["Buffer"]):
             return False
         if not record.hidden or record.hidden_shape != self.hidden_shape:
             return True
-        # A row is predicted from the state of the token before it: without that state nothing can be learned.
-        # E.g. the row of position 10 reads token 9 on the text, and token 7 after 2 rejected tokens.
+        # A row is predicted from the state of the token before it: without that state nothing can
+        # be learned. E.g. the row of position 10 reads token 9 on the text, and token 7 after 2
+        # rejected tokens.
         read_R = record.positions - record.branches - 1 - record.hidden_begin
         return not ((read_R >= 0) & (read_R < record.num_hidden)).any()
 
     def _join_texts(self, frames: Frames) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-        """The frames, with a self-contained record in place of each that continues one of these, or a stored one."""
+        """The frames, with a self-contained record in place of each that continues one of these, or
+        a stored one.
+        """
         texts: dict[str, bytes] = {}
         for frame, record in frames:
             if isinstance(record, Record) and record.context_begin:
@@ -393,7 +491,8 @@ class Buffer(AbstractContextManager["Buffer"]):
         return None
 
     def _row(self, record: Record, now_s: float) -> Row:
-        # Rows after a rejection continue a text the target refused: they say nothing about the draft's quality.
+        # Rows after a rejection continue a text the target refused: they say nothing about the
+        # draft's quality.
         verified_R = (record.draft_ids >= 0) & (record.branches == 0) & record.is_own
         hashes = self._key.hash(record)
         return Row(
@@ -412,7 +511,9 @@ class Buffer(AbstractContextManager["Buffer"]):
 
     def _usable(self) -> Index:
         index = self._files.index()
-        is_counted = [self._is_ours(target) and target not in self._cursor.past for target in TARGETS]
+        is_counted = [
+            self._is_ours(target) and target not in self._cursor.past for target in TARGETS
+        ]
         is_usable = np.array(is_counted, bool)[index["target"]]
         if self.domain:  # the files may be from a time when the learner had another domain
             is_usable &= index["domain"] == self.domain
@@ -428,12 +529,16 @@ class Buffer(AbstractContextManager["Buffer"]):
         return training
 
     def _read(self, seqs: NDArray[np.int64]) -> list[Stored]:
-        """The first records of `seqs` within `max_read_bytes`, or the first one; by ascending number."""
+        """The first records of `seqs` within `max_read_bytes`, or the first one.
+
+        By ascending number.
+        """
         found: list[Stored] = []
         num_bytes = 0
         for stored in self.read(seqs.tolist()):
             num_bytes += stored.record.num_bytes
-            # Cut in the order given, which for a replay is the order of the draw. Sorted only afterwards.
+            # Cut in the order given, which for a replay is the order of the draw. Sorted only
+            # afterwards.
             if found and num_bytes > self.config.max_read_bytes:
                 break
             found.append(stored)
@@ -444,9 +549,16 @@ class Buffer(AbstractContextManager["Buffer"]):
         return None if record is None else Stored(seq=seq, record=self._strip(record))
 
     def _strip(self, record: Record) -> Record:
-        """The record without the hidden states, if the draft reads none: they would be nearly all of its size."""
+        """The record without the hidden states, if the draft reads none.
+
+        They would be nearly all of its size.
+        """
         is_needed = self.hidden_shape is not None or not record.hidden
-        return record if is_needed else msgspec.structs.replace(record, hidden_begin=0, hidden_shape=(0, 0), hidden=b"")
+        return (
+            record
+            if is_needed
+            else msgspec.structs.replace(record, hidden_begin=0, hidden_shape=(0, 0), hidden=b"")
+        )
 
 
 def _sha256(tenant: str) -> str:

@@ -1,4 +1,7 @@
-"""One of the buffer's SQLite files, with records by sequence number; and SQLite's errors by name."""
+"""One of the buffer's SQLite files, with records by sequence number.
+
+And SQLite's errors by name.
+"""
 
 import errno
 import sqlite3
@@ -92,17 +95,26 @@ class BufferFile:
         self._oldest_s: float | None = None
 
     def index(self) -> Index:
-        """INDEX_DTYPE [records], by ascending sequence number. Read from the file once, then kept up to date."""
+        """INDEX_DTYPE [records], by ascending sequence number.
+
+        Read from the file once, then kept up to date.
+        """
         if self._index is None:
             self._index = _build_index(self._read_rows())
         elif self._inserted:
-            rows = ((seq, *(getattr(row, name) for name in _ROW_COLUMNS)) for seq, row in self._inserted)
+            rows = (
+                (seq, *(getattr(row, name) for name in _ROW_COLUMNS)) for seq, row in self._inserted
+            )
             self._index = np.concatenate([self._index, _build_index(rows)])
         self._inserted = []
         return self._index
 
     def _read_rows(self) -> Iterator[tuple[Any, ...]]:
-        """The columns of INDEX_DTYPE. Raises DamagedFileError if a row is not what was written."""
+        """The columns of INDEX_DTYPE.
+
+        Raises:
+            DamagedFileError: if a row is not what was written.
+        """
         for seq, *columns in self.connection.execute("SELECT * FROM records ORDER BY seq"):
             # `pop` runs before `_checksum`, so the checksum is over the columns before it.
             if columns.pop() != _checksum(seq, columns):
@@ -117,14 +129,19 @@ class BufferFile:
         return self._oldest_s
 
     def insert(self, rows: list[tuple[int, Row, bytes]]) -> bool:
-        """Store all (seq, row, frame) and return True once they are on the disk; an exception means none is."""
+        """Store all (seq, row, frame) and return True once they are on the disk.
+
+        An exception means none is.
+        """
         oldest_s = min(self.oldest_s(), *(row.time_s for _, row, _ in rows))
         with transaction(self.connection):
             self.connection.executemany(
                 "INSERT INTO records VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
                 [(seq, *row, _checksum(seq, row)) for seq, row, _ in rows],
             )
-            self.connection.executemany("INSERT INTO frames VALUES (?,?)", [(seq, frame) for seq, _, frame in rows])
+            self.connection.executemany(
+                "INSERT INTO frames VALUES (?,?)", [(seq, frame) for seq, _, frame in rows]
+            )
         # after the commit: a transaction that failed must not leave rows in the cached index
         self._inserted += [(seq, row) for seq, row, _ in rows]
         self._oldest_s = oldest_s
@@ -134,12 +151,16 @@ class BufferFile:
         """The subset of the ids in this file."""
         # SQLite takes 32,766 marks by default. `intake` brings at most BATCH_RECORDS at a time.
         marks = ",".join("?" * len(record_ids))
-        found = self.connection.execute(f"SELECT record_id FROM records WHERE record_id IN ({marks})", record_ids)
+        found = self.connection.execute(
+            f"SELECT record_id FROM records WHERE record_id IN ({marks})", record_ids
+        )
         return {record_id for (record_id,) in found}
 
     def find_seq(self, record_id: str) -> int | None:
         """The number of the record with this id; None if it is not in this file."""
-        found = self.connection.execute("SELECT seq FROM records WHERE record_id = ?", (record_id,)).fetchone()
+        found = self.connection.execute(
+            "SELECT seq FROM records WHERE record_id = ?", (record_id,)
+        ).fetchone()
         return None if found is None else int(found[0])
 
     def holds(self, seq: int) -> bool:
@@ -153,7 +174,10 @@ class BufferFile:
         return None if found is None else bytes(found[0])
 
     def delete(self, seqs: Collection[int]) -> int:
-        """Delete the records with these numbers, overwrite them on the disk; returns the number of those found."""
+        """Delete the records with these numbers, overwrite them on the disk.
+
+        Returns the number of those found.
+        """
         # forgotten first: if the transaction fails, the index is read again, and is never wrong
         self._index = self._oldest_s = None
         with transaction(self.connection):
@@ -168,7 +192,10 @@ class BufferFile:
     def find_tenant(self, name: str) -> list[tuple[int, float, bool]]:
         """Number, arrival and `held_out` of each record of a tenant."""
         query = "SELECT seq, time_s, held_out FROM records WHERE tenant = ? ORDER BY seq"
-        return [(seq, time_s, bool(held_out)) for seq, time_s, held_out in self.connection.execute(query, (name,))]
+        return [
+            (seq, time_s, bool(held_out))
+            for seq, time_s, held_out in self.connection.execute(query, (name,))
+        ]
 
     def num_bytes(self) -> int:
         if self.path is None:
@@ -187,14 +214,22 @@ class BufferFile:
 
 
 def connect(path: Path | None, schema: str) -> sqlite3.Connection:
-    """Open a file, or create it. A commit is on the disk. Raises LaterFileError."""
-    # No transactions by Python: `transaction` begins and ends them. The buffer's lock orders the threads.
+    """Open a file, or create it.
+
+    A commit is on the disk.
+
+    Raises:
+        LaterFileError
+    """
+    # No transactions by Python: `transaction` begins and ends them. The buffer's lock orders the
+    # threads.
     connection = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
     try:
         # The page size takes effect on a new file only. An existing one keeps the size it has.
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        # No write-ahead log: records are only added, and would be written twice, once to the log and once to the file.
-        # The rollback journal is truncated after each transaction, so it keeps no deleted text.
+        # No write-ahead log: records are only added, and would be written twice, once to the log
+        # and once to the file. The rollback journal is truncated after each transaction, so it
+        # keeps no deleted text.
         connection.execute("PRAGMA journal_mode = TRUNCATE")
         connection.execute("PRAGMA synchronous = FULL")
         # Without secure_delete, SQLite may only mark the pages as free, with the text in them.
@@ -203,7 +238,8 @@ def connect(path: Path | None, schema: str) -> sqlite3.Connection:
         if layout > LAYOUT:
             raise LaterFileError(f"{path} is of layout {layout}: this release reads up to {LAYOUT}")
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            # One transaction, `user_version` included: a kill cannot leave tables of an unknown layout.
+            # One transaction, `user_version` included: a kill cannot leave tables of an unknown
+            # layout.
             connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {LAYOUT}; COMMIT;")
     except (sqlite3.Error, LaterFileError):
         connection.close()
@@ -223,8 +259,15 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-_CANNOT_WRITE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-"""If the journal cannot grow or be created, SQLite reports an I/O error, or a failure to open a file."""
+_CANNOT_WRITE = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+)
+"""If the journal cannot grow or be created, SQLite reports an I/O error, or a failure to open a
+file.
+"""
 
 
 @contextmanager
@@ -234,11 +277,15 @@ def named_disk_full() -> Iterator[None]:
         yield
     except OSError as error:
         if is_full(error):
-            raise BufferFullError(errno.ENOSPC, f"the buffer cannot write ({error}): free disk space") from error
+            raise BufferFullError(
+                errno.ENOSPC, f"the buffer cannot write ({error}): free disk space"
+            ) from error
         raise
     except sqlite3.OperationalError as error:
         if _primary_code(error) in _CANNOT_WRITE:
-            raise BufferFullError(errno.ENOSPC, f"the buffer cannot write ({error}): free disk space") from error
+            raise BufferFullError(
+                errno.ENOSPC, f"the buffer cannot write ({error}): free disk space"
+            ) from error
         raise
 
 
@@ -250,8 +297,13 @@ def is_damaged(error: sqlite3.Error) -> bool:
 
 
 def _build_index(rows: Iterable[Any]) -> Index:
-    """INDEX_DTYPE [rows] from the columns in order. The names are few, and interned to share
-    memory. Raises DamagedFileError if a value is of another type."""
+    """INDEX_DTYPE [rows] from the columns in order.
+
+    The names are few, and interned to share memory.
+
+    Raises:
+        DamagedFileError: if a value is of another type.
+    """
     values = []
     try:
         for seq, time_s, domain, tenant, target, *rest in rows:
@@ -270,7 +322,10 @@ def _checksum(seq: int, row: Iterable[Any]) -> int:
 
 
 def estimate_bytes(frames: Iterable[bytes]) -> int:
-    """Upper bound of the frames' bytes on the disk: each may end within a page, and open a new file."""
+    """Upper bound of the frames' bytes on the disk.
+
+    Each may end within a page, and open a new file.
+    """
     return _EMPTY_FILE_BYTES + sum(len(frame) + PAGE_BYTES for frame in frames)
 
 

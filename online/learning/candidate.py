@@ -1,7 +1,10 @@
-"""The draft in training, on all ranks: it begins from a version, steps on records, and writes checkpoints.
+"""The draft in training, on all ranks.
+
+It begins from a version, steps on records, and writes checkpoints.
 
 rank 0   Ranks.do(Candidate.step, records, seed) ──broadcast──► rank 1..n   Ranks.follow
-                 └──────────────── Candidate.step ─────────────────┘"""
+                 └──────────────── Candidate.step ─────────────────┘
+"""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -45,8 +48,13 @@ class NotFiniteError(Exception):
 
 
 def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
-    """(number per token, size) of the hidden states the exported draft reads; None if it reads
-    none. Raises ValueError if drafts of this family cannot learn online."""
+    """(number per token, size) of the hidden states the exported draft reads.
+
+    None if it reads none.
+
+    Raises:
+        ValueError: if drafts of this family cannot learn online.
+    """
     family = _find_learning(name)
     if family.reads == "nothing":
         return None
@@ -56,23 +64,35 @@ def read_hidden_shape(name: str, folder: Path) -> tuple[int, int] | None:
 
 
 def choose_reads(family: Family, draft: Draft) -> Reads:
-    """The place of recorded states in a signal: `Family.reads`, but the layers' if this draft reads one of those."""
+    """The place of recorded states in a signal.
+
+    `Family.reads`, but the layers' if this draft reads one of those.
+    """
     return "layers" if draft.aux_layer_ids else family.reads
 
 
 def _find_learning(name: str) -> Family:
     if name not in list_learning():
-        raise ValueError(f"drafts of family {name} do not learn online: only {', '.join(list_learning())} do")
+        raise ValueError(
+            f"drafts of family {name} do not learn online: only {', '.join(list_learning())} do"
+        )
     return find_family(name)
 
 
 class Candidate:
     """One draft and one optimizer; each method runs on all ranks together."""
 
-    def __init__(self, cfg: Training, name: str, target: Path, machine: Machine | None = None) -> None:
-        """`name` is the family's; `target` is the folder of the target, whose embeddings a head borrows."""
+    def __init__(
+        self, cfg: Training, name: str, target: Path, machine: Machine | None = None
+    ) -> None:
+        """`name` is the family's.
+
+        `target` is the folder of the target, whose embeddings a head borrows.
+        """
         self.family, self.target = _find_learning(name), target
-        self.cfg = replace(cfg, sequence_length=visible_length(load_text_config(target), cfg.sequence_length))
+        self.cfg = replace(
+            cfg, sequence_length=visible_length(load_text_config(target), cfg.sequence_length)
+        )
         self._machine = machine or this_machine()
         self.accelerator = make_accelerator(cfg.accumulation, cfg.mixed_precision, None, machine)
         self._distillation: Distillation | None = None
@@ -90,18 +110,27 @@ class Candidate:
 
     def load(self, folder: Path) -> Any:
         """The draft in a folder, on this rank's device, in the type it was saved in.
-        Raises ValueError or OSError if it cannot be read, or is of another family."""
+
+        Raises:
+            ValueError, OSError: if it cannot be read, or is of another family.
+        """
         return self.family.load(folder, lambda: self._borrowed).to(self.accelerator.device)
 
     @cached_property
     def _borrowed(self) -> Target:
-        """The target's embeddings and output head on this rank's device. Read once, for all heads."""
+        """The target's embeddings and output head on this rank's device.
+
+        Read once, for all heads.
+        """
         found, device = Target.from_folder(self.target), self.accelerator.device
         return replace(found, embed_VD=found.embed_VD.to(device), head_VD=found.head_VD.to(device))
 
     def begin(self, version: Path) -> None:
         """Start from the weights of a version, with a fresh optimizer.
-        Raises ValueError if attention of the draft would not launch on the GPU."""
+
+        Raises:
+            ValueError: if attention of the draft would not launch on the GPU.
+        """
         self._require_attention(version)
         if self._distillation is not None:
             self._distillation.close()  # frees its memory before the next draft is loaded
@@ -113,7 +142,8 @@ class Candidate:
             lr=cfg.lr,
             weight_decay=cfg.weight_decay,
             schedule="constant",
-            warmup_fraction=1.0,  # of `warmup_steps`, which is all the length that the schedule knows
+            # of `warmup_steps`, which is all the length that the schedule knows
+            warmup_fraction=1.0,
             max_grad_norm=cfg.max_grad_norm,
             accumulation=cfg.accumulation,
         )
@@ -129,8 +159,10 @@ class Candidate:
         require_draft_heads(self.family, f"the draft {version.name}", config, dtype, self._machine)
 
     def resume(self, version: Path, checkpoint: Path) -> None:
-        """Continue from `checkpoint` in the shape of `version`. With another optimizer or number of
-        ranks the optimizer starts fresh."""
+        """Continue from `checkpoint` in the shape of `version`.
+
+        With another optimizer or number of ranks the optimizer starts fresh.
+        """
         if fits(checkpoint / STATE, self.accelerator, self.cfg.optimizer):
             self.begin(version)
             self.distillation.resume(checkpoint / STATE)
@@ -149,7 +181,8 @@ class Candidate:
             num_batches=ranks * self.cfg.accumulation,
             sequence_length=self.cfg.sequence_length,
             seed=seed,
-            # Drawn, because seeds of steps are multiples of the records of a step: some of these hardly turn a choice.
+            # Drawn, because seeds of steps are multiples of the records of a step: some of these
+            # hardly turn a choice.
             salt=int(rng.integers(1 << 31)),
             reads=reads,
         )
@@ -158,8 +191,11 @@ class Candidate:
         return self.distillation.step(mine)
 
     def write(self, folder: Path) -> None:
-        """Write STATE and DRAFT of a checkpoint. Raises NotFiniteError on every rank; on the first
-        one, what kept a rank from writing."""
+        """Write STATE and DRAFT of a checkpoint.
+
+        Raises:
+            NotFiniteError: on every rank; on the first one, what kept a rank from writing.
+        """
         weights = self.distillation.weights()
         are_finite = [all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())]
         broadcast_object_list(are_finite)  # only the first rank may hold the weights
@@ -173,14 +209,18 @@ class Candidate:
                 self._export(folder / DRAFT, weights)
                 # A server accepts only drafts with the config it was started with.
                 shutil.copy(self.version / "config.json", folder / DRAFT)
-        except Exception as error:  # e.g. a full disk: torch and safetensors have their own names for it
+        except (
+            Exception
+        ) as error:  # e.g. a full disk: torch and safetensors have their own names for it
             failed.append(error)
         # Every rank waits here until all have written: then the first one seals the folder.
         if (failed := gather_object(failed)) and self.accelerator.is_main_process:
             raise failed[0]
 
     def _export(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Export in the version's type, and a head also in the version's layout, because the servers expect both."""
+        """Export in the version's type, and a head also in the version's layout, because the
+        servers expect both.
+        """
         config = read_config(self.version)
         dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype", "float32"))
         draft: Any = self.distillation.draft
@@ -197,7 +237,9 @@ class Ranks:
         self.candidate = candidate
         self.is_alone = candidate.accelerator.num_processes == 1
 
-    def do(self, method: Callable[Concatenate[Candidate, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def do(
+        self, method: Callable[Concatenate[Candidate, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Call a method of `Candidate` on all ranks; returns rank 0's result."""
         if not self.is_alone:
             broadcast_object_list([(method, args, kwargs)])  # a method travels as its name

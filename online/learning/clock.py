@@ -35,9 +35,12 @@ class SteadyClock:
         last_s: float | None = None,
         max_gap_s: float = math.inf,
     ) -> None:
-        """`wall` is in seconds since the epoch, and may jump; `elapsed` since any moment, and may
-        not. The wall clock is doubted at first if it is earlier than `last_s`, the last time known
-        from before this process, or more than `max_gap_s` after it."""
+        """`wall` is in seconds since the epoch, and may jump.
+
+        `elapsed` since any moment, and may not. The wall clock is doubted at first if it is earlier
+        than `last_s`, the last time known from before this process, or more than `max_gap_s` after
+        it.
+        """
         self._wall, self._elapsed = wall, elapsed
         now = _Reading(wall(), elapsed())
         gap_s = 0.0 if last_s is None else now.wall_s - last_s
@@ -55,7 +58,8 @@ class SteadyClock:
         if abs(now.wall_s - expected_s) <= SLACK_S:
             return self._believe(now)
         if self._doubted is None or abs(now.wall_s - self._doubted.expect(now.elapsed_s)) > SLACK_S:
-            # The first reading after a jump. Another jump while in doubt begins the ten minutes again.
+            # The first reading after a jump. Another jump while in doubt begins the ten minutes
+            # again.
             self._doubted = now
         if now.elapsed_s - self._doubted.elapsed_s >= BELIEVED_AFTER_S:
             return self._believe(now)
@@ -71,5 +75,6 @@ def _describe(ahead_s: float) -> str:
     way = "ahead of" if ahead_s > 0 else "behind"
     return (
         f"the clock is {abs(ahead_s) / 3600:.1f} hours {way} the expected time: if it stays so for "
-        f"{BELIEVED_AFTER_S / 60:.0f} minutes, it is believed, and until then records age as expected"
+        f"{BELIEVED_AFTER_S / 60:.0f} minutes, it is believed, and until then records age as "
+        "expected"
     )

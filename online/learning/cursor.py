@@ -65,14 +65,20 @@ class Cursor:
         self.forgotten = forgotten
 
     def leave_behind(self, past: frozenset[str]) -> None:
-        """Replace `past`. Raises: OSError if the disk cannot be written; then it is replaced until the end only."""
+        """Replace `past`.
+
+        Raises: OSError if the disk cannot be written; then it is replaced until the end only.
+        """
         self.past = past
         self._write(self.commits, self.forgotten)
 
     def _write(self, commits: tuple[Commit, ...], forgotten: Mapping[str, float]) -> None:
         if self.folder is not None:
             trained = [asdict(commit) for commit in commits]
-            write_sealed(self.folder / CURSOR, {"trained": trained, "forgotten": forgotten, "past": sorted(self.past)})
+            write_sealed(
+                self.folder / CURSOR,
+                {"trained": trained, "forgotten": forgotten, "past": sorted(self.past)},
+            )
 
     def _read(self, folder: Path) -> None:
         cursor, again = self._read_one(folder / CURSOR), self._read_one(folder / FORGOTTEN)
@@ -81,12 +87,16 @@ class Cursor:
         # The union: a tenant is forgotten if either file says so, with the later time.
         for file in filter(None, (cursor, again)):
             for tenant_sha256, time_s in file.forgotten.items():
-                self.forgotten[tenant_sha256] = max(time_s, self.forgotten.get(tenant_sha256, time_s))
+                self.forgotten[tenant_sha256] = max(
+                    time_s, self.forgotten.get(tenant_sha256, time_s)
+                )
         if cursor and again:
             return
-        # A folder without records has nothing to lose: a learner may have ended between the two files. In one with
-        # records a missing file is damage, and is told.
-        is_new = not (self.forgotten or self.commits or self.damage or any(folder.glob("records-*.db")))
+        # A folder without records has nothing to lose: a learner may have ended between the two
+        # files. In one with records a missing file is damage, and is told.
+        is_new = not (
+            self.forgotten or self.commits or self.damage or any(folder.glob("records-*.db"))
+        )
         if not is_new:
             self._tell(folder, "" if cursor else CURSOR, "" if again else FORGOTTEN)
         write_sealed(folder / FORGOTTEN, {"forgotten": self.forgotten})
@@ -100,7 +110,10 @@ class Cursor:
         for name in filter(None, lost):
             self.damage.append(f"{folder / name} was missing or damaged: {consequences[name]}")
         if all(lost):
-            self.damage.append("the list of forgotten tenants is lost: repeat `redraft fleet forget` for each of them")
+            self.damage.append(
+                "the list of forgotten tenants is lost: repeat `redraft fleet forget` for each of "
+                "them"
+            )
 
     def _read_one(self, path: Path) -> _Fields | None:
         """The file's fields; None if it is missing or damaged."""
@@ -112,8 +125,13 @@ class Cursor:
 
 
 def begin_training_again(folder: Path | None) -> None:
-    """Have the next learner begin at the served version, after the records already trained. For an
-    idle folder. Raises AlreadyOwnedError if a learner has the buffer open."""
+    """Have the next learner begin at the served version, after the records already trained.
+
+    For an idle folder.
+
+    Raises:
+        AlreadyOwnedError: if a learner has the buffer open.
+    """
     if folder is None or not folder.is_dir():
         return
     with own(folder / "lock", "a learner's buffer"):

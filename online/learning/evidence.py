@@ -1,9 +1,13 @@
-"""The requests that judge a candidate, and the records replayed: distinct prompts, and a share per tenant. Pure.
+"""The requests that judge a candidate, and the records replayed.
 
-    held-out records ─► newest request of each prompt ─► share per tenant, by domain ─► share per tenant, over all
+Distinct prompts, and a share per tenant. Pure.
 
-One tenant must not decide alone: not by sending much, not by repeating a prompt, not by inventing domains. A tenant is
-a value of X-Redraft-Tenant, and all records without one are one tenant's: set the header at the gateway.
+    held-out records ─► newest request of each prompt ─► share per tenant, by domain ─► share per
+    tenant, over all
+
+One tenant must not decide alone: not by sending much, not by repeating a prompt, not by inventing
+domains. A tenant is a value of X-Redraft-Tenant, and all records without one are one tenant's: set
+the header at the gateway.
 """
 
 import math
@@ -21,8 +25,9 @@ OTHER = "other"  # all domains not judged by themselves; it has no verdict
 MAX_DOMAINS = 32  # Domains told apart, apart from the known ones.
 
 FULL_TENANT = 20
-"""A tenant with this many requests counts in full, and smaller ones count together: a single stray request must not
-make two tenants of one, and halve the share of the first."""
+"""A tenant with this many requests counts in full, and smaller ones count together: a single stray
+request must not make two tenants of one, and halve the share of the first.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +42,11 @@ class EvidenceLimits:
 
 
 def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceLimits) -> list[int]:
-    """Sequence numbers of the records that judge a draft, ascending: whole requests, the newest
-    ones of every domain. `held_out` is the index of all held-out records, and `names` comes from
-    `name_domains`. A prompt counts once, with the newest request."""
+    """Sequence numbers of the records that judge a draft, ascending.
+
+    Whole requests, the newest ones of every domain. `held_out` is the index of all held-out
+    records, and `names` comes from `name_domains`. A prompt counts once, with the newest request.
+    """
     held_out = held_out[held_out["time_s"] >= limits.since_s]
     newest = _take_newest_requests(held_out)
     by_domain = defaultdict(list)
@@ -49,11 +56,15 @@ def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceL
     chosen: set[int] = set()
     for rows in by_domain.values():
         of_domain = [tenants[row] for row in rows]
-        taken = take_fairly(of_domain, limits.per_domain, limits.tenant_share, limits.at_least_of_domain)
+        taken = take_fairly(
+            of_domain, limits.per_domain, limits.tenant_share, limits.at_least_of_domain
+        )
         chosen |= {rows[position] for position in taken}
     # newest first again, so that the share over all domains leaves out the oldest
     rows = [row for row in newest if row in chosen]
-    taken = take_fairly([tenants[row] for row in rows], len(rows), limits.tenant_share, limits.at_least)
+    taken = take_fairly(
+        [tenants[row] for row in rows], len(rows), limits.tenant_share, limits.at_least
+    )
     # Up to here one row stood for a request. Judging needs all segments of it.
     requests = held_out["request"][[rows[position] for position in taken]]
     return [int(seq) for seq in held_out["seq"][np.isin(held_out["request"], requests)]]
@@ -61,16 +72,20 @@ def choose_evidence(held_out: Index, names: Mapping[str, str], limits: EvidenceL
 
 def _take_newest_requests(held_out: Index) -> list[int]:
     found: dict[int, int] = {}
-    # The index ascends by number, so backwards the first row of a prompt is the newest. A dict keeps this order.
+    # The index ascends by number, so backwards the first row of a prompt is the newest. A dict
+    # keeps this order.
     for row, prompt in reversed(list(enumerate(held_out["prompt"].tolist()))):
         found.setdefault(prompt, row)
     return list(found.values())
 
 
 def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
-    """The name under which each domain of the index is judged and shown: its own, or OTHER. Known
-    domains keep their names. So do the MAX_DOMAINS largest of the others, by tenants, then records.
-    In a fleet of several tenants a domain needs two of them: anybody can send X-Redraft-Domain."""
+    """The name under which each domain of the index is judged and shown: its own, or OTHER.
+
+    Known domains keep their names. So do the MAX_DOMAINS largest of the others, by tenants, then
+    records. In a fleet of several tenants a domain needs two of them: anybody can send
+    X-Redraft-Domain.
+    """
     pairs = Counter(zip(index["domain"].tolist(), index["tenant"].tolist(), strict=True))
     tenants, records = Counter[str](), Counter[str]()
     for (domain, _), count in pairs.items():
@@ -86,18 +101,22 @@ def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
 def count_tenants(tenants: Sequence[str]) -> int:
     """Number of tenants with FULL_TENANT requests, all smaller ones taken together; at least 1."""
     # E.g. 90, 15 and 10 requests: (20 + 15 + 10) // 20 = 2 tenants.
-    return max(1, sum(min(count, FULL_TENANT) for count in Counter(tenants).values()) // FULL_TENANT)
+    return max(
+        1, sum(min(count, FULL_TENANT) for count in Counter(tenants).values()) // FULL_TENANT
+    )
 
 
 def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int) -> list[int]:
     """Positions of at most `count` requests with these tenants, the first ones, and at most `share`
-    of them of each. Fewer than 1 / `share` tenants may each have an equal part. If all this would
-    leave fewer than `at_least` requests, the tenants with most fill up to it, in equal parts."""
+    of them of each. Fewer than 1 / `share` tenants may each have an equal part. If all this
+    would leave fewer than `at_least` requests, the tenants with most fill up to it, in equal
+    parts.
+    """
     counts = np.array(list(Counter(tenants).values()))
     share = max(share, 1 / count_tenants(tenants))
     size = min(count, len(tenants))
-    # E.g. 60, 20 and 20 requests of three tenants, each with a third: 33 + 20 + 20 = 73, then 24 + 20 + 20 = 64,
-    # then 61, and 60 stays, because 20 each is a third.
+    # E.g. 60, 20 and 20 requests of three tenants, each with a third: 33 + 20 + 20 = 73, then 24 +
+    # 20 + 20 = 64, then 61, and 60 stays, because 20 each is a third.
     while size > (possible := int(np.minimum(counts, _part(share, size)).sum())):
         size = possible  # fewer in all, so a part is smaller, too
     limit = _part(share, size)
@@ -123,10 +142,17 @@ def _part(share: float, size: int) -> int:
 
 
 def choose_replayed(
-    index: Index, count: int, policy: Replay, *, now_s: float, rng: np.random.Generator, tenant_share: float
+    index: Index,
+    count: int,
+    policy: Replay,
+    *,
+    now_s: float,
+    rng: np.random.Generator,
+    tenant_share: float,
 ) -> NDArray[np.int64]:
     """Sequence numbers of `count` distinct records of the index, in the order of a draw by
-    `policy`. No tenant has more than `tenant_share` of them while others have records left."""
+    `policy`. No tenant has more than `tenant_share` of them while others have records left.
+    """
     order = _draw(_log_weights(index, now_s, policy), rng)
     # `at_least` is `count`: the share of a tenant yields before a step gets fewer records.
     order = order[take_fairly(index["tenant"][order].tolist(), count, tenant_share, count)]
@@ -144,6 +170,9 @@ def _log_weights(index: Index, now_s: float, policy: Replay) -> NDArray[np.float
 
 
 def _draw(log_weight: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.int64]:
-    """All positions in the order of a draw by weight, without replacement. This is Gumbel top-k
-    (arXiv 1903.06059): sorting by log-weight plus Gumbel noise gives the same distribution."""
+    """All positions in the order of a draw by weight, without replacement.
+
+    This is Gumbel top-k (arXiv 1903.06059): sorting by log-weight plus Gumbel noise gives the same
+    distribution.
+    """
     return np.argsort(-(log_weight + rng.gumbel(size=len(log_weight))))

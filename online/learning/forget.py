@@ -1,4 +1,5 @@
-"""Forget a tenant: delete every record of it that a learner can reach, and name the drafts that it cannot undo.
+"""Forget a tenant: delete every record of it that a learner can reach, and name the drafts that it
+cannot undo.
 
 buffer, quarantine, files of a later release        overwritten
 spool, log                                          emptied into the buffer, which drops the tenant's; overwritten
@@ -61,16 +62,23 @@ class Reach:
     now_s: Callable[[], float] = time.time  # Clock of the arrivals and ages in the buffer.
 
     async def forget(self, tenant: str) -> Forgotten:
-        """Delete the tenant's records; nobody reads spool or log meanwhile. Raises BufferFullError;
-        BrokerError if the log does not answer."""
+        """Delete the tenant's records; nobody reads spool or log meanwhile.
+
+        Raises:
+            BufferFullError
+            BrokerError: if the log does not answer.
+        """
         name = stored_name(tenant)
         # Before the deletion: afterwards nobody knows when the first record arrived.
         found = self.buffer.find_tenant(tenant)
         num_deleted = await asyncio.to_thread(self.buffer.delete_tenant, tenant, self.now_s())
         unread = await self.stream.erase_unread(name) if self.stream else 0
-        # Only after `delete_tenant`, which has listed the tenant: the buffer then drops every record of it.
+        # Only after `delete_tenant`, which has listed the tenant: the buffer then drops every
+        # record of it.
         drained = await self._drain()
-        await asyncio.to_thread(self.buffer.clear_quarantine)  # the spool and the log may have held bad records too
+        await asyncio.to_thread(
+            self.buffer.clear_quarantine
+        )  # the spool and the log may have held bad records too
         unattributed = found.num_examples + found.num_later_files + drained.counts["later_layout"]
         return self._tell(
             found, buffer=num_deleted, arriving=drained.counts["forgotten"], unread=unread,
@@ -121,6 +129,10 @@ class Reach:
             ends = self.registry.list_training_ends()
             learned = [version for version, end in ends.items() if end >= found.first_seq]
             promoted = self.registry.promoted()
-            clean = next((name for name in reversed(promoted) if name in ends and name not in learned), None)
+            clean = next(
+                (name for name in reversed(promoted) if name in ends and name not in learned), None
+            )
         is_in_training = found.first_seq is not None and found.first_seq <= self.through
-        return Forgotten(learned=tuple(learned), is_in_training=is_in_training, clean=clean, **numbers)
+        return Forgotten(
+            learned=tuple(learned), is_in_training=is_in_training, clean=clean, **numbers
+        )

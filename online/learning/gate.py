@@ -1,17 +1,22 @@
-"""The gate: is the candidate accepted more than the incumbent? Numbers in, verdict and reason out; no clock, no I/O.
+"""The gate: is the candidate accepted more than the incumbent?
 
-Both drafts are scored on the same held-out requests under the served sampling method, so requests pair up. The bounds
-come from the spread between requests, not positions: positions within a request are correlated, and treating them as
-independent would make any candidate look proven.
+Numbers in, verdict and reason out; no clock, no I/O.
 
-A learner judges one candidate after another against the same incumbent, on largely the same requests. At 5% each, one
-of ten candidates without enough gain would often pass. Each look therefore gets a share of the 5% (`spent_confidence`),
-and the shares of all looks since the last promotion sum to 5%, however many there are.
+Both drafts are scored on the same held-out requests under the served sampling method, so requests
+pair up. The bounds come from the spread between requests, not positions: positions within a request
+are correlated, and treating them as independent would make any candidate look proven.
 
-Domains are a second check, on a candidate that gains overall, and each look has the whole 5% for it. The evidence of a
-rare domain hardly grows. A bound that widened with the looks would soon block every candidate, whatever it gains.
+A learner judges one candidate after another against the same incumbent, on largely the same
+requests. At 5% each, one of ten candidates without enough gain would often pass. Each look
+therefore gets a share of the 5% (`spent_confidence`), and the shares of all looks since the last
+promotion sum to 5%, however many there are.
 
-N = requests"""
+Domains are a second check, on a candidate that gains overall, and each look has the whole 5% for
+it. The evidence of a rare domain hardly grows. A bound that widened with the looks would soon block
+every candidate, whatever it gains.
+
+N = requests
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,37 +41,51 @@ class Decision(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The evidence that a candidate must show before it is published. tau is tokens per step of the target."""
+    """The evidence that a candidate must show before it is published. tau is tokens per step of the
+    target.
+    """
 
     min_gain: float = 0.02
-    """Promote a candidate only if the gain in tau (mean tokens per step, bonus token included) is above this, by the
-    lower confidence bound."""
+    """Promote a candidate only if the gain in tau (mean tokens per step, bonus token included) is
+    above this, by the lower confidence bound.
+    """
     max_domain_loss: float = 0.1
-    """Promote a candidate only if no judged domain loses more tau than this, by the lower confidence bound of its own
-    look. Over ten looks, a candidate that loses just this in a domain of 20 to 100 requests passes in 8% to 27% of the
-    cases, and one that loses twice as much in none (`benchmarks/decisions.py`)."""
+    """Promote a candidate only if no judged domain loses more tau than this, by the lower
+    confidence bound of its own look. Over ten looks, a candidate that loses just this in a
+    domain of 20 to 100 requests passes in 8% to 27% of the cases, and one that loses twice as
+    much in none (`benchmarks/decisions.py`).
+    """
     confidence: float = 0.95
-    """Confidence that no candidate is promoted without the gain, over all candidates judged since the last promotion.
-    The more candidates were judged since then, the more evidence the next one needs."""
+    """Confidence that no candidate is promoted without the gain, over all candidates judged since
+    the last promotion. The more candidates were judged since then, the more evidence the next
+    one needs.
+    """
     min_requests: int = 24
-    """Smallest number of held-out requests for a verdict. Bounds say little about fewer. With 24, a true gain of 0.1 in
-    tau is proven at the first look in half of the cases, one of 0.2 nearly always (`benchmarks/decisions.py`)."""
+    """Smallest number of held-out requests for a verdict. Bounds say little about fewer. With 24, a
+    true gain of 0.1 in tau is proven at the first look in half of the cases, one of 0.2 nearly
+    always (`benchmarks/decisions.py`).
+    """
     min_domain_requests: int = 20
-    """Smallest number of held-out requests to judge a domain by itself. A domain with fewer is only named in the
-    reason; otherwise one rare domain would block every candidate."""
+    """Smallest number of held-out requests to judge a domain by itself. A domain with fewer is only
+    named in the reason; otherwise one rare domain would block every candidate.
+    """
 
     def __post_init__(self) -> None:
         if not 0.5 < self.confidence < 1:
             raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
         if self.min_domain_requests < 2 or self.min_requests < 2:
-            raise ValueError("min_requests and min_domain_requests must be at least 2: one request has no spread")
+            raise ValueError(
+                "min_requests and min_domain_requests must be at least 2: one request has no spread"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
     """tau(candidate) - tau(incumbent) over some requests, with one-sided confidence bounds.
+
     Overall, the confidence of `lower` rises with the looks. `upper` decides a rejection, and has
-    the policy's confidence: a wrong one costs some training, and no user notices."""
+    the policy's confidence: a wrong one costs some training, and no user notices.
+    """
 
     num_requests: int
     tau_candidate: float
@@ -100,17 +119,24 @@ def judge(
     policy: Policy,
     look: int = 1,
 ) -> Verdict:
-    """The verdict on a candidate; row i of the three sequences is the same held-out request. `look`
-    is 1 for the first verdict after a promotion, 2 for the next one, and so on. A verdict without
-    enough requests (`overall` is None) does not count as a look. Raises ValueError if the sequences
-    differ in length, a count of the incumbent is negative or not finite, or `look` is below 1."""
+    """The verdict on a candidate; row i of the three sequences is the same held-out request.
+
+    `look` is 1 for the first verdict after a promotion, 2 for the next one, and so on. A verdict
+    without enough requests (`overall` is None) does not count as a look.
+
+    Raises:
+        ValueError: if the sequences differ in length, a count of the incumbent is negative or not
+            finite, or `look` is below 1.
+    """
     if look < 1:
         raise ValueError(f"looks are counted from 1, got {look}")
     if not len(candidate) == len(incumbent) == len(domains):
         raise ValueError(
-            f"candidate, incumbent and domains must pair up, got {len(candidate)}, {len(incumbent)} and {len(domains)}"
+            f"candidate, incumbent and domains must pair up, got {len(candidate)}, "
+            f"{len(incumbent)} and {len(domains)}"
         )
-    # The served draft is finite, so such a count is the caller's mistake; a candidate's is a finding about it.
+    # The served draft is finite, so such a count is the caller's mistake; a candidate's is a
+    # finding about it.
     if not _is_sane(incumbent):
         raise ValueError("the incumbent's counts must be finite, drafts >= 0 and accepted >= 0")
     if not _is_sane(candidate):
@@ -119,7 +145,8 @@ def judge(
     counts_N4, usable_N = _pair_counts(candidate, incumbent)
     if usable_N.sum() < policy.min_requests:
         return _verdict(
-            Decision.INCONCLUSIVE, f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed"
+            Decision.INCONCLUSIVE,
+            f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed",
         )
     counts_N4, names_N = counts_N4[usable_N], np.array(domains)[usable_N]
     overall = _gain(counts_N4, spent_confidence(policy.confidence, look), policy.confidence)
@@ -137,29 +164,44 @@ def judge(
 
 
 def find_loss(
-    current: Sequence[AcceptanceCounts], previous: Sequence[AcceptanceCounts], policy: Policy, look: int = 1
+    current: Sequence[AcceptanceCounts],
+    previous: Sequence[AcceptanceCounts],
+    policy: Policy,
+    look: int = 1,
 ) -> tuple[bool, str]:
     """Whether the current version is proven to be accepted less than the previous one, and the
     numbers for people. Row i of both sequences is the same held-out request. As with `judge`,
     `look` counts the comparisons since the current version was promoted, and the error of all of
-    them is bounded by 1 - `policy.confidence`. Raises ValueError if the sequences differ in length
-    or `look` is below 1."""
+    them is bounded by 1 - `policy.confidence`.
+
+    Raises:
+        ValueError: if the sequences differ in length or `look` is below 1.
+    """
     if look < 1:
         raise ValueError(f"looks are counted from 1, got {look}")
     counts_N4, usable_N = _pair_counts(current, previous)
     if not _is_sane(current):
         return True, "its counts are not finite"
     if usable_N.sum() < policy.min_requests:
-        return False, f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed"
+        return (
+            False,
+            f"{usable_N.sum()} held-out requests with drafts, {policy.min_requests} needed",
+        )
     spent = spent_confidence(policy.confidence, look)
     gain = _gain(counts_N4[usable_N], spent, spent)
     return gain.upper < 0, str(gain)
 
 
-def _pair_counts(ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]) -> tuple[Array, Any]:
-    """(drafts, accepted, drafts, accepted) of every request, [N, 4], and which requests can be compared, [N]."""
+def _pair_counts(
+    ours: Sequence[AcceptanceCounts], theirs: Sequence[AcceptanceCounts]
+) -> tuple[Array, Any]:
+    """(drafts, accepted, drafts, accepted) of every request, [N, 4], and which requests can be
+    compared, [N].
+    """
     pairs = zip(ours, theirs, strict=True)
-    counts_N4 = np.array([(o.num_drafts, o.num_accepted, t.num_drafts, t.num_accepted) for o, t in pairs])
+    counts_N4 = np.array(
+        [(o.num_drafts, o.num_accepted, t.num_drafts, t.num_accepted) for o, t in pairs]
+    )
     # Without requests `np.array` gives [0], and the columns below need [0, 4].
     counts_N4 = counts_N4.reshape(-1, 4)
     # A request without drafts on one side, e.g. with a single output token, cannot be compared.
@@ -184,9 +226,12 @@ def _decide(overall: Gain, domains: dict[str, Gain], policy: Policy) -> tuple[De
 
 def spent_confidence(confidence: float, look: int) -> float:
     """Confidence of the bound at one look; the errors of all looks sum to 1 - `confidence`.
+
     1/3 + 1/6 + 1/10 + ... + 2/((look + 1) (look + 2)) + ... = 1, so no number of looks has to be
-    agreed on beforehand."""
-    # Of 95%: 98.3% at the first look, 99.2% at the second, 99.5% at the third and 99.9% at the tenth.
+    agreed on beforehand.
+    """
+    # Of 95%: 98.3% at the first look, 99.2% at the second, 99.5% at the third and 99.9% at the
+    # tenth.
     return 1 - 2 * (1 - confidence) / ((look + 1) * (look + 2))
 
 
@@ -208,11 +253,21 @@ def _gain(counts_N4: Array, lower_confidence: float, upper_confidence: float) ->
 
 
 def _is_sane(scored: Sequence[AcceptanceCounts]) -> bool:
-    counts_N2 = np.array([(s.num_drafts, s.num_accepted) for s in scored], dtype=float).reshape(-1, 2)
+    counts_N2 = np.array([(s.num_drafts, s.num_accepted) for s in scored], dtype=float).reshape(
+        -1, 2
+    )
     return bool(np.isfinite(counts_N2).all() and (counts_N2 >= 0).all())
 
 
 def _verdict(
-    decision: Decision, reason: str, overall: Gain | None = None, domains: dict[str, Gain] | None = None
+    decision: Decision,
+    reason: str,
+    overall: Gain | None = None,
+    domains: dict[str, Gain] | None = None,
 ) -> Verdict:
-    return Verdict(decision=decision, reason=f"{decision.value}: {reason}", overall=overall, domains=domains or {})
+    return Verdict(
+        decision=decision,
+        reason=f"{decision.value}: {reason}",
+        overall=overall,
+        domains=domains or {},
+    )

@@ -1,4 +1,6 @@
-"""From the spool into the buffer. Removing a file acknowledges it: the records are on the buffer's disk by then.
+"""From the spool into the buffer.
+
+Removing a file acknowledges it: the records are on the buffer's disk by then.
 
     servers ─► spool file ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► unlink
                   │ of a later layout                         │ disk full
@@ -7,10 +9,12 @@
 
 A kill between commit and unlink delivers the file twice; the buffer recognises the records by id.
 
-Nothing that lies in the spool may end or stall the learner, or fill its memory: records are read one by one and stored
-in batches of bounded size, a bad record is counted and set aside, and a file that cannot be read is passed over.
+Nothing that lies in the spool may end or stall the learner, or fill its memory: records are read
+one by one and stored in batches of bounded size, a bad record is counted and set aside, and a file
+that cannot be read is passed over.
 
-R = rows of a record"""
+R = rows of a record
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,13 @@ from redraft.online.learning.buffer import Buffer, Frames
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.quarantine import overwrite
 from redraft.online.records.checks import Fault
-from redraft.online.records.record import CorruptRecordError, LaterLayoutError, Record, count_tenant, read_frames
+from redraft.online.records.record import (
+    CorruptRecordError,
+    LaterLayoutError,
+    Record,
+    count_tenant,
+    read_frames,
+)
 from redraft.online.records.spool import ABANDONED_S, list_abandoned, open_file, spool_files
 
 BATCH_RECORDS, BATCH_BYTES = 1024, 64 << 20  # records and bytes of one transaction, all in memory
@@ -49,7 +59,11 @@ class Taken:
         accepted = dict(self.accepted)
         for key, acceptance in other.accepted.items():
             add_acceptance(accepted, key, acceptance)
-        return Taken(num_files=self.num_files + other.num_files, counts=self.counts + other.counts, accepted=accepted)
+        return Taken(
+            num_files=self.num_files + other.num_files,
+            counts=self.counts + other.counts,
+            accepted=accepted,
+        )
 
 
 class Spool:
@@ -58,16 +72,24 @@ class Spool:
     def __init__(self, folder: Path, buffer: Buffer, vocab_size: int) -> None:
         self.folder, self.buffer, self.vocab_size = folder, buffer, vocab_size
         self._passed_over: set[str] = set()
-        """Names of the files that stay: they hold a later layout, or cannot be read. Not looked at again until the
-        learner restarts."""
+        """Names of the files that stay: they hold a later layout, or cannot be read. Not looked at
+        again until the learner restarts.
+        """
 
     def take(self, now_s: float, max_files: int = 64) -> Taken:
         """Move the oldest `max_files` files of the spool into the buffer.
-        Raises BufferFullError if the buffer's disk is full. The remaining files stay in the spool.
-        Raises FileNotFoundError if there is no spool yet. Raises OSError if the spool cannot be
-        read, or a file not removed."""
+
+        The remaining files stay in the spool.
+
+        Raises:
+            BufferFullError: if the buffer's disk is full.
+            FileNotFoundError: if there is no spool yet.
+            OSError: if the spool cannot be read, or a file not removed.
+        """
         if not self.folder.is_dir():
-            raise FileNotFoundError(f"there is no spool {self.folder}: servers make it (--capture.spool)")
+            raise FileNotFoundError(
+                f"there is no spool {self.folder}: servers make it (--capture.spool)"
+            )
         taken, paths = Taken(), spool_files(self.folder)
         # Names of files that are gone would only pile up.
         self._passed_over &= {path.name for path in paths}
@@ -80,33 +102,45 @@ class Spool:
         stays = Counter[str]()  # Why the file must stay, by reason; empty if it can go.
         try:
             file = open_file(path)
-        except FileNotFoundError:  # the server has removed it meanwhile, to stay within the spool's budget
+        except (
+            FileNotFoundError
+        ):  # the server has removed it meanwhile, to stay within the spool's budget
             return Taken()
-        except OSError:  # another user's file, a pipe, a folder: the files after it must not wait for it
+        except (
+            OSError
+        ):  # another user's file, a pipe, a folder: the files after it must not wait for it
             stays["spool_unreadable"] += 1
             taken = Taken()
         else:
             with file:
-                # `_readable` is a generator: `stays` is complete only after `store` has read it to the end.
+                # `_readable` is a generator: `stays` is complete only after `store` has read it to
+                # the end.
                 taken = store(_readable(file, stays), self.buffer, self.vocab_size, now_s)
         if stays:
             self._passed_over.add(path.name)
             self.buffer.counts += stays
         else:
             try:
-                # Only for a forgotten tenant, because it costs a write of the whole file and a flush.
+                # Only for a forgotten tenant, because it costs a write of the whole file and a
+                # flush.
                 if taken.counts["forgotten"]:
                     overwrite(path)
                 path.unlink(missing_ok=True)
             except OSError:
-                self._passed_over.add(path.name)  # its records are stored: the files after it need not wait
+                self._passed_over.add(
+                    path.name
+                )  # its records are stored: the files after it need not wait
                 raise
         return taken + Taken(num_files=1, counts=stays)
 
     def erase_unattributed(self) -> int:
-        """Overwrite and delete the files of a later layout, and those that killed servers left;
-        returns the number. Nobody can tell whose text they hold. Call it after `take`."""
-        paths = [self.folder / name for name in self._passed_over] + list_abandoned(self.folder, ABANDONED_S)
+        """Overwrite and delete the files of a later layout, and those that killed servers left.
+
+        Returns the number. Nobody can tell whose text they hold. Call it after `take`.
+        """
+        paths = [self.folder / name for name in self._passed_over] + list_abandoned(
+            self.folder, ABANDONED_S
+        )
         num_erased = 0
         for path in paths:
             with suppress(OSError):
@@ -146,22 +180,38 @@ def _readable(file: BinaryIO, stays: Counter[str]) -> Frames:
 
 def add_acceptance(sums: Sums, key: tuple[str, str], acceptance: AcceptanceCounts) -> None:
     """Add to the sum of (domain, draft version), or to that of the others if there are MAX_SUMS
-    already. Senders choose both names, and each sum becomes a line of the journal."""
+    already. Senders choose both names, and each sum becomes a line of the journal.
+    """
     key = key if key in sums or len(sums) < MAX_SUMS else (OTHER, OTHER)
     sums[key] = sums.get(key, AcceptanceCounts.zero()) + acceptance
 
 
 def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Taken:
-    """Commit `frames` to the buffer, in transactions of bounded size. Raises BufferFullError if the
-    buffer's disk is full. Then the last records were not stored, and all can be sent again."""
+    """Commit `frames` to the buffer, in transactions of bounded size.
+
+    Then the last records were not stored, and all can be sent again.
+
+    Raises:
+        BufferFullError: if the buffer's disk is full.
+    """
     taken = Taken()
     for batch in _batches(mark_unfit(frames, vocab_size)):
         taken += Taken(counts=buffer.append(batch, now_s))
         for _, record in batch:
-            if isinstance(record, Record) and record.target_fingerprint == buffer.target_fingerprint:
-                # Before the first `refresh_names` there are no names, and every domain is shown as it is.
-                domain = buffer.names.get(record.domain, OTHER) if buffer.names else record.domain or "all"
-                add_acceptance(taken.accepted, (domain, record.draft_version), count_acceptance(record))
+            if (
+                isinstance(record, Record)
+                and record.target_fingerprint == buffer.target_fingerprint
+            ):
+                # Before the first `refresh_names` there are no names, and every domain is shown as
+                # it is.
+                domain = (
+                    buffer.names.get(record.domain, OTHER)
+                    if buffer.names
+                    else record.domain or "all"
+                )
+                add_acceptance(
+                    taken.accepted, (domain, record.draft_version), count_acceptance(record)
+                )
     return taken
 
 
@@ -180,24 +230,33 @@ def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecor
         yield batch
 
 
-def mark_unfit(frames: Frames, vocab_size: int) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-    """The same frames, with an error in place of every record unfit for training: a token id beyond
-    the vocabulary would crash every step with it."""
+def mark_unfit(
+    frames: Frames, vocab_size: int
+) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
+    """The same frames, with an error in place of every record unfit for training.
+
+    A token id beyond the vocabulary would crash every step with it.
+    """
     for frame, record in frames:
         fault = _find_unfit(record, vocab_size) if isinstance(record, Record) else None
         yield frame, CorruptRecordError(fault.sentence, fault.reason) if fault else record
 
 
 def count_acceptance(record: Record) -> AcceptanceCounts:
-    """The acceptance of the version's drafts in one record. Every step ends with a bonus row, whose draft id is -1; one
-    without a draft has no other row."""
+    """The acceptance of the version's drafts in one record.
+
+    Every step ends with a bonus row, whose draft id is -1; one without a draft has no other row.
+    """
     is_own_R = record.is_own
     is_bonus_R, is_accepted_R = (record.draft_ids == -1)[is_own_R], record.accepted[is_own_R]
-    # A draft begins after a bonus row. The last has none if the request ended within it.
-    # E.g. drafts 5, 7, -1, -1, 4 with K = 2: two drafts of three tokens, a step without one between them.
+    # A draft begins after a bonus row. The last has none if the request ended within it. E.g.
+    # drafts 5, 7, -1, -1, 4 with K = 2: two drafts of three tokens, a step without one between
+    # them.
     begins_R = ~is_bonus_R & np.append(True, is_bonus_R)[:-1]
     return AcceptanceCounts(
-        num_drafts=int(begins_R.sum()), num_accepted=int(is_accepted_R.sum()), num_draft_tokens=int(np.sum(~is_bonus_R))
+        num_drafts=int(begins_R.sum()),
+        num_accepted=int(is_accepted_R.sum()),
+        num_draft_tokens=int(np.sum(~is_bonus_R)),
     )
 
 

@@ -1,9 +1,12 @@
-"""The key that decides which prompts are held out. Without it nobody can find or make such a prompt.
+"""The key that decides which prompts are held out.
+
+Without it nobody can find or make such a prompt.
 
     held-out.key     the key
     held-out.json    the key's SHA-256, with a checksum: whether the key is still the one that was made here
 
-With a plain hash, a client could find held-out prompts by trying, and so supply all of the gate's evidence.
+With a plain hash, a client could find held-out prompts by trying, and so supply all of the gate's
+evidence.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ class Hashes(NamedTuple):
     request: int
 
     def is_held_out(self, fraction: float) -> bool:
-        """True for `fraction` of all prompts. All segments and repetitions of a request get the same answer."""
+        """True for `fraction` of all prompts.
+
+        All segments and repetitions of a request get the same answer.
+        """
         # From a signed to an unsigned number: the sum is spread evenly over 0 to 2^64 - 1.
         return self.prompt + 2**63 < fraction * 2**64
 
@@ -45,7 +51,8 @@ class PromptKey:
         return cls(make_secret())
 
     def hash(self, record: Record) -> Hashes:
-        # The prompt only: answers of one prompt differ, and training on one would leak into judging by another.
+        # The prompt only: answers of one prompt differ, and training on one would leak into judging
+        # by another.
         prompt = self._digest(record.context[: 4 * record.num_prompt_tokens])  # int32 ids
         # Clients choose a part of the id of a request; a server has a new one at every start.
         request = self._digest(prompt + f"{record.server_id}\0{record.request_id}".encode())
@@ -69,17 +76,23 @@ class _Note:
 
 
 def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
-    """The key in the buffer's folder, made if there is none; only this user can read it. A lost one
-    is replaced, and told. `newest` is the highest number of a record so far; `has_hashes` says
-    whether a key has hashed any. Raises ValueError if a later release wrote held-out.json, OSError
-    if a file cannot be read or written."""
+    """The key in the buffer's folder, made if there is none; only this user can read it.
+
+    A lost one is replaced, and told. `newest` is the highest number of a record so far;
+    `has_hashes` says whether a key has hashed any.
+
+    Raises:
+        ValueError: if a later release wrote held-out.json, OSError if a file cannot be read or
+            written.
+    """
     secret, damage = _read_secret(folder / KEY), list[str]()
     saved: _Note | None = None
     try:
         note = saved = read_sealed_as(folder / NOTE, _Note, None)
     except DamagedError as error:
         damage.append(f"{error}: it was written again, for the {KEY} that is there")
-        # It may have told of records with hashes by another key. The same key gives the same hashes again.
+        # It may have told of records with hashes by another key. The same key gives the same hashes
+        # again.
         note = _Note(key_sha256=_sha256(secret or b""), rehash_through=newest)
     if problem := _find_problem(secret, note, has_hashes):
         note, secret = _Note(key_sha256="", rehash_through=newest), None
@@ -91,7 +104,9 @@ def open_key(folder: Path, *, newest: int, has_hashes: bool) -> OpenedKey:
     wanted = _Note(key_sha256=_sha256(secret), rehash_through=note.rehash_through if note else 0)
     if wanted != saved:
         write_sealed(folder / NOTE, asdict(wanted), mode=0o600)
-    return OpenedKey(key=PromptKey(secret), rehash_through=wanted.rehash_through, damage=tuple(damage))
+    return OpenedKey(
+        key=PromptKey(secret), rehash_through=wanted.rehash_through, damage=tuple(damage)
+    )
 
 
 def make_secret() -> bytes:
@@ -104,7 +119,9 @@ def _find_problem(secret: bytes | None, note: _Note | None, has_hashes: bool) ->
         return "was missing" if note or has_hashes else ""
     if len(secret) != KEY_BYTES:
         return "did not hold a key"
-    return "was not the key that was made here" if note and note.key_sha256 != _sha256(secret) else ""
+    return (
+        "was not the key that was made here" if note and note.key_sha256 != _sha256(secret) else ""
+    )
 
 
 def _take_away(folder: Path, problem: str, note: _Note) -> str:
@@ -114,7 +131,8 @@ def _take_away(folder: Path, problem: str, note: _Note) -> str:
     path = folder / KEY
     aside = f" (it is now {set_aside(path).name})" if path.exists() else ""
     return (
-        f"{path} {problem}{aside}: a new key holds out other prompts, so until the old records have expired, a prompt "
+        f"{path} {problem}{aside}: a new key holds out other prompts, so until the old records "
+        "have expired, a prompt "
         "that was trained may judge"
     )
 

@@ -1,12 +1,14 @@
-"""The quarantine: examples of records that could not be used, set aside so that a person can look at them.
+"""The quarantine: examples of records that could not be used, set aside so that a person can look
+at them.
 
     quarantine/<time in ns>-<reason>.frame        first line: the error; the rest: the bytes as they arrived
 
     $ head -qn1 learner/buffer/quarantine/*
 
-The folder is a sample, not an archive: it is bounded in files, bytes and age, each reason has a share of the files, and
-a flood of one reason replaces nothing that is younger than a minute. Nobody can tell whose text such bytes hold, so the
-whole folder goes when any tenant is forgotten."""
+The folder is a sample, not an archive: it is bounded in files, bytes and age, each reason has a
+share of the files, and a flood of one reason replaces nothing that is younger than a minute. Nobody
+can tell whose text such bytes hold, so the whole folder goes when any tenant is forgotten.
+"""
 
 import errno
 import os
@@ -27,13 +29,19 @@ SUFFIX = ".frame"
 
 
 class Quarantine:
-    """Not thread-safe. A full or broken disk loses examples and nothing else: no method raises OSError."""
+    """Not thread-safe.
 
-    def __init__(self, folder: Path, max_age_s: float, clock: Callable[[], float] = time.time) -> None:
+    A full or broken disk loses examples and nothing else: no method raises OSError.
+    """
+
+    def __init__(
+        self, folder: Path, max_age_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
         self.folder, self.max_age_s, self._clock = folder, max_age_s, clock
         self._files: list[tuple[int, str, int]] = []
-        """Time in ns, reason and size of every file, oldest first. Read once: a look into the folder for every bad
-        record would cost more than the record."""
+        """Time in ns, reason and size of every file, oldest first. Read once: a look into the
+        folder for every bad record would cost more than the record.
+        """
         with suppress(OSError):
             for path in sorted(folder.glob(f"*{SUFFIX}")):
                 time_ns, _, reason = path.stem.partition("-")
@@ -50,7 +58,11 @@ class Quarantine:
         # Names are unique and sort by time: two examples may come within one tick of the clock.
         time_ns = max(now_ns, self._files[-1][0] + 1 if self._files else 0)
         # The error on one line, even if it has several: the frame begins after the first newline.
-        content = b" ".join(str(error).encode(errors="replace").split())[:500] + b"\n" + frame[:MAX_FILE_BYTES]
+        content = (
+            b" ".join(str(error).encode(errors="replace").split())[:500]
+            + b"\n"
+            + frame[:MAX_FILE_BYTES]
+        )
         while self._files and self._is_full(len(content)):
             if not self._remove(self._files[0]):
                 return
@@ -65,7 +77,10 @@ class Quarantine:
             self._files.append((time_ns, error.reason, len(content)))
 
     def _is_full(self, num_bytes: int) -> bool:
-        return len(self._files) >= MAX_FILES or sum(size for _, _, size in self._files) + num_bytes > MAX_BYTES
+        return (
+            len(self._files) >= MAX_FILES
+            or sum(size for _, _, size in self._files) + num_bytes > MAX_BYTES
+        )
 
     def expire(self, now_s: float) -> None:
         for file in [file for file in self._files if now_s - file[0] / 1e9 >= self.max_age_s]:
@@ -79,7 +94,10 @@ class Quarantine:
             self._remove(file)
 
     def _remove(self, file: tuple[int, str, int]) -> bool:
-        """Overwrite and delete a file; returns whether it is gone. If not, the next call may succeed."""
+        """Overwrite and delete a file; returns whether it is gone.
+
+        If not, the next call may succeed.
+        """
         time_ns, reason, _ = file
         path = self._path(time_ns, reason)
         try:
@@ -97,9 +115,14 @@ class Quarantine:
 
 
 def overwrite(path: Path) -> None:
-    """Overwrite the file's bytes on the disk with zeros, as SQLite overwrites what it deletes. A
-    link, a file of several names, a pipe or a folder stays as it is: whoever put it there chose the
-    bytes behind it, and they may be any file of this user. Raises OSError."""
+    """Overwrite the file's bytes on the disk with zeros, as SQLite overwrites what it deletes.
+
+    A link, a file of several names, a pipe or a folder stays as it is: whoever put it there chose
+    the bytes behind it, and they may be any file of this user.
+
+    Raises:
+        OSError
+    """
     try:
         # Without O_NONBLOCK, opening a pipe waits for its other end.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -107,7 +130,8 @@ def overwrite(path: Path) -> None:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             return
         raise
-    # In place: "wb" would truncate first, and the file system may then write the zeros to other blocks.
+    # In place: "wb" would truncate first, and the file system may then write the zeros to other
+    # blocks.
     with os.fdopen(descriptor, "r+b", buffering=0) as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:

@@ -1,7 +1,10 @@
-"""From records to training batches: texts with the rows labelled by the target, packed to one width.
+"""From records to training batches.
 
-B = batch, T = tokens, R = labelled rows of one text, N = labelled rows of a batch, K = kept top-k ids,
-H = tokens with hidden states, L = hidden states per token, D = size of one."""
+Texts with the rows labelled by the target, packed to one width.
+
+B = batch, T = tokens, R = labelled rows of one text, N = labelled rows of a batch, K = kept top-k
+ids, H = tokens with hidden states, L = hidden states per token, D = size of one.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -75,22 +78,30 @@ def make_batches(
     salt: int = 0,
     reads: Reads = "nothing",
 ) -> list[RecordedBatch]:
-    """All texts in `num_batches` batches of one shape. If there are too few rows, some batches are
-    all padding. If the draft reads hidden states, a text starts at the first token with hidden
-    states, and rows after the last such token are dropped. The packing depends on `seed`; `salt`
-    goes into every batch."""
-    top_k = min(text.topk_ids_RK.shape[1] for text in texts)  # records from a tap have fewer than a plugin's
+    """All texts in `num_batches` batches of one shape.
+
+    If there are too few rows, some batches are all padding. If the draft reads hidden states, a
+    text starts at the first token with hidden states, and rows after the last such token are
+    dropped. The packing depends on `seed`; `salt` goes into every batch.
+    """
+    top_k = min(
+        text.topk_ids_RK.shape[1] for text in texts
+    )  # records from a tap have fewer than a plugin's
     if reads != "nothing":
         texts = [_from_first_state(text) for text in texts]
     cut = [_cut(text, sequence_length, top_k) for text in texts]
     # Rounded up: 130 tokens give a width of 192.
     width = -(-max(len(text.input_ids_T) for text in cut) // WIDTH_STEP) * WIDTH_STEP
-    # Indices of the texts in each row, e.g. [[2, 0], [1]]. Every rank computes the same ones from the seed.
+    # Indices of the texts in each row, e.g. [[2, 0], [1]]. Every rank computes the same ones from
+    # the seed.
     rows = pack([len(text.input_ids_T) for text in cut], width, seed)
-    # Every rank must take the same number of rows, or the collective operations of a step would not match.
+    # Every rank must take the same number of rows, or the collective operations of a step would not
+    # match.
     rows += [[]] * (-len(rows) % num_batches)
     # Dealt in turn: of 6 rows, the first of 2 batches gets rows 0, 2 and 4.
-    shares = [[[cut[i] for i in row] for row in rows[first::num_batches]] for first in range(num_batches)]
+    shares = [
+        [[cut[i] for i in row] for row in rows[first::num_batches]] for first in range(num_batches)
+    ]
     batches = [replace(_make_batch(share, width, top_k), salt=salt) for share in shares]
     if reads == "nothing":
         return batches
@@ -106,8 +117,11 @@ def make_batches(
 
 
 def _from_first_state(text: TrainingSequence) -> TrainingSequence:
-    """The text from the first token with hidden states, and the rows of such tokens; the last token
-    has none. A row without hidden states can neither be predicted from nor be compared with."""
+    """The text from the first token with hidden states, and the rows of such tokens.
+
+    The last token has none. A row without hidden states can neither be predicted from nor be
+    compared with.
+    """
     begin = text.hidden_begin
     end = begin + len(text.hidden_HLD)
     kept = (text.rows_R >= begin) & (text.rows_R < end)
@@ -115,7 +129,9 @@ def _from_first_state(text: TrainingSequence) -> TrainingSequence:
 
 
 def _cut(text: TrainingSequence, sequence_length: int, top_k: int) -> TrainingSequence:
-    """The last `sequence_length` tokens, plus a filler if the last row predicts the token after them."""
+    """The last `sequence_length` tokens, plus a filler if the last row predicts the token after
+    them.
+    """
     ids_T = text.input_ids_T
     # A record may have a row after its last token, and no token is known there.
     if len(text.rows_R) and text.rows_R.max() + 1 == len(ids_T):
@@ -142,20 +158,25 @@ def _with_rows(text: TrainingSequence, kept_R: NDArray[np.bool_], begin: int) ->
     )
 
 
-def _lay_out_states(rows: Sequence[Sequence[TrainingSequence]], width: int, shape: tuple[int, ...]) -> Tensor:
+def _lay_out_states(
+    rows: Sequence[Sequence[TrainingSequence]], width: int, shape: tuple[int, ...]
+) -> Tensor:
     """The hidden states of the texts, bfloat16 [B, T, L, D]; 0 for tokens without any."""
     states_BTLD = torch.zeros(len(rows), width, *shape, dtype=torch.bfloat16)
     for b, row in enumerate(rows):
         start = 0
         for text in row:
-            # Records hold bfloat16 as uint16, because numpy has no such type; torch views only int16 as bfloat16.
+            # Records hold bfloat16 as uint16, because numpy has no such type; torch views only
+            # int16 as bfloat16.
             words_HLD = torch.from_numpy(text.hidden_HLD.astype(np.uint16).view(np.int16))
             states_BTLD[b, start : start + len(words_HLD)] = words_HLD.view(torch.bfloat16)
             start += len(text.input_ids_T)
     return states_BTLD
 
 
-def _make_batch(rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: int) -> RecordedBatch:
+def _make_batch(
+    rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: int
+) -> RecordedBatch:
     batch = Batch.packed([[_document(text) for text in row] for row in rows], width=width)
     # Empty arrays first: a batch of padding has nothing to concatenate otherwise.
     rows_N = [np.empty(0, np.int64)]
@@ -177,5 +198,7 @@ def _make_batch(rows: Sequence[Sequence[TrainingSequence]], width: int, top_k: i
 
 def _document(text: TrainingSequence) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     loss_mask = np.zeros(len(text.input_ids_T), bool)
-    loss_mask[text.rows_R + 1] = True  # the mask is of labels, and row t learns from the label t + 1
+    loss_mask[text.rows_R + 1] = (
+        True  # the mask is of labels, and row t learns from the label t + 1
+    )
     return text.input_ids_T, loss_mask

@@ -1,8 +1,10 @@
-"""The buffer's files: a rolling set, limited in bytes and age. A damaged file is dropped, and work
-continues.
+"""The buffer's files: a rolling set, limited in bytes and age.
+
+A damaged file is dropped, and work continues.
 
 A file is dropped as a whole. The newest one takes records until it has one share of the bytes, or
-covers one share of the age."""
+covers one share of the age.
+"""
 
 import sqlite3
 from collections import Counter
@@ -45,11 +47,19 @@ REHASHED_DTYPE = np.dtype([("seq", "i8"), ("prompt", "i8"), ("request", "i8")])
 
 
 class RollingFiles:
-    """The files of a folder, or one in memory. Not thread-safe.
-    A file that proves damaged is deleted whole, because the rest of it cannot be trusted."""
+    """The files of a folder, or one in memory.
+
+    Not thread-safe. A file that proves damaged is deleted whole, because the rest of it cannot be
+    trusted.
+    """
 
     def __init__(
-        self, folder: Path | None, max_bytes: int, max_age_s: float, counts: Counter[str], damage: list[str]
+        self,
+        folder: Path | None,
+        max_bytes: int,
+        max_age_s: float,
+        counts: Counter[str],
+        damage: list[str],
     ) -> None:
         """Open the files of `folder`; dropped records count in `counts`, `damage` says why."""
         self.folder, self.max_bytes, self.max_age_s = folder, max_bytes, max_age_s
@@ -109,7 +119,9 @@ class RollingFiles:
         for file in list(self.files):  # a copy: a damaged file is removed from the list
             yield from self.unless_damaged(file, lambda file: [operation(file)], list[T]())
 
-    def unless_damaged(self, file: BufferFile, operation: Callable[[BufferFile], T], otherwise: T) -> T:
+    def unless_damaged(
+        self, file: BufferFile, operation: Callable[[BufferFile], T], otherwise: T
+    ) -> T:
         """`operation(file)`; if the file proves damaged, it is dropped and `otherwise` returned."""
         try:
             return operation(file)
@@ -124,7 +136,9 @@ class RollingFiles:
         while self.files and self.num_bytes() + num_bytes > self.max_bytes:
             self._drop(self.files[0], "evicted")
         # A file that proves damaged is gone, so this ends with a new one.
-        while not self.unless_damaged(self._newest(rows[0][0], now_s), lambda file: file.insert(rows), False):
+        while not self.unless_damaged(
+            self._newest(rows[0][0], now_s), lambda file: file.insert(rows), False
+        ):
             pass
 
     def _newest(self, next_seq: int, now_s: float) -> BufferFile:
@@ -139,9 +153,16 @@ class RollingFiles:
         return self.files[-1]
 
     def read(self, seq: int) -> Record | None:
-        """A record; None if it is not in the files any more. A corrupt one is counted and deleted."""
+        """A record; None if it is not in the files any more.
+
+        A corrupt one is counted and deleted.
+        """
         file = self._find(seq)
-        frame = None if file is None else self.unless_damaged(file, lambda file: file.read_frame(seq), None)
+        frame = (
+            None
+            if file is None
+            else self.unless_damaged(file, lambda file: file.read_frame(seq), None)
+        )
         if file is None or frame is None:
             return None
         try:
@@ -158,11 +179,15 @@ class RollingFiles:
         return next(filter(None, found), None)
 
     def open_key(self, newest: int) -> PromptKey:
-        """The folder's key. Records that a lost one has hashed get hashes by the new one, and stay
-        on the same side. `newest` is the highest sequence number given so far."""
+        """The folder's key.
+
+        Records that a lost one has hashed get hashes by the new one, and stay on the same side.
+        `newest` is the highest sequence number given so far.
+        """
         if self.folder is None:
             return PromptKey.make()
-        # A key has hashed the records of later releases too, although this release cannot read them.
+        # A key has hashed the records of later releases too, although this release cannot read
+        # them.
         has_hashes = bool(self.later) or any(len(file.index()) for file in self.files)
         opened = open_key(self.folder, newest=newest, has_hashes=has_hashes)
         self.damage += opened.damage

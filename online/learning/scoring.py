@@ -1,12 +1,15 @@
-"""Scores of a draft on held-out requests, teacher-forced on the target's answers. The gate compares them.
+"""Scores of a draft on held-out requests, teacher-forced on the target's answers.
 
-R = rows of a text, N = rows of a chunk, K = kept top-k ids, V = vocabulary, W = draft vocabulary, J = draft tokens of a
-block.
+The gate compares them.
 
-The records hold the target's distribution of every output token, to which the request's penalties are applied. One
-pass of a draft over the text gives the acceptance probability a_r of the token for row r. Walking blocks over a_r as
-the engine does gives the expected numbers of drafts and accepted tokens. At temperature 0 all a_r are 0 or 1, and the
-result is the engine's counts."""
+R = rows of a text, N = rows of a chunk, K = kept top-k ids, V = vocabulary, W = draft vocabulary, J
+= draft tokens of a block.
+
+The records hold the target's distribution of every output token, to which the request's penalties
+are applied. One pass of a draft over the text gives the acceptance probability a_r of the token for
+row r. Walking blocks over a_r as the engine does gives the expected numbers of drafts and accepted
+tokens. At temperature 0 all a_r are 0 or 1, and the result is the engine's counts.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,23 +43,34 @@ def score(
     reads: Reads = "nothing",
 ) -> list[AcceptanceCounts]:
     """Expected drafts and accepted draft tokens of every record, had `draft` drafted for its
-    request. Raises ValueError if the draft has fewer draft steps than `num_speculative_tokens`."""
+    request.
+
+    Raises:
+        ValueError: if the draft has fewer draft steps than `num_speculative_tokens`.
+    """
     scored = []
     for record in records:
         batch = _make_batch(record, sequence_length, reads)
         rows_R, accepted_JR = np.zeros(0, np.int64), np.zeros((num_speculative_tokens, 0))
         if batch is not None:
-            rows_R, accepted_JR = score_rows(draft, batch, record.sampling, method, num_speculative_tokens)
+            rows_R, accepted_JR = score_rows(
+                draft, batch, record.sampling, method, num_speculative_tokens
+            )
         scored.append(walk_stretches(rows_R, accepted_JR))
     return scored
 
 
 def _make_batch(record: Record, sequence_length: int, reads: Reads) -> RecordedBatch | None:
-    """The record's text, with the penalties applied to the target's distributions; None if it has no rows."""
+    """The record's text, with the penalties applied to the target's distributions.
+
+    None if it has no rows.
+    """
     text = training_sequence(penalise(record))
     if not len(text.rows_R):
         return None
-    (batch,) = make_batches([text], num_batches=1, sequence_length=sequence_length, seed=0, reads=reads)
+    (batch,) = make_batches(
+        [text], num_batches=1, sequence_length=sequence_length, seed=0, reads=reads
+    )
     return batch
 
 
@@ -70,14 +84,19 @@ class RequestScore:
     target: str = ""  # Weights that verified its last segment, as `Record.target`.
 
 
-def score_requests(draft: Draft, records: Iterable[Record], **settings: Any) -> dict[Request, RequestScore]:
+def score_requests(
+    draft: Draft, records: Iterable[Record], **settings: Any
+) -> dict[Request, RequestScore]:
     """The score of every request, in order of the first segments; `settings` are those of `score`.
-    Holds one record at a time, because the held-out records may be larger than the memory."""
+
+    Holds one record at a time, because the held-out records may be larger than the memory.
+    """
     found: dict[Request, RequestScore] = {}
     for record in records:
         key = (record.server_id, record.request_id)
         (counts,) = score(draft, [record], **settings)
-        # Counts add up over segments. A mean of rates would give a short segment the weight of a long one.
+        # Counts add up over segments. A mean of rates would give a short segment the weight of a
+        # long one.
         before = found.get(key, RequestScore(record.domain, AcceptanceCounts.zero()))
         found[key] = RequestScore(before.domain, before.counts + counts, record.target)
     return found
@@ -91,9 +110,12 @@ def pair_scores(
     """(candidate's counts, incumbent's counts, domains by `names`) of the requests that can be
     compared. A request is left out if its records expired between the two scorings, or if the
     incumbent's score is not finite: the served draft is known to be finite, so the record is to
-    blame. A request whose score is not finite for the candidate only stays, as evidence against the
-    candidate."""
-    compared = [key for key, score in incumbent.items() if key in candidate and _is_finite(score.counts)]
+    blame. A request whose score is not finite for the candidate only stays, as evidence against
+    the candidate.
+    """
+    compared = [
+        key for key, score in incumbent.items() if key in candidate and _is_finite(score.counts)
+    ]
     return (
         [candidate[key].counts for key in compared],
         [incumbent[key].counts for key in compared],
@@ -101,10 +123,18 @@ def pair_scores(
     )
 
 
-def list_rows(scores: Iterable[RequestScore], names: Mapping[str, str]) -> list[tuple[str, float, float]]:
-    """Domain by `names`, drafts and accepted tokens of every request with drafts; the others say nothing of a draft."""
+def list_rows(
+    scores: Iterable[RequestScore], names: Mapping[str, str]
+) -> list[tuple[str, float, float]]:
+    """Domain by `names`, drafts and accepted tokens of every request with drafts.
+
+    The others say nothing of a draft.
+    """
     usable = [score for score in scores if _is_finite(score.counts) and score.counts.num_drafts > 0]
-    return [(names.get(one.domain, OTHER), one.counts.num_drafts, one.counts.num_accepted) for one in usable]
+    return [
+        (names.get(one.domain, OTHER), one.counts.num_drafts, one.counts.num_accepted)
+        for one in usable
+    ]
 
 
 def _is_finite(counts: AcceptanceCounts) -> bool:
@@ -113,20 +143,29 @@ def _is_finite(counts: AcceptanceCounts) -> bool:
 
 @torch.no_grad()
 def score_rows(
-    draft: Draft, batch: RecordedBatch, sampling: Sampling, method: Method, num_speculative_tokens: int
+    draft: Draft,
+    batch: RecordedBatch,
+    sampling: Sampling,
+    method: Method,
+    num_speculative_tokens: int,
 ) -> tuple[NDArray[np.int64], Array]:
     """(rows at which a block can begin [R], probabilities of acceptance [J, R]) for the one text in
-    `batch`. Entry [j, r] is the acceptance probability of row r's token as the j-th of a block, if
-    all before it were accepted. An autoregressive draft has the same probability for every j."""
+    `batch`. Entry [j, r] is the acceptance probability of row r's token as the j-th of a block,
+    if all before it were accepted. An autoregressive draft has the same probability for every j.
+    """
     steps = take_draft_steps(draft, batch, batch.signal, num_speculative_tokens)
     by_step = [_alpha_by_row(step, batch.signal, sampling, method) for step in steps]
     rows_R = np.array(sorted(by_step[0]), np.int64)
     # 0 if a later step has no such row, because no block reaches there
-    accepted_JR = np.array([[accepted.get(row, 0.0) for row in rows_R.tolist()] for accepted in by_step])
+    accepted_JR = np.array(
+        [[accepted.get(row, 0.0) for row in rows_R.tolist()] for accepted in by_step]
+    )
     return rows_R, np.broadcast_to(accepted_JR, (num_speculative_tokens, len(rows_R)))
 
 
-def _alpha_by_row(step: DraftStep, signal: TargetSignal, sampling: Sampling, method: Method) -> dict[int, float]:
+def _alpha_by_row(
+    step: DraftStep, signal: TargetSignal, sampling: Sampling, method: Method
+) -> dict[int, float]:
     target = signal.distribution
     served = sampling.served()
     # sum_v min(p, q) of a one-hot q is p(argmax q): the acceptance of a greedy draft
@@ -135,7 +174,8 @@ def _alpha_by_row(step: DraftStep, signal: TargetSignal, sampling: Sampling, met
     for rows_N in torch.split(step.mask_BT.flatten().nonzero().squeeze(-1), ROWS_A_CHUNK):
         target_rows_N = rows_N + step.shift
         kept = target_rows(target, target_rows_N, served)
-        # A recorded distribution may add up to more than 1, by rounding or because its sender made it up.
+        # A recorded distribution may add up to more than 1, by rounding or because its sender made
+        # it up.
         alpha_N = step_rates(step, rows_N, kept, temperature).alpha.clamp(0, 1)
         # `tolist` fetches a whole chunk from the GPU at once; `.item()` would wait for every row.
         alphas.update(zip(target_rows_N.tolist(), alpha_N.double().tolist(), strict=True))
@@ -143,10 +183,16 @@ def _alpha_by_row(step: DraftStep, signal: TargetSignal, sampling: Sampling, met
 
 
 def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceCounts:
-    """Expected drafts and accepted tokens over all stretches of consecutive rows; a block that
-    would reach beyond one is left out."""
-    # one more token, because `expected_blocks` counts the prefill's, after which the first block begins
-    walked = [expected_blocks(accept_TK, len(accept_TK) + 1) for accept_TK in _list_blocks(rows_R, accepted_JR)]
+    """Expected drafts and accepted tokens over all stretches of consecutive rows.
+
+    A block that would reach beyond one is left out.
+    """
+    # one more token, because `expected_blocks` counts the prefill's, after which the first block
+    # begins
+    walked = [
+        expected_blocks(accept_TK, len(accept_TK) + 1)
+        for accept_TK in _list_blocks(rows_R, accepted_JR)
+    ]
     return AcceptanceCounts(
         num_drafts=sum(counts.num_steps for counts in walked),
         num_accepted=sum(counts.num_accepted for counts in walked),
@@ -154,11 +200,17 @@ def walk_stretches(rows_R: NDArray[np.int64], accepted_JR: Array) -> AcceptanceC
 
 
 def _list_blocks(rows_R: NDArray[np.int64], values_JR: Array) -> list[Array]:
-    """The values of every stretch by block, [T, K]. Token j of a block that begins at row r is in row r + j."""
+    """The values of every stretch by block, [T, K].
+
+    Token j of a block that begins at row r is in row r + j.
+    """
     tables = []
-    # E.g. rows 3, 4, 5, 9 and J = 2: blocks begin at rows 3 and 4, and none fits into the stretch of row 9.
+    # E.g. rows 3, 4, 5, 9 and J = 2: blocks begin at rows 3 and 4, and none fits into the stretch
+    # of row 9.
     for stretch_JR in np.split(values_JR, np.flatnonzero(np.diff(rows_R) != 1) + 1, axis=1):
         num_blocks = max(0, stretch_JR.shape[1] - len(stretch_JR) + 1)
         # A diagonal becomes a row: token j of block t is at [j, t + j] before, and at [t, j] after.
-        tables.append(np.stack([row_R[j : j + num_blocks] for j, row_R in enumerate(stretch_JR)], axis=1))
+        tables.append(
+            np.stack([row_R[j : j + num_blocks] for j, row_R in enumerate(stretch_JR)], axis=1)
+        )
     return tables

@@ -1,12 +1,15 @@
-"""Is the served draft still as good as it was? Acceptance on new held-out requests against that at its promotion.
+"""Is the served draft still as good as it was?
+
+Acceptance on new held-out requests against that at its promotion.
 
     then   the draft on the held-out requests of the time it became current
     now    the same draft on held-out requests that arrived since, so the two are independent
     loss   then - now in tau, domain by domain, weighted by today's share of each domain
 
-A draft that training could not improve, and whose acceptance has not fallen since, is not worth training: the learner
-sleeps. It wakes when the loss is proven, when a new domain appears, or after the longest sleep, to try once more.
-Numbers in, findings out; no clock, no I/O."""
+A draft that training could not improve, and whose acceptance has not fallen since, is not worth
+training: the learner sleeps. It wakes when the loss is proven, when a new domain appears, or after
+the longest sleep, to try once more. Numbers in, findings out; no clock, no I/O.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from redraft.eval.intervals import CONFIDENCE, Estimate, estimate_ratio, subtract_independent, sum_weighted
+from redraft.eval.intervals import (
+    CONFIDENCE,
+    Estimate,
+    estimate_ratio,
+    subtract_independent,
+    sum_weighted,
+)
 from redraft.online.learning.gate import Policy
 
 Row = tuple[str, float, float]  # Domain, drafts and accepted draft tokens of one held-out request.
@@ -30,20 +39,25 @@ class SleepPolicy:
     """When the learner stops training, and when it begins again."""
 
     enabled: bool = True
-    """Stop training after `training.patience` candidates in a row without a proven gain. The learner goes on storing
-    records and looks at the served draft again after every `training.records_per_candidate` new ones."""
+    """Stop training after `training.patience` candidates in a row without a proven gain. The
+    learner goes on storing records and looks at the served draft again after every
+    `training.records_per_candidate` new ones.
+    """
     confidence: float = 0.99
-    """Training begins again when acceptance on new held-out requests is below that at the promotion with this
-    confidence. A false alarm costs some training; no draft is served because of it."""
+    """Training begins again when acceptance on new held-out requests is below that at the promotion
+    with this confidence. A false alarm costs some training; no draft is served because of it.
+    """
     longest: int = 16
-    """Longest pause between two attempts to find a gain, in multiples of `training.records_per_candidate`. After the
-    first attempt without a gain the pause is 4 of them, and it doubles with every further one. If acceptance has
-    fallen, the pause begins at 1."""
+    """Longest pause between two attempts to find a gain, in multiples of
+    `training.records_per_candidate`. After the first attempt without a gain the pause is 4 of
+    them, and it doubles with every further one. If acceptance has fallen, the pause begins at 1.
+    """
 
     def __post_init__(self) -> None:
         if not 0.5 < self.confidence < 1 or self.longest < 1:
             raise ValueError(
-                f"confidence must be between 0.5 and 1 and longest at least 1, got {self.confidence} and {self.longest}"
+                "confidence must be between 0.5 and 1 and longest at least 1, got "
+                f"{self.confidence} and {self.longest}"
             )
 
 
@@ -59,13 +73,19 @@ class Staleness:
 
     def __str__(self) -> str:
         return (
-            f"tau {self.tau_then:.3f} at the promotion, {self.tau_now:.3f} now, loss {self.loss:+.3f} "
+            f"tau {self.tau_then:.3f} at the promotion, {self.tau_now:.3f} now, loss "
+            f"{self.loss:+.3f} "
             f"[{self.low:+.3f}, {self.high:+.3f}] over {self.num_requests} requests"
         )
 
 
-def compare(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: Policy) -> Staleness | None:
-    """The staleness of a draft; None if fewer than `gate.min_requests` new requests are of known domains."""
+def compare(
+    then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: Policy
+) -> Staleness | None:
+    """The staleness of a draft.
+
+    None if fewer than `gate.min_requests` new requests are of known domains.
+    """
     then_by, now_by = _group(then), _group(now)
     enough = gate.min_domain_requests
     new = [name for name, rows in now_by.items() if name not in then_by and len(rows) >= enough]
@@ -81,10 +101,15 @@ def compare(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: 
     low, high = loss.interval(CONFIDENCE)
     confidence = _share_confidence(policy, judged)
     # One-sided: the lower bound at 99% is the lower end of the two-sided interval at 98%.
-    fallen = [name for name, estimate in judged.items() if estimate.interval(2 * confidence - 1)[0] > 0]
-    reasons = [f"{name} has fallen" for name in fallen[:1]] + [f"domain {name} is new" for name in new[:1]]
+    fallen = [
+        name for name, estimate in judged.items() if estimate.interval(2 * confidence - 1)[0] > 0
+    ]
+    reasons = [f"{name} has fallen" for name in fallen[:1]] + [
+        f"domain {name} is new" for name in new[:1]
+    ]
     return Staleness(
-        # not the mean over `then`: with today's shares of the domains, a shift of traffic alone is no loss
+        # not the mean over `then`: with today's shares of the domains, a shift of traffic alone is
+        # no loss
         tau_then=tau_now + loss.value,
         tau_now=tau_now,
         loss=loss.value,
@@ -96,16 +121,19 @@ def compare(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: 
 
 
 def find_past(rows: Mapping[str, Sequence[Row]], policy: SleepPolicy, gate: Policy) -> list[str]:
-    """The targets whose requests no longer tell how good a draft is, by the scores of one draft on all of them.
+    """The targets whose requests no longer tell how good a draft is, by the scores of one draft on
+    all of them.
 
     Args:
         rows: By target: the served one, then the newest to the oldest.
         policy: The confidence of a difference, in either direction.
-        gate: Smallest number of requests to compare. Targets with fewer are taken together, e.g. if a trainer moves the
+        gate: Smallest number of requests to compare. Targets with fewer are taken together, e.g. if
+        a trainer moves the
             weights every minute.
 
     Returns:
-        The oldest targets, from the first proven difference on. Small moves leave all of them usable.
+        The oldest targets, from the first proven difference on. Small moves leave all of them
+        usable.
     """
     targets, now, then, waiting = list(rows), list[Row](), list[Row](), list[str]()
     for i, target in enumerate(targets):
@@ -122,28 +150,40 @@ def find_past(rows: Mapping[str, Sequence[Row]], policy: SleepPolicy, gate: Poli
     return []
 
 
-def _is_different(then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: Policy) -> bool:
+def _is_different(
+    then: Sequence[Row], now: Sequence[Row], policy: SleepPolicy, gate: Policy
+) -> bool:
     then_by, now_by = _group(then), _group(now)
     known = [name for name in now_by if min(len(now_by[name]), len(then_by.get(name, ()))) > 1]
     if not known:
         return False
     judged = _estimate_losses(then_by, now_by, known, gate.min_domain_requests)
-    intervals = [estimate.interval(_share_confidence(policy, judged)) for estimate in judged.values()]
+    intervals = [
+        estimate.interval(_share_confidence(policy, judged)) for estimate in judged.values()
+    ]
     return any(low > 0 or high < 0 for low, high in intervals)
 
 
 def _estimate_losses(
-    then_by: Mapping[str, Sequence[Row]], now_by: Mapping[str, Sequence[Row]], known: Sequence[str], enough: int
+    then_by: Mapping[str, Sequence[Row]],
+    now_by: Mapping[str, Sequence[Row]],
+    known: Sequence[str],
+    enough: int,
 ) -> dict[str, Estimate]:
     """The loss of `acceptance` over these domains, and of each one with enough requests now."""
     # by drafts, because tau is a mean over drafts and not over requests
     weights = {name: sum(drafts for _, drafts, _ in now_by[name]) for name in known}
     total = sum(weights.values())
-    losses = {n: subtract_independent(_estimate_rate(then_by[n]), _estimate_rate(now_by[n])) for n in known}
+    losses = {
+        n: subtract_independent(_estimate_rate(then_by[n]), _estimate_rate(now_by[n]))
+        for n in known
+    }
     # domains share no request, so the errors are independent
     loss = sum_weighted([losses[name] for name in known], [weights[name] / total for name in known])
     return {"acceptance": loss} | {
-        f"acceptance of domain {name}": losses[name] for name in known if len(now_by[name]) >= enough
+        f"acceptance of domain {name}": losses[name]
+        for name in known
+        if len(now_by[name]) >= enough
     }
 
 
@@ -173,7 +213,10 @@ def _estimate_rate(rows: Sequence[Row]) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Sleep:
-    """The reference of the served draft, and whether the learner sleeps. Saved on disk, over kills."""
+    """The reference of the served draft, and whether the learner sleeps.
+
+    Saved on disk, over kills.
+    """
 
     version: str = ""  # that `then` was measured for; empty before the first time
     drafting: str = ""  # with which: tau depends on the number of draft tokens
@@ -185,7 +228,10 @@ class Sleep:
     num_saved: int = 0  # Records passed over in all.
 
     def is_asleep_at(self, version: str) -> bool:
-        """Whether the learner sleeps while it serves `version`. Any other version than the reference's wakes it."""
+        """Whether the learner sleeps while it serves `version`.
+
+        Any other version than the reference's wakes it.
+        """
         return self.is_asleep and self.version == version
 
     def refer(self, version: str, through: int, rows: Sequence[Row], drafting: str = "") -> Sleep:
@@ -194,22 +240,36 @@ class Sleep:
         return replace(base, version=version, drafting=drafting, through=through, then=tuple(rows))
 
     def fall_asleep(self, now: Sequence[Row]) -> Sleep:
-        """Asleep. Domains of `now` that are not in the reference are no longer new: training has seen them."""
+        """Asleep.
+
+        Domains of `now` that are not in the reference are no longer new: training has seen them.
+        """
         known = {domain for domain, _, _ in self.then}
         then = (*self.then, *(row for row in now if row[0] not in known))
-        return replace(self, then=then, is_asleep=True, num_attempts=self.num_attempts + 1, num_passed=0)
+        return replace(
+            self, then=then, is_asleep=True, num_attempts=self.num_attempts + 1, num_passed=0
+        )
 
     def wake(self) -> Sleep:
         return replace(self, is_asleep=False, num_passed=0)
 
     def pass_over(self, num_records: int) -> Sleep:
         """Asleep still, with that many records more that are not trained as new."""
-        return replace(self, num_passed=self.num_passed + num_records, num_saved=self.num_saved + num_records)
+        return replace(
+            self, num_passed=self.num_passed + num_records, num_saved=self.num_saved + num_records
+        )
 
     def find_reason_to_wake(
-        self, staleness: Staleness | None, num_waiting: int, policy: SleepPolicy, records_per_candidate: int
+        self,
+        staleness: Staleness | None,
+        num_waiting: int,
+        policy: SleepPolicy,
+        records_per_candidate: int,
     ) -> str:
-        """The reason to train again, with `num_waiting` records not trained yet; empty if there is none."""
+        """The reason to train again, with `num_waiting` records not trained yet.
+
+        Empty if there is none.
+        """
         candidates = (self.num_passed + num_waiting) / records_per_candidate
         # After 1, 2, 3 attempts: 1, 2, 4 candidates with a proven loss, and 4, 8, 16 without one.
         pause = 2 ** max(0, self.num_attempts - 1)
@@ -217,5 +277,8 @@ class Sleep:
         if staleness and staleness.reason and candidates >= min(pause, policy.longest):
             return staleness.reason
         if candidates >= min(FIRST_PAUSE * pause, policy.longest):
-            return f"{self.num_passed + num_waiting} records since the last attempt: is there anything to gain by now?"
+            return (
+                f"{self.num_passed + num_waiting} records since the last attempt: is there "
+                "anything to gain by now?"
+            )
         return ""

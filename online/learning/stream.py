@@ -1,15 +1,20 @@
-"""From the ingest log into the buffer. A record is acknowledged, and leaves the log, once it is on the buffer's disk.
+"""From the ingest log into the buffer.
 
-    JetStream ─► Pull ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► overwrite, acknowledge
+A record is acknowledged, and leaves the log, once it is on the buffer's disk.
+
+    JetStream ─► Pull ─► read_frames ─► mark_unfit ─► Buffer.append (commits) ─► overwrite,
+    acknowledge
                   │ of a later layout                         │ disk full
                   └─► given back, delivered again later       └─► closed: all delivered again, in order
 
-The log delivers at least once: after a kill between commit and acknowledgement a record is delivered again, and the
-buffer recognises it by id. A record of a later layout waits in the log until a learner of that release starts, which
-gets it at once, or until the log drops it at a limit.
+The log delivers at least once: after a kill between commit and acknowledgement a record is
+delivered again, and the buffer recognises it by id. A record of a later layout waits in the log
+until a learner of that release starts, which gets it at once, or until the log drops it at a limit.
 
-An acknowledged message leaves the stream, but its bytes stay in the broker's file until that file goes, and one unread
-message keeps it. So every message is overwritten there before it is acknowledged."""
+An acknowledged message leaves the stream, but its bytes stay in the broker's file until that file
+goes, and one unread message keeps it. So every message is overwritten there before it is
+acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,14 @@ from itertools import chain
 from typing import Any
 
 from nats.errors import Error as NatsError
-from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
 from nats.js.errors import APIError, NotFoundError
 
 from redraft.online.learning.buffer import Buffer
@@ -44,8 +56,9 @@ ACK_WAIT_S = 60.0  # until an unacknowledged record comes again: longer than slo
 DUPLICATES_S = 120.0  # in which the log itself drops a record sent twice; then the buffer
 
 LATER_LAYOUT_S, MAX_LATER_LAYOUT_S = 60.0, 3600.0
-"""Seconds before a record of a later layout is delivered again, and the most after doubling each time: during a rolling
-upgrade it may be most of the traffic."""
+"""Seconds before a record of a later layout is delivered again, and the most after doubling each
+time: during a rolling upgrade it may be most of the traffic.
+"""
 
 ERASE_TIMEOUT_S = 10.0
 ERASE_PAUSE_S = 10.0  # no overwriting after a failure: a slow broker costs half of the time
@@ -69,20 +82,34 @@ class StreamSource:
         now_s: Callable[[], float] = time.time,
         registry_id: str = "",
     ) -> None:
-        """`now_s` gives the time of arrival, in the event loop's thread. `registry_id` keeps
-        learners of two registries apart."""
-        self.ingest, self.config, self.limits, self.registry_id = ingest, config, limits, registry_id
+        """`now_s` gives the time of arrival, in the event loop's thread.
+
+        `registry_id` keeps learners of two registries apart.
+        """
+        self.ingest, self.config, self.limits, self.registry_id = (
+            ingest,
+            config,
+            limits,
+            registry_id,
+        )
         self.buffer, self.vocab_size, self._now_s = buffer, vocab_size, now_s
         self._client: Any = None
         self._pull: Pull | None = None
         self._erase_from_s = 0.0  # monotonic, then messages are overwritten again; inf: may not
-        self.faults: list[tuple[str, str]] = []  # the broker's (name, reason, "" at the end); reports empty it
+        self.faults: list[
+            tuple[str, str]
+        ] = []  # the broker's (name, reason, "" at the end); reports empty it
 
     async def take(self, *, keep_later: bool = True) -> Taken:
-        """Move the arrived records into the buffer. Empty if none arrived for a moment.
-        Records of a later layout go back to the log, or are overwritten too without `keep_later`.
-        Raises BufferFullError if the buffer's disk is full. Raises BrokerError if NATS does not
-        answer. In neither case is a record lost."""
+        """Move the arrived records into the buffer.
+
+        Empty if none arrived for a moment. Records of a later layout go back to the log, or are
+        overwritten too without `keep_later`. In neither case is a record lost.
+
+        Raises:
+            BufferFullError: if the buffer's disk is full.
+            BrokerError: if NATS does not answer.
+        """
         try:
             with wrap_broker_errors(self.ingest):
                 self._pull = self._pull or await self._open()
@@ -96,9 +123,12 @@ class StreamSource:
             else:
                 await self._release(later)
             # If this task is cancelled, the thread goes on; the messages come again, known by id.
-            taken = await asyncio.to_thread(store, frames, self.buffer, self.vocab_size, self._now_s())
+            taken = await asyncio.to_thread(
+                store, frames, self.buffer, self.vocab_size, self._now_s()
+            )
         except BaseException:
-            # Of a full disk, too: given back, a segment would come behind the next one, which needs its text.
+            # Of a full disk, too: given back, a segment would come behind the next one, which needs
+            # its text.
             await self.close()
             raise
         await self._release(messages)
@@ -109,14 +139,22 @@ class StreamSource:
         return taken + Taken(counts=first if keep_later else Counter(later_layout=len(later)))
 
     async def erase_unread(self, name: str) -> int:
-        """Overwrite a tenant's records of domains without a learner, and unreadable ones; returns
-        the number. Raises BrokerError."""
+        """Overwrite a tenant's records of domains without a learner, and unreadable ones.
+
+        Returns the number.
+
+        Raises:
+            BrokerError
+        """
         num_erased = 0
         with wrap_broker_errors(self.ingest):
             client = await connect(self.ingest, self.config, "learner")
             try:
                 stream = client.jetstream()
-                read = {found.config.filter_subject for found in await stream.consumers_info(self.config.stream)}
+                read = {
+                    found.config.filter_subject
+                    for found in await stream.consumers_info(self.config.stream)
+                }
                 info = await stream.stream_info(self.config.stream, subjects_filter=">")
                 if None in read:  # a consumer without a filter takes all subjects
                     return 0
@@ -139,13 +177,16 @@ class StreamSource:
                 if self._erase_from_s:
                     self._erase_from_s, self.faults = 0.0, [*self.faults, ("log_not_erased", "")]
             except BrokerError as error:
-                # Without the right to it, a request is not answered: only the client's last error names the subject.
+                # Without the right to it, a request is not answered: only the client's last error
+                # names the subject.
                 is_forbidden = "stream.msg.delete" in str(self._client.last_error).lower()
                 self._erase_from_s = math.inf if is_forbidden else time.monotonic() + ERASE_PAUSE_S
                 reason = f"text stays in the broker's files: {error}"
                 cure = "; the learner needs $JS.API.STREAM.>" if is_forbidden else ""
                 self.faults.append(("log_not_erased", f"{reason}{cure}"))
-        with suppress(NatsError, OSError):  # if the connection is lost on the way, they are delivered again
+        with suppress(
+            NatsError, OSError
+        ):  # if the connection is lost on the way, they are delivered again
             for message in messages:
                 await message.ack()
 
@@ -153,12 +194,16 @@ class StreamSource:
         """Raises: BrokerError if the broker refuses or does not answer."""
         request = json.dumps({"seq": message.metadata.sequence.stream}).encode()
         subject = f"$JS.API.STREAM.MSG.DELETE.{self.config.stream}"
-        answer = json.loads((await self._client.request(subject, request, timeout=ERASE_TIMEOUT_S)).data)
+        answer = json.loads(
+            (await self._client.request(subject, request, timeout=ERASE_TIMEOUT_S)).data
+        )
         if not answer.get("success") and answer.get("error", {}).get("err_code") != NO_MESSAGE:
             raise BrokerError(f"a message could not be overwritten: {answer.get('error')}")
 
     async def close(self) -> None:
-        """The next `take` gets every unacknowledged message again at once, those of a later layout too."""
+        """The next `take` gets every unacknowledged message again at once, those of a later layout
+        too.
+        """
         client, self._client, self._pull = self._client, None, None
         if client is not None:
             with suppress(NatsError, OSError):
@@ -170,20 +215,28 @@ class StreamSource:
         version = self._client.connected_server_version
         if (version.major, version.minor) < SAFE_BROKER:
             reason = (
-                f"NATS {version.major}.{version.minor} may lose records that it acknowledged when its disk fills up"
+                f"NATS {version.major}.{version.minor} may lose records that it acknowledged "
+                "when its disk fills up"
             )
             self.faults.append(
-                ("log_may_lose_records", f"{reason}: install {'.'.join(map(str, SAFE_BROKER))} or later")
+                (
+                    "log_may_lose_records",
+                    f"{reason}: install {'.'.join(map(str, SAFE_BROKER))} or later",
+                )
             )
-        await provide_stream(self._client.jetstream(), self.config, self.limits, self.buffer.domain, self.registry_id)
+        await provide_stream(
+            self._client.jetstream(), self.config, self.limits, self.buffer.domain, self.registry_id
+        )
         pull = Pull(self._client, self.config.stream, name_consumer(self.buffer.domain))
         await pull.open()
         return pull
 
 
 class Pull:
-    """Sends requests to a consumer, one at a time, and collects messages as they come: nats-py's
-    `fetch` would delay every record of light traffic."""
+    """Sends requests to a consumer, one at a time, and collects messages as they come.
+
+    Nats-py's `fetch` would delay every record of light traffic.
+    """
 
     def __init__(self, client: Any, stream: str, consumer: str) -> None:
         self.client = client
@@ -199,7 +252,11 @@ class Pull:
         await self.client.subscribe(self._inbox, cb=self._on_message)
 
     async def next(self) -> list[Any]:
-        """All arrived messages; none after WAIT_S. Raises BrokerError, nats.errors.Error."""
+        """All arrived messages; none after WAIT_S.
+
+        Raises:
+            BrokerError: nats.errors.Error.
+        """
         await self._request_more()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._something.wait(), WAIT_S)
@@ -219,9 +276,14 @@ class Pull:
         if self._outstanding or self._arrived:
             return
         self._outstanding, self._requested_s = REQUEST_RECORDS, time.monotonic()
-        # In any case above the largest message: a message too large for the request would never be delivered.
+        # In any case above the largest message: a message too large for the request would never be
+        # delivered.
         most_bytes = max(REQUEST_BYTES, 2 * self.client.max_payload)
-        request = {"batch": REQUEST_RECORDS, "max_bytes": most_bytes, "expires": int(1e9 * REQUEST_EXPIRES_S)}
+        request = {
+            "batch": REQUEST_RECORDS,
+            "max_bytes": most_bytes,
+            "expires": int(1e9 * REQUEST_EXPIRES_S),
+        }
         await self.client.publish(self._subject, json.dumps(request).encode(), reply=self._inbox)
 
     def _check(self) -> None:
@@ -229,13 +291,17 @@ class Pull:
             raise BrokerError("the connection was lost")
         if self._problem:
             raise BrokerError(self._problem)
-        if not self._arrived and time.monotonic() > self._requested_s + REQUEST_EXPIRES_S + SILENCE_S:
+        if (
+            not self._arrived
+            and time.monotonic() > self._requested_s + REQUEST_EXPIRES_S + SILENCE_S
+        ):
             # e.g. the log's disk is full; the connection itself may be fine
             raise BrokerError("the log does not answer")
 
     async def _on_message(self, message: Any) -> None:
-        # A message of the stream has a subject to acknowledge to. Anything else about it is its publisher's choice:
-        # one with a Status header and no data would end every connection, forever.
+        # A message of the stream has a subject to acknowledge to. Anything else about it is its
+        # publisher's choice: one with a Status header and no data would end every connection,
+        # forever.
         headers = message.headers or {}
         if message.reply.startswith(ACK_PREFIX):
             self._arrived.append(message)
@@ -243,7 +309,8 @@ class Pull:
         elif status := headers.get("Status"):
             self._outstanding = 0
             description = headers.get("Description", "")
-            # 409 may also say "Consumer Deleted", and 503 means no responder: further requests would be in vain.
+            # 409 may also say "Consumer Deleted", and 503 means no responder: further requests
+            # would be in vain.
             if status not in REQUEST_OVER or "Deleted" in description:
                 self._problem = f"the log's consumer is gone: {status} {description}"
         self._something.set()
@@ -256,8 +323,13 @@ def name_consumer(domain: str) -> str:
 async def provide_stream(
     stream: Any, config: Nats, limits: StreamLimits, domain: str = "", registry_id: str = ""
 ) -> None:
-    """Create or update the stream and our consumer, for one domain or all: a record has one
-    consumer. Raises BrokerError if a running learner takes them."""
+    """Create or update the stream and our consumer, for one domain or all.
+
+    A record has one consumer.
+
+    Raises:
+        BrokerError: if a running learner takes them.
+    """
     wanted = {
         "subjects": [config.subjects],
         "max_bytes": limits.max_bytes,
@@ -270,25 +342,37 @@ async def provide_stream(
         if any(getattr(found, name) != value for name, value in wanted.items()):
             await stream.update_stream(found.evolve(**wanted))
     except NotFoundError:
-        # A work queue: text leaves the log when it is acknowledged, so a text deleted from the buffer is gone.
-        kept = {"storage": StorageType.FILE, "retention": RetentionPolicy.WORK_QUEUE, "discard": DiscardPolicy.OLD}
+        # A work queue: text leaves the log when it is acknowledged, so a text deleted from the
+        # buffer is gone.
+        kept = {
+            "storage": StorageType.FILE,
+            "retention": RetentionPolicy.WORK_QUEUE,
+            "discard": DiscardPolicy.OLD,
+        }
         await stream.add_stream(StreamConfig(name=config.stream, **kept, **wanted))
     with suppress(NotFoundError):
         former = await stream.consumer_info(config.stream, name_consumer(domain))
-        # A restarted learner finds the registry's id and begins at once: a request of the one before may still wait.
-        if former.num_waiting and (former.config.metadata or {}).get(REGISTRY_ID, registry_id) != registry_id:
+        # A restarted learner finds the registry's id and begins at once: a request of the one
+        # before may still wait.
+        if (
+            former.num_waiting
+            and (former.config.metadata or {}).get(REGISTRY_ID, registry_id) != registry_id
+        ):
             raise BrokerError(
-                f"a learner of another registry takes {domain or 'all records'} of {config.stream} already: give each "
+                f"a learner of another registry takes {domain or 'all records'} of {config.stream} "
+                "already: give each "
                 "learner of a log a different domain, or a different nats.fleet"
             )
-        # If the stream lost the newest messages with a disk, an old consumer remembers a later position and would
-        # skip as many new messages. A new consumer delivers every unacknowledged message at once.
+        # If the stream lost the newest messages with a disk, an old consumer remembers a later
+        # position and would skip as many new messages. A new consumer delivers every unacknowledged
+        # message at once.
         await stream.delete_consumer(config.stream, former.name)
     consumer = ConsumerConfig(
         durable_name=name_consumer(domain),
         ack_policy=AckPolicy.EXPLICIT,
         ack_wait=ACK_WAIT_S,
-        max_ack_pending=-1,  # no limit: records of a later layout are never acknowledged, and must not block the others
+        # no limit: records of a later layout are never acknowledged, and must not block the others
+        max_ack_pending=-1,
         filter_subject=config.subject(domain) if domain else None,
         metadata={REGISTRY_ID: registry_id} if registry_id else None,
     )
@@ -302,16 +386,22 @@ async def provide_stream(
 
 
 async def _make_way(stream: Any, config: Nats, wanted: ConsumerConfig) -> None:
-    """Delete former learners' consumers of these records. Raises BrokerError: one is running."""
+    """Delete former learners' consumers of these records.
+
+    Raises:
+        BrokerError: one is running.
+    """
     for found in await stream.consumers_info(config.stream):
         subjects = (found.config.filter_subject, wanted.filter_subject)
-        # Two filters overlap only if they are equal. A consumer without one overlaps with every other.
+        # Two filters overlap only if they are equal. A consumer without one overlaps with every
+        # other.
         if all(subjects) and subjects[0] != subjects[1]:
             continue
         # A running learner nearly always has a request waiting at the broker, a former one never.
         if found.num_waiting or not found.name.startswith(CONSUMER):
             raise BrokerError(
-                f"{found.name} of {config.stream} takes {subjects[0] or 'all records'} already: if one learner of a "
+                f"{found.name} of {config.stream} takes {subjects[0] or 'all records'} already: if "
+                "one learner of a "
                 "log has a domain, every learner needs a different one"
             )
         await stream.delete_consumer(config.stream, found.name)
@@ -320,7 +410,12 @@ async def _make_way(stream: Any, config: Nats, wanted: ConsumerConfig) -> None:
 async def _put_off(messages: list[Any]) -> None:
     with suppress(NatsError, OSError):
         for message in messages:
-            await message.nak(min(MAX_LATER_LAYOUT_S, LATER_LAYOUT_S * 2 ** min(16, _count_deliveries(message) - 1)))
+            await message.nak(
+                min(
+                    MAX_LATER_LAYOUT_S,
+                    LATER_LAYOUT_S * 2 ** min(16, _count_deliveries(message) - 1),
+                )
+            )
 
 
 async def _read_subject(stream: Any, name: str, subject: str) -> AsyncIterator[Any]:

@@ -1,11 +1,15 @@
-"""Continual training: the records of each step, the progress through them, and checkpoints to survive a kill.
+"""Continual training.
+
+The records of each step, the progress through them, and checkpoints to survive a kill.
 
     buffer.fresh(through) ─┐
-    buffer.replay ─────────┼─► Candidate.step ─► ... ─► checkpoint published ─► commit(checkpoint, through)
+    buffer.replay ─────────┼─► Candidate.step ─► ... ─► checkpoint published ─► commit(checkpoint,
+    through)
     anchors ───────────────┘
 
-A checkpoint counts once the buffer has committed it together with the sequence number training had reached. So
-every record is trained as new exactly once, also over a kill: before the resumed checkpoint, or after it.
+A checkpoint counts once the buffer has committed it together with the sequence number training had
+reached. So every record is trained as new exactly once, also over a kill: before the resumed
+checkpoint, or after it.
 """
 
 import math
@@ -45,20 +49,31 @@ class Progress:
 
 
 class Trainer:
-    """Picks the records, drives the candidate on all ranks, keeps checkpoints. Blocking; for use from one thread."""
+    """Picks the records, drives the candidate on all ranks, keeps checkpoints.
+
+    Blocking; for use from one thread.
+    """
 
     def __init__(
         self, cfg: Training, replay: Replay, buffer: Buffer, registry: Registry, candidate: Candidate, folder: Path,
         anchors: Sequence[Record] = (),
     ) -> None:  # fmt: skip
-        self.cfg, self.replay, self.buffer, self.registry, self.anchors = cfg, replay, buffer, registry, anchors
+        self.cfg, self.replay, self.buffer, self.registry, self.anchors = (
+            cfg,
+            replay,
+            buffer,
+            registry,
+            anchors,
+        )
         self.candidate, self.ranks, self.folder = candidate, Ranks(candidate), folder
         self.progress = Progress()
         self.num_steps = self.num_not_finite = 0  # Steps since the last checkpoint or discard.
         self.damage: list[str] = []  # a sentence for every checkpoint that could not be resumed
 
     def start(self) -> str:
-        """Resume the newest intact checkpoint and return the name, or begin at the served version and return SERVED."""
+        """Resume the newest intact checkpoint and return the name, or begin at the served version
+        and return SERVED.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         commits = self.buffer.commits() or self._recover_commits()
         for commit in commits:  # newest first
@@ -69,25 +84,35 @@ class Trainer:
             if self._is_intact(folder):
                 self.ranks.do(Candidate.resume, self.registry.current_path(), folder)
                 self.progress = msgspec.convert(read_provenance(folder).progress, Progress)
-                # A later commit may have given the same checkpoint a later position, and a new buffer begins at 0.
+                # A later commit may have given the same checkpoint a later position, and a new
+                # buffer begins at 0.
                 self.progress.through = commit.through
                 return commit.checkpoint_id
         else:
-            # No checkpoint is left, e.g. its folder was removed. The records were trained all the same.
+            # No checkpoint is left, e.g. its folder was removed. The records were trained all the
+            # same.
             self.progress = Progress(through=commits[0].through if commits else 0)
         self.ranks.do(Candidate.begin, self.registry.current_path())
         return SERVED
 
     def _recover_commits(self) -> list[Commit]:
-        """Commits of the checkpoints, newest first, then of the registry: the buffer has lost its list, or is new."""
+        """Commits of the checkpoints, newest first, then of the registry.
+
+        The buffer has lost its list, or is new.
+        """
         if self.buffer.config.folder is None:  # then every start begins at the served version
             return []
         ends = filter(math.isfinite, self.registry.list_training_ends().values())
         found = [(SERVED, int(max(ends, default=0)))]
         for folder in filter(self._is_intact, self._checkpoints()):
-            found.append((folder.name, msgspec.convert(read_provenance(folder).progress, Progress).through))
+            found.append(
+                (folder.name, msgspec.convert(read_provenance(folder).progress, Progress).through)
+            )
         newest = self.buffer.newest()  # of a buffer that was removed, a position means nothing
-        return [Commit(checkpoint_id=name, through=min(through, newest)) for name, through in reversed(found)]
+        return [
+            Commit(checkpoint_id=name, through=min(through, newest))
+            for name, through in reversed(found)
+        ]
 
     def _is_intact(self, checkpoint: Path) -> bool:
         try:
@@ -113,20 +138,34 @@ class Trainer:
         return self.buffer.bound_lag(self.progress.through, 0)
 
     def step(self) -> StepStats | None:
-        """One optimizer step on the next fresh records and replayed ones; None if too few fresh records wait."""
-        through, num_skipped = self.buffer.bound_lag(self.progress.through, self.cfg.max_lag_records)
+        """One optimizer step on the next fresh records and replayed ones.
+
+        None if too few fresh records wait.
+        """
+        through, num_skipped = self.buffer.bound_lag(
+            self.progress.through, self.cfg.max_lag_records
+        )
         self.progress.through, self.progress.skipped = through, self.progress.skipped + num_skipped
         fresh = self.buffer.fresh(through, self.cfg.fresh_per_step)
         # Large records come fewer at a time: then others wait, and the step takes place.
-        if len(fresh) < self.cfg.fresh_per_step and not (fresh and self.lag() >= self.cfg.fresh_per_step):
+        if len(fresh) < self.cfg.fresh_per_step and not (
+            fresh and self.lag() >= self.cfg.fresh_per_step
+        ):
             return None
         # A function of the position: a step repeated after a kill draws the same records.
         # The factor keeps two seeds apart: equal sums need positions 1,000,003 apart.
         seed = self.cfg.seed * 1_000_003 + through
         replayed = self.buffer.replay(
-            self.cfg.replay_per_step, self.anchors, through=through, now_s=time.time(), seed=seed, policy=self.replay
+            self.cfg.replay_per_step,
+            self.anchors,
+            through=through,
+            now_s=time.time(),
+            seed=seed,
+            policy=self.replay,
         )
-        stats = self.ranks.do(Candidate.step, [*(stored.record for stored in fresh), *replayed], seed)
+        stats = self.ranks.do(
+            Candidate.step, [*(stored.record for stored in fresh), *replayed], seed
+        )
         self.progress.through, self.progress.until_s = fresh[-1].seq, time.time()
         self.progress.records += len(fresh)
         self.num_steps += 1
@@ -136,15 +175,25 @@ class Trainer:
     @property
     def has_diverged(self) -> bool:
         """Whether more steps were not finite than a candidate may have."""
-        # By default a candidate has 128 // 4 = 32 steps, so the fourth non-finite one is too many: 4 / 32 > 0.1.
-        share = self.num_not_finite / max(1, self.cfg.records_per_candidate // self.cfg.fresh_per_step)
+        # By default a candidate has 128 // 4 = 32 steps, so the fourth non-finite one is too many:
+        # 4 / 32 > 0.1.
+        share = self.num_not_finite / max(
+            1, self.cfg.records_per_candidate // self.cfg.fresh_per_step
+        )
         return share > self.cfg.max_skipped_share or self.candidate.is_hopeless
 
     def checkpoint(self) -> str:
-        """Write and commit a checkpoint; returns the name. Raises NotFiniteError; OSError if a disk
-        is full. Then the last one still counts."""
+        """Write and commit a checkpoint; returns the name.
+
+        Then the last one still counts.
+
+        Raises:
+            NotFiniteError
+            OSError: if a disk is full.
+        """
         name = f"checkpoint-{self._next_number():06d}"
-        # First the files, then the commit: a kill in between leaves a checkpoint that does not count.
+        # First the files, then the commit: a kill in between leaves a checkpoint that does not
+        # count.
         began = {"progress": vars(self.progress), "began_from": self.candidate.version.name}
         with publishing(self.folder / name, began) as new:
             self.ranks.do(Candidate.write, new.path)
@@ -155,12 +204,16 @@ class Trainer:
         return name
 
     def discard(self) -> None:
-        """Go back to the last checkpoint. The records since then do not count as new: they may be to blame."""
+        """Go back to the last checkpoint.
+
+        The records since then do not count as new: they may be to blame.
+        """
         newest = next(iter(self.buffer.commits()), None)
         through, name = self.progress.through, newest.checkpoint_id if newest else SERVED
         if name != SERVED and self._is_intact(self.folder / name):
             self.ranks.do(Candidate.resume, self.registry.current_path(), self.folder / name)
-            # The same checkpoint again, at the present position: the records in between are not trained as new.
+            # The same checkpoint again, at the present position: the records in between are not
+            # trained as new.
             self.buffer.commit_trained(name, through)
         else:
             self.begin_again()
@@ -176,11 +229,16 @@ class Trainer:
         self.num_steps = self.num_not_finite = 0
         self.ranks.do(Candidate.begin, self.registry.current_path())
         # After the commit: a kill in between leaves folders, which the newest commit does not name.
-        for checkpoint in self._checkpoints():  # never resumed again; a person may want their training undone
+        for (
+            checkpoint
+        ) in self._checkpoints():  # never resumed again; a person may want their training undone
             shutil.rmtree(checkpoint, ignore_errors=True)
 
     def pass_over(self, through: int) -> None:
-        """Leave the records up to this sequence number out of training. They can still be replayed."""
+        """Leave the records up to this sequence number out of training.
+
+        They can still be replayed.
+        """
         self.progress.through = through
         newest = next(iter(self.buffer.commits()), None)
         self.buffer.commit_trained(newest.checkpoint_id if newest else SERVED, through)
@@ -192,5 +250,9 @@ class Trainer:
     def _next_number(self) -> int:
         # Commits count too, because their folders may be gone: a name is never used twice.
         names = [path.name for path in self._checkpoints()]
-        names += [commit.checkpoint_id for commit in self.buffer.commits() if _NAME.fullmatch(commit.checkpoint_id)]
+        names += [
+            commit.checkpoint_id
+            for commit in self.buffer.commits()
+            if _NAME.fullmatch(commit.checkpoint_id)
+        ]
         return 1 + max(map(_number, names), default=0)

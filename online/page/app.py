@@ -1,4 +1,6 @@
-"""The learner's live page, as an ASGI application for the daemon to serve. It only reads the journal.
+"""The learner's live page, as an ASGI application for the daemon to serve.
+
+It only reads the journal.
 
 | path | answers with |
 |---|---|
@@ -6,8 +8,9 @@
 | `/overview.json?range_s=3600` | the data of the page, `online.page.overview.Overview` |
 | `/metrics` | Prometheus text, if a registry was given |
 
-There is no login, and the page shows addresses and numbers: serve it on a loopback address, or behind a proxy that
-authenticates users."""
+There is no login, and the page shows addresses and numbers: serve it on a loopback address, or
+behind a proxy that authenticates users.
+"""
 
 import asyncio
 import socket
@@ -38,7 +41,8 @@ ASSETS = {
 }
 
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -67,7 +71,10 @@ class _JournalReader:
 
 
 def build_app(
-    folder: Path, registry: CollectorRegistry | None = None, *, clock: Callable[[], float] = time.time
+    folder: Path,
+    registry: CollectorRegistry | None = None,
+    *,
+    clock: Callable[[], float] = time.time,
 ) -> Starlette:
     """The application for the journal in `folder`, with `registry` under /metrics."""
     reader = _JournalReader(folder, clock)
@@ -104,8 +111,13 @@ def build_app(
 
 @asynccontextmanager
 async def serve_in_background(app: Starlette, host: str, port: int) -> AsyncIterator[str]:
-    """Serve `app` as long as the context lasts, and yield the address. Port 0 picks a free port.
-    Raises OSError if the port is taken, or the host is not an address of this machine."""
+    """Serve `app` as long as the context lasts, and yield the address.
+
+    Port 0 picks a free port.
+
+    Raises:
+        OSError: if the port is taken, or the host is not an address of this machine.
+    """
     listening = _listen(host, port)
     config = uvicorn.Config(
         app,
@@ -136,7 +148,9 @@ class _EmbeddedServer(uvicorn.Server):
 def _listen(host: str, port: int) -> socket.socket:
     # Done here: uvicorn would end the whole process if the port were taken
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as error:
         problem = f"the page cannot be served on {host}, port {port} ({error.strerror})"
         raise OSError(f"{problem}: set page.port to a free port, or to 0 for no page") from error

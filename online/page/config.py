@@ -6,7 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Page:
     host: str = "127.0.0.1"
-    """Address on which the live page and /metrics listen. They have no login: leave this at a loopback address, or put
-    a proxy with a login in front."""
+    """Address on which the live page and /metrics listen. They have no login: leave this at a
+    loopback address, or put a proxy with a login in front.
+    """
     port: int = 8400
     """Port of the live page and /metrics; 0 disables both."""

@@ -40,10 +40,16 @@ class ServedDraft:
 def compose_headline(
     draft: ServedDraft | None, state: StateEntry | None, now_s: float, *, is_asleep: bool = False
 ) -> Headline:
-    """Compose the page's answer: tokens per target step, the change since the last version, the learner's phase."""
+    """Compose the page's answer.
+
+    Tokens per target step, the change since the last version, the learner's phase.
+    """
     if draft is None:
         below = "The curves start once a server has answered requests with a draft."
-        return Headline(before="Nothing has been measured yet.", below=f"{_describe_learner(state, is_asleep)} {below}")
+        return Headline(
+            before="Nothing has been measured yet.",
+            below=f"{_describe_learner(state, is_asleep)} {below}",
+        )
     tau, before, name = _compute_tau(draft.entries), draft.before, shorten_version(draft.version)
     below = f"{_describe_learner(state, is_asleep)} {_describe_traffic(draft, now_s)}"
     number = f"{tau:.2f} tokens"
@@ -58,20 +64,26 @@ def compose_headline(
             tone="bad",
         )
     if not before:
-        return Headline(before=f"Draft {name} emits", number=number, after="per target step.", below=below)
+        return Headline(
+            before=f"Draft {name} emits", number=number, after="per target step.", below=below
+        )
     gain = tau - _compute_tau(before)
     return Headline(
         before=f"Draft {name} emits",
         number=number,
         after="per target step,",
-        change=f"{f'{gain:+.2f}'.replace('-', '−')} since {shorten_version(before[0].draft_version)}.",
+        change=f"{f'{gain:+.2f}'.replace('-', '−')} since "
+        f"{shorten_version(before[0].draft_version)}.",
         below=below,
         tone="good" if gain >= NOTABLE_TAU else "bad" if gain <= -NOTABLE_TAU else "plain",
     )
 
 
 def find_served_draft(history: History) -> ServedDraft | None:
-    """Find the version most servers had when last heard of. In a tie, the most recently seen one wins."""
+    """Find the version most servers had when last heard of.
+
+    In a tie, the most recently seen one wins.
+    """
     recent = _select_engine_entries(history, ending_s=None)
     if not recent:
         return None
@@ -92,7 +104,8 @@ def find_served_draft(history: History) -> ServedDraft | None:
 
 def _select_entries_before(history: History, version: str) -> list[AcceptanceEntry]:
     """Acceptance of the fleet's previous version, over the RECENT_S before the first swap to this
-    one. Rollbacks are skipped: the version had been served before, and it replaced a canary."""
+    one. Rollbacks are skipped: the version had been served before, and it replaced a canary.
+    """
     first: SwapEntry | None = None
     # From the newest swap back to the first of the last run of swaps to this version.
     for swap in reversed([swap for swap in history.select(SwapEntry) if swap.outcome == "swapped"]):
@@ -109,12 +122,18 @@ def _select_entries_before(history: History, version: str) -> list[AcceptanceEnt
 def _select_engine_entries(history: History, ending_s: float | None) -> list[AcceptanceEntry]:
     """Engines' counts in the RECENT_S before `ending_s`, or before the last entry with traffic."""
     if ending_s is None:
-        last = history.last(AcceptanceEntry, lambda entry: entry.domain is None and entry.drafts > 0)
+        last = history.last(
+            AcceptanceEntry, lambda entry: entry.domain is None and entry.drafts > 0
+        )
         if last is None:
             return []
         ending_s = last.time_s
     entries = history.select(AcceptanceEntry, ending_s - RECENT_S)
-    return [entry for entry in entries if entry.domain is None and entry.drafts and entry.time_s <= ending_s]
+    return [
+        entry
+        for entry in entries
+        if entry.domain is None and entry.drafts and entry.time_s <= ending_s
+    ]
 
 
 def _compute_tau(entries: Sequence[AcceptanceEntry]) -> float:
@@ -129,12 +148,17 @@ def shorten_version(version: str) -> str:
 
 def _describe_traffic(draft: ServedDraft, now_s: float) -> str:
     on_it, servers = list(draft.servers.values()).count(draft.version), len(draft.servers)
-    fleet = {1: "Its server runs it", 2: "Both servers run it"}.get(servers, f"All {servers} servers run it")
+    fleet = {1: "Its server runs it", 2: "Both servers run it"}.get(
+        servers, f"All {servers} servers run it"
+    )
     if on_it < servers:
         fleet = f"{on_it} of {servers} servers run it"
     silent_s = now_s - draft.last_s
     ago = f"; no traffic for {format_duration(silent_s)}" if silent_s > SILENT_S else ""
-    return f"{fleet}; measured over {sum(entry.drafts for entry in draft.entries):,.0f} target steps{ago}."
+    return (
+        f"{fleet}; measured over {sum(entry.drafts for entry in draft.entries):,.0f} target "
+        f"steps{ago}."
+    )
 
 
 def _describe_learner(state: StateEntry | None, is_asleep: bool) -> str:

@@ -25,7 +25,8 @@ class History:
 
     def select(self, kind: type[E], since_s: float = float("-inf")) -> list[E]:
         kept = []
-        # From the newest back: entries are in the order of time, so the first that is too old ends the search.
+        # From the newest back: entries are in the order of time, so the first that is too old ends
+        # the search.
         for entry in reversed(self._kinds.get(kind, ())):
             if entry.time_s < since_s:
                 break

@@ -1,6 +1,9 @@
-"""The data of the page, computed from the journal's entries. Pure: entries and the time in, numbers and words out.
+"""The data of the page, computed from the journal's entries.
 
-A point of a curve sums the counts of a bucket of time, so a curve is never a mean of means."""
+Pure: entries and the time in, numbers and words out.
+
+A point of a curve sums the counts of a bucket of time, so a curve is never a mean of means.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +21,14 @@ from redraft.online.journal import (
     SwapEntry,
     TrainingEntry,
 )
-from redraft.online.page.headline import RECENT_S, SILENT_S, Headline, ServedDraft, compose_headline, find_served_draft
+from redraft.online.page.headline import (
+    RECENT_S,
+    SILENT_S,
+    Headline,
+    ServedDraft,
+    compose_headline,
+    find_served_draft,
+)
 from redraft.online.page.history import E, History
 
 MAX_POINTS = 180  # Maximum number of points of a server's curve.
@@ -76,7 +86,9 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_overview(history: History, now_s: float, range_s: float = 0) -> Overview:
-    """Everything from the last `range_s` seconds (0: everything kept), and the newest verdicts, swaps and faults."""
+    """Everything from the last `range_s` seconds (0: everything kept), and the newest verdicts,
+    swaps and faults.
+    """
     first_s = history.begin_s()
     begin_s = max(now_s - range_s if range_s else 0.0, now_s if first_s is None else first_s)
     width_s = _choose_bucket_width_s(now_s - begin_s, MAX_POINTS)
@@ -93,13 +105,24 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
         begin_s=begin_s,
         width_s=width_s,
         gap_s=max(SILENT_S, 4.0 * domain_width_s),
-        headline=compose_headline(draft, state, now_s, is_asleep=staleness is not None and staleness.is_asleep),
+        headline=compose_headline(
+            draft, state, now_s, is_asleep=staleness is not None and staleness.is_asleep
+        ),
         state=state,
         servers=build_curves(
-            engine, lambda entry: entry.server or "all servers", width_s, lambda n, accepted: -accepted / n
+            engine,
+            lambda entry: entry.server or "all servers",
+            width_s,
+            lambda n, accepted: -accepted / n,
         ),
-        paces={server: pace for server, pace in {entry.server or "": entry.pace for entry in engine}.items() if pace},
-        domains=build_curves(captured, lambda entry: entry.domain or "no domain", domain_width_s, lambda n, _: n),
+        paces={
+            server: pace
+            for server, pace in {entry.server or "": entry.pace for entry in engine}.items()
+            if pace
+        },
+        domains=build_curves(
+            captured, lambda entry: entry.domain or "no domain", domain_width_s, lambda n, _: n
+        ),
         marks=[mark for mark in find_marks(swaps) if mark.time_s >= begin_s],
         positions=_build_positions(draft),
         buffer=_thin(buffer, width_s),
@@ -108,7 +131,9 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
         gates=history.select(GateEntry)[-12:][::-1],
         staleness=staleness,
         swaps=_drop_repeats(swaps)[-30:][::-1],
-        faults=[fault for fault in history.select(FaultEntry) if fault.time_s > now_s - 86400][-12:][::-1],
+        faults=[fault for fault in history.select(FaultEntry) if fault.time_s > now_s - 86400][
+            -12:
+        ][::-1],
     )
 
 
@@ -125,14 +150,18 @@ def build_curves(
         total = totals.setdefault(name(entry), [0.0, 0.0])
         total[0] += entry.drafts
         total[1] += entry.accepted
-    drawn = sorted((key for key in totals if totals[key][0]), key=lambda key: rank(*totals[key]), reverse=True)
+    drawn = sorted(
+        (key for key in totals if totals[key][0]), key=lambda key: rank(*totals[key]), reverse=True
+    )
     shown = set(drawn if len(drawn) <= MAX_CURVES else drawn[: MAX_CURVES - 1])
     rest = f"{len(drawn) - len(shown)} others"
     # 2. The counts by bucket and version: a bucket in which a server swapped gives two points.
     sums: dict[str, dict[tuple[int, str], list[float]]] = {key: {} for key in sorted(shown)}
     for entry in entries:
         buckets = sums.setdefault(name(entry) if name(entry) in shown else rest, {})
-        bucket = buckets.setdefault((int(entry.time_s // width_s), entry.draft_version), [0.0, 0.0, 0.0])
+        bucket = buckets.setdefault(
+            (int(entry.time_s // width_s), entry.draft_version), [0.0, 0.0, 0.0]
+        )
         # [time of the last entry, drafts, accepted]; a point is at that time, not in the future.
         bucket[0] = max(bucket[0], entry.time_s)
         bucket[1] += entry.drafts
@@ -140,14 +169,22 @@ def build_curves(
     points = {key: _build_points(buckets) for key, buckets in sums.items()}
     targets = {name(entry): entry.target_version or "" for entry in entries}
     return [
-        Curve(name=key, tau=_compute_recent_tau(found), points=found, target_version=targets.get(key, ""))
+        Curve(
+            name=key,
+            tau=_compute_recent_tau(found),
+            points=found,
+            target_version=targets.get(key, ""),
+        )
         for key, found in points.items()
         if found
     ]
 
 
 def find_marks(swaps: Sequence[SwapEntry]) -> list[Mark]:
-    """One mark per rollout and rollback: the first swap after the fleet was asked for another version."""
+    """One mark per rollout and rollback.
+
+    The first swap after the fleet was asked for another version.
+    """
     found: list[Mark] = []
     for swap in swaps:
         if swap.outcome not in ("swapped", "rolled_back"):
@@ -159,14 +196,18 @@ def find_marks(swaps: Sequence[SwapEntry]) -> list[Mark]:
 
 
 def _drop_repeats(swaps: Sequence[SwapEntry]) -> list[SwapEntry]:
-    """Keep only the last of consecutive failed attempts: an unreachable server is retried every few seconds."""
+    """Keep only the last of consecutive failed attempts.
+
+    An unreachable server is retried every few seconds.
+    """
     kept: dict[tuple[str, str, str, int], SwapEntry] = {}
     successes = Counter[str]()
     for swap in swaps:
         successes[swap.server] += swap.outcome in ("swapped", "rolled_back")
         # The number of successes keeps failures before and after a success apart.
         key = (swap.server, swap.version, swap.outcome, successes[swap.server])
-        # Without this the repeat would take the place of the first attempt: a dict keeps a key's position.
+        # Without this the repeat would take the place of the first attempt: a dict keeps a key's
+        # position.
         kept.pop(key, None)
         kept[key] = swap
     return list(kept.values())
@@ -178,7 +219,11 @@ def _build_points(buckets: dict[tuple[int, str], list[float]]) -> list[Point]:
         if drafts:
             points.append(Point(time_s, 1 + accepted / drafts, drafts, version))
     points.sort(key=lambda point: point.time_s)
-    if len(points) > 1 and points[-2].version == points[-1].version and points[-1].drafts < points[-2].drafts / 2:
+    if (
+        len(points) > 1
+        and points[-2].version == points[-1].version
+        and points[-1].drafts < points[-2].drafts / 2
+    ):
         # A new bucket is mostly noise: merge it into the one before.
         points[-2:] = [Point(points[-1].time_s, *_merge_points(points[-2:]), points[-1].version)]
     return points
@@ -186,7 +231,9 @@ def _build_points(buckets: dict[tuple[int, str], list[float]]) -> list[Point]:
 
 def _compute_recent_tau(points: Sequence[Point]) -> float:
     last = points[-1]
-    return _merge_points([p for p in points if p.version == last.version and p.time_s > last.time_s - RECENT_S])[0]
+    return _merge_points(
+        [p for p in points if p.version == last.version and p.time_s > last.time_s - RECENT_S]
+    )[0]
 
 
 def _merge_points(points: Sequence[Point]) -> tuple[float, float]:
@@ -202,8 +249,14 @@ def _build_positions(draft: ServedDraft | None) -> list[Positions]:
         entries = [entry for entry in version_entries if entry.accepted_at]
         if entries:
             drafts = sum(entry.drafts for entry in entries)
-            accepted = [sum(at) for at in zip(*(entry.accepted_at for entry in entries), strict=False)]
-            shown.append(Positions(version=entries[0].draft_version, shares=[count / drafts for count in accepted]))
+            accepted = [
+                sum(at) for at in zip(*(entry.accepted_at for entry in entries), strict=False)
+            ]
+            shown.append(
+                Positions(
+                    version=entries[0].draft_version, shares=[count / drafts for count in accepted]
+                )
+            )
     return shown
 
 
@@ -212,7 +265,9 @@ def _thin(entries: Sequence[E], width_s: float) -> list[E]:
     return list({int(entry.time_s // width_s): entry for entry in entries}.values())
 
 
-def _sum_drops(entries: Sequence[BufferEntry], width_s: float) -> list[tuple[float, dict[str, int]]]:
+def _sum_drops(
+    entries: Sequence[BufferEntry], width_s: float
+) -> list[tuple[float, dict[str, int]]]:
     found: dict[int, tuple[float, Counter[str]]] = {}
     for earlier, entry in pairwise(entries):
         more = Counter[str]()

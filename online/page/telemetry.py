@@ -1,12 +1,15 @@
-"""Telemetry of the learner: Prometheus metrics and Weights & Biases, both fed by the journal's writes.
+"""Telemetry of the learner.
+
+Prometheus metrics and Weights & Biases, both fed by the journal's writes.
 
     metrics = Telemetry()
     journal = Journal(folder, observers=[to_stderr, metrics.observe])
     build_app(folder, metrics.registry)                # serves them under /metrics
 
-Every label is bounded: servers by the fleet, the rest by tables here or by MAX_VALUES. Tokens per target step are two
-counters and not a gauge, so any window and any sum over servers is right:
-`1 + rate(redraft_accepted_tokens_total[5m]) / rate(redraft_drafts_total[5m])`."""
+Every label is bounded: servers by the fleet, the rest by tables here or by MAX_VALUES. Tokens per
+target step are two counters and not a gauge, so any window and any sum over servers is right: `1 +
+rate(redraft_accepted_tokens_total[5m]) / rate(redraft_drafts_total[5m])`.
+"""
 
 import math
 from functools import singledispatchmethod
@@ -58,33 +61,54 @@ class Telemetry:
         self._drafts = self._counter("drafts", "Target steps that verified draft tokens", "server")
         self._accepted = self._counter("accepted_tokens", "Draft tokens accepted", "server")
         self._accepted_at = self._counter(
-            "accepted_tokens_at_position", "Draft tokens accepted, by position from 1", "server", "position"
+            "accepted_tokens_at_position",
+            "Draft tokens accepted, by position from 1",
+            "server",
+            "position",
         )
         self._domain_drafts = self._counter(
-            "domain_drafts", "Target steps of captured requests that verified draft tokens", "domain"
+            "domain_drafts",
+            "Target steps of captured requests that verified draft tokens",
+            "domain",
         )
         self._domain_accepted = self._counter(
             "domain_accepted_tokens", "Draft tokens accepted in captured requests", "domain"
         )
-        self._version = self._gauge("server_draft_info", "1 for the draft version a server runs", "server", "version")
+        self._version = self._gauge(
+            "server_draft_info", "1 for the draft version a server runs", "server", "version"
+        )
         self._records = self._gauge("buffer_records", "Records in the buffer")
         self._bytes = self._gauge("buffer_bytes", "Size of the buffer, in bytes")
         self._max_bytes = self._gauge("buffer_max_bytes", "Largest size of the buffer, in bytes")
-        self._held_out = self._gauge("buffer_held_out_records", "Records held out from training, for the gate")
-        self._oldest_s = self._gauge("buffer_oldest_age_seconds", "Age of the oldest record in the buffer, in seconds")
-        self._lag_s = self._gauge("lag_seconds", "Age of the oldest record not trained on yet, in seconds")
+        self._held_out = self._gauge(
+            "buffer_held_out_records", "Records held out from training, for the gate"
+        )
+        self._oldest_s = self._gauge(
+            "buffer_oldest_age_seconds", "Age of the oldest record in the buffer, in seconds"
+        )
+        self._lag_s = self._gauge(
+            "lag_seconds", "Age of the oldest record not trained on yet, in seconds"
+        )
         self._lag_records = self._gauge("lag_records", "Records not trained on yet")
         self._dropped = self._counter("dropped_records", "Records dropped, by reason", "reason")
         self._step = self._gauge("train_step", "Optimizer steps of the draft in training")
-        self._loss = self._gauge("train_loss_nats", "Loss of the last step, in nats per position; NaN if not finite")
-        self._alpha = self._gauge("train_alpha_ratio", "Acceptance sum_v min(p, q) on the records of the last step")
-        self._alpha_greedy = self._gauge("train_alpha_greedy_ratio", "p(argmax q) on the records of the last step")
+        self._loss = self._gauge(
+            "train_loss_nats", "Loss of the last step, in nats per position; NaN if not finite"
+        )
+        self._alpha = self._gauge(
+            "train_alpha_ratio", "Acceptance sum_v min(p, q) on the records of the last step"
+        )
+        self._alpha_greedy = self._gauge(
+            "train_alpha_greedy_ratio", "p(argmax q) on the records of the last step"
+        )
         self._speed = self._gauge("train_tokens_per_second", "Training speed, in tokens per second")
         self._seen = self._counter("trained_records", "Fresh records trained on")
         self._skipped = self._counter(
             "skipped_records", "Fresh records skipped because training is slower than traffic"
         )
-        self._verdicts = self._counter("gate_verdicts", "Verdicts of the gate, by outcome", "verdict")
+        self._verdicts = self._counter(
+            "gate_verdicts", "Verdicts of the gate, by outcome", "verdict"
+        )
         self._gain = self._gauge(
             "gate_gain_tokens",
             "Gain of the last verdict, in tokens per target step, and its confidence bounds",
@@ -92,11 +116,16 @@ class Telemetry:
         )
         self._staleness = self._gauge(
             "staleness_tokens",
-            "tau of the served draft at its promotion less tau now, on held-out requests, and the 95% interval",
+            "tau of the served draft at its promotion less tau now, on held-out requests, and the "
+            "95% interval",
             "bound",
         )
-        self._asleep = self._gauge("asleep", "1 while the learner sleeps, because training is not worth it")
-        self._saved = self._gauge("saved_steps", "Optimizer steps not taken because the learner slept")
+        self._asleep = self._gauge(
+            "asleep", "1 while the learner sleeps, because training is not worth it"
+        )
+        self._saved = self._gauge(
+            "saved_steps", "Optimizer steps not taken because the learner slept"
+        )
         self._swaps = self._counter("swaps", "Swaps requested of servers, by outcome", "outcome")
         self._swap_s = Histogram(
             "redraft_swap_duration_seconds",
@@ -104,10 +133,13 @@ class Telemetry:
             buckets=SWAP_BUCKETS_S,
             registry=self.registry,
         )
-        self._phase = self._gauge("phase", "1 for the current phase of the learner, 0 for the others", "phase")
+        self._phase = self._gauge(
+            "phase", "1 for the current phase of the learner, 0 for the others", "phase"
+        )
         self._faults = self._counter("faults", "Faults the learner recovered from, by kind", "what")
         self._last_s = self._gauge(
-            "last_entry_timestamp_seconds", "Time of the last journal entry, in seconds since the epoch"
+            "last_entry_timestamp_seconds",
+            "Time of the last journal entry, in seconds since the epoch",
         )
         # Created at 0: a counter appearing with the first event shows no increase.
         for verdict in get_args(Verdict):
@@ -122,7 +154,8 @@ class Telemetry:
         self._take(entry)
 
     @singledispatchmethod
-    # Calls the method below that is registered for the type of the entry. The name `_` of each is never used.
+    # Calls the method below that is registered for the type of the entry. The name `_` of each is
+    # never used.
     def _take(self, entry: Entry) -> None:
         raise TypeError(f"no metrics are defined for {type(entry).__name__}")
 
@@ -134,7 +167,8 @@ class Telemetry:
             self._domain_accepted.labels(domain).inc(entry.accepted)
             return
         server = entry.server or ""
-        # This entry holds the counts since the one before, so they are added. Totals go through `_advance`.
+        # This entry holds the counts since the one before, so they are added. Totals go through
+        # `_advance`.
         self._drafts.labels(server).inc(entry.drafts)
         self._accepted.labels(server).inc(entry.accepted)
         for position, accepted in enumerate(entry.accepted_at, 1):
@@ -156,7 +190,9 @@ class Telemetry:
         self._lag_s.set(_to_number(entry.lag_s) if entry.lag_records else 0)
         self._lag_records.set(entry.lag_records)
         for reason, total in entry.dropped.items():
-            self._advance(self._dropped.labels(self._bounded("reason", reason)), f"dropped {reason}", total)
+            self._advance(
+                self._dropped.labels(self._bounded("reason", reason)), f"dropped {reason}", total
+            )
 
     @_take.register
     def _(self, entry: TrainingEntry) -> None:
@@ -227,8 +263,13 @@ class Telemetry:
 
 
 def to_wandb(project: str, folder: Path) -> Observer:
-    """An observer that sends every number to Weights & Biases; offline, below `folder`, without a
-    login. Raises ModuleNotFoundError."""
+    """An observer that sends every number to Weights & Biases.
+
+    Offline, below `folder`, without a login.
+
+    Raises:
+        ModuleNotFoundError
+    """
     import wandb  # slow to import, and an extra
 
     from redraft.distill.train.loop import write_offline_unless_logged_in  # imports torch
@@ -248,7 +289,11 @@ def _flatten_numbers(entry: Entry) -> dict[str, float]:
     fields = msgspec.to_builtins(entry)
     path = [str(fields[name]) for name in ("kind", "server", "domain") if fields.get(name)]
     # Numbers at the top level only: a gate's gains by domain are left out.
-    return {"/".join([*path, name]): value for name, value in fields.items() if isinstance(value, int | float)}
+    return {
+        "/".join([*path, name]): value
+        for name, value in fields.items()
+        if isinstance(value, int | float)
+    }
 
 
 def _to_number(value: float | None) -> float:

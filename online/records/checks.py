@@ -1,9 +1,13 @@
-"""Checks of a decoded record. A CRC and types prove that nothing was damaged on the way, not that the sender was right.
+"""Checks of a decoded record.
 
-Every later use relies on them: arrays of agreeing lengths, rows within the text, finite numbers, parameters that an
-engine can have served, and names that the journal, the database and the metrics take as they are.
+A CRC and types prove that nothing was damaged on the way, not that the sender was right.
 
-R = rows of a record"""
+Every later use relies on them: arrays of agreeing lengths, rows within the text, finite numbers,
+parameters that an engine can have served, and names that the journal, the database and the metrics
+take as they are.
+
+R = rows of a record
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,9 @@ MAX_NAME_CHARS = 200  # version, server, fingerprint: the journal refuses longer
 MAX_REQUEST_ID_CHARS = 1024  # Longest request id. Clients choose a part of it, with X-Request-Id.
 MAX_TOP_K = 1 << 20
 MAX_STATE_SIZE = 1 << 20
-"""Largest number of kept ids, of states per token, and of numbers per state. Far above any model: they only keep
-products of hostile numbers small."""
+"""Largest number of kept ids, of states per token, and of numbers per state. Far above any model:
+they only keep products of hostile numbers small.
+"""
 
 _NUL, _CONTROL, _SPACE = re.compile(r"\0"), re.compile(r"[\0-\x1f]"), re.compile(r"[\0\s]")
 IDENTIFIERS = (
@@ -34,11 +39,14 @@ IDENTIFIERS = (
     ("target_version", MAX_NAME_CHARS, _SPACE),
     ("draft_version", MAX_NAME_CHARS, _SPACE),
     ("request_id", MAX_REQUEST_ID_CHARS, _CONTROL),
-    # Labels are escaped wherever they go, and may be of any script. SQLite's shell ends a text at a NUL.
+    # Labels are escaped wherever they go, and may be of any script. SQLite's shell ends a text at a
+    # NUL.
     ("domain", MAX_LABEL_CHARS, _NUL),
     ("tenant", MAX_LABEL_CHARS, _NUL),
 )
-"""Name, greatest length and forbidden characters. Regular expressions, because every record is checked."""
+"""Name, greatest length and forbidden characters. Regular expressions, because every record is
+checked.
+"""
 
 EXPONENT = 0x7F80  # Exponent bits of a bfloat16. All of them set means NaN or an infinity.
 
@@ -88,7 +96,13 @@ def _find_wrong_length(record: Record) -> str:
     if not 1 <= record.top_k <= MAX_TOP_K:
         return f"inconsistent record: top_k is {record.top_k}"
     rows = len(record.row_positions) // 4
-    one_number = ("row_positions", "row_branches", "row_drafts", "row_draft_probs", "row_log_sum_exp")
+    one_number = (
+        "row_positions",
+        "row_branches",
+        "row_drafts",
+        "row_draft_probs",
+        "row_log_sum_exp",
+    )
     wanted = dict.fromkeys(one_number, 4 * rows) | {"row_accepted": rows}
     wanted |= dict.fromkeys(("row_topk_ids", "row_topk_log_probs"), 4 * rows * record.top_k)
     if record.row_proposers:
@@ -106,7 +120,10 @@ def _find_wrong_text(record: Record) -> str:
         return f"inconsistent record: a context from token {record.context_begin} on"
     tokens = record.context_begin + len(record.context) // 4
     if not 0 <= record.num_prompt_tokens <= tokens:
-        return f"inconsistent record: a prompt of {record.num_prompt_tokens} tokens in a context of {tokens}"
+        return (
+            f"inconsistent record: a prompt of {record.num_prompt_tokens} tokens in a context "
+            f"of {tokens}"
+        )
     if not (1 if record.context_begin else 0) <= record.sequence < 1 << 31:
         return f"inconsistent record: segment number {record.sequence}"
     if not math.isfinite(record.time_s):
@@ -117,10 +134,16 @@ def _find_wrong_text(record: Record) -> str:
 def _find_wrong_states(record: Record) -> str:
     tokens = record.num_tokens
     num_states, size = record.hidden_shape
-    if not (0 <= num_states <= MAX_STATE_SIZE and 0 <= size <= MAX_STATE_SIZE and 0 <= record.hidden_begin <= tokens):
+    if not (
+        0 <= num_states <= MAX_STATE_SIZE
+        and 0 <= size <= MAX_STATE_SIZE
+        and 0 <= record.hidden_begin <= tokens
+    ):
         return "inconsistent record: hidden states of an impossible shape"
     rest = len(record.hidden) % max(1, num_states * state_bytes(record.hidden_format, size))
-    if record.hidden and (min(num_states, size) < 1 or rest or record.hidden_begin > tokens - record.num_hidden):
+    if record.hidden and (
+        min(num_states, size) < 1 or rest or record.hidden_begin > tokens - record.num_hidden
+    ):
         return "inconsistent record: the hidden states do not fit the tokens"
     return ""
 
@@ -129,14 +152,15 @@ def _find_wrong_row(record: Record) -> str:
     """A row outside the text, or one whose branch does not hang on draft tokens before it."""
     tokens, rows = record.num_tokens, len(record.positions)
     hanging_R = record.branches
-    # A row on a branch of length b > 0 must come right after a row of length b - 1, one position further, and
-    # that row must have a draft token. [:rows] is for a record without rows.
+    # A row on a branch of length b > 0 must come right after a row of length b - 1, one position
+    # further, and that row must have a draft token. [:rows] is for a record without rows.
     follows_R = np.concatenate([[0], hanging_R[:-1] + 1])[:rows]
     is_next_R = (np.diff(record.positions) == 1) & (record.draft_ids[:-1] != -1)
     follows_draft_R = np.concatenate([[False], is_next_R])[:rows]
     if ((hanging_R != 0) & ((hanging_R != follows_R) | ~follows_draft_R)).any():
         return "inconsistent record: a row follows draft tokens that are not before it"
-    # Tokens of the true text before the row. A row needs at least one, and has no more than there are.
+    # Tokens of the true text before the row. A row needs at least one, and has no more than there
+    # are.
     known_R = record.positions - hanging_R
     if ((known_R < 1) | (known_R > tokens)).any():
         return f"inconsistent record: a row outside its text of {tokens} tokens"
@@ -144,7 +168,9 @@ def _find_wrong_row(record: Record) -> str:
 
 
 def _find_bad_identifier(record: Record) -> str:
-    """The name that is too long, or that holds characters which would break a line, a label or a query."""
+    """The name that is too long, or that holds characters which would break a line, a label or a
+    query.
+    """
     for name, max_chars, forbidden in IDENTIFIERS:
         value = getattr(record, name)
         if len(value) > max_chars:

@@ -29,7 +29,10 @@ class Guard:
 
     @contextmanager
     def round(self, task: str) -> Iterator[None]:
-        """Count an exception of the block instead of raising it. The first of each type is logged."""
+        """Count an exception of the block instead of raising it.
+
+        The first of each type is logged.
+        """
         try:
             yield
         except Exception as error:
@@ -53,7 +56,9 @@ class Guard:
         # Imported here: the plugin, which has no metrics, loads this module in every worker.
         from prometheus_client.core import CounterMetricFamily
 
-        failed = CounterMetricFamily("redraft_failed_rounds", "Rounds of periodic tasks that failed", labels=["task"])
+        failed = CounterMetricFamily(
+            "redraft_failed_rounds", "Rounds of periodic tasks that failed", labels=["task"]
+        )
         for task, count in self.failures.copy().items():
             failed.add_metric([task], count)
         return [failed]

@@ -3,7 +3,8 @@
     stream   redraft-<fleet>             one per fleet; servers publish to it, the learner consumes it
     subject  redraft.<fleet>.<domain>    separates access rights, and learners, by domain
 
-Does not import nats-py, which is optional: every command and every process of a vLLM server reads this module.
+Does not import nats-py, which is optional: every command and every process of a vLLM server reads
+this module.
 """
 
 import hashlib
@@ -21,12 +22,16 @@ _UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # dots, stars and blanks mean something 
 @dataclass(frozen=True, kw_only=True)
 class Nats:
     fleet: str = "default"
-    """Name of the fleet: the servers of one learner. Fleets on the same NATS have separate streams."""
+    """Name of the fleet: the servers of one learner. Fleets on the same NATS have separate streams.
+    """
     credentials: Path | None = None
-    """Credentials for NATS: a .creds file, or a file with an NKey seed, which others cannot read. A user and password
-    can be in the address instead."""
+    """Credentials for NATS: a .creds file, or a file with an NKey seed, which others cannot read. A
+    user and password can be in the address instead.
+    """
     ca: Path | None = None
-    """PEM file with the CA certificates for the server. Needed only if no public authority signed it."""
+    """PEM file with the CA certificates for the server. Needed only if no public authority signed
+    it.
+    """
     certificate: Path | None = None
     """PEM file with our certificate and key, for a server that requires client certificates."""
 
@@ -65,7 +70,9 @@ class StreamLimits:
 
     def __post_init__(self) -> None:
         if self.max_bytes <= 0 or self.max_age_s <= 0 or self.replicas < 1:
-            raise ValueError("stream.max_bytes, stream.max_age_s and stream.replicas must all be above 0")
+            raise ValueError(
+                "stream.max_bytes, stream.max_age_s and stream.replicas must all be above 0"
+            )
 
 
 def to_subject_token(domain: str) -> str:
@@ -76,18 +83,27 @@ def to_subject_token(domain: str) -> str:
 
 
 def parse_addresses(ingest: str) -> list[str]:
-    """The single servers of an address. Raises ValueError: one is no nats:// or tls:// address."""
+    """The single servers of an address.
+
+    Raises:
+        ValueError: one is no nats:// or tls:// address.
+    """
     found = [address.strip() for address in ingest.split(",")]
     for address in found:
         parts = urlsplit(address)
         if parts.scheme not in ("nats", "tls") or not parts.hostname:
-            shown = f"{parts.scheme}://{parts.hostname}" if parts.hostname else address  # without a password
-            raise ValueError(f"ingest names {shown!r}: it must be nats://HOST:4222 or tls://HOST:4222")
+            shown = (
+                f"{parts.scheme}://{parts.hostname}" if parts.hostname else address
+            )  # without a password
+            raise ValueError(
+                f"ingest names {shown!r}: it must be nats://HOST:4222 or tls://HOST:4222"
+            )
     return found
 
 
 def hide_credentials(ingest: str) -> str:
     """The address for people and logs, without user and password."""
     return ",".join(
-        f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" for parts in map(urlsplit, parse_addresses(ingest))
+        f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        for parts in map(urlsplit, parse_addresses(ingest))
     )

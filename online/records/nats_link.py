@@ -1,10 +1,11 @@
 """Connections to NATS, and a probe of whether it still stores.
 
-A connection belongs to one of two users: the servers, which publish, and the learner, which reads. Each has a separate
-inbox, the subject of the answers to it. Records reach the learner through its inbox, so a user that may subscribe to
-`_INBOX.>` reads them all.
+A connection belongs to one of two users: the servers, which publish, and the learner, which reads.
+Each has a separate inbox, the subject of the answers to it. Records reach the learner through its
+inbox, so a user that may subscribe to `_INBOX.>` reads them all.
 
-The owner of a connection reconnects by itself: nats-py's own reconnection is off, because it would resend in secret.
+The owner of a connection reconnects by itself: nats-py's own reconnection is off, because it would
+resend in secret.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ class BrokerError(ConnectionError):
 
 class _Client(Client):  # type: ignore[misc]
     """nats-py's client, which otherwise stops reading, in silence, at a malformed header or
-    subject, which any publisher may send."""
+    subject, which any publisher may send.
+    """
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
@@ -46,12 +48,20 @@ class _Client(Client):  # type: ignore[misc]
             return None
         return found
 
-    def _build_message(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Any) -> Any:
-        return super()._build_message(sid, subject.decode(errors="replace").encode(), reply, data, headers)
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Any
+    ) -> Any:
+        return super()._build_message(
+            sid, subject.decode(errors="replace").encode(), reply, data, headers
+        )
 
 
 async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
-    """Connect with the inbox of `user`; closed, it stays closed. Raises BrokerError."""
+    """Connect with the inbox of `user`; closed, it stays closed.
+
+    Raises:
+        BrokerError
+    """
     reasons: deque[Exception] = deque(maxlen=1)
 
     async def keep(error: Exception) -> None:
@@ -65,7 +75,8 @@ async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
                 parse_addresses(ingest),
                 name="redraft",
                 allow_reconnect=False,  # it would resend records we resend ourselves
-                # Per server, for the first connection. nats-py hides why it failed, so `keep` saves the reason.
+                # Per server, for the first connection. nats-py hides why it failed, so `keep` saves
+                # the reason.
                 max_reconnect_attempts=1,
                 reconnect_time_wait=RECONNECT_S,
                 connect_timeout=CONNECT_TIMEOUT_S,
@@ -81,17 +92,22 @@ async def connect(ingest: str, config: Nats, user: User = "servers") -> Any:
     if tls is not None and client._transport._io_writer.get_extra_info("ssl_object") is None:
         await client.close()
         raise BrokerError(
-            f"{hide_credentials(ingest)} does not speak TLS, but tls:// or nats.ca requires it: nothing was sent"
+            f"{hide_credentials(ingest)} does not speak TLS, but tls:// or nats.ca requires it: "
+            "nothing was sent"
         )
     return client
 
 
 async def probe(ingest: str, config: Nats, timeout_s: float = PROBE_TIMEOUT_S) -> None:
-    """Check that the fleet's stream acknowledges an empty message. Passes if there is no stream
-    yet. Only a real publish shows whether it stores: on a full disk NATS can stay silent while the
-    health page says ok. It does not recover when space is freed and must be restarted. The learner
-    takes the message and finds no record in it. Raises BrokerError if the message is not
-    acknowledged within `timeout_s` seconds."""
+    """Check that the fleet's stream acknowledges an empty message.
+
+    Passes if there is no stream yet. Only a real publish shows whether it stores: on a full disk
+    NATS can stay silent while the health page says ok. It does not recover when space is freed and
+    must be restarted. The learner takes the message and finds no record in it.
+
+    Raises:
+        BrokerError: if the message is not acknowledged within `timeout_s` seconds.
+    """
     with wrap_broker_errors(ingest):
         async with asyncio.timeout(timeout_s):
             client = await connect(ingest, config)
@@ -114,7 +130,9 @@ def wrap_broker_errors(ingest: str) -> Iterator[None]:
     except BrokerError:
         raise
     except (NatsError, OSError) as error:  # nats-py's timeouts are OSErrors
-        raise BrokerError(f"{hide_credentials(ingest)}: {str(error) or type(error).__name__}") from error
+        raise BrokerError(
+            f"{hide_credentials(ingest)}: {str(error) or type(error).__name__}"
+        ) from error
 
 
 def _tls(ingest: str, config: Nats) -> ssl.SSLContext | None:

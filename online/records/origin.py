@@ -24,8 +24,11 @@ OPT_OUT_NO = ("", "0", "false", "no")
 
 
 def read_origin_headers(headers: Headers) -> Origin:
-    """The origin in X-Redraft-Tenant, -Domain and -Opt-Out. Any opt-out value counts except 0, false
-    and no, and one of several suffices: a gateway may have added it."""
+    """The origin in X-Redraft-Tenant, -Domain and -Opt-Out.
+
+    Any opt-out value counts except 0, false and no, and one of several suffices: a gateway may have
+    added it.
+    """
     opt_outs = ",".join(headers.getlist("x-redraft-opt-out")).lower().split(",")
     return Origin(
         tenant=to_label(_decode(headers.get("x-redraft-tenant", ""))),
@@ -35,7 +38,10 @@ def read_origin_headers(headers: Headers) -> Origin:
 
 
 def to_label(name: str) -> str:
-    """The name under which a tenant's records are stored: the name itself, or a beginning and a hash of a long one."""
+    """The name under which a tenant's records are stored.
+
+    The name itself, or a beginning and a hash of a long one.
+    """
     if len(name) <= MAX_LABEL_CHARS:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -44,7 +50,12 @@ def to_label(name: str) -> str:
 
 def stored_name(tenant: str) -> str:
     """The name under which records of the tenant to delete are stored.
-    Raises ValueError: the name is empty. Records without a tenant have the empty name."""
+
+    Records without a tenant have the empty name.
+
+    Raises:
+        ValueError: the name is empty.
+    """
     if not tenant.strip():
         raise ValueError("the tenant's name is empty: name the tenant whose records to delete")
     return to_label(tenant)
@@ -59,18 +70,29 @@ def _decode(header: str) -> str:
 
 
 def is_label(domain: str) -> bool:
-    return domain.isascii() and domain.isprintable() and domain == domain.strip() and len(domain) <= MAX_LABEL_CHARS
+    return (
+        domain.isascii()
+        and domain.isprintable()
+        and domain == domain.strip()
+        and len(domain) <= MAX_LABEL_CHARS
+    )
 
 
 def require_label(domain: str) -> None:
     """Raise ValueError unless the name can travel in a header."""
     if not is_label(domain):
-        raise ValueError(f"{domain!r} cannot be a domain: use at most {MAX_LABEL_CHARS} printable ASCII characters")
+        raise ValueError(
+            f"{domain!r} cannot be a domain: use at most {MAX_LABEL_CHARS} printable ASCII "
+            "characters"
+        )
 
 
 def read_origin_arguments(extra_args: Mapping[str, Any] | None) -> Origin | None:
-    """The origin in the sampling parameters' extra arguments, as the API process wrote it. None if
-    it wrote none: then nobody has read the request's headers, and an opt-out would not be known."""
+    """The origin in the sampling parameters' extra arguments, as the API process wrote it.
+
+    None if it wrote none: then nobody has read the request's headers, and an opt-out would not be
+    known.
+    """
     written = (extra_args or {}).get(EXTRA_ARGS_KEY)
     if not isinstance(written, dict) or written.keys() != set(Origin._fields):
         return None

@@ -20,12 +20,14 @@ class Sample:
     fraction: float = 1.0
     """Fraction of all requests to record, from 0 to 1."""
     tenants: tuple[str, ...] = ()
-    """Record only requests whose X-Redraft-Tenant header is one of these; empty records all tenants. A request with
-    X-Redraft-Opt-Out: 1 is never recorded. Live counts heed both."""
+    """Record only requests whose X-Redraft-Tenant header is one of these; empty records all
+    tenants. A request with X-Redraft-Opt-Out: 1 is never recorded. Live counts heed both.
+    """
     logprobs: int = 32
     """Token probabilities to record at every position."""
     spool_bytes: int = 1 << 30
-    """Size limit of the spool, in bytes (default 1 GiB). Above it the oldest records are dropped."""
+    """Size limit of the spool, in bytes (default 1 GiB). Above it the oldest records are dropped.
+    """
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction <= 1:
@@ -36,13 +38,19 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording(Sample):
-    """Settings for recording live traffic. Nothing is recorded unless `spool` or `ingest` is set."""
+    """Settings for recording live traffic.
+
+    Nothing is recorded unless `spool` or `ingest` is set.
+    """
 
     spool: Path | None = None
-    """Folder to write records to. The learner must be able to read it. Set spool or ingest, not both."""
+    """Folder to write records to. The learner must be able to read it. Set spool or ingest, not
+    both.
+    """
     ingest: str = field(default="", repr=False)
-    """Address of the NATS server to send records to: nats://HOST:4222, or tls://HOST:4222 for TLS. Separate the servers
-    of a cluster by commas. Set spool or ingest, not both."""
+    """Address of the NATS server to send records to: nats://HOST:4222, or tls://HOST:4222 for TLS.
+    Separate the servers of a cluster by commas. Set spool or ingest, not both.
+    """
     nats: Nats = field(default_factory=Nats)
 
     def __post_init__(self) -> None:
@@ -57,7 +65,10 @@ class Recording(Sample):
         return bool(self.spool or self.ingest)
 
     def find_skip_reason(self, tenant: str, draw: bytes) -> str:
-        """Why this request is not recorded; empty if it is. Recorded are those whose `draw` hashes below `fraction`."""
+        """Why this request is not recorded; empty if it is.
+
+        Recorded are those whose `draw` hashes below `fraction`.
+        """
         # A request's tenant is already a label: a long name is cut and ends with a hash.
         if self.tenants and tenant not in map(to_label, self.tenants):
             return "tenant"
@@ -67,7 +78,11 @@ class Recording(Sample):
 
 class Outlet(Protocol):
     def write(self, frames: Sequence[Frame]) -> None:
-        """Write the frames, or queue them. Raises OSError if they are lost."""
+        """Write the frames, or queue them.
+
+        Raises:
+            OSError: if they are lost.
+        """
 
     def status(self) -> dict[str, Any]:
         """Counters and the last error. Contains no text of any request."""
@@ -77,7 +92,11 @@ class Outlet(Protocol):
 
 
 def open_outlet(config: Recording, server_id: str, guard: Guard) -> Outlet:
-    """The configured outlet; its thread runs under the guard. Raises ValueError: none is set."""
+    """The configured outlet; its thread runs under the guard.
+
+    Raises:
+        ValueError: none is set.
+    """
     if config.ingest:
         from redraft.online.records.publisher import Publisher  # nats-py is an extra
 

@@ -1,13 +1,16 @@
-"""The publisher of a server's records: they wait in a bounded queue until JetStream acknowledges them.
+"""The publisher of a server's records.
+
+They wait in a bounded queue until JetStream acknowledges them.
 
     capture's thread ─ write ─► queue ─────────────────► this thread (asyncio) ─► JetStream
                                 beyond its size the        ▲                        │ acknowledged: forgotten
                                 oldest are dropped         └─ not acknowledged ─────┘
                                 and counted                   back to the front of the queue
 
-A lost broker, a missing stream and a full disk look the same from here: nothing is acknowledged. (On a
-full disk NATS may stay silent while the health page says ok, so only a publish shows it.) Then one record is sent per
-second until one is acknowledged. Each record carries an id, so JetStream recognises a record it had already stored.
+A lost broker, a missing stream and a full disk look the same from here: nothing is acknowledged.
+(On a full disk NATS may stay silent while the health page says ok, so only a publish shows it.)
+Then one record is sent per second until one is acknowledged. Each record carries an id, so
+JetStream recognises a record it had already stored.
 """
 
 import asyncio
@@ -41,7 +44,12 @@ class Publisher:
     """One server's end of the log. `write` never waits; call it from one thread only."""
 
     def __init__(
-        self, ingest: str, config: Nats, *, max_waiting_bytes: int = MAX_WAITING_BYTES, guard: Guard | None = None
+        self,
+        ingest: str,
+        config: Nats,
+        *,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        guard: Guard | None = None,
     ) -> None:
         self.ingest, self.config, self.max_waiting_bytes = ingest, config, max_waiting_bytes
         self.guard = guard or Guard()
@@ -51,7 +59,9 @@ class Publisher:
         self._num_bytes = 0  # waiting or on the way
         self._lock = threading.Lock()
         self._closing_at_s = math.inf
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="redraft-publish", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run()), name="redraft-publish", daemon=True
+        )
 
     def write(self, frames: Sequence[Frame]) -> None:
         """Queue these frames. If there is no room, the oldest are dropped and counted."""
@@ -60,7 +70,8 @@ class Publisher:
             self._num_bytes += sum(map(len, frames))
             self._make_room()
         if not self._thread.ident:
-            # Started by the first writer to inherit its cores: capture's thread has left those of the engine.
+            # Started by the first writer to inherit its cores: capture's thread has left those of
+            # the engine.
             self._thread.start()
 
     def status(self) -> dict[str, Any]:
@@ -77,7 +88,8 @@ class Publisher:
         self.max_waiting_bytes = 0
         self._put_back([])
 
-    # ----------------------------------------------------------------------------------------------- its thread
+    # -----------------------------------------------------------------------------------------------
+    # its thread
 
     async def _run(self) -> None:
         while not self._is_done():
@@ -112,28 +124,36 @@ class Publisher:
                 self._put_back(frames)  # the broker recognises those that it has stored already
                 raise
             self._put_back(refused)
-            # Frames on the way cannot be dropped. If they filled a small queue, it would have to drop new records.
+            # Frames on the way cannot be dropped. If they filled a small queue, it would have to
+            # drop new records.
             window_bytes = 1 if refused else min(WINDOW_BYTES, self.max_waiting_bytes // 4)
             if refused:
                 await asyncio.sleep(RETRY_S)
 
-    async def _send(self, client: Any, stream: JetStreamContext, frames: list[Frame]) -> list[Frame]:
+    async def _send(
+        self, client: Any, stream: JetStreamContext, frames: list[Frame]
+    ) -> list[Frame]:
         """Send the frames, and return those not acknowledged; the others are forgotten."""
         answers: dict[asyncio.Future[Any], Frame] = {}
         for number, frame in enumerate(frames):
             subject, headers = self.config.subject(frame.domain), {MESSAGE_ID: frame.record_id}
-            if len(frame) + HEADER_BYTES > client.max_payload:  # nats-py checks the size without the headers
+            if (
+                len(frame) + HEADER_BYTES > client.max_payload
+            ):  # nats-py checks the size without the headers
                 self._forget(frame, "dropped_records_too_large")
                 continue
             try:
                 answers[await stream.publish_async(subject, frame, headers=headers)] = frame
             except (NatsError, OSError) as error:
                 self.last_error = str(error) or type(error).__name__
-                # Frames sent before the error may still be acknowledged. This one and the rest go back.
+                # Frames sent before the error may still be acknowledged. This one and the rest go
+                # back.
                 return [*await self._unanswered(client, answers), *frames[number:]]
         return await self._unanswered(client, answers)
 
-    async def _unanswered(self, client: Any, answers: dict[asyncio.Future[Any], Frame]) -> list[Frame]:
+    async def _unanswered(
+        self, client: Any, answers: dict[asyncio.Future[Any], Frame]
+    ) -> list[Frame]:
         deadline_s = time.monotonic() + ACK_TIMEOUT_S
         pending = set(answers)
         while pending and time.monotonic() < deadline_s and not client.is_closed:
@@ -157,7 +177,8 @@ class Publisher:
         self._forget(frame, "published_records")
         self.last_error = ""
 
-    # ----------------------------------------------------------------------------------------------- the queue
+    # -----------------------------------------------------------------------------------------------
+    # the queue
 
     def _take(self, num_bytes: int) -> list[Frame]:
         """The oldest frames, up to `num_bytes` and at least one; empty if none waits."""
@@ -170,7 +191,8 @@ class Publisher:
 
     def _put_back(self, frames: list[Frame]) -> None:
         with self._lock:
-            # `extendleft` turns the order round, so it gets the newest first, and the oldest ends up in front.
+            # `extendleft` turns the order round, so it gets the newest first, and the oldest ends
+            # up in front.
             self._waiting.extendleft(reversed(frames))
             self._make_room()
 
@@ -186,4 +208,6 @@ class Publisher:
 
     def _is_done(self) -> bool:
         now_s = time.monotonic()
-        return now_s > self._closing_at_s + CLOSE_TIMEOUT_S or (now_s >= self._closing_at_s and not self._waiting)
+        return now_s > self._closing_at_s + CLOSE_TIMEOUT_S or (
+            now_s >= self._closing_at_s and not self._waiting
+        )

@@ -1,13 +1,15 @@
 """The record of one segment of one request, as one server saw it, and the wire format.
 
-C = context tokens, N = output tokens of the segment, R = rows, K = kept top-k ids, H = tokens with hidden states,
-L = hidden states of one token, D = size of each.
+C = context tokens, N = output tokens of the segment, R = rows, K = kept top-k ids, H = tokens with
+hidden states, L = hidden states of one token, D = size of each.
 
-A row is one distribution of the target: the prediction of the token at `positions[r]`, an index into context + output.
-A step of k draft tokens, or none, gives k + 1 rows: one per draft token, and one for the bonus token (draft -1).
-Rows after a rejection follow discarded draft tokens. They are just as true, but for another text.
-The text travels once: a later segment of a long answer brings the new part, and the receiver puts it behind the text of
-the segment before. Then the record is self-contained."""
+A row is one distribution of the target: the prediction of the token at `positions[r]`, an index
+into context + output. A step of k draft tokens, or none, gives k + 1 rows: one per draft token, and
+one for the bonus token (draft -1). Rows after a rejection follow discarded draft tokens. They are
+just as true, but for another text. The text travels once: a later segment of a long answer brings
+the new part, and the receiver puts it behind the text of the segment before. Then the record is
+self-contained.
+"""
 
 import hashlib
 import io
@@ -28,36 +30,44 @@ from redraft.online.records.checks import find_fault
 from redraft.online.records.states import HiddenFormat, decode_float8, state_bytes
 
 MAGIC, MAGIC_2, MAGIC_3 = b"RDR1", b"RDR2", b"RDR3"
-"""First bytes of every frame; the digit is the version of the layout. Of versions 2 and 3 are records that a release
-without them would misread. 2: those that continue the segment before, and states in another format than bfloat16.
-3: those of a `target_version`."""
+"""First bytes of every frame; the digit is the version of the layout. Of versions 2 and 3 are
+records that a release without them would misread. 2: those that continue the segment before, and
+states in another format than bfloat16. 3: those of a `target_version`.
+"""
 
 MAX_RECORD_BYTES = 64 << 20
 """Largest decompressed record; a damaged or hostile frame must not fill the memory."""
 
 FREE_BYTES, MAX_RATIO = 1 << 20, 64
-"""A payload may unpack to FREE_BYTES plus MAX_RATIO times its size. Records are mostly probabilities, which shrink to
-half at best; only a long prompt that repeats itself shrinks more."""
+"""A payload may unpack to FREE_BYTES plus MAX_RATIO times its size. Records are mostly
+probabilities, which shrink to half at best; only a long prompt that repeats itself shrinks more.
+"""
 
 KEPT_BYTES = 1 << 20
 """At most this much of an unreadable stretch is handed on, for a person to look at."""
 
 MAX_BAD_IN_A_ROW = 16
-"""Unreadable stretches reported one by one before the next good frame. The rest until then goes unreported."""
+"""Unreadable stretches reported one by one before the next good frame. The rest until then goes
+unreported.
+"""
 
 MAX_WASTE = 4
-"""Bytes read in vain before the rest is given up, as a multiple of all bytes. Bounds the work on frames whose lengths
-overlap: without it, reading is quadratic."""
+"""Bytes read in vain before the rest is given up, as a multiple of all bytes. Bounds the work on
+frames whose lengths overlap: without it, reading is quadratic.
+"""
 
 LOOKUP, PADDING = 1, 2
-"""Values of `row_proposers` for draft tokens of others than the named version: a lookup, or nobody, near the end of the
-context."""
+"""Values of `row_proposers` for draft tokens of others than the named version: a lookup, or nobody,
+near the end of the context.
+"""
 
 NO_HIDDEN = np.empty((0, 0, 0), np.uint16)
 _HEADER = struct.Struct("<4sII")
 _LATER_MAGIC = re.compile(rb"RDR[4-9]")
 _HEADER_START = re.compile(rb"RDR[1-9]...[\x00-\x04]", re.DOTALL)
-"""Magic and length. The last byte of the length is at most 4, because no frame is longer than about 64 MiB."""
+"""Magic and length. The last byte of the length is at most 4, because no frame is longer than about
+64 MiB.
+"""
 _FRAME_START = re.compile(_HEADER_START.pattern + rb"|RDR[4-9]", re.DOTALL)
 """A place where a frame may begin. A later layout may have another header."""
 
@@ -72,14 +82,20 @@ class CorruptRecordError(ValueError):
 
 
 class LaterLayoutError(CorruptRecordError):
-    """The frame is of a later layout: nothing is wrong with it, but only a later release can read it."""
+    """The frame is of a later layout.
+
+    Nothing is wrong with it, but only a later release can read it.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "later_layout")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The request's sampling parameters. A record's distributions are those *before* all of them."""
+    """The request's sampling parameters.
+
+    A record's distributions are those *before* all of them.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -97,7 +113,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One segment of one request. Fields of type bytes are little-endian arrays: read them through the properties."""
+    """One segment of one request.
+
+    Fields of type bytes are little-endian arrays: read them through the properties.
+    """
 
     server_id: str
     """New at every start of a server."""
@@ -110,13 +129,16 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     target_fingerprint: str
     target_version: str = ""
-    """LABEL@DIGEST of the weights that verified: the trainer's name for them, which may be empty, and 12 hex digits of
-    their checksum. Empty: the weights of the target's folder, whose fingerprint is given."""
+    """LABEL@DIGEST of the weights that verified: the trainer's name for them, which may be empty,
+    and 12 hex digits of their checksum. Empty: the weights of the target's folder, whose
+    fingerprint is given.
+    """
     draft_version: str = ""
     """Version that proposed the draft tokens, apart from those marked in `row_proposers`."""
     sampling: Sampling
     num_prompt_tokens: int
-    """Length of the prompt, with which the context begins; the same in every segment of a request."""
+    """Length of the prompt, with which the context begins; the same in every segment of a request.
+    """
     top_k: int
     context: bytes
     """int32 [C], all tokens before the segment's output, from `context_begin` on."""
@@ -125,29 +147,42 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     row_positions: bytes
     """int32 [R], index into context + output of the token predicted by the row."""
     row_branches: bytes
-    """int32 [R], number of rejected draft tokens that end the row's context: those of as many rows before it."""
+    """int32 [R], number of rejected draft tokens that end the row's context: those of as many rows
+    before it.
+    """
     row_drafts: bytes
-    """int32 [R], the draft's token, or -1 for none (bonus token, or a server without speculation)."""
+    """int32 [R], the draft's token, or -1 for none (bonus token, or a server without speculation).
+    """
     row_draft_probs: bytes
-    """float32 [R], probability with which it was proposed: 1 for greedy drafting, NaN if there is no draft token."""
+    """float32 [R], probability with which it was proposed: 1 for greedy drafting, NaN if there is
+    no draft token.
+    """
     row_accepted: bytes
     """uint8 [R], 1 if the draft token was accepted."""
     row_proposers: bytes = b""
-    """uint8 [R], LOOKUP or PADDING for rows of a draft by another proposer, else 0. Empty: all are 0."""
+    """uint8 [R], LOOKUP or PADDING for rows of a draft by another proposer, else 0. Empty: all are
+    0.
+    """
     row_topk_ids: bytes
     """int32 [R, K], by descending probability."""
     row_topk_log_probs: bytes
     """float32 [R, K], natural logarithms under the full softmax at temperature 1."""
     row_log_sum_exp: bytes
-    """float32 [R], log-sum-exp of the logits: logit = log-probability + this. NaN if the server does not report it."""
+    """float32 [R], log-sum-exp of the logits: logit = log-probability + this. NaN if the server
+    does not report it.
+    """
     context_begin: int = 0
-    """Number of tokens that are left out of `context`: the segment before brought them. See `join_text`."""
+    """Number of tokens that are left out of `context`: the segment before brought them. See
+    `join_text`.
+    """
     hidden_begin: int = 0
-    """Index of the first token with hidden states; from there on there is no gap. Tokens before it were read from the
-    prefix cache, or shipped with an earlier segment."""
+    """Index of the first token with hidden states; from there on there is no gap. Tokens before it
+    were read from the prefix cache, or shipped with an earlier segment.
+    """
     hidden_shape: tuple[int, int] = (0, 0)
-    """L and D of the states the served draft reads: streams after layers for EAGLE-3, else the last, normed state, or
-    for the MTP layers of some targets the one before the norm."""
+    """L and D of the states the served draft reads: streams after layers for EAGLE-3, else the
+    last, normed state, or for the MTP layers of some targets the one before the norm.
+    """
     hidden_format: HiddenFormat = "bfloat16"
     hidden: bytes = b""
     """[H, L, D] in this format; empty if none were captured."""
@@ -155,16 +190,24 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_bytes(self) -> int:
         """Total size of the arrays, in bytes: nearly all that the record takes in memory."""
-        return sum(len(value) for value in msgspec.structs.astuple(self) if isinstance(value, bytes))
+        return sum(
+            len(value) for value in msgspec.structs.astuple(self) if isinstance(value, bytes)
+        )
 
     @property
     def target(self) -> str:
-        """The weights that verified, by content: the fingerprint of their folder, and @DIGEST if they are others."""
+        """The weights that verified, by content.
+
+        The fingerprint of their folder, and @DIGEST if they are others.
+        """
         return self.target_fingerprint + "".join(self.target_version.rpartition("@")[1:])
 
     @property
     def record_id(self) -> str:
-        """32 hex digits, a hash of server, request and sequence number: a record delivered twice has the same id."""
+        """32 hex digits, a hash of server, request and sequence number.
+
+        A record delivered twice has the same id.
+        """
         return _make_id(self.server_id, self.request_id, self.sequence)
 
     @property
@@ -207,7 +250,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_own(self) -> NDArray[np.bool_]:
-        """[R], whether the row belongs to a draft of the named version; a bonus row to the draft before it."""
+        """[R], whether the row belongs to a draft of the named version.
+
+        A bonus row to the draft before it.
+        """
         if not self.row_proposers:
             return np.ones(len(self.positions), bool)
         return ~_array(self.row_proposers, np.uint8).astype(bool)
@@ -238,26 +284,35 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
             return NO_HIDDEN
         if self.hidden_format == "float8":
             num_states, size = self.hidden_shape
-            return decode_float8(_array(self.hidden, np.uint8).reshape(-1, num_states, state_bytes("float8", size)))
+            return decode_float8(
+                _array(self.hidden, np.uint8).reshape(-1, num_states, state_bytes("float8", size))
+            )
         return _array(self.hidden, np.uint16).reshape(-1, *self.hidden_shape)
 
 
 def join_text(record: Record, text: bytes) -> Record:
     """The self-contained record of a later segment, given the text of the segment before, int32.
-    Raises CorruptRecordError if that text ends too early, or the record would be too large."""
+
+    Raises:
+        CorruptRecordError: if that text ends too early, or the record would be too large.
+    """
     if len(text) < 4 * record.context_begin:
         raise CorruptRecordError(
             f"a segment continues a text of {record.context_begin} tokens, not of {len(text) // 4}"
         )
     whole = text[: 4 * record.context_begin] + record.context
     if len(whole) + record.num_bytes > MAX_RECORD_BYTES:
-        raise CorruptRecordError(f"oversized record: a text of {len(whole) // 4} tokens", "oversized")
+        raise CorruptRecordError(
+            f"oversized record: a text of {len(whole) // 4} tokens", "oversized"
+        )
     return msgspec.structs.replace(record, context=whole, context_begin=0)
 
 
 def _make_id(server_id: str, request_id: str, sequence: int) -> str:
     # msgpack keeps the fields apart: joined strings would be equal for ("ab", "c") and ("a", "bc").
-    return hashlib.sha256(msgspec.msgpack.encode((server_id, request_id, sequence))).hexdigest()[:32]
+    return hashlib.sha256(msgspec.msgpack.encode((server_id, request_id, sequence))).hexdigest()[
+        :32
+    ]
 
 
 def encode_record(record: Record) -> bytes:
@@ -284,14 +339,21 @@ def encode_frame(record: Record) -> Frame:
 
 def decode_record(frame: bytes) -> Record:
     """The record in one frame.
-    Raises LaterLayoutError if a later release wrote it. Raises CorruptRecordError if the frame is
-    torn, bit-flipped, or inconsistent; `reason` names the kind."""
+
+    Raises:
+        LaterLayoutError: if a later release wrote it.
+        CorruptRecordError: if the frame is torn, bit-flipped, or inconsistent; `reason` names the
+            kind.
+    """
     return _decode_payload(frame[:4], _unframe(frame))
 
 
 def _unframe(frame: bytes) -> bytes:
     """The payload, whose length and CRC fit the header.
-    Raises LaterLayoutError or CorruptRecordError as `decode_record` does."""
+
+    Raises:
+        LaterLayoutError, CorruptRecordError: as `decode_record` does.
+    """
     if len(frame) < _HEADER.size or not _HEADER_START.match(frame):
         raise _name_defect(frame, f"not a record of version 1 to 3: it starts with {frame[:4]!r}")
     _, length, crc = _HEADER.unpack_from(frame)
@@ -309,7 +371,9 @@ def _name_defect(frame: bytes, sentence: str) -> CorruptRecordError:
 
 
 def _later(magic: bytes) -> LaterLayoutError:
-    return LaterLayoutError(f"a record of layout {magic.decode()}: this release reads up to {MAGIC_3.decode()}")
+    return LaterLayoutError(
+        f"a record of layout {magic.decode()}: this release reads up to {MAGIC_3.decode()}"
+    )
 
 
 def is_later_layout(frame: bytes) -> bool:
@@ -326,8 +390,8 @@ def _decode_payload(magic: bytes, payload: bytes) -> Record:
         fault = find_fault(record)
     except CorruptRecordError:
         raise
-    # Anything: hostile bytes also end in a RecursionError, a UnicodeDecodeError or an OverflowError. A record that
-    # raises would stop the learner at every start.
+    # Anything: hostile bytes also end in a RecursionError, a UnicodeDecodeError or an
+    # OverflowError. A record that raises would stop the learner at every start.
     except Exception as error:
         raise CorruptRecordError(f"unreadable record: {type(error).__name__}: {error}") from error
     if fault is not None:
@@ -346,25 +410,33 @@ _decompressors = _Decompressors()
 
 
 def _decompress(payload: bytes) -> bytes:
-    """Raises: CorruptRecordError if the record is too large; zstandard.ZstdError if it cannot be decompressed."""
+    """Raises: CorruptRecordError if the record is too large.
+
+    Zstandard.ZstdError if it cannot be decompressed.
+    """
     # E.g. 1 MiB of payload may unpack to 64 MiB, a payload of 1 KiB to 1 MiB and 64 KiB.
     most = min(MAX_RECORD_BYTES, FREE_BYTES + MAX_RATIO * len(payload))
     # The size in the frame overrides max_output_size; -1 without one.
     if zstandard.frame_content_size(payload) > most:
-        raise CorruptRecordError(f"oversized record: {len(payload)} bytes unpack to more than {most}", "oversized")
+        raise CorruptRecordError(
+            f"oversized record: {len(payload)} bytes unpack to more than {most}", "oversized"
+        )
     content: bytes = _decompressors.decompressor.decompress(payload, max_output_size=most)
     return content
 
 
 def read_frames(data: bytes | BinaryIO) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-    """Split concatenated frames, each with the record or the error. After an error, resume at the
-    next magic. Reads a file in pieces: the memory is bounded by one frame and one record. The time
-    is linear in the bytes, whatever they are. Of a stretch that cannot be read, the first
-    KEPT_BYTES are yielded."""
+    """Split concatenated frames, each with the record or the error.
+
+    After an error, resume at the next magic. Reads a file in pieces: the memory is bounded by one
+    frame and one record. The time is linear in the bytes, whatever they are. Of a stretch that
+    cannot be read, the first KEPT_BYTES are yielded.
+    """
     source = _Source(io.BytesIO(data) if isinstance(data, bytes) else data)
     begin = num_bad = num_wasted = 0
     while begin < source.size and num_wasted <= MAX_WASTE * source.size:
-        # A header alone comes back if the frame would end beyond the file, and `_unframe` refuses it as torn.
+        # A header alone comes back if the frame would end beyond the file, and `_unframe` refuses
+        # it as torn.
         frame = source.read_frame(begin)
         try:
             payload = _unframe(frame)
@@ -425,22 +497,29 @@ class _Source:
 
     def find_frame(self, begin: int, *, only_whole: bool) -> int:
         """The first place from `begin` on where a frame may begin; the size if there is none.
-        With `only_whole`, places whose header promises more bytes than there are do not count."""
+
+        With `only_whole`, places whose header promises more bytes than there are do not count.
+        """
         while begin < self.size:
             self.read(begin, min(self.size, begin + self.START_BYTES))
             pattern = self._whole_start if only_whole else _FRAME_START
             for found in pattern.finditer(self._piece, begin - self._piece_begin):
                 place = self._piece_begin + found.start()
-                length = int.from_bytes(self._piece[found.start() + 4 : found.start() + 8], "little")
+                length = int.from_bytes(
+                    self._piece[found.start() + 4 : found.start() + 8], "little"
+                )
                 if not only_whole or place + _HEADER.size + length <= self.size:
                     return place
             piece_end = self._piece_begin + len(self._piece)
             if piece_end >= self.size or not self._piece:
                 return self.size
-            begin = max(begin + 1, piece_end - self.START_BYTES + 1)  # a start may lie across the end of the piece
+            begin = max(
+                begin + 1, piece_end - self.START_BYTES + 1
+            )  # a start may lie across the end of the piece
         return self.size
 
 
 def _array(data: bytes, dtype: DTypeLike) -> NDArray[Any]:
-    # A view of the bytes, without a copy, and read-only. int32 and the rest are little-endian on every machine.
+    # A view of the bytes, without a copy, and read-only. int32 and the rest are little-endian on
+    # every machine.
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))

@@ -1,10 +1,12 @@
 """The spool: a folder filled with records by servers and emptied by the learner, without a broker.
 
-    server ─► .<name>.partial ─ rename ─► <time>-<server>-<number>.records ─► learner reads, commits, unlinks
+    server ─► .<name>.partial ─ rename ─► <time>-<server>-<number>.records ─► learner reads,
+    commits, unlinks
 
-A file appears complete or not at all, and outlives both sides. A learner killed between commit and unlink reads the
-file again, so every record arrives at least once. The folder is bounded: above its budget the oldest files are
-deleted, whoever wrote them."""
+A file appears complete or not at all, and outlives both sides. A learner killed between commit and
+unlink reads the file again, so every record arrives at least once. The folder is bounded: above its
+budget the oldest files are deleted, whoever wrote them.
+"""
 
 import errno
 import os
@@ -20,11 +22,16 @@ import psutil
 SUFFIX, PARTIAL = ".records", ".partial"
 
 ABANDONED_S = 600.0
-"""Age in seconds after which a partial file is deleted: its server was killed, and the file holds users' text."""
+"""Age in seconds after which a partial file is deleted: its server was killed, and the file holds
+users' text.
+"""
 
 
 class SpoolWriter:
-    """Writes one server's frames into the folder and keeps the folder within `budget_bytes`. Not thread-safe."""
+    """Writes one server's frames into the folder and keeps the folder within `budget_bytes`.
+
+    Not thread-safe.
+    """
 
     def __init__(self, folder: Path, server_id: str, budget_bytes: int) -> None:
         self.folder = folder
@@ -34,9 +41,13 @@ class SpoolWriter:
         self.num_evicted_files = 0
 
     def write(self, frames: Sequence[bytes]) -> None:
-        """Write `frames` as one new file. Raises OSError if the disk is full or the folder is not
-        writable; no partial file remains."""
-        # Token ids are users' text, so only the owner may read it. To allow others, create the folder beforehand.
+        """Write `frames` as one new file.
+
+        Raises:
+            OSError: if the disk is full or the folder is not writable; no partial file remains.
+        """
+        # Token ids are users' text, so only the owner may read it. To allow others, create the
+        # folder beforehand.
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The time comes first: the files of many servers then sort by age.
         name = f"{time.time_ns():020d}-{self.server_id}-{self.num_files:08d}"
@@ -64,7 +75,9 @@ class SpoolWriter:
                 (self.folder / name).unlink(missing_ok=True)
         complete = [(name, status.st_size) for name, status in files if name.endswith(SUFFIX)]
         excess = sum(size for _, size in complete) - self.budget_bytes
-        for name, size in complete[:-1]:  # keeps the newest: even a budget below one file lets records through
+        for name, size in complete[
+            :-1
+        ]:  # keeps the newest: even a budget below one file lets records through
             if excess <= 0:
                 return
             (self.folder / name).unlink(missing_ok=True)
@@ -73,12 +86,21 @@ class SpoolWriter:
 
 
 def spool_files(folder: Path) -> list[Path]:
-    """The complete files of the folder, oldest first; none if there is no folder. To take one:
-    `read_frames` of `open_file`, then unlink.
-    Raises OSError if the folder cannot be read. `Path.glob` would find nothing, without a word."""
+    """The complete files of the folder, oldest first; none if there is no folder.
+
+    To take one: `read_frames` of `open_file`, then unlink. `Path.glob` would find nothing, without
+    a word.
+
+    Raises:
+        OSError: if the folder cannot be read.
+    """
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.name.endswith(SUFFIX) and not entry.name.startswith(".")]
+            names = [
+                entry.name
+                for entry in entries
+                if entry.name.endswith(SUFFIX) and not entry.name.startswith(".")
+            ]
     except FileNotFoundError:
         return []
     return [folder / name for name in sorted(names)]
@@ -86,8 +108,12 @@ def spool_files(folder: Path) -> list[Path]:
 
 def open_file(path: Path) -> BinaryIO:
     """Open a file of the spool for reading.
-    Raises FileNotFoundError if it was removed meanwhile. Raises OSError if it cannot be read, or is
-    a link, a folder, a pipe or a device: reading one might never return."""
+
+    Raises:
+        FileNotFoundError: if it was removed meanwhile.
+        OSError: if it cannot be read, or is a link, a folder, a pipe or a device: reading one might
+            never return.
+    """
     # Without O_NONBLOCK, opening a pipe without a writer waits forever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     # Before `fdopen`, which refuses a folder and leaves its descriptor open.
@@ -100,19 +126,34 @@ def open_file(path: Path) -> BinaryIO:
 def list_abandoned(folder: Path, age_s: float) -> list[Path]:
     """Partial files of killed servers, unchanged for `age_s` seconds."""
     found = list(_files(folder)) if folder.is_dir() else []
-    return [folder / name for name, status in found if name.endswith(PARTIAL) and time.time() - status.st_mtime > age_s]
+    return [
+        folder / name
+        for name, status in found
+        if name.endswith(PARTIAL) and time.time() - status.st_mtime > age_s
+    ]
 
 
 def is_in_memory(path: Path) -> bool:
-    """Whether files below `path` would be kept in memory (tmpfs) and not on a disk. The path need not exist yet."""
-    found = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()
+    """Whether files below `path` would be kept in memory (tmpfs) and not on a disk.
+
+    The path need not exist yet.
+    """
+    found = next(
+        parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()
+    ).resolve()
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     # The nearest mount point, at the folder or above it.
-    return mounts[next(parent for parent in (found, *found.parents) if parent in mounts)] in ("tmpfs", "ramfs")
+    return mounts[next(parent for parent in (found, *found.parents) if parent in mounts)] in (
+        "tmpfs",
+        "ramfs",
+    )
 
 
 def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Name and status of every file. Avoids `Path`s, because the folder may be long and is read after every write."""
+    """Name and status of every file.
+
+    Avoids `Path`s, because the folder may be long and is read after every write.
+    """
     with os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):  # renamed or taken in the meantime

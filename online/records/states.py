@@ -3,8 +3,9 @@
     bfloat16   D numbers of two bytes
     float8     D codes of a byte (e4m3fn, arXiv 2209.05433), then a scale as float32, the factor of all D
 
-numpy has neither type: bfloat16 is handled as its bits, in uint16. H = tokens, L = states of one token, D = size of
-each. Written by `heads.nn.float8`, and decoded here without torch."""
+numpy has neither type: bfloat16 is handled as its bits, in uint16. H = tokens, L = states of one
+token, D = size of each. Written by `heads.nn.float8`, and decoded here without torch.
+"""
 
 from typing import Literal
 
@@ -23,9 +24,13 @@ def state_bytes(hidden_format: HiddenFormat, size: int) -> int:
 
 def decode_float8(codes_HLX: NDArray[np.uint8]) -> NDArray[np.uint16]:
     """Bits of the nearest bfloat16 numbers, [H, L, D], of states of D codes and a scale each."""
-    scale_HL1 = np.ascontiguousarray(codes_HLX[..., -SCALE_BYTES:]).view("<f4")  # [H, L, 4] bytes -> [H, L, 1]
+    scale_HL1 = np.ascontiguousarray(codes_HLX[..., -SCALE_BYTES:]).view(
+        "<f4"
+    )  # [H, L, 4] bytes -> [H, L, 1]
     values_HLD = _VALUES[codes_HLX[..., :-SCALE_BYTES]]
-    with np.errstate(over="ignore", invalid="ignore"):  # of a made-up record; infinite values are refused later
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # of a made-up record; infinite values are refused later
         values_HLD *= scale_HL1
         bits_HLD = values_HLD.view(np.uint32)
         # to the nearest, and of two equally near to the even one
@@ -35,11 +40,17 @@ def decode_float8(codes_HLX: NDArray[np.uint8]) -> NDArray[np.uint16]:
 
 
 def _list_values() -> NDArray[np.float32]:
-    """The number of each of the 256 codes: sign, 4 bits of exponent with bias 7, 3 of fraction; no infinity."""
+    """The number of each of the 256 codes.
+
+    Sign, 4 bits of exponent with bias 7, 3 of fraction; no infinity.
+    """
     code = np.arange(256)
     exponent, fraction = (code >> 3) & 15, code & 7
-    # E.g. code 0x7E: exponent 15, fraction 6, so 1.75 * 2^8 = 448, the largest. Exponent 0 has no leading 1.
-    size = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7))
+    # E.g. code 0x7E: exponent 15, fraction 6, so 1.75 * 2^8 = 448, the largest. Exponent 0 has no
+    # leading 1.
+    size = np.where(
+        exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7)
+    )
     # 0x7F and 0xFF are the only NaNs.
     size[(code & 127) == 127] = np.nan
     return np.where(code >= 128, -size, size).astype(np.float32)

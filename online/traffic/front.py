@@ -1,10 +1,13 @@
-"""The sockets of tap and router: limits on unfinished requests of clients, and a port for operators.
+"""The sockets of tap and router.
+
+Limits on unfinished requests of clients, and a port for operators.
 
     clients ──► port          the servers' API only        heads: 64 KiB, 10 s      bodies: no pause above 30 s
     operators ─► admin_port   /metrics, /redraft/...       unfinished requests: at most a quarter of the descriptors
     SIGTERM ──► the end        running answers: 20 s          unfinished requests: 1 s
 
-uvicorn limits none of these: one client's half-sent requests would take every descriptor for as long as it likes.
+uvicorn limits none of these: one client's half-sent requests would take every descriptor for as
+long as it likes.
 """
 
 from __future__ import annotations
@@ -31,16 +34,19 @@ HEAD_TIMEOUT_S = 10.0  # for the head of a request, from the answer before
 BODY_PAUSE_S = 30.0  # Longest pause within the body of a request.
 
 MAX_UNFINISHED_SHARE = 0.25
-"""Share of the descriptors for connections without a complete request. Above it the oldest are closed: an honest
-client's request arrives within milliseconds, so the oldest belong to a client waiting on purpose."""
+"""Share of the descriptors for connections without a complete request. Above it the oldest are
+closed: an honest client's request arrives within milliseconds, so the oldest belong to a client
+waiting on purpose.
+"""
 
 MOST_FILES = 1 << 20  # Limit to ask for if the system names none.
 MIN_WAIT_S = 1.0  # connections stay open so long: in a burst honest ones wait too
 LAST_LOOK_S = 0.05  # Time between the end of an idle connection's patience and its close.
 
 TICK_S = 0.1
-"""Time between two ticks of uvicorn's server. A longer time counts as this one: the process stood still, and could not
-read what clients sent."""
+"""Time between two ticks of uvicorn's server. A longer time counts as this one: the process stood
+still, and could not read what clients sent.
+"""
 
 TICKS_BETWEEN_LOOKS = 10
 
@@ -68,7 +74,10 @@ class _AnyLength(int):
 
 
 class _Bounded(asyncio.Protocol):
-    """Goes before uvicorn's protocol: bounds the head of a request, and answers HTTP/1.0 without chunks."""
+    """Goes before uvicorn's protocol.
+
+    Bounds the head of a request, and answers HTTP/1.0 without chunks.
+    """
 
     cycle: Any
     scope: Any
@@ -86,8 +95,12 @@ class _Bounded(asyncio.Protocol):
         if self.cycle is not before:
             self.head_bytes = 0
             if self.scope["http_version"] == "1.0":
-                # uvicorn sends chunks whenever it does not know the length, and HTTP/1.0 has no chunks.
-                self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _AnyLength()
+                # uvicorn sends chunks whenever it does not know the length, and HTTP/1.0 has no
+                # chunks.
+                self.cycle.chunked_encoding, self.cycle.expected_content_length = (
+                    False,
+                    _AnyLength(),
+                )
         elif is_in_body:
             self.body_bytes += len(data)
         else:
@@ -97,9 +110,9 @@ class _Bounded(asyncio.Protocol):
                 self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
-        # After a pause of the whole process, Linux wakes epoll without its events, and uvloop calls what is due before
-        # it reads. A request sent in the pause would be cut off unread. So the sockets are read once more before the
-        # close; a request cancels this timer.
+        # After a pause of the whole process, Linux wakes epoll without its events, and uvloop calls
+        # what is due before it reads. A request sent in the pause would be cut off unread. So the
+        # sockets are read once more before the close; a request cancels this timer.
         close_idle = super().timeout_keep_alive_handler  # type: ignore[misc]  # uvicorn's
         self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, close_idle)
 
@@ -113,8 +126,10 @@ class FrontConfig:
     admin_host: str = "127.0.0.1"
     """Address of the admin port. It names every server, so keep it away from clients."""
     max_body_bytes: int = 64 << 20
-    """Largest request body, in bytes (default 64 MiB). A larger one is answered with status 413. Bodies above 1 MiB are
-    passed on unread: they are not recorded, and only a header can give them a domain."""
+    """Largest request body, in bytes (default 64 MiB). A larger one is answered with status 413.
+    Bodies above 1 MiB are passed on unread: they are not recorded, and only a header can give
+    them a domain.
+    """
 
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1:
@@ -122,7 +137,11 @@ class FrontConfig:
 
 
 class AdminServer(uvicorn.Server):
-    """The admin port's server, beside the clients'; the port is open. Raises OSError."""
+    """The admin port's server, beside the clients'; the port is open.
+
+    Raises:
+        OSError
+    """
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         super().__init__(_configure(app, lifespan="off", timeout_graceful_shutdown=1))
@@ -131,7 +150,9 @@ class AdminServer(uvicorn.Server):
             self.socket = socket.create_server((host, port), family=family)
         except OSError as error:
             reason = f"{error.strerror}: set admin_port to a free port, or to 0 for none"
-            raise OSError(error.errno, f"the admin port {host}:{port} cannot be opened, {reason}") from error
+            raise OSError(
+                error.errno, f"the admin port {host}:{port} cannot be opened, {reason}"
+            ) from error
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -142,15 +163,24 @@ class FrontServer(uvicorn.Server):
     """uvicorn's server, which also closes connections waiting too long for the rest of a request."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, admin: AdminServer | None = None, guard: Guard | None = None
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        admin: AdminServer | None = None,
+        guard: Guard | None = None,
     ) -> None:
         # Our own end comes first: uvicorn's would cancel a stream, and not wait for its record.
         limit_s = int(ENDING_S) + 2
         super().__init__(_configure(app, host=host, port=port, timeout_graceful_shutdown=limit_s))
         self.admin, self.guard = admin, guard or Guard()
-        self.max_unfinished = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * MAX_UNFINISHED_SHARE)
+        self.max_unfinished = int(
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0] * MAX_UNFINISHED_SHARE
+        )
         self._unfinished: dict[Any, tuple[_Wait, float]] = {}
-        """Connections without a complete request: the missing part, and the start of the wait in seconds."""
+        """Connections without a complete request: the missing part, and the start of the wait in
+        seconds.
+        """
         self._num_ticks = 0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -164,13 +194,19 @@ class FrontServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         self._num_ticks += 1
-        if counter % TICKS_BETWEEN_LOOKS == 0 or len(self.server_state.connections) > self.max_unfinished:
+        if (
+            counter % TICKS_BETWEEN_LOOKS == 0
+            or len(self.server_state.connections) > self.max_unfinished
+        ):
             with self.guard.round("unfinished-requests"):
                 self.close_unfinished(self._num_ticks * TICK_S)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End after the running answers, at most `ENDING_S` later. What has not arrived is not awaited."""
+        """End after the running answers, at most `ENDING_S` later.
+
+        What has not arrived is not awaited.
+        """
         ending = asyncio.create_task(self._end_connections())
         try:
             await super().shutdown(sockets)
@@ -199,7 +235,8 @@ class FrontServer(uvicorn.Server):
         for number, (connection, (wait, since_s)) in enumerate(oldest_first):
             patience_s = HEAD_TIMEOUT_S if wait.is_for_head else BODY_PAUSE_S
             if now_s - since_s > (MIN_WAIT_S if number < num_excess else patience_s):
-                # Not `close`, which first waits for the client to take all that is still to be sent.
+                # Not `close`, which first waits for the client to take all that is still to be
+                # sent.
                 connection.transport.abort()
 
 
@@ -219,14 +256,22 @@ def _find_wait(connection: Any) -> _Wait | None:
     return _Wait(False, cycle, connection.body_bytes) if cycle.more_body else None
 
 
-def serve(app: ASGIApp, host: str, port: int, admin: AdminServer | None = None, guard: Guard | None = None) -> None:
-    """Serve until the process is told to end. Date and Server headers come from the answering server."""
+def serve(
+    app: ASGIApp, host: str, port: int, admin: AdminServer | None = None, guard: Guard | None = None
+) -> None:
+    """Serve until the process is told to end.
+
+    Date and Server headers come from the answering server.
+    """
     raise_file_limit()
     FrontServer(app, host, port, admin, guard).run()
 
 
 def raise_file_limit() -> None:
-    """Allow this process as many file descriptors as it may have: a stream takes two, and the usual limit is 1024."""
+    """Allow this process as many file descriptors as it may have.
+
+    A stream takes two, and the usual limit is 1024.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -237,12 +282,15 @@ def raise_file_limit() -> None:
 
 
 BoundedProtocol = type("BoundedProtocol", (_Bounded, AutoHTTPProtocol), {})
-"""Our protocol on top of uvicorn's default, which uses httptools if it is installed, and h11 if not."""
+"""Our protocol on top of uvicorn's default, which uses httptools if it is installed, and h11 if
+not.
+"""
 
 
 def _configure(app: ASGIApp, **settings: Any) -> uvicorn.Config:
-    # Without websockets: uvicorn hands an upgrade to another class of connection, which has neither our limits nor an
-    # answer for a client that sends no valid one. As plain HTTP it goes to the server like any other request.
+    # Without websockets: uvicorn hands an upgrade to another class of connection, which has neither
+    # our limits nor an answer for a client that sends no valid one. As plain HTTP it goes to the
+    # server like any other request.
     return uvicorn.Config(
         app,
         http=BoundedProtocol,

@@ -1,13 +1,16 @@
 """The pools of servers, by domain, and the choice of a server for each request.
 
-    request of code ──► server of code ── no connection ──► server without a domain ── no connection ──► any other
-                        the one with the fewest requests in flight; a server once down is retried when it is healthy
+    request of code ──► server of code ── no connection ──► server without a domain ── no connection
+    ──► any other
+                        the one with the fewest requests in flight; a server once down is retried
+                        when it is healthy
 
-A hung server takes connections and never answers. So if a request has had no byte for a while, its server is asked for
-/health, and gets no more requests until it replies.
+A hung server takes connections and never answers. So if a request has had no byte for a while, its
+server is asked for /health, and gets no more requests until it replies.
 
-Only a failed connection is tried on another server. A request is never sent again after it has reached a server: it may
-have crashed that server, and would crash the others in turn."""
+Only a failed connection is tried on another server. A request is never sent again after it has
+reached a server: it may have crashed that server, and would crash the others in turn.
+"""
 
 import asyncio
 import contextlib
@@ -18,7 +21,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from redraft.online.records.guard import Guard
-from redraft.online.traffic.upstream import ForwardedRequest, OutOfFilesError, RefusedError, Reply, Upstream
+from redraft.online.traffic.upstream import (
+    ForwardedRequest,
+    OutOfFilesError,
+    RefusedError,
+    Reply,
+    Upstream,
+)
 
 logger = logging.getLogger("redraft.pools")
 
@@ -35,13 +44,21 @@ class NoServerError(Exception):
 
 
 class Pools:
-    """All servers. Those of a domain form its pool; the others take requests of domains without a pool."""
+    """All servers.
+
+    Those of a domain form its pool; the others take requests of domains without a pool.
+    """
 
     def __init__(
-        self, find: Callable[[], Iterable[tuple[str, str]]], poll_s: float = 2.0, guard: Guard | None = None
+        self,
+        find: Callable[[], Iterable[tuple[str, str]]],
+        poll_s: float = 2.0,
+        guard: Guard | None = None,
     ) -> None:
         """Call `find` for address and domain of every server, now and every `poll_s` seconds.
-        Raises its first error; later ones are logged."""
+
+        Raises its first error; later ones are logged.
+        """
         self.find, self.poll_s, self.guard = find, poll_s, guard or Guard()
         self.upstreams: list[Upstream] = []
         self.requests: Counter[tuple[str, str]] = Counter()  # taken, by (domain, pool)
@@ -66,8 +83,12 @@ class Pools:
         self.upstreams = [known.get(key) or Upstream(*key, self._certificates) for key in wanted]
 
     async def send(self, forwarded: ForwardedRequest, domain: str) -> Reply:
-        """The answer of the first server to take the request. Raises NoServerError if none takes
-        it; BrokenError if a server took it and then failed; UnsendableError."""
+        """The answer of the first server to take the request.
+
+        Raises:
+            NoServerError: if none takes it.
+            BrokenError: if a server took it and then failed; UnsendableError.
+        """
         untried = list(self.upstreams)
         while untried:
             # Chosen again for each attempt: the loads change while a connection fails.
@@ -86,7 +107,10 @@ class Pools:
         raise NoServerError(f"none of {len(self.upstreams)} servers can be reached")
 
     def _preference(self, upstream: Upstream, domain: str) -> tuple[bool, int, int, int]:
-        """Sort key; the smallest goes first: alive, then best pool, then least busy, then longest unused."""
+        """Sort key; the smallest goes first.
+
+        Alive, then best pool, then least busy, then longest unused.
+        """
         rank = 0 if upstream.domain == domain else 1 if not upstream.domain else 2
         # A server that is down is tried last, not never: it may be back before the next look.
         return upstream.is_down, rank, upstream.requests, upstream.last_turn
@@ -99,7 +123,8 @@ class Pools:
             try:
                 reply = await upstream.send(forwarded)
             except OutOfFilesError:
-                # Not the server's fault: it stays up, and the request waits until another one has ended.
+                # Not the server's fault: it stays up, and the request waits until another one has
+                # ended.
                 self.waits_for_files += 1
                 if time.monotonic() > deadline_s:
                     raise NoServerError(OUT_OF_FILES) from None
@@ -123,7 +148,9 @@ class Pools:
             yield
         finally:
             tending.cancel()
-            await asyncio.gather(*(upstream.aclose() for upstream in [*self.upstreams, *self._leaving]))
+            await asyncio.gather(
+                *(upstream.aclose() for upstream in [*self.upstreams, *self._leaving])
+            )
 
     async def _maintain_forever(self) -> None:
         while True:
@@ -132,20 +159,29 @@ class Pools:
                 try:
                     self.update()
                 except (ValueError, OSError) as error:
-                    logger.warning("the list of servers could not be read, the known ones stay: %s", error)
+                    logger.warning(
+                        "the list of servers could not be read, the known ones stay: %s", error
+                    )
             with self.guard.round("server-checks"):
                 await self._maintain()
 
     async def _maintain(self) -> None:
-        # A server that refuses at once has the fewest requests under way, and would get all the others.
-        suspects = [each for each in self.upstreams if each.is_down or each.has_failed or each.is_silent]
+        # A server that refuses at once has the fewest requests under way, and would get all the
+        # others.
+        suspects = [
+            each for each in self.upstreams if each.is_down or each.has_failed or each.is_silent
+        ]
         found = await asyncio.gather(*(upstream.is_healthy() for upstream in suspects))
         for upstream, is_healthy in zip(suspects, found, strict=True):
             if not is_healthy and not upstream.is_down:
                 reason = upstream.problem or "it does not answer /health"
-                logger.warning("%s gets no more requests until it is healthy: %s", upstream.url, reason)
+                logger.warning(
+                    "%s gets no more requests until it is healthy: %s", upstream.url, reason
+                )
             upstream.is_down = not is_healthy
         done = [upstream for upstream in self._leaving if not upstream.requests]
         self._leaving = [upstream for upstream in self._leaving if upstream not in done]
         await asyncio.gather(*(upstream.aclose() for upstream in done))
-        await asyncio.gather(*(upstream.close_idle(only_expired=True) for upstream in self.upstreams))
+        await asyncio.gather(
+            *(upstream.close_idle(only_expired=True) for upstream in self.upstreams)
+        )

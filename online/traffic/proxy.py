@@ -5,7 +5,8 @@ client ◄─────────── tap ◄─ server        the answer,
 
 tap      one server, recorded                   router   pools of servers, recorded if they have no plugin
 
-A small body is read whole, because the domain and the tap need it. A large one is passed on piece by piece.
+A small body is read whole, because the domain and the tap need it. A large one is passed on piece
+by piece.
 """
 
 import asyncio
@@ -29,25 +30,51 @@ from redraft.online.traffic.front import FrontConfig
 from redraft.online.traffic.pools import NoServerError, Pools
 from redraft.online.traffic.tap import Tap
 from redraft.online.traffic.tap_messages import COMPLETION_PATHS, TEXT_PATHS
-from redraft.online.traffic.upstream import BrokenError, ForwardedRequest, Header, Reply, UnsendableError
+from redraft.online.traffic.upstream import (
+    BrokenError,
+    ForwardedRequest,
+    Header,
+    Reply,
+    UnsendableError,
+)
 
 logger = logging.getLogger("redraft.proxy")
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 HOP_BY_HOP = {
-    *(b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"),
+    *(
+        b"connection",
+        b"proxy-connection",
+        b"keep-alive",
+        b"transfer-encoding",
+        b"upgrade",
+        b"te",
+        b"trailer",
+    ),
     *(b"proxy-authenticate", b"proxy-authorization", b"proxy-authentication-info"),
 }
-"""Headers about a single connection or meant for a proxy (RFC 9110, 7.6.1 and 11.7). Headers named by
-`Connection` are dropped too, except ours: a client must not take off what a gateway set."""
+"""Headers about a single connection or meant for a proxy (RFC 9110, 7.6.1 and 11.7). Headers named
+by `Connection` are dropped too, except ours: a client must not take off what a gateway set.
+"""
 
 OWN_PREFIX = b"x-redraft-"
 REFUSALS = (400, 422)  # statuses of an invalid request, before the engine sees it
 NO_CONTENT = (204, 304)  # Statuses without a body, whatever their Content-Length says.
 
 CLIENT_PATHS = (
-    *("v1", "v2", "health", "ping", "version", "metrics", "tokenize", "detokenize", "inference", "cohere"),
+    *(
+        "v1",
+        "v2",
+        "health",
+        "ping",
+        "version",
+        "metrics",
+        "tokenize",
+        "detokenize",
+        "inference",
+        "cohere",
+    ),
     *("pooling", "classify", "score", "rerank", "generative_scoring", "invocations"),
 )
 """First parts of the paths that vLLM has for clients."""
@@ -61,15 +88,22 @@ STARTS_PER_TURN = 4  # requests started per turn; a start takes as long as a doz
 
 
 class Turnstile:
-    """Lets a few requests start per turn of the event loop. Otherwise streams stand still while hundreds arrive."""
+    """Lets a few requests start per turn of the event loop.
+
+    Otherwise streams stand still while hundreds arrive.
+    """
 
     def __init__(self) -> None:
         self._started = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def enter(self) -> None:
-        """Return at once, or in the first turn with room for this request. First come, first served."""
-        # `_started` counts requests of this turn and those that wait. `_begin_turn` sets it for the next turn.
+        """Return at once, or in the first turn with room for this request.
+
+        First come, first served.
+        """
+        # `_started` counts requests of this turn and those that wait. `_begin_turn` sets it for the
+        # next turn.
         if not self._started:
             asyncio.get_running_loop().call_soon(self._begin_turn)
         self._started += 1
@@ -93,7 +127,10 @@ class BodyTooLargeError(Exception):
 
 
 class Body:
-    """The body of a request: whole in `beginning`, or `beginning` and the rest, which is still to come."""
+    """The body of a request.
+
+    Whole in `beginning`, or `beginning` and the rest, which is still to come.
+    """
 
     def __init__(self, request: Request, max_bytes: int) -> None:
         self.beginning = b""
@@ -105,7 +142,10 @@ class Body:
             raise BodyTooLargeError
 
     async def read_beginning(self) -> None:
-        """Read the whole body, or the first `MAX_READ_BYTES`. Raises: BodyTooLargeError, ClientDisconnect."""
+        """Read the whole body, or the first `MAX_READ_BYTES`.
+
+        Raises: BodyTooLargeError, ClientDisconnect.
+        """
         pieces, num_bytes = [], 0
         # The last piece may pass the limit. Nothing is lost: `__aiter__` goes on after it.
         while not self._ended.is_set() and num_bytes <= MAX_READ_BYTES:
@@ -165,18 +205,28 @@ class Proxy:
         self._turnstile = Turnstile()
 
     def app(self, *, hidden: Sequence[str] = ()) -> Router:
-        """For clients: forward the API that vLLM has for them, except `hidden`. Its other routes are the
-        learner's (/redraft/...) or a developer's: one of them puts a server to sleep."""
+        """For clients: forward the API that vLLM has for them, except `hidden`.
+
+        Its other routes are the learner's (/redraft/...) or a developer's: one of them puts a
+        server to sleep.
+        """
         own = [
             # The first match counts, and the last route takes every path.
             *(Route(path, _respond_not_found, methods=METHODS) for path in (*hidden, *ADMIN_PATHS)),
             *(Route(f"/{name}", self, methods=METHODS) for name in CLIENT_PATHS),
             *(Route(f"/{name}/{{path:path}}", self, methods=METHODS) for name in CLIENT_PATHS),
         ]
-        return Router(own, lifespan=self._lifespan)  # a full application's middleware would slow down every chunk
+        return Router(
+            own, lifespan=self._lifespan
+        )  # a full application's middleware would slow down every chunk
 
-    def admin_app(self, routes: Sequence[BaseRoute] = (), metrics: CollectorRegistry | None = None) -> Router:
-        """For operators: `routes`, /metrics, and the state of the tap. They name servers, and are not for clients."""
+    def admin_app(
+        self, routes: Sequence[BaseRoute] = (), metrics: CollectorRegistry | None = None
+    ) -> Router:
+        """For operators: `routes`, /metrics, and the state of the tap.
+
+        They name servers, and are not for clients.
+        """
         metrics = metrics or CollectorRegistry()
         metrics.register(self.pools.guard)  # type: ignore[arg-type]  # only `collect` is called
 
@@ -203,11 +253,18 @@ class Proxy:
         return _respond_not_found(request) if self.tap is None else JSONResponse(self.tap.status())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward one request and return the answer. If the client disconnects, cancel it, and the server stops too."""
+        """Forward one request and return the answer.
+
+        If the client disconnects, cancel it, and the server stops too.
+        """
         await self._turnstile.enter()
         request, send = Request(scope, receive), _sending(send)
-        if not {".", ".."}.isdisjoint(scope["path"].split("/")):  # it could resolve to the servers' /redraft/...
-            await _respond_with_error(400, "a path that contains . or .. is not forwarded")(scope, receive, send)
+        if not {".", ".."}.isdisjoint(
+            scope["path"].split("/")
+        ):  # it could resolve to the servers' /redraft/...
+            await _respond_with_error(400, "a path that contains . or .. is not forwarded")(
+                scope, receive, send
+            )
             return
         with contextlib.suppress(ClientDisconnect):
             try:
@@ -225,16 +282,21 @@ class Proxy:
                 finally:
                     leaving.cancel()
                     relaying.cancel()
-                    # `cancel` only asks. The task must be over before `closing` closes the reply it uses.
+                    # `cancel` only asks. The task must be over before `closing` closes the reply it
+                    # uses.
                     await asyncio.wait([relaying])
                 if not relaying.cancelled():
                     relaying.result()
 
-    async def _relay(self, request: Request, body: Body, send: Send, closing: contextlib.AsyncExitStack) -> None:
+    async def _relay(
+        self, request: Request, body: Body, send: Send, closing: contextlib.AsyncExitStack
+    ) -> None:
         try:
             relayed = await self._forward(request, body)
         except (NoServerError, BrokenError, UnsendableError, BodyTooLargeError) as error:
-            return await _respond_to(error, self.max_body_bytes)(request.scope, request.receive, send)
+            return await _respond_to(error, self.max_body_bytes)(
+                request.scope, request.receive, send
+            )
         reply, chunks = relayed.reply, relayed.chunks
         # Called in reverse order: the generator of chunks reads from the reply.
         closing.push_async_callback(reply.aclose)
@@ -244,17 +306,31 @@ class Proxy:
             await send({"type": "http.response.start", "status": reply.status, "headers": headers})
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await reply.aclose()  # before the client knows the end: its next request then finds this connection free
+            await (
+                reply.aclose()
+            )  # before the client knows the end: its next request then finds this connection free
             await send({"type": "http.response.body"})
         except BrokenError as error:
-            # The client sees a broken connection, as it would without the proxy. A stream says why before it breaks.
-            logger.warning("%s closed the connection in the middle of an answer: %s", reply.upstream.url, error)
+            # The client sees a broken connection, as it would without the proxy. A stream says why
+            # before it breaks.
+            logger.warning(
+                "%s closed the connection in the middle of an answer: %s", reply.upstream.url, error
+            )
             if _is_event_stream(reply):
-                await send({"type": "http.response.body", "body": _build_error_event(error), "more_body": True})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": _build_error_event(error),
+                        "more_body": True,
+                    }
+                )
 
     async def _forward(self, request: Request, body: Body) -> Relayed:
         """A server's reply, and the chunks to send to the client.
-        Raises NoServerError, BrokenError, UnsendableError, BodyTooLargeError."""
+
+        Raises:
+            NoServerError, BrokenError, UnsendableError, BodyTooLargeError
+        """
         origin = read_origin_headers(request.headers)
         path = request.url.path
         is_text = request.method == "POST" and path.rstrip("/") in TEXT_PATHS
@@ -277,13 +353,16 @@ class Proxy:
             and is_text
             and self.tap.should_record(payload, origin, is_read=body.is_whole, is_known=bool(kind))
         ):
-            reply = await self.pools.send(self.tap.ask_for_logprobs(forwarded, payload, kind), domain)
+            reply = await self.pools.send(
+                self.tap.ask_for_logprobs(forwarded, payload, kind), domain
+            )
             if reply.status == 200:
                 self.tap.counts["captured_requests"] += 1
                 return await self._record(self.tap, reply, payload, origin)
             if reply.status not in REFUSALS:
                 return Relayed(reply, reply.chunks())
-            # Perhaps only the tap's extra fields were refused (--max-logprobs): try the client's request unchanged.
+            # Perhaps only the tap's extra fields were refused (--max-logprobs): try the client's
+            # request unchanged.
             await reply.aclose()
             self.tap.counts["refused_requests"] += 1
         reply = await self.pools.send(forwarded, domain)
@@ -292,11 +371,17 @@ class Proxy:
     def _detect_domain(self, origin: Origin, payload: Any) -> str:
         try:
             return self.domains.detect(origin, payload)
-        except Exception as error:  # an odd prompt may confuse the tokenizer, and must still be answered
-            logger.warning("the domain of a request could not be detected: %s", type(error).__name__)
+        except (
+            Exception
+        ) as error:  # an odd prompt may confuse the tokenizer, and must still be answered
+            logger.warning(
+                "the domain of a request could not be detected: %s", type(error).__name__
+            )
             return origin.domain
 
-    async def _record(self, tap: Tap, reply: Reply, payload: dict[str, Any], origin: Origin) -> Relayed:
+    async def _record(
+        self, tap: Tap, reply: Reply, payload: dict[str, Any], origin: Origin
+    ) -> Relayed:
         if payload.get("stream"):
             return Relayed(reply, tap.relay_stream(reply, payload, origin), is_changed=True)
         try:
@@ -308,7 +393,10 @@ class Proxy:
 
 
 def _sending(send: Send) -> Send:
-    """`send` that raises ClientDisconnect once the connection is closed: uvloop raises RuntimeError."""
+    """`send` that raises ClientDisconnect once the connection is closed.
+
+    Uvloop raises RuntimeError.
+    """
 
     async def send_while_open(message: Message) -> None:
         try:
@@ -326,7 +414,9 @@ async def _yield_once(chunk: bytes) -> AsyncGenerator[bytes, None]:
 def _build_response_headers(relayed: Relayed) -> list[Header]:
     reply = relayed.reply
     headers = _drop_hop_by_hop(reply.headers)
-    is_chunked = any(name == b"transfer-encoding" for name, _ in reply.headers)  # a length beside it means nothing
+    is_chunked = any(
+        name == b"transfer-encoding" for name, _ in reply.headers
+    )  # a length beside it means nothing
     if relayed.is_changed or is_chunked or reply.status in NO_CONTENT:
         headers = [header for header in headers if header[0] != b"content-length"]
     if relayed.length is not None:
@@ -338,14 +428,22 @@ def _build_response_headers(relayed: Relayed) -> list[Header]:
 
 def _is_event_stream(reply: Reply) -> bool:
     headers = dict(reply.headers)
-    return headers.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-encoding" not in headers
+    return (
+        headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        and b"content-encoding" not in headers
+    )
 
 
 def _build_error_event(error: BrokenError) -> bytes:
-    """The last event of a stream that broke, in the form of vLLM's and OpenAI's own: their clients raise it."""
+    """The last event of a stream that broke, in the form of vLLM's and OpenAI's own.
+
+    Their clients raise it.
+    """
     message = f"the server closed the connection in the middle of the answer: {error}"
     content = {"error": {"message": message, "type": "server_error", "code": 502}}
-    return b"\n\ndata: " + json.dumps(content).encode() + b"\n\n"  # the blank line ends an event that broke off
+    return (
+        b"\n\ndata: " + json.dumps(content).encode() + b"\n\n"
+    )  # the blank line ends an event that broke off
 
 
 def _parse_json(body: bytes) -> Any:
@@ -362,18 +460,27 @@ def _read_path(request: Request) -> bytes:
 
 
 def _build_request_headers(request: Request, found: str) -> list[Header]:
-    """Headers for the server, with the domain if it was `found`. A label of the client is passed on as it is."""
+    """Headers for the server, with the domain if it was `found`.
+
+    A label of the client is passed on as it is.
+    """
     dropped = {b"host", b"content-length", *([DOMAIN_HEADER] if found else [])}
-    headers = [header for header in _drop_hop_by_hop(request.headers.raw) if header[0] not in dropped]
+    headers = [
+        header for header in _drop_hop_by_hop(request.headers.raw) if header[0] not in dropped
+    ]
     return [*headers, (DOMAIN_HEADER, found.encode("latin-1"))] if found else headers
 
 
 def _drop_hop_by_hop(headers: Iterable[Header]) -> list[Header]:
     """The headers, with names in lower case, without those about a single connection."""
     lowered = [(name.lower(), value) for name, value in headers]
-    options = b",".join(value for name, value in lowered if name == b"connection").lower().split(b",")
+    options = (
+        b",".join(value for name, value in lowered if name == b"connection").lower().split(b",")
+    )
     named = {option.strip() for option in options if not option.strip().startswith(OWN_PREFIX)}
-    return [(name, value) for name, value in lowered if name not in HOP_BY_HOP and name not in named]
+    return [
+        (name, value) for name, value in lowered if name not in HOP_BY_HOP and name not in named
+    ]
 
 
 def _respond_not_found(request: Request) -> Response:
@@ -385,15 +492,21 @@ def _respond_to(error: Exception, max_body_bytes: int) -> Response:
         case NoServerError():
             return _respond_with_error(503, str(error))
         case BodyTooLargeError():
-            return _respond_with_error(413, f"the body is larger than {max_body_bytes} bytes (max_body_bytes)")
+            return _respond_with_error(
+                413, f"the body is larger than {max_body_bytes} bytes (max_body_bytes)"
+            )
         case UnsendableError():
             return _respond_with_error(400, "the request has a header that cannot be forwarded")
         case _:
-            return _respond_with_error(502, f"the server closed the connection before it answered: {error}")
+            return _respond_with_error(
+                502, f"the server closed the connection before it answered: {error}"
+            )
 
 
 def _respond_with_error(status: int, message: str) -> Response:
     """An error in the form OpenAI clients expect. A client's own mistake is not logged."""
     if status >= 500:
         logger.warning("%s", message)
-    return JSONResponse({"error": {"message": message, "type": "server_error", "code": status}}, status)
+    return JSONResponse(
+        {"error": {"message": message, "type": "server_error", "code": status}}, status
+    )

@@ -1,7 +1,8 @@
 """The router: one OpenAI-compatible address for servers with drafts of different domains.
 
     fleet.toml ─► pools ◄─ every poll_s: reread the file, check servers that are down
-    clients ─► proxy: domain ─► pool ─► server ; X-Redraft-Domain tells the server, whose records carry it
+    clients ─► proxy: domain ─► pool ─► server ; X-Redraft-Domain tells the server, whose records
+    carry it
     operators ─► admin port: /metrics, /redraft/router, /redraft/tap
 
     [[servers]]                              router.toml     fleet = "fleet.toml"
@@ -9,8 +10,9 @@
     domain = "code"                                          [aliases]
     ...                                                      llama-code = "code"
 
-The domain of a request comes from the header, else from an alias of the model, else from the text. Servers
-without a domain take requests without a domain, of a domain without servers, and of unreachable pools.
+The domain of a request comes from the header, else from an alias of the model, else from the text.
+Servers without a domain take requests without a domain, of a domain without servers, and of
+unreachable pools.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,24 +41,34 @@ from redraft.online.traffic.tap import Tap, TapConfig
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(FrontConfig):
     fleet: Path = field(metadata={"example": "fleet.toml"})
-    """Path of fleet.toml, which lists the url of every server and the domain of its draft. Learners read the same file.
-    The router rereads it every poll_s seconds."""
+    """Path of fleet.toml, which lists the url of every server and the domain of its draft. Learners
+    read the same file. The router rereads it every poll_s seconds.
+    """
     clusters: Path | None = None
-    """Folder made by `redraft data domains`. If set, requests without a label or alias get a domain from the text."""
+    """Folder made by `redraft data domains`. If set, requests without a label or alias get a domain
+    from the text.
+    """
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Domain by model name, for clients choosing a domain by the model they ask for. Every server must accept
-    these names: list them in vLLM's --served-model-name."""
+    """Domain by model name, for clients choosing a domain by the model they ask for. Every server
+    must accept these names: list them in vLLM's --served-model-name.
+    """
     target: Path | None = None
-    """Folder of the target model. Needed to record traffic, and to read prompts sent as token ids."""
+    """Folder of the target model. Needed to record traffic, and to read prompts sent as token ids.
+    """
     port: int = 8080
     """Port on which clients are accepted."""
     admin_port: int = 8081
-    """Port of /metrics, /redraft/router and /redraft/tap. They name the servers, so clients do not get them; 0 turns
-    the port off."""
+    """Port of /metrics, /redraft/router and /redraft/tap. They name the servers, so clients do not
+    get them; 0 turns the port off.
+    """
     poll_s: float = 2.0
-    """Seconds between two reads of fleet.toml, and between two health checks of servers that are down."""
+    """Seconds between two reads of fleet.toml, and between two health checks of servers that are
+    down.
+    """
     tap: TapConfig = field(default_factory=TapConfig)
-    """Recording in the router, for servers without the plugin. Set tap.spool or tap.ingest to turn it on."""
+    """Recording in the router, for servers without the plugin. Set tap.spool or tap.ingest to turn
+    it on.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,12 +77,19 @@ class RouterConfig(FrontConfig):
         if self.poll_s <= 0:
             raise ValueError(f"poll_s is {self.poll_s}: it must be above 0 seconds")
         if self.tap.is_on and self.target is None:
-            raise ValueError("recording needs the fingerprint of the target: set target to the folder of the model")
+            raise ValueError(
+                "recording needs the fingerprint of the target: set target to the folder of the "
+                "model"
+            )
 
 
 def build_router(cfg: RouterConfig, guard: Guard | None = None) -> tuple[Router, Router]:
     """Build the application for clients, which forwards requests, and the one for operators, with
-    the router's state. Raises ValueError or OSError for a mistake in the settings or files."""
+    the router's state.
+
+    Raises:
+        ValueError, OSError: for a mistake in the settings or files.
+    """
     guard = guard or Guard()
     pools = Pools(lambda: read_servers(cfg.fleet), cfg.poll_s, guard)
     domains = Domains(
@@ -87,7 +106,13 @@ def build_router(cfg: RouterConfig, guard: Guard | None = None) -> tuple[Router,
 
     async def show_servers(request: Request) -> Response:
         shown = [
-            {"url": m.url, "domain": m.domain, "is_down": m.is_down, "problem": m.problem, "requests": m.requests}
+            {
+                "url": m.url,
+                "domain": m.domain,
+                "is_down": m.is_down,
+                "problem": m.problem,
+                "requests": m.requests,
+            }
             for m in pools.upstreams
         ]
         return JSONResponse({"servers": shown, "failed_rounds": guard.failures})
@@ -97,7 +122,10 @@ def build_router(cfg: RouterConfig, guard: Guard | None = None) -> tuple[Router,
 
 
 def read_servers(fleet: Path) -> list[tuple[str, str]]:
-    """Address and domain of every server in fleet.toml. Raises: ValueError, also if it lists none; OSError."""
+    """Address and domain of every server in fleet.toml.
+
+    Raises: ValueError, also if it lists none; OSError.
+    """
     found = [(server.url, server.domain) for server in list_servers(fleet)]
     if not found:
         raise ValueError(f"{fleet} lists no servers: begin each with [[servers]] and give it a url")
@@ -123,16 +151,21 @@ class PoolCollector(Collector):
         for domain in self.pools.domains:
             fallbacks.add_metric([domain], self.pools.fallbacks[domain])
         refused = CounterMetricFamily(
-            "redraft_router_refused_connections", "Connections that failed, per server", labels=["server"]
+            "redraft_router_refused_connections",
+            "Connections that failed, per server",
+            labels=["server"],
         )
         under_way = GaugeMetricFamily(
             "redraft_router_requests_under_way", "Requests in flight", labels=["server", "pool"]
         )
         up = GaugeMetricFamily(
-            "redraft_router_server_up", "1 if the server takes requests, 0 if it is down", labels=["server", "pool"]
+            "redraft_router_server_up",
+            "1 if the server takes requests, 0 if it is down",
+            labels=["server", "pool"],
         )
         waits = CounterMetricFamily(
-            "redraft_router_waits_for_files", "Connections to servers that waited for a free file descriptor"
+            "redraft_router_waits_for_files",
+            "Connections to servers that waited for a free file descriptor",
         )
         waits.add_metric([], self.pools.waits_for_files)
         for upstream in self.pools.upstreams:

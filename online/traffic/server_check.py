@@ -4,9 +4,11 @@
     /v1/completions     as many log-probabilities as a record has, of the model and not of its sampling; and by which
                         parameters a bare request is sampled
 
-A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation-config, --override-generation-config,
+A server's flags decide all of it: --max-logprobs, --logprobs-mode, --generation-config,
+--override-generation-config,
 --watermark-config.
-The check is repeated after a server was down, because it may have come back with other flags."""
+The check is repeated after a server was down, because it may have come back with other flags.
+"""
 
 import asyncio
 import json
@@ -29,13 +31,34 @@ TIMEOUT_S = 60.0
 MAX_TOTAL = 1.01  # Most probability of the likeliest tokens in sum; log-probabilities are rounded.
 MAX_CHANGE = 0.5  # of a log-probability by another top_p; behind the filter it is far more
 PROMPT = "The"
-PROMPTS = ("The", "A", "In", "My", "It", "He", "We", "1", "How", "To", "New", "For", "One", "This", "What", "And")
+PROMPTS = (
+    "The",
+    "A",
+    "In",
+    "My",
+    "It",
+    "He",
+    "We",
+    "1",
+    "How",
+    "To",
+    "New",
+    "For",
+    "One",
+    "This",
+    "What",
+    "And",
+)
 SAMPLES, SEED = 16, 4711
-"""Sampled first tokens for each of PROMPTS. Later tokens depend on the draft: verification takes no seed on a CPU."""
+"""Sampled first tokens for each of PROMPTS. Later tokens depend on the draft: verification takes no
+seed on a CPU.
+"""
 
 MAX_UNEQUAL = 0.02
-"""Most share of first tokens that differ between two ways to ask, beyond two requests asked alike, which differ by
-rounding on a busy GPU only. Of 256 tokens top_p 0.95 changes 6%, top_p 0.99 3%, temperature 0.9 11%."""
+"""Most share of first tokens that differ between two ways to ask, beyond two requests asked alike,
+which differ by rounding on a busy GPU only. Of 256 tokens top_p 0.95 changes 6%, top_p 0.99 3%,
+temperature 0.9 11%.
+"""
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """vLLM's own defaults, as with `--generation-config vllm`."""
@@ -91,7 +114,9 @@ class ServerChecks:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 models = await self._find_models(upstream)
-                verdict = Verdict(models=models, defaults=await self._find_defaults(upstream, min(models)))
+                verdict = Verdict(
+                    models=models, defaults=await self._find_defaults(upstream, min(models))
+                )
         except UnfitError as error:
             verdict = Verdict(problem=str(error))
             logger.warning("nothing of %s is recorded: %s", upstream.url, error)
@@ -119,7 +144,8 @@ class ServerChecks:
         changes = [abs(plain[token] - filtered.get(token, -math.inf)) for token in plain]
         if total > MAX_TOTAL or max(changes) > MAX_CHANGE:
             raise UnfitError(
-                "its log-probabilities are not those of the model: start vLLM with --logprobs-mode raw_logprobs"
+                "its log-probabilities are not those of the model: start vLLM with --logprobs-mode "
+                "raw_logprobs"
             )
         return frozenset(names)
 
@@ -129,28 +155,50 @@ class ServerChecks:
         least = sum(map(operator.eq, by_default, again)) - MAX_UNEQUAL * len(by_default)
         for defaults in (self.defaults, {}):
             # A server with watermarks marks every request that does not say no.
-            tokens = await self._sample(upstream, model, {**NEUTRAL, **defaults, "watermarking": False})
+            tokens = await self._sample(
+                upstream, model, {**NEUTRAL, **defaults, "watermarking": False}
+            )
             if sum(map(operator.eq, by_default, tokens)) >= least:
                 return defaults
         raise UnfitError(
-            "it samples by other defaults than the target's generation_config.json: start vLLM without "
-            "--override-generation-config and --watermark-config, and with --generation-config auto or vllm"
+            "it samples by other defaults than the target's generation_config.json: start vLLM "
+            "without "
+            "--override-generation-config and --watermark-config, and with --generation-config "
+            "auto or vllm"
         )
 
-    async def _sample(self, upstream: Upstream, model: str, sampling: Mapping[str, float]) -> list[Any]:
-        asked = {"model": model, "prompt": PROMPTS, "n": SAMPLES, "max_tokens": 1, "seed": SEED, "ignore_eos": True}
+    async def _sample(
+        self, upstream: Upstream, model: str, sampling: Mapping[str, float]
+    ) -> list[Any]:
+        asked = {
+            "model": model,
+            "prompt": PROMPTS,
+            "n": SAMPLES,
+            "max_tokens": 1,
+            "seed": SEED,
+            "ignore_eos": True,
+        }
         asked |= {"return_token_ids": True, **sampling}
         answer = await self._ask(upstream, "POST", b"/v1/completions", asked)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         return [choice["token_ids"] for choice in choices]
 
-    async def _read_log_probs(self, upstream: Upstream, model: str, top_p: float) -> dict[str, float]:
-        asked = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 1.0, "top_p": top_p}
+    async def _read_log_probs(
+        self, upstream: Upstream, model: str, top_p: float
+    ) -> dict[str, float]:
+        asked = {
+            "model": model,
+            "prompt": PROMPT,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "top_p": top_p,
+        }
         asked |= {"logprobs": self.top_k}
         asked |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
         answer = await self._ask(upstream, "POST", b"/v1/completions", asked)
         (top,) = answer["choices"][0]["logprobs"]["top_logprobs"][:1]
-        # vLLM adds the sampled token, which depends on top_p: without the last one both lists agree.
+        # vLLM adds the sampled token, which depends on top_p: without the last one both lists
+        # agree.
         count = max(1, min(len(top), self.top_k) - 1)
         ranked = sorted(top.items(), key=lambda item: -item[1])[:count]
         return {str(token): float(value) for token, value in ranked}
@@ -163,7 +211,9 @@ class ServerChecks:
         headers += [(b"authorization", self.authorization)] if self.authorization else []
         body = b"" if content is None else json.dumps(content).encode()
         try:
-            reply = await upstream.send(ForwardedRequest(method=method, path=path, headers=headers, body=body))
+            reply = await upstream.send(
+                ForwardedRequest(method=method, path=path, headers=headers, body=body)
+            )
         except Exception as error:  # refused or broken: the pools look after a server that is down
             raise NotYetError(upstream.problem) from error
         try:
@@ -176,7 +226,8 @@ class ServerChecks:
             raise NotYetError(foreign)
         if reply.status in (400, 422):
             raise UnfitError(
-                f"it refuses {self.top_k} log-probabilities and ids for each token: start vLLM with "
+                f"it refuses {self.top_k} log-probabilities and ids for each token: start vLLM "
+                "with "
                 f"--max-logprobs {self.top_k}, or set fewer logprobs"
             )
         if reply.status in (401, 403):

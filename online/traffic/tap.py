@@ -1,12 +1,14 @@
-"""The tap: records a vLLM that cannot be changed, from a proxy in front of it (`online.traffic.proxy`).
+"""The tap: records a vLLM that cannot be changed, from a proxy in front of it
+(`online.traffic.proxy`).
 
     client ─► proxy ─► vLLM     the tap asks for token ids and log-probabilities in addition to the client's request,
     client ◄─ proxy ◄─ vLLM     and removes them from the answer
                 └─► outlet      the answer becomes a record
 
-The records have the target's top-k at every output token and nothing about a draft, which vLLM does not report. If the
-tap does not understand an answer, or recording fails, the client gets the answer all the same. Nothing is logged but
-the kind of failure: an error's message may quote the user."""
+The records have the target's top-k at every output token and nothing about a draft, which vLLM does
+not report. If the tap does not understand an answer, or recording fails, the client gets the answer
+all the same. Nothing is logged but the kind of failure: an error's message may quote the user.
+"""
 
 import asyncio
 import contextlib
@@ -24,7 +26,13 @@ from redraft.online.records.origin import Origin
 from redraft.online.records.outlet import Recording, open_outlet
 from redraft.online.records.record import Record, encode_frame
 from redraft.online.traffic.server_check import ServerChecks
-from redraft.online.traffic.tap_messages import Answer, AnswerError, add_logprobs, find_skip_reason, strip_added
+from redraft.online.traffic.tap_messages import (
+    Answer,
+    AnswerError,
+    add_logprobs,
+    find_skip_reason,
+    strip_added,
+)
 from redraft.online.traffic.upstream import ForwardedRequest, Reply
 
 logger = logging.getLogger("redraft.tap")
@@ -39,7 +47,9 @@ class TapConfig(Recording):
     """Settings for recording in front of servers without the plugin."""
 
     logprobs: int = 20
-    """Token probabilities to record at every position. vLLM allows at most --max-logprobs, 20 by default."""
+    """Token probabilities to record at every position. vLLM allows at most --max-logprobs, 20 by
+    default.
+    """
 
 
 class Tap:
@@ -62,7 +72,9 @@ class Tap:
         self._waiting: deque[Record] = deque()
 
     def status(self) -> dict[str, Any]:
-        problems = self.checks.problems | {url: verdict.problem for url, verdict in self.checks.verdicts.items()}
+        problems = self.checks.problems | {
+            url: verdict.problem for url, verdict in self.checks.verdicts.items()
+        }
         return {
             **self.counts,
             **self._outlet.status(),
@@ -70,24 +82,37 @@ class Tap:
             "failed_rounds": self.guard.failures,
         }
 
-    def should_record(self, payload: Any, origin: Origin, *, is_read: bool = True, is_known: bool = True) -> bool:
-        """Whether to record the answer to this request; counts a refusal. `is_read` is False for a
-        large body, `is_known` for an API that the tap cannot read."""
+    def should_record(
+        self, payload: Any, origin: Origin, *, is_read: bool = True, is_known: bool = True
+    ) -> bool:
+        """Whether to record the answer to this request; counts a refusal.
+
+        `is_read` is False for a large body, `is_known` for an API that the tap cannot read.
+        """
         if origin.opt_out:
             reason = "opt_out"
         elif not is_read:
             reason = "too_large"
         elif not is_known:
             reason = "other_api"
-        elif not (reason := find_skip_reason(payload) or self.checks.find_skip_reason(payload.get("model"))):
-            # Drawn at random: the tap decides once per request, and several calls may share a request id.
+        elif not (
+            reason := find_skip_reason(payload)
+            or self.checks.find_skip_reason(payload.get("model"))
+        ):
+            # Drawn at random: the tap decides once per request, and several calls may share a
+            # request id.
             reason = self.config.find_skip_reason(origin.tenant, uuid.uuid4().bytes)
         if reason:
             self.counts[f"skipped_requests_{reason}"] += 1
         return not reason
 
-    def ask_for_logprobs(self, forwarded: ForwardedRequest, payload: dict[str, Any], kind: str) -> ForwardedRequest:
-        """Add the tap's fields to the request. The answer must come uncompressed, because the tap reads it."""
+    def ask_for_logprobs(
+        self, forwarded: ForwardedRequest, payload: dict[str, Any], kind: str
+    ) -> ForwardedRequest:
+        """Add the tap's fields to the request.
+
+        The answer must come uncompressed, because the tap reads it.
+        """
         headers = [header for header in forwarded.headers if header[0] != b"accept-encoding"]
         body = json.dumps(add_logprobs(payload, kind, self.config.logprobs)).encode()
         return replace(forwarded, headers=[*headers, (b"accept-encoding", b"identity")], body=body)
@@ -102,8 +127,13 @@ class Tap:
         self._keep(answer, payload, origin)
         return cleaned
 
-    async def relay_stream(self, reply: Reply, payload: dict[str, Any], origin: Origin) -> AsyncGenerator[bytes, None]:
-        """The client's part of a streamed answer. It is recorded at the end, even if the client disconnects first."""
+    async def relay_stream(
+        self, reply: Reply, payload: dict[str, Any], origin: Origin
+    ) -> AsyncGenerator[bytes, None]:
+        """The client's part of a streamed answer.
+
+        It is recorded at the end, even if the client disconnects first.
+        """
         answer = self._begin(reply, payload)
         chunks = reply.chunks()
         try:
@@ -117,9 +147,13 @@ class Tap:
         """An answer to be read; it is not recorded if the server that took the request is unfit."""
         if self.checks.is_fit(reply.upstream.url, payload.get("model")):
             return Answer(defaults=self.checks.verdicts[reply.upstream.url].defaults)
-        return Answer(failure=AnswerError("unfit_server", f"{reply.upstream.url} is unchecked or unfit"))
+        return Answer(
+            failure=AnswerError("unfit_server", f"{reply.upstream.url} is unchecked or unfit")
+        )
 
-    async def _clean_events(self, chunks: AsyncIterator[bytes], answer: Answer) -> AsyncIterator[bytes]:
+    async def _clean_events(
+        self, chunks: AsyncIterator[bytes], answer: Answer
+    ) -> AsyncIterator[bytes]:
         waiting = b""
         async for chunk in chunks:
             # A chunk may end anywhere; the last piece waits for the rest of its event.
@@ -153,8 +187,12 @@ class Tap:
     def _keep(self, answer: Answer, payload: dict[str, Any], origin: Origin) -> None:
         try:
             # vLLM takes null for a parameter that is not set.
-            payload = {**answer.defaults} | {name: value for name, value in payload.items() if value is not None}
-            record = answer.record(payload, origin, self.server_id, self.target_fingerprint, self.config.logprobs)
+            payload = {**answer.defaults} | {
+                name: value for name, value in payload.items() if value is not None
+            }
+            record = answer.record(
+                payload, origin, self.server_id, self.target_fingerprint, self.config.logprobs
+            )
         except Exception as error:
             self._count_failure(error)
             return
@@ -168,13 +206,17 @@ class Tap:
 
     def _count_failure(self, error: Exception) -> None:
         """Count an unrecorded answer by reason, and log the first of each reason.
-        The message of a foreign error is not logged: it may quote the user's words."""
+
+        The message of a foreign error is not logged: it may quote the user's words.
+        """
         reason = error.reason if isinstance(error, AnswerError) else type(error).__name__
         self.counts["errors"] += 1
         self.counts[f"errors_{reason}"] += 1
         if self.counts[f"errors_{reason}"] == 1:
             explained = str(error) if isinstance(error, AnswerError) else reason
-            logger.warning("an answer was not recorded: %s (further ones are only counted)", explained)
+            logger.warning(
+                "an answer was not recorded: %s (further ones are only counted)", explained
+            )
 
     @contextlib.asynccontextmanager
     async def shipping(self) -> AsyncIterator[None]:
@@ -196,7 +238,8 @@ class Tap:
                 await asyncio.to_thread(self._ship, self._take_waiting())
 
     def _take_waiting(self) -> deque[Record]:
-        # In the event loop, which alone appends: a thread that took them could meet `_keep` at the full queue.
+        # In the event loop, which alone appends: a thread that took them could meet `_keep` at the
+        # full queue.
         records, self._waiting = self._waiting, deque()
         return records
 

@@ -1,6 +1,9 @@
-"""Messages between a client and vLLM: the tap adds fields to a request and removes them from the answer.
+"""Messages between a client and vLLM.
 
-N = output tokens, K = kept top-k ids."""
+The tap adds fields to a request and removes them from the answer.
+
+N = output tokens, K = kept top-k ids.
+"""
 
 import time
 import uuid
@@ -66,15 +69,27 @@ class Answer:
             self.top += _top_logprobs(choice.get("logprobs") or {})
 
     def record(
-        self, payload: dict[str, Any], origin: Origin, server_id: str, target_fingerprint: str, top_k: int
+        self,
+        payload: dict[str, Any],
+        origin: Origin,
+        server_id: str,
+        target_fingerprint: str,
+        top_k: int,
     ) -> Record | None:
-        """The record of the answer; None without a token. Raises AnswerError, or any other."""
+        """The record of the answer; None without a token.
+
+        Raises:
+            AnswerError: or any other.
+        """
         if self.failure is not None:
             raise self.failure
         count = min(len(self.output_ids), len(self.top))
         if not count or not self.prompt_ids:
             return None
-        ranked = [_likeliest(top, sampled) for top, sampled in zip(self.top, self.output_ids, strict=False)]
+        ranked = [
+            _likeliest(top, sampled)
+            for top, sampled in zip(self.top, self.output_ids, strict=False)
+        ]
         # All rows have one width: the shortest list of certain tokens decides.
         top_k = min(top_k, *map(len, ranked))
         # [N, K, 2] of id and log-probability. float64 holds every id exactly.
@@ -82,7 +97,8 @@ class Answer:
         unknown = np.full(count, np.nan, "<f4").tobytes()
         return Record(
             server_id=server_id,
-            # All calls of one trace may share one X-Request-Id, and a record with a known id counts as delivered twice.
+            # All calls of one trace may share one X-Request-Id, and a record with a known id counts
+            # as delivered twice.
             request_id=f"{self.request_id[:MAX_ID_CHARS]}-{uuid.uuid4().hex}",
             sequence=0,
             time_s=time.time(),
@@ -107,14 +123,20 @@ class Answer:
 
 def _likeliest(top: dict[int, float], sampled: int) -> list[tuple[int, float]]:
     """The tokens certain to be the likeliest, by descending log-probability. vLLM always includes
-    the sampled token. If it comes last, it may not belong to the top-k: drop it."""
+    the sampled token. If it comes last, it may not belong to the top-k: drop it.
+    """
     ranked = sorted(top.items(), key=lambda item: -item[1])
     return ranked[:-1] if len(ranked) > 1 and ranked[-1][0] == sampled else ranked
 
 
 CLASHING = (
     *("logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids"),
-    *("return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text", "return_mm_kwargs"),
+    *(
+        "return_tokens_as_token_ids",
+        "return_token_offsets",
+        "return_prompt_text",
+        "return_mm_kwargs",
+    ),
 )
 """Fields that overlap with the tap's. `logprobs: 0` does so too."""
 
@@ -128,7 +150,14 @@ CHANGED = (
     *("structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "functions", "function_call"),
     # the target reads more than the prompt's token ids, or another server reads them
-    *("prompt_embeds", "mm_payload", "mm_processor_kwargs", "media_io_kwargs", "audio", "modalities"),
+    *(
+        "prompt_embeds",
+        "mm_payload",
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+        "audio",
+        "modalities",
+    ),
     *("kv_transfer_params", "ec_transfer_params"),
 )
 """Fields with which text or distribution are not the plain target's."""
@@ -136,14 +165,43 @@ CHANGED = (
 ZERO_IS_A_VALUE = ("logprobs", "prompt_logprobs", "thinking_token_budget")
 
 PLAIN = (
-    *("model", "prompt", "messages", "n", "stream", "stream_options", "stream_interval", "seed", "user"),
+    *(
+        "model",
+        "prompt",
+        "messages",
+        "n",
+        "stream",
+        "stream_options",
+        "stream_interval",
+        "seed",
+        "user",
+    ),
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "length_penalty", "max_tokens", "max_completion_tokens", "ignore_eos"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "repetition_detection"),
     *("skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens"),
-    *("truncate_prompt_tokens", "truncation_side", "add_generation_prompt", "continue_final_message"),
-    *("chat_template", "chat_template_kwargs", "documents", "reasoning_effort", "include_reasoning"),
-    *("tools", "tool_choice", "parallel_tool_calls", "priority", "request_id", "session_id", "cache_salt"),
+    *(
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
+    *(
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "reasoning_effort",
+        "include_reasoning",
+    ),
+    *(
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "priority",
+        "request_id",
+        "session_id",
+        "cache_salt",
+    ),
     "routed_experts_prompt_start",
     # clients of OpenAI; vLLM ignores them
     *("metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity"),
@@ -154,13 +212,18 @@ KNOWN = frozenset((*CLASHING, *CHANGED, *PLAIN))
 
 
 def find_skip_reason(payload: Any) -> str:
-    """Why the answer to a request is not recorded; empty if it has one prompt of text and one answer,
-    and both are the plain target's. A field that nobody has decided on is a reason too."""
+    """Why the answer to a request is not recorded.
+
+    Empty if it has one prompt of text and one answer, and both are the plain target's. A field that
+    nobody has decided on is a reason too.
+    """
     if not isinstance(payload, dict):
         return "unreadable" if payload is None else "unfit"
     set_fields = {name for name, value in payload.items() if _is_set(name, value)}
     prompt = payload.get("prompt")
-    is_single = not isinstance(prompt, list) or (bool(prompt) and all(isinstance(token, int) for token in prompt))
+    is_single = not isinstance(prompt, list) or (
+        bool(prompt) and all(isinstance(token, int) for token in prompt)
+    )
     # If a tool's schema may constrain the output, the log-probabilities contain the grammar's mask.
     is_free = not payload.get("tools") or payload.get("tool_choice") == "none"
     is_plain = payload.get("n") in (None, 1) and set_fields.isdisjoint((*CLASHING, *CHANGED))
@@ -182,7 +245,9 @@ def _is_text(messages: Any) -> bool:
     messages = messages if isinstance(messages, list) else []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return all(not isinstance(part, dict) or "text" in str(part.get("type", "text")) for part in parts)
+    return all(
+        not isinstance(part, dict) or "text" in str(part.get("type", "text")) for part in parts
+    )
 
 
 def add_logprobs(payload: dict[str, Any], kind: str, top_k: int) -> dict[str, Any]:
@@ -195,19 +260,28 @@ def add_logprobs(payload: dict[str, Any], kind: str, top_k: int) -> dict[str, An
 
 
 def strip_added(message: Any) -> bool:
-    """Remove the tap's fields from an answer or event, of any form. Returns False if nothing is left for the client."""
+    """Remove the tap's fields from an answer or event, of any form.
+
+    Returns False if nothing is left for the client.
+    """
     if not isinstance(message, dict):
         return True
     choices = message.get("choices")
-    choices = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+    choices = (
+        [choice for choice in choices if isinstance(choice, dict)]
+        if isinstance(choices, list)
+        else []
+    )
     had_tokens = any(choice.get("token_ids") for choice in choices)
     for part in (message, *choices):
         for name in ADDED_FIELDS:
             if name in part:
                 part[name] = None
-    # Tokens without text, e.g. half of a character. vLLM sends no such event unless token ids are asked for.
+    # Tokens without text, e.g. half of a character. vLLM sends no such event unless token ids are
+    # asked for.
     is_empty_delta = had_tokens and all(
-        "delta" in choice and not choice["delta"] and choice.get("finish_reason") is None for choice in choices
+        "delta" in choice and not choice["delta"] and choice.get("finish_reason") is None
+        for choice in choices
     )
     return not is_empty_delta
 
@@ -217,31 +291,48 @@ def _top_logprobs(logprobs: dict[str, Any]) -> list[dict[int, float]]:
     if "content" in logprobs:
         tokens = [token["top_logprobs"] for token in logprobs["content"] or []]
         return [{_token_id(entry["token"]): entry["logprob"] for entry in top} for top in tokens]
-    return [{_token_id(token): value for token, value in top.items()} for top in logprobs.get("top_logprobs") or []]
+    return [
+        {_token_id(token): value for token, value in top.items()}
+        for top in logprobs.get("top_logprobs") or []
+    ]
 
 
 def _token_id(name: str) -> int:
     digits = name.removeprefix("token_id:")
     if digits == name or not digits.isdecimal():
-        message = "the server does not name tokens by their ids (return_tokens_as_token_ids): it needs a newer vLLM"
+        message = (
+            "the server does not name tokens by their ids (return_tokens_as_token_ids): it "
+            "needs a newer vLLM"
+        )
         raise AnswerError("unnamed_tokens", message)
     return int(digits)
 
 
 def read_sampling(payload: dict[str, Any]) -> Sampling:
-    """Sampling parameters of an answered request, as vLLM takes them. Raises AnswerError if vLLM
-    would have refused them: the server has read them in some other way."""
-    given = {name: payload[name] for name in Sampling.__struct_fields__ if payload.get(name) is not None}
+    """Sampling parameters of an answered request, as vLLM takes them.
+
+    Raises:
+        AnswerError: if vLLM would have refused them: the server has read them in some other way.
+    """
+    given = {
+        name: payload[name] for name in Sampling.__struct_fields__ if payload.get(name) is not None
+    }
     try:
         top_k = int(given.pop("top_k", 0))
         numbers = {name: float(value) for name, value in given.items()}
     except (TypeError, ValueError, OverflowError):
-        raise AnswerError("sampling", "a sampling parameter of the request is not a number") from None
+        raise AnswerError(
+            "sampling", "a sampling parameter of the request is not a number"
+        ) from None
     sampling = structs.replace(Sampling(top_k=min(top_k, MAX_TOP_K)), **numbers)
     if find_bad_sampling(sampling):
-        raise AnswerError("sampling", "a sampling parameter of the request is outside the range that vLLM takes")
+        raise AnswerError(
+            "sampling", "a sampling parameter of the request is outside the range that vLLM takes"
+        )
     if sampling.temperature == 0:  # greedy: vLLM ignores the filters
         return structs.replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
     return structs.replace(
-        sampling, temperature=max(sampling.temperature, MIN_TEMPERATURE), top_k=max(sampling.top_k, 0)
+        sampling,
+        temperature=max(sampling.temperature, MIN_TEMPERATURE),
+        top_k=max(sampling.top_k, 0),
     )

@@ -43,11 +43,17 @@ class RefusedError(Exception):
 
 
 class OutOfFilesError(Exception):
-    """This process could not open a connection: it has no free file descriptor, or the system has no memory for one."""
+    """This process could not open a connection.
+
+    It has no free file descriptor, or the system has no memory for one.
+    """
 
 
 class BrokenError(Exception):
-    """The connection broke after the request had been sent. The message holds no text of the request."""
+    """The connection broke after the request had been sent.
+
+    The message holds no text of the request.
+    """
 
 
 class UnsendableError(Exception):
@@ -65,7 +71,11 @@ class ForwardedRequest:
     def frame(self) -> list[Header]:
         """The header for the end of the body: a length, or chunks."""
         if not isinstance(self.body, bytes):
-            return [(b"content-length", self.length.encode())] if self.length else [(b"transfer-encoding", b"chunked")]
+            return (
+                [(b"content-length", self.length.encode())]
+                if self.length
+                else [(b"transfer-encoding", b"chunked")]
+            )
         has_body = self.body or self.method in ("POST", "PUT", "PATCH")
         return [(b"content-length", b"%d" % len(self.body))] if has_body else []
 
@@ -92,7 +102,10 @@ class Reply:
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def aclose(self) -> None:
-        """Give the connection back, or close it if part of the answer is unread. Only the first call counts."""
+        """Give the connection back, or close it if part of the answer is unread.
+
+        Only the first call counts.
+        """
         await self.upstream.finish(self._request, self._response)
 
 
@@ -103,9 +116,12 @@ class _InFlight:
 
 
 class Upstream:
-    """One server and the load on it. It needs no pool of httpx, which goes through all connections
-    for every idle one whenever a request ends: at 600 streams no stream moves for seconds. Here a
-    request takes the connection used last, in constant time."""
+    """One server and the load on it.
+
+    It needs no pool of httpx, which goes through all connections for every idle one whenever a
+    request ends: at 600 streams no stream moves for seconds. Here a request takes the connection
+    used last, in constant time.
+    """
 
     def __init__(self, url: str, domain: str, certificates: ssl.SSLContext) -> None:
         self.url, self.domain = url, domain
@@ -132,9 +148,13 @@ class Upstream:
     @property
     def is_silent(self) -> bool:
         """Whether some request has had no byte for `SILENT_S`: the server may hang, or be busy.
-        Requests given up count too, until it sends something."""
+
+        Requests given up count too, until it sends something.
+        """
         limit_s = time.monotonic() - SILENT_S
-        return self._unanswered_s < limit_s or any(request.heard_s < limit_s for request in self._in_flight)
+        return self._unanswered_s < limit_s or any(
+            request.heard_s < limit_s for request in self._in_flight
+        )
 
     def hear(self, request: _InFlight) -> None:
         """Note a byte of an answer."""
@@ -142,7 +162,10 @@ class Upstream:
 
     async def send(self, forwarded: ForwardedRequest) -> Reply:
         """Send the request and return the head of the answer.
-        Raises RefusedError, OutOfFilesError, BrokenError or UnsendableError."""
+
+        Raises:
+            RefusedError, OutOfFilesError, BrokenError, UnsendableError
+        """
         request = _InFlight(await self._take_connection(), time.monotonic())
         # The oldest of the requests without an answer, until `hear` forgets it.
         self._unanswered_s = min(self._unanswered_s, request.heard_s)
@@ -158,7 +181,10 @@ class Upstream:
         return Reply(self, request, response)
 
     async def is_healthy(self) -> bool:
-        """Whether the server answers /health in time. If this process cannot ask, nothing changes."""
+        """Whether the server answers /health in time.
+
+        If this process cannot ask, nothing changes.
+        """
         question = ForwardedRequest(method="GET", path=b"/health", headers=[], body=b"")
         connection = await self._take_connection()
         try:
@@ -250,7 +276,10 @@ def _is_address(host: str) -> bool:
 
 @contextlib.contextmanager
 def _named_failures() -> Iterator[None]:
-    """Turn httpcore's errors into ours. Only the type is kept: h11 quotes the offending bytes, which are a user's."""
+    """Turn httpcore's errors into ours.
+
+    Only the type is kept: h11 quotes the offending bytes, which are a user's.
+    """
     try:
         yield
     # First, because the last clause would catch both as well: ConnectError is a NetworkError.
@@ -265,7 +294,9 @@ def _named_failures() -> Iterator[None]:
 
 def _is_out_of_files(error: BaseException) -> bool:
     """Whether a missing descriptor is the reason."""
-    if any(isinstance(cause, OSError) and cause.errno in OUT_OF_FILES for cause in list_causes(error)):
+    if any(
+        isinstance(cause, OSError) and cause.errno in OUT_OF_FILES for cause in list_causes(error)
+    ):
         return True
     try:  # without a descriptor a resolver only says "unknown name"
         os.close(os.dup(0))
@@ -309,13 +340,20 @@ class PlainStream(httpcore.AsyncNetworkStream):
         self._writer.transport.abort()  # nothing is left to send once a request is over or given up
 
     async def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
     ) -> PlainStream:
         raise NotImplementedError("plain sockets have no TLS")
 
     def get_extra_info(self, info: str) -> Any:
         if info == "is_readable":  # asked of an idle connection: the server has closed it
-            return self._reader.at_eof() or self._reader.exception() is not None or self._writer.is_closing()
+            return (
+                self._reader.at_eof()
+                or self._reader.exception() is not None
+                or self._writer.is_closing()
+            )
         # E.g. `ssl_object`: without one httpcore speaks HTTP/1.1.
         return None
 
@@ -326,5 +364,8 @@ def _named_errors(timeout: type[Exception], failure: type[Exception]) -> Iterato
         yield
     except TimeoutError as error:
         raise timeout from error
-    except (OSError, RuntimeError) as error:  # RuntimeError: uvloop, if the connection is already closed
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # RuntimeError: uvloop, if the connection is already closed
         raise failure(str(error)) from error

@@ -24,7 +24,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand, with its lines in `redraft --help`: a recipe, or several parts of one name each."""
+    """One subcommand, with its lines in `redraft --help`.
+
+    A recipe, or several parts of one name each.
+    """
 
     group: Group
     module: str  # The recipe; empty for a command of parts.
@@ -212,7 +215,9 @@ COMMANDS = {
 
 
 def list_recipes() -> Iterator[tuple[str, str]]:
-    """(words after `redraft`, module) of every recipe, e.g. ("fleet swap", "redraft.recipes.operate.swap")."""
+    """(words after `redraft`, module) of every recipe, e.g. ("fleet swap",
+    "redraft.recipes.operate.swap").
+    """
     for name, command in COMMANDS.items():
         if command.module:
             yield name, command.module

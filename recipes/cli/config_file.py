@@ -2,8 +2,8 @@
 
     redraft train eagle3 --config eagle3.toml --optim.lr 3e-4
 
-Keys are those of the flags: `--optim.lr` is `lr` in the table `[optim]`. What the file leaves out keeps its default.
-TOML has no null: the text "None" stands for it, as on the command line.
+Keys are those of the flags: `--optim.lr` is `lr` in the table `[optim]`. What the file leaves out
+keeps its default. TOML has no null: the text "None" stands for it, as on the command line.
 """
 
 import copy
@@ -18,10 +18,16 @@ Config = TypeVar("Config")
 
 
 def read_config(path: Path, default: Config) -> Config:
-    """`default`, changed by the TOML file at `path`. Raises FileNotFoundError; ValueError: it is
-    not TOML, a key is unknown, or a value does not fit."""
+    """`default`, changed by the TOML file at `path`.
+
+    Raises:
+        FileNotFoundError
+        ValueError: it is not TOML, a key is unknown, or a value does not fit.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no config file {path}: --print-config prints one to begin with")
+        raise FileNotFoundError(
+            f"there is no config file {path}: --print-config prints one to begin with"
+        )
     config: Config = _change(default, read_table(path), str(path), "")
     return config
 
@@ -41,7 +47,9 @@ def _change(default: Any, values: Mapping[str, Any], path: str, prefix: str) -> 
             changes[name] = _change(before, value, path, f"{prefix}{key}.")
         else:
             is_none = value == NONE and type(None) in get_args(hints[name])
-            changes[name] = None if is_none else convert(value, hints[name], f"{path}: {prefix}{key}", Path)
+            changes[name] = (
+                None if is_none else convert(value, hints[name], f"{path}: {prefix}{key}", Path)
+            )
     changed = copy.copy(default)
     vars(changed).update(changes)
     try:  # The whole is checked with the flags, which may give what the file lacks.

@@ -1,7 +1,8 @@
 """Read a `Config` from the command line, with every field's docstring as whole lines of help.
 
-By itself, tyro keeps a line break of a docstring if the next line is indented, which breaks sentences in the middle,
-and shows the default of an empty tuple as `(default: )`. The rule below gives it the same fields without these two.
+By itself, tyro keeps a line break of a docstring if the next line is indented, which breaks
+sentences in the middle, and shows the default of an empty tuple as `(default: )`. The rule below
+gives it the same fields without these two.
 """
 
 import dataclasses
@@ -11,7 +12,12 @@ from collections.abc import Container
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from redraft.online.settings import read_field_docs
 
@@ -25,13 +31,18 @@ class RefusedConfigError(Exception):
 
 
 def make_registry(common: Container[str] | None = None) -> ConstructorRegistry:
-    """The rule below for tyro. Help leaves out flags whose "Class.field" is not in `common`; None leaves out none."""
+    """The rule below for tyro.
+
+    Help leaves out flags whose "Class.field" is not in `common`; None leaves out none.
+    """
     registry = ConstructorRegistry()
     registry.struct_rule(functools.partial(describe_dataclass, common=common))
     return registry
 
 
-def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = None) -> StructConstructorSpec | None:
+def describe_dataclass(
+    info: StructTypeInfo, *, common: Container[str] | None = None
+) -> StructConstructorSpec | None:
     """The fields of a dataclass with folded help; a refused value is a RefusedConfigError."""
     if not dataclasses.is_dataclass(info.type):
         return None
@@ -46,15 +57,23 @@ def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = 
         if isinstance(hint, TypeVar):  # the options of a family: the default has their class
             hint = type(default)
         if common is not None and not dataclasses.is_dataclass(default):
-            *_, owner = (base for base in info.type.__mro__ if field.name in inspect.get_annotations(base))
+            *_, owner = (
+                base for base in info.type.__mro__ if field.name in inspect.get_annotations(base)
+            )
             if f"{owner.__name__}.{field.name}" not in common:
                 hint = Annotated[hint, tyro.conf.Suppress]
-        if tyro.conf.UseAppendAction not in getattr(hint, "__metadata__", ()):  # tyro calls those repeatable
+        if tyro.conf.UseAppendAction not in getattr(
+            hint, "__metadata__", ()
+        ):  # tyro calls those repeatable
             if default in ((), "", {}):
                 hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(default: none)")]
             elif default is True:  # help prints --no-FLAG
-                hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(on; this flag turns it off)")]
-            elif default is tyro.MISSING_NONPROP:  # positional ones, of which tyro would accept none
+                hint = Annotated[
+                    hint, tyro.conf.arg(help_behavior_hint="(on; this flag turns it off)")
+                ]
+            elif (
+                default is tyro.MISSING_NONPROP
+            ):  # positional ones, of which tyro would accept none
                 hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(required)")]
         text = docs.get(field.name)
         if common is not None and text is not None:
@@ -73,12 +92,17 @@ def describe_dataclass(info: StructTypeInfo, *, common: Container[str] | None = 
 def make_unchecked(config_type: type[Any]) -> Any:
     """A config of the defaults, which nothing has checked: values without a default are missing."""
     config = object.__new__(config_type)
-    vars(config).update({field.name: _find_default(field, None) for field in dataclasses.fields(config_type)})
+    vars(config).update(
+        {field.name: _find_default(field, None) for field in dataclasses.fields(config_type)}
+    )
     return config
 
 
 def _find_default(field: dataclasses.Field[Any], owner: Any) -> Any:
-    """The field's value in `owner`, the default of the whole dataclass, if there is one; else the field's default."""
+    """The field's value in `owner`, the default of the whole dataclass, if there is one.
+
+    Else the field's default.
+    """
     if dataclasses.is_dataclass(owner):
         return getattr(owner, field.name)
     if field.default_factory is not dataclasses.MISSING:

@@ -1,6 +1,9 @@
-"""Run the `redraft` command: find the recipe, parse its flags, turn an error into one line for the user.
+"""Run the `redraft` command.
 
-Importing this module loads neither torch nor vLLM, and nor does the module of a command: `--help` reads its config.
+Find the recipe, parse its flags, turn an error into one line for the user.
+
+Importing this module loads neither torch nor vLLM, and nor does the module of a command: `--help`
+reads its config.
 """
 
 import dataclasses
@@ -22,12 +25,15 @@ TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
 
 def choose_environment(*, has_terminal: bool) -> dict[str, str]:
     """Variables for libraries that read them at import; the user's stay as they are."""
-    # An OpenMP thread that waits for the others spins, and takes the core that a preempted one needs: on two cores with
-    # other work, a training step took ten times as long as with threads that sleep. Only libgomp, which torch uses,
-    # reads this variable. OMP_WAIT_POLICY would reach vLLM's workers (libiomp5) too, which have measured speeds.
+    # An OpenMP thread that waits for the others spins, and takes the core that a preempted one
+    # needs: on two cores with other work, a training step took ten times as long as with threads
+    # that sleep. Only libgomp, which torch uses, reads this variable. OMP_WAIT_POLICY would reach
+    # vLLM's workers (libiomp5) too, which have measured speeds.
     chosen = {"GOMP_SPINCOUNT": "0"}
     if not has_terminal:
-        chosen["TQDM_MININTERVAL"] = "10"  # seconds; the bars of transformers and datasets, which are not ours
+        chosen["TQDM_MININTERVAL"] = (
+            "10"  # seconds; the bars of transformers and datasets, which are not ours
+        )
     return chosen
 
 
@@ -37,7 +43,9 @@ def main() -> None:
     try:
         status = dispatch(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # `redraft ... | head` has read enough; without this Python would complain at exit
+    except (
+        BrokenPipeError
+    ):  # `redraft ... | head` has read enough; without this Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     sys.exit(status)
@@ -52,7 +60,10 @@ def dispatch(args: Sequence[str]) -> int:
         print(f"redraft {importlib.metadata.version('redraft')}")
         return 0
     if args[0] not in COMMANDS:
-        print(f"redraft: there is no command {args[0]!r}{_choices(args[0], COMMANDS)}", file=sys.stderr)
+        print(
+            f"redraft: there is no command {args[0]!r}{_choices(args[0], COMMANDS)}",
+            file=sys.stderr,
+        )
         return 2
     return run_guarded(lambda: _run(*find_recipe(args[0], args[1:])))
 
@@ -77,7 +88,9 @@ def run_recipe(
     default: Any = None,
 ) -> None:
     """Run the `main` of a recipe started as a file, with the config of the command line.
-    An error that the user can fix ends the process with one line and exit status 2."""
+
+    An error that the user can fix ends the process with one line and exit status 2.
+    """
     recipe = Recipe(
         main=main, config_type=config_type, description=description, presets=presets or {}, default=default,
         prog=sys.argv[0],
@@ -98,29 +111,42 @@ def _run(recipe: Recipe, args: Sequence[str]) -> None:
 
 def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
     """The config of a recipe from command-line arguments.
+
     Lowest first: the defaults, `--preset NAME`, the TOML file of `--config FILE`, the flags.
-    `--print-config` prints the result as such a file, and ends. Raises ValueError for an unknown
-    preset, a bad file or a value that the config refuses. Raises SystemExit: 2 from tyro for
-    anything unreadable; 0 after `--help` and `--print-config`."""
+    `--print-config` prints the result as such a file, and ends.
+
+    Raises:
+        ValueError: for an unknown preset, a bad file or a value that the config refuses.
+        SystemExit: 2 from tyro for anything unreadable; 0 after `--help` and `--print-config`.
+    """
     import tyro  # a tenth of a second, too long for `redraft --help`
 
     from redraft.recipes.cli.config_file import read_config, render_config
     from redraft.recipes.cli.flags import RefusedConfigError, make_registry, make_unchecked
 
     notes, presets, default = [recipe.description or ""], recipe.presets, recipe.default
-    # tyro knows neither presets nor files: the flags are taken out, and become the default of the whole config.
+    # tyro knows neither presets nor files: the flags are taken out, and become the default of the
+    # whole config.
     end = args.index("--") if "--" in args else len(args)
     rest, others = list(args[:end]), args[end:]
     name = _take_value(rest, "--preset")
     if name is not None and name not in presets:
         raise ValueError(f"there is no preset {name!r}{_choices(name, presets)}")
     if presets:
-        notes += [f"--preset {{{','.join(presets)}}} sets other defaults; the other flags then change them."]
+        notes += [
+            f"--preset {{{','.join(presets)}}} sets other defaults; the other flags then change "
+            "them."
+        ]
     default = default if name is None else presets[name]
     prints, every = False, _take_switch(rest, "--help-all")
-    if not {"config", "print_config"} & {field.name for field in dataclasses.fields(recipe.config_type)}:
+    if not {"config", "print_config"} & {
+        field.name for field in dataclasses.fields(recipe.config_type)
+    }:
         path, prints = _take_value(rest, "--config"), _take_switch(rest, "--print-config")
-        notes += ["--config FILE reads settings from a TOML file, and flags override them; --print-config prints one."]
+        notes += [
+            "--config FILE reads settings from a TOML file, and flags override them; "
+            "--print-config prints one."
+        ]
         if path is not None:
             default = read_config(Path(path), default or make_unchecked(recipe.config_type))
     asks = every or not {"--help", "-h"}.isdisjoint(rest)
@@ -150,7 +176,9 @@ def parse_recipe(recipe: Recipe, args: Sequence[str]) -> Any:
 
 def run_guarded(run: Callable[[], object]) -> int:
     """Call `run` and return 0; or print an error of the user in one line, and return 2.
-    REDRAFT_TRACEBACK=1 raises it instead, as a defect of ours always is."""
+
+    REDRAFT_TRACEBACK=1 raises it instead, as a defect of ours always is.
+    """
     try:
         run()
     except BrokenPipeError:
@@ -175,7 +203,9 @@ def describe_error(error: BaseException) -> str | None:
     # ChildProcessError and TimeoutError are OSErrors too, and fall through to the line below.
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    if isinstance(error, ValueError | OSError) or (httpx is not None and isinstance(error, httpx.HTTPError)):
+    if isinstance(error, ValueError | OSError) or (
+        httpx is not None and isinstance(error, httpx.HTTPError)
+    ):
         return " ".join(str(error).split()) or type(error).__name__
     return None
 
@@ -189,9 +219,15 @@ def format_help() -> str:
         lines += ["", f"{group.value}:"]
         for name, command in COMMANDS.items():
             if command.group is group:
-                lines += [f"  {name:<{width}}  {command.summary}", f"  {'':<{width}}    $ {command.example}"]
+                lines += [
+                    f"  {name:<{width}}  {command.summary}",
+                    f"  {'':<{width}}    $ {command.example}",
+                ]
     lines += ["", "  redraft COMMAND --help   all flags of a command", "  redraft --version"]
-    lines += ["", f"An error is one line and exit status 2; {TRACEBACK_VARIABLE}=1 shows its origin."]
+    lines += [
+        "",
+        f"An error is one line and exit status 2; {TRACEBACK_VARIABLE}=1 shows its origin.",
+    ]
     return "\n".join(lines)
 
 
@@ -201,12 +237,17 @@ def _choices(name: str, known: Mapping[str, object]) -> str:
 
 
 def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
-    """A command's recipe, and the arguments left to it. Raises ValueError: there is no such part;
-    SystemExit after the help of several parts."""
+    """A command's recipe, and the arguments left to it.
+
+    Raises:
+        ValueError: there is no such part.
+        SystemExit: after the help of several parts.
+    """
     command, path = COMMANDS[name], COMMANDS[name].module
     if command.parts:
         name, path, args = _choose_part(name, command, args)
-    # A module that loads torch has its config in another: help and the flags of a mistyped command do not wait for it.
+    # A module that loads torch has its config in another: help and the flags of a mistyped command
+    # do not wait for it.
     config = f"{path}_config"
     module = importlib.import_module(config if importlib.util.find_spec(config) else path)
     if hasattr(module, "choose_recipe"):
@@ -225,7 +266,9 @@ def find_recipe(name: str, args: Sequence[str]) -> tuple[Recipe, Sequence[str]]:
     )
 
 
-def _choose_part(name: str, command: Command, args: Sequence[str]) -> tuple[str, str, Sequence[str]]:
+def _choose_part(
+    name: str, command: Command, args: Sequence[str]
+) -> tuple[str, str, Sequence[str]]:
     """(words of the part, its module, the arguments after its name)."""
     first = args[0] if args else "--help"
     if first in command.parts:

@@ -1,4 +1,6 @@
-"""Count the target's answers: a draft that needs no training, no GPU and no pass of a model to propose tokens.
+"""Count the target's answers.
+
+A draft that needs no training, no GPU and no pass of a model to propose tokens.
 
     $ redraft regenerate --target TARGET --prompts prompts.jsonl --output answers.jsonl     # or logged answers
     $ redraft retrieval --target TARGET --data answers.jsonl --output drafts/answers
@@ -6,8 +8,8 @@
     $ redraft serve TARGET --draft drafts/answers --num-speculative-tokens 6
     $ redraft serve TARGET --draft drafts/answers+HEAD:2 --num-speculative-tokens 6
 
-It proposes the token that followed the last few tokens most often, in the request or in the answers (heads/families/
-retrieval.py). Answers that repeat phrases, such as code and reports, gain most.
+It proposes the token that followed the last few tokens most often, in the request or in the answers
+(heads/families/ retrieval.py). Answers that repeat phrases, such as code and reports, gain most.
 """
 
 from dataclasses import dataclass, field
@@ -21,8 +23,9 @@ class Config:
     target: str
     """Folder or hub name of the served model, whose tokenizer and chat template are used."""
     data: str
-    """Conversations with answers of the target: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), or a
-    folder."""
+    """Conversations with answers of the target: a hub name, a .jsonl, .json or .parquet file (also
+    .gz or .zst), or a folder.
+    """
     output: Path = Path("outputs/retrieval")
     """Folder to write the draft to."""
     split: str = "train"
@@ -37,8 +40,13 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Count and publish. Raises FileExistsError: there is an output; FileNotFoundError: no target;
-    ValueError: no data, tokenizer or answer."""
+    """Count and publish.
+
+    Raises:
+        FileExistsError: there is an output.
+        FileNotFoundError: no target.
+        ValueError: no data, tokenizer or answer.
+    """
     # Here, because they import torch.
     from redraft.distill.data.conversations import load_conversations
     from redraft.distill.data.day import choose_day
@@ -54,10 +62,16 @@ def main(cfg: Config) -> None:
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
     conversations = load_conversations(cfg.data, split=cfg.split)
     samples, stats = build_samples(
-        conversations, target.tokenizer, max_length=cfg.sequence_length, day=day, ends=target.end_ids
+        conversations,
+        target.tokenizer,
+        max_length=cfg.sequence_length,
+        day=day,
+        ends=target.end_ids,
     )
     print(stats)
-    draft = count_answers([Text(ids=s.input_ids, is_label=s.loss_mask) for s in samples], cfg.retrieval)
+    draft = count_answers(
+        [Text(ids=s.input_ids, is_label=s.loss_mask) for s in samples], cfg.retrieval
+    )
     provenance = {
         "target": cfg.target,
         "target_fingerprint": target.fingerprint,

@@ -1,10 +1,12 @@
-"""Turn a GGUF file into a model folder in bfloat16, which transformers, vLLM and every redraft command load.
+"""Turn a GGUF file into a model folder in bfloat16, which transformers, vLLM and every redraft
+command load.
 
     $ redraft data import-gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2
     $ redraft train standalone --target models/smollm2 --data.source answers.jsonl
 
-The folder has the tokenizer and the chat template of the file, both checked, and a manifest of SHA-256 sums. Quantised
-weights become the bfloat16 numbers nearest to them; the folder is the size of the model in bfloat16.
+The folder has the tokenizer and the chat template of the file, both checked, and a manifest of
+SHA-256 sums. Quantised weights become the bfloat16 numbers nearest to them; the folder is the size
+of the model in bfloat16.
 """
 
 from dataclasses import asdict, dataclass
@@ -26,22 +28,39 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Convert and publish. Raises FileExistsError: the output is not empty. Raises
-    FileNotFoundError: there is no such file. Raises OSError: the disk has no room. Raises
-    ValueError: the file is not GGUF, is corrupt, or has an architecture that transformers does not
-    read; or the `gguf` package is not installed."""
+    """Convert and publish.
+
+    Raises:
+        FileExistsError: the output is not empty.
+        FileNotFoundError: there is no such file.
+        OSError: the disk has no room.
+        ValueError: the file is not GGUF, is corrupt, or has an architecture that transformers does
+            not read; or the `gguf` package is not installed.
+    """
     # Here, because they import torch.
     from redraft.heads.files.artifact import publish, require_free, sha256
-    from redraft.heads.files.gguf import check_gguf, load_gguf, read_config, read_header, require_space_for, save
+    from redraft.heads.files.gguf import (
+        check_gguf,
+        load_gguf,
+        read_config,
+        read_header,
+        require_space_for,
+        save,
+    )
 
     check_gguf(cfg.file)
     require_free(cfg.output, overwrite=cfg.overwrite)
     header = read_header(cfg.file)
     config = read_config(cfg.file, header.architecture)
     require_space_for(config, cfg.output)
-    print(f"{header.name or cfg.file.name}: architecture {header.architecture}, {', '.join(header.weight_types)}")
+    print(
+        f"{header.name or cfg.file.name}: architecture {header.architecture}, "
+        f"{', '.join(header.weight_types)}"
+    )
     model = load_gguf(cfg.file, header, config)
-    provenance = {"imported_from": {"file": cfg.file.name, "sha256": sha256(cfg.file), **asdict(header)}}
+    provenance = {
+        "imported_from": {"file": cfg.file.name, "sha256": sha256(cfg.file), **asdict(header)}
+    }
     publish(cfg.output, partial(save, model), provenance, overwrite=cfg.overwrite)
     if model.tokenizer.chat_template is None:
         print("note: the file has no chat template, as base models have none")

@@ -21,36 +21,60 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def main(cfg: Config) -> None:
-    """Answer the data set. Raises ChildProcessError, ConnectionError: no engine, or no answer;
-    ValueError: the settings do not fit."""
+    """Answer the data set.
+
+    Raises:
+        ChildProcessError, ConnectionError: no engine, or no answer.
+        ValueError: the settings do not fit.
+    """
     if cfg.target is not None and cfg.url is not None:
-        raise ValueError("give --target to start a server of it, or --url to ask a running one: not both")
+        raise ValueError(
+            "give --target to start a server of it, or --url to ask a running one: not both"
+        )
     conversations = load_conversations(cfg.prompts, split=cfg.split)[: cfg.num_conversations]
     if cfg.overwrite:
         finished_keys(cfg.output, None)  # refuses a file that this command has not written
         cfg.output.unlink(missing_ok=True)
-    sampling = Sampling(temperature=cfg.temperature, max_tokens=cfg.max_tokens, template_options=cfg.template_options)
+    sampling = Sampling(
+        temperature=cfg.temperature,
+        max_tokens=cfg.max_tokens,
+        template_options=cfg.template_options,
+    )
     with serve_answers(cfg) as (url, model):
-        endpoint = Endpoint(url, model=model, concurrency=cfg.concurrency, api_key=os.environ.get("OPENAI_API_KEY"))
+        endpoint = Endpoint(
+            url, model=model, concurrency=cfg.concurrency, api_key=os.environ.get("OPENAI_API_KEY")
+        )
         stats = regenerate(conversations, endpoint, cfg.output, sampling, identify(cfg))
         if stats.already_there and cfg.target is None:
-            print("those already there are taken for this model's, by its name: after a change, give --overwrite")
+            print(
+                "those already there are taken for this model's, by its name: after a change, give "
+                "--overwrite"
+            )
         print(f"{stats} -> {cfg.output}")
 
 
 def identify(cfg: Config) -> str:
-    """A hash of all that the answers of a target depend on, beside the sampling: weights, chat template,
-    generation_config.json and vLLM's arguments. Empty for a running server."""
+    """A hash of all that the answers of a target depend on, beside the sampling.
+
+    Weights, chat template, generation_config.json and vLLM's arguments. Empty for a running server.
+    """
     if cfg.target is None:
         return ""
     folder = fetch_model(cfg.target)
-    files = [sha256(path) for pattern in ("*.jinja", "*_config.json") for path in sorted(folder.glob(pattern))]
+    files = [
+        sha256(path)
+        for pattern in ("*.jinja", "*_config.json")
+        for path in sorted(folder.glob(pattern))
+    ]
     return hash_key([fingerprint(folder), files, cfg.vllm_args])[:16]
 
 
 @contextmanager
 def serve_answers(cfg: Config) -> Iterator[tuple[str, str | None]]:
-    """(URL, model name) of the server to ask: a vLLM server of the target, stopped on exit, or the running one."""
+    """(URL, model name) of the server to ask.
+
+    A vLLM server of the target, stopped on exit, or the running one.
+    """
     if cfg.target is None:
         yield cfg.url or DEFAULT_URL, cfg.model
         return

@@ -1,4 +1,7 @@
-"""Show a draft's training data before the training: sizes, losses, vocabulary, and labels in colour."""
+"""Show a draft's training data before the training.
+
+Sizes, losses, vocabulary, and labels in colour.
+"""
 
 import functools
 import json
@@ -42,18 +45,26 @@ MIN_RUN = 40  # Tokens to show of a long text between two labels, or of a label.
 
 
 def main(cfg: Config) -> None:
-    """Print the summary and the samples. Raises ValueError: nothing can be read, or learned."""
+    """Print the summary and the samples.
+
+    Raises:
+        ValueError: nothing can be read, or learned.
+    """
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)
     tokenizer = target.tokenizer
     length = cfg.sequence_length
     if (target.folder / CONFIG).is_file():
         require_rows(target)
         length = visible_length(target.text_config, length)
-    loaded = load_source(cfg.source, split=cfg.split, domain_column=cfg.domain_column, strict=cfg.strict)
+    loaded = load_source(
+        cfg.source, split=cfg.split, domain_column=cfg.domain_column, strict=cfg.strict
+    )
     conversations = loaded.conversations
     train, held_out = split_held_out(conversations, cfg.held_out)
     train, overlap = remove_overlap(train, held_out)
-    build = functools.partial(build_samples, tokenizer=tokenizer, max_length=length, day=day, ends=target.end_ids)
+    build = functools.partial(
+        build_samples, tokenizer=tokenizer, max_length=length, day=day, ends=target.end_ids
+    )
     samples, stats = build(train)
     held_out_samples, held_out_stats = held_out_part(held_out, build)
     by_hash = {conversation_hash(c["messages"]): c for c in train}
@@ -63,7 +74,8 @@ def main(cfg: Config) -> None:
         return find_kinds(sample, by_hash[sample.conversation], tokenizer, target.end_ids)
 
     shown = [
-        (sample, sorted(kinds_of(sample))) for sample in choose_samples(samples, possible, kinds_of, cfg.num_samples)
+        (sample, sorted(kinds_of(sample)))
+        for sample in choose_samples(samples, possible, kinds_of, cfg.num_samples)
     ]
     if cfg.json is not None:
         counted = summarise(loaded, stats, overlap, held_out_stats)
@@ -76,22 +88,34 @@ def main(cfg: Config) -> None:
         write_whole(cfg.json, json.dumps(counted, indent=1) + "\n")
     for line in loaded.lines():
         print(f"{cfg.source}: {line}")
-    print(f"{len(conversations):,} conversations: {len(train):,} to train on, {len(held_out):,} held out")
+    print(
+        f"{len(conversations):,} conversations: {len(train):,} to train on, {len(held_out):,} held "
+        "out"
+    )
     print(describe_contents(conversations))
     print("\n".join(describe_training(samples, stats, train)))
     print("\n".join(describe_template(stats, tokenizer)))
     print("\n".join(describe_held_out(held_out_stats)))
-    print(f"duplicates: {overlap}" if overlap != Overlap() else "duplicates: none; no long answer is held out")
+    print(
+        f"duplicates: {overlap}"
+        if overlap != Overlap()
+        else "duplicates: none; no long answer is held out"
+    )
     print("\n".join(describe_domains(conversations)))
     print("\n".join(describe_vocabulary(samples, held_out_samples, len(tokenizer))))
     in_color = cfg.color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print("\nlabels are green:" if in_color else "\nlabels stand between 「 and 」:")
     for number, (sample, kinds) in enumerate(shown, 1):
-        print(f"--- sample {number}, {', '.join(kinds)}, domain {sample.domain}, {len(sample.input_ids):,} tokens")
+        print(
+            f"--- sample {number}, {', '.join(kinds)}, domain {sample.domain}, "
+            f"{len(sample.input_ids):,} tokens"
+        )
         print(paint(sample, tokenizer, cfg.sample_tokens, in_color))
 
 
-def summarise(loaded: Loaded, stats: SampleStats, overlap: Overlap, held_out: SampleStats | str) -> dict[str, Any]:
+def summarise(
+    loaded: Loaded, stats: SampleStats, overlap: Overlap, held_out: SampleStats | str
+) -> dict[str, Any]:
     return {
         "conversations": len(loaded.conversations),
         "files_not_read": loaded.other_files,
@@ -134,16 +158,27 @@ def describe_held_out(stats: SampleStats | str) -> Iterator[str]:
         yield f"held out: nothing to judge on ({stats})"
         return
     share = stats.labels / stats.tokens
-    yield f"held out: {stats.tokens:,} tokens in {stats.samples:,} samples, {share:.0%} of them labels"
+    yield (
+        f"held out: {stats.tokens:,} tokens in {stats.samples:,} samples, {share:.0%} of them "
+        "labels"
+    )
     for loss in stats.losses():
         yield f"  {loss}"
 
 
-def describe_training(samples: Sequence[Sample], stats: SampleStats, train: Sequence[Conversation]) -> Iterator[str]:
+def describe_training(
+    samples: Sequence[Sample], stats: SampleStats, train: Sequence[Conversation]
+) -> Iterator[str]:
     """Lines about the training part: turns, tokens, and everything that is cut or left out."""
     turns = [length for sample in samples for length in measure_answers(sample)]
-    yield f"turns: {len(turns):,}, of {statistics.median(turns):,.0f} labels in the median and {max(turns):,} at most"
-    yield f"tokens: {stats.tokens:,} in {stats.samples:,} samples, {stats.labels / stats.tokens:.0%} of them labels"
+    yield (
+        f"turns: {len(turns):,}, of {statistics.median(turns):,.0f} labels in the median and "
+        f"{max(turns):,} at most"
+    )
+    yield (
+        f"tokens: {stats.tokens:,} in {stats.samples:,} samples, "
+        f"{stats.labels / stats.tokens:.0%} of them labels"
+    )
     for loss in stats.losses():
         yield f"  {loss}"
     for reason, question in stats.examples.items():
@@ -157,7 +192,9 @@ def describe_template(stats: SampleStats, tokenizer: Any) -> Iterator[str]:
     if not stats.ends:
         return
     ends = [
-        f"{printable(end)} (id {tokenizer.convert_tokens_to_ids(end)}) {count:,}" if end else f"none, as cut {count:,}"
+        f"{printable(end)} (id {tokenizer.convert_tokens_to_ids(end)}) {count:,}"
+        if end
+        else f"none, as cut {count:,}"
         for end, count in stats.ends.most_common()
     ]
     yield f"ends of turns: {', '.join(ends)}"
@@ -166,7 +203,8 @@ def describe_template(stats: SampleStats, tokenizer: Any) -> Iterator[str]:
 
 def measure_answers(sample: Sample) -> list[int]:
     """The number of labels of each answer: the lengths of the runs in the loss mask."""
-    # E.g. the mask 0 1 1 0 1: it flips at 1, 3, 4 and 5, so the runs have 3 - 1 = 2 and 5 - 4 = 1 labels.
+    # E.g. the mask 0 1 1 0 1: it flips at 1, 3, 4 and 5, so the runs have 3 - 1 = 2 and 5 - 4 = 1
+    # labels.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask.astype(np.int8), [0]])))
     return [int(length) for length in edges[1::2] - edges[::2]]
 
@@ -181,17 +219,29 @@ def describe_domains(conversations: Sequence[Conversation]) -> Iterator[str]:
         yield f"  and {len(counts) - 20:,} more"
 
 
-def describe_vocabulary(train: Sequence[Sample], held_out: Sequence[Sample], vocab_size: int) -> Iterator[str]:
-    """A line for each size of a draft vocabulary: the share of the labels in it, in training and held out."""
+def describe_vocabulary(
+    train: Sequence[Sample], held_out: Sequence[Sample], vocab_size: int
+) -> Iterator[str]:
+    """A line for each size of a draft vocabulary.
+
+    The share of the labels in it, in training and held out.
+    """
     sizes = [size for size in VOCABULARY_SIZES if size < vocab_size]
     if not sizes or not held_out:
-        reason = "nothing is held out to judge it on" if sizes else "smaller than any draft vocabulary"
+        reason = (
+            "nothing is held out to judge it on" if sizes else "smaller than any draft vocabulary"
+        )
         yield f"vocabulary: {vocab_size:,} ids; {reason}"
         return
     yield f"draft vocabulary, of the target's {vocab_size:,} ids: share of the labels in it"
-    learned, unseen = (measure_coverage(train, part, sizes, vocab_size) for part in (train, held_out))
+    learned, unseen = (
+        measure_coverage(train, part, sizes, vocab_size) for part in (train, held_out)
+    )
     for size in sizes:
-        yield f"  {size:>6,}  {unseen[size]:6.2%} of held-out text, {learned[size]:6.2%} of training text"
+        yield (
+            f"  {size:>6,}  {unseen[size]:6.2%} of held-out text, {learned[size]:6.2%} of "
+            "training text"
+        )
 
 
 def possible_kinds(conversation: Conversation) -> set[str]:
@@ -207,13 +257,17 @@ def possible_kinds(conversation: Conversation) -> set[str]:
     return {kind for kind, is_there in kinds.items() if is_there}
 
 
-def find_kinds(sample: Sample, conversation: Conversation, tokenizer: Any, end_ids: Collection[int]) -> set[str]:
+def find_kinds(
+    sample: Sample, conversation: Conversation, tokenizer: Any, end_ids: Collection[int]
+) -> set[str]:
     """The kinds of turn among a sample's labels: other turns may be refused, or elsewhere."""
     possible, messages = possible_kinds(conversation), conversation["messages"]
     if len(possible) == 1:
         return possible
     written = dense(tokenizer.decode(sample.input_ids[sample.loss_mask].tolist()))
-    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+    calls = [
+        call["function"]["name"] for message in messages for call in message.get("tool_calls", ())
+    ]
     thoughts = [dense(parts[0])[:32] for message in messages if (parts := split_reasoning(message))]
     is_cut = sample.loss_mask[-1] and sample.input_ids[-1] not in end_ids
     kinds = {
@@ -231,20 +285,29 @@ def choose_samples(
     count: int,
 ) -> list[Sample]:
     """One sample with each kind of turn, and others from every domain in turn up to `count`.
+
     `possible` are the kinds of turn in each conversation, by hash, and `kinds_of` finds those of a
-    sample. They are in the order of their hashes, so this is a draw."""
+    sample. They are in the order of their hashes, so this is a draw.
+    """
     chosen: list[Sample] = []
     seen: set[str] = set()
     for kind in KINDS if count else ():
         candidates = islice((s for s in samples if kind in possible[s.conversation]), MAX_TRIED)
-        sample = None if kind in seen else next((s for s in candidates if kind in kinds_of(s)), None)
+        sample = (
+            None if kind in seen else next((s for s in candidates if kind in kinds_of(s)), None)
+        )
         if sample is not None:
             chosen.append(sample)
             seen |= kinds_of(sample)
     domains: dict[str, list[Sample]] = {}
     for sample in samples:
         domains.setdefault(sample.domain, []).append(sample)
-    in_turns = (s for round_ in zip_longest(*(domains[name] for name in sorted(domains))) for s in round_ if s)
+    in_turns = (
+        s
+        for round_ in zip_longest(*(domains[name] for name in sorted(domains)))
+        for s in round_
+        if s
+    )
     shown = set(map(id, chosen))
     rest = (sample for sample in in_turns if id(sample) not in shown)
     return [*chosen, *islice(rest, max(0, count - len(chosen)))]
@@ -254,9 +317,11 @@ def paint(sample: Sample, tokenizer: Any, max_tokens: int, in_color: bool) -> st
     """The text of up to `max_tokens` tokens, with the labels marked."""
     opening, closing = (GREEN, PLAIN) if in_color else ("「", "」")
     ids, mask = sample.input_ids, sample.loss_mask
-    # Decoded in pieces between two flips of the mask, not token by token: a character may span several tokens.
+    # Decoded in pieces between two flips of the mask, not token by token: a character may span
+    # several tokens.
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
-    # Of a long sample, the two ends of each piece: labels may follow thousands of tokens about tools.
+    # Of a long sample, the two ends of each piece: labels may follow thousands of tokens about
+    # tools.
     most = max_tokens if len(ids) <= max_tokens else max(MIN_RUN, max_tokens // (len(borders) - 1))
     parts, room = [], max_tokens
     for start, end in pairwise(borders):

@@ -1,4 +1,6 @@
-"""Show what a draft would learn from a data set, before any training: sizes, losses, vocabulary, and labels in colour.
+"""Show what a draft would learn from a data set, before any training.
+
+Sizes, losses, vocabulary, and labels in colour.
 
 $ redraft data answers.jsonl --target meta-llama/Llama-3.1-8B-Instruct
 $ redraft data ShareGPT_V3.json --target TARGET --held-out 0.05 --num-samples 10 --no-color
@@ -16,32 +18,43 @@ import tyro
 @dataclass(frozen=True, kw_only=True)
 class Config:
     source: Annotated[str, tyro.conf.Positional]
-    """Conversations: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), a folder, or `stdlib`."""
+    """Conversations: a hub name, a .jsonl, .json or .parquet file (also .gz or .zst), a folder, or
+    `stdlib`.
+    """
     target: str
     """Folder or hub name of the served model, whose tokenizer and chat template are used."""
     split: str = "train"
     """Split of a hub data set."""
     domain_column: str | None = None
-    """Column with a row's domain (chat, code, math, ...). By default `domain`, if the data has it."""
+    """Column with a row's domain (chat, code, math, ...). By default `domain`, if the data has it.
+    """
     held_out: float = 0.05
-    """Share of the conversations to hold out, between 0 and 1. A draft vocabulary is judged on them."""
+    """Share of the conversations to hold out, between 0 and 1. A draft vocabulary is judged on
+    them.
+    """
     sequence_length: int = 4096
     """Longest sample in tokens. Use the --loop.sequence-length of the training."""
     date: str | None = None
     """Date, as YYYY-MM-DD, for chat templates that write today's. By default today."""
     num_samples: int = 3
-    """Number of samples to show, from every domain in turn, and at least one with each kind of turn."""
+    """Number of samples to show, from every domain in turn, and at least one with each kind of
+    turn.
+    """
     json: Path | None = None
     """File for the samples and everything read, refused and left out, as JSON."""
     sample_tokens: int = 300
     """Number of tokens to show of each sample."""
     color: bool = True
-    """Show labels in green. With --no-color, or if the output is not a terminal, labels stand between 「 and 」."""
+    """Show labels in green. With --no-color, or if the output is not a terminal, labels stand
+    between 「 and 」.
+    """
     strict: bool = False
     """End at the first row that cannot be used, instead of counting such rows."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
-            raise ValueError(f"--held-out is {self.held_out}: the share to hold out lies between 0 and 1")
+            raise ValueError(
+                f"--held-out is {self.held_out}: the share to hold out lies between 0 and 1"
+            )
         if self.sequence_length < 2:
             raise ValueError(f"--sequence-length is {self.sequence_length}: it must be at least 2")

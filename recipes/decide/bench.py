@@ -12,10 +12,21 @@ from typing import Any
 
 from redraft.eval.engine.draft_source import DraftSource, shorten_name
 from redraft.eval.engine.sampling import Sampling, choose_sampling, list_penalties, require_served
-from redraft.eval.engine.server import Mode, VllmServer, forget_requests, require_servable, vllm_server
+from redraft.eval.engine.server import (
+    Mode,
+    VllmServer,
+    forget_requests,
+    require_servable,
+    vllm_server,
+)
 from redraft.eval.engine.target_dtype import open_target
 from redraft.eval.machine import ENGINE_IS_CPU, engine_environment, environment
-from redraft.eval.serving.baseline import MODE_ROUNDS, choose_mode, describe_baseline, describe_modes
+from redraft.eval.serving.baseline import (
+    MODE_ROUNDS,
+    choose_mode,
+    describe_baseline,
+    describe_modes,
+)
 from redraft.eval.serving.load import Load, LoadResult, run_load
 from redraft.eval.serving.report import GRID, build_serving_report, compose_answer, write_serving
 from redraft.eval.serving.sweep import (
@@ -41,11 +52,15 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
     started = time.monotonic()
     target = open_target(cfg.target, cfg.target_dtype, on_cpu=ENGINE_IS_CPU)
     # 1. the cells of every table, and the configuration of each draft
-    configs = {draft: DraftSource.parse(draft).speculative(cfg.draft_sample_method) for draft in cfg.draft}
+    configs = {
+        draft: DraftSource.parse(draft).speculative(cfg.draft_sample_method) for draft in cfg.draft
+    }
     questions = plan(sweep(cfg, target, engine_has_ideal=engine_has_ideal))
     cells = group_by_variant(cell for some in questions.values() for cell in some)
     for variant in cells:
-        require_servable(speculative_config(variant, configs))  # now, not when its turn comes hours later
+        require_servable(
+            speculative_config(variant, configs)
+        )  # now, not when its turn comes hours later
 
     # 2. the plain server to beat: compiled or eager, whichever is faster here
     if cfg.overwrite:
@@ -62,7 +77,9 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
     measured = {cell: median for cell, median in medians.items() if median is not None}
     ratios = {cell: found for cell in measured if (found := results.ratios(cell, cfg.repeats))}
     alone = {
-        cell.load.concurrency: results.runs(cell, cfg.repeats) for cell in questions[GRID] if cell.variant == ALONE
+        cell.load.concurrency: results.runs(cell, cfg.repeats)
+        for cell in questions[GRID]
+        if cell.variant == ALONE
     }
     baseline = describe_baseline(alone, mode, modes, log=log(cfg, ALONE), target=target.folder)
     report = build_serving_report(
@@ -83,12 +100,18 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
 
 
 def sweep(cfg: Config, target: TargetFolder, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> Sweep:
-    """The benchmark's questions. Raises ValueError: the prompts do not fit the servers."""
+    """The benchmark's questions.
+
+    Raises:
+        ValueError: the prompts do not fit the servers.
+    """
     if cfg.repeats < 1:
         raise ValueError(f"--repeats {cfg.repeats} measures nothing: give 1 or more")
     longest = cfg.input_tokens + cfg.max_tokens
     if longest > cfg.max_model_len:
-        raise ValueError(f"{longest} tokens of input and output do not fit --max-model-len {cfg.max_model_len}")
+        raise ValueError(
+            f"{longest} tokens of input and output do not fit --max-model-len {cfg.max_model_len}"
+        )
     return Sweep(
         drafts=cfg.draft,
         num_speculative_tokens=cfg.num_speculative_tokens,
@@ -103,9 +126,17 @@ def sweep(cfg: Config, target: TargetFolder, *, engine_has_ideal: bool = ENGINE_
 
 
 def sampling(cfg: Config, target: TargetFolder) -> Sampling:
-    """How every request is sampled. Raises ValueError if vLLM refuses it beside a draft."""
+    """How every request is sampled.
+
+    Raises:
+        ValueError: if vLLM refuses it beside a draft.
+    """
     chosen = choose_sampling(
-        target.folder, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k, min_p=cfg.min_p
+        target.folder,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        min_p=cfg.min_p,
     )
     require_served(chosen)
     return chosen
@@ -113,12 +144,19 @@ def sampling(cfg: Config, target: TargetFolder) -> Sampling:
 
 def served(cfg: Config, target: TargetFolder, mode: Mode) -> dict[str, Any]:
     """The settings of all servers. If one changes, earlier measurements are not reused."""
-    server = {"mode": mode, "dtype": target.dtype, "vllm_args": cfg.vllm_args, "max_num_seqs": max_num_seqs(cfg)}
+    server = {
+        "mode": mode,
+        "dtype": target.dtype,
+        "vllm_args": cfg.vllm_args,
+        "max_num_seqs": max_num_seqs(cfg),
+    }
     drafting = {"draft_sample_method": cfg.draft_sample_method}
     return {"target": fingerprint_path(target.name), **server, **drafting, **engine_environment()}
 
 
-def choose_baseline(cfg: Config, target: TargetFolder, load: Load) -> tuple[Mode, dict[Mode, float]]:
+def choose_baseline(
+    cfg: Config, target: TargetFolder, load: Load
+) -> tuple[Mode, dict[Mode, float]]:
     """(mode of all servers, tokens/s by mode at this load)."""
     prompts = cfg.output / "prompts"
     return choose_mode(
@@ -136,7 +174,10 @@ def settings(cfg: Config, target: TargetFolder) -> dict[str, Any]:
     return {
         "draft": cfg.draft[0],
         "num_speculative_tokens": cfg.num_speculative_tokens[0],
-        **{key: base[key] for key in ("concurrency", "input_tokens", "output_tokens", "data", "sampling")},
+        **{
+            key: base[key]
+            for key in ("concurrency", "input_tokens", "output_tokens", "data", "sampling")
+        },
         "penalties": list_penalties(target.folder),
         "draft_sample_method": cfg.draft_sample_method,
         "repeats": cfg.repeats,
@@ -152,9 +193,12 @@ def measure_missing(
     mode: Mode,
 ) -> list[dict[str, str]]:
     """Measure every cell not finished by an earlier run, and return the refused variants with the
-    reason.
-    The target alone is measured again in a pass with missing cells, because they are compared with
-    it. Raises ValueError if the engine refuses a draft; with the cure if one is known."""
+    reason. The target alone is measured again in a pass with missing cells, because they are
+    compared with it.
+
+    Raises:
+        ValueError: if the engine refuses a draft; with the cure if one is known.
+    """
     refused: dict[str, str] = {}
     in_pass = sum(map(len, cells.values()))
     with Progress(total=cfg.repeats * in_pass, desc="cells", unit="cell") as bar:
@@ -183,12 +227,22 @@ def measure_missing(
 def list_missing(
     cells: Mapping[Variant, Sequence[Cell]], results: Results, repeat: int, refused: Container[str]
 ) -> dict[Variant, list[Cell]]:
-    missing = {variant: [cell for cell in some if not results.has(cell, repeat)] for variant, some in cells.items()}
-    return {variant: some for variant, some in missing.items() if some and name(variant) not in refused}
+    missing = {
+        variant: [cell for cell in some if not results.has(cell, repeat)]
+        for variant, some in cells.items()
+    }
+    return {
+        variant: some for variant, some in missing.items() if some and name(variant) not in refused
+    }
 
 
-def keep_compared(results: Results, repeat: int, runs: Mapping[Cell, LoadResult], newest: Cell) -> None:
-    """Write the newest run once the target's at this load is there; with the target's, also the runs that waited."""
+def keep_compared(
+    results: Results, repeat: int, runs: Mapping[Cell, LoadResult], newest: Cell
+) -> None:
+    """Write the newest run once the target's at this load is there.
+
+    With the target's, also the runs that waited.
+    """
     for cell, run in runs.items():
         if newest in (cell, cell.alone()) and cell.alone() in runs:
             results.add(cell, repeat, run, runs[cell.alone()])
@@ -204,11 +258,17 @@ def server_options(cfg: Config, target: TargetFolder) -> dict[str, Any]:
 
 
 def server(
-    cfg: Config, target: TargetFolder, variant: Variant, configs: Mapping[str, Mapping[str, Any]], mode: Mode
+    cfg: Config,
+    target: TargetFolder,
+    variant: Variant,
+    configs: Mapping[str, Mapping[str, Any]],
+    mode: Mode,
 ) -> contextlib.AbstractContextManager[VllmServer]:
     config = speculative_config(variant, configs)
     options = server_options(cfg, target)
-    return vllm_server(target.name, log=log(cfg, variant), speculative_config=config, mode=mode, **options)
+    return vllm_server(
+        target.name, log=log(cfg, variant), speculative_config=config, mode=mode, **options
+    )
 
 
 def log(cfg: Config, variant: Variant) -> Path:
@@ -216,20 +276,30 @@ def log(cfg: Config, variant: Variant) -> Path:
 
 
 def excuse_refusal(target: TargetFolder, variant: Variant, error: ChildProcessError) -> str:
-    """The reason to refuse the ideal, which the benchmark can do without. Raises ChildProcessError
-    for the target, ValueError, with the cure, for a draft."""
+    """The reason to refuse the ideal, which the benchmark can do without.
+
+    Raises:
+        ChildProcessError: for the target, ValueError, with the cure, for a draft.
+    """
     if variant.draft is None:
         raise error
     if not variant.is_ideal:
-        cure = DraftSource.parse(variant.draft).find_cure(target.name, variant.num_speculative_tokens)
+        cure = DraftSource.parse(variant.draft).find_cure(
+            target.name, variant.num_speculative_tokens
+        )
         raise ValueError(f"{error}{cure}") from error
     return str(error)
 
 
-def speculative_config(variant: Variant, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+def speculative_config(
+    variant: Variant, configs: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any] | None:
     if variant.draft is None:
         return None
-    config = {**forget_requests(configs[variant.draft]), "num_speculative_tokens": variant.num_speculative_tokens}
+    config = {
+        **forget_requests(configs[variant.draft]),
+        "num_speculative_tokens": variant.num_speculative_tokens,
+    }
     if variant.is_ideal:
         config |= {
             # The mean length counts the bonus: k + 1, vLLM's largest, accepts every token.

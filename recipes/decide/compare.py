@@ -1,4 +1,7 @@
-"""Which draft pays? Make every kind of draft for a target, measure each in a real vLLM, and confirm the best."""
+"""Which draft pays?
+
+Make every kind of draft for a target, measure each in a real vLLM, and confirm the best.
+"""
 
 import functools
 import json
@@ -21,7 +24,15 @@ from redraft.eval.report.page import TEMPLATES, write_page
 from redraft.eval.serving.baseline import choose_mode, describe_baseline, describe_modes
 from redraft.eval.serving.drafts import Candidate, Choice, choose, predict
 from redraft.eval.serving.drafts_charts import build_charts
-from redraft.eval.serving.rounds import PLAIN, Plan, Results, keep_rounds, plain_runs, run_rounds, start_servers
+from redraft.eval.serving.rounds import (
+    PLAIN,
+    Plan,
+    Results,
+    keep_rounds,
+    plain_runs,
+    run_rounds,
+    start_servers,
+)
 from redraft.heads.families.retrieval import FOLDER
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import fetch_model
@@ -29,8 +40,21 @@ from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
 from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, Config
-from redraft.recipes.decide.compare_report import LOADS, by_load, compose_answer, describe_head, describe_speed, verdict
-from redraft.recipes.decide.made_drafts import MAX_PROMPT_TOKENS, Making, finished_drafts, make_lookups, make_trained
+from redraft.recipes.decide.compare_report import (
+    LOADS,
+    by_load,
+    compose_answer,
+    describe_head,
+    describe_speed,
+    verdict,
+)
+from redraft.recipes.decide.made_drafts import (
+    MAX_PROMPT_TOKENS,
+    Making,
+    finished_drafts,
+    make_lookups,
+    make_trained,
+)
 from redraft.recipes.demo.parts import ANSWERS, make_target, question, read_origin, read_problems
 
 FILES = ("model", FOLDER)  # Keys of a --speculative-config for the draft's folder.
@@ -56,7 +80,8 @@ def main(cfg: Config) -> None:
     # 1. the plain server to beat: compiled or eager, whichever is faster here
     rounds = Rounds(cfg, target, *choose_baseline(cfg, target, first))
 
-    # 2. every draft with one number of tokens; what needs no training comes first, and each verdict as it is known
+    # 2. every draft with one number of tokens; what needs no training comes first, and each verdict
+    #    as it is known
     choices: list[Choice] = []
     measured: list[Results] = []
     for candidates in make_groups(cfg, [*make_lookups(making), *finished], making):
@@ -68,11 +93,17 @@ def main(cfg: Config) -> None:
 
     # 3. the best with their best numbers of tokens, on other prompts
     best = choose(choices, cfg.confirm)
-    confirmed = rounds.confirm([*best, *(c for c in choices if c.candidate.name == NGRAM and c not in best)], rest)
+    confirmed = rounds.confirm(
+        [*best, *(c for c in choices if c.candidate.name == NGRAM and c not in best)], rest
+    )
 
     # 4. the report
     rows: list[dict[str, Any]] = [
-        {"name": choice.candidate.name, "title": choice.candidate.title, "predicted": choice.speedups}
+        {
+            "name": choice.candidate.name,
+            "title": choice.candidate.title,
+            "predicted": choice.speedups,
+        }
         | by_load(confirmed[choice.candidate.name], choice.candidate.name)
         for choice in best
     ]
@@ -102,17 +133,23 @@ def main(cfg: Config) -> None:
 
 
 def require_answers(cfg: Config) -> None:
-    """Raise ValueError, with the command that writes them, if drafts are to be trained and there are no answers."""
-    # Not in the config: a message from there is broken into lines, and nobody could copy the command.
+    """Raise ValueError, with the command that writes them, if drafts are to be trained and there
+    are no answers.
+    """
+    # Not in the config: a message from there is broken into lines, and nobody could copy the
+    # command.
     if cfg.train and known_answers(cfg) is None:
         raise ValueError(
-            f"the answers in redraft are not those of {cfg.target}: run `redraft regenerate --target {cfg.target} "
+            f"the answers in redraft are not those of {cfg.target}: run `redraft regenerate "
+            f"--target {cfg.target} "
             "--prompts stdlib-functions --output answers.jsonl`, then give --data answers.jsonl"
         )
 
 
 def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]) -> Making:
-    """How the drafts are made, with the file of the first rounds' conversations, on which the trainings forecast."""
+    """How the drafts are made, with the file of the first rounds' conversations, on which the
+    trainings forecast.
+    """
     prompts = cfg.output / "prompts.jsonl"
     text = "".join(f"{json.dumps(conversation)}\n" for conversation in questions[::FIRST_PROBLEMS])
     if not prompts.is_file() or prompts.read_text() != text:  # else finished drafts would look old
@@ -120,8 +157,13 @@ def prepare(cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
     return Making(cfg=cfg, target=target, answers=known_answers(cfg), prompts=prompts)
 
 
-def make_groups(cfg: Config, ready: Sequence[Candidate], making: Making) -> Iterator[list[Candidate]]:
-    """The drafts that share rounds: those that are ready first, then the trained ones, trained just before."""
+def make_groups(
+    cfg: Config, ready: Sequence[Candidate], making: Making
+) -> Iterator[list[Candidate]]:
+    """The drafts that share rounds.
+
+    Those that are ready first, then the trained ones, trained just before.
+    """
     # One server of each group is the target alone.
     size = num_together(cfg) - 1
     for start in range(0, len(ready), size):
@@ -135,11 +177,16 @@ def make_groups(cfg: Config, ready: Sequence[Candidate], making: Making) -> Iter
             yield group
 
 
-# ---------------------------------------------------------------------------------------------------- the measurement
+# ----------------------------------------------------------------------------------------------------
+# the measurement
 
 
 def load_questions(cfg: Config) -> list[Conversation]:
-    """The conversations whose last questions are the prompts. Raises ValueError: too few."""
+    """The conversations whose last questions are the prompts.
+
+    Raises:
+        ValueError: too few.
+    """
     conversations: list[Conversation] = (
         [
             {"messages": [{"role": "user", "content": question(problem)}], "domain": "code"}
@@ -149,16 +196,24 @@ def load_questions(cfg: Config) -> list[Conversation]:
         else load_conversations(cfg.prompts)
     )
     if len(conversations) < FIRST_PROBLEMS:
-        raise ValueError(f"{cfg.prompts} has {len(conversations)} conversations: give at least {FIRST_PROBLEMS}")
+        raise ValueError(
+            f"{cfg.prompts} has {len(conversations)} conversations: give at least {FIRST_PROBLEMS}"
+        )
     return conversations
 
 
 def render_prompts(
     cfg: Config, target: TargetFolder, questions: Sequence[Conversation]
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """(prompts of the first rounds, prompts of the last ones). Raises ValueError: none is left."""
+    """(prompts of the first rounds, prompts of the last ones).
+
+    Raises:
+        ValueError: none is left.
+    """
     day = choose_day(None)
-    render = functools.partial(held_out_prompts, tokenizer=target.tokenizer, max_length=MAX_PROMPT_TOKENS, day=day)
+    render = functools.partial(
+        held_out_prompts, tokenizer=target.tokenizer, max_length=MAX_PROMPT_TOKENS, day=day
+    )
     first = render(questions[::FIRST_PROBLEMS], num_prompts=cfg.num_prompts)
     rest = [c for number, c in enumerate(questions) if number % FIRST_PROBLEMS]
     most = cfg.confirm_rounds * max(cfg.prompts_one, cfg.prompts_many)
@@ -168,13 +223,18 @@ def render_prompts(
 
 def server_options(cfg: Config) -> dict[str, Any]:
     return {
-        "max_model_len": MAX_PROMPT_TOKENS + cfg.max_tokens + max(LOOKUP_TOKENS.values()) + cfg.num_speculative_tokens,
+        "max_model_len": MAX_PROMPT_TOKENS
+        + cfg.max_tokens
+        + max(LOOKUP_TOKENS.values())
+        + cfg.num_speculative_tokens,
         "max_num_seqs": ROWS_PROMPTS,
         "extra_args": cfg.vllm_args,
     }
 
 
-def choose_baseline(cfg: Config, target: TargetFolder, prompts: Sequence[Prompt]) -> tuple[Mode, dict[Mode, float]]:
+def choose_baseline(
+    cfg: Config, target: TargetFolder, prompts: Sequence[Prompt]
+) -> tuple[Mode, dict[Mode, float]]:
     """(mode of all servers, tokens/s by mode)."""
     load = min(LOADS)
     plan = replace(plan_rounds(cfg, 1), prompts={load: cfg.prompts_one})
@@ -193,13 +253,16 @@ def choose_baseline(cfg: Config, target: TargetFolder, prompts: Sequence[Prompt]
 class Rounds:
     """The rounds of a comparison: groups of servers in one mode, the target alone among them."""
 
-    def __init__(self, cfg: Config, target: TargetFolder, mode: Mode, modes: Mapping[Mode, float]) -> None:
+    def __init__(
+        self, cfg: Config, target: TargetFolder, mode: Mode, modes: Mapping[Mode, float]
+    ) -> None:
         self.cfg, self.target, self.mode, self.modes = cfg, target, mode, modes
         self.groups: list[Results] = []  # The rounds of every group, once.
 
     def measure_first(self, candidates: Sequence[Candidate], prompts: Sequence[Prompt]) -> Results:
         """Rounds of a group of drafts with the most draft tokens, beside the target alone, which
-        also gets as many requests as eight verify rows."""
+        also gets as many requests as eight verify rows.
+        """
         drafts = {candidate.name: candidate.speculative_config for candidate in candidates}
         # 1 request with 3 draft tokens verifies 4 rows, 8 verify 32: so time 4 and 32 alone.
         # Two answers for each request in flight: the second begins where the first ends early.
@@ -207,7 +270,9 @@ class Rounds:
         return self._measure(drafts, prompts, plan_rounds(self.cfg, self.cfg.rounds), "logs", rows)
 
     def confirm(self, best: Sequence[Choice], prompts: Sequence[Prompt]) -> dict[str, Results]:
-        """By draft, rounds of the best drafts with the advised numbers of tokens, beside the target alone."""
+        """By draft, rounds of the best drafts with the advised numbers of tokens, beside the target
+        alone.
+        """
         size, plan = num_together(self.cfg) - 1, plan_rounds(self.cfg, self.cfg.confirm_rounds)
         results: dict[str, Results] = {}
         with Progress(total=len(best), desc="confirm drafts", unit="draft") as bar:
@@ -215,7 +280,9 @@ class Rounds:
                 group = best[start : start + size]
                 drafts = {choice.candidate.name: choice.speculative_config for choice in group}
                 # With the target's rounds of this group: a speed is a ratio within a round.
-                results |= dict.fromkeys(drafts, self._measure(drafts, prompts, plan, "logs-confirm"))
+                results |= dict.fromkeys(
+                    drafts, self._measure(drafts, prompts, plan, "logs-confirm")
+                )
                 bar.update(len(group))
         return results
 
@@ -227,18 +294,37 @@ class Rounds:
         logs: str,
         alone: Plan | None = None,
     ) -> Results:
-        """The rounds of a group. They are kept for a run with the same files and settings. `alone` are further loads
-        of the target alone."""
+        """The rounds of a group.
+
+        They are kept for a run with the same files and settings. `alone` are further loads of the
+        target alone.
+        """
         options = {**server_options(self.cfg), "mode": self.mode}
         configs: dict[str, Mapping[str, Any] | None] = {PLAIN: None, **drafts}
 
         def measure() -> Results:
-            with start_servers(self.target.name, configs, self.cfg.output / logs, **options) as servers:
+            with start_servers(
+                self.target.name, configs, self.cfg.output / logs, **options
+            ) as servers:
                 further = run_rounds({PLAIN: servers[PLAIN]}, prompts, alone) if alone else {}
                 return {**run_rounds(servers, prompts, plan), **further}
 
-        files = [fingerprint_path(config[key]) for config in drafts.values() for key in FILES if key in config]
-        key = [self.target.fingerprint, configs, files, prompts, plan, alone, options, engine_environment()]
+        files = [
+            fingerprint_path(config[key])
+            for config in drafts.values()
+            for key in FILES
+            if key in config
+        ]
+        key = [
+            self.target.fingerprint,
+            configs,
+            files,
+            prompts,
+            plan,
+            alone,
+            options,
+            engine_environment(),
+        ]
         self.groups.append(keep_rounds(self.cfg.output / ROUNDS, key, measure))
         return self.groups[-1]
 
@@ -253,4 +339,8 @@ def num_together(cfg: Config) -> int:
 
 def plan_rounds(cfg: Config, rounds: int) -> Plan:
     one, many = LOADS
-    return Plan(rounds=rounds, prompts={one: cfg.prompts_one, many: cfg.prompts_many}, max_tokens=cfg.max_tokens)
+    return Plan(
+        rounds=rounds,
+        prompts={one: cfg.prompts_one, many: cfg.prompts_many},
+        max_tokens=cfg.max_tokens,
+    )

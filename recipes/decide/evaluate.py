@@ -1,4 +1,6 @@
-"""Measure the acceptance of drafts by domain, temperature and number of draft tokens, with intervals."""
+"""Measure the acceptance of drafts by domain, temperature and number of draft tokens, with
+intervals.
+"""
 
 import datetime
 import json
@@ -30,7 +32,11 @@ from redraft.eval.forecast.drafts import LoadedTarget, NamedDraft, load_drafts
 from redraft.eval.forecast.teacher_forced import Protocol, Rows, forecast_drafts
 from redraft.eval.prompts import Prompt
 from redraft.eval.report import regression
-from redraft.eval.report.acceptance import SCHEMA_VERSION, build_acceptance_report, write_acceptance_report
+from redraft.eval.report.acceptance import (
+    SCHEMA_VERSION,
+    build_acceptance_report,
+    write_acceptance_report,
+)
 from redraft.eval.report.results import Measured
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.target_folder import TargetFolder
@@ -60,10 +66,16 @@ def main(cfg: Config) -> None:
     drafts = load_drafts(cfg.draft, target, cfg.ngram, cfg.draft_sample_method)
     for draft in drafts if cfg.engine else ():
         require_runner(draft.speculative, way_out=", or forecast with --no-engine")
-    if not cfg.engine and (unmeasured := [draft.name for draft in drafts if draft.forecast is None]):
+    if not cfg.engine and (
+        unmeasured := [draft.name for draft in drafts if draft.forecast is None]
+    ):
         raise ValueError(f"{unmeasured[0]} is measured in the engine only: leave out --no-engine")
-    if not cfg.forecast and (unserved := [draft.name for draft in drafts if draft.speculative is None]):
-        raise ValueError(f"{unserved[0]} has no proposer in vLLM, and is forecast only: leave out --no-forecast")
+    if not cfg.forecast and (
+        unserved := [draft.name for draft in drafts if draft.speculative is None]
+    ):
+        raise ValueError(
+            f"{unserved[0]} has no proposer in vLLM, and is forecast only: leave out --no-forecast"
+        )
 
     # 2. prompts
     earlier = baseline.settings if baseline else {}
@@ -121,15 +133,28 @@ def main(cfg: Config) -> None:
 
 
 def forecast_all(
-    target: LoadedTarget, drafts: Sequence[NamedDraft], prompts: Sequence[Prompt], protocol: Protocol, kept: Path
+    target: LoadedTarget,
+    drafts: Sequence[NamedDraft],
+    prompts: Sequence[Prompt],
+    protocol: Protocol,
+    kept: Path,
 ) -> Rows:
-    """The forecast of all drafts with one pass of the target per batch; kept in `kept`. The models end on the CPU."""
+    """The forecast of all drafts with one pass of the target per batch; kept in `kept`.
+
+    The models end on the CPU.
+    """
     forecastable = {draft.name: draft.forecast for draft in drafts if draft.forecast}
-    # The union of all drafts' layers: one pass of the target serves all, and each draft picks from it.
+    # The union of all drafts' layers: one pass of the target serves all, and each draft picks from
+    # it.
     layers = sorted({layer for draft in forecastable.values() for layer in draft.aux_layer_ids})
     signal = InProcessTarget(target.model, layers)
-    rows = forecast_drafts(target.model, target.opened.fingerprint, signal, forecastable, prompts, protocol, kept)
-    for module in (target.model, *(draft.module for draft in forecastable.values() if draft.module)):
+    rows = forecast_drafts(
+        target.model, target.opened.fingerprint, signal, forecastable, prompts, protocol, kept
+    )
+    for module in (
+        target.model,
+        *(draft.module for draft in forecastable.values() if draft.module),
+    ):
         module.to("cpu")
     return rows
 
@@ -142,7 +167,9 @@ def check(cfg: Config) -> None:
         raise ValueError("--temperature needs numbers of at least 0")
     require_least(cfg, num_prompts=1, max_tokens=1, batch_size=1, concurrency=1)
     if not (cfg.forecast or cfg.engine):
-        raise ValueError("--no-forecast and --no-engine leave nothing to measure: leave out one of them")
+        raise ValueError(
+            "--no-forecast and --no-engine leave nothing to measure: leave out one of them"
+        )
     if not cfg.forecast and cfg.baseline:
         raise ValueError("--baseline is read together with forecasts: leave out --no-forecast")
     if not 0 < cfg.held_out <= 1:
@@ -150,30 +177,53 @@ def check(cfg: Config) -> None:
 
 
 def load(target: TargetFolder, *, whole: bool = True) -> Any:
-    """The frozen model of a target, on the GPU if there is one. If not `whole`, only what a draft
-    borrows of it, on the CPU. Raises ValueError: it cannot be loaded, or does not fit."""
+    """The frozen model of a target, on the GPU if there is one.
+
+    If not `whole`, only what a draft borrows of it, on the CPU.
+
+    Raises:
+        ValueError: it cannot be loaded, or does not fit.
+    """
     if not whole:
         return load_skeleton(target, target.torch_dtype, torch.device("cpu"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    require_target_room(target, device, way_out="count in the engine alone: --no-forecast -- --tensor-parallel-size=N")
+    require_target_room(
+        target,
+        device,
+        way_out="count in the engine alone: --no-forecast -- --tensor-parallel-size=N",
+    )
     return load_target(target, Signal(), device)
 
 
 def choose_day(cfg: Config, earlier: Mapping[str, Any]) -> datetime.date:
-    """The date for a chat template that writes today's: that in the settings of an `earlier`
-    report, or of earlier measurements in --output, so the same prompts stay the same on another
-    day. Otherwise it is today, and kept in --output. Raises ValueError if it cannot be read."""
+    """The date for a chat template that writes today's.
+
+    That in the settings of an `earlier` report, or of earlier measurements in --output, so the same
+    prompts stay the same on another day. Otherwise it is today, and kept in --output.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
     if recorded := earlier.get("date"):
         return datetime.date.fromisoformat(recorded)
     return keep_day(cfg.output / "kept" / "date")
 
 
 def load_prompts(cfg: Config, tokenizer: Any, day: datetime.date | None) -> list[Prompt]:
-    """The prompts to measure on. A chat template that writes today's date writes `day`.
-    Raises ValueError if the data cannot be read, the column is missing, or no prompt is left."""
-    conversations = load_conversations(cfg.prompts, split=cfg.split, domain_column=cfg.domain_column)
+    """The prompts to measure on.
+
+    A chat template that writes today's date writes `day`.
+
+    Raises:
+        ValueError: if the data cannot be read, the column is missing, or no prompt is left.
+    """
+    conversations = load_conversations(
+        cfg.prompts, split=cfg.split, domain_column=cfg.domain_column
+    )
     _, used = split_held_out(conversations, cfg.held_out)
-    return held_out_prompts(used, tokenizer, num_prompts=cfg.num_prompts, max_length=cfg.max_prompt_tokens, day=day)
+    return held_out_prompts(
+        used, tokenizer, num_prompts=cfg.num_prompts, max_length=cfg.max_prompt_tokens, day=day
+    )
 
 
 def measure_in_engine(
@@ -184,9 +234,15 @@ def measure_in_engine(
     protocol: Protocol,
     kept: Path,
 ) -> dict[tuple[str, float, int], list[AcceptanceCounts]]:
-    """The engine's counts of every prompt, by draft, temperature and number of draft tokens; kept in `kept`."""
+    """The engine's counts of every prompt, by draft, temperature and number of draft tokens.
+
+    Kept in `kept`.
+    """
     options = EngineOptions(
-        concurrency=cfg.concurrency, dtype=cfg.target_dtype, args=cfg.vllm_args, forecast=cfg.forecast
+        concurrency=cfg.concurrency,
+        dtype=cfg.target_dtype,
+        args=cfg.vllm_args,
+        forecast=cfg.forecast,
     )
     found: dict[tuple[str, float, int], list[AcceptanceCounts]] = {}
     for draft in drafts:
@@ -194,24 +250,51 @@ def measure_in_engine(
         if draft.speculative and numbers:
             k = numbers[-1]  # the largest one tells most, and every run of the engine takes minutes
             counted = serve_and_count(target, draft, k, prompts, protocol, options, kept)
-            found |= {(draft.name, t, k): c for t, c in zip(protocol.temperatures, counted, strict=True)}
+            found |= {
+                (draft.name, t, k): c for t, c in zip(protocol.temperatures, counted, strict=True)
+            }
     return found
 
 
 def settings(cfg: Config, target: TargetFolder, sampling: Sampling) -> dict[str, Any]:
-    shown = ("split", "domain_column", "held_out", "max_prompt_tokens", "max_tokens", "draft_sample_method")
+    shown = (
+        "split",
+        "domain_column",
+        "held_out",
+        "max_prompt_tokens",
+        "max_tokens",
+        "draft_sample_method",
+    )
     filters = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
-    left_out = {"penalties_left_out": penalties} if (penalties := list_penalties(target.folder)) else {}
+    left_out = (
+        {"penalties_left_out": penalties} if (penalties := list_penalties(target.folder)) else {}
+    )
     dtype = {"target_dtype": cfg.target_dtype} if cfg.target_dtype else {}
-    # A baseline must agree in the filters, `max_tokens`, `draft_sample_method` and `ngram` (`match_drafts`).
+    # A baseline must agree in the filters, `max_tokens`, `draft_sample_method` and `ngram`
+    # (`match_drafts`).
     shown_settings = {name: getattr(cfg, name) for name in shown}
-    return {"data": cfg.prompts, **shown_settings, **dtype, **filters, **left_out, "ngram": asdict(cfg.ngram)}
+    return {
+        "data": cfg.prompts,
+        **shown_settings,
+        **dtype,
+        **filters,
+        **left_out,
+        "ngram": asdict(cfg.ngram),
+    }
 
 
 def write_run(cfg: Config, duration_s: float) -> None:
-    """Write run.json: command, config, date and duration. They are not in the report, which is reproducible."""
+    """Write run.json: command, config, date and duration.
+
+    They are not in the report, which is reproducible.
+    """
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    run = {"command": sys.argv, "config": asdict(cfg), "date": now, "duration_s": round(duration_s, 1)}
+    run = {
+        "command": sys.argv,
+        "config": asdict(cfg),
+        "date": now,
+        "duration_s": round(duration_s, 1),
+    }
     write_whole(cfg.output / "run.json", json.dumps(run, indent=2, default=str) + "\n")
 
 

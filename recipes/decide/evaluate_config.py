@@ -1,12 +1,16 @@
-"""Measure the acceptance of drafts by domain, temperature and number of draft tokens, with intervals.
+"""Measure the acceptance of drafts by domain, temperature and number of draft tokens, with
+intervals.
 
-$ redraft eval --target TARGET --draft DRAFT --draft ngram --prompts prompts.jsonl --domain-column topic
+$ redraft eval --target TARGET --draft DRAFT --draft ngram --prompts prompts.jsonl --domain-column \
+topic
 $ redraft eval --target TARGET --draft DRAFT --no-forecast -- --tensor-parallel-size=8   # of several GPUs
-$ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss 0.02
+$ redraft eval --target TARGET --draft v13=DRAFT --baseline outputs/eval-v12/report.json --max-loss \
+0.02
 
-One pass of the target over its answers gives the acceptance of every draft (the forecast). Then a real vLLM serves each
-draft, and its counters are shown next to the forecast. After an interruption, run the same command again to continue.
-The exit status is 1 if acceptance fell below the baseline, 2 if something cannot be measured.
+One pass of the target over its answers gives the acceptance of every draft (the forecast). Then a
+real vLLM serves each draft, and its counters are shown next to the forecast. After an interruption,
+run the same command again to continue. The exit status is 1 if acceptance fell below the baseline,
+2 if something cannot be measured.
 """
 
 from dataclasses import dataclass, field
@@ -20,21 +24,26 @@ from redraft.recipes.decide.measure_config import MeasureConfig
 @dataclass(frozen=True, kw_only=True)
 class Config(MeasureConfig):
     prompts: str = "HuggingFaceH4/ultrachat_200k"
-    """Source of the prompts: a hub name, a .jsonl or .parquet file, or `stdlib` (code and prose, for the small
-    target)."""
+    """Source of the prompts: a hub name, a .jsonl or .parquet file, or `stdlib` (code and prose,
+    for the small target).
+    """
     split: str = "test_sft"
     """Split of a hub data set."""
     domain_column: str | None = None
-    """Column with a row's domain (chat, code, math, ...). By default `domain`, if the data has it."""
+    """Column with a row's domain (chat, code, math, ...). By default `domain`, if the data has it.
+    """
     held_out: float = 1.0
-    """Share of the conversations to use, from 0 to 1. The number used in training selects those held out there."""
+    """Share of the conversations to use, from 0 to 1. The number used in training selects those
+    held out there.
+    """
     num_prompts: int = 64
     """Number of prompts, divided evenly among the domains."""
     max_prompt_tokens: int = 1024
     """Maximum length of a prompt in tokens. Longer prompts are left out."""
     temperature: tuple[float, ...] = ()
-    """Temperatures to measure at. Above 0, answers are sampled from the target. By default the one that the target's
-    generation_config.json names, else 1, as vLLM."""
+    """Temperatures to measure at. Above 0, answers are sampled from the target. By default the one
+    that the target's generation_config.json names, else 1, as vLLM.
+    """
     num_speculative_tokens: tuple[int, ...] = MEASURED_TOKENS
     """Numbers of draft tokens to measure."""
     max_tokens: int = 128
@@ -45,16 +54,25 @@ class Config(MeasureConfig):
     batch_size: int = 16
     """Prompts per pass of the target."""
     forecast: bool = True
-    """Forecast every draft with the target in this process. With --no-forecast, the engine counts, and only the engine
-    loads the target: for one that takes several GPUs, with `-- --tensor-parallel-size=N`."""
+    """Forecast every draft with the target in this process. With --no-forecast, the engine counts,
+    and only the engine loads the target: for one that takes several GPUs, with `--
+    --tensor-parallel-size=N`.
+    """
     engine: bool = True
-    """Also serve every draft in a real vLLM, with the largest number of draft tokens. --no-engine forecasts only."""
+    """Also serve every draft in a real vLLM, with the largest number of draft tokens. --no-engine
+    forecasts only.
+    """
     concurrency: int = 4
-    """Requests in flight in the engine; 1 beside a forecast of counted answers, which propose less to several."""
+    """Requests in flight in the engine; 1 beside a forecast of counted answers, which propose less
+    to several.
+    """
     baseline: Path | None = None
-    """An earlier report.json of the same target. Losses of acceptance are listed, and the exit status is 1."""
+    """An earlier report.json of the same target. Losses of acceptance are listed, and the exit
+    status is 1.
+    """
     max_loss: float = 0.02
     """Share of tau that may be lost against the baseline, e.g. 0.02 for 2%. A loss must also be
     more than chance explains: with few prompts, small losses are not reported."""
     output: Path = Path("outputs/eval")
-    """Folder for report.json, report.html, report.md and run.json, and for finished measurements."""
+    """Folder for report.json, report.html, report.md and run.json, and for finished measurements.
+    """

@@ -1,4 +1,7 @@
-"""The drafts of a comparison: lookups that need no training, finished drafts, and drafts that are trained here."""
+"""The drafts of a comparison.
+
+Lookups that need no training, finished drafts, and drafts that are trained here.
+"""
 
 import json
 import shutil
@@ -18,11 +21,26 @@ from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import count_parameters
 from redraft.heads.files.kept import fingerprint_path
 from redraft.heads.files.target_folder import TargetFolder
-from redraft.recipes.decide.compare_config import HEAD, LAYERS, LOOKUP_TOKENS, RETRIEVAL, Config, parse_trained
+from redraft.recipes.decide.compare_config import (
+    HEAD,
+    LAYERS,
+    LOOKUP_TOKENS,
+    RETRIEVAL,
+    Config,
+    parse_trained,
+)
 
 OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
     "eagle3": lambda tokens: [
-        *("--head.num-steps", str(tokens), "--head.fc-norm", "--init", "least_squares", "--init-tokens", "32768")
+        *(
+            "--head.num-steps",
+            str(tokens),
+            "--head.fc-norm",
+            "--init",
+            "least_squares",
+            "--init-tokens",
+            "32768",
+        )
     ],
     "medusa": lambda tokens: ["--head.num-heads", str(tokens)],
     # The default, 512 blocks of 16, is for GPUs: on a CPU a step would take half a minute.
@@ -32,19 +50,23 @@ OWN_FLAGS: dict[str, Callable[[int], list[str]]] = {
 
 ADAMW = ("--optim.lr", "1e-3")
 MUON = ("--optim.name", "muon", "--optim.momentum", "0.8", "--optim.lr")
-"""Flags of the optimizers. In a short run all families learn more with Muon, but Medusa. A training of minutes has no
-time for the long memory of a higher momentum."""
+"""Flags of the optimizers. In a short run all families learn more with Muon, but Medusa. A training
+of minutes has no time for the long memory of a higher momentum.
+"""
 
 MUON_RATE, STARTED_RATE = "2e-3", "5e-4"
-"""Muon's learning rate, and that of a head that starts by least squares: a higher one would undo the start."""
+"""Muon's learning rate, and that of a head that starts by least squares: a higher one would undo
+the start.
+"""
 
 LOOKUP_TITLES = {NGRAM: "n-grams", RETRIEVAL: "counted answers"}
 MAX_PROMPT_TOKENS = 360
 CHECKPOINTS = "checkpoints"  # Folder of a training's checkpoints in its run.
 
 HEAD_REQUESTS = 4
-"""A head behind counted answers drafts in steps of at most so many requests. In larger ones a token costs more to
-verify than it gains."""
+"""A head behind counted answers drafts in steps of at most so many requests. In larger ones a token
+costs more to verify than it gains.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +85,15 @@ def make_lookups(making: Making) -> Iterator[Candidate]:
         # A folder with a config.json is whole: `redraft retrieval` publishes with one rename.
         counted = making.cfg.output / RETRIEVAL
         module = ("-m", "redraft.recipes.cli", "retrieval")
-        command = [*module, "--target", making.target.name, "--data", making.answers, "--output", str(counted)]
+        command = [
+            *module,
+            "--target",
+            making.target.name,
+            "--data",
+            making.answers,
+            "--output",
+            str(counted),
+        ]
         run_once(counted, counted / "config.json", command, making)
         config = DraftSource(source=str(counted)).speculative()
         yield Candidate(RETRIEVAL, "counted answers", config, LOOKUP_TOKENS[RETRIEVAL])
@@ -84,36 +114,57 @@ def make_trained(making: Making, names: Sequence[str]) -> Iterator[Candidate]:
         yield Candidate(name, title(name), config, most, count_parameters(run / "draft"), report)
 
 
-def finished_drafts(sources: Sequence[str], made: Sequence[str], num_speculative_tokens: int) -> Iterator[Candidate]:
-    """The drafts of --draft. Raises ValueError, FileNotFoundError: one would not be served."""
+def finished_drafts(
+    sources: Sequence[str], made: Sequence[str], num_speculative_tokens: int
+) -> Iterator[Candidate]:
+    """The drafts of --draft.
+
+    Raises:
+        ValueError, FileNotFoundError: one would not be served.
+    """
     for name, draft in name_drafts(sources, made).items():
         size = count_parameters(draft.folder) if draft.folder else None
-        candidate = Candidate(name, name, forget_requests(draft.speculative()), num_speculative_tokens, size)
+        candidate = Candidate(
+            name, name, forget_requests(draft.speculative()), num_speculative_tokens, size
+        )
         require_servable(candidate.speculative_config)
         yield candidate
 
 
 def name_drafts(sources: Sequence[str], trained: Sequence[str]) -> dict[str, DraftSource]:
-    """The drafts of --draft by name, or by the whole source if two share it. Raises ValueError: a
-    source is given twice, or named as a draft made here."""
+    """The drafts of --draft by name, or by the whole source if two share it.
+
+    Raises:
+        ValueError: a source is given twice, or named as a draft made here.
+    """
     made = [PLAIN, NGRAM, RETRIEVAL, *trained]
     drafts = [DraftSource.parse(source) for source in sources]
     for source in sources:
         if sources.count(source) > 1:
             raise ValueError(f"--draft {source} is given twice")
         if source in made:
-            raise ValueError(f"--draft {source}: the comparison has one of this name; a folder is ./{source}")
+            raise ValueError(
+                f"--draft {source}: the comparison has one of this name; a folder is ./{source}"
+            )
     names = [*made, *(draft.name for draft in drafts)]
     return {draft.name if names.count(draft.name) == 1 else str(draft): draft for draft in drafts}
 
 
 def training_command(making: Making, name: str) -> list[str]:
-    """The recipe of a draft, and the flags. All see the same answers for the same time. The start
-    of an EAGLE-3 head is fitted before. Raises ValueError: the target has too few layers."""
+    """The recipe of a draft, and the flags.
+
+    All see the same answers for the same time. The start of an EAGLE-3 head is fitted before.
+
+    Raises:
+        ValueError: the target has too few layers.
+    """
     assert making.answers is not None, "a training without answers is refused before"
     cfg, tokens = making.cfg, str(making.cfg.num_speculative_tokens)
     if found := LAYERS.fullmatch(name):
-        family, own = "standalone", ["--draft.layers", *map(str, spread(int(found[1]), making.target))]
+        family, own = (
+            "standalone",
+            ["--draft.layers", *map(str, spread(int(found[1]), making.target))],
+        )
     elif found := HEAD.fullmatch(name):
         family, own = found[1], ["--draft-vocab-size", str(1024 * int(found[2]))]
         own += OWN_FLAGS[found[1]](cfg.num_speculative_tokens) if found[1] in OWN_FLAGS else []
@@ -126,22 +177,51 @@ def training_command(making: Making, name: str) -> list[str]:
         *("--data.source", making.answers, "--data.held-out", "0.02"),
         # The forecast is of the prompts that the first rounds measure.
         *("--data.prompts", str(making.prompts), "--data.num-prompts", str(cfg.num_prompts)),
-        *("--data.max-prompt-tokens", str(MAX_PROMPT_TOKENS), "--prove.max-tokens", str(cfg.max_tokens)),
+        *(
+            "--data.max-prompt-tokens",
+            str(MAX_PROMPT_TOKENS),
+            "--prove.max-tokens",
+            str(cfg.max_tokens),
+        ),
         *("--divergence.name", "lk_hybrid", "--optim.max-grad-norm", "0.5"),
-        *(ADAMW if name == "medusa" else (*MUON, STARTED_RATE if name.startswith("eagle3") else MUON_RATE)),
-        *("--loop.minutes", str(cfg.minutes), "--loop.batch-size", "4", "--loop.sequence-length", "512"),
-        # No evaluation or engine in between: the minutes are for steps, and the rounds measure later.
+        *(
+            ADAMW
+            if name == "medusa"
+            else (*MUON, STARTED_RATE if name.startswith("eagle3") else MUON_RATE)
+        ),
+        *(
+            "--loop.minutes",
+            str(cfg.minutes),
+            "--loop.batch-size",
+            "4",
+            "--loop.sequence-length",
+            "512",
+        ),
+        # No evaluation or engine in between: the minutes are for steps, and the rounds measure
+        # later.
         *("--loop.eval-every", "0", "--loop.save-every", "50", "--prove.no-engine"),
         # The target answers the held-out prompts once, for all trainings.
-        *("--prove.num-speculative-tokens", tokens, "--prove.reference", str(cfg.output / "target"), *cfg.flags),
+        *(
+            "--prove.num-speculative-tokens",
+            tokens,
+            "--prove.reference",
+            str(cfg.output / "target"),
+            *cfg.flags,
+        ),
     ]
 
 
 def spread(count: int, target: TargetFolder) -> list[int]:
-    """`count` layers at equal distances, the first and last included. Raises ValueError."""
+    """`count` layers at equal distances, the first and last included.
+
+    Raises:
+        ValueError
+    """
     layers = int(target.text_config.num_hidden_layers)
     if not 1 <= count < layers:
-        raise ValueError(f"--train layers-{count}: {target.name} has {layers} layers, so give 1 to {layers - 1}")
+        raise ValueError(
+            f"--train layers-{count}: {target.name} has {layers} layers, so give 1 to {layers - 1}"
+        )
     # E.g. 4 of 30 layers: 0, 10, 19, 29. A single one is the first.
     return [round(i * (layers - 1) / max(1, count - 1)) for i in range(count)]
 
@@ -161,19 +241,27 @@ def title(name: str) -> str:
 
 def run_once(folder: Path, result: Path, command: list[str], making: Making) -> None:
     """Run a recipe in a separate process, unless the result exists; an interrupted one continues.
-    Raises ValueError: it fails, after it has printed the reason; or the result is of other flags, or
-    of other files of the target or the data."""
+
+    Raises:
+        ValueError: it fails, after it has printed the reason; or the result is of other flags, or
+            of other files of the target or the data.
+    """
     if folder in making.made:
         return
     making.made.add(folder)
     kept = making.cfg.output / f"{folder.name}.command.json"
-    data = [fingerprint_path(name) for name in (making.answers or "", str(making.prompts)) if name in command]
+    data = [
+        fingerprint_path(name)
+        for name in (making.answers or "", str(making.prompts))
+        if name in command
+    ]
     made = {"command": command, "target": making.target.fingerprint, "data": data}
     is_same = kept.is_file() and json.loads(kept.read_text()) == made
     if result.is_file() and not making.cfg.overwrite:
         if not is_same:
             raise ValueError(
-                f"{folder} was made with other flags, or the files of its data or of {making.target.name} have "
+                f"{folder} was made with other flags, or the files of its data or of "
+                f"{making.target.name} have "
                 "changed since: give --overwrite, or another --output"
             )
         print(f"{folder} is already done")

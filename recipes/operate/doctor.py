@@ -4,8 +4,8 @@ $ redraft doctor                                            # versions, devices,
 $ redraft doctor --target TARGET --draft DRAFT              # does serving see the same inputs as training?
 $ redraft doctor --target TARGET --draft DRAFT --no-engine  # seconds: configs, tensors and provenance only
 
-Every problem is printed with a cure, and so is every doubt: something unusual that may be meant. The exit status is 0
-without problems, 1 with any, 2 if something cannot be read.
+Every problem is printed with a cure, and so is every doubt: something unusual that may be meant.
+The exit status is 0 without problems, 1 with any, 2 if something cannot be read.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,9 @@ class Config:
     target: str | None = None
     """Folder or hub name of the served model. If it contains an MTP layer, it is also the draft."""
     draft: str | None = None
-    """Folder or hub name of the draft to check, or `mtp` for the target's MTP layer. Of `ngram+HEAD` the head is
-    checked."""
+    """Folder or hub name of the draft to check, or `mtp` for the target's MTP layer. Of
+    `ngram+HEAD` the head is checked.
+    """
     method: Method | None = None
     """vLLM's method to serve the draft with. By default the method of its family."""
     num_speculative_tokens: int | None = None
@@ -32,11 +33,14 @@ class Config:
     engine: bool = True
     """Run the draft in the real vLLM. Without a draft, only import vLLM."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default that of the forecast published with the draft, if this machine
-    computes in it. Without one, on a GPU bfloat16; on a CPU bfloat16 if the target is stored so and the CPU has
-    instructions for bfloat16, else float32."""
+    """Type in which the target computes. By default that of the forecast published with the draft,
+    if this machine computes in it. Without one, on a GPU bfloat16; on a CPU bfloat16 if the
+    target is stored so and the CPU has instructions for bfloat16, else float32.
+    """
     prompts: str | None = None
-    """Data with prompts for the engine, in the forms of --data.source; by default those held out in training."""
+    """Data with prompts for the engine, in the forms of --data.source; by default those held out in
+    training.
+    """
     num_prompts: int = 16
     """Number of prompts for the engine."""
     max_tokens: int | None = None
@@ -58,18 +62,26 @@ def main(cfg: Config) -> None:
 
 
 def check_pair(cfg: Config) -> list[Finding]:
-    """Check the draft against the target, and print the facts. Raises FileNotFoundError if a folder
-    is missing. Raises ValueError if the target is not given or the folder holds no draft."""
+    """Check the draft against the target, and print the facts.
+
+    Raises:
+        FileNotFoundError: if a folder is missing.
+        ValueError: if the target is not given or the folder holds no draft.
+    """
     # torch, which an environment may lack
     from redraft.distill.doctor.check_draft import check_draft
     from redraft.distill.doctor.in_engine import EngineCheck
     from redraft.eval.engine.draft_source import DraftSource
 
     if cfg.target is None:
-        raise ValueError(f"--draft {cfg.draft} needs a target to be checked against: give --target as well")
+        raise ValueError(
+            f"--draft {cfg.draft} needs a target to be checked against: give --target as well"
+        )
     draft = DraftSource.parse(cfg.draft or cfg.target)
     if draft.lookup is None and draft.is_without_folder and draft.is_lookup:
-        raise ValueError(f"{draft} is looked up: no model computes it, so there is nothing to compare")
+        raise ValueError(
+            f"{draft} is looked up: no model computes it, so there is nothing to compare"
+        )
     engine = EngineCheck(
         dtype=cfg.target_dtype,
         prompts=cfg.prompts,

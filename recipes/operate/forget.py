@@ -3,12 +3,13 @@
     $ redraft fleet forget acme --dry-run --config learner.toml
     $ redraft fleet forget acme --config learner.toml
 
-A tenant is the name sent by clients in X-Redraft-Tenant. The command reaches the learner's buffer and its quarantine,
-the spool, the ingest log with the broker's files, and anchors. Deleted bytes are overwritten. Records still on their
-way are dropped on arrival. If each domain has a learner, run this for every learner.
+A tenant is the name sent by clients in X-Redraft-Tenant. The command reaches the learner's buffer
+and its quarantine, the spool, the ingest log with the broker's files, and anchors. Deleted bytes
+are overwritten. Records still on their way are dropped on arrival. If each domain has a learner,
+run this for every learner.
 
-A draft's weights keep what they have learned: the command that returns to the version before is printed. Exit status 1
-if nothing of the tenant was found.
+A draft's weights keep what they have learned: the command that returns to the version before is
+printed. Exit status 1 if nothing of the tenant was found.
 """
 
 from __future__ import annotations
@@ -56,13 +57,24 @@ def describe(forgotten: Forgotten, cfg: Config) -> list[str]:
         (forgotten.anchors, "in the anchors"),
     ]
     found = ", ".join(f"{number} {place}" for number, place in places if number)
-    lines = [f"{forgotten.num_records} records of {cfg.tenant} {deleted}{f': {found}' if found else ''}"]
+    lines = [
+        f"{forgotten.num_records} records of {cfg.tenant} {deleted}{f': {found}' if found else ''}"
+    ]
     if not forgotten.num_records:
-        lines.append("nothing of this name was found: check the spelling, and the other learners of the fleet")
+        lines.append(
+            "nothing of this name was found: check the spelling, and the other learners of the "
+            "fleet"
+        )
     if forgotten.unattributed:
-        lines.append(f"{forgotten.unattributed} unreadable files and messages {deleted} too: they may be anybody's")
+        lines.append(
+            f"{forgotten.unattributed} unreadable files and messages {deleted} too: they may be "
+            "anybody's"
+        )
     if not cfg.dry_run:
-        lines.append("records still on their way, and those made within the next hour, are dropped on arrival")
+        lines.append(
+            "records still on their way, and those made within the next hour, are dropped on "
+            "arrival"
+        )
     return lines + _describe_learned(forgotten, cfg)
 
 
@@ -73,20 +85,28 @@ def _describe_learned(forgotten: Forgotten, cfg: Config) -> list[str]:
     lines = [f"these may have learned from the records, and cannot forget: {', '.join(learned)}"]
     if forgotten.clean is None:
         return [*lines, "no version is from before: start a new registry from draft.initial"]
-    command = f"redraft fleet rollback --to {forgotten.clean} --config {shlex.quote(str(cfg.config))}"
+    command = (
+        f"redraft fleet rollback --to {forgotten.clean} --config {shlex.quote(str(cfg.config))}"
+    )
     return [*lines, f"to serve the version before and train on from it: {command}"]
 
 
 async def delete_records(cfg: LearnerConfig, tenant: str, *, is_dry: bool = False) -> Forgotten:
-    """Delete a tenant's records, through a running learner; returns the reach. Raises
-    BufferFullError, BrokerError; AlreadyOwnedError: the learner does not answer."""
+    """Delete a tenant's records, through a running learner; returns the reach.
+
+    Raises:
+        BufferFullError, BrokerError
+        AlreadyOwnedError: the learner does not answer.
+    """
     from redraft.online.learning.forget import Forgotten, Reach
 
     try:
         return await control.ask(cfg.folder, Forgotten, do="forget", tenant=tenant, dry_run=is_dry)
     except control.NoLearnerError:
         pass
-    from redraft.heads.files.folder import fingerprint  # these load torch: a learner that runs answers without
+    from redraft.heads.files.folder import (
+        fingerprint,
+    )  # these load torch: a learner that runs answers without
     from redraft.online.daemon.opening import open_stream, read_vocab_size
     from redraft.online.fleet.registry import Registry
     from redraft.online.learning.buffer import Buffer

@@ -6,8 +6,9 @@
     learner.nk    private key of the learner: it reads records, and manages their stream (nats.credentials)
     users.conf    both public keys, included by the broker's nats.conf; not a secret
 
-The keys are NKeys: the broker knows only their public halves, and a private key never goes over the network. Each is
-readable by its owner only. `recipes/deploy/compose/nats.conf` of the package gives both users their rights.
+The keys are NKeys: the broker knows only their public halves, and a private key never goes over the
+network. Each is readable by its owner only. `recipes/deploy/compose/nats.conf` of the package gives
+both users their rights.
 """
 
 import os
@@ -25,7 +26,11 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Write the keys. Raises FileExistsError if the folder already holds one of the files."""
+    """Write the keys.
+
+    Raises:
+        FileExistsError: if the folder already holds one of the files.
+    """
     import nkeys  # an extra, as nats-py is
 
     cfg.folder.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,8 @@
 
     $ redraft fleet token FILE
 
-Servers and learner read the same file: `redraft serve --token-file FILE`, and `token_file` below `[fleet]` in the
-learner's settings. An existing file is never overwritten.
+Servers and learner read the same file: `redraft serve --token-file FILE`, and `token_file` below
+`[fleet]` in the learner's settings. An existing file is never overwritten.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,12 @@
-"""Publish an empty message to the ingest log. The exit status is 0 if it was stored, 2 if not.
+"""Publish an empty message to the ingest log.
+
+The exit status is 0 if it was stored, 2 if not.
 
     $ redraft fleet probe nats://127.0.0.1:4222
 
-Use it as the liveness probe of a NATS server with an ingest log. After a full disk, NATS may stop storing messages,
-even with free space again, while the server's health page says ok. Only publishing shows it, and only a restart helps.
+Use it as the liveness probe of a NATS server with an ingest log. After a full disk, NATS may stop
+storing messages, even with free space again, while the server's health page says ok. Only
+publishing shows it, and only a restart helps.
 """
 
 import asyncio

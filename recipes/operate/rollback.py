@@ -3,8 +3,8 @@
     $ redraft fleet rollback --config learner.toml
     $ redraft fleet rollback --to v000003 --config learner.toml
 
-During a rollout, the candidate is taken back. Training begins again from the version then served. A running learner
-does the work; without one, this command does it.
+During a rollout, the candidate is taken back. Training begins again from the version then served. A
+running learner does the work; without one, this command does it.
 """
 
 import asyncio
@@ -26,8 +26,9 @@ class Config:
     config: Path = Path("learner.toml")
     """The learner's TOML file."""
     to: str = ""
-    """Version to return to, instead of the previous one. It must have been current. With the current version, only
-    training begins again."""
+    """Version to return to, instead of the previous one. It must have been current. With the
+    current version, only training begins again.
+    """
 
 
 def main(cfg: Config) -> None:
@@ -35,14 +36,20 @@ def main(cfg: Config) -> None:
 
 
 async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
-    """Roll back; returns the version then served. Raises FileNotFoundError: there is none, or `to`
-    was never current; ConnectionError: servers do not follow."""
+    """Roll back; returns the version then served.
+
+    Raises:
+        FileNotFoundError: there is none, or `to` was never current.
+        ConnectionError: servers do not follow.
+    """
     registry = Registry(cfg.registry)
     previous = registry.previous()
     try:
         back = await control.ask(cfg.folder, control.WentBack, do="rollback", to=to)
         if back.behind:
-            print(f"some servers are not there yet, and the learner keeps asking them: {back.behind}")
+            print(
+                f"some servers are not there yet, and the learner keeps asking them: {back.behind}"
+            )
         return back.version
     except control.NoLearnerError:
         pass
@@ -64,9 +71,16 @@ async def roll_back(cfg: LearnerConfig, to: str = "") -> str:
 
 
 def leave_training(cfg: LearnerConfig) -> None:
-    """Have the next learner begin at the current version, without the candidate of one that was killed."""
+    """Have the next learner begin at the current version, without the candidate of one that was
+    killed.
+    """
     if (state := _load_state(cfg)).candidate:
-        state = replace(state, phase=Phase.IDLE, candidate=None, reason="a person chose a version without a learner")
+        state = replace(
+            state,
+            phase=Phase.IDLE,
+            candidate=None,
+            reason="a person chose a version without a learner",
+        )
         save(state, cfg.folder / "state.json")
     begin_training_again(cfg.buffer_config.folder)
 

@@ -2,8 +2,9 @@
 
     $ redraft fleet swap v000007 --config learner.toml
 
-One server takes the version first and is compared with the others; if it accepts less, all servers go back. A running
-learner does the work after its current task; without a running learner, this command does it.
+One server takes the version first and is compared with the others; if it accepts less, all servers
+go back. A running learner does the work after its current task; without a running learner, this
+command does it.
 """
 
 import asyncio
@@ -35,7 +36,8 @@ def main(cfg: Config) -> None:
     policy = learner.rollout
     longest_s = policy.warm_up_s + policy.window_timeout_s + len(policy.waves) * policy.watch_s
     print(
-        f"{cfg.version}: one server first, compared over {policy.min_drafts} drafts or more (at most {longest_s:.0f} s)"
+        f"{cfg.version}: one server first, compared over {policy.min_drafts} drafts or more (at "
+        f"most {longest_s:.0f} s)"
     )
     outcome = asyncio.run(roll_out(learner, cfg.version))
     if not outcome.passed:
@@ -44,8 +46,12 @@ def main(cfg: Config) -> None:
 
 
 async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
-    """Roll out a version, through a running learner; returns the outcome. Raises FileNotFoundError:
-    there is none; AlreadyOwnedError: the learner does not answer."""
+    """Roll out a version, through a running learner; returns the outcome.
+
+    Raises:
+        FileNotFoundError: there is none.
+        AlreadyOwnedError: the learner does not answer.
+    """
     try:
         return await control.ask(cfg.folder, Outcome, do="swap", version=version)
     except control.NoLearnerError:
@@ -56,7 +62,9 @@ async def roll_out(cfg: LearnerConfig, version: str) -> Outcome:
     with registry.owned():
         incumbent = registry.current()
         if incumbent is None:
-            raise FileNotFoundError(f"{cfg.registry} has no current version to go back to: start the learner once")
+            raise FileNotFoundError(
+                f"{cfg.registry} has no current version to go back to: start the learner once"
+            )
         async with connected(await discover(cfg.fleet, cfg.domain), registry) as servers:
             outcome = await try_canary(servers, version, incumbent, cfg.rollout)
             if outcome.passed:

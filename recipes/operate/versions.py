@@ -29,11 +29,16 @@ class Config:
 
 def main(cfg: Config) -> None:
     if cfg.config is None and cfg.registry is None:
-        raise ValueError("which registry? Give --config learner.toml, or --registry with the folder of the versions")
+        raise ValueError(
+            "which registry? Give --config learner.toml, or --registry with the folder of the "
+            "versions"
+        )
     learner = load_config(cfg.config) if cfg.config else None
     folder = cfg.registry or (learner.registry if learner else Path())
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no registry {folder}: the learner creates it when it first starts")
+        raise FileNotFoundError(
+            f"there is no registry {folder}: the learner creates it when it first starts"
+        )
     print(*version_lines(Registry(folder)), sep="\n")
     if learner is not None:
         print("", *asyncio.run(live_lines(learner)), sep="\n")
@@ -55,7 +60,9 @@ async def live_lines(cfg: LearnerConfig) -> list[str]:
     try:
         status = await control.ask(cfg.folder, control.Standing, do="status")
         about = f" {status.candidate}" if status.candidate else ""
-        asleep = ", asleep: training is not worth it until acceptance falls" if status.is_asleep else ""
+        asleep = (
+            ", asleep: training is not worth it until acceptance falls" if status.is_asleep else ""
+        )
         lines = [f"learner: {status.phase}{about}{asleep}"]
     except control.NoLearnerError as error:
         lines = [str(error)]
@@ -68,7 +75,10 @@ async def _server_line(server: FleetServer) -> str:
         status = await server.status()
     except (UnreachableError, RefusedError) as error:
         return str(error)
-    return f"{server.url}: {status.draft_version or 'no draft'}{'' if status.is_intact else ', damaged'}"
+    return (
+        f"{server.url}: "
+        f"{status.draft_version or 'no draft'}{'' if status.is_intact else ', damaged'}"
+    )
 
 
 def _origin(folder: Path) -> str:

@@ -1,11 +1,13 @@
-"""Watch the acceptance of a running fleet over time, in all and by position, from the servers' /metrics.
+"""Watch the acceptance of a running fleet over time, in all and by position, from the servers'
+/metrics.
 
 $ redraft fleet watch http://gpu1:8000 http://gpu2:8000                 # a line per server every 10 seconds
 $ redraft fleet watch http://gpu1:8000 --min-tau 1.8                    # ends with status 1 once tau falls below
 $ redraft fleet watch http://gpu1:8000 --min-tau 1.8 --polls 6          # for a cron job: one minute, then status 0 or 1
 
-The first line of a server covers everything since its start, each further line the time since the line before. If a
-server is away, its line says why, and polling goes on. The exit status is 2 if a server is away at the first reading.
+The first line of a server covers everything since its start, each further line the time since the
+line before. If a server is away, its line says why, and polling goes on. The exit status is 2 if a
+server is away at the first reading.
 """
 
 import contextlib
@@ -62,8 +64,13 @@ class Poll:
 
 
 def main(cfg: Config) -> None:
-    """Print lines until interrupted. Raises SystemExit 1 if tau is below `min_tau`; ConnectionError
-    at first; ValueError: a server serves no draft."""
+    """Print lines until interrupted.
+
+    Raises:
+        SystemExit: 1 if tau is below `min_tau`.
+        ConnectionError: at first.
+        ValueError: a server serves no draft.
+    """
     if not cfg.urls:
         raise ValueError("no server to watch: give http://HOST:PORT")
     for url in cfg.urls:
@@ -74,7 +81,8 @@ def main(cfg: Config) -> None:
             print(*format_poll(poll, time.strftime("%H:%M:%S")), sep="\n", flush=True)
             if number > 0:  # the first round covers the hours before this command
                 recent = sum(poll.counts.values(), recent)
-            # After each judgement the count starts again: a good hour must not hide the bad minute after it.
+            # After each judgement the count starts again: a good hour must not hide the bad minute
+            # after it.
             if cfg.min_tau is not None and recent.num_drafts >= max(cfg.min_drafts, 1):
                 if recent.tau < cfg.min_tau:
                     over = f"over {recent.num_drafts:,.0f} drafts: below {cfg.min_tau:g}"
@@ -84,13 +92,20 @@ def main(cfg: Config) -> None:
 
 
 def poll_servers(cfg: Config) -> Iterator[Poll]:
-    """Rounds of readings, `interval_s` apart. Raises ConnectionError if a server cannot be reached
-    in the first round. Raises ValueError if a server serves no draft."""
+    """Rounds of readings, `interval_s` apart.
+
+    Raises:
+        ConnectionError: if a server cannot be reached in the first round.
+        ValueError: if a server serves no draft.
+    """
     # Strict on purpose: a wrong address would otherwise be polled forever.
     last = {url: read_server(url) for url in cfg.urls}
     read_at = dict.fromkeys(last, time.monotonic())
     yield Poll(
-        counts={url: reading.counts for url, reading in last.items()}, away={}, paces=list_paces(last), durations_s={}
+        counts={url: reading.counts for url, reading in last.items()},
+        away={},
+        paces=list_paces(last),
+        durations_s={},
     )
     number = 0
     while number < cfg.polls or not cfg.polls:
@@ -98,7 +113,10 @@ def poll_servers(cfg: Config) -> Iterator[Poll]:
         now, away = read_all(cfg.urls)
         now_s = time.monotonic()
         # A counter that fell belongs to a new process, so all of its counts are new.
-        counts = {url: reading.counts.since(last[url].counts) or reading.counts for url, reading in now.items()}
+        counts = {
+            url: reading.counts.since(last[url].counts) or reading.counts
+            for url, reading in now.items()
+        }
         durations_s = {url: now_s - read_at[url] for url in now}
         yield Poll(counts=counts, away=away, paces=list_paces(now), durations_s=durations_s)
         # A silent server keeps the earlier reading, so the next line of it covers the whole gap.
@@ -123,11 +141,18 @@ def read_all(urls: Sequence[str]) -> tuple[dict[str, Reading], dict[str, str]]:
 
 
 def read_server(url: str) -> Reading:
-    """The counts and the pace of a server. Raises ConnectionError; ValueError without a draft."""
+    """The counts and the pace of a server.
+
+    Raises:
+        ConnectionError
+        ValueError: without a draft.
+    """
     try:
         # Past any proxy of the environment, as the learner and the router ask.
         certificates = trusted_certificates()
-        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S, trust_env=False, verify=certificates)
+        answer = httpx.get(
+            f"{url.rstrip('/')}/metrics", timeout=TIMEOUT_S, trust_env=False, verify=certificates
+        )
         if foreign := explain_answer(answer.status_code, answer.headers.raw):
             raise ConnectionError(f"cannot read {url}/metrics: {foreign}")
         answer.raise_for_status()
@@ -155,7 +180,10 @@ def format_poll(poll: Poll, clock: str) -> Iterator[str]:
 
 
 def format_counts(counts: AcceptanceCounts, pace: float | None) -> str:
-    """Tokens per drafted step, acceptance by position, and drafts per second; without a pace, their number."""
+    """Tokens per drafted step, acceptance by position, and drafts per second.
+
+    Without a pace, their number.
+    """
     if not counts.num_drafts:
         return "no drafts"
     rates = counts.acceptance_per_position

@@ -1,6 +1,7 @@
 """The work, memory and price of a training step on GPUs, in tables.
 
-sizes of target and draft ─► counted_step.py ─► work and memory, counted ─► roofs.py ─► time, by a GPU's data sheet
+sizes of target and draft ─► counted_step.py ─► work and memory, counted ─► roofs.py ─► time, by a
+GPU's data sheet
 --devices, --signal, --sharding ─► plan_run ─► tokens/s of all devices, hours
 """
 
@@ -13,7 +14,14 @@ from typing import Any
 
 import torch
 
-from redraft.distill.plan.counted_step import LOSS, Counted, Plan, count_model_flops, count_step, count_target
+from redraft.distill.plan.counted_step import (
+    LOSS,
+    Counted,
+    Plan,
+    count_model_flops,
+    count_step,
+    count_target,
+)
 from redraft.distill.plan.held import SIGNAL, TARGET_WEIGHTS, Sharing
 from redraft.distill.plan.roofs import (
     ATTENTION_SHARE,
@@ -42,23 +50,37 @@ SERVED_SHARE = 0.8  # of a server's memory, for weights; the rest: keys, values,
 
 def make_plan(cfg: Config) -> Plan:
     """The sizes of the step: those of the family's command, changed by the flags.
-    Raises ValueError: there is no such model, or a flag does not fit the family."""
+
+    Raises:
+        ValueError: there is no such model, or a flag does not fit the family.
+    """
     family = find_family(cfg.family)
     recipe = make_config(family)
     whole = find_sizes(cfg.target_name)
     target = whole.get_text_config()
     if cfg.signal == "model" and stored_bits(whole):
-        raise ValueError(f"{cfg.target_name} is quantised: a training runs it on servers: --signal endpoint or cache")
-    vocabulary = getattr(recipe, "draft_vocab_size", 0) if cfg.draft_vocab_size is None else cfg.draft_vocab_size
+        raise ValueError(
+            f"{cfg.target_name} is quantised: a training runs it on servers: --signal endpoint or "
+            "cache"
+        )
+    vocabulary = (
+        getattr(recipe, "draft_vocab_size", 0)
+        if cfg.draft_vocab_size is None
+        else cfg.draft_vocab_size
+    )
     if vocabulary and not getattr(recipe, "draft_vocab_size", 0):
-        raise ValueError(f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary")
+        raise ValueError(
+            f"--draft-vocab-size does not fit {cfg.family}: it has the target's vocabulary"
+        )
     if cfg.gradient_checkpointing and not family.can_recompute:
         raise ValueError(f"--gradient-checkpointing does not fit {family.title}")
     return Plan(
         family=family.name,
         target=target,
         whole=whole,
-        head=_choose_head(cfg, recipe.head) if isinstance(recipe, HeadConfig) else _find_draft(cfg, target),
+        head=_choose_head(cfg, recipe.head)
+        if isinstance(recipe, HeadConfig)
+        else _find_draft(cfg, target),
         # The default of 32,000 may exceed a small target's vocabulary.
         draft_vocab_size=min(vocabulary, target.vocab_size),
         divergence=recipe.divergence,
@@ -78,23 +100,34 @@ def make_plan(cfg: Config) -> Plan:
 
 
 def _choose_head(cfg: Config, usual: Any) -> Any:
-    """The options of a head: the command's, and --num-steps in the one that says how many tokens it learns."""
+    """The options of a head.
+
+    The command's, and --num-steps in the one that says how many tokens it learns.
+    """
     if cfg.num_steps is None:
         return usual
     numbers = {name: value + 1 for name, value in vars(usual).items() if type(value) is int}
-    (name,) = (name for name in numbers if replace(usual, **{name: numbers[name]}).num_tokens != usual.num_tokens)
+    (name,) = (
+        name
+        for name in numbers
+        if replace(usual, **{name: numbers[name]}).num_tokens != usual.num_tokens
+    )
     return replace(usual, **{name: cfg.num_steps})
 
 
 def _find_draft(cfg: Config, target: Any) -> Any:
     if cfg.num_steps is not None:
-        raise ValueError("--num-steps does not fit a standalone draft: it learns one step, for any number of tokens")
+        raise ValueError(
+            "--num-steps does not fit a standalone draft: it learns one step, for any number of "
+            "tokens"
+        )
     draft = find_sizes(cfg.checkpoint).get_text_config()
     draft.vocab_size = target.vocab_size  # as the command pads it
     return draft
 
 
-# --------------------------------------------------------------------------------------------------------------- result
+# ---------------------------------------------------------------------------------------------------------------
+# result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +142,9 @@ class OnDevice:
     step_s: float
     tokens_per_s: float  # Speed of one device that trains.
     mfu: float
-    """Counted FLOPs over the time and the device's best, the target's pass included if it is in the step, and nothing
-    that is computed a second time."""
+    """Counted FLOPs over the time and the device's best, the target's pass included if it is in the
+    step, and nothing that is computed a second time.
+    """
     memory_bytes: float  # Peak of one device that trains, after sharding.
     fits: bool
     run: Run | None  # the whole training; None if a step does not fit, or devices are few
@@ -131,10 +165,15 @@ def count(cfg: Config) -> Result:
     step = count_step(plan)
     served = None if plan.signal == "model" else count_target(plan)
     if served and (bits := stored_bits(plan.whole)):
-        served.memory[TARGET_WEIGHTS] = served.memory[TARGET_WEIGHTS] * bits // (8 * plan.dtype.itemsize)
+        served.memory[TARGET_WEIGHTS] = (
+            served.memory[TARGET_WEIGHTS] * bits // (8 * plan.dtype.itemsize)
+        )
     flops = count_model_flops(plan, step)
     return Result(
-        plan=plan, step=step, served=served, on={d.name: on_device(cfg, plan, step, served, flops, d) for d in DEVICES}
+        plan=plan,
+        step=step,
+        served=served,
+        on={d.name: on_device(cfg, plan, step, served, flops, d) for d in DEVICES},
     )
 
 
@@ -142,7 +181,8 @@ def on_device(
     cfg: Config, plan: Plan, step: Counted, served: Counted | None, model_flops: int, device: Device
 ) -> OnDevice:
     total = add_up(step.operations, step.operations)
-    # The next batch's signal is copied during the step. Nothing else overlaps: the all-reduce comes after the work.
+    # The next batch's signal is copied during the step. Nothing else overlaps: the all-reduce comes
+    # after the work.
     step_s = max(total.seconds[device.name], step.signal_bytes / HOST_BYTES_PER_S)
     step_s += all_reduce_s(step.gradient_bytes, cfg.devices, device)
     memory = step.memory
@@ -167,7 +207,10 @@ def on_device(
 
 
 def fit(cfg: Config, device: Device) -> Config:
-    """The step that fits on a device: as given, else with activations computed again, else with fewer rows too."""
+    """The step that fits on a device.
+
+    As given, else with activations computed again, else with fewer rows too.
+    """
     if count(cfg).on[device.name].memory_bytes <= device.memory_bytes:
         return cfg
     if find_family(cfg.family).can_recompute and not cfg.gradient_checkpointing:
@@ -180,13 +223,20 @@ def fit(cfg: Config, device: Device) -> Config:
     return smaller if cfg.batch_size == 1 else fit(smaller, device)
 
 
-def plan_run(cfg: Config, plan: Plan, served: Counted | None, rate: float, device: Device) -> Run | None:
-    """The fastest use of the devices, of which each trains `rate` tokens/s; None if they are too
-    few. A target is served by 1, 2, 4, ... devices, or by several such groups."""
+def plan_run(
+    cfg: Config, plan: Plan, served: Counted | None, rate: float, device: Device
+) -> Run | None:
+    """The fastest use of the devices, of which each trains `rate` tokens/s.
+
+    None if they are too few. A target is served by 1, 2, 4, ... devices, or by several such groups.
+    """
     if served is None:
         return Run(tokens_per_s=cfg.devices * rate, targets=0, trainers=cfg.devices)
     # E.g. 141 GB of weights on devices of 80 GB: 141 / 64 = 2.2, so 4 devices.
-    group = 2 ** max(0, math.ceil(math.log2(served.memory[TARGET_WEIGHTS] / (SERVED_SHARE * device.memory_bytes))))
+    group = 2 ** max(
+        0,
+        math.ceil(math.log2(served.memory[TARGET_WEIGHTS] / (SERVED_SHARE * device.memory_bytes))),
+    )
     # Of one device. A group is taken to be as fast as all of the devices in it together.
     target_rate = plan.tokens / add_up(served.operations, served.operations).seconds[device.name]
     targets = range(group, cfg.devices + 1, group)
@@ -194,17 +244,24 @@ def plan_run(cfg: Config, plan: Plan, served: Counted | None, rate: float, devic
         # First all write the cache, then all train: the times per token add up.
         both = 1 / (1 / (targets[-1] * target_rate) + 1 / (cfg.devices * rate))
         return Run(tokens_per_s=both, targets=targets[-1], trainers=cfg.devices)
-    # At the same time: the slower side sets the pace. Of equal paces, the one with fewer servers is taken.
-    splits = [(min(n * target_rate, (cfg.devices - n) * rate), n) for n in targets if n < cfg.devices]
+    # At the same time: the slower side sets the pace. Of equal paces, the one with fewer servers is
+    # taken.
+    splits = [
+        (min(n * target_rate, (cfg.devices - n) * rate), n) for n in targets if n < cfg.devices
+    ]
     if not splits:
         return None
     best, served_by = max(splits, key=lambda split: (split[0], -split[1]))
     return Run(tokens_per_s=best, targets=served_by, trainers=cfg.devices - served_by)
 
 
-# ------------------------------------------------------------------------------------------------------------- printing
+# -------------------------------------------------------------------------------------------------------------
+# printing
 
-FORMS = {"kernel": "Triton's kernels (a GPU's default)", "plain": "PyTorch's operations (--divergence.form plain)"}
+FORMS = {
+    "kernel": "Triton's kernels (a GPU's default)",
+    "plain": "PyTorch's operations (--divergence.form plain)",
+}
 
 
 def report(cfg: Config) -> tuple[list[str], dict[str, Any]]:
@@ -215,7 +272,10 @@ def report(cfg: Config) -> tuple[list[str], dict[str, Any]]:
 
 
 def count_forms(cfg: Config, result: Result) -> dict[str, Work]:
-    """The divergence's work by form: the kernels, which `result` has on a GPU, and PyTorch's operations."""
+    """The divergence's work by form.
+
+    The kernels, which `result` has on a GPU, and PyTorch's operations.
+    """
     plan = replace(result.plan, divergence=replace(result.plan.divergence, form="plain"))
     forms = {"kernel": result.step.operations, "plain": count_step(plan).operations}
     return {
@@ -241,7 +301,11 @@ def as_json(cfg: Config, result: Result, forms: dict[str, Work]) -> dict[str, An
         "fits": {name: on.fits for name, on in result.on.items()},
     }
     told["divergence"] = {
-        form: {"bytes": work.num_bytes / result.plan.tokens, "calls": work.calls, "seconds": work.seconds}
+        form: {
+            "bytes": work.num_bytes / result.plan.tokens,
+            "calls": work.calls,
+            "seconds": work.seconds,
+        }
         for form, work in forms.items()
     }
     runs = {name: on.run for name, on in result.on.items() if on.run}
@@ -254,7 +318,8 @@ def as_text(cfg: Config, result: Result, forms: dict[str, Work]) -> Iterator[str
     plan = result.plan
     yield (
         f"{find_family(cfg.family).title} for {cfg.target_name}, --signal {cfg.signal}: a step of "
-        f"{plan.batch_size} x {plan.sequence_length} tokens on one device, {plan.documents} conversations a row, "
+        f"{plan.batch_size} x {plan.sequence_length} tokens on one device, {plan.documents} "
+        "conversations a row, "
         f"{cfg.mixed_precision if plan.autocast else 'float32'}"
     )
     yield "counted, not measured; times are estimates, at " + ", ".join(
@@ -300,7 +365,10 @@ def work_table(cfg: Config, result: Result) -> Iterator[str]:
     if result.step.signal_bytes:
         copied = 1000 * result.step.signal_bytes / HOST_BYTES_PER_S
         per_token = result.step.signal_bytes / tokens / 1e6
-        yield f"{'signal, meanwhile':<22}{'':>10}{per_token:>10,.3f}{'':>9}" + f"{copied:>10,.0f}" * len(DEVICES)
+        yield (
+            f"{'signal, meanwhile':<22}{'':>10}{per_token:>10,.3f}{'':>9}"
+            + f"{copied:>10,.0f}" * len(DEVICES)
+        )
 
 
 def memory_table(result: Result) -> Iterator[str]:
@@ -315,7 +383,10 @@ def device_table(cfg: Config, result: Result) -> Iterator[str]:
     """A row for each kind of device."""
     for d in DEVICES:
         on = result.on[d.name]
-        room = f"{'fits' if on.fits else 'does not fit'}: {on.memory_bytes / 1e9:,.1f} of {d.memory_bytes / 1e9:.0f} GB"
+        room = (
+            f"{'fits' if on.fits else 'does not fit'}: {on.memory_bytes / 1e9:,.1f} of "
+            f"{d.memory_bytes / 1e9:.0f} GB"
+        )
         line = f"{d.name}: {on.tokens_per_s:>9,.0f} tokens/s a device, MFU {on.mfu:.0%}, {room}"
         if on.run and (cfg.devices > 1 or cfg.tokens):
             line += f"; {_describe_run(cfg, on.run)}"
@@ -331,7 +402,11 @@ def _describe_run(cfg: Config, run: Run) -> str:
         "endpoint": f"{run.targets} serve the target and {run.trainers} train",
         "cache": f"{run.targets} write the cache, then {run.trainers} train",
     }[cfg.signal]
-    hours = f", {cfg.tokens / run.tokens_per_s / 3600:,.1f} hours for {cfg.tokens:,.0f} tokens" if cfg.tokens else ""
+    hours = (
+        f", {cfg.tokens / run.tokens_per_s / 3600:,.1f} hours for {cfg.tokens:,.0f} tokens"
+        if cfg.tokens
+        else ""
+    )
     return f"{use}: {run.tokens_per_s:,.0f} tokens/s{hours}"
 
 
@@ -339,14 +414,20 @@ def advice(cfg: Config, result: Result) -> Iterator[str]:
     """The target elsewhere, the size of a cache, and the flags to change if the step does not fit."""
     if result.served is not None:
         work = add_up(result.served.operations, result.served.operations)
-        rates = ", ".join(f"{result.plan.tokens / work.seconds[d.name]:,.0f} on {d.name}" for d in DEVICES)
+        rates = ", ".join(
+            f"{result.plan.tokens / work.seconds[d.name]:,.0f} on {d.name}" for d in DEVICES
+        )
         yield (
             f"the target elsewhere: {result.served.memory[TARGET_WEIGHTS] / 1e9:,.0f} GB, "
             f"{work.flops / result.plan.tokens / 1e9:,.2f} GFLOP/token, tokens/s a device: {rates}"
         )
     if cfg.signal == "cache":
         per_token = result.step.signal_bytes / result.plan.tokens
-        whole = f", {per_token * cfg.tokens / 1e12:,.1f} TB for {cfg.tokens:,.0f} tokens" if cfg.tokens else ""
+        whole = (
+            f", {per_token * cfg.tokens / 1e12:,.1f} TB for {cfg.tokens:,.0f} tokens"
+            if cfg.tokens
+            else ""
+        )
         yield f"the cache takes {per_token / 1e3:,.1f} kB a token{whole}"
     for d in DEVICES:
         if not result.on[d.name].fits:
@@ -358,8 +439,16 @@ def ways_to_fit(cfg: Config, device: Device) -> Iterator[str]:
     own = fit(cfg, device)
     fits = count(own).on[device.name].memory_bytes <= device.memory_bytes
     if fits:
-        again = "--gradient-checkpointing" if own.gradient_checkpointing > cfg.gradient_checkpointing else ""
-        rows = f"--batch-size {own.batch_size} (with accumulation)" if own.batch_size != cfg.batch_size else ""
+        again = (
+            "--gradient-checkpointing"
+            if own.gradient_checkpointing > cfg.gradient_checkpointing
+            else ""
+        )
+        rows = (
+            f"--batch-size {own.batch_size} (with accumulation)"
+            if own.batch_size != cfg.batch_size
+            else ""
+        )
         yield f"{again} {rows}".strip()
     if cfg.signal == "model":
         yield "--signal endpoint or cache"

@@ -1,12 +1,14 @@
-"""Count what a training run will cost on H100, H200 and B200, before anything runs and without a GPU.
+"""Count what a training run will cost on H100, H200 and B200, before anything runs and without a
+GPU.
 
 $ redraft plan --target llama-3.1-8b --family eagle3        # does it fit, and how fast is it?
 $ redraft plan --target llama-3.3-70b --signal endpoint --devices 8 --tokens 1e9     # hours on 8 GPUs
 
-Every operation and byte is counted, on tensors of real sizes without memory. Times are estimates: each operation takes
-the longest of computing, moving bytes and being launched, at stated shares of a device's best. Data, evaluations and
-checkpoints take none. Nothing is downloaded for the models that are known by name. Flags of `redraft train` lose the
-group here: --batch-size is --loop.batch-size; --signal and --optim are --signal.kind and --optim.name.
+Every operation and byte is counted, on tensors of real sizes without memory. Times are estimates:
+each operation takes the longest of computing, moving bytes and being launched, at stated shares of
+a device's best. Data, evaluations and checkpoints take none. Nothing is downloaded for the models
+that are known by name. Flags of `redraft train` lose the group here: --batch-size is
+--loop.batch-size; --signal and --optim are --signal.kind and --optim.name.
 """
 
 import json
@@ -25,11 +27,15 @@ from redraft.heads.files.artifact import write_whole
 @dataclass(frozen=True, kw_only=True)
 class Config:
     target: str | None = None
-    """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b, llama-3.2-3b, llama-3.1-8b,
-    llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, mimo-7b. By default llama-3.1-8b, but mimo-7b for
-    MTP, because no Llama has a place for such a layer."""
+    """Sizes of the target: a folder, a config.json, a hub name, or one of llama-3.2-1b,
+    llama-3.2-3b, llama-3.1-8b, llama-3.3-70b, qwen3-0.6b, qwen3-8b, qwen3-32b, qwen3-30b-a3b,
+    mimo-7b. By default llama-3.1-8b, but mimo-7b for MTP, because no Llama has a place for such
+    a layer.
+    """
     family: FamilyName = "eagle3"
-    """Draft to train. Options, divergence and batch are the defaults of the command, unless given here."""
+    """Draft to train. Options, divergence and batch are the defaults of the command, unless given
+    here.
+    """
     checkpoint: str = "llama-3.2-3b"
     """Sizes of a standalone draft (--draft.checkpoint), named as --target."""
     optim: Literal["adamw", "muon"] = "adamw"
@@ -37,15 +43,18 @@ class Config:
     target_dtype: TargetDtype = "bfloat16"
     """Type of the target's weights and states."""
     signal: SignalKind = "model"
-    """Place of the target: `model` in the training process, `endpoint` on other GPUs, or `cache` on disk before
-    training. The time in which vLLM and the network send the target's signal is not counted."""
+    """Place of the target: `model` in the training process, `endpoint` on other GPUs, or `cache` on
+    disk before training. The time in which vLLM and the network send the target's signal is not
+    counted.
+    """
     batch_size: int | None = None
     """Rows of a step on each device; by default those of the family's command."""
     sequence_length: int | None = None
     """Tokens of a row; by default those of the family's command."""
     exact: bool = False
-    """For a standalone draft with --signal endpoint or cache: hidden states, which give the exact distribution, instead
-    of the top k."""
+    """For a standalone draft with --signal endpoint or cache: hidden states, which give the exact
+    distribution, instead of the top k.
+    """
     documents: int = 2
     """Conversations packed into each row. Attention stays within each."""
     num_steps: int | None = None
@@ -59,7 +68,9 @@ class Config:
     devices: int = 1
     """GPUs of the whole training."""
     sharding: ShardingKind = "none"
-    """Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights too."""
+    """Shared out over the devices: zero2 the optimizer's state and the gradients, fsdp2 the weights
+    too.
+    """
     shard: bool = False
     """Share the layers of a target in this process out too. Each step then gathers all of them."""
     tokens: float | None = None
@@ -68,13 +79,18 @@ class Config:
     """File that receives the numbers of the tables as JSON."""
 
     def __post_init__(self) -> None:
-        require_least(self, devices=1, batch_size=1, sequence_length=2, num_steps=1, draft_vocab_size=0)
+        require_least(
+            self, devices=1, batch_size=1, sequence_length=2, num_steps=1, draft_vocab_size=0
+        )
         if self.tokens is not None and not 0 < self.tokens < math.inf:
             raise ValueError(f"--tokens is {self.tokens:g}: give the tokens to train on, e.g. 1e9")
         if self.sharding != "none" and self.devices == 1:
             raise ValueError(f"--sharding {self.sharding} takes several devices: set --devices")
         if self.exact and (self.signal == "model" or find_family(self.family).is_head):
-            raise ValueError("--exact is for a standalone draft with --signal endpoint or cache: the others are exact")
+            raise ValueError(
+                "--exact is for a standalone draft with --signal endpoint or cache: the others are "
+                "exact"
+            )
         if self.shard and (self.devices == 1 or self.signal != "model"):
             raise ValueError("--shard takes several devices and --signal model")
 

@@ -3,9 +3,9 @@
     $ redraft data anchors --target models/llama-8b --data answers.jsonl --output anchors
     $ redraft learner --config learner.toml --set 'anchors="anchors"'
 
-One pass of the target over every sample keeps the largest probabilities at each label, as capture does in a server.
-`replay.anchor_share` in learner.toml sets the share of anchors in every training step. Heads cannot use anchors, which
-hold no hidden states.
+One pass of the target over every sample keeps the largest probabilities at each label, as capture
+does in a server. `replay.anchor_share` in learner.toml sets the share of anchors in every training
+step. Heads cannot use anchors, which hold no hidden states.
 """
 
 import json
@@ -21,11 +21,13 @@ class Config:
     target: str
     """Folder or hub name of the served model."""
     target_dtype: TargetDtype | None = None
-    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is stored so and the
-    CPU has instructions for bfloat16, else float32."""
+    """Type in which the target computes. By default as stored on a GPU. On a CPU bfloat16 if it is
+    stored so and the CPU has instructions for bfloat16, else float32.
+    """
     data: str
-    """Text the draft must not forget: a hub name, a .jsonl or .parquet file, a folder of text, or `stdlib`. Answers
-    written by the target are best (redraft regenerate)."""
+    """Text the draft must not forget: a hub name, a .jsonl or .parquet file, a folder of text, or
+    `stdlib`. Answers written by the target are best (redraft regenerate).
+    """
     split: str = "train"
     """Split of a data set on the hub."""
     output: Path = Path("anchors")
@@ -43,7 +45,12 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    """Write the anchors. Raises FileExistsError; ValueError: target or data cannot be used."""
+    """Write the anchors.
+
+    Raises:
+        FileExistsError
+        ValueError: target or data cannot be used.
+    """
     # Here, because they import torch.
     import torch
 
@@ -60,14 +67,18 @@ def main(cfg: Config) -> None:
     from redraft.online.learning.anchors import write_anchors
 
     if cfg.output.exists() and not cfg.overwrite:
-        raise FileExistsError(f"{cfg.output} already exists: choose another --output, or pass --overwrite")
+        raise FileExistsError(
+            f"{cfg.output} already exists: choose another --output, or pass --overwrite"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = open_target(cfg.target, cfg.target_dtype, on_cpu=device.type == "cpu")
     model = load_target(target, Signal(), device)
     conversations = load_conversations(cfg.data, split=cfg.split)[: cfg.num_conversations]
     day = choose_day(cfg.date)
     length = visible_length(target.text_config, cfg.sequence_length)
-    samples, stats = build_samples(conversations, target.tokenizer, max_length=length, day=day, ends=target.end_ids)
+    samples, stats = build_samples(
+        conversations, target.tokenizer, max_length=length, day=day, ends=target.end_ids
+    )
     print(f"data: {stats}")
     provenance = {
         "command": sys.argv,
@@ -79,5 +90,11 @@ def main(cfg: Config) -> None:
     bar = Progress(samples, desc="anchors", unit="sample")
     write_anchors(cfg.output, bar, InProcessTarget(model), target.fingerprint, k=cfg.logprobs)
     # Last: an interrupted run leaves earlier anchors with the provenance of those.
-    write_whole(cfg.output.with_name(f"{cfg.output.name}.json"), json.dumps(provenance, indent=2, default=str) + "\n")
-    print(f"anchors: {len(samples):,} records, {cfg.output.stat().st_size / 1e6:,.1f} MB in {cfg.output}")
+    write_whole(
+        cfg.output.with_name(f"{cfg.output.name}.json"),
+        json.dumps(provenance, indent=2, default=str) + "\n",
+    )
+    print(
+        f"anchors: {len(samples):,} records, {cfg.output.stat().st_size / 1e6:,.1f} MB in "
+        f"{cfg.output}"
+    )

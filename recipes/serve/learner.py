@@ -1,4 +1,6 @@
-"""Learn from a running fleet's traffic: train the draft, prove every candidate, swap it in, watch, roll back.
+"""Learn from a running fleet's traffic.
+
+Train the draft, prove every candidate, swap it in, watch, roll back.
 
     $ redraft learner --print-config > learner.toml      # all settings, with explanations
     $ redraft learner --config learner.toml
@@ -15,9 +17,10 @@ With two servers started by `redraft serve`, this is enough:
     servers = ["http://127.0.0.1:8001", "http://127.0.0.1:8002"]
     token_file = "token"                        # the servers' --token-file
 
-One learner owns a registry. It can be killed at any time: when restarted, it continues where it stopped. On several
-GPUs, start it with `accelerate launch -m redraft.recipes.cli learner --config learner.toml`.
-`redraft fleet versions`, `redraft fleet swap` and `redraft fleet rollback` talk to the running learner.
+One learner owns a registry. It can be killed at any time: when restarted, it continues where it
+stopped. On several GPUs, start it with `accelerate launch -m redraft.recipes.cli learner --config
+learner.toml`. `redraft fleet versions`, `redraft fleet swap` and `redraft fleet rollback` talk to
+the running learner.
 """
 
 from dataclasses import dataclass
@@ -39,8 +42,11 @@ def main(cfg: Config) -> None:
         print(render_example(LearnerConfig))
         return
     settings = load_config(cfg.config, cfg.set)
-    # The variables count only if they are set before torch's first operation, so the import stays below.
+    # The variables count only if they are set before torch's first operation, so the import stays
+    # below.
     bound_caches()
-    from redraft.online.daemon.learner import run  # loads torch: a mistake in the file is told before
+    from redraft.online.daemon.learner import (
+        run,
+    )  # loads torch: a mistake in the file is told before
 
     run(settings)

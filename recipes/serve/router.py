@@ -1,4 +1,5 @@
-"""Route requests to the servers with the draft of the right domain, behind one OpenAI-compatible address.
+"""Route requests to the servers with the draft of the right domain, behind one OpenAI-compatible
+address.
 
     $ redraft data domains --prompts prompts.jsonl --output outputs/domains  # find the domains
     $ redraft router --print-config > router.toml                      # all settings, with explanations
@@ -14,12 +15,14 @@ A small router.toml, and the fleet.toml shared with the learners:
     llama-code = "code"                   url = "http://10.0.0.6:8000"
                                           domain = "prose"
 
-The header X-Redraft-Domain decides a request's domain; without it the model name, if it is an alias; without that the
-text of the prompt. The request goes to the server of this domain with the fewest requests in flight. If no server of
-the domain accepts a connection, it goes to one without a domain, then to any. Clients get the servers' API and nothing
-else: /metrics (Prometheus) and /redraft/router (the state of every server) are on admin_port, on this machine only.
+The header X-Redraft-Domain decides a request's domain; without it the model name, if it is an
+alias; without that the text of the prompt. The request goes to the server of this domain with the
+fewest requests in flight. If no server of the domain accepts a connection, it goes to one without a
+domain, then to any. Clients get the servers' API and nothing else: /metrics (Prometheus) and
+/redraft/router (the state of every server) are on admin_port, on this machine only.
 
-Each domain needs a learner, with `domain = "code"`, a registry, and a spool (or a shared ingest log).
+Each domain needs a learner, with `domain = "code"`, a registry, and a spool (or a shared ingest
+log).
 """
 
 from collections import Counter
@@ -45,7 +48,11 @@ def main(cfg: Config) -> None:
     settings = read_toml(cfg.config, RouterConfig, cfg.set)
     guard = Guard()
     app, admin_app = build_router(settings, guard)
-    admin = AdminServer(admin_app, settings.admin_host, settings.admin_port) if settings.admin_port else None
+    admin = (
+        AdminServer(admin_app, settings.admin_host, settings.admin_port)
+        if settings.admin_port
+        else None
+    )
     by_domain = Counter(domain or "any" for _, domain in read_servers(settings.fleet))
     shown = ", ".join(f"{count} for {domain}" for domain, count in sorted(by_domain.items()))
     print(f"router: http://{settings.host}:{settings.port}, servers: {shown}", flush=True)

@@ -1,4 +1,7 @@
-"""vLLM's OpenAI server with the plugin switched on: `redraft serve TARGET --draft D -- any vLLM argument`."""
+"""vLLM's OpenAI server with the plugin switched on.
+
+`redraft serve TARGET --draft D -- any vLLM argument`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,12 @@ from redraft.heads.files.folder import read_config as read_model
 from redraft.heads.files.provenance import read_provenance
 from redraft.online.engine.config import PLUGIN_NAME, TABLE, check_pace, make_table, read_config
 from redraft.recipes.serve.serve_config import Config
-from redraft.recipes.serve.vllm_flags import list_warnings, read_flags, require_agreement, require_private
+from redraft.recipes.serve.vllm_flags import (
+    list_warnings,
+    read_flags,
+    require_agreement,
+    require_private,
+)
 
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -30,12 +38,15 @@ PLUGIN_GROUPS = (
 )
 
 RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
-"""vLLM's variable with prefixes of those that Ray workers get; workers on other machines inherit none."""
+"""vLLM's variable with prefixes of those that Ray workers get; workers on other machines inherit
+none.
+"""
 
 
 SHUTDOWN_TIMEOUT_S = 30
-"""vLLM's --shutdown-timeout: the time after SIGTERM for running answers, and for the records that wait.
-vLLM's default of 0 kills the workers, and their records, at once."""
+"""vLLM's --shutdown-timeout: the time after SIGTERM for running answers, and for the records that
+wait. vLLM's default of 0 kills the workers, and their records, at once.
+"""
 
 MODEL_FLAGS = ("method", "draft_sample_method")
 """Options without a meaning for a lookup alone."""
@@ -46,7 +57,9 @@ def main(cfg: Config) -> None:
     read_config(environment)  # report a wrong setting now, not after vLLM has loaded for minutes
     require_private(read_flags(cfg.vllm_args), os.environ)
     command = server_command(cfg)
-    for warning in list_warnings(read_flags(cfg.vllm_args), cfg.target, _draft(cfg).folder, speculative_config(cfg)):
+    for warning in list_warnings(
+        read_flags(cfg.vllm_args), cfg.target, _draft(cfg).folder, speculative_config(cfg)
+    ):
         print(f"warning: {warning}", file=sys.stderr)
     if ENGINE_IS_CPU and (warning := find_two_speeds(environment, count_cores())):
         print(f"warning: {warning}", file=sys.stderr)
@@ -60,30 +73,41 @@ def server_command(cfg: Config) -> list[str]:
     """The command line of vLLM's server.
 
     Raises:
-        ValueError: if neither a draft nor a registry is given, or vLLM would not serve the draft so.
+        ValueError: if neither a draft nor a registry is given, or vLLM would not serve the draft
+        so.
         FileNotFoundError: if the registry has no current version.
     """
     if (Path(cfg.target) / INDEX).is_file():
         weight_files(Path(cfg.target))  # vLLM would choose between two sets of weights
     draft = _draft(cfg)
     folder = draft.folder
-    require_agreement(read_flags(cfg.vllm_args), has_model=not draft.is_lookup, records=cfg.capture.is_on)
+    require_agreement(
+        read_flags(cfg.vllm_args), has_model=not draft.is_lookup, records=cfg.capture.is_on
+    )
     arguments = ["--speculative-config", json.dumps(vllm_keys(speculative_config(cfg)))]
     arguments += template_arguments(folder) if folder else []
     if cfg.capture.is_on:
         arguments += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
     # Before the user's arguments, which win.
-    return vllm_command(cfg.target, ["--dtype", engine_dtype(cfg.target), *arguments, *cfg.vllm_args])
+    return vllm_command(
+        cfg.target, ["--dtype", engine_dtype(cfg.target), *arguments, *cfg.vllm_args]
+    )
 
 
 def template_arguments(draft: Path) -> list[str]:
-    """vLLM's arguments for the chat template of a draft's training, e.g. to answer without reasoning."""
+    """vLLM's arguments for the chat template of a draft's training, e.g. to answer without
+    reasoning.
+    """
     found = read_provenance(draft).template_arguments
     return ["--default-chat-template-kwargs", json.dumps(found)] if found else []
 
 
 def speculative_config(cfg: Config) -> dict[str, Any]:
-    """The draft and how it is served. Raises ValueError, FileNotFoundError as `server_command`."""
+    """The draft and how it is served.
+
+    Raises:
+        ValueError, FileNotFoundError: as `server_command`.
+    """
     draft = _draft(cfg)
     _refuse_idle(cfg, draft)
     lookups = Lookups(verify_cost=cfg.verify_cost, head_requests=cfg.head_requests)
@@ -102,10 +126,13 @@ def _refuse_idle(cfg: Config, draft: DraftSource) -> None:
         if flag := next(changed, None):
             raise ValueError(f"--{flag.replace('_', '-')} is for a model, and {draft} is looked up")
     if cfg.verify_cost is not None and not draft.has_answers:
-        raise ValueError(f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} has not")
+        raise ValueError(
+            f"--verify-cost is for counted answers (`redraft retrieval`), which {draft} has not"
+        )
     if cfg.head_requests is not None and draft.lookup is None:
         raise ValueError(
-            f"--head-requests limits a head behind a lookup: give --draft ngram+{draft.source}, live+{draft.source} or "
+            f"--head-requests limits a head behind a lookup: give --draft ngram+{draft.source}, "
+            f"live+{draft.source} or "
             f"ANSWERS+{draft.source}"
         )
 
@@ -144,8 +171,11 @@ def plugin_environment(cfg: Config, environment: Mapping[str, str]) -> dict[str,
 
 
 def keeps_states(target: str) -> bool:
-    """Whether the target has Mamba layers or short convolutions. With a varying number of draft
-    tokens, vLLM's V2 runner captures graphs that these layers reject."""
+    """Whether the target has Mamba layers or short convolutions.
+
+    With a varying number of draft tokens, vLLM's V2 runner captures graphs that these layers
+    reject.
+    """
     keys = [key for section in text_sections(read_model(open_folder(target))) for key in section]
     return any(key.startswith(("mamba_", "ssm_", "conv_L")) for key in keys)
 
@@ -155,7 +185,10 @@ def _absolute(path: Path | None) -> str | None:
 
 
 def with_plugin(allowed: str | None) -> str:
-    """VLLM_PLUGINS with redraft added. If it is unset, all plugins are allowed: they must be named to stay so."""
+    """VLLM_PLUGINS with redraft added.
+
+    If it is unset, all plugins are allowed: they must be named to stay so.
+    """
     if allowed is None:
         names = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}
     else:
@@ -170,5 +203,7 @@ def _draft(cfg: Config) -> DraftSource:
         raise ValueError("no draft: give --draft, or --registry to serve its current version")
     current = cfg.registry / "current"
     if not current.is_dir():
-        raise FileNotFoundError(f"{cfg.registry} has no current version: give --draft, or publish one first")
+        raise FileNotFoundError(
+            f"{cfg.registry} has no current version: give --draft, or publish one first"
+        )
     return DraftSource(source=str(current))

@@ -1,9 +1,13 @@
-"""vLLM's OpenAI server with the plugin switched on: `redraft serve TARGET --draft D -- any vLLM argument`.
+"""vLLM's OpenAI server with the plugin switched on.
 
-    $ redraft serve meta-llama/Llama-3.1-8B-Instruct --registry drafts/llama8b --capture.spool spool -- --port 8001
+`redraft serve TARGET --draft D -- any vLLM argument`.
 
-Everything after `--` goes to vLLM unchanged. The plugin reads settings from environment variables (REDRAFT_...), which
-this command sets. A deployment that starts vLLM itself sets VLLM_PLUGINS=redraft and those variables instead.
+    $ redraft serve meta-llama/Llama-3.1-8B-Instruct --registry drafts/llama8b --capture.spool spool \
+    -- --port 8001
+
+Everything after `--` goes to vLLM unchanged. The plugin reads settings from environment variables
+(REDRAFT_...), which this command sets. A deployment that starts vLLM itself sets
+VLLM_PLUGINS=redraft and those variables instead.
 """
 
 from __future__ import annotations
@@ -26,33 +30,43 @@ class Config:
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Further arguments of vLLM's server, after `--`."""
     draft: str | None = None
-    """Folder or hub name of the draft, `ngram`, `suffix`, or `mtp` for the target's MTP layer. `live` counts
-    this server's answers in memory, as `redraft retrieval` counts a file. `LOOKUP+HEAD:2` looks tokens up first, and
-    takes at most 2 tokens per step from HEAD (EAGLE-1, EAGLE-3 or MTP) if none is found. LOOKUP is `ngram` (the last 2
-    to 4 tokens), `live` or a folder of counted answers. By default the current version of the registry."""
+    """Folder or hub name of the draft, `ngram`, `suffix`, or `mtp` for the target's MTP layer.
+    `live` counts this server's answers in memory, as `redraft retrieval` counts a file.
+    `LOOKUP+HEAD:2` looks tokens up first, and takes at most 2 tokens per step from HEAD
+    (EAGLE-1, EAGLE-3 or MTP) if none is found. LOOKUP is `ngram` (the last 2 to 4 tokens),
+    `live` or a folder of counted answers. By default the current version of the registry.
+    """
     registry: Path | None = None
     """Folder of the draft's versions (v000001, ..., current). Required for swapping."""
     num_speculative_tokens: int = NUM_TOKENS
     """Draft tokens per step."""
     pace: str = "off"
-    """Draft tokens of a step, at most --num-speculative-tokens: `auto` measures as it serves, and drafts fewer or none
-    where that is faster; a number is for all steps; with `off` vLLM decides. Needs vLLM's V1 model runner, and leaves
-    a GPU piecewise CUDA graphs only."""
+    """Draft tokens of a step, at most --num-speculative-tokens: `auto` measures as it serves, and
+    drafts fewer or none where that is faster; a number is for all steps; with `off` vLLM
+    decides. Needs vLLM's V1 model runner, and leaves a GPU piecewise CUDA graphs only.
+    """
     method: Method | None = None
     """vLLM's method for the draft. By default it follows from the draft's tensors."""
     draft_sample_method: SampleMethod = "greedy"
-    """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with `probabilistic` it is
-    sum min(p, q), which is higher at temperatures above 0."""
+    """How draft tokens are chosen. With `greedy` the acceptance is p(argmax q); with
+    `probabilistic` it is sum min(p, q), which is higher at temperatures above 0.
+    """
     head_requests: int | None = None
     """With a lookup before the head: with more requests than this at once, only lookups draft."""
     verify_cost: float | None = None
-    """For counted answers: cost of verifying one more token, in target steps of one request. A token is proposed if its
-    probability is at least this times the requests in the step. By default as for `redraft retrieval`, else 0.05."""
+    """For counted answers: cost of verifying one more token, in target steps of one request. A
+    token is proposed if its probability is at least this times the requests in the step. By
+    default as for `redraft retrieval`, else 0.05.
+    """
     token_file: Path | None = None
-    """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the token instead."""
+    """File with the bearer token that protects /redraft/... The variable REDRAFT_TOKEN can hold the
+    token instead.
+    """
     allow_remote: bool = False
     """Allow other machines to use /redraft/... as well."""
     targets: tuple[Path, ...] = ()
-    """Folders from which a trainer may load target weights (`POST /redraft/target`). By default none."""
+    """Folders from which a trainer may load target weights (`POST /redraft/target`). By default
+    none.
+    """
     swap: SwapConfig = field(default_factory=SwapConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)

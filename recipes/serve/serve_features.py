@@ -1,13 +1,16 @@
-"""Serve a target's hidden states for the training of heads: vLLM with `extract_hidden_states` switched on.
+"""Serve a target's hidden states for the training of heads.
 
-    $ redraft serve-features meta-llama/Llama-3.1-70B-Instruct --layers 2 40 77 -- --tensor-parallel-size 8 --port 8001
+VLLM with `extract_hidden_states` switched on.
+
+    $ redraft serve-features meta-llama/Llama-3.1-70B-Instruct --layers 2 40 77 -- \
+    --tensor-parallel-size 8 --port 8001
     $ redraft train eagle3 --target meta-llama/Llama-3.1-70B-Instruct --prove.no-engine \\
           --signal.kind endpoint --signal.url http://127.0.0.1:8001
 
-The last hidden state is always sent as well. The states pass through `storage`: memory (/dev/shm) on one machine, a
-shared disk or object storage (s3://bucket/states) between machines. Give the trainer the same as --signal.storage. It
-reads nothing else, and removes states after reading them. For more throughput, start several servers: --signal.url
-takes a list.
+The last hidden state is always sent as well. The states pass through `storage`: memory (/dev/shm)
+on one machine, a shared disk or object storage (s3://bucket/states) between machines. Give the
+trainer the same as --signal.storage. It reads nothing else, and removes states after reading them.
+For more throughput, start several servers: --signal.url takes a list.
 """
 
 import os
@@ -28,19 +31,27 @@ class Config:
     layers: tuple[int, ...] = ()
     """Layers read by the head: k means the residual stream after k layers, 0 the embeddings."""
     storage: str = DEFAULT_STORAGE
-    """Folder or fsspec URL through which the states pass, with room for all requests in flight. The trainer's
-    --signal.storage must be the same: it reads nothing outside of it."""
+    """Folder or fsspec URL through which the states pass, with room for all requests in flight. The
+    trainer's
+
+    --signal.storage must be the same: it reads nothing outside of it.
+    """
     format: StatesFormat = "exact"
-    """Format of the states. `exact`: as the server computes them. `float8`: 8-bit floats with a scale for each state,
-    half the bytes of bfloat16. The trainer reads both."""
+    """Format of the states. `exact`: as the server computes them. `float8`: 8-bit floats with a
+    scale for each state, half the bytes of bfloat16. The trainer reads both.
+    """
 
 
 UNSENT = ("deepseek_v4",)  # Types of targets whose states vLLM 0.32 does not send.
 
 
 def main(cfg: Config) -> None:
-    """Replace this process by the server. Raises ValueError for a layer the target does not have,
-    or a target whose states vLLM does not send."""
+    """Replace this process by the server.
+
+    Raises:
+        ValueError: for a layer the target does not have, or a target whose states vLLM does not
+            send.
+    """
     # Here, because they import torch.
     from redraft.eval.engine.wait import ENABLED
     from redraft.heads.files.checkpoint import load_text_config
@@ -49,8 +60,10 @@ def main(cfg: Config) -> None:
     config = load_text_config(cfg.target)
     if config.model_type in UNSENT:
         raise ValueError(
-            f"{cfg.target} is of type {config.model_type}, whose keys vLLM keeps in several groups, and hidden states "
-            "are sent beside one group only: train with the target in the training process (--signal.kind model)"
+            f"{cfg.target} is of type {config.model_type}, whose keys vLLM keeps in several "
+            "groups, and hidden states "
+            "are sent beside one group only: train with the target in the training process "
+            "(--signal.kind model)"
         )
     command = server_command(cfg, config.num_hidden_layers)
     # The plugin notices weights that move.
@@ -59,7 +72,11 @@ def main(cfg: Config) -> None:
 
 
 def server_command(cfg: Config, num_layers: int) -> list[str]:
-    """The command line of vLLM's server for a target of `num_layers`. Raises ValueError for a layer beyond them."""
+    """The command line of vLLM's server for a target of `num_layers`.
+
+    Raises:
+        ValueError: for a layer beyond them.
+    """
     from redraft.distill.signal.features import server_args
     from redraft.eval.engine.command import vllm_command
     from redraft.eval.engine.server import engine_dtype

@@ -1,9 +1,12 @@
-"""Record the traffic of an unmodified vLLM through a proxy: point the clients at this address instead of vLLM's.
+"""Record the traffic of an unmodified vLLM through a proxy.
+
+Point the clients at this address instead of vLLM's.
 
     $ redraft tap http://127.0.0.1:8000 --target /models/llama --spool spool --port 8001
 
-vLLM returns at most --max-logprobs probabilities per token (20 by default). The proxy does not see draft tokens, so its
-records can train a draft but do not show its acceptance. In front of several servers, `redraft router` records as well.
+vLLM returns at most --max-logprobs probabilities per token (20 by default). The proxy does not see
+draft tokens, so its records can train a draft but do not show its acceptance. In front of several
+servers, `redraft router` records as well.
 """
 
 from dataclasses import dataclass
@@ -27,8 +30,9 @@ class Config(TapConfig, FrontConfig):
     upstream: Annotated[str, tyro.conf.Positional]
     """Address of the vLLM server, http://HOST:PORT."""
     target: Path
-    """Folder of the served model. Its fingerprint goes into every record, and its generation_config.json
-    gives the sampling parameters that a request leaves out."""
+    """Folder of the served model. Its fingerprint goes into every record, and its
+    generation_config.json gives the sampling parameters that a request leaves out.
+    """
     port: int = 8001
     """Port on which clients are accepted."""
     admin_port: int = 8082
@@ -47,6 +51,8 @@ def main(cfg: Config) -> None:
     pools = Pools(lambda: [(cfg.upstream, "")], guard=guard)
     tap = Tap(cfg, fingerprint(cfg.target), read_defaults(cfg.target), guard)
     proxy = Proxy(pools, tap=tap, max_body_bytes=cfg.max_body_bytes)
-    admin = AdminServer(proxy.admin_app(), cfg.admin_host, cfg.admin_port) if cfg.admin_port else None
+    admin = (
+        AdminServer(proxy.admin_app(), cfg.admin_host, cfg.admin_port) if cfg.admin_port else None
+    )
     print(f"tap: http://{cfg.host}:{cfg.port}, in front of {cfg.upstream}", flush=True)
     serve(proxy.app(), cfg.host, cfg.port, admin, guard)

@@ -4,7 +4,8 @@
                 └─► server:  `redraft serve --pace auto` ◄────────────────┘
                               spool ─► learner ─► swaps
 
-Both are processes with a log each. All that can be refused is refused before the first file is written.
+Both are processes with a log each. All that can be refused is refused before the first file is
+written.
 """
 
 import contextlib
@@ -53,8 +54,10 @@ SETTINGS, FLEET, TOKEN, LOCK = "learner.toml", "fleet.toml", "token", "up.lock"
 REFUSED = {
     "uds": "the learner reaches the server at a port",
     "ssl_keyfile": "the learner reaches the server by http: put TLS in a proxy before it",
-    "data_parallel_size": "replicas cannot choose a number of draft tokens: start a server each, with --join",
-    "pipeline_parallel_size": "each of its batches would take the number of another: use --tensor-parallel-size",
+    "data_parallel_size": "replicas cannot choose a number of draft tokens: start a server each, "
+    "with --join",
+    "pipeline_parallel_size": "each of its batches would take the number of another: use "
+    "--tensor-parallel-size",
     "disable_log_stats": "the status line reads the counters",
 }
 """Flags of vLLM that contradict this command, with the reason."""
@@ -106,13 +109,18 @@ def main(cfg: Config) -> None:
 def make_plan(cfg: Config) -> Plan:
     """Raises: as `main`."""
     if cfg.join and (cfg.folder or cfg.draft):
-        raise ValueError("--join takes folder and draft of the redraft up that runs there: leave out the others")
+        raise ValueError(
+            "--join takes folder and draft of the redraft up that runs there: leave out the others"
+        )
     target = open_folder(cfg.target).absolute()
     read_config(target)
     flags = read_flags(cfg.vllm_args)
     require_agreement(flags, has_model=True, records=True)
     for name in sorted(name for name in REFUSED.keys() & flags.keys() if flags[name] != "1"):
-        raise ValueError(f"--{name.replace('_', '-')} contradicts redraft up, because {REFUSED[name]}: leave it out")
+        raise ValueError(
+            f"--{name.replace('_', '-')} contradicts redraft up, because {REFUSED[name]}: leave it "
+            "out"
+        )
     folder = (cfg.join or cfg.folder or Path(f"redraft-{Path(cfg.target).name}")).absolute()
     if not cfg.join and (folder / LOCK).exists():
         with own(folder / LOCK, "a redraft up"):  # the cause of taken ports
@@ -142,7 +150,9 @@ def make_plan(cfg: Config) -> Plan:
     )
 
 
-def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | None) -> LearnerConfig | None:
+def check_folder(
+    cfg: Config, folder: Path, target: Path, draft: DraftSource | None
+) -> LearnerConfig | None:
     """Settings of the learner, if the folder has a version of the draft. Raises: as `main`."""
     if (folder / "registry" / "current").exists() and (folder / SETTINGS).is_file():
         settings = load_config(folder / SETTINGS)
@@ -152,21 +162,30 @@ def check_folder(cfg: Config, folder: Path, target: Path, draft: DraftSource | N
         if settings.target.resolve() != target.resolve() and not is_newer:
             raise ValueError(f"{folder} is for the target {settings.target}: give another --folder")
         if draft is not None and (draft.folder or Path()).resolve() != initial.resolve():
-            raise ValueError(f"{folder} began with {initial}: leave out --draft, or give another --folder")
+            raise ValueError(
+                f"{folder} began with {initial}: leave out --draft, or give another --folder"
+            )
         return settings
     if cfg.join:
-        raise FileNotFoundError(f"{folder} has no {SETTINGS}: --join takes the folder of a redraft up that learns")
+        raise FileNotFoundError(
+            f"{folder} has no {SETTINGS}: --join takes the folder of a redraft up that learns"
+        )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / TOKEN).is_file():
         raise FileExistsError(f"{folder} holds other files: give another --folder")
     if draft is not None:
         if draft.lookup is not None:
-            raise ValueError(f"--draft {draft}: redraft up chooses the lookup: give {draft.source} alone")
+            raise ValueError(
+                f"--draft {draft}: redraft up chooses the lookup: give {draft.source} alone"
+            )
         speculative_config(ServeConfig(target=str(target), draft=cfg.draft))
     return None
 
 
 def is_taken(port: int) -> bool:
-    """Whether something listens at this port of the machine; never at port 0, which stands for any."""
+    """Whether something listens at this port of the machine.
+
+    Never at port 0, which stands for any.
+    """
     with socket.socket() as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -184,7 +203,10 @@ def require_memory(target: Path) -> None:
         return
     free = psutil.virtual_memory().available
     if ENGINE_IS_CPU and need > free:
-        raise ValueError(f"{target} takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: free some")
+        raise ValueError(
+            f"{target} takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free: free "
+            "some"
+        )
 
 
 def prepare(plan: Plan) -> bool:
@@ -197,7 +219,9 @@ def prepare(plan: Plan) -> bool:
     if plan.has_begun:
         return True
     fetch_model(plan.cfg.target)
-    draft = plan.draft or make_new_head(plan.target, folder / "draft", plan.cfg.num_speculative_tokens)
+    draft = plan.draft or make_new_head(
+        plan.target, folder / "draft", plan.cfg.num_speculative_tokens
+    )
     if draft.is_lookup or draft.family.is_in_target or not draft.family.learns_online:
         print(f"the draft {draft} does not learn: there is no learner", flush=True)
         return False
@@ -235,8 +259,10 @@ window_timeout_s = 120
 
 
 def render_training(head: DraftSource) -> str:
-    """Settings with which a new head learns in minutes: many small steps, by Muon. The rate, 2e-3 for SmolLM2-135M,
-    falls with the width (Yang et al., 2022, arXiv:2203.03466)."""
+    """Settings with which a new head learns in minutes: many small steps, by Muon.
+
+    The rate, 2e-3 for SmolLM2-135M, falls with the width (Yang et al., 2022, arXiv:2203.03466).
+    """
     assert head.folder is not None
     lr = min(2e-3, 1.15 / read_config(head.folder)["hidden_size"])
     return f"""[training]
@@ -277,20 +303,31 @@ def write_new_head(target: Path, folder: Path, num_tokens: int, most_ids: int = 
     if size > most_ids:
         # Merges of a tokenizer come in order of frequency.
         ids_W = torch.tensor(sorted({*range(most_ids), *opened.end_ids}))
-        print(f"the new head proposes the first {most_ids} of {size} ids; for others, train one and give --draft")
+        print(
+            f"the new head proposes the first {most_ids} of {size} ids; for others, train one and "
+            "give --draft"
+        )
     torch.manual_seed(0)
     head = Eagle3(Options(num_steps=num_tokens), weights, ids_W)
     head.init_from_layers(*read_last_layers(opened, torch.float32, 1))
     with torch.no_grad():
         # vLLM shares an output head if the two are equal, and a swap could then not change it
         head.lm_head.weight.mul_(1 + 0.01 * torch.randn_like(head.lm_head.weight))
-    origin = {"target": str(target), "target_fingerprint": opened.fingerprint, "target_lineage": opened.lineage}
+    origin = {
+        "target": str(target),
+        "target_fingerprint": opened.fingerprint,
+        "target_lineage": opened.lineage,
+    }
     publish(folder, lambda partial: head.export(partial, torch.bfloat16), origin)
 
 
-def place_learner(gpus: Sequence[str], flags: Mapping[str, str]) -> tuple[str, str, tuple[str, ...]]:
-    """A GPU that vLLM leaves, else a share of the last one, else the CPU: a line about it, CUDA_VISIBLE_DEVICES of
-    the learner, and further arguments of vLLM."""
+def place_learner(
+    gpus: Sequence[str], flags: Mapping[str, str]
+) -> tuple[str, str, tuple[str, ...]]:
+    """A GPU that vLLM leaves, else a share of the last one, else the CPU.
+
+    A line about it, CUDA_VISIBLE_DEVICES of the learner, and further arguments of vLLM.
+    """
     if not gpus:
         return "the learner computes on the CPU", "", ()
     if int(flags.get("tensor_parallel_size") or 1) < len(gpus):
@@ -309,18 +346,35 @@ def list_gpus() -> list[str]:
         return []
     if visible:
         return visible.split(",")
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    listed = subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
+    ).stdout
     return re.findall(r"^GPU (\d+):", listed, re.MULTILINE)
 
 
-def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = (), on_cpu: bool = ENGINE_IS_CPU) -> list[str]:
+def serve_command(
+    plan: Plan, *, learns: bool, more: Sequence[str] = (), on_cpu: bool = ENGINE_IS_CPU
+) -> list[str]:
     folder = plan.folder
-    command = [*COMMAND, "serve", str(plan.target), "--pace", "auto", "--token-file", str(folder / TOKEN)]
+    command = [
+        *COMMAND,
+        "serve",
+        str(plan.target),
+        "--pace",
+        "auto",
+        "--token-file",
+        str(folder / TOKEN),
+    ]
     command += ["--num-speculative-tokens", str(plan.cfg.num_speculative_tokens)]
     # The learner connects to the address given, where the token protects the routes.
     command += [] if is_local(httpx.URL(plan.url).host) else ["--allow-remote"]
     if learns:
-        command += ["--registry", str(folder / "registry"), "--capture.spool", str(folder / "spool")]
+        command += [
+            "--registry",
+            str(folder / "registry"),
+            "--capture.spool",
+            str(folder / "spool"),
+        ]
         family = find_family(load_config(folder / SETTINGS).draft.family)
         command += ["--capture.hidden-states"] if family.is_head else []
         # A lookup disables asynchronous scheduling, which CPUs never use.
@@ -329,7 +383,10 @@ def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = (), on_cpu:
     else:
         command += ["--draft", str(plan.draft or LIVE)]
     for name, value in vars(plan.cfg.capture).items():
-        command += [f"--capture.{name.replace('_', '-')}", *(value if isinstance(value, tuple) else [str(value)])]
+        command += [
+            f"--capture.{name.replace('_', '-')}",
+            *(value if isinstance(value, tuple) else [str(value)]),
+        ]
     # before the given arguments, which win; the status line and the learner ask all the time
     quiet = ("--disable-access-log-for-endpoints", "/metrics,/redraft/status")
     alias = () if "served_model_name" in plan.flags else ("--served-model-name", plan.cfg.target)
@@ -337,7 +394,10 @@ def serve_command(plan: Plan, *, learns: bool, more: Sequence[str] = (), on_cpu:
 
 
 def run(plan: Plan, *, learns: bool) -> None:
-    """Start the parts and watch them until interrupted. Raises: ChildProcessError if the server ends."""
+    """Start the parts and watch them until interrupted.
+
+    Raises: ChildProcessError if the server ends.
+    """
     screen, logs = Screen(), plan.folder / "logs"
     screen.say(f"all files are in {plan.folder}; records hold users' text")
     learner: Part | None = None
@@ -348,11 +408,15 @@ def run(plan: Plan, *, learns: bool) -> None:
         write_fleet(plan.folder, [plan.url])
         command = [*COMMAND, "learner", "--config", str(plan.folder / SETTINGS)]
         learner = Part("learner", command, logs / "learner.log", {"CUDA_VISIBLE_DEVICES": gpu})
-    server = Part(plan.name, serve_command(plan, learns=learns, more=more), logs / f"{plan.name}.log")
+    server = Part(
+        plan.name, serve_command(plan, learns=learns, more=more), logs / f"{plan.name}.log"
+    )
     try:
         if learner is not None:
             page = load_config(plan.folder / SETTINGS).page
-            screen.say(f"page: http://{page.host}:{page.port}" if page.port else "the learner has no page")
+            screen.say(
+                f"page: http://{page.host}:{page.port}" if page.port else "the learner has no page"
+            )
             learner.start()
         watch(plan, screen, server, learner)
     finally:
@@ -361,7 +425,9 @@ def run(plan: Plan, *, learns: bool) -> None:
         try:
             server.stop(SERVER_STOP_S)
             if plan.cfg.join:
-                write_fleet(plan.folder, [url for url in read_fleet(plan.folder) if url != plan.url])
+                write_fleet(
+                    plan.folder, [url for url in read_fleet(plan.folder) if url != plan.url]
+                )
         finally:
             if learner is not None:
                 learner.stop(LEARNER_STOP_S)
@@ -384,11 +450,15 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None) -> Non
     while True:
         now_s = time.monotonic()
         # A new learner makes the first version.
-        if server.process is None and (learner is None or (plan.folder / "registry" / "current").is_dir()):
+        if server.process is None and (
+            learner is None or (plan.folder / "registry" / "current").is_dir()
+        ):
             server.start()
         needed = learner if learner and server.process is None else server
         if needed.has_ended:
-            raise ChildProcessError(f"the {needed.name} ended: {last_error(needed.log)} (log: {needed.log})")
+            raise ChildProcessError(
+                f"the {needed.name} ended: {last_error(needed.log)} (log: {needed.log})"
+            )
         show_lines(screen, server, server.read_lines())
         if learner is not None:
             lines = learner.read_lines()
@@ -396,7 +466,9 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None) -> Non
                 learned.read(line)
             show_lines(screen, learner, lines)
             # until it is ready, the server is unreachable because it loads
-            if learned.fault and (meter.is_ready or not learned.fault.startswith("server_unreachable")):
+            if learned.fault and (
+                meter.is_ready or not learned.fault.startswith("server_unreachable")
+            ):
                 screen.say(f"learner: {learned.fault}")
             learned.fault = ""
             restarts.follow(learner, now_s, screen.say)
@@ -407,6 +479,8 @@ def watch(plan: Plan, screen: Screen, server: Part, learner: Part | None) -> Non
         if meter.is_ready and not was_ready:
             screen.say(f"ready: {plan.url} | {shown}")
         if learner is not None:
-            shown += f" | {shorten_version(learned.version or 'no version')} | learner: {learned.phase}"
+            shown += (
+                f" | {shorten_version(learned.version or 'no version')} | learner: {learned.phase}"
+            )
         screen.update(shown, now_s)
         time.sleep(1)

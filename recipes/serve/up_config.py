@@ -3,9 +3,10 @@
     $ redraft up Qwen/Qwen3-8B -- --port 8000
     $ redraft up Qwen/Qwen3-8B --join redraft-Qwen3-8B -- --port 8001     # one more server for the same learner
 
-Everything is in one folder: token, versions of the draft, records of the traffic, the learner's settings and logs. The
-same command continues there. Ctrl-C ends the server, then the learner. A learner that dies is started again, while the
-server serves on. `redraft fleet` operates it with `--config FOLDER/learner.toml`.
+Everything is in one folder: token, versions of the draft, records of the traffic, the learner's
+settings and logs. The same command continues there. Ctrl-C ends the server, then the learner. A
+learner that dies is started again, while the server serves on. `redraft fleet` operates it with
+`--config FOLDER/learner.toml`.
 """
 
 from dataclasses import dataclass, field
@@ -25,14 +26,17 @@ class Config:
     vllm_args: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Arguments of vLLM's server, after `--`."""
     draft: str | None = None
-    """First draft: a folder or hub name, or `ngram`, `suffix` or `live`, which train nothing. By default a new EAGLE-3
-    head, which drafts once it is faster, or `live` if the target has too few layers for a head. On a CPU, `live` also
-    drafts before an EAGLE or MTP head. On a GPU it does not: vLLM would lose asynchronous scheduling."""
+    """First draft: a folder or hub name, or `ngram`, `suffix` or `live`, which train nothing. By
+    default a new EAGLE-3 head, which drafts once it is faster, or `live` if the target has too
+    few layers for a head. On a CPU, `live` also drafts before an EAGLE or MTP head. On a GPU it
+    does not: vLLM would lose asynchronous scheduling.
+    """
     folder: Path | None = None
     """Folder for everything. By default `redraft-` and the name of the target."""
     join: Path | None = None
-    """Folder of a running `redraft up` on this machine, to which this server is added. Choose its GPUs by
-    CUDA_VISIBLE_DEVICES."""
+    """Folder of a running `redraft up` on this machine, to which this server is added. Choose its
+    GPUs by CUDA_VISIBLE_DEVICES.
+    """
     num_speculative_tokens: int = ServeConfig.num_speculative_tokens
     """Most draft tokens of a step."""
     capture: ServerSample = field(default_factory=ServerSample)

@@ -43,9 +43,14 @@ class Part:
     _read_to: int = 0
 
     def start(self) -> None:
-        if self.process is None and self.log.exists():  # the cause of a death is looked for in the whole log
+        if (
+            self.process is None and self.log.exists()
+        ):  # the cause of a death is looked for in the whole log
             self.log.replace(self.log.with_suffix(".before"))
-        self.process, self.begun_s = start_group(self.command, log=self.log, env=self.environment), time.monotonic()
+        self.process, self.begun_s = (
+            start_group(self.command, log=self.log, env=self.environment),
+            time.monotonic(),
+        )
 
     def read_lines(self) -> list[str]:
         """Whole lines of the log since the last call; none of a log that someone moved away."""
@@ -114,7 +119,10 @@ class Learned:
 
 
 def show_lines(screen: Screen, part: Part, lines: Sequence[str]) -> None:
-    """The new lines for people. Of errors the last one: a traceback of vLLM is dozens of lines of them."""
+    """The new lines for people.
+
+    Of errors the last one: a traceback of vLLM is dozens of lines of them.
+    """
     for found in filter(None, map(TOLD.search, lines)):
         screen.say(f"{part.name}: {found[1]}")
     errors = [line.strip() for line in lines if ERROR.search(line) and not line.startswith("{")]
@@ -137,10 +145,15 @@ class Restarts:
             self.deaths = 1 if now_s - learner.begun_s > LONGEST_PAUSE_S else self.deaths + 1
             pause_s = min(LONGEST_PAUSE_S, 2 ** (self.deaths - 1))
             self.due_s = now_s + pause_s
-            say(f"learner: ended, and starts again in {pause_s} s; serving goes on: {last_error(learner.log)}")
+            say(
+                f"learner: ended, and starts again in {pause_s} s; serving goes on: "
+                f"{last_error(learner.log)}"
+            )
         if now_s >= self.due_s:
             self.due_s = None
-            with contextlib.suppress(OSError):  # as a disk that is full: this is one more early death
+            with contextlib.suppress(
+                OSError
+            ):  # as a disk that is full: this is one more early death
                 learner.start()
 
 
@@ -155,9 +168,14 @@ class Meter:
     _read_s: float = 0.0
 
     def read(self, now_s: float) -> str:
-        """Requests, tokens/s, tokens per drafted step and pace since the last call; or that the server is not there."""
+        """Requests, tokens/s, tokens per drafted step and pace since the last call.
+
+        Or that the server is not there.
+        """
         try:
-            text = httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).raise_for_status().text
+            text = (
+                httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).raise_for_status().text
+            )
         except httpx.HTTPError:
             return "the server does not answer" if self.is_ready else "the server starts"
         shown = self.describe(text, now_s)
@@ -173,7 +191,9 @@ class Meter:
         new = counts.since(self._counts) or counts
         parts = [f"{done:.0f} requests done, {running:.0f} running"]
         if self.is_ready:
-            parts.append(f"{(tokens - self._tokens) / max(1e-9, now_s - self._read_s):.1f} tokens/s")
+            parts.append(
+                f"{(tokens - self._tokens) / max(1e-9, now_s - self._read_s):.1f} tokens/s"
+            )
         parts += [f"{new.tau:.2f} tokens per drafted step"] if new.num_drafts else []
         parts += [describe_pace(gauges)] if (gauges := read_gauges(text)) else []
         self._tokens, self._counts, self._read_s = tokens, counts, now_s

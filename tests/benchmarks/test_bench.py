@@ -1,4 +1,7 @@
-"""The benchmark's cases on tiny sizes: their sides compute the same, and what they are measured with measures."""
+"""The benchmark's cases on tiny sizes.
+
+Their sides compute the same, and what they are measured with measures.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ TINY = dataclasses.replace(
 
 
 @pytest.mark.parametrize("family", list(bench_heads.FAMILIES))
-def test_ours_and_the_naive_form_of_a_head_train_alike(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_and_the_naive_form_of_a_head_train_alike(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench_heads, "SIZES", TINY)
     ours, naive = (build_head(family, "float32", side, "cpu") for side in (OURS, NAIVE))
     for _ in range(3):  # the losses of the later steps show the gradients of those before
@@ -63,7 +68,9 @@ def test_ours_compiled_trains_as_ours(family: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench_heads, "SIZES", TINY)
     compiles = []
     monkeypatch.setattr(
-        torch, "compile", lambda *args, make=torch.compile, **kw: compiles.append(1) or make(*args, **kw)
+        torch,
+        "compile",
+        lambda *args, make=torch.compile, **kw: compiles.append(1) or make(*args, **kw),
     )
     ours, compiled = (build_head(family, "float32", side, "cpu") for side in (OURS, OURS_COMPILED))
     for _ in range(3):
@@ -74,7 +81,8 @@ def test_ours_compiled_trains_as_ours(family: str, monkeypatch: pytest.MonkeyPat
 def test_the_floor_of_a_head_has_the_products_of_a_hand_count() -> None:
     tokens, hidden, vocabulary = 1024, 512, 32_768
     to_vocabulary = 2.0 * tokens * hidden * vocabulary
-    # one product for the target; forward, and backward twice, for each of three heads and of three blocks
+    # one product for the target; forward, and backward twice, for each of three heads and of three
+    # blocks
     expected = to_vocabulary * (1 + 3 * 3) + 2.0 * tokens * hidden * hidden * 3 * 3
     assert sum(m.flops for m in bench_heads.FAMILIES["Medusa"].matmuls()) == expected
     frozen = to_vocabulary * (1 + 3 * 2)  # no gradient of a frozen head
@@ -88,7 +96,9 @@ def test_the_matmuls_alone_are_as_many_as_they_claim() -> None:
     run = matmuls_alone([Matmul(count=2, rows=512, inner=8, columns=16)], torch.float32, "cpu")
     with torch.profiler.profile() as profiler:
         run()
-    assert sum(event.count for event in profiler.key_averages() if event.key == "aten::mm") == 4  # of 256 rows
+    assert (
+        sum(event.count for event in profiler.key_averages() if event.key == "aten::mm") == 4
+    )  # of 256 rows
 
 
 def build_sleepy(side: str, device: str) -> Run:
@@ -103,7 +113,10 @@ def build_sleepy(side: str, device: str) -> Run:
 
 
 def make_case(
-    build: object = build_sleepy, name: str = "sleepy", dtype: DtypeName = "float32", **against: Against
+    build: object = build_sleepy,
+    name: str = "sleepy",
+    dtype: DtypeName = "float32",
+    **against: Against,
 ) -> Case:
     """A case of the family medusa with the requirement of half the memory and twice the speed."""
     return Case(
@@ -123,7 +136,9 @@ def test_a_case_is_measured_in_speed_and_memory_against_each_side() -> None:
     case = dataclasses.replace(make_case(), required={"slow": Required(speed=2.0, memory=0.05)})
     result = measure(case, rounds=3, threads=1, device="cpu")
     assert 2 < result.speed_ratio["slow"] < 20  # 10, on a machine that may be busy
-    assert result.sides[OURS].tokens_per_s == pytest.approx(100 / sorted(result.sides[OURS].wall_s)[1])
+    assert result.sides[OURS].tokens_per_s == pytest.approx(
+        100 / sorted(result.sides[OURS].wall_s)[1]
+    )
     assert result.sides[OURS].tokens_per_s <= 100 / 0.02
     assert result.sides[OURS].peak_mib == pytest.approx(8, abs=3)
     assert result.sides["slow"].peak_mib == pytest.approx(80, abs=3)
@@ -148,10 +163,14 @@ def build_learner(side: str, device: str) -> Run:
 
 @pytest.mark.slow
 def test_the_peak_has_gradients_and_the_optimizer_s_state_and_nothing_of_the_compiler() -> None:
-    case = make_case(build_learner, compiled=Against(description="compiles", peer="learner", is_compiled=True))
+    case = make_case(
+        build_learner, compiled=Against(description="compiles", peer="learner", is_compiled=True)
+    )
     result = measure(case, rounds=1, threads=1, device="cpu")
     for side in (OURS, "compiled"):
-        assert result.sides[side].peaks_mib == pytest.approx([48] * 3, abs=4)  # a gradient and AdamW's two averages
+        assert result.sides[side].peaks_mib == pytest.approx(
+            [48] * 3, abs=4
+        )  # a gradient and AdamW's two averages
     assert "memory 1." in next(line for line in lines(case, result) if "compiles" in line)
 
 
@@ -174,13 +193,16 @@ def test_a_side_that_does_not_run_or_compile_is_told_and_left_out() -> None:
     }
     case = make_case(build_broken, **against)
     runs, losses, left_out = _start(case, "cpu")
-    assert left_out == dict.fromkeys(("broken", "broken, compiled"), "RuntimeError: no kernel for this")
+    assert left_out == dict.fromkeys(
+        ("broken", "broken, compiled"), "RuntimeError: no kernel for this"
+    )
     assert set(runs) == set(losses) == {OURS, "as shipped"}
     result = make_measurement(case, {"as shipped": [2.0] * 3}, {"as shipped": [20.0] * 3}, left_out)
     told = [line for line in lines(case, result) if "broken" in line]
     assert len(told) == 2
     assert all(
-        line.endswith("left out, because it does not run here: RuntimeError: no kernel for this") for line in told
+        line.endswith("left out, because it does not run here: RuntimeError: no kernel for this")
+        for line in told
     )
 
 
@@ -192,13 +214,20 @@ def test_our_side_must_run() -> None:
         _start(make_case(build, peer=Against(description="one that runs", peer="peer")), "cpu")
 
 
-# ----------------------------------------------------------------------------------------------------------- the report
+# -----------------------------------------------------------------------------------------------------------
+# the report
 
 
 def make_measurement(
-    case: Case, times: dict[str, list[float]], peaks: dict[str, list[float]], left_out: dict[str, str] | None = None
+    case: Case,
+    times: dict[str, list[float]],
+    peaks: dict[str, list[float]],
+    left_out: dict[str, str] | None = None,
 ) -> Measurement:
-    """The measurement of sides with these seconds and MiB; ours takes 1, 2 and 1 s, and 10, 11 and 12 MiB."""
+    """The measurement of sides with these seconds and MiB.
+
+    Ours takes 1, 2 and 1 s, and 10, 11 and 12 MiB.
+    """
     seconds = {OURS: [1.0, 2.0, 1.0], **times, FLOOR: [1.0, 1.0, 1.0]}
     mib = {OURS: [10.0, 11.0, 12.0], **peaks}
     sides = {
@@ -240,7 +269,9 @@ def test_the_report_has_the_ratio_to_the_compiled_peer_in_the_worst_of_the_bfloa
         (
             case,
             make_measurement(
-                case, {"Peer": shipped_s, "Peer, compiled": times}, {"Peer": shipped_mib, "Peer, compiled": peaks}
+                case,
+                {"Peer": shipped_s, "Peer, compiled": times},
+                {"Peer": shipped_mib, "Peer, compiled": peaks},
             ),
         )
         for case, times, peaks in (
@@ -251,14 +282,28 @@ def test_the_report_has_the_ratio_to_the_compiled_peer_in_the_worst_of_the_bfloa
     ]
     report = make_report(measured, {"environment": ENVIRONMENT, "device": "cpu", "rounds": 3})
     assert report["ratio"] == {
-        "medusa": {"peer": {"median": 2.0, "low": 1.5, "high": 4.0, "compiled": True, "case": "bad"}}
+        "medusa": {
+            "peer": {"median": 2.0, "low": 1.5, "high": 4.0, "compiled": True, "case": "bad"}
+        }
     }
     assert report["memory"] == {
-        "medusa": {"peer": {"median": 0.5, "low": 10 / 24, "high": 12 / 20, "compiled": True, "case": "good"}}
+        "medusa": {
+            "peer": {
+                "median": 0.5,
+                "low": 10 / 24,
+                "high": 12 / 20,
+                "compiled": True,
+                "case": "good",
+            }
+        }
     }
     assert [case["case"] for case in report["cases"]] == ["good", "bad", "other"]
     assert report["cases"][0]["sides"]["Peer"]["wall_s"] == shipped_s
-    assert (report["date"], report["environment"], report["rounds"]) == (ENVIRONMENT["date"], ENVIRONMENT, 3)
+    assert (report["date"], report["environment"], report["rounds"]) == (
+        ENVIRONMENT["date"],
+        ENVIRONMENT,
+        3,
+    )
     assert json.loads(json.dumps(report)) == report
 
 
@@ -278,7 +323,9 @@ def test_compiled_peers_are_compared_with_ours_compiled() -> None:
         case, {"Peer, compiled": [2.0] * 3}, {"Peer, compiled": [20.0] * 3}, {OURS_COMPILED: "no"}
     )
     report = make_report([(case, without)], {"environment": ENVIRONMENT})
-    assert report["ratio"]["medusa"]["peer"]["median"] == 2.0, "ours as it is, if it does not compile"
+    assert report["ratio"]["medusa"]["peer"]["median"] == 2.0, (
+        "ours as it is, if it does not compile"
+    )
 
 
 def test_without_a_bfloat16_case_the_report_takes_float32() -> None:
@@ -288,7 +335,9 @@ def test_without_a_bfloat16_case_the_report_takes_float32() -> None:
     assert report["ratio"]["medusa"]["peer"]["case"] == "only"
 
 
-def test_a_peer_that_does_not_compile_is_compared_as_it_ships_and_an_absent_one_is_in_no_report() -> None:
+def test_a_peer_that_does_not_compile_is_compared_as_it_ships_and_an_absent_one_is_in_no_report() -> (
+    None
+):
     case = make_case(name="case", dtype="bfloat16", **BOTH)
     times, peaks = {"Peer": [4.0, 4.0, 4.0]}, {"Peer": [40.0, 40.0, 40.0]}
     result = make_measurement(case, times, peaks, left_out={"Peer, compiled": "RuntimeError: no"})
@@ -319,12 +368,18 @@ def test_a_line_says_whether_the_ratios_pass_and_their_range() -> None:
     assert "memory 0.55x BELOW TARGET (at most 0.5)" in compiled
 
 
-def test_the_file_is_written_after_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_file_is_written_after_every_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     output, cases = tmp_path / "report.json", [make_case(name=name) for name in ("first", "second")]
     seen = []
 
     def look(case: Case, **_: object) -> Measurement:
-        seen.append([one["case"] for one in json.loads(output.read_text())["cases"]] if output.exists() else [])
+        seen.append(
+            [one["case"] for one in json.loads(output.read_text())["cases"]]
+            if output.exists()
+            else []
+        )
         return make_measurement(case, {"slow": [4.0] * 3}, {"slow": [40.0] * 3})
 
     monkeypatch.setattr(bench_training, "list_cases", lambda _: cases)
@@ -336,7 +391,8 @@ def test_the_file_is_written_after_every_case(monkeypatch: pytest.MonkeyPatch, t
     assert report["date"] == report["environment"]["date"]
 
 
-# ------------------------------------------------------------------------------------------------------------ the peers
+# ------------------------------------------------------------------------------------------------------------
+# the peers
 
 
 @pytest.mark.slow
@@ -371,9 +427,13 @@ def test_every_peer_of_the_kl_step_trains_as_ours_does(
     if not KL_PEERS[side].can_run("cpu"):
         pytest.skip(f"{side}: the package or a compiler is not installed here")
     monkeypatch.setattr(bench_losses, "STEP_LENGTH", 16)
-    ours, theirs = (bench_losses.build_kl_step(128, precision, name, "cpu") for name in (OURS, side))
+    ours, theirs = (
+        bench_losses.build_kl_step(128, precision, name, "cpu") for name in (OURS, side)
+    )
     # a sum in bfloat16, of losses from 0.14 to 0.07
-    assert [float(ours()) for _ in range(3)] == pytest.approx([float(theirs()) for _ in range(3)], rel=0.04)
+    assert [float(ours()) for _ in range(3)] == pytest.approx(
+        [float(theirs()) for _ in range(3)], rel=0.04
+    )
 
 
 @pytest.mark.slow
@@ -403,19 +463,27 @@ for ours, theirs in zip(runs[0].trained, runs[1].trained, strict=True):
 def test_the_loss_alone_of_speculators_is_ours() -> None:
     pytest.importorskip("speculators")
     command = [sys.executable, "-c", IN_THE_INTERPRETER]
-    done = subprocess.run(command, env=model_runners.environment("v2"), capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        command, env=model_runners.environment("v2"), capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_on_a_gpu_the_loss_has_the_sizes_of_an_8b_target() -> None:
-    on_cpu, on_gpu = (bench_losses.fused_loss_case(128, "bfloat16", device) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (
+        bench_losses.fused_loss_case(128, "bfloat16", device) for device in ("cpu", "cuda")
+    )
     assert (on_cpu.tokens, on_cpu.matmuls[0].inner) == (1024, 512)
     assert (on_gpu.tokens, on_gpu.matmuls[0].inner) == (4096, 4096)
     assert bench_losses.SPECULATORS not in on_cpu.against
-    assert (bench_losses.SPECULATORS in on_gpu.against) == FUSED_LOSSES[bench_losses.SPECULATORS].is_installed
+    assert (bench_losses.SPECULATORS in on_gpu.against) == FUSED_LOSSES[
+        bench_losses.SPECULATORS
+    ].is_installed
 
 
-def test_a_peer_that_is_absent_or_cannot_be_compiled_is_no_side_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_absent_or_cannot_be_compiled_is_no_side_and_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def make_peer(package: str, *, is_compiled: bool = False) -> Peer:
         return Peer(
             package=package,
@@ -445,7 +513,11 @@ def test_a_peer_that_is_absent_or_cannot_be_compiled_is_no_side_and_is_told(monk
 def test_the_cases_run_without_any_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Peer, "is_installed", property(lambda peer: False))
     cases = bench_training.list_cases("cpu")
-    assert {name for case in cases for name in case.against} == {NAIVE, FORWARD_KL, FORWARD_KL_COMPILED}
+    assert {name for case in cases for name in case.against} == {
+        NAIVE,
+        FORWARD_KL,
+        FORWARD_KL_COMPILED,
+    }
     assert all(case.note for case in cases if case.family != "lk_hybrid")
 
 
@@ -455,7 +527,10 @@ def test_every_case_has_a_name_of_its_own_and_names_what_is_not_installed() -> N
     families = {case.family for case in cases}
     assert families - {row.name for row in catalog.FAMILIES} == {"kl", "fused_kl", "lk_hybrid"}
     assert families >= {"eagle3", "medusa", "mtp", "dflash", "dspark", "peagle"}
-    of_family = {f"{title}, {bench_heads.sizes_of(title).steps} steps": peers for title, peers in PEERS.items()}
+    of_family = {
+        f"{title}, {bench_heads.sizes_of(title).steps} steps": peers
+        for title, peers in PEERS.items()
+    }
     for case in cases:
         peers = {"kl": KL_PEERS, "fused_kl": FUSED_LOSSES, "lk_hybrid": {}}.get(case.family)
         peers = of_family[case.name.rsplit(", vocabulary", 1)[0]] if peers is None else peers

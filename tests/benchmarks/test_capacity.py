@@ -1,4 +1,7 @@
-"""The capacity page: its tables as they are counted now, and the counts against counting by hand."""
+"""The capacity page.
+
+Its tables as they are counted now, and the counts against counting by hand.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ SMALL = Traffic(prompt_tokens=20, output_tokens=10)
 
 @pytest.mark.slow
 def test_the_page_holds_what_is_counted_now() -> None:
-    assert fill_tables(PAGE.read_text()) == PAGE.read_text(), "python -m benchmarks.capacity docs/capacity.md"
+    assert fill_tables(PAGE.read_text()) == PAGE.read_text(), (
+        "python -m benchmarks.capacity docs/capacity.md"
+    )
 
 
 def test_the_weights_that_a_token_meets_are_those_of_the_modules() -> None:
@@ -37,19 +42,25 @@ def test_the_weights_that_a_token_meets_are_those_of_the_modules() -> None:
     layer = 2 * d * d + 2 * d * keys + 3 * d * inner
     small = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192
     assert standalone.weights == 16 * small
-    assert eagle1.weights == 4 * (2 * d * d + layer), "its projection of two and one layer, in four draft steps"
+    assert eagle1.weights == 4 * (2 * d * d + layer), (
+        "its projection of two and one layer, in four draft steps"
+    )
     # The projection of three states once; queries, keys and values read two vectors.
     assert eagle3.weights == 3 * d * d + 7 * (layer + d * d + 2 * d * keys)
 
 
 def test_the_flops_of_a_learners_step_are_those_of_a_count_by_hand() -> None:
-    """6 for each weight and token, padding included, and for each number of the labelled rows' logits."""
+    """6 for each weight and token, padding included, and for each number of the labelled rows'
+    logits.
+    """
     records = [make_record(number, SMALL) for number in range(4)]
     plan = plan_learner("standalone", "llama-3.1-8b", "llama-3.2-1b")
     counted, tokens = count_learner(plan, records, "nothing")
     texts = select_texts(records)
     rows = sum(len(text.rows_R) for text in texts)
-    products = sum(work.flops * n for work, n in counted.operations.items() if work.kind == "product")
+    products = sum(
+        work.flops * n for work, n in counted.operations.items() if work.kind == "product"
+    )
     small = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192
     assert products == 6 * (16 * small * tokens + rows * 128_256 * 2048)
     assert products < count_flops(counted) < 1.1 * products, "and attention"
@@ -59,7 +70,9 @@ def test_the_flops_of_a_learners_step_are_those_of_a_count_by_hand() -> None:
 def test_rows_follow_from_draft_tokens_and_acceptance() -> None:
     traffic = Traffic(output_tokens=2000)
     rows = len(make_record(0, traffic).positions)
-    assert rows / 2000 == pytest.approx((traffic.num_speculative_tokens + 1) / traffic.tau, rel=0.05)
+    assert rows / 2000 == pytest.approx(
+        (traffic.num_speculative_tokens + 1) / traffic.tau, rel=0.05
+    )
 
 
 def test_more_tokens_than_were_drafted_are_refused() -> None:
@@ -94,11 +107,14 @@ def test_a_fleets_row_is_the_tokens_times_its_rate() -> None:
 @pytest.mark.parametrize(("family", "target"), [("mtp", "mimo-7b"), ("dspark", "qwen3-0.6b")])
 def test_every_family_that_learns_is_counted(family: str, target: str) -> None:
     (cost,) = all_costs(Fleet(families=(family,), target=target, traffic=SMALL))
-    assert cost.learner_flops > 6 * passes() * cost.weights, "more than the tokens of the answer are read"
+    assert cost.learner_flops > 6 * passes() * cost.weights, (
+        "more than the tokens of the answer are read"
+    )
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0.00421, "0.0042"), (0.4, "0.4"), (4.25, "4.2"), (42.4, "42"), (12345, "12,000"), (10, "10")]
+    ("number", "text"),
+    [(0.00421, "0.0042"), (0.4, "0.4"), (4.25, "4.2"), (42.4, "42"), (12345, "12,000"), (10, "10")],
 )
 def test_numbers_have_two_digits(number: float, text: str) -> None:
     assert two(number) == text

@@ -1,4 +1,7 @@
-"""How often the decisions are wrong, by short simulations; `python -m benchmarks.decisions` runs the long ones."""
+"""How often the decisions are wrong, by short simulations.
+
+`python -m benchmarks.decisions` runs the long ones.
+"""
 
 import json
 
@@ -32,24 +35,41 @@ def test_an_equal_draft_stays_and_a_worse_one_does_not_also_with_unlike_traffic(
     for traffic in MIXES:
         assert canary[traffic]["equal_rolled_back"] <= 0.02 + SLACK
         assert canary[traffic]["worse_passed"] <= 0.02 + SLACK
-    short = [case for case in canary["cases"] if case["drafts_per_request"] == 28 and case["running_requests"] == 8]
+    short = [
+        case
+        for case in canary["cases"]
+        if case["drafts_per_request"] == 28 and case["running_requests"] == 8
+    ]
     for case in short:
-        assert case["equal_inconclusive"] == case["worse_inconclusive"] == 0, "with enough requests it tells"
+        assert case["equal_inconclusive"] == case["worse_inconclusive"] == 0, (
+            "with enough requests it tells"
+        )
 
 
 def test_servers_that_draft_different_numbers_of_tokens_are_compared_like_others():
     paces = simulate_paces(TRIALS // 2)
     assert paces["equal_rolled_back"] <= 0.02 + SLACK
     assert paces["worse_passed"] <= 0.02 + SLACK
-    many = [case for case in paces["cases"] if case["drafts_per_request"] == 28 and case["running_requests"] == 8]
+    many = [
+        case
+        for case in paces["cases"]
+        if case["drafts_per_request"] == 28 and case["running_requests"] == 8
+    ]
     for case in many:
-        assert case["equal_inconclusive"] == case["worse_inconclusive"] == 0, "with enough requests it tells"
+        assert case["equal_inconclusive"] == case["worse_inconclusive"] == 0, (
+            "with enough requests it tells"
+        )
 
 
 def test_the_simulated_paces_move_tau():
-    """So a comparison of accepted tokens over drafts would be wrong, while the first token is accepted as often."""
+    """So a comparison of accepted tokens over drafts would be wrong, while the first token is
+    accepted as often.
+    """
     rng = np.random.default_rng(0)
-    groups = [_simulate_polls(rng, 200, 60, 2.0, 0.5, 28, 8, pace).sum((0, 1, 2)) for pace in PACES["shifted"]]
+    groups = [
+        _simulate_polls(rng, 200, 60, 2.0, 0.5, 28, 8, pace).sum((0, 1, 2))
+        for pace in PACES["shifted"]
+    ]
     slow, fast = (counts_K2[:, 1].sum() / counts_K2[0, 0] for counts_K2 in groups)
     one_token = [counts_K2[0, 1] / counts_K2[0, 0] for counts_K2 in groups]
     assert one_token[0] == pytest.approx(one_token[1], abs=0.005)
@@ -59,8 +79,13 @@ def test_the_simulated_paces_move_tau():
 def test_the_simulated_mix_moves_tau_as_it_says():
     """40% of the easier domain instead of 60% costs a fifth of the difference between the domains."""
     rng = np.random.default_rng(0)
-    low_TPK2, high_TPK2 = (_simulate_polls(rng, 200, 60, 2.0, share, 28, 8).sum(1) for share in (0.4, 0.6))
-    rates = [polls_TPK2[..., 1].sum() / polls_TPK2[:, :, 0, 0].sum() for polls_TPK2 in (low_TPK2, high_TPK2)]
+    low_TPK2, high_TPK2 = (
+        _simulate_polls(rng, 200, 60, 2.0, share, 28, 8).sum(1) for share in (0.4, 0.6)
+    )
+    rates = [
+        polls_TPK2[..., 1].sum() / polls_TPK2[:, :, 0, 0].sum()
+        for polls_TPK2 in (low_TPK2, high_TPK2)
+    ]
     assert rates[1] - rates[0] == pytest.approx(0.2 * DOMAIN_GAP, abs=0.012)
 
 

@@ -41,7 +41,9 @@ def write(folder: Path, report: dict[str, Any]) -> Path:
 def test_the_page_begins_with_what_specialists_gain(tmp_path: Path) -> None:
     html = write(tmp_path, make_domains_report()).read_text()
     assert (
-        words(html, "h1") == "With a draft per domain, each target step emits 1.90 tokens; with one shared draft, 1.60."
+        words(html, "h1")
+        == "With a draft per domain, each target step emits 1.90 tokens; with one shared draft, "
+        "1.60."
     )
     assert '<span class="good">98.5%</span> of 400 unlabelled prompts to the right server' in html
     assert "both specialists together reaches 1.75." in html
@@ -50,7 +52,9 @@ def test_the_page_begins_with_what_specialists_gain(tmp_path: Path) -> None:
 
 def test_the_page_says_so_if_nothing_was_gained(tmp_path: Path) -> None:
     equal = {"a": 1.5, "b": 1.5, "mean": 1.5}
-    html = write(tmp_path, make_domains_report(tau_specialised=equal, tau_shared=equal, routed_right=0.8)).read_text()
+    html = write(
+        tmp_path, make_domains_report(tau_specialised=equal, tau_shared=equal, routed_right=0.8)
+    ).read_text()
     assert "training longer is worth more than a draft per domain" in html
     assert "no more than the 1.50 with one shared draft" in words(html, "h1")
     assert '<span class="bad">80.0%</span>' in html

@@ -69,14 +69,20 @@ def test_a_published_head_gives_two_intact_versions(random_target: Path, tmp_pat
                 artifact.verify(registry / version)
 
 
-def test_tokens_found_in_the_cache_are_summed_over_engines_and_not_with_those_of_other_servers() -> None:
+def test_tokens_found_in_the_cache_are_summed_over_engines_and_not_with_those_of_other_servers() -> (
+    None
+):
     registry = CollectorRegistry()
     for name, values in {"queries": (60, 40), "hits": (50, 5)}.items():
         for prefix, factor in (("", 1), ("external_", 7)):
-            counter = Counter(f"vllm:{prefix}prefix_cache_{name}", name, ["engine"], registry=registry)
+            counter = Counter(
+                f"vllm:{prefix}prefix_cache_{name}", name, ["engine"], registry=registry
+            )
             for engine, value in enumerate(values):
                 counter.labels(engine).inc(factor * value)
-    assert parse_prefix_cache(generate_latest(registry).decode()) == PrefixCache(queries=100, hits=55)
+    assert parse_prefix_cache(generate_latest(registry).decode()) == PrefixCache(
+        queries=100, hits=55
+    )
     assert parse_prefix_cache("") == PrefixCache(queries=0, hits=0)
 
 
@@ -91,7 +97,9 @@ def make_swap(after: Sent, pause_s: float = 0.08) -> Swapped:
 
 def test_the_figures_of_a_swap() -> None:
     before = Sent([[1, 2]], alpha=0.8, hits=0.9)
-    found = summarize(before, [make_swap(Sent([[1, 2]], 0.8, 0.9)), make_swap(Sent([[1, 2]], 0.6, 0.45))])
+    found = summarize(
+        before, [make_swap(Sent([[1, 2]], 0.8, 0.9)), make_swap(Sent([[1, 2]], 0.6, 0.45))]
+    )
     assert found["blocks_kept"] == pytest.approx(0.75)
     assert found["pause_over_step_ms"] == pytest.approx(80)
     assert found["step_ms"] == pytest.approx(20)
@@ -104,11 +112,16 @@ def test_the_figures_of_a_swap() -> None:
 
 
 def test_requests_run_on_other_texts_than_those_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = [150] * 3 + [600] * 20  # in words: the first three are long enough to run, and too short to be compared
+    lengths = [150] * 3 + [
+        600
+    ] * 20  # in words: the first three are long enough to run, and too short to be compared
     texts = [{"messages": f"{number} " * length} for number, length in enumerate(lengths)]
     monkeypatch.setattr(fleet, "stdlib_conversations", lambda: texts)
     compared, running = choose_texts(Config(clients=4))
-    assert ({len(p.token_ids) for p in compared}, {len(p.token_ids) for p in running}) == ({400}, {100})
+    assert ({len(p.token_ids) for p in compared}, {len(p.token_ids) for p in running}) == (
+        {400},
+        {100},
+    )
     assert (len(compared), len(running)) == (8, 4)
     assert not {tuple(p.token_ids[:100]) for p in compared} & {tuple(p.token_ids) for p in running}
 
@@ -119,17 +132,26 @@ def test_the_lines_say_what_falls_short() -> None:
     report = {
         "records": {"v1_equals_v2": None, "reason": "no Triton", "tests": 0},
         "capture": {"bytes_per_step": 266_240, "bytes_by_reference": 262_668_288}
-        | {"ratio_all": 0.98, "interval_all": (-0.01, 0.05), "ratio_tenth": 1.0, "interval_tenth": None},
+        | {
+            "ratio_all": 0.98,
+            "interval_all": (-0.01, 0.05),
+            "ratio_tenth": 1.0,
+            "interval_tenth": None,
+        },
         "swap": good,
     }
     told = list(lines(report))
     assert told[0] == "records of V1 and V2: not compared: no Triton"
-    assert told[1].startswith("queue, 256 requests, vocabulary 128k: 0.27 MB a step on a GPU, 263 MB by reference")
+    assert told[1].startswith(
+        "queue, 256 requests, vocabulary 128k: 0.27 MB a step on a GPU, 263 MB by reference"
+    )
     assert "0.980 of tokens/s, cost equal to no capture" in told[2]
     assert "unknown, too few rounds" in told[3]
     assert len(told) == 4
     line = fleet.describe_swap(good)
-    assert line.startswith("blocks kept 100.0%, pause 40 ms over a step of 20 ms, cached prompts accepted 0.800 before")
+    assert line.startswith(
+        "blocks kept 100.0%, pause 40 ms over a step of 20 ms, cached prompts accepted 0.800 before"
+    )
     assert line.endswith("running requests before 1.000, steps 1 to 8 0.000, 9 to 32 0.300: PASS")
     assert fleet.describe_swap(bad).endswith("BELOW TARGET")
 
@@ -150,18 +172,26 @@ SKIPPED = '<testcase><skipped message="no Triton"/></testcase>'
         ("", None, "not compared: no test was found"),
     ],
 )
-def test_records_are_compared_by_the_tests_of_both_runners(cases: str, is_equal: bool | None, told: str) -> None:
-    found = fleet.judge_tests(ET.fromstring(f"<testsuites><testsuite>{cases}</testsuite></testsuites>"))
+def test_records_are_compared_by_the_tests_of_both_runners(
+    cases: str, is_equal: bool | None, told: str
+) -> None:
+    found = fleet.judge_tests(
+        ET.fromstring(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    )
     assert found["v1_equals_v2"] is is_equal
     assert describe_records(found) == told
 
 
-def test_without_the_tests_no_records_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_tests_no_records_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fleet, "RUNNER_TESTS", tmp_path / "test_some.py")
     assert describe_records(fleet.compare_records()).startswith("not compared: no ")
 
 
-def test_a_part_that_fails_leaves_the_results_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_leaves_the_results_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(**_: object) -> None:
         raise ValueError("no kernel")
 

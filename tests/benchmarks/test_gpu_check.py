@@ -1,4 +1,6 @@
-"""The check of GPUs, run on the CPU where it needs no card, and its settings beside those of `redraft plan`."""
+"""The check of GPUs, run on the CPU where it needs no card, and its settings beside those of
+`redraft plan`.
+"""
 
 from __future__ import annotations
 
@@ -73,21 +75,30 @@ SIZES = {"batch_size": 1, "sequence_length": 64}
 
 @pytest.mark.parametrize("family", get_args(FamilyName))
 def test_the_benchmark_runs_the_step_that_redraft_plan_counts(family: Any) -> None:
-    """Of every family, with nothing but its name and, to count fast, the sizes of a batch: batch, recomputation, types,
-    optimizer and options. The flags that the benchmark prints beside its result count the same step."""
+    """Of every family, with nothing but its name and, to count fast, the sizes of a batch.
+
+    Batch, recomputation, types, optimizer and options. The flags that the benchmark prints beside
+    its result count the same step.
+    """
     own = gpu.choose_sizes(gpu.Config(**SIZES), family, None)
     planned = make_plan(Counting(family=family, **SIZES))
     assert str(make_plan(own)) == str(planned)
-    assert str(make_plan(tyro.cli(Counting, args=shlex.split(gpu.write_flags(own))))) == str(planned)
+    assert str(make_plan(tyro.cli(Counting, args=shlex.split(gpu.write_flags(own))))) == str(
+        planned
+    )
     assert (planned.dtype, planned.autocast) == (torch.bfloat16, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", get_args(FamilyName))
-def test_a_step_is_changed_for_the_benchmark_only_if_redraft_plan_says_that_it_does_not_fit(family: Any) -> None:
+def test_a_step_is_changed_for_the_benchmark_only_if_redraft_plan_says_that_it_does_not_fit(
+    family: Any,
+) -> None:
     own = gpu.choose_sizes(gpu.Config(), family, None)
     planned = Counting(family=family)
-    if not count(own).on["H100"].fits:  # weights and optimizer state alone are too much beside the target
+    if (
+        not count(own).on["H100"].fits
+    ):  # weights and optimizer state alone are too much beside the target
         assert own.batch_size == 1
         assert next(ways_to_fit(planned, DEVICES[0])).startswith("--signal ")
     elif count(planned).on["H100"].fits:

@@ -50,7 +50,12 @@ def make_entry(tau: float, **changes: Any) -> dict[str, Any]:
             "draft_token_cost": 0.33,
         },
         "drafts_by_prompt": [20, 30, 25, 40],
-        "accepted_by_prompt": [round(20 * (tau - 1)), round(30 * (tau - 1)), round(25 * (tau - 1)), 40 * (tau - 1)],
+        "accepted_by_prompt": [
+            round(20 * (tau - 1)),
+            round(30 * (tau - 1)),
+            round(25 * (tau - 1)),
+            40 * (tau - 1),
+        ],
         **changes,
     }
 
@@ -60,9 +65,12 @@ def make_heads_report(**changes: Any) -> dict[str, Any]:
         "target": "a target",
         "command": "make demo-heads",
         "families": {
-            name: make_entry(1.5 + number / 10, title=title) for number, (name, title) in enumerate(TITLES.items())
+            name: make_entry(1.5 + number / 10, title=title)
+            for number, (name, title) in enumerate(TITLES.items())
         },
-        "ablation": compare_with_best({"forward_kl": make_entry(1.5), "cross_entropy": make_entry(1.3)}, SEED_TAUS),
+        "ablation": compare_with_best(
+            {"forward_kl": make_entry(1.5), "cross_entropy": make_entry(1.3)}, SEED_TAUS
+        ),
         "seed_taus": SEED_TAUS,
         "environment": {"date": "2026-01-02", "processor": "an abacus"},
         "duration_s": 900.0,
@@ -77,23 +85,49 @@ def write(folder: Path, report: dict[str, Any]) -> Path:
 def test_the_page_begins_with_the_best_head_and_the_worst_forecast(tmp_path: Path) -> None:
     html = write(tmp_path, make_heads_report()).read_text()
     heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
-    assert heading == "MLPSpeculator emits 1.70 tokens per target step; no forecast was off by more than 1.0%."
+    assert (
+        heading
+        == "MLPSpeculator emits 1.70 tokens per target step; no forecast was off by more than 1.0%."
+    )
     assert "Every output is the target's own, token for token." in html
-    assert json.loads((tmp_path / "report.json").read_text())["families"]["eagle3"]["tau_engine"] == 1.5
+    assert (
+        json.loads((tmp_path / "report.json").read_text())["families"]["eagle3"]["tau_engine"]
+        == 1.5
+    )
 
 
 def test_a_head_that_nothing_here_serves_is_told_by_the_forecast(tmp_path: Path) -> None:
-    offline = {"alpha_greedy_before": 0.1, "alpha_greedy_after": 0.4, "tau_before": 1.0, "tau_forecast": 1.9}
+    offline = {
+        "alpha_greedy_before": 0.1,
+        "alpha_greedy_after": 0.4,
+        "tau_before": 1.0,
+        "tau_forecast": 1.9,
+    }
     offline["forecast_per_position"] = [0.6, 0.3]
-    alone = {"offline": offline, "train": {"tokens_per_s": 9.0, "peak_rss_mib": 1.0}, "duration_s": 5.0}
+    alone = {
+        "offline": offline,
+        "train": {"tokens_per_s": 9.0, "peak_rss_mib": 1.0},
+        "duration_s": 5.0,
+    }
     report = make_heads_report()
-    report["families"]["dspark"] = {**extract_entry(alone), "runner": "v2", "title": "DSpark", "note": ""}
+    report["families"]["dspark"] = {
+        **extract_entry(alone),
+        "runner": "v2",
+        "title": "DSpark",
+        "note": "",
+    }
     html = write(tmp_path, report).read_text()
     assert "MLPSpeculator emits <em>1.70 tokens</em>" in html, "the best one is one that was served"
-    assert re.search(r"DSpark</th><td>v2</td><td>0.100 → 0.400</td><td>1.900</td><td>not served</td>", html)
+    assert re.search(
+        r"DSpark</th><td>v2</td><td>0.100 → 0.400</td><td>1.900</td><td>not served</td>", html
+    )
     assert "Every output is the target's own, token for token." in html
     entry = json.loads((tmp_path / "report.json").read_text())["families"]["dspark"]
-    assert (entry["tau_engine"], entry["lossless"], entry["acceptance_per_position"]) == (None, None, [0.6, 0.3])
+    assert (entry["tau_engine"], entry["lossless"], entry["acceptance_per_position"]) == (
+        None,
+        None,
+        [0.6, 0.3],
+    )
 
 
 def test_heads_that_nothing_here_serves_are_refused_alone() -> None:
@@ -110,7 +144,11 @@ def test_the_page_names_a_head_that_changed_the_output(tmp_path: Path) -> None:
 
 
 def test_divergences_that_the_interval_cannot_tell_apart_are_called_equal(tmp_path: Path) -> None:
-    entries = {"forward_kl": make_entry(1.5), "lk_hybrid": make_entry(1.49), "cross_entropy": make_entry(1.3)}
+    entries = {
+        "forward_kl": make_entry(1.5),
+        "lk_hybrid": make_entry(1.49),
+        "cross_entropy": make_entry(1.3),
+    }
     found = compare_with_best(entries, SEED_TAUS)
     assert [entry["equals_best"] for entry in found.values()] == [True, True, False]
     assert found["lk_hybrid"]["difference_interval"] is not None

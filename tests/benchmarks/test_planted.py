@@ -1,4 +1,7 @@
-"""Every planted fault is named with its cure, or the table says why not; a sound head has no finding."""
+"""Every planted fault is named with its cure, or the table says why not.
+
+A sound head has no finding.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ def examiner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examiner]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fault", [f for f in FAULTS if f.name not in BY_ACCEPTANCE], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [f for f in FAULTS if f.name not in BY_ACCEPTANCE], ids=lambda fault: fault.name
+)
 def test_a_fault_in_the_folder_is_named(fault, kind, examiner):
     row = examiner.examine(fault, kind)
     assert row.is_named, row.findings
@@ -63,7 +68,9 @@ def test_a_sound_head_with_its_forecast_has_no_finding(examiner):
 def test_every_planted_fault_is_named_or_the_table_says_why_not(tmp_path):
     sound, rows = (rows := examine_all(tmp_path))[:2], rows[2:]
     assert [row.findings for row in sound] == [[], []], "no false alarm"
-    assert [(row.kind, row.fault, row.findings) for row in rows if row.expected and not row.is_named] == []
+    assert [
+        (row.kind, row.fault, row.findings) for row in rows if row.expected and not row.is_named
+    ] == []
     seen = [(row.kind, row.fault) for row in rows if not row.expected and row.findings]
     assert seen == [], "it is named after all: write so in the table"
 

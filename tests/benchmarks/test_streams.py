@@ -1,4 +1,7 @@
-"""The load of the router's benchmark: it measures the gaps that a server leaves, and counts what failed."""
+"""The load of the router's benchmark.
+
+It measures the gaps that a server leaves, and counts what failed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,13 @@ def test_a_server_that_is_gone_counts_as_failed() -> None:
 
 
 def test_the_verdict_needs_short_gaps_and_whole_streams() -> None:
-    side = {"gap_ms_p50": 500.0, "gap_ms_p99": 510.0, "gap_ms_p99_9": 520.0, "first_event_ms_p50": 5.0, "failed": 0}
+    side = {
+        "gap_ms_p50": 500.0,
+        "gap_ms_p99": 510.0,
+        "gap_ms_p99_9": 520.0,
+        "first_event_ms_p50": 5.0,
+        "failed": 0,
+    }
 
     def verdict(ratio: float, failed: int) -> str:
         result = {"direct": side, "router": side | {"failed": failed}, "gap_ratio_p99_9": ratio}

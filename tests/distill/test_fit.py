@@ -19,7 +19,14 @@ from train_on_ranks import FAMILIES, make_family_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.studies.presets import make_preset
-from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, DraftSize, count_head, count_standalone
+from redraft.distill.plan.held import (
+    DRAFT_WEIGHTS,
+    GRADIENTS,
+    STATE,
+    DraftSize,
+    count_head,
+    count_standalone,
+)
 from redraft.distill.run import memory_check as fit
 from redraft.distill.run.memory_check import Need, Room, check, read_room, require_room, sharing_of
 from redraft.distill.run.run_config import Signal
@@ -36,7 +43,9 @@ LLAMA_70B = LlamaConfig(
     vocab_size=128_256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, head_dim=128, dtype="bfloat16",
 )  # fmt: skip
-MACHINE = Machine(gpu="H100", gpu_has_bfloat16=True, gpu_bytes=85_520_809_984, host_bytes=2 * 10**12)
+MACHINE = Machine(
+    gpu="H100", gpu_has_bfloat16=True, gpu_bytes=85_520_809_984, host_bytes=2 * 10**12
+)
 H100 = Room(device="cuda:0", device_bytes=85_520_809_984, host_bytes=2 * 10**12, processes=8)
 CUDA = torch.device("cuda", 0)
 
@@ -52,7 +61,9 @@ def accelerator_of(kind: DistributedType, **settings: Any) -> Any:
     )
 
 
-def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     LLAMA_70B.save_pretrained(tmp_path)
     accelerator = accelerator_of(DistributedType.MULTI_GPU)
     head = functools.partial(count_head, "eagle3", eagle3.Config(), 32000)
@@ -68,7 +79,9 @@ def test_a_70b_target_is_refused_on_80_gb_with_its_bytes(tmp_path: Path, monkeyp
         require_room(target, Signal(), accelerator, head, machine=MACHINE)
 
 
-def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """17.1 GB of layers and 4.2 of embeddings and head, and 3.4 for two gathered layers."""
     LLAMA_70B.save_pretrained(tmp_path)
     target = TargetFolder.open(tmp_path)
@@ -95,7 +108,10 @@ def test_a_70b_target_in_shards_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeyp
     accelerator.num_processes = 1  # nobody to share with
     with pytest.raises(ValueError, match=r"takes 141\.1 GB"):
         require_room(target, Signal(shard=True), accelerator, draft, machine=MACHINE)
-    small, accelerator = replace(MACHINE, host_bytes=140 * 10**9), accelerator_of(DistributedType.MULTI_GPU)
+    small, accelerator = (
+        replace(MACHINE, host_bytes=140 * 10**9),
+        accelerator_of(DistributedType.MULTI_GPU),
+    )
     with pytest.raises(ValueError, match=r"141\.1 GB.*140\.0 GB"):
         require_room(target, Signal(shard=True), accelerator, draft, machine=small)
 
@@ -130,12 +146,21 @@ def test_the_way_out_is_the_one_that_helps() -> None:
 
 def test_sharding_divides_the_bytes_of_a_weight() -> None:
     def bytes_by_weight(accelerator: Any) -> float:
-        return sum(sharing_of(accelerator).share_out({DRAFT_WEIGHTS: 4, GRADIENTS: 4, STATE: 8}).values())
+        return sum(
+            sharing_of(accelerator).share_out({DRAFT_WEIGHTS: 4, GRADIENTS: 4, STATE: 8}).values()
+        )
 
     assert bytes_by_weight(accelerator_of(DistributedType.MULTI_GPU)) == 16
-    for stage, offload, expected in ((2, "none", 4 + 12 / 8), (3, "none", 2), (2, "cpu", 4 + 4 / 8)):
+    for stage, offload, expected in (
+        (2, "none", 4 + 12 / 8),
+        (3, "none", 2),
+        (2, "cpu", 4 + 4 / 8),
+    ):
         plugin = SimpleNamespace(zero_stage=stage, offload_optimizer_device=offload)
-        assert bytes_by_weight(accelerator_of(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
+        assert (
+            bytes_by_weight(accelerator_of(DistributedType.DEEPSPEED, deepspeed_plugin=plugin))
+            == expected
+        )
     for offload, expected in ((None, 2), (CPUOffloadPolicy(), 0)):
         state = SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_offload=offload))
         assert bytes_by_weight(accelerator_of(DistributedType.FSDP, state=state)) == expected
@@ -144,7 +169,10 @@ def test_sharding_divides_the_bytes_of_a_weight() -> None:
 def test_the_weights_of_a_draft_are_counted_as_they_are_made(random_target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(random_target)
     config = model.config
-    drafts = {Init(layers=(0, 1)): prune_layers(model, (0, 1)).model, Init(checkpoint=str(random_target)): model}
+    drafts = {
+        Init(layers=(0, 1)): prune_layers(model, (0, 1)).model,
+        Init(checkpoint=str(random_target)): model,
+    }
     for init, draft in drafts.items():
         assert count_standalone(init, config).weights == sum(p.numel() for p in draft.parameters())
     made = from_config(config, num_layers=1, hidden_size=64)
@@ -154,7 +182,9 @@ def test_the_weights_of_a_draft_are_counted_as_they_are_made(random_target: Path
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_state_is_counted_as_the_optimizers_keep_it(family: str, optimizer: Literal["adamw", "muon"]) -> None:
+def test_the_state_is_counted_as_the_optimizers_keep_it(
+    family: str, optimizer: Literal["adamw", "muon"]
+) -> None:
     draft: Any = FAMILIES[family](make_family_target(family))
     size = DraftSize.of(draft)
     optimizers = make_optimizers(draft, Optim(name=optimizer))
@@ -164,7 +194,9 @@ def test_the_state_is_counted_as_the_optimizers_keep_it(family: str, optimizer: 
         each.step()
     kept = [x for each in optimizers for state in each.state.values() for x in state.values()]
     steps = [x for x in kept if not x.ndim]
-    assert size.hold(optimizer)[STATE] == sum(x.numel() * x.element_size() for x in kept) - 4 * len(steps)
+    assert size.hold(optimizer)[STATE] == sum(x.numel() * x.element_size() for x in kept) - 4 * len(
+        steps
+    )
     assert size.weights == sum(parameter.numel() for parameter in draft.parameters())
 
 
@@ -173,7 +205,10 @@ def test_muon_takes_less_memory_and_lets_a_draft_fit(tmp_path: Path) -> None:
     LLAMA_70B.save_pretrained(tmp_path)
     target = TargetFolder.open(tmp_path)
     machine = replace(MACHINE, gpu_bytes=60 * 10**9)
-    accelerator, served = accelerator_of(DistributedType.MULTI_GPU), Signal(kind="endpoint", url=("http://t1:8001",))
+    accelerator, served = (
+        accelerator_of(DistributedType.MULTI_GPU),
+        Signal(kind="endpoint", url=("http://t1:8001",)),
+    )
 
     def draft(_: Any) -> DraftSize:
         return DraftSize(weights=4 * 10**9, matrices=4 * 10**9)
@@ -189,16 +224,27 @@ def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
     """4.2 GB of embeddings and head of the target, and 16 bytes a weight, of 85.5 GB."""
     LLAMA_70B.save_pretrained(tmp_path)
     target = TargetFolder.open(tmp_path)
-    served, accelerator = Signal(kind="endpoint", url=("http://t1:8001",)), accelerator_of(DistributedType.MULTI_GPU)
+    served, accelerator = (
+        Signal(kind="endpoint", url=("http://t1:8001",)),
+        accelerator_of(DistributedType.MULTI_GPU),
+    )
 
     def say(weights: int, machine: Machine = MACHINE) -> str:
         size = DraftSize(weights=weights, matrices=0)
-        require_room(target, served, accelerator, lambda _: size, machine=machine, command="redraft count this")
+        require_room(
+            target,
+            served,
+            accelerator,
+            lambda _: size,
+            machine=machine,
+            command="redraft count this",
+        )
         return capsys.readouterr().out
 
     assert say(3_400_000_000) == "", "58.6 GB"
     assert say(3_500_000_000) == (
-        "warning: target and draft take 60.2 GB of the 85.5 GB of cuda:0, and activations come on top; this counts "
+        "warning: target and draft take 60.2 GB of the 85.5 GB of cuda:0, and activations come on "
+        "top; this counts "
         "them: redraft count this\n"
     )
     accelerator.is_main_process = False
@@ -208,7 +254,9 @@ def test_a_tight_fit_is_told_once_with_the_command_that_counts_the_rest(
 
 
 @pytest.mark.parametrize("family", ["standalone", "eagle3"])
-def test_a_run_that_does_not_fit_loads_nothing_and_leaves_no_folder(family: str, tmp_path: Path) -> None:
+def test_a_run_that_does_not_fit_loads_nothing_and_leaves_no_folder(
+    family: str, tmp_path: Path
+) -> None:
     cfg = replace(make_preset(family), output=tmp_path / "run", mixed_precision=None)
     with pytest.raises(ValueError, match="tests/assets/tiny-target"):
         run(find_family(family), cfg, Machine(host_bytes=10**6))
@@ -261,7 +309,12 @@ def test_a_target_or_draft_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_fault_of_ours_is_not_swallowed(tmp_path: Path) -> None:
     LLAMA_70B.save_pretrained(tmp_path)
     with pytest.raises(ZeroDivisionError):
-        require_room(TargetFolder.open(tmp_path), Signal(), accelerator_of(DistributedType.NO), lambda _: 1 // 0)
+        require_room(
+            TargetFolder.open(tmp_path),
+            Signal(),
+            accelerator_of(DistributedType.NO),
+            lambda _: 1 // 0,
+        )
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""What loading the data of a training tells: every row and answer that is not used, in both parts."""
+"""What loading the data of a training tells.
+
+Every row and answer that is not used, in both parts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ DAY = datetime.date(2024, 2, 29)
 
 
 def load(source: Path, target: Path, folder: Path, **changes: Any) -> LoadedData:
-    data = Data(source=str(source), **{"held_out": 0.5, "num_prompts": 3, "max_prompt_tokens": 90, **changes})
+    data = Data(
+        source=str(source),
+        **{"held_out": 0.5, "num_prompts": 3, "max_prompt_tokens": 90, **changes},
+    )
     run = RunFolder(folder, Accelerator(cpu=True))
     run.date = DAY
     return load_data(data, TargetFolder.open(target), Loop(sequence_length=96, batch_size=1), run)
@@ -56,24 +62,35 @@ def write_rows(path: Path, rows: list[dict[str, Any]], *more: str) -> Path:
 def test_every_row_is_used_or_counted_in_both_parts(
     random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copied = "an answer of more than eighty characters stands word for word in more than one conversation of the file"
-    rows: list[dict[str, Any]] = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(12)]
+    copied = (
+        "an answer of more than eighty characters stands word for word in more than one "
+        "conversation of the file"
+    )
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(12)
+    ]
     rows += [{"messages": [ask(f"nobody answered {i}")]} for i in range(4)]
     rows += [{"messages": [say(f"to nothing {i}"), ask("and"), say("so")]} for i in range(4)]
     rows += [{"messages": [ask(f"too long {i} " * 30), say("short")]} for i in range(4)]
     rows += [{"messages": [ask(f"short {i}"), say("too long " * 30)]} for i in range(4)]
     rows += [{"prompt": f"who copied {i}", "completion": copied} for i in range(4)]
     rows += [{"text": f"plain text {i}"} for i in range(4)]
-    path = write_rows(tmp_path / "chat.jsonl", rows, '{"prompt": "torn', '{"prompt": 5}', '{"title": "none"}')
+    path = write_rows(
+        tmp_path / "chat.jsonl", rows, '{"prompt": "torn', '{"prompt": 5}', '{"title": "none"}'
+    )
     data = load(path, random_target, tmp_path / "run")
     _, read, *parts = capsys.readouterr().out.splitlines()
     assert re.search(r"39 .*36 .*3 .*1 .*line 37.*1 .*line 38.*1 .*line 39", read)
     assert parts == [
         "held-out prompts: 3; left out: 1 plain texts, 1 longer than 90 tokens",
-        "training: 18 conversations: 14 samples, 259 tokens (80 labels); 2 conversations without an assistant turn; "
-        "4 opening answers with no question before them; 2 conversations with no answer inside the window",
-        "held out: 16 conversations: 12 samples, 607 tokens (447 labels); 2 conversations without an assistant turn; "
-        "2 conversations with no answer inside the window; 3 answers cut at the window, with no earlier turn to cut at",
+        "training: 18 conversations: 14 samples, 259 tokens (80 labels); 2 conversations without "
+        "an assistant turn; "
+        "4 opening answers with no question before them; 2 conversations with no answer inside the "
+        "window",
+        "held out: 16 conversations: 12 samples, 607 tokens (447 labels); 2 conversations without "
+        "an assistant turn; "
+        "2 conversations with no answer inside the window; 3 answers cut at the window, with no "
+        "earlier turn to cut at",
         "duplicates: 2 of 2 held-out answers stood in training word for word; "
         "2 conversations with them and 0 repeated ones taken out",
     ]
@@ -81,7 +98,8 @@ def test_every_row_is_used_or_counted_in_both_parts(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"max_position_embeddings": 40}, {"model_type": "mistral", "sliding_window": 40}, {}]
+    "changes",
+    [{"max_position_embeddings": 40}, {"model_type": "mistral", "sliding_window": 40}, {}],
 )
 def test_conversations_end_where_a_served_drafts_view_ends(
     changes: dict[str, Any], random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -107,7 +125,9 @@ def test_a_padding_token_without_a_row_pads_nothing(random_target: Path, tmp_pat
     tokenizer.save_pretrained(late)
     num_rows = AutoConfig.from_pretrained(late).vocab_size
     assert load_tokenizer(late).pad_token_id >= num_rows
-    rows = write_rows(tmp_path / "chat.jsonl", [{"prompt": f"question {i}", "completion": "so"} for i in range(8)])
+    rows = write_rows(
+        tmp_path / "chat.jsonl", [{"prompt": f"question {i}", "completion": "so"} for i in range(8)]
+    )
     usual, padded = (
         load(rows, target, tmp_path / name).train.batch(0, batch_size=1)
         for name, target in (("usual", random_target), ("late", late))
@@ -126,7 +146,8 @@ def test_prompts_of_a_file_replace_those_of_the_held_out_part_and_are_never_trai
     source = write_rows(tmp_path / "rows.jsonl", rows)
     # One question is new, one is trained on otherwise.
     asked = write_rows(
-        tmp_path / "asked.jsonl", [{"messages": [ask("a question of my own")]}, {"messages": [rows[0]["messages"][0]]}]
+        tmp_path / "asked.jsonl",
+        [{"messages": [ask("a question of my own")]}, {"messages": [rows[0]["messages"][0]]}],
     )
     usual = load(source, random_target, tmp_path / "usual", held_out=0.2)
     mine = load(source, random_target, tmp_path / "mine", held_out=0.2, prompts=str(asked))
@@ -145,7 +166,9 @@ def test_a_held_out_part_without_an_answer_is_named(random_target: Path, tmp_pat
     rows = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(8)]
     _, held_out = split_held_out([read_conversation(row) for row in rows], 0.5)
     questions = {conversation["messages"][0]["content"] for conversation in held_out}
-    unanswered = [row if row["prompt"] not in questions else {"prompt": row["prompt"]} for row in rows]
+    unanswered = [
+        row if row["prompt"] not in questions else {"prompt": row["prompt"]} for row in rows
+    ]
     path = write_rows(tmp_path / "chat.jsonl", unanswered)
     said = rf"held out.*\b{len(questions)} conversations: 0 samples"
     with pytest.raises(ValueError, match=said):
@@ -183,37 +206,58 @@ def test_a_target_stored_in_bfloat16_computes_in_it_on_a_cpu_that_can(
 ) -> None:
     machine = Machine(cpu_has_bfloat16=computes)
     stored, cpu = tmp_path / "target", torch.device("cpu")
-    AutoModelForCausalLM.from_pretrained(random_target, dtype=torch.bfloat16).save_pretrained(stored)
+    AutoModelForCausalLM.from_pretrained(random_target, dtype=torch.bfloat16).save_pretrained(
+        stored
+    )
     load_tokenizer(random_target).save_pretrained(stored)
     chosen = torch.bfloat16 if computes else torch.float32
     served = Signal(kind="endpoint", url=("http://t1:8001",))
     for signal in (Signal(), served):
         model = load_target(open_target(stored, on_cpu=True, machine=machine), signal, cpu)
         assert model.dtype == chosen
-        assert prove._computed_in(model) == (None if signal.url else str(chosen).removeprefix("torch."))
-        assert load_target(open_target(stored, "float32", on_cpu=True), signal, cpu).dtype == torch.float32
+        assert prove._computed_in(model) == (
+            None if signal.url else str(chosen).removeprefix("torch.")
+        )
+        assert (
+            load_target(open_target(stored, "float32", on_cpu=True), signal, cpu).dtype
+            == torch.float32
+        )
     assert open_target(stored, on_cpu=False).torch_dtype is None, "as stored"
 
 
 @pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "modelopt"])
-def test_a_quantised_target_is_refused_with_the_cure(method: str, random_target: Path, tmp_path: Path) -> None:
+def test_a_quantised_target_is_refused_with_the_cure(
+    method: str, random_target: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(random_target, tmp_path / "target"))
     config = json.loads((folder / "config.json").read_text())
     key = "quant_algo" if method == "modelopt" else "quant_method"
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {key: method}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {key: method}})
+    )
     with pytest.raises(ValueError, match=rf"\({method}\).*--signal\.kind") as refused:
         load_target(TargetFolder.open(folder), Signal(), torch.device("cpu"))
     assert "\n" not in str(refused.value)
     served = Signal(kind="endpoint", url=("http://t1:8001",))
-    assert load_target(TargetFolder.open(folder), served, torch.device("cpu")).lm_head.weight.shape[1] == 64
+    assert (
+        load_target(TargetFolder.open(folder), served, torch.device("cpu")).lm_head.weight.shape[1]
+        == 64
+    )
     mtp = find_family("mtp")
-    cfg = replace(make_config(mtp), target=str(folder), head=Mtp(num_steps=4, as_mimo=True), output=tmp_path / "run")
+    cfg = replace(
+        make_config(mtp),
+        target=str(folder),
+        head=Mtp(num_steps=4, as_mimo=True),
+        output=tmp_path / "run",
+    )
     with pytest.raises(ValueError, match=rf"MTP.*{folder}.*\({method}\)"):
         run_training(mtp, cfg)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_target_without_sdpa_attention_is_loaded_whole_or_as_a_skeleton(random_target: Path, tmp_path: Path) -> None:
+def test_a_target_without_sdpa_attention_is_loaded_whole_or_as_a_skeleton(
+    random_target: Path, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("gpt_oss", **{**TINY, **MOE, "vocab_size": 512})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -227,7 +271,9 @@ def test_a_target_without_sdpa_attention_is_loaded_whole_or_as_a_skeleton(random
     assert all(p.is_meta for p in skeleton.base_model.layers.parameters())
 
 
-def test_a_config_without_a_language_model_is_refused_in_a_line(random_target: Path, tmp_path: Path) -> None:
+def test_a_config_without_a_language_model_is_refused_in_a_line(
+    random_target: Path, tmp_path: Path
+) -> None:
     AutoConfig.for_model("siglip_vision_model").save_pretrained(tmp_path)
     for file in random_target.glob("*token*"):
         shutil.copy(file, tmp_path)

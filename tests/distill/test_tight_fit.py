@@ -37,11 +37,18 @@ def test_a_run_that_fits_tightly_prints_the_command_of_its_training(
 
     monkeypatch.setattr(memory_check, "TIGHT", 0.0)
     monkeypatch.setattr("redraft.distill.run.run_folder.RunFolder.open", stop)
-    cfg = replace(make_preset(family), output=tmp_path / "run", mixed_precision="no", optim=Optim(name="muon"))
+    cfg = replace(
+        make_preset(family), output=tmp_path / "run", mixed_precision="no", optim=Optim(name="muon")
+    )
     machine = Machine(gpu="H100", gpu_has_bfloat16=True, gpu_shared_bytes=232_448, gpu_bytes=10**12)
     with pytest.raises(InterruptedError):
         run(find_family(family), cfg, machine)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
+    (line,) = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")
+    )
     counting = read(line.partition("this counts them: ")[2])
     assert (counting.family, counting.target, counting.optim) == (family, cfg.target, "muon")
-    assert (counting.batch_size, counting.sequence_length) == (cfg.loop.batch_size, cfg.loop.sequence_length)
+    assert (counting.batch_size, counting.sequence_length) == (
+        cfg.loop.batch_size,
+        cfg.loop.sequence_length,
+    )

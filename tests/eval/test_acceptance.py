@@ -22,13 +22,18 @@ def test_alpha_is_one_minus_total_variation():
 
 
 def test_alpha_greedy_is_the_targets_probability_of_the_drafts_best_token():
-    p, q = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]), torch.tensor([[0.1, 0.3, 0.6], [0.4, 0.3, 0.3]])
+    p, q = (
+        torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]),
+        torch.tensor([[0.1, 0.3, 0.6], [0.4, 0.3, 0.3]]),
+    )
     assert alpha_greedy(p, q).tolist() == pytest.approx([0.2, 0.5])
 
 
 def test_alpha_greedy_is_the_alpha_of_the_one_hot_draft():
     p, q_logits = torch.rand(5, 7).softmax(-1), torch.randn(5, 7)
-    torch.testing.assert_close(alpha_greedy(p, q_logits.softmax(-1)), alpha(p, probabilities(q_logits, 0.0)))
+    torch.testing.assert_close(
+        alpha_greedy(p, q_logits.softmax(-1)), alpha(p, probabilities(q_logits, 0.0))
+    )
 
 
 def test_probabilities_are_softmax_at_a_temperature_and_one_hot_at_zero():
@@ -40,7 +45,9 @@ def test_probabilities_are_softmax_at_a_temperature_and_one_hot_at_zero():
 
 
 def cumulative(rates: list[float]) -> list[float]:
-    """Acceptance by position from the rate of each position, given that the positions before it were accepted."""
+    """Acceptance by position from the rate of each position, given that the positions before it
+    were accepted.
+    """
     return list(accumulate(rates, mul))
 
 
@@ -87,13 +94,16 @@ def walk_blocks(match_TK: torch.Tensor, num_output_tokens: int) -> AcceptanceCou
 
 
 def test_blocks_are_walked_as_the_engine_walks_them():
-    # Prefill gives token 0. After it 2 of 2 match: tokens 1, 2, the target's 3. After 3 none: 4. After 4 one: 5, 6.
+    # Prefill gives token 0. After it 2 of 2 match: tokens 1, 2, the target's 3. After 3 none: 4.
+    # After 4 one: 5, 6.
     match_TK = torch.tensor([[1, 1], [0, 0], [0, 1], [0, 1], [1, 0], [1, 1]], dtype=torch.bool)
     assert simulate_blocks(match_TK, 7) == AcceptanceCounts.from_blocks([2, 0, 1], 2)
 
 
 def test_a_match_after_a_mismatch_does_not_count():
-    assert simulate_blocks(torch.tensor([[False, True, True]]), 2) == AcceptanceCounts.from_blocks([0], 3)
+    assert simulate_blocks(torch.tensor([[False, True, True]]), 2) == AcceptanceCounts.from_blocks(
+        [0], 3
+    )
 
 
 def test_the_last_block_counts_beyond_the_end_of_the_output():
@@ -107,7 +117,9 @@ def test_an_output_of_one_token_has_no_drafts():
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 5))
 def test_blocks_emit_the_whole_output_and_not_a_block_more(seed: int, num_output: int, k: int):
-    match_TK = torch.rand(max(num_output - 1, 0), k, generator=torch.Generator().manual_seed(seed)) < 0.7
+    match_TK = (
+        torch.rand(max(num_output - 1, 0), k, generator=torch.Generator().manual_seed(seed)) < 0.7
+    )
     counts = simulate_blocks(match_TK, num_output)
     assert counts == walk_blocks(match_TK, num_output)
     emitted = 1 + counts.num_drafts + counts.num_accepted

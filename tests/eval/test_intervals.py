@@ -1,4 +1,7 @@
-"""Intervals of ratios over prompts: against hand-computed values, against scipy, and by their coverage."""
+"""Intervals of ratios over prompts.
+
+Against hand-computed values, against scipy, and by their coverage.
+"""
 
 import math
 
@@ -51,7 +54,9 @@ def test_many_prompts_agree_with_scipys_bootstrap():
         batch=1000,
         rng=np.random.default_rng(1),
     ).confidence_interval
-    assert paired_interval(ours, theirs, rows) == pytest.approx((expected.low, expected.high), abs=5e-4)
+    assert paired_interval(ours, theirs, rows) == pytest.approx(
+        (expected.low, expected.high), abs=5e-4
+    )
 
 
 def test_a_gain_over_the_same_prompts_is_the_ratio_of_the_differences():
@@ -64,7 +69,9 @@ def test_a_gain_over_the_same_prompts_is_the_ratio_of_the_differences():
 def test_independent_samples_follow_welch():
     rng = np.random.default_rng(3)
     one, other = rng.normal(1, 1, 12), rng.normal(0, 3, 30)
-    difference = subtract_independent(*(estimate_ratio(sample, np.ones(len(sample))) for sample in (one, other)))
+    difference = subtract_independent(
+        *(estimate_ratio(sample, np.ones(len(sample))) for sample in (one, other))
+    )
     expected = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
     assert difference.interval() == pytest.approx((expected.low, expected.high), rel=1e-5)
 
@@ -72,7 +79,9 @@ def test_independent_samples_follow_welch():
 @pytest.mark.parametrize("freedom", [1, 2, 2.2, 3, 3.7, 10, 49, 500])
 @pytest.mark.parametrize("probability", [0.9, 0.975, 0.999, 0.99995])
 def test_the_quantile_of_students_t_is_scipys(freedom, probability):
-    assert student_t_quantile(probability, freedom) == pytest.approx(stats.t.ppf(probability, freedom), rel=2e-4)
+    assert student_t_quantile(probability, freedom) == pytest.approx(
+        stats.t.ppf(probability, freedom), rel=2e-4
+    )
 
 
 def test_one_prompt_shows_no_spread_so_anything_is_possible():

@@ -1,7 +1,9 @@
-"""The code that only a GPU runs: kernels, FlexAttention, streams, and a training step of each family beside the CPU's.
+"""The code that only a GPU runs.
 
-`make test-gpu`. M = draft rows, W = draft vocabulary, D = hidden, R = rows of logits, V = target vocabulary,
-B = requests, J = draft tokens of a request.
+Kernels, FlexAttention, streams, and a training step of each family beside the CPU's.
+
+`make test-gpu`. M = draft rows, W = draft vocabulary, D = hidden, R = rows of logits, V = target
+vocabulary, B = requests, J = draft tokens of a request.
 """
 
 from __future__ import annotations
@@ -47,7 +49,14 @@ from redraft.heads.nn.layers import RMSNorm
 from redraft.heads.nn.prefix import Prefixes, attend
 from redraft.online.engine import one_pass
 from redraft.online.engine.reduction import copy_through
-from tests.distill.loss.test_fused import EVERY_FORM, leaves, make_draft, make_exact, make_labels, make_top_k
+from tests.distill.loss.test_fused import (
+    EVERY_FORM,
+    leaves,
+    make_draft,
+    make_exact,
+    make_labels,
+    make_top_k,
+)
 from tests.heads.nn.test_attention import masked_attention
 
 pytestmark = ON_DEVICE
@@ -67,7 +76,8 @@ def assert_near(mine: Tensor, true: Tensor, within: float) -> None:
     assert (narrow - exact).norm().item() <= within * exact.norm().item()
 
 
-# ----------------------------------------------------------------------------------------------------------- optimizer
+# -----------------------------------------------------------------------------------------------------------
+# optimizer
 
 
 @pytest.mark.parametrize("shape", [(96, 160), (160, 96)])
@@ -78,11 +88,15 @@ def test_an_orthogonal_step_in_bfloat16_is_that_of_a_cpu_in_float32(shape: tuple
     assert_near(found, orthogonalise(matrix_RC, torch.float32), within=0.05)
 
 
-# --------------------------------------------------------------------------------------------------------------- norms
+# ---------------------------------------------------------------------------------------------------------------
+# norms
 
 
 def test_a_norm_under_autocast_is_one_kernel_in_bfloat16() -> None:
-    norm, x = RMSNorm(512, eps=1e-5).to(GPU), torch.randn(4, 8, 512, device=GPU, dtype=torch.bfloat16)
+    norm, x = (
+        RMSNorm(512, eps=1e-5).to(GPU),
+        torch.randn(4, 8, 512, device=GPU, dtype=torch.bfloat16),
+    )
     with torch.autocast(GPU.type, torch.bfloat16):
         norm(x)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
@@ -95,7 +109,8 @@ def test_a_norm_under_autocast_is_one_kernel_in_bfloat16() -> None:
     assert_near(out, torch.nn.functional.rms_norm(x.double(), [512], eps=1e-5), 5e-3)
 
 
-# ------------------------------------------------------------------------------------------------------------ attention
+# ------------------------------------------------------------------------------------------------------------
+# attention
 
 DOCUMENTS = [[0] * 140 + [1] * 160, [0] * 200 + [1] * 60 + [-1] * 40]
 NUM_ROWS = 150
@@ -104,11 +119,17 @@ NUM_ROWS = 150
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("some", [False, True], ids=["all rows", "some rows"])
-def test_flex_attention_equals_attention_under_a_mask(size: int, dtype: torch.dtype, within: float, some: bool) -> None:
+def test_flex_attention_equals_attention_under_a_mask(
+    size: int, dtype: torch.dtype, within: float, some: bool
+) -> None:
     """The range alone, and with two keys of the row's own; the mask's form is in float64."""
     generator = torch.Generator().manual_seed(0)
     batch, tokens = len(DOCUMENTS), len(DOCUMENTS[0])
-    rows = torch.stack([torch.randperm(tokens, generator=generator)[:NUM_ROWS] for _ in DOCUMENTS]) if some else None
+    rows = (
+        torch.stack([torch.randperm(tokens, generator=generator)[:NUM_ROWS] for _ in DOCUMENTS])
+        if some
+        else None
+    )
     count = NUM_ROWS if some else tokens
     shapes = [(batch, 4, count, size), *[(batch, 2, n, size) for n in (tokens, count, count)] * 2]
     narrow = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -117,19 +138,33 @@ def test_flex_attention_equals_attention_under_a_mask(size: int, dtype: torch.dt
     if rows is not None:
         prefixes = prefixes.rows(rows.to(GPU), ascending=False)
     for steps in (1, 3):
-        inputs = [x.to(GPU).requires_grad_() for x in (narrow[0], *narrow[1 : 1 + steps], *narrow[4 : 4 + steps])]
+        inputs = [
+            x.to(GPU).requires_grad_()
+            for x in (narrow[0], *narrow[1 : 1 + steps], *narrow[4 : 4 + steps])
+        ]
         q, keys, values = inputs[0], inputs[1 : 1 + steps], inputs[1 + steps :]
-        out = attend(q, (keys[0], values[0]), prefixes, size**-0.5, list(zip(keys[1:], values[1:], strict=True)))
+        out = attend(
+            q,
+            (keys[0], values[0]),
+            prefixes,
+            size**-0.5,
+            list(zip(keys[1:], values[1:], strict=True)),
+        )
         wide = [x.detach().cpu().double().requires_grad_() for x in inputs]
-        wanted = masked_attention(wide[0], wide[1 : 1 + steps], wide[1 + steps :], DOCUMENTS, rows, size**-0.5)
+        wanted = masked_attention(
+            wide[0], wide[1 : 1 + steps], wide[1 + steps :], DOCUMENTS, rows, size**-0.5
+        )
         assert out.dtype == dtype
         assert_near(out, wanted, within)
         found = torch.autograd.grad((out.float() * weights.to(GPU)).sum(), inputs)
-        for grad, wanted_grad in zip(found, torch.autograd.grad((wanted * weights).sum(), wide), strict=True):
+        for grad, wanted_grad in zip(
+            found, torch.autograd.grad((wanted * weights).sum(), wide), strict=True
+        ):
             assert_near(grad, wanted_grad, within)
 
 
-# ----------------------------------------------------------------------------------------------------------- divergence
+# -----------------------------------------------------------------------------------------------------------
+# divergence
 
 NARROW, WIDE = (32_768, 128_256) if IS_GPU else (97, 300)
 WIDTHS = [
@@ -140,7 +175,10 @@ WIDTHS = [
 
 
 def move(given: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """Draft rows and target rows on the GPU in this type. A tensor that several of them share stays one."""
+    """Draft rows and target rows on the GPU in this type.
+
+    A tensor that several of them share stays one.
+    """
     moved: dict[int, Tensor] = {}
 
     def to_gpu(x: Tensor) -> Tensor:
@@ -150,12 +188,21 @@ def move(given: Sequence[Any], dtype: torch.dtype) -> list[Any]:
         return moved[id(x)]
 
     return [
-        replace(each, **{name: to_gpu(value) for name, value in vars(each).items() if isinstance(value, Tensor)})
+        replace(
+            each,
+            **{
+                name: to_gpu(value)
+                for name, value in vars(each).items()
+                if isinstance(value, Tensor)
+            },
+        )
         for each in given
     ]
 
 
-def run(drafts: Sequence[DraftRows], target: ExactRows | TopKRows, divergence: Divergence) -> FusedResult:
+def run(
+    drafts: Sequence[DraftRows], target: ExactRows | TopKRows, divergence: Divergence
+) -> FusedResult:
     return fused_linear_divergence(
         drafts, target, divergence, normaliser=7.0, labels_N=make_labels().to(GPU), chunk_tokens=8
     )
@@ -170,7 +217,9 @@ def test_the_kernels_equal_the_plain_form_in_float64(
     target = make_top_k(exact, k=32) if top_k else exact
     first = make_draft(range(17), vocabulary=width, draft_ids=draft_ids)
     # other rows, in another order, one of them twice, and with the same head
-    second = make_draft([9, 3, 5, 3], vocabulary=width, draft_ids=draft_ids, head=first.head_WD, seed=2)
+    second = make_draft(
+        [9, 3, 5, 3], vocabulary=width, draft_ids=draft_ids, head=first.head_WD, seed=2
+    )
     divergence = Divergence(name=name, temperature=temperature)
     results, gradients = [], []
     for dtype in (torch.float32, torch.float64):
@@ -181,11 +230,15 @@ def test_the_kernels_equal_the_plain_form_in_float64(
         gradients.append(torch.autograd.grad(results[-1].loss, list(distinct)))
     kernel, plain = results
     for each in ("loss", "loss_S", "alpha_S", "alpha_greedy_S"):
-        torch.testing.assert_close(getattr(kernel, each).double(), getattr(plain, each), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            getattr(kernel, each).double(), getattr(plain, each), rtol=1e-4, atol=1e-5
+        )
     for mine, true in zip(kernel.alpha_SM, plain.alpha_SM, strict=True):
         torch.testing.assert_close(mine.double(), true, rtol=1e-4, atol=1e-5)
     for mine, true in zip(*gradients, strict=True):
-        assert_near(mine, true, 1e-3)  # with a top-k target q is nearly all tail: up to 4e-4 in the interpreter
+        assert_near(
+            mine, true, 1e-3
+        )  # with a top-k target q is nearly all tail: up to 4e-4 in the interpreter
 
 
 @ONLY_ON_GPU
@@ -193,13 +246,19 @@ def test_a_gpu_takes_the_kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> 
     assert has_triton()
     *drafts, target = move([make_draft(range(17)), make_exact()], torch.float32)
     plain = run(drafts, target, Divergence(form="plain"))
-    monkeypatch.setattr("redraft.distill.loss.fused._run_blocks", lambda *_: pytest.fail("PyTorch's operations"))
-    torch.testing.assert_close(run(drafts, target, Divergence()).loss, plain.loss, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(
+        "redraft.distill.loss.fused._run_blocks", lambda *_: pytest.fail("PyTorch's operations")
+    )
+    torch.testing.assert_close(
+        run(drafts, target, Divergence()).loss, plain.loss, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_products_in_bfloat16_add_to_a_float32_gradient_unrounded() -> None:
     generator = torch.Generator().manual_seed(0)
-    dz_WM, hidden_MD = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((96, 40), (40, 64)))
+    dz_WM, hidden_MD = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((96, 40), (40, 64))
+    )
     gradient = Gradient(torch.full((96, 64), torch.nan, device=GPU))
     for _ in range(3):
         gradient.add_product(Scratch(), dz_WM.to(GPU), hidden_MD.to(GPU))
@@ -223,7 +282,8 @@ def test_under_autocast_both_forms_give_the_same_gradients() -> None:
         assert_near(kernel, plain, 2e-2)
 
 
-# -------------------------------------------------------------------------------------------------------------- capture
+# --------------------------------------------------------------------------------------------------------------
+# capture
 
 
 SCAN = """
@@ -265,7 +325,9 @@ print("SAME")
 
 @pytest.mark.parametrize("shape", [(3, 2, 8), (0, 2, 8), (1, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
-def test_states_leave_the_device_whole_through_a_small_buffer(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_states_leave_the_device_whole_through_a_small_buffer(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     states = torch.randn(*shape, device=GPU).mul(100).to(dtype).transpose(0, 1)
     buffer = torch.empty(7, dtype=torch.uint8, pin_memory=IS_GPU)
     assert torch.equal(copy_through(states, buffer), states.cpu())
@@ -287,21 +349,34 @@ def test_the_kernels_of_capture_at_their_sizes(dtype: torch.dtype) -> None:
     assert torch.equal(found.logits_RK.double(), exact_RV.topk(32).values)
     assert torch.equal(exact_RV.gather(1, found.ids_RK.long()), found.logits_RK.double())
     assert all(len(set(ids)) == 32 for ids in found.ids_RK.tolist())
-    torch.testing.assert_close(found.log_sum_exp_R.double(), exact_RV.logsumexp(-1), atol=1e-5, rtol=1e-6)
-    slots, steps = torch.arange(16, device=GPU).repeat_interleave(3), torch.arange(3, device=GPU).repeat(16)
+    torch.testing.assert_close(
+        found.log_sum_exp_R.double(), exact_RV.logsumexp(-1), atol=1e-5, rtol=1e-6
+    )
+    slots, steps = (
+        torch.arange(16, device=GPU).repeat_interleave(3),
+        torch.arange(3, device=GPU).repeat(16),
+    )
     ids, warmth = torch.randint(WIDE, (48,), device=GPU), 0.5 + torch.rand(48, device=GPU)
     logits_BJV = logits_RV.view(16, 4, WIDE)
-    exact = (logits_BJV[slots, steps].double() / warmth[:, None]).softmax(-1).gather(1, ids[:, None])[:, 0]
+    exact = (
+        (logits_BJV[slots, steps].double() / warmth[:, None])
+        .softmax(-1)
+        .gather(1, ids[:, None])[:, 0]
+    )
     probs = one_pass.gather_probs(logits_BJV, slots, steps, ids, warmth)
     torch.testing.assert_close(probs.double(), exact, atol=1e-7, rtol=1e-4)
 
 
-# --------------------------------------------------------------------------------------------------------------- stream
+# ---------------------------------------------------------------------------------------------------------------
+# stream
 
 
 @ONLY_ON_GPU
 def test_a_signal_that_comes_on_another_stream_is_whole_and_stays_until_the_step_is_done() -> None:
-    """The step is slow and lets go of the signal at once; the next one must not be written into that memory."""
+    """The step is slow and lets go of the signal at once.
+
+    The next one must not be written into that memory.
+    """
     batches = [make_batch([[make_ids(64, seed=seed)]]) for seed in range(8)]
     streams = set()
 
@@ -311,7 +386,8 @@ def test_a_signal_that_comes_on_another_stream_is_whole_and_stays_until_the_step
         states += batch.input_ids_BT[..., None].cpu()
         arrived = states.to(GPU, non_blocking=True)
         return TargetSignal(
-            distribution=ExactTarget(hidden_BTD=arrived, head_VD=arrived[0]), aux_BTLD=arrived[:, :, None]
+            distribution=ExactTarget(hidden_BTD=arrived, head_VD=arrived[0]),
+            aux_BTLD=arrived[:, :, None],
         )
 
     source, sums = OneAhead(teach, GPU), []
@@ -352,7 +428,8 @@ def test_the_stream_ahead_reads_a_batch_only_once_it_has_arrived() -> None:
         assert torch.equal(known.hidden_BTD[..., 0].cpu(), there.input_ids_BT)
 
 
-# -------------------------------------------------------------------------------------------------------- training step
+# --------------------------------------------------------------------------------------------------------
+# training step
 
 
 def train_one_step(name: str, folder: Path, *, on_cpu: bool) -> tuple[float, dict[str, Tensor]]:
@@ -367,12 +444,19 @@ def train_one_step(name: str, folder: Path, *, on_cpu: bool) -> tuple[float, dic
         model = AutoModelForCausalLM.from_pretrained(folder / "mimo").eval()
     target = model.to(accelerator.device)
     torch.manual_seed(1)
-    draft: Any = make_standalone(target, **SHAPE) if name == "standalone" else FAMILIES[name](target)
+    draft: Any = (
+        make_standalone(target, **SHAPE) if name == "standalone" else FAMILIES[name](target)
+    )
     before = {key: tensor.detach().cpu().clone() for key, tensor in draft.named_parameters()}
     aux = getattr(draft, "aux_layer_ids", ())
     optim = Optim(lr=1.0, warmup_fraction=0.0, schedule="constant")
     distillation = Distillation(
-        draft, lambda batch: make_signal(target, batch, aux), Divergence(name="forward_kl"), optim, 8, accelerator
+        draft,
+        lambda batch: make_signal(target, batch, aux),
+        Divergence(name="forward_kl"),
+        optim,
+        8,
+        accelerator,
     )
     stats = distillation.step([to_device(rows_of(0), accelerator.device)])
     assert not stats.skipped
@@ -385,7 +469,9 @@ def train_one_step(name: str, folder: Path, *, on_cpu: bool) -> tuple[float, dic
 
 @pytest.mark.usefixtures("fresh_accelerator")
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"tied", "mtp-moe"}))
-def test_a_training_step_is_that_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_step_is_that_of_the_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.optim, "AdamW", Descent)  # it leaves the gradient in the weights
     loss, gradients = train_one_step(name, tmp_path / "target", on_cpu=False)
     true_loss, true_gradients = train_one_step(name, tmp_path / "target", on_cpu=True)
@@ -395,4 +481,6 @@ def test_a_training_step_is_that_of_the_cpu(name: str, tmp_path: Path, monkeypat
     for key, true in true_gradients.items():
         apart = (gradients[key] - true).norm()
         # A gradient that is zero but for rounding is compared with all of them.
-        assert apart <= 1e-3 * true.norm() + 1e-6 * whole, f"{key}: {apart:.2e} of {true.norm():.2e}"
+        assert apart <= 1e-3 * true.norm() + 1e-6 * whole, (
+            f"{key}: {apart:.2e} of {true.norm():.2e}"
+        )

@@ -63,7 +63,9 @@ def test_a_cache_gives_a_batch_on_the_gpu_what_it_gives_one_on_the_cpu(
     cached: CachedTarget, samples: list[Sample]
 ) -> None:
     for chosen in (LABELLED, UNLABELLED):
-        batch = PackedDataset([samples[i] for i in chosen], sequence_length=64).batch(0, batch_size=1)
+        batch = PackedDataset([samples[i] for i in chosen], sequence_length=64).batch(
+            0, batch_size=1
+        )
         here, there = cached(batch).distribution, cached(to_device(batch, GPU)).distribution
         assert isinstance(here, TopKTarget)
         assert isinstance(there, TopKTarget)
@@ -73,14 +75,21 @@ def test_a_cache_gives_a_batch_on_the_gpu_what_it_gives_one_on_the_cpu(
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
-def test_a_standalone_draft_trains_on_a_cache_read_one_batch_ahead(cached: CachedTarget, samples: list[Sample]) -> None:
+def test_a_standalone_draft_trains_on_a_cache_read_one_batch_ahead(
+    cached: CachedTarget, samples: list[Sample]
+) -> None:
     """Results that are read after all steps are those that are read after each."""
     found = []
     for is_late in (False, True):
         accelerator = Accelerator(cpu=not IS_GPU)
         draft = make_standalone(make_target(**SHAPE), **SHAPE).to(GPU)
         distillation = Distillation(
-            draft, OneAhead(cached, GPU), Divergence(), Optim(lr=1e-2, warmup_fraction=0.0), 4, accelerator
+            draft,
+            OneAhead(cached, GPU),
+            Divergence(),
+            Optim(lr=1e-2, warmup_fraction=0.0),
+            4,
+            accelerator,
         )
         data = PackedDataset(samples, sequence_length=64)
         batches = [to_device(data.batch(index, batch_size=1), GPU) for index in range(4)]

@@ -32,7 +32,10 @@ def test_a_family_makes_exports_and_recognises_its_heads(name: str, tmp_path: Pa
     assert head.is_autoregressive is False
     head.export(tmp_path)
     assert detect_family(tmp_path) is chosen
-    assert type(detect_family(tmp_path).load(tmp_path, lambda: Target.from_model(model))) is chosen.draft_class()
+    assert (
+        type(detect_family(tmp_path).load(tmp_path, lambda: Target.from_model(model)))
+        is chosen.draft_class()
+    )
 
 
 @pytest.mark.parametrize("family", WITH_WEIGHTS, ids=family_name)
@@ -45,8 +48,14 @@ def test_a_family_has_every_member_of_the_protocol_with_the_same_parameters(fami
             "self" if parameter == "head" else parameter for parameter in mine
         ]  # a function that a class took over
         assert [parameter for parameter in shared if parameter in wanted] == wanted
-        further = [value for parameter, value in zip(shared, mine.values(), strict=True) if parameter not in wanted]
-        assert all(value.default is not value.empty for value in further), f"{name} needs nothing else"
+        further = [
+            value
+            for parameter, value in zip(shared, mine.values(), strict=True)
+            if parameter not in wanted
+        ]
+        assert all(value.default is not value.empty for value in further), (
+            f"{name} needs nothing else"
+        )
     assert {"is_autoregressive", "is_block", "max_tokens", "engine_output"} <= set(dir(draft))
     assert family.parity is None or {"v1", "v2"} & set(family.decoders)
 
@@ -59,7 +68,10 @@ def test_the_table_is_read_without_torch() -> None:
 
 def test_methods_are_those_of_vllm_and_lead_back_to_their_family() -> None:
     assert list_methods() == ["dflash", "draft_model", "dspark", "eagle", "eagle3", "medusa", "mtp"]
-    assert [getattr(find_method(method), "name", None) for method in ("eagle", "suffix")] == ["eagle1", "suffix"]
+    assert [getattr(find_method(method), "name", None) for method in ("eagle", "suffix")] == [
+        "eagle1",
+        "suffix",
+    ]
     assert find_method(None) is None
     assert find_method("eagle3") is find_family("eagle3")
     assert find_method("eagle3", parallel_drafting=True) is find_family("peagle")
@@ -70,9 +82,12 @@ def test_methods_are_those_of_vllm_and_lead_back_to_their_family() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "most"), [({}, 7), ({"sample_from_anchor": True}, 7), ({"sample_from_anchor": False}, 6)]
+    ("config", "most"),
+    [({}, 7), ({"sample_from_anchor": True}, 7), ({"sample_from_anchor": False}, 6)],
 )
-def test_the_anchor_of_a_dspark_block_proposes_unless_the_config_says_no(config: dict[str, bool], most: int) -> None:
+def test_the_anchor_of_a_dspark_block_proposes_unless_the_config_says_no(
+    config: dict[str, bool], most: int
+) -> None:
     assert find_family("dspark").max_tokens({"block_size": 7, **config}) == most
     assert find_family("dflash").max_tokens({"block_size": 7, **config}) == 6
 
@@ -81,14 +96,26 @@ def test_the_anchor_of_a_dspark_block_proposes_unless_the_config_says_no(config:
 def test_layers_are_counted_alike_in_every_layout(name: str) -> None:
     section = {"target_layer_ids": [0, 1, 3]}
     family = find_family(name)
-    assert family.read_layers({"dflash_config": section} if name == "dflash" else section) == [1, 2, 4]
-    of_speculators = {"speculators_model_type": name, "aux_hidden_state_layer_ids": [1, 2, 4], "block_size": 7}
+    assert family.read_layers({"dflash_config": section} if name == "dflash" else section) == [
+        1,
+        2,
+        4,
+    ]
+    of_speculators = {
+        "speculators_model_type": name,
+        "aux_hidden_state_layer_ids": [1, 2, 4],
+        "block_size": 7,
+    }
     assert family.read_layers(of_speculators) == [1, 2, 4]
     assert family.max_tokens(of_speculators) == {"dflash": 6, "dspark": 7}[name]
 
 
 def test_a_head_is_recognised_by_its_tensors_whatever_its_config_says(tmp_path: Path) -> None:
-    save_file({"midlayer.hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {"midlayer.hidden_norm.weight": torch.zeros(1)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     for config in ({"architectures": ["LlamaForCausalLM"]}, {"redraft": {"family": "medusa"}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert detect_family(tmp_path).name == "eagle3"

@@ -10,7 +10,12 @@ def test_texts_of_different_lengths_are_padded_on_the_right_and_labelled_after_t
     assert batch.loss_mask_BT.long().tolist() == [[0, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
     assert batch.document_BT.tolist() == [[0, 0, 0, -1, -1], [0, 0, 0, 0, 0]]
     assert batch.position_ids_BT.tolist() == [[0, 1, 2, 0, 0], [0, 1, 2, 3, 4]]
-    assert batch.input_ids_BT.dtype == batch.document_BT.dtype == batch.position_ids_BT.dtype == torch.int64
+    assert (
+        batch.input_ids_BT.dtype
+        == batch.document_BT.dtype
+        == batch.position_ids_BT.dtype
+        == torch.int64
+    )
     assert batch.loss_mask_BT.dtype == torch.bool
 
 

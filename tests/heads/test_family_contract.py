@@ -1,4 +1,7 @@
-"""Promises that every family keeps, in every variant: what engines and training take for granted."""
+"""Promises that every family keeps, in every variant.
+
+What engines and training take for granted.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from make_heads import (
 from redraft.heads.catalog import FAMILIES
 
 CASES = [
-    pytest.param(name, variant, id=f"{name}, {variant}") for name, variants in VARIANTS.items() for variant in variants
+    pytest.param(name, variant, id=f"{name}, {variant}")
+    for name, variants in VARIANTS.items()
+    for variant in variants
 ]
 
 every_variant = pytest.mark.parametrize(("name", "variant"), CASES)
@@ -63,4 +68,6 @@ def test_an_export_loads_equal(name: str, variant: str, tmp_path: Path) -> None:
     head, model = make_variant(name, variant, tmp_path, **TRAINED_WITH.get(name, {}))
     assert_round_trip(head, model, tmp_path / "head")
     if "layout" in inspect.signature(head.export).parameters:
-        assert_round_trip(head, model, tmp_path / "of speculators", layout="speculators", target_name="target")
+        assert_round_trip(
+            head, model, tmp_path / "of speculators", layout="speculators", target_name="target"
+        )

@@ -1,4 +1,7 @@
-"""A family is one file and one row: `tiny_family` goes through everything with nothing else patched."""
+"""A family is one file and one row.
+
+`tiny_family` goes through everything with nothing else patched.
+"""
 
 from __future__ import annotations
 
@@ -81,12 +84,16 @@ def make_head(model: Any) -> Tiny:
 
 
 def with_states(record: Record, model: Any) -> Record:
-    """The record with the states of the head's layers at all tokens but the last, as a server captures them."""
+    """The record with the states of the head's layers at all tokens but the last, as a server
+    captures them.
+    """
     ids = [*record.context_ids.tolist(), *record.output_ids.tolist()]
     aux_BTLD = make_signal(model, make_batch([[ids]]), Config().aux_layer_ids).aux_BTLD
     assert aux_BTLD is not None
     words = aux_BTLD[0, :-1].bfloat16().contiguous().view(torch.int16).numpy().view(np.uint16)
-    return msgspec.structs.replace(record, hidden_begin=0, hidden_shape=words.shape[1:], hidden=words.tobytes())
+    return msgspec.structs.replace(
+        record, hidden_begin=0, hidden_shape=words.shape[1:], hidden=words.tobytes()
+    )
 
 
 def test_it_keeps_the_promises_that_every_head_makes(model: Any, tmp_path: Path) -> None:
@@ -102,7 +109,9 @@ def test_it_trains(model: Any) -> None:
     signal = make_signal(model, batch, Config().aux_layer_ids)
     accelerator = make_accelerator(1, "no", None)
     optim = Optim(lr=1e-2, warmup_fraction=0.01, schedule="constant")
-    distillation = Distillation(make_head(model), lambda _: signal, Divergence(), optim, 40, accelerator)
+    distillation = Distillation(
+        make_head(model), lambda _: signal, Divergence(), optim, 40, accelerator
+    )
     losses = [distillation.step([batch]).loss for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
 
@@ -112,10 +121,18 @@ def test_it_has_a_command(random_target: Path, tmp_path: Path) -> None:
     data = tmp_path / "chat.jsonl"
     rows = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(40)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = f"--target {random_target} --data.source {data} --data.held-out 0.2 --data.num-prompts 2 --prove.no-engine"
-    flags += f" --head.aux-layer-ids 1 2 --prove.num-speculative-tokens 3 --prove.max-tokens 4 --output {tmp_path}/run"
+    flags = (
+        f"--target {random_target} --data.source {data} --data.held-out 0.2 --data.num-prompts "
+        "2 --prove.no-engine"
+    )
+    flags += (
+        " --head.aux-layer-ids 1 2 --prove.num-speculative-tokens 3 --prove.max-tokens 4 "
+        f"--output {tmp_path}/run"
+    )
     assert dispatch(["train", "tiny", *flags.split()]) == 0
-    head = find_family("tiny").load(tmp_path / "run/draft", lambda: Target.from_folder(random_target))
+    head = find_family("tiny").load(
+        tmp_path / "run/draft", lambda: Target.from_folder(random_target)
+    )
     assert isinstance(head, Tiny)
     assert head.aux_layer_ids == (1, 2)
     assert json.loads((tmp_path / "run/report.json").read_text())["offline"]["tau_forecast"] >= 1
@@ -139,8 +156,13 @@ sys.exit(dispatch(["plan", "--family", "tiny", "--target", "llama-3.2-1b", *sys.
 
 
 @pytest.mark.parametrize(("flags", "num_tokens"), [((), 3), (("--num-steps", "6"), 5)])
-def test_the_cost_of_its_training_is_counted(flags: tuple[str, ...], num_tokens: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")])}
+def test_the_cost_of_its_training_is_counted(
+    flags: tuple[str, ...], num_tokens: int, tmp_path: Path
+) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")]),
+    }
     counted = tmp_path / "plan.json"
     command = [sys.executable, "-c", PLAN, *flags, "--json", str(counted)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -153,10 +175,15 @@ def test_the_cost_of_its_training_is_counted(flags: tuple[str, ...], num_tokens:
     assert numbers["memory"]["optimizer state"] == 2 * weights + 3 * 4
 
 
-def test_its_export_is_recognised_loaded_and_checked(model: Any, target_folder: Path, tmp_path: Path) -> None:
+def test_its_export_is_recognised_loaded_and_checked(
+    model: Any, target_folder: Path, tmp_path: Path
+) -> None:
     make_random(make_head(model)).export(tmp_path)
     assert detect_family(tmp_path) is find_family("tiny") is ROW
-    assert DraftSource.parse(str(tmp_path)).speculative() == {"method": "tiny", "model": str(tmp_path)}
+    assert DraftSource.parse(str(tmp_path)).speculative() == {
+        "method": "tiny",
+        "model": str(tmp_path),
+    }
     pair = Pair.read(TargetFolder.open(target_folder), tmp_path)
     assert pair.family is ROW
     assert static_findings(pair, method="tiny", num_speculative_tokens=K) == []
@@ -164,7 +191,9 @@ def test_its_export_is_recognised_loaded_and_checked(model: Any, target_folder: 
 
     def problems(method: str | None, num_tokens: int) -> list[str]:
         found = static_findings(
-            Pair.read(TargetFolder.open(target_folder), tmp_path), method=method, num_speculative_tokens=num_tokens
+            Pair.read(TargetFolder.open(target_folder), tmp_path),
+            method=method,
+            num_speculative_tokens=num_tokens,
         )
         return [finding.problem for finding in found]
 
@@ -172,7 +201,9 @@ def test_its_export_is_recognised_loaded_and_checked(model: Any, target_folder: 
     assert re.search(r'"eagle3".*\btiny$', problem)
     assert re.search(r"\b4\b.*\b3\b", problems(None, K + 1)[0])
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tiny_config": {"target_layer_ids": [1, 9]}}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "tiny_config": {"target_layer_ids": [1, 9]}})
+    )
     (problem,) = problems(None, K)
     assert "layer 9" in problem
 
@@ -187,23 +218,40 @@ def test_it_is_forecast(model: Any, target_folder: Path, tmp_path: Path) -> None
     }  # fmt: skip
     assert draft.forecast is not None
     protocol = Protocol(
-        temperatures=(0.0,), num_speculative_tokens=(K,), max_tokens=12, end_ids=(), seed=0, batch_size=2
+        temperatures=(0.0,),
+        num_speculative_tokens=(K,),
+        max_tokens=12,
+        end_ids=(),
+        seed=0,
+        batch_size=2,
     )
     texts = greedy_continuations(
-        model, [Prompt(token_ids=[30, 40, 50, 60])], max_tokens=12, num_speculative_tokens=K, end_ids=()
+        model,
+        [Prompt(token_ids=[30, 40, 50, 60])],
+        max_tokens=12,
+        num_speculative_tokens=K,
+        end_ids=(),
     )
     (rows,) = evaluate_batch(
-        texts, lambda batch: make_signal(model, batch, Config().aux_layer_ids), {"mine": draft.forecast}, 0.0, protocol
+        texts,
+        lambda batch: make_signal(model, batch, Config().aux_layer_ids),
+        {"mine": draft.forecast},
+        0.0,
+        protocol,
     )
     assert rows["mine"].num_output_tokens == 12
     assert rows["mine"].counts[K].num_steps > 0
 
 
-def test_it_learns_online_and_is_scored(model: Any, target_folder: Path, records: list[Record], tmp_path: Path) -> None:
+def test_it_learns_online_and_is_scored(
+    model: Any, target_folder: Path, records: list[Record], tmp_path: Path
+) -> None:
     version = tmp_path / "v000001"
     make_head(model).export(version)
     assert read_hidden_shape("tiny", version) == (2, 32)
-    candidate = Candidate(Training(lr=1e-2, warmup_steps=1, sequence_length=64), "tiny", target_folder)
+    candidate = Candidate(
+        Training(lr=1e-2, warmup_steps=1, sequence_length=64), "tiny", target_folder
+    )
     candidate.begin(version)
     losses = [candidate.step(records, seed).loss for seed in range(15)]
     assert losses[-1] < losses[0]
@@ -212,7 +260,14 @@ def test_it_learns_online_and_is_scored(model: Any, target_folder: Path, records
     assert torch.equal(learned.fc.weight, candidate.distillation.weights()["fc.weight"])
 
     def count(head: Any) -> float:
-        scored = score(head, records, num_speculative_tokens=K, method="greedy", sequence_length=64, reads=ROW.reads)
+        scored = score(
+            head,
+            records,
+            num_speculative_tokens=K,
+            method="greedy",
+            sequence_length=64,
+            reads=ROW.reads,
+        )
         return sum(one.num_accepted for one in scored)
 
     assert count(learned.eval()) > count(candidate.load(version).eval())

@@ -60,7 +60,11 @@ def test_text_between_the_lines_of_a_log_stays_as_it_is(wait: Callable[[float], 
         wait(11)
         bar.update()
         Progress.write("a server is back", file=log)
-    assert [line.partition(":")[0] for line in log.getvalue().splitlines()] == ["fleet", "a server is back", "fleet"]
+    assert [line.partition(":")[0] for line in log.getvalue().splitlines()] == [
+        "fleet",
+        "a server is back",
+        "fleet",
+    ]
 
 
 def test_a_terminal_gets_the_bar(wait: Callable[[float], None]) -> None:
@@ -73,5 +77,10 @@ def test_a_terminal_gets_the_bar(wait: Callable[[float], None]) -> None:
 
 def test_every_bar_of_ours_is_one_of_these() -> None:
     folders = ("heads", "distill", "eval", "online", "recipes")
-    users = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if "tqdm import" in path.read_text()]
+    users = [
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if "tqdm import" in path.read_text()
+    ]
     assert users == [ROOT / "heads/progress.py"]

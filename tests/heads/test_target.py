@@ -14,7 +14,9 @@ from redraft.heads.target import Target
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shard_size", ["5GB", "20KB"], ids=["one file", "sharded"])
-def test_a_folder_gives_the_embeddings_and_the_head_of_its_model(tied: bool, shard_size: str, tmp_path: Path) -> None:
+def test_a_folder_gives_the_embeddings_and_the_head_of_its_model(
+    tied: bool, shard_size: str, tmp_path: Path
+) -> None:
     model = make_target(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (len(set(tensor_files(tmp_path).values())) > 1) is (shard_size == "20KB")
@@ -29,7 +31,9 @@ def test_copies_beside_an_mtp_layer_are_not_the_targets(tmp_path: Path) -> None:
     model = make_target()
     model.save_pretrained(tmp_path)
     tensors = read_tensors(tmp_path, tensor_files(tmp_path))
-    copies = {f"{prefix}.embed_tokens.weight": torch.zeros(2, 2) for prefix in ("model.layers.5", "mtp")}
+    copies = {
+        f"{prefix}.embed_tokens.weight": torch.zeros(2, 2) for prefix in ("model.layers.5", "mtp")
+    }
     save_file({**tensors, **copies}, tmp_path / "model.safetensors", {"format": "pt"})
     assert torch.equal(Target.from_folder(tmp_path).embed_VD, Target.from_model(model).embed_VD)
 

@@ -6,6 +6,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
 def reset_accelerator() -> None:
-    """Forget the device and the precision of this process's first training: accelerate would refuse others."""
+    """Forget the device and the precision of this process's first training.
+
+    Accelerate would refuse others.
+    """
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()

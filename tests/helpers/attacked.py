@@ -1,6 +1,9 @@
-"""Processes for the soak's attacker, without an engine: `python attacked.py server PORT`, or `page PORT`.
+"""Processes for the soak's attacker, without an engine.
 
-The server is FastAPI on uvicorn, as vLLM's, with the plugin's routes beside the part of the API that clients use.
+`python attacked.py server PORT`, or `page PORT`.
+
+The server is FastAPI on uvicorn, as vLLM's, with the plugin's routes beside the part of the API
+that clients use.
 """
 
 from __future__ import annotations
@@ -43,13 +46,17 @@ async def complete(request: Request) -> Response:
     except (ClientDisconnect, ValueError, AttributeError, TypeError, RecursionError, OverflowError):
         return JSONResponse({"error": {"message": "no request"}}, 400)
     if is_stream and num_tokens < 1000:
-        return StreamingResponse(stream(num_tokens, bool(body.get("stream_options"))), media_type="text/event-stream")
+        return StreamingResponse(
+            stream(num_tokens, bool(body.get("stream_options"))), media_type="text/event-stream"
+        )
     return JSONResponse(answer("m", body))
 
 
 def serve(port: int) -> None:
     endpoint, app = Endpoint(), FastAPI()
-    endpoint.config = PluginConfig(registry=Path(tempfile.mkdtemp()), token="right", allow_remote=True)
+    endpoint.config = PluginConfig(
+        registry=Path(tempfile.mkdtemp()), token="right", allow_remote=True
+    )
     endpoint.attach_router(app)
     app.add_api_route("/v1/completions", complete, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", lambda: {"data": [{"id": "m"}]})

@@ -15,7 +15,10 @@ def token_by_token(draft: NextLogits) -> Propose:
     """A proposer: draws each token from `draft` after the one before."""
 
     def propose(
-        prefix: Sequence[int], num_tokens: int, temperature: float, generator: torch.Generator | None
+        prefix: Sequence[int],
+        num_tokens: int,
+        temperature: float,
+        generator: torch.Generator | None,
     ) -> list[tuple[int, Tensor]]:
         tokens, drafted = list(prefix), []
         for _ in range(num_tokens):

@@ -1,4 +1,6 @@
-"""A completions server on a real socket with behaviour chosen by each request, and a way to run the application."""
+"""A completions server on a real socket with behaviour chosen by each request, and a way to run the
+application.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ from starlette.routing import Route
 
 @dataclass
 class Upstream:
-    """Does what the request says, itself or in its metadata: {"do": "wait"}, "break", "break within",
-    or a status. Otherwise it just answers."""
+    """Does what the request says, itself or in its metadata.
+
+    {"do": "wait"}, "break", "break within", or a status. Otherwise it just answers.
+    """
 
     name: str
     port: int = 0
@@ -47,7 +51,9 @@ class Upstream:
             Route("/redraft/swap", lambda request: Response(self.name), methods=["POST"]),
         ]
         self._serving = contextlib.AsyncExitStack()
-        self._server = await self._serving.enter_async_context(served(Starlette(routes=routes), self.port))
+        self._server = await self._serving.enter_async_context(
+            served(Starlette(routes=routes), self.port)
+        )
         self.port = self._server.port
 
     async def stop(self) -> None:
@@ -103,7 +109,11 @@ def answer(name: str, question: dict[str, Any]) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "text": name, "finish_reason": None, "logprobs": None}
     if question.get("return_token_ids"):
         top = {"token_id:7": -0.1, "token_id:8": -2.5, "token_id:9": -4.0}
-        choice |= {"token_ids": [7, 8], "prompt_token_ids": [1, 2, 3], "logprobs": {"top_logprobs": [top, top]}}
+        choice |= {
+            "token_ids": [7, 8],
+            "prompt_token_ids": [1, 2, 3],
+            "logprobs": {"top_logprobs": [top, top]},
+        }
     return {"id": "cmpl-1", "model": question.get("model"), "choices": [choice]}
 
 
@@ -134,7 +144,11 @@ class Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def served(app: Any, port: int = 0) -> AsyncIterator[Server]:
     """Serve the application on a port; at the end, cut all connections."""
-    server = Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=2))
+    server = Server(
+        uvicorn.Config(
+            app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=2
+        )
+    )
     serving = asyncio.create_task(server.serve())
     while not server.started:
         assert not serving.done()

@@ -1,4 +1,6 @@
-"""Servers that speak the plugin's contract on real sockets, and refuse, fail, vanish and restart as told."""
+"""Servers that speak the plugin's contract on real sockets, and refuse, fail, vanish and restart as
+told.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ TOKEN = "a-token-for-tests"
 class Traffic:
     """All requests the servers of a fleet received."""
 
-    tau: dict[str, float] = field(default_factory=lambda: {"v000001": 2.0, "v000002": 2.5, "bad": 1.0, "worse": 1.8})
+    tau: dict[str, float] = field(
+        default_factory=lambda: {"v000001": 2.0, "v000002": 2.5, "bad": 1.0, "worse": 1.8}
+    )
     harder: float = 0.0
     """Subtracted from the tau of every draft."""
     drafts_per_reading: float = 500
@@ -52,15 +56,18 @@ class FakeServer:
     drafting: dict[str, object] = field(default_factory=dict)
     """The fields of the status that tell how the server drafts; none if it has no draft."""
     trouble: dict[str, str] = field(default_factory=dict)
-    """By path: "hang" (no answer), "drip" (a byte every 0.2 s) or "pour" (an answer without end)."""
+    """By path: "hang" (no answer), "drip" (a byte every 0.2 s) or "pour" (an answer without end).
+    """
     answers: dict[str, bytes] = field(default_factory=dict)
     """By path: the content to answer with instead."""
     manifests: dict[str, str] | None = None
     """Hash of each version's manifest in the server's registry. None: its drafts have none."""
     registry_id: str = ""
     easy_share: float | None = None
-    """Share of the drafts in an easy domain; the others are in a hard one, where tau is lower by 0.8. None: counted are
-    neither domains nor the drafts that had a token, as by a server of an earlier release."""
+    """Share of the drafts in an easy domain; the others are in a hard one, where tau is lower by
+    0.8. None: counted are neither domains nor the drafts that had a token, as by a server of an
+    earlier release.
+    """
     tokens: dict[str, int] = field(default_factory=dict)
     """Draft tokens by version, if not 3. `Traffic.tau` is that of 3, a third of it for each."""
     bodies: list[dict[str, str]] = field(default_factory=list)
@@ -79,7 +86,9 @@ class FakeServer:
         self.drafts = self.draft_tokens = 0
         self.positions = {name: [[0, 0] for _ in range(3)] for name in ("easy", "hard")}
         self._connections: set[asyncio.StreamWriter] = set()
-        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", self.port, reuse_address=True)
+        self._listener = await asyncio.start_server(
+            self._serve, "127.0.0.1", self.port, reuse_address=True
+        )
         self.port = self._listener.sockets[0].getsockname()[1]
 
     def stop(self) -> None:
@@ -102,7 +111,12 @@ class FakeServer:
         try:
             while head := (await reader.readuntil(b"\r\n\r\n")).decode():
                 length = next(
-                    (int(line[15:]) for line in head.splitlines() if line.lower().startswith("content-length")), 0
+                    (
+                        int(line[15:])
+                        for line in head.splitlines()
+                        if line.lower().startswith("content-length")
+                    ),
+                    0,
                 )
                 body = await reader.readexactly(length)
                 path = head.split(" ", 2)[1]
@@ -112,7 +126,10 @@ class FakeServer:
                     await asyncio.Event().wait()
                 code, content = await self._answer(head, body)
                 content = self.answers.get(path, content)
-                whole = f"HTTP/1.1 {code} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+                whole = (
+                    f"HTTP/1.1 {code} X\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+                    + content
+                )
                 if trouble == "pour":
                     writer.write(b"HTTP/1.1 200 X\r\n\r\n")
                     while True:
@@ -137,9 +154,14 @@ class FakeServer:
         assert (method, path) == ("POST", "/redraft/swap")
         asked = json.loads(body)
         self.bodies.append(asked)
-        if self.manifests is not None and asked.get("registry", self.registry_id) != self.registry_id:
+        if (
+            self.manifests is not None
+            and asked.get("registry", self.registry_id) != self.registry_id
+        ):
             return 409, b"this server serves another registry"
-        if self.manifests is not None and asked.get("manifest_sha256") != self.manifests.get(asked["version"]):
+        if self.manifests is not None and asked.get("manifest_sha256") != self.manifests.get(
+            asked["version"]
+        ):
             return 409, b"another version of this name"
         return await self._swap(asked["version"])
 
@@ -155,7 +177,11 @@ class FakeServer:
             **({"drafts": self.count()} if self.version else {}),
             **({} if self.easy_share is None else {"positions": self.positions}),
             **self.drafting,
-            **({} if self.manifests is None else {"manifest_sha256": self.manifests.get(self.version, "")}),
+            **(
+                {}
+                if self.manifests is None
+                else {"manifest_sha256": self.manifests.get(self.version, "")}
+            ),
         }
 
     async def _swap(self, version: str) -> tuple[int, bytes]:
@@ -180,10 +206,16 @@ class FakeServer:
         return 200, json.dumps({"version": version, "swapped": True}).encode()
 
     def count(self) -> list[int]:
-        """Drafts, draft tokens, and the accepted ones by position, after another reading's worth of traffic."""
+        """Drafts, draft tokens, and the accepted ones by position, after another reading's worth of
+        traffic.
+        """
         tau = max(1.0, self.traffic.tau[self.version] - self.traffic.harder)
         num_tokens = self.tokens.get(self.version, 3)
-        parts = (("easy", self.easy_share, 0.4), ("hard", 1 - self.easy_share, -0.4)) if self.easy_share else ()
+        parts = (
+            (("easy", self.easy_share, 0.4), ("hard", 1 - self.easy_share, -0.4))
+            if self.easy_share
+            else ()
+        )
         for name, share, more in parts or (("easy", 1, 0),):
             drafts = tried = round(share * self.traffic.drafts_per_reading)
             accepted = round(drafts * (tau + more - 1))
@@ -193,7 +225,9 @@ class FakeServer:
                 tried = of_position
             self.drafts += drafts
             self.draft_tokens += drafts * num_tokens
-        accepted = [sum(counts[position][1] for counts in self.positions.values()) for position in range(3)]
+        accepted = [
+            sum(counts[position][1] for counts in self.positions.values()) for position in range(3)
+        ]
         return [self.drafts, self.draft_tokens, *accepted]
 
 

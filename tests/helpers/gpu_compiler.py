@@ -1,4 +1,6 @@
-"""Kernels compiled for a GPU on a machine without one: Triton's, and those that PyTorch's compiler makes of a function.
+"""Kernels compiled for a GPU on a machine without one.
+
+Triton's, and those that PyTorch's compiler makes of a function.
 
 Nothing runs. Import it only in a process of `model_runners.triton_compiler`.
 """
@@ -86,11 +88,16 @@ class Kernel:
     def __init__(self, name: str, compiled: Any) -> None:
         self.name, self.ptx = name, str(compiled.asm["ptx"])
         self.capability = int(compiled.metadata.target.arch)
-        self.threads, self.shared_bytes = 32 * int(compiled.metadata.num_warps), int(compiled.metadata.shared)
+        self.threads, self.shared_bytes = (
+            32 * int(compiled.metadata.num_warps),
+            int(compiled.metadata.shared),
+        )
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
-            usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
+            usage = subprocess.run(
+                [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+            )
         found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
         assert found, usage
         self.registers, self.stack_bytes = int(found[1]), int(found[2])
@@ -117,7 +124,9 @@ class Launches:
         class Grid:
             def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
                 def launch(*args: Any, **options: Any) -> None:
-                    kernels.append(Kernel(name, getattr(module, name).warmup(*args, grid=grid, **options)))
+                    kernels.append(
+                        Kernel(name, getattr(module, name).warmup(*args, grid=grid, **options))
+                    )
 
                 return launch
 
@@ -125,9 +134,11 @@ class Launches:
 
 
 def compile_function(function: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Kernel]:
-    """The kernels of this function, and of its gradients if an argument requires one, by PyTorch's compiler.
+    """The kernels of this function, and of its gradients if an argument requires one, by PyTorch's
+    compiler.
 
-    The function is traced on the CPU. Its graphs are then compiled as if their tensors were on the GPU.
+    The function is traced on the CPU. Its graphs are then compiled as if their tensors were on the
+    GPU.
     """
     graphs: list[tuple[GraphModule, Sequence[Any]]] = []
 
@@ -138,7 +149,9 @@ def compile_function(function: Callable[..., Any], args: Sequence[Any], gpu: Gpu
     torch._dynamo.reset()
     kernels: list[Kernel] = []
     with _patched(gpu, kernels):
-        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table())
+        backend = aot_autograd(
+            fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table()
+        )
         # Otherwise the gradient's graph would come with the first backward pass.
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             torch.compile(function, backend=backend, fullgraph=True)(*args)
@@ -195,7 +208,11 @@ def _patched(gpu: Gpu, kernels: list[Kernel]) -> Iterator[None]:
     }
     # `torch._higher_order_ops.flex_attention` is an operation, which hides its module.
     flex = importlib.import_module("torch._higher_order_ops.flex_attention")
-    settings = {"force_disable_caches": True, "compile_threads": 1, "use_static_cuda_launcher": False}
+    settings = {
+        "force_disable_caches": True,
+        "compile_threads": 1,
+        "use_static_cuda_launcher": False,
+    }
     with pytest.MonkeyPatch.context() as patch, config.patch(settings):
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)

@@ -1,6 +1,9 @@
-"""Where tests/gpu run: on a GPU, or with REDRAFT_GPU_TESTS_ON=cpu on the CPU, so that they cannot rot unseen.
+"""Where tests/gpu run.
 
-On the CPU Triton's interpreter runs the kernels, with small vocabularies. Streams exist on a GPU only.
+On a GPU, or with REDRAFT_GPU_TESTS_ON=cpu on the CPU, so that they cannot rot unseen.
+
+On the CPU Triton's interpreter runs the kernels, with small vocabularies. Streams exist on a GPU
+only.
 """
 
 from __future__ import annotations

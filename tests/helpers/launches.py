@@ -25,14 +25,27 @@ ENVIRONMENT = {
 
 def require(config: str) -> None:
     if config.startswith("zero"):
-        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'redraft[deepspeed]'")
+        pytest.importorskip(
+            "deepspeed", reason="DeepSpeed is not installed: pip install 'redraft[deepspeed]'"
+        )
 
 
 def accelerate_launch(config: str, *options: str, nodes: int = 1) -> list[list[str]]:
-    """The command of each node, as a user gives it: a shipped config, and what this machine has other than a server."""
+    """The command of each node, as a user gives it.
+
+    A shipped config, and what this machine has other than a server.
+    """
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     shipped = ["--config_file", str(ROOT / f"recipes/accelerate/{config}.yaml")]
-    here = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", str(free_port()), *options]
+    here = [
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "no",
+        "--main_process_port",
+        str(free_port()),
+        *options,
+    ]
     base = [*launcher, *shipped, *here]
     if nodes == 1:
         return [base]
@@ -40,11 +53,18 @@ def accelerate_launch(config: str, *options: str, nodes: int = 1) -> list[list[s
     return [[*base, *between, "--machine_rank", str(rank)] for rank in range(nodes)]
 
 
-def run_all(commands: Sequence[Sequence[str]], script: Sequence[str], timeout_s: float = 300) -> list[str]:
+def run_all(
+    commands: Sequence[Sequence[str]], script: Sequence[str], timeout_s: float = 300
+) -> list[str]:
     """What each node's launcher wrote, once all have ended well."""
     started = [
         subprocess.Popen(
-            [*command, *script], cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [*command, *script],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for command in commands
     ]

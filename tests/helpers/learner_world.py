@@ -1,4 +1,7 @@
-"""A learner's surroundings in small: a target and a worse draft for it, records of traffic, and a fake fleet."""
+"""A learner's surroundings in small.
+
+A target and a worse draft for it, records of traffic, and a fake fleet.
+"""
 
 from __future__ import annotations
 
@@ -57,25 +60,41 @@ def make_draft(target: Path, folder: Path, noise: float = 0.05, seed: int = 1) -
     return folder
 
 
-def make_records(target: Path, count: int, *, seed: int = 0, domain: str = "code", **changes: Any) -> list[Record]:
+def make_records(
+    target: Path, count: int, *, seed: int = 0, domain: str = "code", **changes: Any
+) -> list[Record]:
     """Records of greedy answers to random prompts, without any draft's tokens."""
     model = LlamaForCausalLM.from_pretrained(target).eval()
     generator = torch.Generator().manual_seed(seed)
     prompts_BT = torch.randint(20, 400, (count, PROMPT_TOKENS), generator=generator)
-    texts_BT = model.generate(prompts_BT, max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=None)
+    texts_BT = model.generate(
+        prompts_BT, max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=None
+    )
     mask_T = np.arange(texts_BT.shape[1]) >= PROMPT_TOKENS
     samples = [
-        Sample(input_ids=row.numpy().astype(np.int32), loss_mask=mask_T, conversation=f"{seed}-{i}", domain=domain)
+        Sample(
+            input_ids=row.numpy().astype(np.int32),
+            loss_mask=mask_T,
+            conversation=f"{seed}-{i}",
+            domain=domain,
+        )
         for i, row in enumerate(texts_BT)
     ]
     records = make_anchors(samples, InProcessTarget(model), fingerprint(target), k=16)
-    fields = {"server_id": "boot", "time_s": time.time(), "draft_version": "start", "sampling": Sampling(temperature=0)}
+    fields = {
+        "server_id": "boot",
+        "time_s": time.time(),
+        "draft_version": "start",
+        "sampling": Sampling(temperature=0),
+    }
     return [msgspec.structs.replace(record, **fields | changes) for record in records]
 
 
 def ship(spool: Path, records: list[Record], server: str = "boot") -> None:
     """One spool file with these records."""
-    SpoolWriter(spool, f"{server}-{time.monotonic_ns()}", 1 << 30).write([encode_record(record) for record in records])
+    SpoolWriter(spool, f"{server}-{time.monotonic_ns()}", 1 << 30).write(
+        [encode_record(record) for record in records]
+    )
 
 
 class Versions(set[str]):
@@ -90,23 +109,39 @@ class Versions(set[str]):
 
 
 QUICK = RolloutPolicy(
-    warm_up_s=0, min_drafts=500, poll_s=0.02, watch_s=0.05, window_timeout_s=5, swap_timeout_s=3, rollback_timeout_s=3
+    warm_up_s=0,
+    min_drafts=500,
+    poll_s=0.02,
+    watch_s=0.05,
+    window_timeout_s=5,
+    swap_timeout_s=3,
+    rollback_timeout_s=3,
 )
 
-ON_AN_ENGINE = replace(QUICK, poll_s=0.5, min_drafts=200, max_loss=0.5, window_timeout_s=900, swap_timeout_s=300)
-"""Settings for a real engine: every poll is costly, 200 drafts take seconds, and they tell tau to within 0.1."""
+ON_AN_ENGINE = replace(
+    QUICK, poll_s=0.5, min_drafts=200, max_loss=0.5, window_timeout_s=900, swap_timeout_s=300
+)
+"""Settings for a real engine: every poll is costly, 200 drafts take seconds, and they tell tau to
+within 0.1.
+"""
 
 ANYTHING = Policy(min_gain=-9, max_domain_loss=9, min_requests=5, min_domain_requests=5)
 """For tests of the steps after the gate: a few seconds of training need not prove a gain."""
 
 
 def streams(urls: list[str], clients: int = 4) -> demo_fleet.Traffic:
-    """Clients that stream answers to random prompts. Their pauses leave the learner some of two cores."""
+    """Clients that stream answers to random prompts.
+
+    Their pauses leave the learner some of two cores.
+    """
     rng = random.Random(0)
     prompts = [
-        Prompt(token_ids=[rng.randrange(20, 400) for _ in range(PROMPT_TOKENS)], domain="code") for _ in range(4000)
+        Prompt(token_ids=[rng.randrange(20, 400) for _ in range(PROMPT_TOKENS)], domain="code")
+        for _ in range(4000)
     ]
-    return demo_fleet.Traffic(urls, {"code": prompts}, clients=clients, max_tokens=ANSWER_TOKENS, pause_s=0.2)
+    return demo_fleet.Traffic(
+        urls, {"code": prompts}, clients=clients, max_tokens=ANSWER_TOKENS, pause_s=0.2
+    )
 
 
 @dataclass
@@ -123,7 +158,9 @@ class World:
     def make(cls, root: Path, target: Path, draft: Path, servers: int = 2) -> World:
         world = cls(root, target, draft)
         world.traffic = Traffic(
-            tau=defaultdict(lambda: 2.0), drafts_per_reading=500, registry=Versions(root / "registry")
+            tau=defaultdict(lambda: 2.0),
+            drafts_per_reading=500,
+            registry=Versions(root / "registry"),
         )
         world.fakes = [
             FakeServer(world.traffic, started_with="start", target_fingerprint=fingerprint(target))
@@ -144,7 +181,9 @@ class World:
         return Journal(self.root / "learner" / "journal").read().entries
 
     def entries(self, kind: str) -> list[Any]:
-        return [entry for entry in self.journal if type(entry).__name__ == f"{kind.capitalize()}Entry"]
+        return [
+            entry for entry in self.journal if type(entry).__name__ == f"{kind.capitalize()}Entry"
+        ]
 
     def last(self, kind: str, name: str) -> Any:
         """A field of the newest entry of this kind; 0 if there is none yet."""
@@ -153,7 +192,12 @@ class World:
 
     def config(self, **changes: Any) -> LearnerConfig:
         training = Training(
-            lr=1e-3, warmup_steps=2, fresh_per_step=4, replay_per_step=12, records_per_candidate=64, sequence_length=64
+            lr=1e-3,
+            warmup_steps=2,
+            fresh_per_step=4,
+            replay_per_step=12,
+            records_per_candidate=64,
+            sequence_length=64,
         )
         config = LearnerConfig(
             target=self.target,
@@ -171,7 +215,10 @@ class World:
         return replace(config, **changes)
 
     def beside(self, server: Any, **training: Any) -> dict[str, Any]:
-        """Settings of a learner beside a real server. A draft in the server's registry becomes the first version."""
+        """Settings of a learner beside a real server.
+
+        A draft in the server's registry becomes the first version.
+        """
         config = self.config()
         return {
             "registry": server.registry,
@@ -204,7 +251,8 @@ class World:
 
 @contextmanager
 def served_by(server: Server, target: Path, folder: Path) -> Iterator[World]:
-    """A learner's surroundings with this real server instead of a fleet of fakes, and an empty spool.
+    """A learner's surroundings with this real server instead of a fleet of fakes, and an empty
+    spool.
 
     A learner starts with FIRST, a copy of NOISY; afterwards the registry is as it was.
     """

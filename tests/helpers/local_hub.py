@@ -33,9 +33,14 @@ def serve_model(files: Mapping[str, bytes], broken: str = "", model: str = NAME)
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             # A file that is asked for alone is one of the branch.
-            repository, _, name = path.replace("/resolve/main/", f"/resolve/{COMMIT}/").partition(f"/resolve/{COMMIT}/")
+            repository, _, name = path.replace("/resolve/main/", f"/resolve/{COMMIT}/").partition(
+                f"/resolve/{COMMIT}/"
+            )
             if path == f"/api/models/{model}/tree/{COMMIT}":
-                tree = [{"type": "file", "path": one, "size": len(files[one]), "oid": one} for one in files]
+                tree = [
+                    {"type": "file", "path": one, "size": len(files[one]), "oid": one}
+                    for one in files
+                ]
                 self.answer(json.dumps(tree).encode())
             elif path in (f"/api/models/{model}", f"/api/models/{model}/revision/main"):
                 siblings = [{"rfilename": one} for one in files]
@@ -67,7 +72,10 @@ def serve_model(files: Mapping[str, bytes], broken: str = "", model: str = NAME)
 
 
 def keep_in_cache(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make a folder the only model in the hub's cache of this process, which is offline. Returns its hub name."""
+    """Make a folder the only model in the hub's cache of this process, which is offline.
+
+    Returns its hub name.
+    """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     kept = cache / f"models--{NAME.replace('/', '--')}"
@@ -77,8 +85,17 @@ def keep_in_cache(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return NAME
 
 
-def run_with_hub(code: str, endpoint: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code with the hub at `endpoint` and the cache in `home`. The hub's library reads both once."""
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
+def run_with_hub(
+    code: str, endpoint: str, home: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code with the hub at `endpoint` and the cache in `home`.
+
+    The hub's library reads both once.
+    """
+    environment = os.environ | {
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(home),
+    }
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

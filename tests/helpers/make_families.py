@@ -16,7 +16,12 @@ from redraft.heads.target import Target
 MASK = VOCAB - 1
 DRAFT_IDS = torch.arange(3, VOCAB, 4)
 
-SIZES = {"intermediate_size": 40, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+SIZES = {
+    "intermediate_size": 40,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
 """Others than the target's, by every option of `LayerSizes`."""
 
 Variants = dict[str, tuple[dict[str, Any], Tensor | None]]
@@ -82,9 +87,15 @@ VARIANTS: dict[str, Variants] = {
 }
 
 
-def make_variant(name: str, variant: str, folder: Path | None = None, **options: Any) -> tuple[Any, Any]:
-    """(head, target); the target of an MTP layer is made in `folder`, in the layout that the variant names."""
-    model: Any = make_target() if folder is None or name != "mtp" else make_native_target(variant, folder)
+def make_variant(
+    name: str, variant: str, folder: Path | None = None, **options: Any
+) -> tuple[Any, Any]:
+    """(head, target); the target of an MTP layer is made in `folder`, in the layout that the
+    variant names.
+    """
+    model: Any = (
+        make_target() if folder is None or name != "mtp" else make_native_target(variant, folder)
+    )
     family = find_family(name)
     chosen, draft_ids = VARIANTS[name][variant]
     config = family.options_class()(**{**OPTIONS[name], **chosen, **options})

@@ -13,7 +13,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from redraft.heads.files.checkpoint import load_text_config
 
 
-def write_gguf(path: Path, source: Path, tokenizer: PreTrainedTokenizerFast, architecture: str = "llama") -> Path:
+def write_gguf(
+    path: Path, source: Path, tokenizer: PreTrainedTokenizerFast, architecture: str = "llama"
+) -> Path:
     """The Llama of `source` in llama.cpp's layout, float32, end of turn 3."""
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
     model, config = LlamaForCausalLM.from_pretrained(source), load_text_config(source)

@@ -43,7 +43,10 @@ def make_target(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 
 
 def make_batch(documents: Sequence[Sequence[Sequence[int]]], loss_from: int = 0) -> Batch:
-    """Rows of documents of token ids, padded on the right; tokens before `loss_from` of a document are no labels."""
+    """Rows of documents of token ids, padded on the right.
+
+    Tokens before `loss_from` of a document are no labels.
+    """
     width = max(sum(map(len, row)) for row in documents)
     rows: list[list[list[int]]] = []
     for row in documents:
@@ -61,27 +64,44 @@ def make_batch(documents: Sequence[Sequence[Sequence[int]]], loss_from: int = 0)
 
 def take_rows(batch: Batch, rows: slice) -> Batch:
     """A batch of these rows only."""
-    return replace(batch, **{name: value[rows] for name, value in vars(batch).items() if torch.is_tensor(value)})
+    return replace(
+        batch,
+        **{name: value[rows] for name, value in vars(batch).items() if torch.is_tensor(value)},
+    )
 
 
 def make_ids(length: int, seed: int = 1) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(
+        0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
 
 
 @torch.no_grad()
 def make_signal(model: Any, batch: Batch, aux_layer_ids: Sequence[int] = ()) -> TargetSignal:
-    """What the target computes on a batch; layer k is the residual stream after k layers, before the final norm."""
+    """What the target computes on a batch.
+
+    Layer k is the residual stream after k layers, before the final norm.
+    """
     streams: list[Tensor] = []
-    hooks = [layer.register_forward_pre_hook(lambda _, args: streams.append(args[0])) for layer in model.model.layers]
-    hooks.append(model.model.norm.register_forward_pre_hook(lambda _, args: streams.append(args[0])))
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+        for layer in model.model.layers
+    ]
+    hooks.append(
+        model.model.norm.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+    )
     hidden_BTD = model.model(
-        input_ids=batch.input_ids_BT, attention_mask=attention_mask(batch), position_ids=batch.position_ids_BT
+        input_ids=batch.input_ids_BT,
+        attention_mask=attention_mask(batch),
+        position_ids=batch.position_ids_BT,
     ).last_hidden_state
     for hook in hooks:
         hook.remove()
     aux = torch.stack([streams[k] for k in aux_layer_ids], dim=2) if aux_layer_ids else None
     head_VD = model.lm_head.weight.detach()
-    return TargetSignal(distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=head_VD), aux_BTLD=aux)
+    return TargetSignal(
+        distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=head_VD), aux_BTLD=aux
+    )
 
 
 def signal_of_prefix(head: Any, model: Any, prefix: Sequence[int]) -> TargetSignal:
@@ -90,7 +110,9 @@ def signal_of_prefix(head: Any, model: Any, prefix: Sequence[int]) -> TargetSign
 
 
 def make_random(head: Any, seed: int = 3) -> Any:
-    """The head with every parameter moved from its start, so that nothing is zero, one or the target's by accident."""
+    """The head with every parameter moved from its start, so that nothing is zero, one or the
+    target's by accident.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -99,7 +121,9 @@ def make_random(head: Any, seed: int = 3) -> Any:
 
 
 def q_of(step: DraftStep, row: int) -> Tensor:
-    """The draft's distribution over the target's vocabulary at one row of the batch's first sequence, [V]."""
+    """The draft's distribution over the target's vocabulary at one row of the batch's first
+    sequence, [V].
+    """
     logits_W = step.logits(torch.tensor([row]))[0]
     if step.draft_ids_W is None:
         return logits_W.softmax(-1)
@@ -107,7 +131,10 @@ def q_of(step: DraftStep, row: int) -> Tensor:
 
 
 def assert_training_equals_decoding(head: Any, model: Any, num_steps: int) -> None:
-    """For several prefixes: q of the k-th drafted token is q of draft step k at the prefix's row, on that same text."""
+    """For several prefixes.
+
+    Q of the k-th drafted token is q of draft step k at the prefix's row, on that same text.
+    """
     generator = torch.Generator().manual_seed(0)
     for length in (2, 3, 9, 14):
         prefix = make_ids(length)
@@ -116,7 +143,9 @@ def assert_training_equals_decoding(head: Any, model: Any, num_steps: int) -> No
         assert len(drafted) == num_steps
         batch = make_batch([[[*prefix, *(token for token, _ in drafted), 0]]])
         with torch.no_grad():  # with gradients some families train a sample of the rows
-            steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids), num_steps)
+            steps = head.draft_steps(
+                batch, make_signal(model, batch, head.aux_layer_ids), num_steps
+            )
         assert [step.shift for step in steps] == list(range(1, num_steps + 1))
         for step, (_, q_V) in zip(steps, drafted, strict=True):
             torch.testing.assert_close(q_of(step, length - 2), q_V, atol=1e-5, rtol=1e-4)
@@ -138,7 +167,10 @@ def assert_packed_equals_unpacked(head: Any, model: Any) -> None:
             torch.testing.assert_close(mask_T, alone_step.mask_BT[0])
             assert mask_T.sum() == len(document) - 1 - step.shift
             torch.testing.assert_close(
-                step.hidden_BTD[0, window][mask_T], alone_step.hidden_BTD[0][mask_T], atol=1e-5, rtol=1e-4
+                step.hidden_BTD[0, window][mask_T],
+                alone_step.hidden_BTD[0][mask_T],
+                atol=1e-5,
+                rtol=1e-4,
             )
         start += len(document)
 
@@ -148,24 +180,33 @@ def assert_every_parameter_learns(head: Any, model: Any) -> None:
     steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
     every_row = torch.arange(batch.input_ids_BT.numel())
     loss = sum((s.logits(every_row).logsumexp(-1) * s.mask_BT.flatten()).sum() for s in steps)
-    loss = loss + sum((s.confidence_BT * s.mask_BT).sum() for s in steps if s.confidence_BT is not None)
+    loss = loss + sum(
+        (s.confidence_BT * s.mask_BT).sum() for s in steps if s.confidence_BT is not None
+    )
     loss.backward()
     without = [name for name, p in head.named_parameters() if p.grad is None or not p.grad.any()]
     assert without == []
 
 
 def assert_round_trip(head: Any, model: Any, folder: Path, **options: Any) -> Any:
-    """Exported and loaded: the same config, bit-equal tensors and bit-equal hidden states. Returns what was loaded."""
+    """Exported and loaded: the same config, bit-equal tensors and bit-equal hidden states.
+
+    Returns what was loaded.
+    """
     head.export(folder, **options)
     loaded = type(head).load(folder, Target.from_model(model))
     sizes = [field.name for field in fields(LayerSizes) if hasattr(head.config, field.name)]
-    assert loaded.config == replace(head.config, **dict.fromkeys(sizes)), "the sizes are in the shape"
+    assert loaded.config == replace(head.config, **dict.fromkeys(sizes)), (
+        "the sizes are in the shape"
+    )
     assert all(getattr(loaded.shape, name) == getattr(head.shape, name) for name in sizes)
     assert loaded.state_dict().keys() == head.state_dict().keys()
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in head.state_dict().items())
     batch = make_batch([[make_ids(12)]])
     signal = make_signal(model, batch, head.aux_layer_ids)
-    for step, again in zip(head.draft_steps(batch, signal), loaded.draft_steps(batch, signal), strict=True):
+    for step, again in zip(
+        head.draft_steps(batch, signal), loaded.draft_steps(batch, signal), strict=True
+    ):
         assert torch.equal(step.hidden_BTD, again.hidden_BTD)
         assert torch.equal(step.head_WD, again.head_WD)
         every_row = torch.arange(batch.input_ids_BT.numel())

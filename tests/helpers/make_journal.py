@@ -1,4 +1,7 @@
-"""A journal as a learner writes it over an hour: traffic shifts to another domain, and the draft follows."""
+"""A journal as a learner writes it over an hour.
+
+Traffic shifts to another domain, and the draft follows.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ class Clock:
 
 
 def make_journal(folder: Path, end_s: float, minutes: int = 60) -> Journal:
-    """Two servers, three domains: v000011 is good on code, v000012 follows the shift, v000013 is rolled back."""
+    """Two servers, three domains.
+
+    V000011 is good on code, v000012 follows the shift, v000013 is rolled back.
+    """
     clock, rng = Clock(end_s), random.Random(0)
     journal = Journal(folder, clock=clock)
     steps = minutes * 12
@@ -54,7 +60,11 @@ def _version(i: int, swap: int, bad: int, back: int) -> str:
 
 
 def _tau(version: str, domain: str, at: float) -> float:
-    quality = {"v000011": (3.25, 2.2, 2.05), "v000012": (3.15, 3.0, 2.7), "v000013": (2.4, 2.5, 1.9)}[version]
+    quality = {
+        "v000011": (3.25, 2.2, 2.05),
+        "v000012": (3.15, 3.0, 2.7),
+        "v000013": (2.4, 2.5, 1.9),
+    }[version]
     return quality[("code", "prose", "chat").index(domain)] + 0.05 * math.sin(12 * at)
 
 
@@ -63,13 +73,19 @@ def _write_acceptance(journal: Journal, rng: random.Random, at: float, versions:
     share = {"code": 0.75 - 0.5 * shift, "prose": 0.15 + 0.45 * shift, "chat": 0.1 + 0.05 * shift}
     for server, version in zip(SERVERS, versions, strict=True):
         drafts = SECOND_DRAFTS * rng.uniform(0.8, 1.2)
-        tau = sum(part * _tau(version, domain, at) for domain, part in share.items()) + rng.gauss(0, 0.04)
-        journal.write(AcceptanceEntry(server=server, draft_version=version, **_counts(round(drafts), tau)))
+        tau = sum(part * _tau(version, domain, at) for domain, part in share.items()) + rng.gauss(
+            0, 0.04
+        )
+        journal.write(
+            AcceptanceEntry(server=server, draft_version=version, **_counts(round(drafts), tau))
+        )
     for domain, part in share.items():
         drafts = round(0.1 * SECOND_DRAFTS * part * rng.uniform(0.7, 1.3)) + 1
         tau = _tau(versions[0], domain, at) + rng.gauss(0, 0.09)
         counts = _counts(drafts, tau)
-        journal.write(AcceptanceEntry(server=None, draft_version=versions[0], domain=domain, **counts))
+        journal.write(
+            AcceptanceEntry(server=None, draft_version=versions[0], domain=domain, **counts)
+        )
 
 
 def _counts(drafts: int, tau: float) -> dict[str, object]:
@@ -96,7 +112,9 @@ def _write_learning(journal: Journal, rng: random.Random, i: int, steps: int) ->
         lag_records=round(30 + 25 * math.sin(9 * at)),
     ))  # fmt: skip
     if at > 0.12:
-        alpha = 0.74 - 0.12 * math.exp(-((at - 0.36) ** 2) / 0.012) + 0.05 * at + rng.gauss(0, 0.006)
+        alpha = (
+            0.74 - 0.12 * math.exp(-((at - 0.36) ** 2) / 0.012) + 0.05 * at + rng.gauss(0, 0.006)
+        )
         journal.write(
             TrainingEntry(step=4200 + i, loss=2.2 - 1.9 * alpha + rng.gauss(0, 0.01), alpha=alpha,
             alpha_greedy=alpha - 0.13 + rng.gauss(0, 0.006), tokens_per_s=3590 + rng.gauss(0, 90), records_seen=38 * i,
@@ -104,7 +122,15 @@ def _write_learning(journal: Journal, rng: random.Random, i: int, steps: int) ->
 
 
 def _write_events(journal: Journal, i: int, steps: int, swap: int, bad: int, back: int) -> None:
-    def gate(verdict: str, candidate: str, incumbent: str, gain: float, half: float, code: float, reason: str) -> None:
+    def gate(
+        verdict: str,
+        candidate: str,
+        incumbent: str,
+        gain: float,
+        half: float,
+        code: float,
+        reason: str,
+    ) -> None:
         journal.write(
             GateEntry(verdict=verdict, candidate=candidate, incumbent=incumbent, gain=gain, low=gain - half,
             high=gain + half, tau_incumbent=2.4, tau_candidate=2.4 + gain, requests=180, reason=reason,
@@ -133,10 +159,10 @@ def _write_events(journal: Journal, i: int, steps: int, swap: int, bad: int, bac
         gate("inconclusive", "step-4452", "v000011", 0.04, 0.09, -0.03, "gain is not proven to be above 0.02: "
              "tau 2.400 -> 2.440, gain +0.040 [-0.050, +0.130] over 180 requests")  # fmt: skip
     elif i == round(0.42 * steps):
-        gate("reject", "step-4502", "v000011", 0.12, 0.06, -0.31, "domain code loses more than 0.1: "
+        gate("reject", "step-4502", "v000011", 0.12, 0.06, -0.31, "domain code loses more than " "0.1: "
              "tau 3.250 -> 2.940, gain -0.310 [-0.430, -0.190] over 60 requests")  # fmt: skip
     elif i == swap - 8:
-        gate("promote", "step-4580", "v000011", 0.42, 0.07, -0.05, "tau 2.400 -> 2.820, gain +0.420 "
+        gate("promote", "step-4580", "v000011", 0.42, 0.07, -0.05, "tau 2.400 -> 2.820, gain " "+0.420 "
              "[+0.350, +0.490] over 180 requests")  # fmt: skip
     elif i == swap:
         took(0, "v000012", "v000011", "swapped", "canary")
@@ -148,7 +174,13 @@ def _write_events(journal: Journal, i: int, steps: int, swap: int, bad: int, bac
     elif i == bad:
         took(0, "v000013", "v000012", "swapped", "canary")
     elif i == back:
-        took(0, "v000012", "v000013", "rolled_back", "canary is 0.52 below the control group over 4,100 drafts")
+        took(
+            0,
+            "v000012",
+            "v000013",
+            "rolled_back",
+            "canary is 0.52 below the control group over 4,100 drafts",
+        )
         journal.write(StateEntry(phase="idle", reason="canary v000013 was rolled back"))
     elif i == round(0.9 * steps):
         journal.write(FaultEntry(what="server_unreachable", detail="10.0.0.12:8000"))

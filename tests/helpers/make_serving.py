@@ -31,7 +31,9 @@ def make_sweep(**changes: Any) -> Sweep:
     return Sweep(**{**values, **changes})
 
 
-def make_load_result(tokens_per_s: float = 100.0, step_s: float = 0.01, **changes: Any) -> LoadResult:
+def make_load_result(
+    tokens_per_s: float = 100.0, step_s: float = 0.01, **changes: Any
+) -> LoadResult:
     latency = Latency(mean=1e5 / tokens_per_s, median=1e5 / tokens_per_s, p99=2e5 / tokens_per_s)
     values: dict[str, Any] = {
         "num_requests": 8,
@@ -77,7 +79,9 @@ def compare(cell: Cell) -> Ratios:
     return replace(ratios, interval=(0.9 * ratios.speed, 1.1 * ratios.speed))
 
 
-def make_serving_report(sweep: Sweep | None = None, mixed: dict[str, Any] | None = None, **changes: Any) -> Any:
+def make_serving_report(
+    sweep: Sweep | None = None, mixed: dict[str, Any] | None = None, **changes: Any
+) -> Any:
     """The content of a serving.json; `mixed` are further drafts by name, with the configuration."""
     questions = plan(sweep or make_sweep())
     measured = {cell: serve(cell) for cells in questions.values() for cell in cells}
@@ -117,4 +121,6 @@ def make_serving_report(sweep: Sweep | None = None, mixed: dict[str, Any] | None
         **(mixed or {}),
     }
     ratios = {cell: compare(cell) for cell in measured if cell.variant.draft}
-    return build_serving_report(build_tables(questions, measured, ratios), configs, **{**facts, **changes})
+    return build_serving_report(
+        build_tables(questions, measured, ratios), configs, **{**facts, **changes}
+    )

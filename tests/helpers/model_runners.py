@@ -1,8 +1,8 @@
 """The environment in which a vLLM on a CPU uses its V1 or its V2 model runner.
 
-V2 needs Triton. Where Triton can be seen, V1 breaks for standalone drafts, so it has a folder beside the environment's
-packages, and only V2's processes see it. So has torchvision, which models of text and images import. A folder is made
-once; versions and hashes are those of the lock.
+V2 needs Triton. Where Triton can be seen, V1 breaks for standalone drafts, so it has a folder
+beside the environment's packages, and only V2's processes see it. So has torchvision, which models
+of text and images import. A folder is made once; versions and hashes are those of the lock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from pathlib import Path
 
 import pytest
 
-TRITON, TORCHVISION = Path(sys.prefix) / "triton-for-v2", Path(sys.prefix) / "torchvision-for-images"
+TRITON, TORCHVISION = (
+    Path(sys.prefix) / "triton-for-v2",
+    Path(sys.prefix) / "torchvision-for-images",
+)
 LOCK = Path(__file__).parents[2] / "requirements/cuda.txt"
 BACKEND = Path(__file__).parent / "triton_on_cpu"
 
@@ -29,15 +32,22 @@ _ops = torch.library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):
     _ops.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
-"""Operators that torchvision names when it is imported. The kernels of its wheel need CUDA and are not loaded."""
+"""Operators that torchvision names when it is imported. The kernels of its wheel need CUDA and are
+not loaded.
+"""
 
 
 def environment(runner: str, *, schedules_ahead: bool = False) -> dict[str, str]:
     """The environment of a process with this runner; skips the test if V2 cannot run here."""
-    plugins = {"VLLM_PLUGINS": "redraft,cpu_triton", "KEEP_ASYNC_SCHEDULING": "1" if schedules_ahead else "0"}
+    plugins = {
+        "VLLM_PLUGINS": "redraft,cpu_triton",
+        "KEEP_ASYNC_SCHEDULING": "1" if schedules_ahead else "0",
+    }
     path = [str(BACKEND), os.environ.get("PYTHONPATH", "")]
     if runner == "v1":
-        return os.environ | plugins | {"PYTHONPATH": ":".join(path), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+        return (
+            os.environ | plugins | {"PYTHONPATH": ":".join(path), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+        )
     if problem := _install("triton", TRITON):
         pytest.skip(f"V2 needs Triton, which could not be installed into {TRITON}: {problem}")
     return os.environ | plugins | {"PYTHONPATH": ":".join([str(TRITON), *path]), "TRITON_INTERPRET": "1",
@@ -49,16 +59,23 @@ def with_torchvision() -> dict[str, str]:
     if problem := _install("torchvision", TORCHVISION):
         pytest.skip(f"torchvision could not be installed into {TORCHVISION}: {problem}")
     found = environment("v1")
-    return found | {"PYTHONPATH": ":".join([str(TORCHVISION), str(LOCK.parents[1]), found["PYTHONPATH"]])}
+    return found | {
+        "PYTHONPATH": ":".join([str(TORCHVISION), str(LOCK.parents[1]), found["PYTHONPATH"]])
+    }
 
 
 def triton_interpreter() -> dict[str, str]:
-    """The environment of a process in which Triton's kernels run in its interpreter; skips the test without Triton."""
+    """The environment of a process in which Triton's kernels run in its interpreter.
+
+    Skips the test without Triton.
+    """
     return _with_triton() | {"TRITON_INTERPRET": "1"}
 
 
 def triton_compiler(cache: Path) -> dict[str, str]:
-    """The environment of a process that compiles Triton's kernels for GPUs into this folder; skips without Triton.
+    """The environment of a process that compiles Triton's kernels for GPUs into this folder.
+
+    Skips without Triton.
 
     The folder should be empty, or nothing is compiled.
     """
@@ -94,7 +111,15 @@ def _install(package: str, folder: Path) -> str:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         (partial / "requirements.txt").write_text(found.group() + "\n")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--require-hashes",
+        ]
         command += ["--target", str(partial), "--requirement", str(partial / "requirements.txt")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
         if done.returncode:

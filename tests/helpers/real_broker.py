@@ -31,10 +31,15 @@ class Broker:
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
-        config, log = self.folder.parent / f"{self.folder.name}.conf", self.folder.parent / f"{self.folder.name}.log"
+        config, log = (
+            self.folder.parent / f"{self.folder.name}.conf",
+            self.folder.parent / f"{self.folder.name}.log",
+        )
         config.write_text(self._move_here() if self.shipped else self._configure())
         with log.open("a") as output:
-            self.process = subprocess.Popen([find_broker(), "-c", str(config)], stdout=output, stderr=output)
+            self.process = subprocess.Popen(
+                [find_broker(), "-c", str(config)], stdout=output, stderr=output
+            )
         deadline_s = time.monotonic() + 300
         while not is_listening(self.port):
             assert self.process.poll() is None, log.read_text()[-2000:]
@@ -43,7 +48,8 @@ class Broker:
 
     def _configure(self) -> str:
         return (
-            f'listen: "127.0.0.1:{self.port}"\nmax_payload: 8MB\njetstream {{ store_dir: "{self.folder}" }}\n'
+            f'listen: "127.0.0.1:{self.port}"\nmax_payload: 8MB\njetstream {{ store_dir: '
+            f'"{self.folder}" }}\n'
             f"{self.settings}\n"
         )
 

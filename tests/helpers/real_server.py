@@ -52,7 +52,13 @@ class Server:
         self, prompt: list[int], *, headers: dict[str, str] | None = None, **parameters: Any
     ) -> dict[str, Any]:
         """The response to one prompt of token ids: 24 greedy tokens, including the token ids."""
-        body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+        body = {
+            "model": "m",
+            "prompt": prompt,
+            "max_tokens": 24,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
         answer = self.http.post("/v1/completions", json=body | parameters, headers=headers)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -62,30 +68,50 @@ class Server:
     ) -> list[Record]:
         """The records of these responses, as soon as they contain every token.
 
-        A swap that makes the target read again may leave a request's last token to that reading. It verifies nothing,
-        so there is no row and no record of that token. `may_lack_last` allows for it.
+        A swap that makes the target read again may leave a request's last token to that reading. It
+        verifies nothing, so there is no row and no record of that token. `may_lack_last` allows for
+        it.
         """
-        wanted = {response["id"]: len(response["choices"][0]["token_ids"]) for response in responses}
+        wanted = {
+            response["id"]: len(response["choices"][0]["token_ids"]) for response in responses
+        }
         deadline = time.monotonic() + timeout_s
         while True:
-            found = [record for record in self.all_records() if record.request_id.startswith(tuple(wanted))]
+            found = [
+                record
+                for record in self.all_records()
+                if record.request_id.startswith(tuple(wanted))
+            ]
             arrived = {
-                i: sum(len(record.output_ids) for record in found if record.request_id.startswith(i)) for i in wanted
+                i: sum(
+                    len(record.output_ids) for record in found if record.request_id.startswith(i)
+                )
+                for i in wanted
             }
             lacking = {wanted[i] - arrived[i] for i in wanted}
             if lacking <= ({0, 1} if may_lack_last else {0}):
-                return list(join_segments(sorted(found, key=lambda record: (record.request_id, record.sequence))))
-            assert time.monotonic() < deadline, f"{arrived} of {wanted} tokens; {self.status()['capture']}"
+                return list(
+                    join_segments(
+                        sorted(found, key=lambda record: (record.request_id, record.sequence))
+                    )
+                )
+            assert time.monotonic() < deadline, (
+                f"{arrived} of {wanted} tokens; {self.status()['capture']}"
+            )
             time.sleep(0.1)
 
     def has_shipped(self) -> dict[str, Any] | None:
         """Capture's counters, once nothing is left to write."""
         capture = self.status()["capture"]
         gone = sum(capture.get(name, 0) for name in ("shipped_records", "dropped_records_spool"))
-        return capture if not capture["open_requests"] and capture.get("records", 0) == gone else None
+        return (
+            capture if not capture["open_requests"] and capture.get("records", 0) == gone else None
+        )
 
     def all_records(self) -> list[Record]:
-        frames = [frame for path in spool_files(self.spool) for frame in read_frames(path.read_bytes())]
+        frames = [
+            frame for path in spool_files(self.spool) for frame in read_frames(path.read_bytes())
+        ]
         assert all(isinstance(record, Record) for _, record in frames)
         return [record for _, record in frames]
 
@@ -116,14 +142,40 @@ def running_server(
     port = free_port()
     records = ("--capture.ingest", ingest) if ingest else ("--capture.spool", str(folder / "spool"))
     command = [
-        *(sys.executable, "-m", "redraft.recipes.cli", "serve", str(target), "--registry", str(registry), *options),
+        *(
+            sys.executable,
+            "-m",
+            "redraft.recipes.cli",
+            "serve",
+            str(target),
+            "--registry",
+            str(registry),
+            *options,
+        ),
         *(*records, "--", "--port", str(port), "--host", "127.0.0.1"),
-        *("--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"),
-        *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--kv-cache-memory-bytes", str(64 << 20)),
+        *(
+            "--served-model-name",
+            "m",
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "512",
+            "--enforce-eager",
+        ),
+        *(
+            "--max-num-seqs",
+            "8",
+            "--max-num-batched-tokens",
+            "64",
+            "--kv-cache-memory-bytes",
+            str(64 << 20),
+        ),
         *("--max-logprobs", "40", "--per-request-spec-decode-metrics", "summary"),
         *arguments,
     ]
-    variables = os.environ | {"REDRAFT_TOKEN": TOKEN, "VLLM_LOGGING_LEVEL": "INFO"} | (environment or {})
+    variables = (
+        os.environ | {"REDRAFT_TOKEN": TOKEN, "VLLM_LOGGING_LEVEL": "INFO"} | (environment or {})
+    )
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, process_group=0)
     server = Server(f"http://127.0.0.1:{port}", registry, folder / "spool", folder / "log")

@@ -1,4 +1,6 @@
-"""Training a standalone draft on a small target in a separate process, from command line to exit status."""
+"""Training a standalone draft on a small target in a separate process, from command line to exit
+status.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ Done = subprocess.CompletedProcess[str]
 
 
 def build_command(target: Path, data: Path, output: Path, *flags: str) -> list[str]:
-    """The recipe's arguments for `target`, with further flags: no engine, and eight steps unless they say otherwise."""
+    """The recipe's arguments for `target`, with further flags.
+
+    No engine, and eight steps unless they say otherwise.
+    """
     defaults = {
         "--target": str(target),
         "--draft.layers": "0",
@@ -43,14 +48,21 @@ def build_command(target: Path, data: Path, output: Path, *flags: str) -> list[s
     }
     if "--draft.num-layers" in flags:
         del defaults["--draft.layers"]
-    return ["standalone", *(part for pair in defaults.items() for part in pair), "--prove.no-engine", *flags]
+    return [
+        "standalone",
+        *(part for pair in defaults.items() for part in pair),
+        "--prove.no-engine",
+        *flags,
+    ]
 
 
 def run_as_user(arguments: Sequence[str]) -> Done:
     """`python recipes/train.py standalone ...`, which first imports for five seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, RECIPE, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=1200)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=1200
+    )
 
 
 def run(arguments: Sequence[str]) -> Done:
@@ -78,7 +90,9 @@ def kill_when(arguments: Sequence[str], condition: Callable[[], bool]) -> None:
 def forked(arguments: Sequence[str]):
     """The recipe's process, and the folder of its `out` and `err`; it is gone on exit."""
     with TemporaryDirectory() as folder:
-        process: ForkServerProcess = FORKS.Process(target=execute, args=(folder, [RECIPE, *arguments]))
+        process: ForkServerProcess = FORKS.Process(
+            target=execute, args=(folder, [RECIPE, *arguments])
+        )
         process.start()
         try:
             yield process, Path(folder)

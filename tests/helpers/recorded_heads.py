@@ -1,4 +1,6 @@
-"""Records of one request with refused and accepted drafts, and heads with random weights to learn from them."""
+"""Records of one request with refused and accepted drafts, and heads with random weights to learn
+from them.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,34 @@ from redraft.heads.draft import final_hidden
 from redraft.heads.target import Target
 from redraft.online.records.record import Sampling, decode_record, encode_record
 
-LAYERS = {"eagle3": (0, 1, 2), "peagle": (0, 1, 2), "dflash": (1, 2), "dspark": (1, 2), "eagle1": (), "mtp": (2,)}
+LAYERS = {
+    "eagle3": (0, 1, 2),
+    "peagle": (0, 1, 2),
+    "dflash": (1, 2),
+    "dspark": (1, 2),
+    "eagle1": (),
+    "mtp": (2,),
+}
 OPTIONS = {
     "eagle1": {"num_steps": 3},
     "eagle3": {"num_steps": 3, "aux_layer_ids": LAYERS["eagle3"]},
     "mtp": {"num_steps": 3},
     "peagle": {"num_layers": 2, "num_steps": 3, "aux_layer_ids": LAYERS["peagle"]},
     "dflash": {"num_layers": 1, "block_size": 4, "aux_layer_ids": LAYERS["dflash"]},
-    "dspark": {"num_layers": 1, "block_size": 3, "markov_rank": 8, "aux_layer_ids": LAYERS["dspark"]},
+    "dspark": {
+        "num_layers": 1,
+        "block_size": 3,
+        "markov_rank": 8,
+        "aux_layer_ids": LAYERS["dspark"],
+    },
 }
 
 
 def make_record(**changes):
-    """A prompt of 3 tokens; one step drafts 11, 12, 13 and accepts 11, the next drafts 21, 22, 23 and accepts all."""
+    """A prompt of 3 tokens.
+
+    One step drafts 11, 12, 13 and accepts 11, the next drafts 21, 22, 23 and accepts all.
+    """
     plain = {
         "request_id": "cmpl-1",
         "domain": "",
@@ -50,7 +67,9 @@ def make_head(name, target, folder, seed=0):
     family = find_family(name)
     head = family.draft_class()(family.options_class()(**OPTIONS[name]), Target.from_folder(target))
     if family.trains_lm_head:
-        head.lm_head.weight.data += 0.01 * torch.randn_like(head.lm_head.weight)  # its own, as in a trained head
+        head.lm_head.weight.data += 0.01 * torch.randn_like(
+            head.lm_head.weight
+        )  # its own, as in a trained head
     head.export(folder)
     return folder
 
@@ -58,7 +77,12 @@ def make_head(name, target, folder, seed=0):
 def states_of(target, ids, name):
     """The states the head reads of the target, float32 [T, L, D], by Hugging Face's forward pass."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    sample = Sample(input_ids=np.array(ids, np.int32), loss_mask=np.ones(len(ids), bool), conversation="", domain="")
+    sample = Sample(
+        input_ids=np.array(ids, np.int32),
+        loss_mask=np.ones(len(ids), bool),
+        conversation="",
+        domain="",
+    )
     signal = InProcessTarget(model, LAYERS[name])(collate([[sample]], len(ids)))
     return signal.aux_BTLD[0] if LAYERS[name] else final_hidden(signal)[0][:, None]
 
@@ -72,7 +96,14 @@ def floats(words_HLD):
 
 
 def with_states(record, target, name, begin=0):
-    """The record as a server would have written it: all states from `begin` on, except the last token's."""
+    """The record as a server would have written it.
+
+    All states from `begin` on, except the last token's.
+    """
     states_HLD = states_of(target, text_of(record), name)[begin:-1]
-    hidden = {"hidden_begin": begin, "hidden_shape": tuple(states_HLD.shape[1:]), "hidden": words(states_HLD).tobytes()}
+    hidden = {
+        "hidden_begin": begin,
+        "hidden_shape": tuple(states_HLD.shape[1:]),
+        "hidden": words(states_HLD).tobytes(),
+    }
     return decode_record(encode_record(msgspec.structs.replace(record, **hidden)))

@@ -23,11 +23,18 @@ from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.nn.attention import _prepare
 
 Drafted = list[tuple[int, Tensor]]
-"""Draft tokens in order, each with the distribution q [V] it was drawn from (one-hot at temperature 0)."""
+"""Draft tokens in order, each with the distribution q [V] it was drawn from (one-hot at temperature
+0).
+"""
 
 
-def draw(logits_V: Tensor, temperature: float, generator: torch.Generator | None = None) -> tuple[int, Tensor]:
-    """A draft token and the distribution q [V] it was drawn from. Temperature 0 takes the first maximum, one-hot."""
+def draw(
+    logits_V: Tensor, temperature: float, generator: torch.Generator | None = None
+) -> tuple[int, Tensor]:
+    """A draft token and the distribution q [V] it was drawn from.
+
+    Temperature 0 takes the first maximum, one-hot.
+    """
     if temperature == 0:
         best = int(logits_V.argmax())
         return best, torch.zeros_like(logits_V).index_fill_(0, torch.tensor([best]), 1)
@@ -46,12 +53,15 @@ def propose(
 ) -> Drafted:
     """`num_tokens` draft tokens after the prefix, as an engine would draft them.
 
-    The target has sampled the prefix's last token but not read it, so `signal` (B = 1) has one row fewer.
+    The target has sampled the prefix's last token but not read it, so `signal` (B = 1) has one row
+    fewer.
     """
     if hasattr(head, "propose"):  # of a made-up family
         made: Drafted = head.propose(prefix_ids, signal, num_tokens, temperature, generator)
         return made
-    decode = next((decode for kind, decode in DECODERS.items() if isinstance(head, kind)), of_recurrent)
+    decode = next(
+        (decode for kind, decode in DECODERS.items() if isinstance(head, kind)), of_recurrent
+    )
 
     def draw_next(logits_W: Tensor) -> tuple[int, Tensor]:
         return draw(over_target_vocabulary(head, logits_W).float(), temperature, generator)
@@ -64,10 +74,14 @@ def over_target_vocabulary(head: Any, logits_W: Tensor) -> Tensor:
     draft_ids_W = getattr(head, "_draft_ids_W", None)
     if draft_ids_W is None:
         return logits_W
-    return logits_W.new_full((head.shape.vocab_size,), -torch.inf).index_copy(0, draft_ids_W, logits_W)
+    return logits_W.new_full((head.shape.vocab_size,), -torch.inf).index_copy(
+        0, draft_ids_W, logits_W
+    )
 
 
-def of_standalone(head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any) -> Drafted:
+def of_standalone(
+    head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any
+) -> Drafted:
     unread_BT, cache, drafted = torch.tensor([list(prefix_ids)]), None, []
     for _ in range(num_tokens):
         output = head.model(input_ids=unread_BT, past_key_values=cache, use_cache=True)
@@ -77,14 +91,18 @@ def of_standalone(head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens:
     return drafted
 
 
-def of_medusa(head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any) -> Drafted:
+def of_medusa(
+    head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any
+) -> Drafted:
     # the target has not read the prefix's last token, so the last row is the one before
     hidden_D = final_hidden(signal)[0, len(prefix_ids) - 2].to(head._dtype)
     heads = list(zip(head.blocks, head.lm_heads, strict=True))[:num_tokens]
     return [draw_next(lm_head(block(hidden_D))) for block, lm_head in heads]
 
 
-def of_mlp_speculator(head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any) -> Drafted:
+def of_mlp_speculator(
+    head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any
+) -> Drafted:
     row, token, drafted = len(prefix_ids) - 2, prefix_ids[-1], []
     state_BTI = head._first_state(final_hidden(signal)[:, row : row + 1])
     for i in range(num_tokens):
@@ -94,7 +112,9 @@ def of_mlp_speculator(head: Any, prefix_ids: Sequence[int], signal: Any, num_tok
     return drafted
 
 
-def of_peagle(head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any) -> Drafted:
+def of_peagle(
+    head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any
+) -> Drafted:
     """All tokens from the prefix and `num_tokens` - 1 masks."""
     feature_BTD, num_rows = head.feature(signal), len(prefix_ids) - 1
     at_1N = torch.arange(num_rows + num_tokens - 1)[None]
@@ -107,25 +127,36 @@ def of_peagle(head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int
     return [draw_next(_output(head, hidden_D)) for hidden_D in hidden_ND[num_rows - 1 :]]
 
 
-def of_dflash(head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any) -> Drafted:
-    """All tokens from one block. The anchor is the prefix's last token, whose row the target has not computed."""
+def of_dflash(
+    head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any
+) -> Drafted:
+    """All tokens from one block.
+
+    The anchor is the prefix's last token, whose row the target has not computed.
+    """
     context_BTD, num_rows = head.feature(signal), len(prefix_ids) - 1
     batch = Batch.padded([prefix_ids])
     # The zero row only makes lengths equal. The block's range ends one row earlier.
     context_BTD = F.pad(context_BTD, (0, 0, 0, 1))
     first = head.config.first_slot
-    hidden_SD = head._blocks(batch, context_BTD, torch.tensor([[num_rows - 1]]), first + num_tokens)[0, 0]
+    hidden_SD = head._blocks(
+        batch, context_BTD, torch.tensor([[num_rows - 1]]), first + num_tokens
+    )[0, 0]
     before, drafted = prefix_ids[-1], []
     for logits_W in _output(head, hidden_SD[first:]).float():
         if isinstance(head, DSpark):
             # The one sequential part: each bias needs the token drawn in the slot before.
-            logits_W = logits_W + head.markov_head.markov_w2(head.markov_head.markov_w1.weight[before]).to(logits_W)
+            logits_W = logits_W + head.markov_head.markov_w2(
+                head.markov_head.markov_w1.weight[before]
+            ).to(logits_W)
         drafted.append(draw_next(logits_W))
         before = drafted[-1][0]
     return drafted
 
 
-def of_recurrent(head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any) -> Drafted:
+def of_recurrent(
+    head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any
+) -> Drafted:
     feature_BTD, memory, drafted = head.feature(signal), KeyCache(), []
     # Row t reads token t + 1 beside the feature of row t: n tokens make n - 1 rows.
     ids_BT = torch.tensor([list(prefix_ids[1:])])
@@ -150,7 +181,13 @@ DECODERS = {
 
 def _output(head: Any, hidden: Tensor) -> Tensor:
     """The output head on hidden states, over the draft's vocabulary."""
-    weight_WD = head.head if isinstance(head, Eagle3) else head._head_WD if isinstance(head, DFlash) else head._head_VD
+    weight_WD = (
+        head.head
+        if isinstance(head, Eagle3)
+        else head._head_WD
+        if isinstance(head, DFlash)
+        else head._head_VD
+    )
     return F.linear(hidden, weight_WD.to(hidden.dtype))
 
 

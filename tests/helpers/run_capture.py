@@ -1,14 +1,18 @@
-"""Answer prompts in a real vLLM inside this process, and capture them with the states that a head reads.
+"""Answer prompts in a real vLLM inside this process, and capture them with the states that a head
+reads.
 
-    python run_capture.py '{"target": folder, "draft": folder, "method": "eagle3", "spool": folder, "engine": {...},
-                            "rounds": [{"prompts": [[1, 2, ...], ...], "sampling": [{...}, ...], "aborted": []}, ...]}'
+    python run_capture.py '{"target": folder, "draft": folder, "method": "eagle3", "spool": folder,
+    "engine": {...},
+                            "rounds": [{"prompts": [[1, 2, ...], ...], "sampling": [{...}, ...],
+                            "aborted": []}, ...]}'
 
-The prompts of a round are answered together; a later round may find earlier prompts in the cache. `engine` and
-`sampling` are options of vLLM, the latter one for each prompt. Requests whose index is in `aborted` are given up
-after eight tokens. Prints one line of JSON: `answers`, the token ids of every answer by round, prompt and n,
-`status`, the worker's, `counted_drafts`, the scheduler's, `batches_at_once`, above 1 if steps are scheduled ahead,
-and `preemptions`. With REDRAFT_PACE, a round with a `pace` takes it from its first step on, `seen` has by round the
-calls of the draft and the numbers of draft tokens scheduled, and `pace` is the engine's word at the end.
+The prompts of a round are answered together; a later round may find earlier prompts in the cache.
+`engine` and `sampling` are options of vLLM, the latter one for each prompt. Requests whose index is
+in `aborted` are given up after eight tokens. Prints one line of JSON: `answers`, the token ids of
+every answer by round, prompt and n, `status`, the worker's, `counted_drafts`, the scheduler's,
+`batches_at_once`, above 1 if steps are scheduled ahead, and `preemptions`. With REDRAFT_PACE, a
+round with a `pace` takes it from its first step on, `seen` has by round the calls of the draft and
+the numbers of draft tokens scheduled, and `pace` is the engine's word at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ ABORT_AFTER = 8
 def make_params(options: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 16, "ignore_eos": True, "detokenize": False} | options)
+    params = SamplingParams(
+        **{"temperature": 0, "max_tokens": 16, "ignore_eos": True, "detokenize": False} | options
+    )
     params.extra_args = {EXTRA_ARGS_KEY: Origin()._asdict()}
     return params
 
@@ -38,14 +44,19 @@ def make_params(options: dict[str, Any]) -> Any:
 def answer(llm: Any, asked: dict[str, Any], name: str) -> list[list[list[int]]]:
     """Run the engine until all requests of a round have ended, and return the answers."""
     engine, prompts = llm.llm_engine, asked["prompts"]
-    for i, (prompt, chosen) in enumerate(zip(prompts, asked.get("sampling") or [{}] * len(prompts), strict=True)):
+    for i, (prompt, chosen) in enumerate(
+        zip(prompts, asked.get("sampling") or [{}] * len(prompts), strict=True)
+    ):
         engine.add_request(f"{name}-{i}", {"prompt_token_ids": prompt}, make_params(chosen))
     answers: dict[str, Any] = {}
     while engine.has_unfinished_requests():
         for found in engine.step():
             answers[found.request_id] = [list(output.token_ids) for output in found.outputs]
             index = int(found.request_id.rpartition("-")[2])
-            if index in asked.get("aborted", []) and len(answers[found.request_id][0]) >= ABORT_AFTER:
+            if (
+                index in asked.get("aborted", [])
+                and len(answers[found.request_id][0]) >= ABORT_AFTER
+            ):
                 engine.abort_request([found.request_id])
     engine.step()  # the worker learns of the last ends only now
     return [answers[f"{name}-{i}"] for i in range(len(prompts))]
@@ -97,7 +108,10 @@ def wait_until_shipped(llm: Any) -> dict[str, Any]:
     while True:
         status: dict[str, Any] = llm.collective_rpc("redraft_status")[0]
         counts = status["capture"]
-        if not counts["open_requests"] and counts.get("records", 0) == counts.get("shipped_records", 0) > 0:
+        if (
+            not counts["open_requests"]
+            and counts.get("records", 0) == counts.get("shipped_records", 0) > 0
+        ):
             return status
         assert time.monotonic() < deadline_s, counts
         time.sleep(0.1)
@@ -117,7 +131,11 @@ def main(spec: dict[str, Any]) -> None:
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         "block_size": 32,  # small blocks, so that a short prompt can be found in the cache
-        "speculative_config": {"model": spec["draft"], "method": spec["method"], "num_speculative_tokens": 3}
+        "speculative_config": {
+            "model": spec["draft"],
+            "method": spec["method"],
+            "num_speculative_tokens": 3,
+        }
         | spec.get("speculative", {}),
     }
     llm = LLM(**settings | spec.get("engine", {}))
@@ -138,7 +156,9 @@ def main(spec: dict[str, Any]) -> None:
         "status": wait_until_shipped(llm),
         "batches_at_once": llm.llm_engine.vllm_config.max_concurrent_batches,
         "preemptions": len(preempted),
-        "counted_drafts": sum(c[1] for c in llm.llm_engine.engine_core.engine_core.redraft_domains().values()),
+        "counted_drafts": sum(
+            c[1] for c in llm.llm_engine.engine_core.engine_core.redraft_domains().values()
+        ),
     }
     print("REPORT", json.dumps(report))
 

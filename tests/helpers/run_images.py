@@ -1,10 +1,13 @@
-"""Text and images for a tiny target that reads both, in a real vLLM inside this process: recorded, with a swap between.
+"""Text and images for a tiny target that reads both, in a real vLLM inside this process.
 
-    python run_images.py '{"model_type": "qwen3_vl", "dtype": "float32", "folder": ..., "tokenizer": ...}'
+Recorded, with a swap between.
 
-Needs torchvision (`model_runners.with_torchvision`). Writes `target`, the heads `first` and `second`, the spool
-`records`, and `texts.pt`: for each request what `by_transformers` returns. Prints one line of JSON: `result` of the
-swap, `status`, `answers` of both rounds.
+    python run_images.py '{"model_type": "qwen3_vl", "dtype": "float32", "folder": ..., "tokenizer":
+    ...}'
+
+Needs torchvision (`model_runners.with_torchvision`). Writes `target`, the heads `first` and
+`second`, the spool `records`, and `texts.pt`: for each request what `by_transformers` returns.
+Prints one line of JSON: `result` of the swap, `status`, `answers` of both rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "REDRAFT_CAPTURE_HIDDEN_STATES": "1"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "REDRAFT_CAPTURE_HIDDEN_STATES": "1",
+}
 
 import numpy as np
 import torch
@@ -42,7 +49,9 @@ LAYERS = (1, 2, 3)
 TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>",
           "vision_end": "<|vision_end|>"}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {"rope_parameters": {**MROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+    "qwen3_vl": {
+        "rope_parameters": {**MROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    },
     "qwen3_5": {
         **DELTA,
         "rope_parameters": {
@@ -69,12 +78,16 @@ def make_target(model_type: str, dtype: str, folder: Path, tokenizer: Any) -> An
     config.tie_word_embeddings = False
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).eval()
-    model.lm_head.weight.data[tokenizer.convert_tokens_to_ids(list(TOKENS.values()))] = 0  # never answered
+    model.lm_head.weight.data[tokenizer.convert_tokens_to_ids(list(TOKENS.values()))] = (
+        0  # never answered
+    )
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(folder)
     vision = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": PIXELS}
     images, videos = Qwen2VLImageProcessor(**vision), Qwen3VLVideoProcessor(**vision)
-    Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(folder)
+    Qwen3VLProcessor(
+        images, tokenizer, videos, chat_template=tokenizer.chat_template
+    ).save_pretrained(folder)
     return model
 
 
@@ -86,14 +99,19 @@ def make_prompts(config: Any) -> list[dict[str, Any]]:
 
     def image(size: int) -> tuple[list[int], Any]:
         pixels = rng.integers(0, 255, (size, size, 3), np.uint8)
-        return [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id], Image.fromarray(
-            pixels
-        )
+        return [
+            config.vision_start_token_id,
+            config.image_token_id,
+            config.vision_end_token_id,
+        ], Image.fromarray(pixels)
 
     (one, first), (other, second), (alone, third) = image(16), image(24), image(16)
     return [
         {"prompt_token_ids": text(20)},
-        {"prompt_token_ids": text(5) + one + text(6) + other + text(9), "multi_modal_data": {"image": [first, second]}},
+        {
+            "prompt_token_ids": text(5) + one + text(6) + other + text(9),
+            "multi_modal_data": {"image": [first, second]},
+        },
         {"prompt_token_ids": text(3) + alone, "multi_modal_data": {"image": [third]}},
     ]
 
@@ -111,9 +129,12 @@ def answer(llm: Any, prompts: list[dict[str, Any]], name: str) -> list[tuple[lis
 
 
 @torch.no_grad()
-def by_transformers(model: Any, folder: Path, prompt: dict[str, Any], ids: list[int], output: list[int]) -> Any:
-    """Token ids, states and logits of the answered rows in float32, and the distances of `model`'s own type from them:
-    of the states by layer, as a share, and of the logits, the largest."""
+def by_transformers(
+    model: Any, folder: Path, prompt: dict[str, Any], ids: list[int], output: list[int]
+) -> Any:
+    """Token ids, states and logits of the answered rows in float32, and the distances of `model`'s
+    own type from them: of the states by layer, as a share, and of the logits, the largest.
+    """
     given: dict[str, Any] = {"input_ids": torch.tensor([ids + output])}
     if images := prompt.get("multi_modal_data", {}).get("image"):
         processor = Qwen2VLImageProcessor.from_pretrained(folder)
@@ -126,7 +147,9 @@ def by_transformers(model: Any, folder: Path, prompt: dict[str, Any], ids: list[
         source = InProcessTarget(model, LAYERS)
         with source._streams() as streams:
             logits_TV = model(**given, use_cache=False).logits[0].float()
-        return torch.stack([streams[k][0] for k in LAYERS], dim=1).float(), logits_TV[len(ids) - 1 : -1]
+        return torch.stack([streams[k][0] for k in LAYERS], dim=1).float(), logits_TV[
+            len(ids) - 1 : -1
+        ]
 
     (states_TLD, rows_NV), rounded = compute(copy.deepcopy(model).float()), compute(model)
     apart_L = (rounded[0] - states_TLD).norm(dim=(0, 2)) / states_TLD.norm(dim=(0, 2))
@@ -145,7 +168,9 @@ def main(spec: dict[str, Any]) -> None:
 
     folder, dtype = Path(spec["folder"]), spec["dtype"]
     target = folder / "target"
-    model = make_target(spec["model_type"], dtype, target, AutoTokenizer.from_pretrained(spec["tokenizer"]))
+    model = make_target(
+        spec["model_type"], dtype, target, AutoTokenizer.from_pretrained(spec["tokenizer"])
+    )
     heads = [folder / "first", folder / "second"]
     for head in heads:
         config = eagle3.Config(aux_layer_ids=LAYERS, num_steps=3)
@@ -160,7 +185,11 @@ def main(spec: dict[str, Any]) -> None:
         max_num_seqs=2,
         enable_prefix_caching=False,  # of recurrent layers it needs a kernel that no CPU has
         limit_mm_per_prompt={"image": 2, "video": 0},
-        speculative_config={"method": "eagle3", "model": str(heads[0]), "num_speculative_tokens": 3},
+        speculative_config={
+            "method": "eagle3",
+            "model": str(heads[0]),
+            "num_speculative_tokens": 3,
+        },
     )
     prompts = make_prompts(model.config)
     before = answer(llm, prompts, "before")

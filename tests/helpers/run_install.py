@@ -1,11 +1,13 @@
-"""Start a real vLLM inside this process while parts of the plugin fail, and print what it says and answers.
+"""Start a real vLLM inside this process while parts of the plugin fail, and print what it says and
+answers.
 
-    python run_install.py '{"target": folder, "draft": folder, "spool": folder, "failures": ["fingerprint", ...]}'
+    python run_install.py '{"target": folder, "draft": folder, "spool": folder, "failures":
+    ["fingerprint", ...]}'
 
-The draft "ngram" is a lookup. The engine starts with the first failure; the worker is set up again with each of the
-others, and at last with none. Prints one line of JSON: for each `status` (the worker's) and `output` (token ids of an
-answer without a mark of its origin), and at the end `recorded`, the prompt lengths of the requests recorded when one of
-two had the mark.
+The draft "ngram" is a lookup. The engine starts with the first failure; the worker is set up again
+with each of the others, and at last with none. Prints one line of JSON: for each `status` (the
+worker's) and `output` (token ids of an answer without a mark of its origin), and at the end
+`recorded`, the prompt lengths of the requests recorded when one of two had the mark.
 """
 
 from __future__ import annotations
@@ -20,14 +22,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "redraft", "OMP_NUM_THREADS": "1"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_PLUGINS": "redraft",
+    "OMP_NUM_THREADS": "1",
+}
 
 from redraft.online.engine import runner_v1, worker
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
 from redraft.online.records.record import read_frames
 from redraft.online.records.spool import spool_files
 
-LOOKUP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+LOOKUP = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 2,
+}
 
 
 @contextmanager
@@ -36,11 +47,15 @@ def failing(name: str, engine_worker: Any = None) -> Iterator[None]:
     if name == "unknown runner":
         plant = mock.patch.object(runner_v1, "RUNNER", "vllm.v3.Runner")
     elif name == "remote target":
-        plant = mock.patch.object(engine_worker.vllm_config.model_config, "model", "s3://bucket/target")
+        plant = mock.patch.object(
+            engine_worker.vllm_config.model_config, "model", "s3://bucket/target"
+        )
     elif name == "setting":
         plant = mock.patch.dict(os.environ, REDRAFT_CAPTURE_FRACTION="3")
     elif name == "fingerprint":
-        plant = mock.patch.object(worker, "TargetFolder", side_effect=RuntimeError(f"{name} is broken"))
+        plant = mock.patch.object(
+            worker, "TargetFolder", side_effect=RuntimeError(f"{name} is broken")
+        )
     else:
         plant = mock.patch.object(worker, name, side_effect=RuntimeError(f"{name} is broken"))
     with plant:
@@ -74,7 +89,10 @@ def main(spec: dict[str, Any]) -> None:
 
     def answer(*lengths: int, params: Any = sampling) -> list[list[int]]:
         prompts: Any = [{"prompt_token_ids": list(range(10, 10 + length))} for length in lengths]
-        return [list(found.outputs[0].token_ids) for found in llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            list(found.outputs[0].token_ids)
+            for found in llm.generate(prompts, params, use_tqdm=False)
+        ]
 
     def report() -> dict[str, Any]:
         return {"status": llm.collective_rpc("redraft_status")[0], "output": answer(30)[0]}

@@ -1,12 +1,14 @@
-"""Swap drafts in a real vLLM inside this process with a prefix cache, between two steps of running requests.
+"""Swap drafts in a real vLLM inside this process with a prefix cache, between two steps of running
+requests.
 
-    python run_kept_cache.py '{"target": folder, "draft": folder, "method": "draft_model", "cached": [[1, ...], ...],
+    python run_kept_cache.py '{"target": folder, "draft": folder, "method": "draft_model", "cached":
+    [[1, ...], ...],
                                "running": [[1, ...], ...], "swap": folder or null}'
 
-The prompts `cached` are answered twice. Then those of `running` are answered, with the swap after eight steps, and
-`cached` once more. Prints one line of JSON: of every round the `answers`, the draft tokens `accepted`, and the tokens
-`found` in the cache; and the `status` at the end. REDRAFT_SWAP_CACHE chooses the fate of the cache, if
-REDRAFT_REGISTRY is set.
+The prompts `cached` are answered twice. Then those of `running` are answered, with the swap after
+eight steps, and `cached` once more. Prints one line of JSON: of every round the `answers`, the
+draft tokens `accepted`, and the tokens `found` in the cache; and the `status` at the end.
+REDRAFT_SWAP_CACHE chooses the fate of the cache, if REDRAFT_REGISTRY is set.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def answer(
     from vllm import SamplingParams
 
     def count() -> float:
-        return sum(m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens")
+        return sum(
+            m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"
+        )
 
     engine, before, num_steps = llm.llm_engine, count(), 0
     for i, prompt in enumerate(prompts):
@@ -67,14 +71,20 @@ def main(spec: dict[str, Any]) -> None:
         block_size=32,
         disable_log_stats=False,
         enable_prefix_caching=True,
-        speculative_config={"model": spec["draft"], "method": spec["method"], "num_speculative_tokens": 3},
+        speculative_config={
+            "model": spec["draft"],
+            "method": spec["method"],
+            "num_speculative_tokens": 3,
+        },
     )
 
     def swap() -> None:
         if spec["swap"]:
             # no pause in this process, which would clear: clear here
             if llm.collective_rpc("redraft_status")[0]["swap_cache"] == "clear":
-                llm.llm_engine.engine_core.engine_core.reset_prefix_cache(reset_running_requests=True)
+                llm.llm_engine.engine_core.engine_core.reset_prefix_cache(
+                    reset_running_requests=True
+                )
             (loaded,) = llm.collective_rpc(load, args=(spec["swap"],))
             assert loaded["ok"], loaded
 

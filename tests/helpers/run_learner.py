@@ -1,4 +1,7 @@
-"""A learner in a separate process, with a fault at a given point: it kills itself, as kill -9 would."""
+"""A learner in a separate process, with a fault at a given point.
+
+It kills itself, as kill -9 would.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,17 @@ from redraft.online.daemon.config import LearnerConfig
 from redraft.online.daemon.learner import run
 
 FORKS = multiprocessing.get_context("forkserver")
-# Torch is imported once for all of them. A session of tests has one such server, so it imports for every fork.
+# Torch is imported once for all of them. A session of tests has one such server, so it imports for
+# every fork.
 FORKS.set_forkserver_preload(["redraft.online.daemon.learner", "redraft.distill.run.training_run"])
 
 
 def start(cfg: LearnerConfig, fault: str = "") -> ForkServerProcess:
     """A learner's process.
 
-    `fault`: "before 3 redraft.online.learning.buffer:Buffer.append" kills it at the third call of that method,
-    "after 3 ..." after that call; "slow 0.5 ..." makes every call take half a second longer.
+    `fault`: "before 3 redraft.online.learning.buffer:Buffer.append" kills it at the third call of
+    that method, "after 3 ..." after that call; "slow 0.5 ..." makes every call take half a second
+    longer.
     """
     # the fork server has the environment of the first test that used it, so this one's goes along
     process = FORKS.Process(target=learn, args=(cfg, fault, dict(os.environ)))

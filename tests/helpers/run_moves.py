@@ -1,9 +1,11 @@
-"""Move the target of a real vLLM inside this process, and print what it answers, and how it names its weights.
+"""Move the target of a real vLLM inside this process, and print what it answers, and how it names
+its weights.
 
-    python run_moves.py '{"targets": [folder, folder], "draft": folder, "spool": folder, "prompts": [[ids], ...]}'
+    python run_moves.py '{"targets": [folder, folder], "draft": folder, "spool": folder, "prompts":
+    [[ids], ...]}'
 
-Prints one line of JSON: a report for the start and each move, with `outputs` (token ids by prompt), `version`
-and `expected`, the index of the target that should answer.
+Prints one line of JSON: a report for the start and each move, with `outputs` (token ids by prompt),
+`version` and `expected`, the index of the target that should answer.
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "redraft", "OMP_NUM_THREADS": "1"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_PLUGINS": "redraft",
+    "OMP_NUM_THREADS": "1",
+}
 
 import torch
 from safetensors.torch import load_file
@@ -26,8 +32,10 @@ NUM_TOKENS = 24
 
 
 def copy_in_place(wrapper: Any, folder: str) -> None:
-    """As trainers that send weights in the layout of the kernels: past all of vLLM's methods. The targets differ in the
-    embeddings only."""
+    """As trainers that send weights in the layout of the kernels: past all of vLLM's methods.
+
+    The targets differ in the embeddings only.
+    """
     with torch.no_grad():
         table = load_file(f"{folder}/model.safetensors")["model.embed_tokens.weight"]
         embed = wrapper.worker.model_runner.get_model().model.embed_tokens
@@ -50,7 +58,9 @@ def push_100_times(llm: Any, spec: dict[str, Any], sampling: Any) -> None:
             number += 1
         llm.llm_engine.step()
         llm.llm_engine.step()
-        assert not llm.collective_rpc("redraft_move", args=(f"push {push}", spec["targets"][push % 2]))[0]["error"]
+        assert not llm.collective_rpc(
+            "redraft_move", args=(f"push {push}", spec["targets"][push % 2])
+        )[0]["error"]
         llm.reset_prefix_cache(reset_running_requests=True)
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
@@ -69,9 +79,15 @@ def main(spec: dict[str, Any]) -> None:
         kv_cache_memory_bytes=32 << 20,
         weight_transfer_config={"backend": "redraft"},
         max_num_seqs=8,
-        speculative_config={"model": spec["draft"], "method": "draft_model", "num_speculative_tokens": 3},
+        speculative_config={
+            "model": spec["draft"],
+            "method": "draft_model",
+            "num_speculative_tokens": 3,
+        },
     )
-    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False
+    )
     sampling.extra_args = {EXTRA_ARGS_KEY: Origin()._asdict()}
     engine: Any = llm.llm_engine.engine_core
     reports = []
@@ -79,9 +95,19 @@ def main(spec: dict[str, Any]) -> None:
     def report(move: str, expected: int) -> None:
         llm.reset_prefix_cache()
         prompts: Any = [{"prompt_token_ids": ids} for ids in spec["prompts"]]
-        outputs = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, sampling, use_tqdm=False)]
+        outputs = [
+            list(one.outputs[0].token_ids)
+            for one in llm.generate(prompts, sampling, use_tqdm=False)
+        ]
         status = llm.collective_rpc("redraft_status")[0]
-        reports.append({"move": move, "expected": expected, "outputs": outputs, "version": status["target_version"]})
+        reports.append(
+            {
+                "move": move,
+                "expected": expected,
+                "outputs": outputs,
+                "version": status["target_version"],
+            }
+        )
         reports[-1]["draft"] = status["draft_version"]
 
     report("start", 0)
@@ -95,14 +121,18 @@ def main(spec: dict[str, Any]) -> None:
     for _ in range(64):  # one piece of the weights at each look
         llm.collective_rpc(look_now)
     report("copy", 1)
-    moved = llm.collective_rpc("redraft_move", args=("step 18", spec["targets"][0], spec["next_draft"]))
+    moved = llm.collective_rpc(
+        "redraft_move", args=("step 18", spec["targets"][0], spec["next_draft"])
+    )
     assert not moved[0]["error"], moved
     report("together", 0)
     for folder in (spec["spool"], spec["torn"]):  # one without weights, and one that fails half-way
         assert llm.collective_rpc("redraft_move", args=("", folder))[0]["error"]
         report(f"no {Path(folder).name}", 0)
     try:
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": spec["torn"]})  # a trainer that knows no redraft
+        llm.collective_rpc(
+            "reload_weights", kwargs={"weights_path": spec["torn"]}
+        )  # a trainer that knows no redraft
     except Exception:
         report("torn", -1)
     llm.collective_rpc("redraft_move", args=("step 19", spec["targets"][1]))
@@ -110,7 +140,9 @@ def main(spec: dict[str, Any]) -> None:
     for _ in range(20):
         llm.sleep(2)
         llm.wake_up(["weights"])
-        assert not llm.collective_rpc("redraft_move", args=("awake", spec["targets"][1]))[0]["error"]
+        assert not llm.collective_rpc("redraft_move", args=("awake", spec["targets"][1]))[0][
+            "error"
+        ]
         llm.wake_up(["kv_cache"])
     report("awake", 1)
     push_100_times(llm, spec, sampling)

@@ -32,11 +32,18 @@ def main(output: Path, pids: Path) -> None:
     target = make_target()
     optim = Optim(lr=1e-2)
     distillation = Distillation(
-        make_standalone(target), lambda batch: make_signal(target, batch), Divergence(), optim, STEPS, accelerator
+        make_standalone(target),
+        lambda batch: make_signal(target, batch),
+        Divergence(),
+        optim,
+        STEPS,
+        accelerator,
     )
     run.restore(distillation.resume)
     for step in range(distillation.step_index, STEPS):
-        stats = distillation.step(micro_batches(step, accelerator.process_index, accelerator.num_processes, 1))
+        stats = distillation.step(
+            micro_batches(step, accelerator.process_index, accelerator.num_processes, 1)
+        )
         run.log(step + 1, loss=stats.loss)
         run.save(step + 1, distillation.save)
     weights = distillation.weights()

@@ -1,4 +1,6 @@
-"""Three training steps on all launched ranks, written as a checkpoint. Before that: a broken candidate is not written.
+"""Three training steps on all launched ranks, written as a checkpoint.
+
+Before that: a broken candidate is not written.
 
 python run_ranks.py DRAFT RECORDS OUTPUT
 """

@@ -75,7 +75,9 @@ def publish(url: str, noted: Path, numbers: range, rows: int, per_s: float) -> N
 def consume(url: str, folder: Path) -> None:
     """Do the work of the learner's ingest, forever."""
     with Buffer(BufferConfig(folder=folder, held_out_fraction=0), TARGET) as buffer:
-        asyncio.run(_consume(StreamSource(url, Nats(), StreamLimits(max_bytes=1 << 30), buffer, VOCAB)))
+        asyncio.run(
+            _consume(StreamSource(url, Nats(), StreamLimits(max_bytes=1 << 30), buffer, VOCAB))
+        )
 
 
 async def _consume(source: StreamSource) -> None:
@@ -96,7 +98,10 @@ class Ends:
         self.restart_publisher()
 
     def restart_publisher(self) -> None:
-        """Publish all its records from the first on: it does not know which ones its predecessor has sent."""
+        """Publish all its records from the first on.
+
+        It does not know which ones its predecessor has sent.
+        """
         if hasattr(self, "publisher"):
             kill(self.publisher)
         self.publisher = FORKS.Process(target=publish, args=(self.url, *self._publishing))
@@ -116,11 +121,17 @@ class Ends:
         return set(self.noted.read_text().split()) if self.noted.exists() else set()
 
     def stored(self) -> list[str]:
-        """Ids in the order of the buffer, from its files: `Buffer.fresh` returns what fits in memory."""
+        """Ids in the order of the buffer, from its files.
+
+        `Buffer.fresh` returns what fits in memory.
+        """
         ids: list[str] = []
         for path in sorted(self.folder.glob("records-*.db")):
             with contextlib.closing(sqlite3.connect(path)) as file:
-                ids += [record_id for (record_id,) in file.execute("SELECT record_id FROM records ORDER BY seq")]
+                ids += [
+                    record_id
+                    for (record_id,) in file.execute("SELECT record_id FROM records ORDER BY seq")
+                ]
         return ids
 
 

@@ -1,6 +1,8 @@
-"""Swap drafts in a real vLLM inside this process, which allows failures to be injected, and print every result.
+"""Swap drafts in a real vLLM inside this process, which allows failures to be injected, and print
+every result.
 
-    python run_swaps.py '[{"target": folder, "draft": folder, "method": "eagle3", "swaps": [["load", folder], ...]}]'
+    python run_swaps.py '[{"target": folder, "draft": folder, "method": "eagle3", "swaps": [["load",
+    folder], ...]}]'
 
 Runs one engine after the other. `speculative` adds to vLLM's --speculative-config. Swaps:
     load FOLDER         swap
@@ -12,8 +14,9 @@ Runs one engine after the other. `speculative` adds to vLLM's --speculative-conf
     push FOLDER         vLLM's own update of the draft, tensor by tensor as over NCCL
     reload FOLDER       vLLM's own reload of the target
 
-Prints one line of JSON: for each engine a list of reports, of the start and of each swap, with `result` (what the
-worker said), `status`, `output` (token ids), `drafted` (the token ids of every block) and `accepted`.
+Prints one line of JSON: for each engine a list of reports, of the start and of each swap, with
+`result` (what the worker said), `status`, `output` (token ids), `drafted` (the token ids of every
+block) and `accepted`.
 """
 
 from __future__ import annotations
@@ -127,7 +130,9 @@ def watch_drafts(worker: Any, drafted: list[list[int]]) -> None:
     """Append every block that is drafted from now on."""
     runner = worker.model_runner
     owner, name = (
-        (runner.speculator, "propose") if hasattr(runner, "speculator") else (runner, "propose_draft_token_ids")
+        (runner.speculator, "propose")
+        if hasattr(runner, "speculator")
+        else (runner, "propose_draft_token_ids")
     )
     propose = getattr(owner, name)
 
@@ -165,7 +170,11 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
         disable_log_stats=False,
         enable_prefix_caching=False,
         weight_transfer_config={"backend": "as_nccl"},
-        speculative_config={"model": spec["draft"], "method": spec["method"], "num_speculative_tokens": 3}
+        speculative_config={
+            "model": spec["draft"],
+            "method": spec["method"],
+            "num_speculative_tokens": 3,
+        }
         | spec.get("speculative", {}),
     )
     total, drafted = 0, []
@@ -175,8 +184,12 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
         nonlocal total
         drafted.clear()
         sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
-        (response,) = llm.generate({"prompt_token_ids": list(range(10, 40))}, sampling, use_tqdm=False)
-        counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+        (response,) = llm.generate(
+            {"prompt_token_ids": list(range(10, 40))}, sampling, use_tqdm=False
+        )
+        counters = {
+            metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")
+        }
         before, total = total, counters["vllm:spec_decode_num_accepted_tokens"]
         return {
             "result": result,

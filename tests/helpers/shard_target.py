@@ -32,7 +32,9 @@ torch.set_num_threads(1)
 
 def load(name: str, accelerator: Accelerator) -> object:
     if accelerator.num_processes > 1:
-        return load_sharded(TargetFolder(name=name, folder=Path(name), dtype="float32"), accelerator.device)
+        return load_sharded(
+            TargetFolder(name=name, folder=Path(name), dtype="float32"), accelerator.device
+        )
     return load_causal_lm(name, torch.float32).requires_grad_(False).eval()
 
 
@@ -40,9 +42,14 @@ def main(name: str, output: Path, *, compiles: bool) -> None:
     accelerator = make_accelerator(1, None, None)
     model = load(name, accelerator)
     assert is_sharded(model) == (accelerator.num_processes > 1)
-    held = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.base_model.layers.parameters())
+    held = sum(
+        getattr(p, "to_local", lambda p=p: p)().numel()
+        for p in model.base_model.layers.parameters()
+    )
     torch.manual_seed(1)
-    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(0, 1, 2), num_steps=2), Target.from_model(model))
+    head = eagle3.Eagle3(
+        eagle3.Config(aux_layer_ids=(0, 1, 2), num_steps=2), Target.from_model(model)
+    )
     source = InProcessTarget(model, (0, 1, 2))
     answers = None
     with leading(model) as leads:
@@ -50,7 +57,9 @@ def main(name: str, output: Path, *, compiles: bool) -> None:
             with leading(model):
                 pass  # what is led already goes on
             prompts = [Prompt(token_ids=[5, 6, 7]), Prompt(token_ids=[9, 4, 3, 8, 11])]
-            answers = greedy_continuations(model, prompts, max_tokens=6, num_speculative_tokens=2, end_ids=())
+            answers = greedy_continuations(
+                model, prompts, max_tokens=6, num_speculative_tokens=2, end_ids=()
+            )
     optim = Optim(lr=1e-2, warmup_fraction=0.0)
     distillation = Distillation(head, source, Divergence(name="forward_kl"), optim, 4, accelerator)
     if compiles:
@@ -63,7 +72,13 @@ def main(name: str, output: Path, *, compiles: bool) -> None:
     weights = {key: tensor.clone() for key, tensor in distillation.weights().items()}
     if accelerator.is_main_process:
         texts = [vars(answer) for answer in answers or []]
-        found = {"held": held, "answers": repr(texts), "losses": losses, "tau": tau, "weights": weights}
+        found = {
+            "held": held,
+            "answers": repr(texts),
+            "losses": losses,
+            "tau": tau,
+            "weights": weights,
+        }
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if compiles else 0
         torch.save({**found, "graphs": graphs}, output)
     leave(accelerator)

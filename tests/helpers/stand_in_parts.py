@@ -1,4 +1,7 @@
-"""`redraft up` whose server and learner are stand-ins: this file with `serve` or `learner` as the first argument."""
+"""`redraft up` whose server and learner are stand-ins.
+
+This file with `serve` or `learner` as the first argument.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""The table of target families in docs/engines.md, from tiny random models of each in the installed transformers.
+"""The table of target families in docs/engines.md, from tiny random models of each in the installed
+transformers.
 
     python -m tests.helpers.target_families        writes the table into the page
 
-A column of training says yes if the signal of such a model is what the model says of each document alone, and if an
-EAGLE-3 head makes draft steps on it. The last column is read from the installed vLLM.
+A column of training says yes if the signal of such a model is what the model says of each document
+alone, and if an EAGLE-3 head makes draft steps on it. The last column is read from the installed
+vLLM.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ TINY = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "initializer_range": 0.15,
 }  # fmt: skip
-"""Weights are larger than transformers' 0.02, so that a state carried over, a cap or a scale shows."""
+"""Weights are larger than transformers' 0.02, so that a state carried over, a cap or a scale shows.
+"""
 
 MOE = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
@@ -48,9 +51,15 @@ MLA = {
     "v_head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
 }  # fmt: skip
 SPARSE = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 16}
-"""Fewer keys than a document has. With two heads a fourth of the scores would be 0, and which of them are among the
-largest would depend on the length of the row; released models have 64 and 32."""
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+"""Fewer keys than a document has. With two heads a fourth of the scores would be 0, and which of
+them are among the largest would depend on the length of the row; released models have 64 and 32.
+"""
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 SHARED = {"shared_expert_intermediate_size": 16}
 MAMBA2 = {
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 16, "mamba_chunk_size": 16,
@@ -65,7 +74,10 @@ ZAMBA = {
     "num_key_value_heads": 4, "n_mamba_heads": 8, "mamba_d_state": 16, "chunk_size": 16, "num_mem_blocks": 1,
     "adapter_rank": 4, "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention"] * 2,
 }  # fmt: skip
-RECURRENT = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2}
+RECURRENT = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+    * 2
+}
 CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2}
 WINDOW = {"sliding_window": 16}
 CHUNKS = {**MOE, "intermediate_size_mlp": 48, "attention_chunk_size": 32}
@@ -131,8 +143,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("Nemotron-H, Nano 2, 3", {**MOE, **MAMBA_LAYERS}),
     "starcoder2": ("StarCoder 2", {}),
 }
-"""By model type: name for readers, and settings beside TINY, with the caps, scales and layer types of released models.
-Windows, chunks and the layers of each kind are shorter than the rows of the check."""
+"""By model type: name for readers, and settings beside TINY, with the caps, scales and layer types
+of released models. Windows, chunks and the layers of each kind are shorter than the rows of the
+check.
+"""
 
 VISION = {
     "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_heads": 2, "num_hidden_layers": 2,
@@ -154,17 +168,25 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen 3.5 MoE, 3.6 MoE", {**DELTA, **MOE, **SHARED, "head_dim": 16}, {}),
     "gemma3": ("Gemma 3", WINDOW, {"model_type": "siglip_vision_model"}),
     "gemma4": ("Gemma 4", GEMMA_4, {}),
-    "mistral3": ("Mistral Small 3, Ministral 3", {"model_type": "mistral"}, {"model_type": "pixtral"}),
+    "mistral3": (
+        "Mistral Small 3, Ministral 3",
+        {"model_type": "mistral"},
+        {"model_type": "pixtral"},
+    ),
     "llama4": ("Llama 4", CHUNKS, PROJECTOR),
 }
-"""Models of text and images, by model type: name, settings of the text config, and of the vision config."""
+"""Models of text and images, by model type: name, settings of the text config, and of the vision
+config.
+"""
 
 ROWS = ((5, 40, 11), (33, 3, 1, 19), (60,))
 """Lengths of the documents in rows of 64 tokens, twice the chunks of Llama 4."""
 
 EXACT = 1e-6
-"""Largest difference of a state or a logit from the document alone, as a share of the largest one, in float64: 1e-15 in
-most families, 1e-7 in those whose classes rotate, route or scan in float32. In float32 it is 2e-5."""
+"""Largest difference of a state or a logit from the document alone, as a share of the largest one,
+in float64: 1e-15 in most families, 1e-7 in those whose classes rotate, route or scan in float32.
+In float32 it is 2e-5.
+"""
 
 
 def make_config(model_type: str, **more: Any) -> Any:
@@ -196,7 +218,10 @@ def make_model(model_type: str, dtype: torch.dtype = torch.float32, **more: Any)
 
 def make_batch() -> Batch:
     generator = torch.Generator().manual_seed(1)
-    rows = [[(torch.randint(3, 90, (n,), generator=generator), torch.ones(n)) for n in row] for row in ROWS]
+    rows = [
+        [(torch.randint(3, 90, (n,), generator=generator), torch.ones(n)) for n in row]
+        for row in ROWS
+    ]
     return Batch.packed(rows, width=64)
 
 
@@ -210,14 +235,21 @@ def rows() -> Iterator[str]:
 
 
 def served_by(model_type: str) -> str:
-    """The engine that serves a head on inner layers of a family, by the architecture in the released configs."""
-    of_text, of_images = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    """The engine that serves a head on inner layers of a family, by the architecture in the
+    released configs.
+    """
+    of_text, of_images = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
     names = of_images if model_type in WITH_IMAGES else of_text
     return "vLLM" if passes_inner_layers(names[model_type]) else "-"
 
 
 def verdicts(model_type: str) -> tuple[str, str]:
-    """Whether a tiny random model of this type is an exact target for a standalone draft, and for a head."""
+    """Whether a tiny random model of this type is an exact target for a standalone draft, and for a
+    head.
+    """
     model = make_model(model_type, torch.float64)
     count = model.config.get_text_config().num_hidden_layers
     try:
@@ -230,12 +262,16 @@ def verdicts(model_type: str) -> tuple[str, str]:
     head = eagle3.Eagle3(eagle3.Config(num_steps=2), Target.from_model(model))
     batch = Batch.padded([torch.arange(3, 15)] * 2)
     steps = head.draft_steps(batch, InProcessTarget(model, layers)(batch))
-    return "yes", "yes" if all(step.hidden_BTD.isfinite().all() for step in steps) else "no: not finite"
+    return "yes", "yes" if all(
+        step.hidden_BTD.isfinite().all() for step in steps
+    ) else "no: not finite"
 
 
 @torch.no_grad()
 def largest_difference(source: InProcessTarget) -> float:
-    """Of states, streams and logits in packed rows from those of each document alone, which the class computes."""
+    """Of states, streams and logits in packed rows from those of each document alone, which the
+    class computes.
+    """
     batch = make_batch()
     signal = source(batch)
     exact, aux_BTLD = signal.distribution, signal.aux_BTLD
@@ -254,7 +290,9 @@ def largest_difference(source: InProcessTarget) -> float:
             (exact.hidden_BTD[row, first:last], one.distribution.hidden_BTD[0]),
             (aux_BTLD[row, first:last], one.aux_BTLD[0]),
         ]
-        found = max(found, *(float((mine - alone).abs().max() / alone.abs().max()) for mine, alone in pairs))
+        found = max(
+            found, *(float((mine - alone).abs().max() / alone.abs().max()) for mine, alone in pairs)
+        )
     return found
 
 

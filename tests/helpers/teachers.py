@@ -18,7 +18,10 @@ Reply = tuple[int, dict[str, Any]]
 def log_probs(request: dict[str, Any]) -> dict[str, Any]:
     """The k largest at every position but the first, a function of the token before."""
     prompt, k = request["prompt"], request.get("prompt_logprobs", 1)
-    entries = [{str((token + i) % 97): {"logprob": -1.0 - i - token / 100} for i in range(k)} for token in prompt[:-1]]
+    entries = [
+        {str((token + i) % 97): {"logprob": -1.0 - i - token / 100} for i in range(k)}
+        for token in prompt[:-1]
+    ]
     return {"choices": [{"prompt_logprobs": [None, *entries]}]}
 
 

@@ -2,7 +2,8 @@
 
     h[t, k] = norm(fc(concat aux[t]) + embed(x[t+1]) + offset[k]),   k = 0, 1, ...,   predicts x[t+2+k]
 
-It predicts a whole block at once from some layers of the target. B = batch, T = tokens, K = draft tokens of a block.
+It predicts a whole block at once from some layers of the target. B = batch, T = tokens, K = draft
+tokens of a block.
 """
 
 from __future__ import annotations
@@ -78,10 +79,17 @@ class Tiny(nn.Module):
         known_BTD = feature_BTD + F.embedding(next_ids_BT, self._embed_VD).to(feature_BTD.dtype)
         return [self.norm(known_BTD + offset_D) for offset_D in self.offset.weight]
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
         hidden = self._block(self.feature(signal), batch.input_ids_BT.roll(-1, dims=1))
         return [
-            DraftStep(hidden_BTD=hidden_BTD, head_WD=self._head_VD, shift=k + 1, mask_BT=label_rows(batch, k + 1))
+            DraftStep(
+                hidden_BTD=hidden_BTD,
+                head_WD=self._head_VD,
+                shift=k + 1,
+                mask_BT=label_rows(batch, k + 1),
+            )
             for k, hidden_BTD in enumerate(hidden[:num_steps])
         ]
 
@@ -95,7 +103,10 @@ class Tiny(nn.Module):
         generator: torch.Generator | None,
     ) -> Drafted:
         hidden = self._block(self.feature(signal)[:, -1:], torch.tensor([[prefix_ids[-1]]]))
-        return [draw(F.linear(h[0, 0], self._head_VD), temperature, generator) for h in hidden[:num_tokens]]
+        return [
+            draw(F.linear(h[0, 0], self._head_VD), temperature, generator)
+            for h in hidden[:num_tokens]
+        ]
 
     def export(
         self,
@@ -112,7 +123,9 @@ class Tiny(nn.Module):
             "tiny_config": {"target_layer_ids": list(self.aux_layer_ids)},
             "redraft": {"family": "tiny", **asdict(self.config)},
         }
-        tensors = {f"tiny.{name}": tensor for name, tensor in (weights or self.state_dict()).items()}
+        tensors = {
+            f"tiny.{name}": tensor for name, tensor in (weights or self.state_dict()).items()
+        }
         write_head(folder, tensors, config, dtype or self.fc.weight.dtype)
 
     @staticmethod
@@ -121,7 +134,9 @@ class Tiny(nn.Module):
         layers = tuple(config["tiny_config"]["target_layer_ids"])
         head = Tiny(Config(aux_layer_ids=layers, block_size=config["block_size"]), target)
         tensors = read_tensors(folder, tensor_files(folder))
-        load_into(head, {name.removeprefix("tiny."): tensor for name, tensor in tensors.items()}, folder)
+        load_into(
+            head, {name.removeprefix("tiny."): tensor for name, tensor in tensors.items()}, folder
+        )
         return head
 
 
@@ -129,7 +144,10 @@ def layers(pair: Pair) -> Iterator[Finding]:
     """The layers that it reads exist in the target."""
     last = max(pair.config["tiny_config"]["target_layer_ids"])
     if last > pair.target_config.num_hidden_layers:
-        yield Finding(f"it reads layer {last}, which the target does not have", "give the target it was trained for")
+        yield Finding(
+            f"it reads layer {last}, which the target does not have",
+            "give the target it was trained for",
+        )
 
 
 CHECKS: tuple[Check, ...] = (layers,)

@@ -1,6 +1,7 @@
 """Trains a small draft of each family on the ranks of this launch and writes what came of it.
 
-python train_on_ranks.py OUTPUT FAMILY... [--steps 8] [--optimizer adamw|sgd] [--save-at N] [--resume] [--poison-at N]
+python train_on_ranks.py OUTPUT FAMILY... [--steps 8] [--optimizer adamw|sgd] [--save-at N]
+[--resume] [--poison-at N]
 
 Four rows of unequal length a step, one of them without a label, dealt to the ranks in turn.
 """
@@ -30,7 +31,16 @@ from redraft.distill.train.optim import Optim
 from redraft.distill.train.ranks import describe_layout, leave
 from redraft.distill.train.step import Distillation
 from redraft.heads.draft import Batch, ExactTarget, TargetSignal
-from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mlp_speculator, mtp, peagle
+from redraft.heads.families import (
+    dflash,
+    dspark,
+    eagle1,
+    eagle3,
+    medusa,
+    mlp_speculator,
+    mtp,
+    peagle,
+)
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.target import Target
 
@@ -51,12 +61,23 @@ FAMILIES: dict[str, Callable[[Any], nn.Module]] = {
         eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=3), Target.from_model(target), EVERY_THIRD
     ),
     "dflash": lambda target: dflash.DFlash(
-        dflash.Config(aux_layer_ids=(1, 2, 4), num_layers=2, block_size=4, num_anchors=8, mask_token_id=VOCAB - 1),
+        dflash.Config(
+            aux_layer_ids=(1, 2, 4),
+            num_layers=2,
+            block_size=4,
+            num_anchors=8,
+            mask_token_id=VOCAB - 1,
+        ),
         Target.from_model(target),
     ),
     "dspark": lambda target: dspark.DSpark(
         dspark.Config(
-            aux_layer_ids=(1, 2, 4), num_layers=2, block_size=3, num_anchors=8, mask_token_id=VOCAB - 1, markov_rank=8
+            aux_layer_ids=(1, 2, 4),
+            num_layers=2,
+            block_size=3,
+            num_anchors=8,
+            mask_token_id=VOCAB - 1,
+            markov_rank=8,
         ),
         Target.from_model(target),
         EVERY_THIRD,
@@ -67,7 +88,9 @@ FAMILIES: dict[str, Callable[[Any], nn.Module]] = {
         EVERY_THIRD,
     ),
     "medusa": lambda target: medusa.Medusa(medusa.Config(), Target.from_model(target)),
-    "mlp_speculator": lambda target: mlp_speculator.MLPSpeculator(mlp_speculator.Config(), Target.from_model(target)),
+    "mlp_speculator": lambda target: mlp_speculator.MLPSpeculator(
+        mlp_speculator.Config(), Target.from_model(target)
+    ),
     "mtp": lambda target: mtp.Mtp(mtp.Config(), Target.from_model(target)),
     "mtp-moe": lambda target: mtp.Mtp(mtp.Config(), Target.from_model(target)),
 }
@@ -88,18 +111,30 @@ class Descent(torch.optim.SGD):
 
 
 def rows_of(step: int, times: int = 1) -> Batch:
-    lengths = (24, 1 + step % 3 * 5, 15, 2 + step % 3 * 4) * times  # at step 0 the second of two ranks has no label
-    return make_batch([[make_ids(length, seed=10 * step + row)] for row, length in enumerate(lengths)], loss_from=3)
+    lengths = (
+        24,
+        1 + step % 3 * 5,
+        15,
+        2 + step % 3 * 4,
+    ) * times  # at step 0 the second of two ranks has no label
+    return make_batch(
+        [[make_ids(length, seed=10 * step + row)] for row, length in enumerate(lengths)],
+        loss_from=3,
+    )
 
 
-def micro_batches(step: int, rank: int, ranks: int, accumulation: int, times: int = 1) -> list[Batch]:
+def micro_batches(
+    step: int, rank: int, ranks: int, accumulation: int, times: int = 1
+) -> list[Batch]:
     whole, parts = rows_of(step, times), ranks * accumulation
     return [take_rows(whole, slice(part, None, parts)) for part in range(rank, parts, ranks)]
 
 
 def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, Any]:
     accelerator = make_accelerator(cfg.accumulation, None, None)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # or ZeRO-3 would let go of no parameter this small
+    if (
+        accelerator.distributed_type == DistributedType.DEEPSPEED
+    ):  # or ZeRO-3 would let go of no parameter this small
         zero = accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
     torch.manual_seed(1)
@@ -108,7 +143,9 @@ def train_family(name: str, target: Any, cfg: argparse.Namespace) -> dict[str, A
     poisoned: list[Batch] = []
     distillation = Distillation(
         draft,
-        lambda batch: poison(make_signal(target, batch, aux), is_wanted=any(batch is one for one in poisoned)),
+        lambda batch: poison(
+            make_signal(target, batch, aux), is_wanted=any(batch is one for one in poisoned)
+        ),
         Divergence(name="forward_kl"),
         Optim(
             name="muon" if cfg.optimizer == "muon" else "adamw",
@@ -181,7 +218,9 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--save-at", type=int)
-    parser.add_argument("--poison-at", type=int, help="step whose last micro-batch has a loss that is not a number")
+    parser.add_argument(
+        "--poison-at", type=int, help="step whose last micro-batch has a loss that is not a number"
+    )
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--judged", type=int, default=1, help="held-out rows, in fours")
     return parser.parse_args(args)
@@ -190,7 +229,9 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
 def main(cfg: argparse.Namespace) -> None:
     cfg.output.mkdir(exist_ok=True)
     torch.optim.AdamW = Descent if cfg.optimizer == "sgd" else SteadyAdamW
-    targets = {name: make_family_target(name) for name in cfg.families}  # before there are ranks, of which one saves
+    targets = {
+        name: make_family_target(name) for name in cfg.families
+    }  # before there are ranks, of which one saves
     for name, target in targets.items():
         result = train_family(name, target, cfg)
         if PartialState().is_main_process:

@@ -1,4 +1,6 @@
-"""Public chat templates from TRL's package, each with a small tokenizer that has its special tokens."""
+"""Public chat templates from TRL's package, each with a small tokenizer that has its special
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ ENDS = {
 
 
 def template_names() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
+    return sorted(
+        path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training")
+    )
 
 
 def training_names() -> list[str]:

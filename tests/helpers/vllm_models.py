@@ -1,6 +1,8 @@
-"""The target architectures of the installed vLLM, and which pass inner layers to a head, from the source.
+"""The target architectures of the installed vLLM, and which pass inner layers to a head, from the
+source.
 
-Models of text and images import torchvision, which this environment does not have, so no class is imported.
+Models of text and images import torchvision, which this environment does not have, so no class is
+imported.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def architectures() -> dict[str, Class]:
         for target in node.targets
         if isinstance(target, ast.Name) and target.id in TABLES
     }
-    listed = {key: value for name in TABLES for key, value in ast.literal_eval(tables[name]).items()}
+    listed = {
+        key: value for name in TABLES for key, value in ast.literal_eval(tables[name]).items()
+    }
     return {
         key: (module if module.startswith("vllm.") else f"{MODELS}.{module}", name)
         for key, (module, name) in listed.items()
@@ -49,7 +53,9 @@ def architectures() -> dict[str, Class]:
 
 @functools.cache
 def _classes(module: str) -> tuple[dict[str, list[str]], dict[str, Class]]:
-    """The bases of each class of a module, and the classes of vLLM that it imports, by their names here."""
+    """The bases of each class of a module, and the classes of vLLM that it imports, by their names
+    here.
+    """
     tree, package = _source(module)
     bases: dict[str, list[str]] = {}
     imported: dict[str, Class] = {}
@@ -61,12 +67,16 @@ def _classes(module: str) -> tuple[dict[str, list[str]], dict[str, Class]]:
             above = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*above, *filter(None, [node.module])])
             if origin.startswith("vllm."):
-                imported |= {alias.asname or alias.name: (origin, alias.name) for alias in node.names}
+                imported |= {
+                    alias.asname or alias.name: (origin, alias.name) for alias in node.names
+                }
     return bases, imported
 
 
 def passes_inner_layers(architecture: str) -> bool:
-    """Whether vLLM serves heads that read inner layers (EAGLE-3 and others) beside this architecture."""
+    """Whether vLLM serves heads that read inner layers (EAGLE-3 and others) beside this
+    architecture.
+    """
     return architecture in architectures() and _inherits(*architectures()[architecture])
 
 

@@ -1,10 +1,12 @@
-"""Names, signatures and attributes of vLLM that redraft touches, compared with vLLM's source without importing it.
+"""Names, signatures and attributes of vLLM that redraft touches, compared with vLLM's source
+without importing it.
 
     redraft's source ─► imports from vllm, attributes of the objects in OBJECTS ─┐
-    CALLABLES, TEXTS ─────────────────────────────────────────────────────────────┴─► is it in this vLLM's source?
+    CALLABLES, TEXTS ─────────────────────────────────────────────────────────────┴─► is it in this
+    vLLM's source?
 
-What is touched is read from redraft's source, so a new attribute in a hook is checked without a new line here. OBJECTS
-only says which of vLLM's classes an expression is.
+What is touched is read from redraft's source, so a new attribute in a hook is checked without a new
+line here. OBJECTS only says which of vLLM's classes an expression is.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "runner.req_states": ("v1.worker.gpu.states:RequestState",),
         "self.runner.sampler": ("v1.worker.gpu.sample.sampler:Sampler",),
         "self.runner.sampler.sampling_states": ("v1.worker.gpu.sample.states:SamplingStates",),
-        "self.runner.sampler.sampling_states.temperature": ("v1.worker.gpu.buffer_utils:UvaBackedTensor",),
+        "self.runner.sampler.sampling_states.temperature": (
+            "v1.worker.gpu.buffer_utils:UvaBackedTensor",
+        ),
         "batch": ("v1.worker.gpu.input_batch:InputBatch",),
         "output": ("v1.worker.gpu.sample.output:SamplerOutput",),
         "scheduler_output": ("v1.core.sched.output:SchedulerOutput",),
@@ -187,11 +191,17 @@ OBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "online/engine/copies.py": {
         "block": ("model_executor.models.qwen3_dflash:DFlashQwen3Model",),
         "runner.speculator": ("v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator",),
-        "getattr(runner, 'speculator', None)": ("v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator",),
-        "getattr(runner, 'drafter', None)": ("v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",),
+        "getattr(runner, 'speculator', None)": (
+            "v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator",
+        ),
+        "getattr(runner, 'drafter', None)": (
+            "v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer",
+        ),
     },
 }
-"""vLLM's classes, and modules, of the expressions in our files. An attribute must exist in all of its expression's."""
+"""vLLM's classes, and modules, of the expressions in our files. An attribute must exist in all of
+its expression's.
+"""
 
 CALLABLES = (
     f"{V1_RUNNER}._sample",
@@ -255,7 +265,12 @@ TEXTS = {
     "plugins/__init__.py": ("vllm.general_plugins", "vllm.endpoint_plugins"),
     "v1/spec_decode/metrics.py": tuple(
         name.removesuffix("_total")
-        for name in (counters.DRAFTS, counters.DRAFT_TOKENS, counters.ACCEPTED, counters.ACCEPTED_PER_POSITION)
+        for name in (
+            counters.DRAFTS,
+            counters.DRAFT_TOKENS,
+            counters.ACCEPTED,
+            counters.ACCEPTED_PER_POSITION,
+        )
     ),
     "v1/metrics/loggers.py": (counters.DECODE_TIME.rstrip("_"),),
     "model_executor/layers/utils.py": ("layer.cpu_linear =",),
@@ -282,15 +297,25 @@ class Vllm:
                 if not self._has_attribute(name, attribute)
             ),
             *(f"no {name}" for name in CALLABLES if self.signature(name) is None),
-            *(f"no {text} in {file}" for file, texts in TEXTS.items() for text in texts if not self._holds(file, text)),
+            *(
+                f"no {text} in {file}"
+                for file, texts in TEXTS.items()
+                for text in texts
+                if not self._holds(file, text)
+            ),
         ]
 
     def changed(self, known: Vllm) -> list[str]:
-        """Callables that no longer take what they take in `known`: a parameter renamed, moved, gone or needed now."""
+        """Callables that no longer take what they take in `known`.
+
+        A parameter renamed, moved, gone or needed now.
+        """
         return [
             f"{name}{_describe(mine)} was {_describe(theirs)}"
             for name in CALLABLES
-            if (mine := self.signature(name)) and (theirs := known.signature(name)) and not _accepts(mine, theirs)
+            if (mine := self.signature(name))
+            and (theirs := known.signature(name))
+            and not _accepts(mine, theirs)
         ]
 
     def signature(self, name: str) -> ast.arguments | None:
@@ -299,15 +324,24 @@ class Vllm:
         first, *rest = path.split(".")
         if not rest:
             found = self._find(module, first)
-            return found[1].args if found and isinstance(found[1], ast.FunctionDef | ast.AsyncFunctionDef) else None
+            return (
+                found[1].args
+                if found and isinstance(found[1], ast.FunctionDef | ast.AsyncFunctionDef)
+                else None
+            )
         for cls in self._lineage(module, first):
             for node in cls.body:
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == rest[0]:
+                if (
+                    isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                    and node.name == rest[0]
+                ):
                     return node.args
         return None
 
     def members(self, name: str) -> set[str]:
-        """Attributes and methods of "module:Class", those of its bases and of its instances included."""
+        """Attributes and methods of "module:Class", those of its bases and of its instances
+        included.
+        """
         module, _, cls = name.partition(":")
         return {member for each in self._lineage(module, cls) for member in _list_members(each)}
 
@@ -323,11 +357,17 @@ class Vllm:
 
     def _has_import(self, name: str) -> bool:
         module, _, last = name.rpartition(".")
-        return self._path(name) is not None or (self._path(module) is not None and self._defines(module, last))
+        return self._path(name) is not None or (
+            self._path(module) is not None and self._defines(module, last)
+        )
 
     def _defines(self, module: str, name: str) -> bool:
         for node in ast.walk(self._tree(module)):
-            named = {getattr(node, "id", ""), getattr(node, "name", ""), getattr(node, "asname", "")}
+            named = {
+                getattr(node, "id", ""),
+                getattr(node, "name", ""),
+                getattr(node, "asname", ""),
+            }
             if name in named - {None, ""}:
                 return True
             is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
@@ -354,27 +394,43 @@ class Vllm:
         if self._path(module) is None:
             return None
         for node in ast.walk(self._tree(module)):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            if (
+                isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.name == name
+            ):
                 return module, node
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    if (alias.asname or alias.name) == name and (source := self._resolve(module, node)):
+                    if (alias.asname or alias.name) == name and (
+                        source := self._resolve(module, node)
+                    ):
                         return self._find(source, alias.name)
         return None
 
     def _resolve(self, module: str, node: ast.ImportFrom) -> str:
         if not node.level:
             return (
-                (node.module or "").removeprefix("vllm").lstrip(".") if (node.module or "").startswith("vllm") else ""
+                (node.module or "").removeprefix("vllm").lstrip(".")
+                if (node.module or "").startswith("vllm")
+                else ""
             )
         path = self._path(module)
         assert path is not None
         parts = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-        return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
+        return ".".join(
+            [*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])]
+        )
 
     def _path(self, module: str) -> Path | None:
         folder = self.folder.joinpath(*filter(None, module.split(".")))
-        return next((path for path in (folder / "__init__.py", folder.with_suffix(".py")) if path.is_file()), None)
+        return next(
+            (
+                path
+                for path in (folder / "__init__.py", folder.with_suffix(".py"))
+                if path.is_file()
+            ),
+            None,
+        )
 
     def _tree(self, module: str) -> ast.Module:
         path = self._path(module)
@@ -390,7 +446,10 @@ def _parse(path: Path) -> ast.Module:
 def list_imports() -> list[tuple[str, str]]:
     """Everything that the plugin imports from vLLM: our file, and the name below `vllm`."""
     return [
-        (str(path.relative_to(ROOT)), f"{node.module}.{alias.name}".removeprefix("vllm").lstrip("."))
+        (
+            str(path.relative_to(ROOT)),
+            f"{node.module}.{alias.name}".removeprefix("vllm").lstrip("."),
+        )
         for folder in ("online/engine", "eval/engine")
         for path in sorted((ROOT / folder).glob("*.py"))
         for node in ast.walk(_parse(path))
@@ -400,30 +459,45 @@ def list_imports() -> list[tuple[str, str]]:
 
 
 def list_attributes() -> list[tuple[str, str, str, str]]:
-    """Our file, an expression in it, vLLM's class or module before its last dot, and the attribute after it."""
+    """Our file, an expression in it, vLLM's class or module before its last dot, and the attribute
+    after it.
+    """
     found = set()
     for file, objects in OBJECTS.items():
         for node in ast.walk(_parse(ROOT / file)):
             for owner, attribute in _read_attribute(node):
                 if not attribute.startswith(("redraft", "__")):
-                    found |= {(file, f"{owner}.{attribute}", cls, attribute) for cls in objects.get(owner, ())}
+                    found |= {
+                        (file, f"{owner}.{attribute}", cls, attribute)
+                        for cls in objects.get(owner, ())
+                    }
     return sorted(found)
 
 
 def _read_attribute(node: ast.AST) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Attribute):
         yield ast.unparse(node.value), node.attr
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Constant):
+    elif (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "getattr"
+        and isinstance(node.args[1], ast.Constant)
+    ):
         yield ast.unparse(node.args[0]), node.args[1].value
     elif isinstance(node, ast.Call):  # the fields of a dataclass of vLLM that we make
-        yield from ((ast.unparse(node.func), keyword.arg) for keyword in node.keywords if keyword.arg)
+        yield from (
+            (ast.unparse(node.func), keyword.arg) for keyword in node.keywords if keyword.arg
+        )
 
 
 def _list_members(cls: ast.ClassDef) -> Iterator[str]:
     for node in ast.walk(cls):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) == "self"
+        ):
             yield node.attr
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id
@@ -436,7 +510,11 @@ def _accepts(new: ast.arguments, old: ast.arguments) -> bool:
     new_names, old_names = ([each.arg for each in (*a.posonlyargs, *a.args)] for a in (new, old))
     num_needed = len(new_names) - len(new.defaults)
     keywords = {each.arg for each in new.kwonlyargs}
-    needed = {each.arg for each, default in zip(new.kwonlyargs, new.kw_defaults, strict=True) if default is None}
+    needed = {
+        each.arg
+        for each, default in zip(new.kwonlyargs, new.kw_defaults, strict=True)
+        if default is None
+    }
     return (
         new_names[: len(old_names)] == old_names
         and num_needed <= len(old_names)

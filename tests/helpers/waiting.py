@@ -1,4 +1,7 @@
-"""Wait for what a test expects. The deadline only ends a test that fails: a busy machine may take its time."""
+"""Wait for what a test expects.
+
+The deadline only ends a test that fails: a busy machine may take its time.
+"""
 
 from __future__ import annotations
 

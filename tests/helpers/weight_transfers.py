@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from safetensors.torch import load_file
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from redraft.online.engine.weight_transfer import Files, Part
 

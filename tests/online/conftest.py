@@ -1,4 +1,6 @@
-"""One real vLLM server for all tests of this folder, serving the random target, and drafts for it in a registry."""
+"""One real vLLM server for all tests of this folder, serving the random target, and drafts for it
+in a registry.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,32 @@ def known_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def registry(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Versions of a draft with the target's shape: random, a copy of the target, the copy with noise, and invalid
-    ones."""
+    """Versions of a draft with the target's shape.
+
+    Random, a copy of the target, the copy with noise, and invalid ones.
+    """
     root = tmp_path_factory.mktemp("registry")
     weights = load_file(random_target / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
 
     def noise(scale: float) -> dict[str, torch.Tensor]:
         return {
-            name: tensor * (1 - scale) + scale * tensor.std() * torch.randn(tensor.shape, generator=generator)
+            name: tensor * (1 - scale)
+            + scale * tensor.std() * torch.randn(tensor.shape, generator=generator)
             if tensor.ndim == 2
             else tensor
             for name, tensor in weights.items()
         }
 
     wider = weights | {"lm_head.weight": torch.zeros(len(weights["lm_head.weight"]) + 8, 64)}
-    drafts = {RANDOM: noise(1.0), COPY: weights, NOISY: noise(0.05), CORRUPT: weights, WIDER: wider, FOREIGN: weights}
+    drafts = {
+        RANDOM: noise(1.0),
+        COPY: weights,
+        NOISY: noise(0.05),
+        CORRUPT: weights,
+        WIDER: wider,
+        FOREIGN: weights,
+    }
     for version, tensors in drafts.items():
 
         def write(folder: Path, tensors: dict[str, torch.Tensor] = tensors) -> None:
@@ -48,7 +60,9 @@ def registry(random_target: Path, tmp_path_factory: pytest.TempPathFactory) -> P
             for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(random_target / name, folder)
 
-        publish(root / version, write, {"target_fingerprint": "another"} if version == FOREIGN else {})
+        publish(
+            root / version, write, {"target_fingerprint": "another"} if version == FOREIGN else {}
+        )
     file = root / CORRUPT / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
@@ -65,9 +79,13 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
 
 
 @pytest.fixture(scope="session")
-def server(random_target: Path, registry: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    random_target: Path, registry: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     options = ["--draft-sample-method", "probabilistic"]
-    with running_server(random_target, registry, tmp_path_factory.mktemp("server"), options) as running:
+    with running_server(
+        random_target, registry, tmp_path_factory.mktemp("server"), options
+    ) as running:
         yield running
 
 
@@ -75,7 +93,9 @@ def server(random_target: Path, registry: Path, tmp_path_factory: pytest.TempPat
 def served_world(
     server: Server, random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
-    """A learner's surroundings with the real server instead of a fleet of fakes, and an empty spool."""
+    """A learner's surroundings with the real server instead of a fleet of fakes, and an empty
+    spool.
+    """
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
     with served_by(server, random_target, tmp_path) as world:
         yield world

@@ -1,4 +1,7 @@
-"""The journal: entries read back as written, through kills, full disks and rotation; nothing else gets in."""
+"""The journal: entries read back as written, through kills, full disks and rotation.
+
+Nothing else gets in.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,11 @@ def make_fault(journal: Journal, number: int) -> None:
 
 
 def details(journal: Journal, after: int = 0) -> list[int]:
-    return [int(entry.detail or "") for entry in journal.read(after).entries if isinstance(entry, FaultEntry)]
+    return [
+        int(entry.detail or "")
+        for entry in journal.read(after).entries
+        if isinstance(entry, FaultEntry)
+    ]
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
@@ -83,7 +90,9 @@ def test_a_line_is_json_with_kind_and_time(tmp_path: Path, capsys: pytest.Captur
 
 def test_no_flipped_bit_makes_another_entry(tmp_path: Path):
     journal = Journal(tmp_path)
-    written = journal.write(BufferEntry(records=120, bytes=3_000_000, held_out=7, dropped={"corrupt": 2}, lag_s=1.5))
+    written = journal.write(
+        BufferEntry(records=120, bytes=3_000_000, held_out=7, dropped={"corrupt": 2}, lag_s=1.5)
+    )
     path = next(tmp_path.iterdir())
     whole = path.read_bytes()
     for number in random.Random(0).sample(range(8 * (len(whole) - 1)), 200):
@@ -93,7 +102,9 @@ def test_no_flipped_bit_makes_another_entry(tmp_path: Path):
 
 
 def test_a_line_of_an_earlier_release_and_a_file_of_another_name_are_no_obstacle(tmp_path: Path):
-    (tmp_path / "journal-0000000000000000.jsonl").write_text('{"kind":"fault","time_s":1.0,"what":"x","detail":"7"}\n')
+    (tmp_path / "journal-0000000000000000.jsonl").write_text(
+        '{"kind":"fault","time_s":1.0,"what":"x","detail":"7"}\n'
+    )
     (tmp_path / "journal-copy.jsonl").write_text("{}\n")
     journal = Journal(tmp_path)
     make_fault(journal, 8)
@@ -123,7 +134,9 @@ def test_what_is_neither_number_nor_identifier_is_refused(
 
 
 def test_numpy_numbers_are_numbers_and_infinite_ones_are_none(tmp_path: Path):
-    entry = Journal(tmp_path).write(TrainingEntry(step=np.int64(3), loss=np.float32("nan"), records_seen=np.int32(1)))
+    entry = Journal(tmp_path).write(
+        TrainingEntry(step=np.int64(3), loss=np.float32("nan"), records_seen=np.int32(1))
+    )
     assert isinstance(entry, TrainingEntry)
     assert (entry.step, entry.loss, entry.records_seen) == (3, None, 1)
 
@@ -159,7 +172,9 @@ def test_a_torn_last_line_waits_and_is_then_passed_over(tmp_path: Path, cut: int
     assert details(journal) == [0, *details(journal, offset)]
 
 
-@pytest.mark.parametrize("damage", [b"\x00\xff\xfe garbage\r\n", b'{"kind":"dance","time_s":1}\n', b"\n\n", b"[]\n"])
+@pytest.mark.parametrize(
+    "damage", [b"\x00\xff\xfe garbage\r\n", b'{"kind":"dance","time_s":1}\n', b"\n\n", b"[]\n"]
+)
 def test_a_damaged_or_foreign_line_is_passed_over(tmp_path: Path, damage: bytes):
     journal = Journal(tmp_path)
     make_fault(journal, 0)
@@ -210,7 +225,8 @@ def test_threads_never_tear_each_others_lines(tmp_path: Path):
     journal = Journal(tmp_path, max_bytes=1 << 20)
     numbers = itertools.count()
     threads = [
-        threading.Thread(target=lambda: [make_fault(journal, next(numbers)) for _ in range(100)]) for _ in range(4)
+        threading.Thread(target=lambda: [make_fault(journal, next(numbers)) for _ in range(100)])
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -223,10 +239,13 @@ def test_kill_9_loses_no_entry_that_was_written(tmp_path: Path):
     code = (
         "import sys, pathlib; from online.journal import FaultEntry, Journal\n"
         "journal = Journal(pathlib.Path(sys.argv[1]))\n"
-        "for n in range(10**9): journal.write(FaultEntry(what='test', detail=str(n))); print(n, flush=True)"
+        "for n in range(10**9): journal.write(FaultEntry(what='test', detail=str(n))); print(n, "
+        "flush=True)"
     )
     for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
+        )
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(50)]
         os.kill(process.pid, signal.SIGKILL)

@@ -27,7 +27,9 @@ def test_the_command_makes_a_token_of_256_bits_that_only_its_user_can_read(tmp_p
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o440, 0o640])
-def test_a_token_that_no_other_user_can_read_is_taken_without_a_word(tmp_path, mode, caplog, capsys):
+def test_a_token_that_no_other_user_can_read_is_taken_without_a_word(
+    tmp_path, mode, caplog, capsys
+):
     path = make_token(tmp_path, mode)
     assert len(read_token(path)) == 64
     assert Nats(credentials=path).credentials == path
@@ -46,7 +48,9 @@ def test_a_token_that_others_can_read_or_change_is_refused_by_all_who_read_it(tm
         lambda: read_fleet(tmp_path / "fleet.toml", "", "t"),
         lambda: Nats(credentials=path),
     ):
-        with pytest.raises(ValueError, match=rf"{path} .*\b{mode:04o}\b.*: chmod 600 {path}\b") as error:
+        with pytest.raises(
+            ValueError, match=rf"{path} .*\b{mode:04o}\b.*: chmod 600 {path}\b"
+        ) as error:
             read()
         assert content not in str(error.value)
 

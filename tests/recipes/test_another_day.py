@@ -1,4 +1,6 @@
-"""A target whose chat template writes today's date, on two days: the clock is set, nothing else is replaced.
+"""A target whose chat template writes today's date, on two days.
+
+The clock is set, nothing else is replaced.
 
 Nothing else reads the clock: a template that writes the date is not rendered without a day.
 """
@@ -83,14 +85,18 @@ class Training:
         self.loop = Loop(sequence_length=128, steps=1, batch_size=1)
 
     def start(self) -> tuple[RunFolder, LoadedData]:
-        run = RunFolder.open(self.folder, {"data": self.source}, Accelerator(cpu=True), overwrite=False)
+        run = RunFolder.open(
+            self.folder, {"data": self.source}, Accelerator(cpu=True), overwrite=False
+        )
         data = Data(source=self.source, held_out=0.3, num_prompts=4)
         return run, load_data(data, TargetFolder.open(self.target), self.loop, run)
 
     def read_cache(self, data: LoadedData) -> None:
         model = LlamaForCausalLM.from_pretrained(self.target)
         signal = Signal(kind="cache", k=4, cache=self.folder.parent / "cache")
-        target_signal(signal, model, TargetFolder.open(self.target), data, self.folder, Accelerator(cpu=True))
+        target_signal(
+            signal, model, TargetFolder.open(self.target), data, self.folder, Accelerator(cpu=True)
+        )
 
 
 def test_a_resumed_run_trains_on_the_same_tokens_and_reads_its_cache(
@@ -114,7 +120,11 @@ def test_a_resumed_run_trains_on_the_same_tokens_and_reads_its_cache(
 
 
 def test_the_doctor_takes_the_day_of_the_run_whenever_the_draft_is_published(
-    target: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: Path,
+    source: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     family = find_family("eagle1")
     cfg = replace(
@@ -142,8 +152,25 @@ def test_a_baseline_of_another_day_is_of_the_same_prompts(
     target: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def evaluated(output: str, *flags: str) -> dict[str, Any]:
-        given = ["--target", str(target), "--prompts", source, "--draft", f"copy={target}", "--max-tokens", "4"]
-        few = ["--num-prompts", "4", "--num-speculative-tokens", "1", "--temperature", "0", "--no-engine"]
+        given = [
+            "--target",
+            str(target),
+            "--prompts",
+            source,
+            "--draft",
+            f"copy={target}",
+            "--max-tokens",
+            "4",
+        ]
+        few = [
+            "--num-prompts",
+            "4",
+            "--num-speculative-tokens",
+            "1",
+            "--temperature",
+            "0",
+            "--no-engine",
+        ]
         assert dispatch(["eval", *given, *few, "--output", str(tmp_path / output), *flags]) == 0
         report: dict[str, Any] = json.loads((tmp_path / output / "report.json").read_text())
         return report
@@ -168,9 +195,21 @@ def test_anchors_of_a_day_are_the_same_on_another(
     target: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def anchors(name: str, *flags: str) -> list[list[int]]:
-        given = ["--target", str(target), "--data", source, "--output", str(tmp_path / name), "--logprobs", "4"]
+        given = [
+            "--target",
+            str(target),
+            "--data",
+            source,
+            "--output",
+            str(tmp_path / name),
+            "--logprobs",
+            "4",
+        ]
         assert dispatch(["data", "anchors", *given, "--num-conversations", "3", *flags]) == 0
-        return [record.context_ids.tolist() for record in read_anchors(tmp_path / name, fingerprint(target))]
+        return [
+            record.context_ids.tolist()
+            for record in read_anchors(tmp_path / name, fingerprint(target))
+        ]
 
     def day_of(name: str) -> str:
         return str(json.loads((tmp_path / f"{name}.json").read_text())["date"])
@@ -180,8 +219,20 @@ def test_anchors_of_a_day_are_the_same_on_another(
     set_day(monkeypatch, SECOND)
     assert anchors("after", "--date", FIRST.isoformat()) == before
     assert anchors("today") != before
-    assert [day_of(name) for name in ("before", "after", "today")] == ["2024-02-29", "2024-02-29", "2024-03-01"]
-    wrong = ["anchors", "--target", str(target), "--data", source, "--output", str(tmp_path / "wrong")]
+    assert [day_of(name) for name in ("before", "after", "today")] == [
+        "2024-02-29",
+        "2024-02-29",
+        "2024-03-01",
+    ]
+    wrong = [
+        "anchors",
+        "--target",
+        str(target),
+        "--data",
+        source,
+        "--output",
+        str(tmp_path / "wrong"),
+    ]
     assert dispatch([*wrong, "--date", "today"]) == 2
 
 
@@ -192,13 +243,17 @@ def test_the_prompts_of_a_soak_and_the_data_of_a_demo_are_of_one_day(
     set_day(monkeypatch, SECOND)
     _, prompts = make_draft_and_prompts(target, tmp_path, FIRST)
     tokenizer = load_tokenizer(str(target))
-    assert all("Today is 29 Feb 2024." in tokenizer.decode(prompt.token_ids) for prompt in prompts[:8])
+    assert all(
+        "Today is 29 Feb 2024." in tokenizer.decode(prompt.token_ids) for prompt in prompts[:8]
+    )
 
     cfg = online.Config(target=target, output=tmp_path / "demo")
     assert fleet.begin_report(cfg, FIRST)["date"] == "2024-02-29"
 
 
-def test_a_demo_continued_on_another_day_keeps_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_continued_on_another_day_keeps_its_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_day(monkeypatch, FIRST)
     assert template_day.keep_day(tmp_path / "date") == FIRST
     set_day(monkeypatch, SECOND)

@@ -33,7 +33,9 @@ EXAMPLES = [
     each.example
     for command in COMMANDS.values()
     for each in ([command] if command.module else command.parts.values())
-    if not each.example.startswith(("redraft adapt", "redraft tap", *(f"redraft {name}" for name in OWN_CONFIG)))
+    if not each.example.startswith(
+        ("redraft adapt", "redraft tap", *(f"redraft {name}" for name in OWN_CONFIG))
+    )
 ]
 
 
@@ -63,7 +65,9 @@ def test_flags_add_what_a_file_lacks_and_mend_what_the_config_refuses(tmp_path: 
     assert end.value.code == 2
 
 
-@pytest.mark.parametrize("name", [name for name, _ in list_recipes() if name not in ("train", "adapt")])
+@pytest.mark.parametrize(
+    "name", [name for name, _ in list_recipes() if name not in ("train", "adapt")]
+)
 def test_help_names_the_flags_of_files(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         dispatch([*name.split(), "--help-all"])
@@ -72,19 +76,27 @@ def test_help_names_the_flags_of_files(name: str, capsys: pytest.CaptureFixture[
     assert ("--print-config" in text) == (name not in OWN_CONFIG or name in ("learner", "router"))
 
 
-def test_help_is_printed_before_the_flags_of_another_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_printed_before_the_flags_of_another_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = ["Qwen/Qwen3-8B", "--help-all", "--", "--port", "8001"]
     with pytest.raises(SystemExit) as end:
         parse_recipe(*find_recipe("serve", flags))
     assert end.value.code == 0
     assert "--print-config" in capsys.readouterr().out
     flags = ["Qwen/Qwen3-8B", "--draft", "ngram", "--", "--config", "vllm.yaml", "--help-all"]
-    assert parse_recipe(*find_recipe("serve", flags)).vllm_args == ("--config", "vllm.yaml", "--help-all")
+    assert parse_recipe(*find_recipe("serve", flags)).vllm_args == (
+        "--config",
+        "vllm.yaml",
+        "--help-all",
+    )
 
 
 @pytest.mark.parametrize("which", ["--help", "--help-all"])
 @pytest.mark.parametrize("name", list_trained())
-def test_help_of_a_training_names_the_flags_of_files(name: str, which: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_training_names_the_flags_of_files(
+    name: str, which: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         dispatch(["train", name, which])
     assert {"--config", "--print-config"} <= set(capsys.readouterr().out.split())
@@ -97,7 +109,12 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(
     path.write_text('output = "runs/x"\n[optim]\nlr = 2e-3\nname = "muon"\n[head]\nnum-steps = 5\n')
     args = ["eagle3", "--config", str(path), "--optim.lr", "3e-4"]
     cfg = parse_recipe(*train.choose_recipe(args, "redraft train"))
-    assert (cfg.optim.lr, cfg.optim.name, cfg.head.num_steps, cfg.output) == (3e-4, "muon", 5, Path("runs/x"))
+    assert (cfg.optim.lr, cfg.optim.name, cfg.head.num_steps, cfg.output) == (
+        3e-4,
+        "muon",
+        5,
+        Path("runs/x"),
+    )
     assert cfg.loop == make_config(find_family("eagle3")).loop
     with pytest.raises(SystemExit) as end:
         dispatch(["train", *args, "--print-config"])
@@ -117,7 +134,9 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(
         ("lr = \n", "not valid TOML"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_name_and_the_setting(text: str, part: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_with_its_name_and_the_setting(
+    text: str, part: str, tmp_path: Path
+) -> None:
     path = tmp_path / "eagle3.toml"
     path.write_text(text)
     with pytest.raises(ValueError) as error:  # noqa: PT011

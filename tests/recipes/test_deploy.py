@@ -41,7 +41,9 @@ def container(kind: str, name: str) -> dict[str, Any]:
 def compose() -> dict[str, Any]:
     """As compose reads it: variables replaced by their defaults, anchors merged."""
     text = (DEPLOY / "compose" / "compose.yaml").read_text()
-    return yaml.safe_load(re.sub(r"\$\{\w+_DIGEST:-\}", "", re.sub(r"\$\{MODELS[^}]*\}", "/models", text)))
+    return yaml.safe_load(
+        re.sub(r"\$\{\w+_DIGEST:-\}", "", re.sub(r"\$\{MODELS[^}]*\}", "/models", text))
+    )
 
 
 def settings_of_the_learner(where: str, mounted: Path) -> str:
@@ -61,7 +63,9 @@ def make_file(mounted: Path, path: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("manifest", manifests(), ids=lambda m: f"{m['kind']}-{m['metadata']['name']}")
+@pytest.mark.parametrize(
+    "manifest", manifests(), ids=lambda m: f"{m['kind']}-{m['metadata']['name']}"
+)
 def test_every_manifest_is_one_of_kubernetes(manifest):
     kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
 
@@ -75,7 +79,13 @@ def test_a_manifest_with_a_mistake_is_found():
 
 def test_the_compose_file_is_one():
     text = yaml.safe_dump(compose())
-    assert set(PyCompose.from_yaml(text).service_names()) == {"vllm", "learner", "log", "prometheus", "grafana"}
+    assert set(PyCompose.from_yaml(text).service_names()) == {
+        "vllm",
+        "learner",
+        "log",
+        "prometheus",
+        "grafana",
+    }
     with pytest.raises(ValueError, match="restrat"):
         PyCompose.from_yaml(text.replace("restart: unless-stopped", "restrat: unless-stopped"))
 
@@ -103,7 +113,11 @@ def test_the_stream_is_full_before_the_broker_and_the_broker_before_its_disk(tmp
     toml = tomllib.loads(manifest("ConfigMap", "redraft-learner")["data"]["learner.toml"])
     in_kubernetes = manifest("ConfigMap", "redraft-log")["data"]["nats.conf"]
     in_compose = (DEPLOY / "compose" / "nats.conf").read_text()
-    assert toml["stream"]["max_bytes"] < _bytes(_most_stored(in_kubernetes)) < _bytes(_claim("redraft-log"))
+    assert (
+        toml["stream"]["max_bytes"]
+        < _bytes(_most_stored(in_kubernetes))
+        < _bytes(_claim("redraft-log"))
+    )
     assert StreamLimits().max_bytes < _bytes(_most_stored(in_compose))
 
 
@@ -127,7 +141,9 @@ def _bytes(quantity):
 
 
 def test_the_plugin_reads_the_environment_of_the_deployment(tmp_path):
-    environment = {entry["name"]: entry["value"] for entry in container("Deployment", "vllm")["env"]}
+    environment = {
+        entry["name"]: entry["value"] for entry in container("Deployment", "vllm")["env"]
+    }
     (tmp_path / "token").write_text("secret")
     (tmp_path / "token").chmod(0o600)
     here = {"REDRAFT_REGISTRY": str(tmp_path), "REDRAFT_TOKEN_FILE": str(tmp_path / "token")}
@@ -138,13 +154,19 @@ def test_the_plugin_reads_the_environment_of_the_deployment(tmp_path):
     assert is_enabled(environment)
     assert config.allow_remote
     assert config.capture.is_on
-    assert (config.capture.ingest, config.capture.nats.fleet) == ("tls://redraft-log:4222", "kubernetes")
+    assert (config.capture.ingest, config.capture.nats.fleet) == (
+        "tls://redraft-log:4222",
+        "kubernetes",
+    )
 
 
 def test_the_commands_of_the_files_are_ours(tmp_path):
     def mounted(arguments):
         """With files that exist."""
-        files = [re.fullmatch(r"(--\S+=)?(/etc/nats/\S+|/run/secrets/log-\S+)", text) for text in arguments]
+        files = [
+            re.fullmatch(r"(--\S+=)?(/etc/nats/\S+|/run/secrets/log-\S+)", text)
+            for text in arguments
+        ]
         return [
             text if file is None else f"{file[1] or ''}{make_file(tmp_path, file[2])}"
             for text, file in zip(arguments, files, strict=True)
@@ -155,7 +177,8 @@ def test_the_commands_of_the_files_are_ours(tmp_path):
     config = parse(serve.Config, serve.__doc__, {}, command[1:], prog="redraft")
     assert config.vllm_args == ("--host=0.0.0.0", "--port=8000", "--gpu-memory-utilization=0.6")
     assert (
-        config.capture.nats.fleet == tomllib.loads((DEPLOY / "compose" / "learner.toml").read_text())["nats"]["fleet"]
+        config.capture.nats.fleet
+        == tomllib.loads((DEPLOY / "compose" / "learner.toml").read_text())["nats"]["fleet"]
     )
 
     probes = [container("StatefulSet", "redraft-log")["livenessProbe"]["exec"]["command"]]
@@ -168,7 +191,10 @@ def test_the_commands_of_the_files_are_ours(tmp_path):
 
 
 def _can_open(config):
-    return None not in (config.nats.credentials, config.nats.ca) and config.nats.fleet in ("compose", "kubernetes")
+    return None not in (config.nats.credentials, config.nats.ca) and config.nats.fleet in (
+        "compose",
+        "kubernetes",
+    )
 
 
 def test_no_service_puts_its_address_into_a_pods_environment():
@@ -179,14 +205,18 @@ def test_no_service_puts_its_address_into_a_pods_environment():
 
 def test_no_secret_goes_into_an_image_package_or_commit():
     root = DEPLOY.parents[1]
-    secrets = [f"recipes/deploy/{where}/{name}" for where in ("compose", "kubernetes") for name in ("token", "keys")]
+    secrets = [
+        f"recipes/deploy/{where}/{name}"
+        for where in ("compose", "kubernetes")
+        for name in ("token", "keys")
+    ]
     for name in (".dockerignore", ".gitignore"):
         lines = (root / name).read_text().splitlines()
         for secret in secrets:
             assert any(fnmatch.fnmatch(secret, line.rstrip("/")) for line in lines), (name, secret)
-    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
-        "redraft.recipes"
-    ]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["redraft.recipes"]
     shipped = {path for pattern in patterns for path in (root / "recipes").glob(pattern)}
     here = {path for path in DEPLOY.rglob("*") if path.is_file()}
     hidden = {path for path in here for secret in secrets if path.is_relative_to(root / secret)}
@@ -197,7 +227,11 @@ def test_no_secret_goes_into_an_image_package_or_commit():
 
 def test_the_image_is_built_from_every_folder_that_is_installed():
     root = DEPLOY.parents[1]
-    copied = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        line[1:]
+        for line in (root / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert {
         "pyproject.toml",
         "redraft",
@@ -212,7 +246,9 @@ def test_services_select_the_pods_that_the_settings_name():
         service = manifest("Service", name)["spec"]
         assert service["clusterIP"] == "None", "its name has to have every pod's address"
         assert [p["port"] for p in service["ports"]] == [int(port)]
-        assert any(m["kind"] in ("Deployment", "StatefulSet") and selects(service, m) for m in manifests())
+        assert any(
+            m["kind"] in ("Deployment", "StatefulSet") and selects(service, m) for m in manifests()
+        )
     assert manifest("StatefulSet", "redraft-learner")["spec"]["replicas"] == 1
 
 
@@ -225,7 +261,9 @@ def test_every_claim_and_secret_that_is_mounted_is_declared_or_told_to_create():
     for workload in [m for m in manifests() if m["kind"] in ("Deployment", "StatefulSet")]:
         for volume in workload["spec"]["template"]["spec"]["volumes"]:
             if "persistentVolumeClaim" in volume:
-                assert manifest("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+                assert manifest(
+                    "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]
+                )
             sources = volume["projected"]["sources"] if "projected" in volume else [volume]
             for source in sources:
                 if "configMap" in source:
@@ -235,7 +273,8 @@ def test_every_claim_and_secret_that_is_mounted_is_declared_or_told_to_create():
                     assert f"secret generic {name}" in readme
 
 
-# ------------------------------------------------------------------------------------------------------------- doors
+# -------------------------------------------------------------------------------------------------------------
+# doors
 
 
 def workloads() -> list[dict[str, Any]]:
@@ -268,18 +307,28 @@ def test_a_policy_of_the_network_selects_every_pod_and_lets_none_at_the_log_but_
     policies = [m["spec"] for m in manifests() if m["kind"] == "NetworkPolicy"]
     for workload in workloads():
         labels = workload["spec"]["template"]["metadata"]["labels"]
-        (policy,) = [p for p in policies if p["podSelector"]["matchLabels"].items() <= labels.items()]
+        (policy,) = [
+            p for p in policies if p["podSelector"]["matchLabels"].items() <= labels.items()
+        ]
         assert policy["policyTypes"] == ["Ingress", "Egress"]
         assert all(rule["from"] for rule in policy["ingress"]), "an empty list lets everyone in"
-        assert all("to" in rule or {port["port"] for port in rule["ports"]} == {53} for rule in policy["egress"])
+        assert all(
+            "to" in rule or {port["port"] for port in rule["ports"]} == {53}
+            for rule in policy["egress"]
+        )
     (rule,) = manifest("NetworkPolicy", "redraft-log")["spec"]["ingress"]
-    assert [source["podSelector"]["matchLabels"]["app"] for source in rule["from"]] == ["vllm", "redraft-learner"]
+    assert [source["podSelector"]["matchLabels"]["app"] for source in rule["from"]] == [
+        "vllm",
+        "redraft-learner",
+    ]
 
 
 def test_a_pod_has_the_time_to_end_its_answers_and_ship_its_records():
     pod = manifest("Deployment", "vllm")["spec"]["template"]["spec"]
     (server,) = pod["containers"]
-    (timeout_s,) = (int(arg.split("=")[1]) for arg in server["args"] if arg.startswith("--shutdown-timeout"))
+    (timeout_s,) = (
+        int(arg.split("=")[1]) for arg in server["args"] if arg.startswith("--shutdown-timeout")
+    )
     _, pause_s = server["lifecycle"]["preStop"]["exec"]["command"]
     assert timeout_s == serve.SHUTDOWN_TIMEOUT_S
     assert int(pause_s) + timeout_s + 20 <= pod["terminationGracePeriodSeconds"]
@@ -292,11 +341,15 @@ def test_a_drain_takes_one_server_at_a_time():
 
 
 def test_images_are_named_by_digest_and_the_readme_puts_them_in():
-    (line,) = re.findall(r'sed -i "(s\|.*\|)" \*\.yaml', (DEPLOY / "kubernetes" / "README.md").read_text())
+    (line,) = re.findall(
+        r'sed -i "(s\|.*\|)" \*\.yaml', (DEPLOY / "kubernetes" / "README.md").read_text()
+    )
     _, pattern, _, _ = line.split("|")
     for workload in workloads():
         for each in workload["spec"]["template"]["spec"]["containers"]:
-            name = re.fullmatch(r"registry\.example/([a-z-]+)@sha256:[0-9a-f]{64}", each["image"]).group(1)
+            name = re.fullmatch(
+                r"registry\.example/([a-z-]+)@sha256:[0-9a-f]{64}", each["image"]
+            ).group(1)
             assert re.fullmatch(pattern.replace("$image", name), each["image"])
 
 
@@ -335,7 +388,9 @@ def test_compose_publishes_on_this_machine_only_and_grants_nothing():
         assert service["mem_limit"]
         assert "ipc" not in service
         assert "privileged" not in service
-    on_the_log = {name for name, service in services.items() if "log" in service.get("networks", [])}
+    on_the_log = {
+        name for name, service in services.items() if "log" in service.get("networks", [])
+    }
     assert on_the_log == {"vllm", "learner", "log"}
     assert services["log"]["networks"] == ["log"]
     assert compose()["networks"]["log"] == {"internal": True}

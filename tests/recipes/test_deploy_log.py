@@ -50,7 +50,9 @@ def documented_command(file: str) -> str:
 
 
 @pytest.fixture(scope="module", params=["compose", "kubernetes"])
-def log(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+def log(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Broker]:
     folder = tmp_path_factory.mktemp("log")
     log_keys.main(log_keys.Config(folder=folder))
     command = documented_command("compose/compose.yaml").replace("keys/", f"{folder}/")
@@ -77,7 +79,9 @@ def trust(log: Broker) -> ssl.SSLContext:
 
 async def publish(log: Broker, num_records: int) -> None:
     publisher = Publisher(address(log), user(log, "servers"))
-    publisher.write([encode_frame(make_record(number)) for number in itertools.islice(numbers, num_records)])
+    publisher.write(
+        [encode_frame(make_record(number)) for number in itertools.islice(numbers, num_records)]
+    )
     deadline_s = time.monotonic() + 300
     while publisher.counts["published_records"] < num_records:
         assert time.monotonic() < deadline_s, publisher.status()
@@ -86,7 +90,9 @@ async def publish(log: Broker, num_records: int) -> None:
 
 
 async def open_stream(log: Broker, buffer: Buffer) -> StreamSource:
-    source = StreamSource(address(log), user(log, "learner"), StreamLimits(max_bytes=64 << 20), buffer, VOCAB)
+    source = StreamSource(
+        address(log), user(log, "learner"), StreamLimits(max_bytes=64 << 20), buffer, VOCAB
+    )
     await source.take()  # makes the stream
     return source
 
@@ -129,7 +135,9 @@ def test_nobody_connects_without_a_key_or_without_tls(log: Broker) -> None:
     async def run() -> None:
         for tls in (None, trust(log)):
             with pytest.raises((nats.errors.Error, OSError)):
-                await nats.connect(log.url, tls=tls, allow_reconnect=False, max_reconnect_attempts=1)
+                await nats.connect(
+                    log.url, tls=tls, allow_reconnect=False, max_reconnect_attempts=1
+                )
         with pytest.raises(BrokerError, match="Authorization"):
             await connect(address(log), Nats(fleet=FLEET, ca=user(log, "servers").ca))
 
@@ -145,7 +153,9 @@ def test_a_client_that_asks_before_it_says_who_it_is_hears_nothing(log: Broker) 
         await reader.readline()
         await writer.start_tls(trust(log))
         delete = f"PUB $JS.API.STREAM.DELETE.{STREAM} 0\r\n\r\n"
-        writer.write(f"SUB redraft.> 1\r\n{delete}CONNECT {json.dumps({'verbose': False})}\r\nPING\r\n".encode())
+        writer.write(
+            f"SUB redraft.> 1\r\n{delete}CONNECT {json.dumps({'verbose': False})}\r\nPING\r\n".encode()
+        )
         await publish(log, 3)
         answer = await asyncio.wait_for(reader.read(), 120)  # to the end: the broker hangs up
         assert b"MSG" not in answer
@@ -166,14 +176,25 @@ def test_the_servers_key_cannot_read_a_record_or_touch_the_stream(log: Broker) -
 
             seed = str(log.folder.parent / "servers.nk")
             client = await nats.connect(
-                log.url, nkeys_seed=seed, tls=trust(log), error_cb=note, inbox_prefix="_INBOX.servers"
+                log.url,
+                nkeys_seed=seed,
+                tls=trust(log),
+                error_cb=note,
+                inbox_prefix="_INBOX.servers",
             )
             heard: list[bytes] = []
 
             async def keep(message: nats.aio.msg.Msg) -> None:
                 heard.append(message.data)
 
-            ears = [">", "redraft.>", "_INBOX.>", "_INBOX.learner.>", "$JS.>", "$JS.API.CONSUMER.MSG.NEXT.>"]
+            ears = [
+                ">",
+                "redraft.>",
+                "_INBOX.>",
+                "_INBOX.learner.>",
+                "$JS.>",
+                "$JS.API.CONSUMER.MSG.NEXT.>",
+            ]
             for subject in ears:
                 await client.subscribe(subject, cb=keep)
             deadline_s = time.monotonic() + 300
@@ -194,7 +215,9 @@ def test_the_servers_key_cannot_read_a_record_or_touch_the_stream(log: Broker) -
             ]
             for verb in [*verbs, "DIRECT.GET", "CONSUMER.NAMES", "STREAM.MSG.DELETE"]:
                 with pytest.raises(nats.errors.TimeoutError):
-                    await client.request(f"$JS.API.{verb}.{STREAM}", b'{"last_by_subj":"redraft.>"}', timeout=0.2)
+                    await client.request(
+                        f"$JS.API.{verb}.{STREAM}", b'{"last_by_subj":"redraft.>"}', timeout=0.2
+                    )
             await client.close()
             assert heard == []
             assert await count_stored(log) == 5

@@ -1,4 +1,7 @@
-"""The flagship recipe as its user runs it: a process, flags, a folder; killed, resumed, and given bad input."""
+"""The flagship recipe as its user runs it.
+
+A process, flags, a folder; killed, resumed, and given bad input.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from redraft.heads.files.artifact import verify
 
 @pytest.fixture
 def command(random_target: Path, data: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The recipe's arguments on the small random target, for a folder under `tmp_path`, with further flags."""
+    """The recipe's arguments on the small random target, for a folder under `tmp_path`, with
+    further flags.
+    """
     return lambda output, *flags: build_command(random_target, data, tmp_path / output, *flags)
 
 
@@ -26,7 +31,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_killed_and_resumed_run_ends_with_the_weights_and_metrics_of_an_unbroken_one(command, tmp_path):
+def test_a_killed_and_resumed_run_ends_with_the_weights_and_metrics_of_an_unbroken_one(
+    command, tmp_path
+):
     whole = run(command("whole"))
     assert whole.returncode == 0, whole.stderr
     kill_when(command("broken"), (tmp_path / "broken/checkpoints/step-000004/manifest.json").exists)
@@ -36,7 +43,10 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_and_metrics_of_an_unbrok
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "broken")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    lines = [[json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()] for name in ("whole", "broken")]
+    lines = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
+        for name in ("whole", "broken")
+    ]
     for one, other in zip(*lines, strict=True):
         one.pop("tokens_per_s", None), other.pop("tokens_per_s", None)
         assert one == other
@@ -64,7 +74,9 @@ def test_a_run_that_ended_before_it_began_keeps_nobody_from_its_folder(command, 
         assert str(tmp_path / "nowhere") in refused.stderr.splitlines()[-1]
 
 
-def test_resuming_with_another_config_names_what_changed_and_a_cut_checkpoint_names_its_file(command, tmp_path):
+def test_resuming_with_another_config_names_what_changed_and_a_cut_checkpoint_names_its_file(
+    command, tmp_path
+):
     kill_when(command("run"), (tmp_path / "run/checkpoints/step-000002/manifest.json").exists)
     other = run(command("run", "--optim.lr", "5e-4"))
     assert other.returncode == 2
@@ -104,5 +116,7 @@ def test_a_cached_signal_trains_nearly_as_the_exact_one_does(command, tmp_path):
     assert exact.returncode == 0, exact.stderr
     assert "bytes per token" in cached.stdout + cached.stderr
     expected, found = weights(tmp_path / "exact"), weights(tmp_path / "cached")
-    assert all(torch.allclose(expected[name].float(), found[name].float(), atol=2e-2) for name in expected)
+    assert all(
+        torch.allclose(expected[name].float(), found[name].float(), atol=2e-2) for name in expected
+    )
     assert not all(torch.equal(expected[name], found[name]) for name in expected)

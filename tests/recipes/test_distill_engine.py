@@ -15,9 +15,20 @@ from redraft.eval.engine.server import VllmServer
 def test_a_target_behind_a_vllm_server_needs_no_weights_here(
     engine_with_draft: VllmServer, served_pair: tuple[Path, Path], data: Path, tmp_path: Path
 ) -> None:
-    signal = ("--signal.kind", "endpoint", "--signal.url", engine_with_draft.url, "--signal.k", "20")
+    signal = (
+        "--signal.kind",
+        "endpoint",
+        "--signal.url",
+        engine_with_draft.url,
+        "--signal.k",
+        "20",
+    )
     draft = ("--draft.num-layers", "1", "--draft.hidden-size", "64")
-    done = run_as_user(build_command(served_pair[0], data, tmp_path / "remote", "--loop.steps", "2", *signal, *draft))
+    done = run_as_user(
+        build_command(
+            served_pair[0], data, tmp_path / "remote", "--loop.steps", "2", *signal, *draft
+        )
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "remote/report.json").read_text())
     assert report["by_domain"].keys() == {"code", "prose"}

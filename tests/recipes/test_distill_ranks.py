@@ -1,4 +1,7 @@
-"""Whole recipes on two processes, by the shipped configs: sharded in training, one folder when served."""
+"""Whole recipes on two processes, by the shipped configs.
+
+Sharded in training, one folder when served.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,24 @@ ROOT = Path(__file__).parents[2]
 def launch(
     config: str | None, recipe: str, target: Path, data: Path, output: Path, *flags: str
 ) -> subprocess.CompletedProcess[str]:
-    """The recipe on two processes by a config, four rows a step; without one, alone on as many rows."""
+    """The recipe on two processes by a config, four rows a step.
+
+    Without one, alone on as many rows.
+    """
     if (config or "").startswith("zero"):
-        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'redraft[deepspeed]'")
+        pytest.importorskip(
+            "deepspeed", reason="DeepSpeed is not installed: pip install 'redraft[deepspeed]'"
+        )
     two = ["--config_file", f"recipes/accelerate/{config}.yaml", "--num_processes", "2"]
-    launcher = ["-m", "accelerate.commands.launch", *two, "--mixed_precision", "no", "--main_process_port", "0"]
+    launcher = [
+        "-m",
+        "accelerate.commands.launch",
+        *two,
+        "--mixed_precision",
+        "no",
+        "--main_process_port",
+        "0",
+    ]
     arguments = {
         "--target": str(target),
         "--data.source": str(data),
@@ -40,7 +56,12 @@ def launch(
         "--prove.max-tokens": "64",
         "--output": str(output),
     }
-    command = [sys.executable, *(launcher if config else []), str(ROOT / "recipes/train.py"), recipe]
+    command = [
+        sys.executable,
+        *(launcher if config else []),
+        str(ROOT / "recipes/train.py"),
+        recipe,
+    ]
     return subprocess.run(
         [*command, *(part for pair in arguments.items() for part in pair), *flags],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=600,
@@ -69,8 +90,13 @@ def test_a_draft_trained_in_shards_is_one_folder_that_vllm_serves(
     assert found["engine"]["tau"] == pytest.approx(found["offline"]["tau_forecast"], rel=0.02)
     alone = launch(None, recipe, random_target, data, tmp_path / "one", *flags, "--prove.no-engine")
     assert alone.returncode == 0, alone.stderr[-4000:]
-    weights, its_weights = (StandaloneDraft.load(tmp_path / name / "draft").state_dict() for name in ("one", "two"))
-    for name, tensor in weights.items():  # the export rounds to bfloat16: a last digit may fall the other way
+    weights, its_weights = (
+        StandaloneDraft.load(tmp_path / name / "draft").state_dict() for name in ("one", "two")
+    )
+    for (
+        name,
+        tensor,
+    ) in weights.items():  # the export rounds to bfloat16: a last digit may fall the other way
         assert ((tensor - its_weights[name]).abs() <= 2**-7 * tensor.abs() + 1e-4).all(), name
 
 
@@ -87,7 +113,9 @@ def test_a_head_trained_in_shards_is_resumed_and_exported(
     verify(tmp_path / "run/draft")
     again = launch(config, recipe, random_target, data, tmp_path / "run", *flags)
     assert again.returncode == 0, again.stderr[-4000:]
-    alone = launch(None, recipe, random_target, data, tmp_path / "run", *flags, "--loop.batch-size", "2")
+    alone = launch(
+        None, recipe, random_target, data, tmp_path / "run", *flags, "--loop.batch-size", "2"
+    )
     assert alone.returncode == 2
     assert "2 processes of " in alone.stderr.splitlines()[-1]
 
@@ -106,7 +134,9 @@ def test_a_target_in_shards_is_forecast_as_a_whole_one(
     for chosen, more in ((None, []), (config, ["--signal.shard"])):
         done = launch(chosen, recipe, random_target, data, tmp_path / str(chosen), *flags, *more)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    one, two = (report(tmp_path / str(chosen))["offline"]["tau_forecast"] for chosen in (None, config))
+    one, two = (
+        report(tmp_path / str(chosen))["offline"]["tau_forecast"] for chosen in (None, config)
+    )
     assert two == pytest.approx(one, rel=1e-3)
 
 
@@ -116,14 +146,34 @@ def test_a_target_in_shards_gives_the_start_of_a_whole_one(
     init: str, random_target: Path, data: Path, tmp_path: Path
 ) -> None:
     """Steps of 1e-12 leave the weights as they began."""
-    flags = ["--head.aux-layer-ids", "0", "1", "2", "--draft-vocab-size", "256", "--prove.no-engine", "--init", init]
-    flags += ["--head.fc-norm", "--optim.lr", "1e-12", "--prove.num-speculative-tokens", "3", "--init-tokens", "2048"]
+    flags = [
+        "--head.aux-layer-ids",
+        "0",
+        "1",
+        "2",
+        "--draft-vocab-size",
+        "256",
+        "--prove.no-engine",
+        "--init",
+        init,
+    ]
+    flags += [
+        "--head.fc-norm",
+        "--optim.lr",
+        "1e-12",
+        "--prove.num-speculative-tokens",
+        "3",
+        "--init-tokens",
+        "2048",
+    ]
     found = []
     for config, more in ((None, []), ("ddp", ["--signal.shard", "--loop.batch-size", "4"])):
         output = tmp_path / str(config)
         done = launch(config, "eagle3", random_target, data, output, *flags, *more)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        said = [line for line in done.stdout.splitlines() if line.startswith("the head starts from ")]
+        said = [
+            line for line in done.stdout.splitlines() if line.startswith("the head starts from ")
+        ]
         assert len(said) == 1
         if init == "last_layer":
             assert ("files" in said[0]) == (config is not None)
@@ -131,4 +181,6 @@ def test_a_target_in_shards_gives_the_start_of_a_whole_one(
     one, two = found
     assert one.keys() == two.keys()
     for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4 if init == "least_squares" else 1e-7)
+        torch.testing.assert_close(
+            two[name], tensor, rtol=1e-3, atol=1e-4 if init == "least_squares" else 1e-7
+        )

@@ -31,7 +31,9 @@ def test_vllm_chooses_unless_a_runner_is_asked_for() -> None:
     assert runner_environment("v2", on_cpu=False) == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
-def test_on_a_cpu_v2_runs_in_tritons_interpreter(triton: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_v2_runs_in_tritons_interpreter(
+    triton: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     found = runner_environment("v2", on_cpu=True)
     assert (found["VLLM_USE_V2_MODEL_RUNNER"], found["TRITON_INTERPRET"]) == ("1", "1")
@@ -42,7 +44,9 @@ def test_on_a_cpu_v2_runs_in_tritons_interpreter(triton: Path, monkeypatch: pyte
 
 
 @pytest.mark.skipif(not ENGINE_IS_CPU, reason="vLLM for CPUs alone needs Triton from us")
-def test_without_triton_the_demo_is_refused_before_an_older_one_is_deleted(triton: Path, tmp_path: Path) -> None:
+def test_without_triton_the_demo_is_refused_before_an_older_one_is_deleted(
+    triton: Path, tmp_path: Path
+) -> None:
     triton.rmdir()
     output = tmp_path / "demo"
     output.mkdir()
@@ -61,7 +65,9 @@ def test_elsewhere_than_in_the_source_tree_v2_is_refused_too(
         runner_environment("v2", on_cpu=True)
 
 
-def test_a_server_gets_type_cache_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_gets_type_cache_and_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[tuple[list[str], dict[str, str]]] = []
 
     @contextmanager
@@ -81,7 +87,11 @@ def test_a_server_gets_type_cache_and_environment(tmp_path: Path, monkeypatch: p
     }
     with start_server(tmp_path, tmp_path, **given) as server:
         assert server.measured(2).dtype == "float32"
-    changes: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_bytes": 999, "environment": {"A": "b"}}
+    changes: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_cache_bytes": 999,
+        "environment": {"A": "b"},
+    }
     with start_server(tmp_path, tmp_path, **given, **changes) as server:
         assert server.measured(2).dtype == "bfloat16"
 

@@ -22,7 +22,9 @@ def answer_greedily(model: object, prompt: list[int], count: int = 16) -> Text:
     return prompt, ids[len(prompt) :]
 
 
-def test_greedy_answers_of_a_float32_target_are_lossless_and_another_token_is_not(random_target: Path) -> None:
+def test_greedy_answers_of_a_float32_target_are_lossless_and_another_token_is_not(
+    random_target: Path,
+) -> None:
     target = load_causal_lm(random_target, torch.float32).eval()
     texts = [answer_greedily(target, [first, *PROMPT]) for first in range(20, 24)]
     found = compare_with_target(texts, target, target)
@@ -37,8 +39,12 @@ def test_greedy_answers_of_a_float32_target_are_lossless_and_another_token_is_no
     assert found["widest_gap"] > found["tie_gap"] == pytest.approx(1e-3)
 
 
-def test_in_bfloat16_the_targets_own_rounding_is_told_and_an_error_is_still_one(random_target: Path) -> None:
-    target, exact = (load_causal_lm(random_target, dtype).eval() for dtype in (torch.bfloat16, torch.float32))
+def test_in_bfloat16_the_targets_own_rounding_is_told_and_an_error_is_still_one(
+    random_target: Path,
+) -> None:
+    target, exact = (
+        load_causal_lm(random_target, dtype).eval() for dtype in (torch.bfloat16, torch.float32)
+    )
     # As an engine in bfloat16 answers: some of these tokens are not the best ones in float32.
     texts = [answer_greedily(target, [first, *PROMPT], count=48) for first in range(20, 36)]
     found = compare_with_target(texts, target, exact)

@@ -41,24 +41,47 @@ def make_online_report(**changes: Any) -> dict[str, Any]:
         "domains": ["code", "prose"],
         "about": {"code": "functions to write", "prose": "questions about documentation"},
         "command": "make demo-online",
-        "tau": {"a_before": 1.9, "b_before": 1.2, "b_adapted": 1.8, "b_offline": 2.0, "a_after": 1.88},
+        "tau": {
+            "a_before": 1.9,
+            "b_before": 1.2,
+            "b_adapted": 1.8,
+            "b_offline": 2.0,
+            "a_after": 1.88,
+        },
         "records_to_adapt": 300,
         "requests": 1234,
         "failed_requests": 0,
         "lossless": True,
         "outputs": make_outputs(),
-        "tokens_per_s": {"a_before": 101.25, "b_before": 80.5, "b_adapted": 110.75, "a_after": 99.5},
+        "tokens_per_s": {
+            "a_before": 101.25,
+            "b_before": 80.5,
+            "b_adapted": 110.75,
+            "a_after": 99.5,
+        },
         "speed": {
             **estimate_speed(
-                {"before": [80.0, 40.0, 82.0, 79.0, 81.0, 80.0], "adapted": [104.0, 52.0, 100.0, 102.0, 104.0, 108.0]}
+                {
+                    "before": [80.0, 40.0, 82.0, 79.0, 81.0, 80.0],
+                    "adapted": [104.0, 52.0, 100.0, 102.0, 104.0, 108.0],
+                }
             ),
             "concurrency": 4,
             "mode": "compiled",
             "step_ms": {"before": 20.0, "adapted": 16.0},
         },
-        "swap": {"count": 2, "pause_ms_max": 200.0, "pause_ms_max_before": 300.0, "target_checksum_equal": True},
+        "swap": {
+            "count": 2,
+            "pause_ms_max": 200.0,
+            "pause_ms_max_before": 300.0,
+            "target_checksum_equal": True,
+        },
         "bad_candidate": {"rejected_by_gate": True, "reason": "reject: tau 2.0 -> 1.5"},
-        "bad_draft": {"rolled_back": True, "rollback_s": 4.5, "reason": "its draft is hardly accepted"},
+        "bad_draft": {
+            "rolled_back": True,
+            "rollback_s": 4.5,
+            "reason": "its draft is hardly accepted",
+        },
         "first_verdict_requests": 187,
         "gap": {
             "seeds": [0, 1, 2],
@@ -72,7 +95,9 @@ def make_online_report(**changes: Any) -> dict[str, Any]:
             "share": 0.75,
             "interval": [0.66, 0.84],
         },
-        "settings": [{"setting": "training.lr", "default": 1e-4, "value": 1e-3, "reason": "a small model"}],
+        "settings": [
+            {"setting": "training.lr", "default": 1e-4, "value": 1e-3, "reason": "a small model"}
+        ],
         "capture": {
             "overhead": 0.03,
             "overhead_interval": [0.01, 0.05],
@@ -86,7 +111,9 @@ def make_online_report(**changes: Any) -> dict[str, Any]:
             {"version": "v000003", "origin": "offline on B", "records": 0, "tau": 2.0},
         ],
         "timeline": {
-            "acceptance": [{"s": float(s), "server": f"server {s % 2}", "tau": 1.5} for s in range(-4, 20)],
+            "acceptance": [
+                {"s": float(s), "server": f"server {s % 2}", "tau": 1.5} for s in range(-4, 20)
+            ],
             "swaps": [{"s": 9.0, "server": "server 0", "version": "v000002", "outcome": "swapped"}],
         },
         "environment": {"date": "2026-01-02", "processor": "an abacus"},
@@ -102,15 +129,23 @@ def write(folder: Path, report: dict[str, Any]) -> Path:
 def test_the_page_begins_with_what_the_draft_gained(tmp_path: Path) -> None:
     html = write(tmp_path, make_online_report()).read_text()
     assert (
-        words(html, "h1") == "Traffic moved to prose, and the draft followed: from 1.20 to 1.80 tokens per target step."
+        words(html, "h1")
+        == "Traffic moved to prose, and the draft followed: from 1.20 to 1.80 tokens per target "
+        "step."
     )
-    assert "Learning closes 75% of that gap (95% interval 66% to 84%, over 3 seeds and 48 prompts)" in html
+    assert (
+        "Learning closes 75% of that gap (95% interval 66% to 84%, over 3 seeds and 48 prompts)"
+        in html
+    )
     assert "every token is the target's own" in html
 
 
 def test_the_page_hides_no_failure(tmp_path: Path) -> None:
     bad = {"rolled_back": False, "rollback_s": None, "reason": "it stayed"}
-    html = write(tmp_path, make_online_report(failed_requests=3, lossless=False, records_to_adapt=None, bad_draft=bad))
+    html = write(
+        tmp_path,
+        make_online_report(failed_requests=3, lossless=False, records_to_adapt=None, bad_draft=bad),
+    )
     text = html.read_text()
     assert '<span class="bad">3 failed</span>' in text
     assert "not every token is the target's own" in text
@@ -118,7 +153,9 @@ def test_the_page_hides_no_failure(tmp_path: Path) -> None:
     assert "70% after" not in text
 
 
-def test_the_page_of_a_real_model_names_its_domains_its_speed_and_its_rounding(tmp_path: Path) -> None:
+def test_the_page_of_a_real_model_names_its_domains_its_speed_and_its_rounding(
+    tmp_path: Path,
+) -> None:
     alone = {"parted": 6, "widest_gap": 0.31}
     outputs = make_outputs(answers=80, parted=7, widest_gap=0.27, target_alone=alone, tie_gap=0.31)
     changes = {
@@ -138,13 +175,15 @@ def test_the_page_of_a_real_model_names_its_domains_its_speed_and_its_rounding(t
     assert "its rows do not compare the drafts, the rounds above do" in html
     assert "up to ties that rounding to bfloat16 decides" in html
     assert (
-        "7 of them hold a token that is not the best one there, at most 0.270 below it in logits. That is rounding:"
-        in html
+        "7 of them hold a token that is not the best one there, at most 0.270 below it in logits. "
+        "That is rounding:" in html
     )
     assert "prefers another token in 6 of the same answers, at most 0.310 below" in html
     assert "<dt>code</dt><dd>Functions to complete.</dd>" in html
     said = summarise_report(report)
-    assert "speed on code: 1.30x the tokens/s of the first draft (95% interval 1.22x to 1.35x)" in said
+    assert (
+        "speed on code: 1.30x the tokens/s of the first draft (95% interval 1.22x to 1.35x)" in said
+    )
     assert "7 of 80 answers part from the target in float32, by up to 0.27 in logits" in said
 
     wrong = outputs | {"widest_gap": 3.5, "lossless": False}
@@ -153,7 +192,9 @@ def test_the_page_of_a_real_model_names_its_domains_its_speed_and_its_rounding(t
     assert "That is more than rounding:" in html
 
 
-def test_the_first_and_the_adapted_draft_take_turns_in_being_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_and_the_adapted_draft_take_turns_in_being_measured_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A machine that gets slower with every measurement, with a draft that makes it twice as fast."""
     swaps: list[str] = []
 
@@ -189,7 +230,9 @@ def test_the_first_and_the_adapted_draft_take_turns_in_being_measured_first(monk
 
 @browser
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_charts_of_the_online_demo_render_without_an_error_or_a_request(tmp_path: Path, dark: bool) -> None:
+def test_the_charts_of_the_online_demo_render_without_an_error_or_a_request(
+    tmp_path: Path, dark: bool
+) -> None:
     page = write(tmp_path, make_online_report())
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
     dom, console, asked = open_in_chromium(page, tmp_path, *flags)

@@ -13,7 +13,12 @@ from learner_world import ANSWER_TOKENS, PROMPT_TOKENS, World, make_draft, make_
 
 from benchmarks.demo.online_config import SMALL, Config, describe_settings, forced_settings
 from benchmarks.demo.online_replay import Replayer
-from benchmarks.demo.online_report import describe_cost, describe_gap, estimate_overhead, estimate_share
+from benchmarks.demo.online_report import (
+    describe_cost,
+    describe_gap,
+    estimate_overhead,
+    estimate_share,
+)
 from benchmarks.demo.online_stage import Scene, write_learner_config
 from redraft.eval.intervals import UNBOUNDED, median_interval
 from redraft.eval.prompts import Prompt
@@ -27,7 +32,10 @@ from redraft.online.records.record import encode_record
 
 
 def make_counts(rng: np.random.Generator, tau: Any, prompts: int = 48) -> np.ndarray:
-    """Accepted tokens and drafts of every prompt, around the given tau; one more axis for several taus."""
+    """Accepted tokens and drafts of every prompt, around the given tau.
+
+    One more axis for several taus.
+    """
     drafts_N = rng.integers(15, 45, prompts).astype(float)
     accepted = (np.asarray(tau)[..., None] - 1) * drafts_N
     return np.stack([accepted, np.broadcast_to(drafts_N, accepted.shape)], axis=-1)
@@ -41,7 +49,9 @@ def test_the_share_of_the_gap_is_that_of_exact_counts() -> None:
     assert found["shares"] == pytest.approx([0.75, 0.8, 0.7])
     assert found["share"] == pytest.approx(0.75)
     # every prompt tells the same, so only seeds vary: t(0.975, 2) * 0.05 / sqrt(3)
-    assert found["interval"] == pytest.approx((0.75 - 4.3027 * 0.05 / 3**0.5, 0.75 + 4.3027 * 0.05 / 3**0.5), abs=1e-3)
+    assert found["interval"] == pytest.approx(
+        (0.75 - 4.3027 * 0.05 / 3**0.5, 0.75 + 4.3027 * 0.05 / 3**0.5), abs=1e-3
+    )
 
 
 def test_there_is_no_share_without_a_gap_and_no_interval_with_one_seed() -> None:
@@ -65,7 +75,13 @@ def test_the_interval_of_the_share_holds_the_truth_over_seeds_and_prompts() -> N
         fit_N = 0.15 * rng.standard_normal(48)  # a prompt may profit more or less from learning
         drafts_N = rng.integers(15, 45, 48).astype(float)
 
-        def counts(tau: float, fit: float, hard_N: Any = hard_N, fit_N: Any = fit_N, drafts_N: Any = drafts_N) -> Any:
+        def counts(
+            tau: float,
+            fit: float,
+            hard_N: Any = hard_N,
+            fit_N: Any = fit_N,
+            drafts_N: Any = drafts_N,
+        ) -> Any:
             rates_N = tau - 1 + hard_N + fit * fit_N
             return np.stack([rates_N * drafts_N, drafts_N], axis=-1)
 
@@ -86,7 +102,8 @@ def test_the_median_interval_holds_the_median_of_skewed_rounds() -> None:
     rng = np.random.default_rng(0)
     for size in (6, 16):
         held = [
-            low <= 1 <= high for _, (low, high) in (median_interval(rng.lognormal(0, 1, size)) for _ in range(2000))
+            low <= 1 <= high
+            for _, (low, high) in (median_interval(rng.lognormal(0, 1, size)) for _ in range(2000))
         ]
         assert np.mean(held) >= 0.95 - 0.01
 
@@ -94,14 +111,26 @@ def test_the_median_interval_holds_the_median_of_skewed_rounds() -> None:
 def test_a_cost_that_the_interval_cannot_tell_from_none_is_called_equal() -> None:
     without = np.full(16, 100.0)
     noise = np.linspace(-3, 3, 16)
-    assert describe_cost(*estimate_overhead(list(without + noise), list(without))).startswith("equal")
-    assert describe_cost(*estimate_overhead(list(without - 10 + noise), list(without))).startswith("10.0% (95%")
+    assert describe_cost(*estimate_overhead(list(without + noise), list(without))).startswith(
+        "equal"
+    )
+    assert describe_cost(*estimate_overhead(list(without - 10 + noise), list(without))).startswith(
+        "10.0% (95%"
+    )
     assert describe_cost(*estimate_overhead([90.0], [100.0])) == "unknown, too few rounds"
 
 
 def test_the_demo_changes_only_the_settings_it_lists(tmp_path: Path) -> None:
     cfg = Config()
-    scene = Scene(target=SMALL, dtype="float32", domains=("code", "prose"), about={}, training=[], traffic={}, test={})
+    scene = Scene(
+        target=SMALL,
+        dtype="float32",
+        domains=("code", "prose"),
+        about={},
+        training=[],
+        traffic={},
+        test={},
+    )
     config = asdict(write_learner_config(cfg, scene, tmp_path, servers=["http://127.0.0.1:1"]))
     defaults = asdict(LearnerConfig(target=Path("t"), registry=Path("r"), spool=Path("s")))
     changed = {
@@ -115,7 +144,9 @@ def test_the_demo_changes_only_the_settings_it_lists(tmp_path: Path) -> None:
     addresses = {"draft.initial", "fleet.servers", "fleet.token_file"}
     assert changed - addresses == set(listed)
     assert all(row["reason"] for row in listed.values())
-    assert not any(name.startswith(("gate.", "buffer.")) for name in listed), "the gate's evidence is the default's"
+    assert not any(name.startswith(("gate.", "buffer.")) for name in listed), (
+        "the gate's evidence is the default's"
+    )
 
 
 def test_the_replay_trains_on_the_records_and_judges_both_drafts(
@@ -132,11 +163,16 @@ def test_the_replay_trains_on_the_records_and_judges_both_drafts(
     with Buffer(cfg.buffer_config, fingerprint(random_target)) as buffer:
         buffer.append([(encode_record(record), record) for record in records], time.time())
     rng = np.random.default_rng(0)
-    prompts = [Prompt(token_ids=rng.integers(20, 400, PROMPT_TOKENS).tolist(), domain="prose") for _ in range(24)]
+    prompts = [
+        Prompt(token_ids=rng.integers(20, 400, PROMPT_TOKENS).tolist(), domain="prose")
+        for _ in range(24)
+    ]
     target = load_causal_lm(random_target).eval()
     with Replayer(cfg, target, prompts, 2, ANSWER_TOKENS) as replayer:
         found = replayer.run(64, "prose", range(2), tmp_path / "ceiling")
     assert (found["steps"], found["num_prompts"], found["seeds"]) == (16, 24, [0, 1])
     assert len(found["tau_learned"]) == len(found["tau_ceiling"]) == 2
-    assert min(found["tau_learned"] + found["tau_ceiling"]) > found["tau_before"], "both have learned"
+    assert min(found["tau_learned"] + found["tau_ceiling"]) > found["tau_before"], (
+        "both have learned"
+    )
     assert (tmp_path / "ceiling" / "config.json").is_file()

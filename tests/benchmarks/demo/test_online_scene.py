@@ -37,7 +37,11 @@ def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(source: str) -> list[Any]:
         if source == "stdlib":
-            return [make_conversation(domain, number) for number in range(200) for domain in ("code", "prose")]
+            return [
+                make_conversation(domain, number)
+                for number in range(200)
+                for domain in ("code", "prose")
+            ]
         assert source == "stdlib-functions"
         asked = (make_conversation("code", number)["messages"][:1] for number in range(1000, 1040))
         return [{"domain": "code", "messages": messages} for messages in asked]
@@ -80,14 +84,22 @@ def test_a_real_model_is_tested_on_humaneval_of_which_nothing_is_in_the_traffic(
     assert scene.training == scene.traffic["prose"]
     assert len(scene.test["code"]) == 2
     assert all("def humaneval_" in question for question in first_questions(scene.test["code"]))
-    assert not any("humaneval" in question for some in scene.traffic.values() for question in first_questions(some))
+    assert not any(
+        "humaneval" in question
+        for some in scene.traffic.values()
+        for question in first_questions(some)
+    )
     assert not first_questions(scene.test["prose"]) & first_questions(scene.training)
 
 
-def test_a_real_model_computes_in_the_type_that_is_the_default_everywhere(random_target: Path, parts: Path) -> None:
+def test_a_real_model_computes_in_the_type_that_is_the_default_everywhere(
+    random_target: Path, parts: Path
+) -> None:
     default = default_target_dtype(random_target, on_cpu=ENGINE_IS_CPU) or "bfloat16"
     for given, dtype in ((None, default), ("bfloat16", "bfloat16"), ("float32", "float32")):
-        assert make_scene(Config(target=random_target, parts=parts, target_dtype=given)).dtype == dtype
+        assert (
+            make_scene(Config(target=random_target, parts=parts, target_dtype=given)).dtype == dtype
+        )
 
 
 def test_the_word_smollm2_names_the_folder_below_parts(random_target: Path, parts: Path) -> None:
@@ -115,7 +127,9 @@ def test_smollm2_itself_has_room_for_sixteen_requests_and_learns_from_its_first_
     assert stage.kv_cache_bytes == token_bytes * 16 * 512
 
 
-def test_a_target_that_is_not_there_is_told_before_the_output_is_touched(parts: Path, tmp_path: Path) -> None:
+def test_a_target_that_is_not_there_is_told_before_the_output_is_touched(
+    parts: Path, tmp_path: Path
+) -> None:
     with pytest.raises(FileNotFoundError, match="nothing"):
         make_scene(Config(target=tmp_path / "nothing", parts=parts))
 
@@ -131,10 +145,14 @@ def test_the_stage_is_set_for_the_scene(random_target: Path, parts: Path, tmp_pa
     stage = Stage.set(cfg, make_scene(cfg), datetime.date(2026, 1, 2))
     assert stage.target.dtype == torch.bfloat16
     assert stage.registry.current() == "v000001"
-    assert read_config(output / "draft-prose")["num_hidden_layers"] == 2, "the first and the last layer"
+    assert read_config(output / "draft-prose")["num_hidden_layers"] == 2, (
+        "the first and the last layer"
+    )
     assert {name: len(prompts) for name, prompts in stage.test.items()} == {"prose": 5, "code": 2}
     assert {prompt.domain for prompt in stage.traffic["code"]} == {"code"}
-    assert {record.domain for record in read_anchors(output / "anchors", stage.fingerprint)} == {"prose"}
+    assert {record.domain for record in read_anchors(output / "anchors", stage.fingerprint)} == {
+        "prose"
+    }
 
     stage.configure([])
     config = stage.config
@@ -144,11 +162,15 @@ def test_the_stage_is_set_for_the_scene(random_target: Path, parts: Path, tmp_pa
 
 
 def test_the_cache_holds_sixteen_of_the_longest_requests() -> None:
-    smollm2 = SimpleNamespace(num_hidden_layers=30, num_key_value_heads=3, num_attention_heads=9, hidden_size=576)
+    smollm2 = SimpleNamespace(
+        num_hidden_layers=30, num_key_value_heads=3, num_attention_heads=9, hidden_size=576
+    )
     # 2 x 32 layers x 3 heads x 64 numbers of two bytes a token; 16 requests of 512 tokens
     assert count_kv_bytes(smollm2, 2, "bfloat16") == 24_576 * 16 * 512
     assert count_kv_bytes(smollm2, 2, "float32") == 2 * 24_576 * 16 * 512
-    tiny = SimpleNamespace(num_hidden_layers=7, num_key_value_heads=2, num_attention_heads=4, head_dim=64)
+    tiny = SimpleNamespace(
+        num_hidden_layers=7, num_key_value_heads=2, num_attention_heads=4, head_dim=64
+    )
     assert count_kv_bytes(tiny, 2, "float32") == KV_CACHE_BYTES
 
 
@@ -163,4 +185,6 @@ def test_a_preset_has_the_sizes_and_flags_change_them() -> None:
     cfg = parse(Config, None, PRESETS, ["--preset", "smollm2", "--seeds", "3"], prog="online.py")
     assert (cfg.target, cfg.seeds, cfg.max_tokens) == (SMOLLM2, 3, PRESETS["smollm2"].max_tokens)
     assert PRESETS["v2"].runner == "v2"
-    assert len({preset.output for preset in (*PRESETS.values(), Config())}) == 3, "no demo deletes another's"
+    assert len({preset.output for preset in (*PRESETS.values(), Config())}) == 3, (
+        "no demo deletes another's"
+    )

@@ -1,4 +1,7 @@
-"""The demo of a target that moves: names, estimates and page on made numbers, and a short run that is killed once."""
+"""The demo of a target that moves.
+
+Names, estimates and page on made numbers, and a short run that is killed once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,16 @@ from benchmarks.demo import rl
 from benchmarks.demo.fleet import begin_report
 from benchmarks.demo.rl import Config, Play, find_checkpoint, repeated_share
 from benchmarks.demo.rl_finetune import find_labels_ratio
-from benchmarks.demo.rl_judge import DRAFTS, Judged, Policy, build_charts, count_engine, decide, judge, summarise
+from benchmarks.demo.rl_judge import (
+    DRAFTS,
+    Judged,
+    Policy,
+    build_charts,
+    count_engine,
+    decide,
+    judge,
+    summarise,
+)
 from benchmarks.soak import poison
 from redraft.distill.data.packing import collate
 from redraft.distill.data.samples import Sample
@@ -44,7 +56,10 @@ SECOND, THIRD = "step-2@aaaaaaaaaaaa", "step-3@bbbbbbbbbbbb"
 
 
 def make_updates(count: int, *, learning: Any = 80.0) -> list[Judged]:
-    """Updates of 100 drafts each. `learning` is the number of tokens accepted, or one for every update."""
+    """Updates of 100 drafts each.
+
+    `learning` is the number of tokens accepted, or one for every update.
+    """
     accepted = np.broadcast_to(learning, count).tolist()
     return [
         Judged(
@@ -64,26 +79,40 @@ def test_the_gain_is_paired_by_blocks_of_updates() -> None:
     assert [found["tau"][name]["value"] for name in DRAFTS] == pytest.approx([1.5, 1.6, 1.8])
     assert found["tau_engine"] == pytest.approx(1.8)
     # Two updates make a block, and all blocks have the same mean: nothing is left to vary.
-    assert found["gain"]["learning"] == {"value": pytest.approx(0.2), "interval": pytest.approx((0.2, 0.2))}
+    assert found["gain"]["learning"] == {
+        "value": pytest.approx(0.2),
+        "interval": pytest.approx((0.2, 0.2)),
+    }
     assert found["gain"]["frozen"]["value"] == pytest.approx(-0.1)
     assert found["records"]["misnamed"] == pytest.approx(1 / (40 * 32))
     assert found["records"]["would_be_noticed"] == pytest.approx(31 / 32)
     # Here blocks differ by 0.1 from the mean: t(0.975, 19) * 0.1 / sqrt(19).
-    low, high = summarise(make_updates(40, learning=[70.0, 70.0, 90.0, 90.0] * 10))["gain"]["learning"]["interval"]
-    assert (low, high) == (pytest.approx(0.2 - 2.093 * 0.1 / 19**0.5, abs=1e-3), pytest.approx(0.4 - low))
+    low, high = summarise(make_updates(40, learning=[70.0, 70.0, 90.0, 90.0] * 10))["gain"][
+        "learning"
+    ]["interval"]
+    assert (low, high) == (
+        pytest.approx(0.2 - 2.093 * 0.1 / 19**0.5, abs=1e-3),
+        pytest.approx(0.4 - low),
+    )
 
 
 def test_the_sentence_follows_the_interval() -> None:
     def sentence(**settings: Any) -> str:
         return decide(summarise(make_updates(**settings))["gain"]["learning"])
 
-    assert sentence(count=20).startswith("adapting once is not enough; learning gains +0.20 [+0.20, +0.20]")
+    assert sentence(count=20).startswith(
+        "adapting once is not enough; learning gains +0.20 [+0.20, +0.20]"
+    )
     assert sentence(count=20, learning=[20.0, 110.0] * 10).startswith(
         "adapting once is enough; learning gains +0.05 [-0."
     )
-    assert sentence(count=20, learning=40.0).startswith("adapting once is enough; learning gains -0.20 [")
+    assert sentence(count=20, learning=40.0).startswith(
+        "adapting once is enough; learning gains -0.20 ["
+    )
     # certain, and too small to pay for a learner
-    assert sentence(count=20, learning=61.0).startswith("adapting once is enough; learning gains +0.01 [+0.0")
+    assert sentence(count=20, learning=61.0).startswith(
+        "adapting once is enough; learning gains +0.01 [+0.0"
+    )
     assert sentence(count=1).startswith("too few updates to decide")
 
 
@@ -99,7 +128,10 @@ def test_records_under_a_wrong_name_are_found(random_target: Path, tmp_path: Pat
     weights.mkdir()
     model = load_file(random_target / "model.safetensors")
     torch.manual_seed(0)
-    save_file({name: tensor + 1e-4 * torch.randn_like(tensor) for name, tensor in model.items()}, weights / "2")
+    save_file(
+        {name: tensor + 1e-4 * torch.randn_like(tensor) for name, tensor in model.items()},
+        weights / "2",
+    )
     shutil.copytree(random_target, near)
     shutil.copy(weights / "2", near / "model.safetensors")
     (weights / "2").rename(weights / f"{SECOND}.safetensors")
@@ -108,7 +140,11 @@ def test_records_under_a_wrong_name_are_found(random_target: Path, tmp_path: Pat
     second = make_records(near, 4, seed=1, target_version=SECOND, **changes)
     wrong = msgspec.structs.replace(second[0], target_version="")
     unknown = msgspec.structs.replace(second[0], target_version=THIRD)
-    drafts = {"frozen": make_draft(random_target, tmp_path / "frozen", noise=2.0), "once": near, "v000001": near}
+    drafts = {
+        "frozen": make_draft(random_target, tmp_path / "frozen", noise=2.0),
+        "once": near,
+        "v000001": near,
+    }
     policy, before = (Policy(random_target, weights) for _ in range(2))
     found = judge([*first, wrong, *second, unknown], policy, before, drafts, {"": 1, SECOND: 2})
     assert [(one.update, one.records, one.misnamed, one.would_be_noticed) for one in found] == [
@@ -123,8 +159,11 @@ def test_records_under_a_wrong_name_are_found(random_target: Path, tmp_path: Pat
     assert found[2].counts["frozen"][1] < accepted
 
 
-def test_the_buffer_is_judged_with_the_versions_that_were_served(tiny_target: Path, tmp_path: Path) -> None:
-    # As it is served: records of the stored bfloat16 weights, in bfloat16, would fit no model in float32.
+def test_the_buffer_is_judged_with_the_versions_that_were_served(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    # As it is served: records of the stored bfloat16 weights, in bfloat16, would fit no model in
+    # float32.
     target, head = tmp_path / "tiny-target", tmp_path / "tiny-eagle3"
     shutil.copytree(tiny_target, target)
     model = load_causal_lm(tiny_target, torch.float32)
@@ -140,12 +179,22 @@ def test_the_buffer_is_judged_with_the_versions_that_were_served(tiny_target: Pa
     frames = []
     for record in make_records(target, 2, draft_version="v000001", target_version=""):
         ids = np.concatenate([record.context_ids, record.output_ids])
-        sample = Sample(input_ids=ids, loss_mask=np.ones(len(ids), bool), conversation="", domain="")
+        sample = Sample(
+            input_ids=ids, loss_mask=np.ones(len(ids), bool), conversation="", domain=""
+        )
         states_HLD = source(collate([[sample]], len(ids))).aux_BTLD[0, :-1]
-        hidden = {"hidden_shape": tuple(states_HLD.shape[1:]), "hidden": words(states_HLD).tobytes()}
+        hidden = {
+            "hidden_shape": tuple(states_HLD.shape[1:]),
+            "hidden": words(states_HLD).tobytes(),
+        }
         frames.append(encode_record(msgspec.structs.replace(record, **hidden)))
     with open_buffer(config, registry, play.target.fingerprint) as buffer:
-        assert buffer.append([(frame, decode_record(frame)) for frame in frames], time.time())["stored"] == 2
+        assert (
+            buffer.append([(frame, decode_record(frame)) for frame in frames], time.time())[
+                "stored"
+            ]
+            == 2
+        )
     (judged,) = play.judge()
     assert (judged.update, judged.records, judged.misnamed) == (1, 2, 0)
     # The three drafts are one and the same here.
@@ -153,7 +202,9 @@ def test_the_buffer_is_judged_with_the_versions_that_were_served(tiny_target: Pa
     assert judged.counts["frozen"][0] > 10
 
 
-def test_targets_are_pushed_alone_and_with_another_draft_in_turns(tiny_target: Path, tmp_path: Path) -> None:
+def test_targets_are_pushed_alone_and_with_another_draft_in_turns(
+    tiny_target: Path, tmp_path: Path
+) -> None:
     asked: list[dict[str, str]] = []
 
     class Taking(BaseHTTPRequestHandler):
@@ -161,7 +212,9 @@ def test_targets_are_pushed_alone_and_with_another_draft_in_turns(tiny_target: P
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps({"pause_ms": 150 if "draft" in asked[-1] else 100}).encode())
+            self.wfile.write(
+                json.dumps({"pause_ms": 150 if "draft" in asked[-1] else 100}).encode()
+            )
 
     play = Play(Config(target=tiny_target, output=tmp_path, updates=30), rl.choose_day())
     shutil.copytree(play.head, tmp_path / "once")
@@ -176,17 +229,38 @@ def test_targets_are_pushed_alone_and_with_another_draft_in_turns(tiny_target: P
         server.shutdown()
     assert (found["pause_s"], found["with_draft_s"]) == (0.1, 0.15)
     assert {Path(one["path"]).name for one in asked} == {"step-10"}
-    assert [one.get("draft") for one in asked] == [None, "v000002", "v000001", None, None, "v000002"]
+    assert [one.get("draft") for one in asked] == [
+        None,
+        "v000002",
+        "v000001",
+        None,
+        None,
+        "v000002",
+    ]
 
 
-def test_the_report_has_the_numbers_of_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_has_the_numbers_of_the_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run(play: Play) -> dict[str, Any]:
-        rows = [json.dumps({"update": i, "version": f"{i}", "tokens_per_s": 80.0}) for i in range(1, 41)]
+        rows = [
+            json.dumps({"update": i, "version": f"{i}", "tokens_per_s": 80.0}) for i in range(1, 41)
+        ]
         (play.folder / "updates.jsonl").write_text("\n".join(rows))
-        return {"push": {"pause_s": 0.1, "with_draft_s": 0.15}, "failed_requests": 0, "failures": []}
+        return {
+            "push": {"pause_s": 0.1, "with_draft_s": 0.15},
+            "failed_requests": 0,
+            "failures": [],
+        }
 
     curves = {"adapted": [[0, 1.1], [4000, 2.5]], "new": [[0, 1.0], [4000, 2.3]]}
-    adapt = {"tau_old": 1.1, "tau_adapted": 2.5, "tau_new": 2.3, "curves": curves, "labels_to_same_tau_ratio": 0.5}
+    adapt = {
+        "tau_old": 1.1,
+        "tau_adapted": 2.5,
+        "tau_new": 2.3,
+        "curves": curves,
+        "labels_to_same_tau_ratio": 0.5,
+    }
     adapt["gain"] = {"value": 1.4, "interval": [1.3, 1.5]}
     stand_ins = {"prepare": lambda play: None, "run": run, "judge": lambda play: make_updates(40)}
     for name, stand_in in {**stand_ins, "adapt": lambda play: adapt}.items():
@@ -246,9 +320,18 @@ def test_answers_that_repeat_themselves_are_told() -> None:
 
 def test_the_page_shows_the_decision_and_the_curves(tmp_path: Path) -> None:
     found = summarise(make_updates(40))
-    rows = [{"update": i, "tokens_per_s": 80.0 + i, "frozen": 1.5, "once": 1.6, "learning": 1.8} for i in range(1, 41)]
+    rows = [
+        {"update": i, "tokens_per_s": 80.0 + i, "frozen": 1.5, "once": 1.6, "learning": 1.8}
+        for i in range(1, 41)
+    ]
     curves = {"adapted": [(0, 1.1), (4000, 2.5)], "new": [(0, 1.0), (4000, 2.3)]}
-    adapt = {"tau_old": 1.1, "tau_adapted": 2.5, "tau_new": 2.3, "curves": curves, "gain": found["gain"]["learning"]}
+    adapt = {
+        "tau_old": 1.1,
+        "tau_adapted": 2.5,
+        "tau_new": 2.3,
+        "curves": curves,
+        "gain": found["gain"]["learning"],
+    }
     report = found | {
         "target": "tiny", "updates": 40, "sentence": decide(found["gain"]["learning"]), "failed_requests": 0,
         "push": {"pause_s": 0.1, "with_draft_s": 0.15}, "environment": environment(), "command": "x", "duration_s": 1.0,
@@ -265,7 +348,15 @@ def test_the_page_shows_the_decision_and_the_curves(tmp_path: Path) -> None:
 @pytest.mark.timeout(7200)
 def test_a_run_that_is_killed_continues_and_proves_its_numbers(tmp_path: Path) -> None:
     output, log = tmp_path / "demo", tmp_path / "log"
-    command = [sys.executable, "-m", "benchmarks.demo.rl", "--output", str(output), "--updates", "6"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.demo.rl",
+        "--output",
+        str(output),
+        "--updates",
+        "6",
+    ]
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     rows = output / "updates.jsonl"

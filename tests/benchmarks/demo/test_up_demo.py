@@ -1,4 +1,7 @@
-"""The demo of `redraft up`: its estimates and page on made numbers, and a short run in the real engine."""
+"""The demo of `redraft up`.
+
+Its estimates and page on made numbers, and a short run in the real engine.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,20 @@ from redraft.eval.report.page import write_page
 
 
 def make_pairs(*ratios: float) -> list[Pair]:
-    return [Pair(s=60.0 * i, clients=1, auto=10 * ratio, off=10, version="v1") for i, ratio in enumerate(ratios)]
+    return [
+        Pair(s=60.0 * i, clients=1, auto=10 * ratio, off=10, version="v1")
+        for i, ratio in enumerate(ratios)
+    ]
 
 
 def test_the_speed_is_the_median_of_the_pairs_with_an_interval_of_six() -> None:
     six = estimate(make_pairs(1.4, 1.0, 1.2, 1.3, 1.1, 0.9))
     assert six == {"ratio": pytest.approx(1.15), "interval": pytest.approx((0.9, 1.4)), "pairs": 6}
-    assert estimate(make_pairs(1.4, 1.0)) == {"ratio": pytest.approx(1.2), "interval": None, "pairs": 2}
+    assert estimate(make_pairs(1.4, 1.0)) == {
+        "ratio": pytest.approx(1.2),
+        "interval": None,
+        "pairs": 2,
+    }
     assert estimate([])["ratio"] is None
 
 
@@ -43,15 +53,23 @@ def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
     pairs = make_pairs(1.0, 0.98, *[1.3] * 6)
     speeds = {"speed_first": estimate(pairs[:2]), "speed_last": estimate(pairs[2:])}
     clients = {"1": estimate(pairs[2:]), "8": estimate([])}
-    seen = {"time_to_gain_s": find_gain(pairs), "explored_share": 0.004, "requests": 900, "failed": 0, "cut_by_kill": 3}
+    seen = {
+        "time_to_gain_s": find_gain(pairs),
+        "explored_share": 0.004,
+        "requests": 900,
+        "failed": 0,
+        "cut_by_kill": 3,
+    }
     report = {
         "target": "smollm2", "dtype": "bfloat16", "command": "python -m benchmarks.demo.up", "started": "redraft up M",
         "environment": environment(), "lossless": True, "kill_s": [200.0, 230.0], "duration_s": 1.0,
         "pairs": [{**vars(pair), "ratio": pair.ratio} for pair in pairs],
         "swaps": [{"s": 130.0, "version": "v000002", "outcome": "swapped"}],
-        "up": {**speeds, **seen, "speed_last_by_clients": clients, "restart_s": 30.0, "pace": "pace auto: 3 tokens"},
+        "up": {**speeds, **seen, "speed_last_by_clients": clients, "restart_s": 30.0, "pace": "pace auto: 3 " "tokens"},
     }  # fmt: skip
-    page = write_page(tmp_path, report, up.TEMPLATE, lambda report: {"speed": draw(report)}).read_text()
+    page = write_page(
+        tmp_path, report, up.TEMPLATE, lambda report: {"speed": draw(report)}
+    ).read_text()
     assert "1.30×" in page
     assert "v000002" in page
     assert "kill -9" in page
@@ -62,7 +80,9 @@ def test_the_page_shows_the_speeds_and_the_curve(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_one_command_serves_learns_and_continues_after_a_kill(tiny_target: Path, tmp_path: Path) -> None:
+def test_one_command_serves_learns_and_continues_after_a_kill(
+    tiny_target: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "demo"
     up.main(Config(target=tiny_target, output=output, pairs=6, learn_s=120, checked_answers=20))
     report = json.loads((output / "report.json").read_text())

@@ -1,4 +1,6 @@
-"""The soak's attacker against the real router, tap and page, and the plugin's routes on a server without an engine."""
+"""The soak's attacker against the real router, tap and page, and the plugin's routes on a server
+without an engine.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,17 @@ STREAMS = "/v1/completions"
 async def supervised(folder, **commands):
     """Processes by name, each given its port, all of them well."""
     processes = {
-        name: Supervised(name, [sys.executable, *map(str, command)], folder / f"{name}.log", port=port)
+        name: Supervised(
+            name, [sys.executable, *map(str, command)], folder / f"{name}.log", port=port
+        )
         for name, (port, command) in commands.items()
     }
     keeping = [asyncio.create_task(process.supervise()) for process in processes.values()]
     try:
-        await until(lambda: all(process.was_up(time.monotonic()) for process in processes.values()), timeout_s=120)
+        await until(
+            lambda: all(process.was_up(time.monotonic()) for process in processes.values()),
+            timeout_s=120,
+        )
         yield processes
     finally:
         for task in keeping:
@@ -39,13 +46,23 @@ async def supervised(folder, **commands):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [20261127])
-def test_two_thousand_mutated_requests_end_nothing_cut_nothing_and_fill_no_log(tmp_path, random_target, seed):
+def test_two_thousand_mutated_requests_end_nothing_cut_nothing_and_fill_no_log(
+    tmp_path, random_target, seed
+):
     async def main():
         server, page, router, tap = (free_port() for _ in range(4))
         (tmp_path / "fleet.toml").write_text(f'[[servers]]\nurl = "http://127.0.0.1:{server}"\n')
         run = ("-m", "redraft.recipes.cli")
-        tapped = (f"http://127.0.0.1:{server}", "--target", random_target, "--spool", tmp_path / "spool")
-        (tmp_path / "router.toml").write_text(f'fleet = "fleet.toml"\nport = {router}\nadmin_port = 0\npoll_s = 0.2\n')
+        tapped = (
+            f"http://127.0.0.1:{server}",
+            "--target",
+            random_target,
+            "--spool",
+            tmp_path / "spool",
+        )
+        (tmp_path / "router.toml").write_text(
+            f'fleet = "fleet.toml"\nport = {router}\nadmin_port = 0\npoll_s = 0.2\n'
+        )
         async with supervised(
             tmp_path,
             server=(server, [HELPER, "server", server]),
@@ -54,9 +71,21 @@ def test_two_thousand_mutated_requests_end_nothing_cut_nothing_and_fill_no_log(t
             tap=(tap, [*run, "tap", *tapped, "--port", tap, "--admin-port", 0]),
         ) as processes:
             doors = [
-                Door(process=processes["router"], port=router, paths=API, generates=True, streams=STREAMS),
-                Door(process=processes["tap"], port=tap, paths=API, generates=True, streams=STREAMS),
-                Door(process=processes["page"], port=page, paths=(b"/overview.json", b"/metrics", b"/page.js")),
+                Door(
+                    process=processes["router"],
+                    port=router,
+                    paths=API,
+                    generates=True,
+                    streams=STREAMS,
+                ),
+                Door(
+                    process=processes["tap"], port=tap, paths=API, generates=True, streams=STREAMS
+                ),
+                Door(
+                    process=processes["page"],
+                    port=page,
+                    paths=(b"/overview.json", b"/metrics", b"/page.js"),
+                ),
                 Door(
                     process=processes["server"],
                     port=server,
@@ -102,7 +131,11 @@ asyncio.run(main())
         ("False", "pass", {"ended": 0, "problems": 0}),
         ("b'Upgrade' in sent", "os._exit(1)", {"ended": 1}),
         ("b'Upgrade' in sent", "print('x' * 5000, flush=True)", {"ended": 0, "problems": 1}),
-        ("b'python-httpx' in sent", "await asyncio.sleep(1); return writer.close()", {"honest_streams_cut": 1}),
+        (
+            "b'python-httpx' in sent",
+            "await asyncio.sleep(1); return writer.close()",
+            {"honest_streams_cut": 1},
+        ),
         ("b'redraft/swap' in sent", "writer.write(b'draft_version')", {"ended": 0, "problems": 20}),
     ],
 )
@@ -111,7 +144,10 @@ def test_each_weakness_of_a_server_is_found(tmp_path, condition, act, found):
         port = free_port()
         code = WEAK.format(condition=condition, act=act)
         async with supervised(tmp_path, weak=(port, ["-c", code, port])) as processes:
-            attack = Attack(doors=[Door(process=processes["weak"], port=port, paths=(b"/redraft/swap",))], seed=3)
+            attack = Attack(
+                doors=[Door(process=processes["weak"], port=port, paths=(b"/redraft/swap",))],
+                seed=3,
+            )
             await attack.burst(attack.doors[0])
         return attack.describe()
 

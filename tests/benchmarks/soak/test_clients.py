@@ -1,4 +1,7 @@
-"""The verdicts on requests of a soak: a client that was not told why its request failed is always found."""
+"""The verdicts on requests of a soak.
+
+A client that was not told why its request failed is always found.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ DONE = "data: [DONE]\n\n"
 
 
 def event(index=0, finish_reason=None):
-    return f"data: {json.dumps({'choices': [{'index': index, 'finish_reason': finish_reason}]})}\n\n"
+    return (
+        f"data: {json.dumps({'choices': [{'index': index, 'finish_reason': finish_reason}]})}\n\n"
+    )
 
 
 def read(text, num_choices=1, patience=None):
@@ -50,7 +55,9 @@ def test_a_client_that_hangs_up_is_no_failure():
 
 
 def test_a_refusal_tells_only_with_a_message():
-    assert judge_refusal(503, b'{"error": {"message": "no server", "code": 503}}') == Verdict("told", "503")
+    assert judge_refusal(503, b'{"error": {"message": "no server", "code": 503}}') == Verdict(
+        "told", "503"
+    )
     assert judge_refusal(500, b"Internal Server Error").kind == "untold"
     assert judge_refusal(502, b'{"error": {"message": ""}}').kind == "untold"
 
@@ -75,11 +82,18 @@ async def serve_bytes(answer: bytes):
 
 
 @pytest.mark.parametrize(("was_router_up", "kind"), [(True, "untold"), (False, "cut")])
-def test_a_connection_that_breaks_is_untold_unless_the_router_itself_was_killed(was_router_up, kind):
+def test_a_connection_that_breaks_is_untold_unless_the_router_itself_was_killed(
+    was_router_up, kind
+):
     async def main():
         server, port = await serve_bytes(b"")
         clients = Clients(
-            f"http://127.0.0.1:{port}", [Prompt(token_ids=[1])], random.Random(0), 1, 0, lambda since_s: was_router_up
+            f"http://127.0.0.1:{port}",
+            [Prompt(token_ids=[1])],
+            random.Random(0),
+            1,
+            0,
+            lambda since_s: was_router_up,
         )
         async with server, httpx.AsyncClient(timeout=30) as http:
             return await clients.ask(http)
@@ -97,7 +111,10 @@ REFUSED = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n"
         (b"", ""),
         (REFUSED.replace(b"400", b"502"), ""),
         (REFUSED.replace(b"400", b"500"), "status 500"),
-        (REFUSED.replace(b"400", b"500") + b'{"message":"EngineCore encountered an issue. See"}', ""),
+        (
+            REFUSED.replace(b"400", b"500") + b'{"message":"EngineCore encountered an issue. See"}',
+            "",
+        ),
         (REFUSED * 3, "answered 3 times"),
         (b'HTTP/1.1 200 OK\r\n\r\n{"draft_version": "v000001"}', "it reached /redraft/status"),
     ],
@@ -113,7 +130,9 @@ def test_hostile_requests_differ_and_have_names():
 
 def test_a_seed_draws_the_same_attacks_again_and_every_mutation():
     door = Door(process=None, port=0, paths=(b"/a", b"/b"))
-    drawn = [[draw_shot(rng, door) for _ in range(1000)] for rng in (random.Random(5), random.Random(5))]
+    drawn = [
+        [draw_shot(rng, door) for _ in range(1000)] for rng in (random.Random(5), random.Random(5))
+    ]
     assert drawn[0] == drawn[1]
     names = {name for shot in drawn[0] for name in shot.name.split("+")}
     assert names >= {mutate.__name__.removeprefix("_") for mutate in MUTATIONS}
@@ -123,5 +142,7 @@ def test_a_stream_with_fewer_tokens_than_asked_for_is_not_whole():
     used = f"data: {json.dumps({'choices': [], 'usage': {'completion_tokens': 3}})}\n\n"
     whole = event(finish_reason="length") + used + DONE
     for num_tokens, kind in ((3, "answered"), (4, "untold")):
-        verdict = asyncio.run(judge_stream(httpx.Response(200, text=whole), 1, num_tokens=num_tokens))
+        verdict = asyncio.run(
+            judge_stream(httpx.Response(200, text=whole), 1, num_tokens=num_tokens)
+        )
         assert verdict.kind == kind

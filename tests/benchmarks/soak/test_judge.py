@@ -1,4 +1,7 @@
-"""The judge of a soak: everything that was not survived becomes a failure, and nothing else does."""
+"""The judge of a soak.
+
+Everything that was not survived becomes a failure, and nothing else does.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,27 @@ IDS = [f"boot/cmpl-{number}/0" for number in range(100)]
 
 
 def life(*, grown=0.0, descriptors=0, seconds=400.0, name="router", **changes):
-    """A process of 100 MiB and 50 descriptors that grows steadily, by this share and so many descriptors."""
+    """A process of 100 MiB and 50 descriptors that grows steadily, by this share and so many
+    descriptors.
+    """
     count = int(seconds // 5)
     samples = [
-        (5.0 * i, int((100 << 20) * (1 + grown * i / count)), 50 + descriptors * i // count) for i in range(count)
+        (5.0 * i, int((100 << 20) * (1 + grown * i / count)), 50 + descriptors * i // count)
+        for i in range(count)
     ]
     return LifeSeen(name=name, samples=samples, **changes)
 
 
 SURVIVED = Seen(
-    faults=[FaultSeen(name="kill learner", seconds=3.0), FaultSeen(name="kill router", seconds=2.0)],
+    faults=[
+        FaultSeen(name="kill learner", seconds=3.0),
+        FaultSeen(name="kill router", seconds=2.0),
+    ],
     num_planned=3,
-    records={"log": RecordsSeen(acked=IDS, stored=IDS), "spool": RecordsSeen(acked=IDS[:50], stored=IDS[:50])},
+    records={
+        "log": RecordsSeen(acked=IDS, stored=IDS),
+        "spool": RecordsSeen(acked=IDS[:50], stored=IDS[:50]),
+    },
     served={"server-1": "v000002", "server-2": "v000002"},
     current="v000002",
     requests={"answered": 90, "left": 5, "told": 5},
@@ -57,24 +69,42 @@ def test_a_soak_that_survived_everything_has_no_failure():
 @pytest.mark.parametrize(
     ("planted", "failure"),
     [
-        ({"faults": [FaultSeen(name="kill router", problem="it is still down")]}, "kill router: it is still down"),
+        (
+            {"faults": [FaultSeen(name="kill router", problem="it is still down")]},
+            "kill router: it is still down",
+        ),
         ({"faults": []}, "no fault was injected"),
         (
             {"records": {"log": RecordsSeen(acked=IDS, stored=IDS[1:])}},
             "1 of 100 acknowledged records of the log are lost",
         ),
         (
-            {"records": {"log": RecordsSeen(acked=IDS, stored=IDS[3:], dropped={"expired": 3, "corrupt": 50})}},
+            {
+                "records": {
+                    "log": RecordsSeen(
+                        acked=IDS, stored=IDS[3:], dropped={"expired": 3, "corrupt": 50}
+                    )
+                }
+            },
             "3 of 100 acknowledged records of the log are lost",
         ),
-        ({"records": {"spool": RecordsSeen(acked=[], stored=[])}}, "no record came through the spool"),
+        (
+            {"records": {"spool": RecordsSeen(acked=[], stored=[])}},
+            "no record came through the spool",
+        ),
         ({"served": {"server-1": "v000001", "server-2": "v000002"}}, "server-1 serves v000001"),
         ({"served": {"server-1": "", "server-2": "v000002"}}, "server-1 serves nothing"),
-        ({"requests": {"answered": 9, "untold": 1}, "untold": ["silence"]}, "1 requests failed untold.*silence"),
+        (
+            {"requests": {"answered": 9, "untold": 1}, "untold": ["silence"]},
+            "1 requests failed untold.*silence",
+        ),
         ({"requests": {"told": 9}}, "no request was answered"),
         ({"must_promote": True}, "no version was promoted, so no rollout was under fire"),
         ({"must_attack": 501}, "500 requests of the attacker, 501 are needed"),
-        ({"attack": SURVIVED.attack | {"problems": ["router ended in a burst"]}}, "attack: router ended in a burst"),
+        (
+            {"attack": SURVIVED.attack | {"problems": ["router ended in a burst"]}},
+            "attack: router ended in a burst",
+        ),
         ({"lives": [life(grown=2.0)]}, "router grew"),
         ({"lives": [life(descriptors=200)]}, r"router grew.*\+1\d\d descriptors"),
         ({"lives": [life(unwanted_exit="status 1")]}, "router ended by itself: status 1"),
@@ -88,7 +118,10 @@ def test_each_planted_loss_is_found(planted, failure):
 
 
 def test_all_records_in_a_buffers_files_count_and_those_that_cannot_be_read_do_not(tmp_path):
-    """Of the same prompt and tenant, held out, foreign: `Buffer` would hand out one request of each prompt."""
+    """Of the same prompt and tenant, held out, foreign.
+
+    `Buffer` would hand out one request of each prompt.
+    """
     records = [make_record(7, request_id=f"cmpl-{number}") for number in range(20)]
     records += [make_record(8, target_fingerprint="another")]
     frames = [encode_record(record) for record in records]
@@ -99,7 +132,9 @@ def test_all_records_in_a_buffers_files_count_and_those_that_cannot_be_read_do_n
     assert read_stored_ids(tmp_path) == {record.record_id for record in records}
     with closing(sqlite3.connect(next(tmp_path.glob("records-*.db")))) as file, file:
         file.execute("UPDATE frames SET frame = substr(frame, 1, 40) WHERE seq = 3")
-    assert read_stored_ids(tmp_path) == {record.record_id for record in records} - {records[2].record_id}
+    assert read_stored_ids(tmp_path) == {record.record_id for record in records} - {
+        records[2].record_id
+    }
 
 
 def test_growth_is_measured_after_the_warm_up_and_over_the_life():
@@ -120,12 +155,16 @@ def test_a_learner_that_tells_its_memory_is_judged_by_that():
     leaking = [size + (15 << 20) * i for i, size in enumerate(swinging)]
     growth = life(name="learner", settled=leaking).find_growth()
     assert growth.share > 0.1
-    assert life(grown=0.5, name="learner", settled=swinging[:7]).find_growth().share > 0.1, "told too seldom"
+    assert life(grown=0.5, name="learner", settled=swinging[:7]).find_growth().share > 0.1, (
+        "told too seldom"
+    )
 
 
 def test_a_learner_that_begins_to_train_has_not_grown_but_one_whose_idle_size_rises_has():
     def grow(size_at):
-        return LifeSeen(name="learner", samples=[(5.0 * i, size_at(i) << 20, 50) for i in range(120)]).find_growth()
+        return LifeSeen(
+            name="learner", samples=[(5.0 * i, size_at(i) << 20, 50) for i in range(120)]
+        ).find_growth()
 
     assert grow(lambda i: 580 if i < 40 else 860).is_flat
     assert grow(lambda i: 580 + 380 * (i % 10 > 2)).is_flat  # trains and waits in turn
@@ -134,6 +173,11 @@ def test_a_learner_that_begins_to_train_has_not_grown_but_one_whose_idle_size_ri
 
 def test_the_counts_of_all_lives_of_a_learner_are_added(tmp_path):
     journal = Journal(tmp_path)
-    for dropped in ({"corrupt": 1}, {"corrupt": 5, "expired": 2}, {"corrupt": 2}, {"corrupt": 2, "foreign": 1}):
+    for dropped in (
+        {"corrupt": 1},
+        {"corrupt": 5, "expired": 2},
+        {"corrupt": 2},
+        {"corrupt": 2, "foreign": 1},
+    ):
         journal.write(BufferEntry(records=0, bytes=0, held_out=0, dropped=dropped))
     assert sum_dropped(tmp_path) == Counter({"corrupt": 7, "expired": 2, "foreign": 1})

@@ -1,4 +1,7 @@
-"""The parts of a soak that inject and watch: the supervisor, the small disks, and the witness of the log."""
+"""The parts of a soak that inject and watch.
+
+The supervisor, the small disks, and the witness of the log.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +67,13 @@ async def test_a_killed_process_is_started_again_and_its_end_was_wanted(tmp_path
 async def test_a_process_is_up_once_it_listens_on_its_port(tmp_path):
     port, may_listen = free_port(), tmp_path / "may-listen"
     server = (
-        f"import pathlib, socket, time\nwhile not pathlib.Path({str(may_listen)!r}).exists(): time.sleep(0.05)\n"
+        f"import pathlib, socket, time\nwhile not pathlib.Path({str(may_listen)!r}).exists(): "
+        "time.sleep(0.05)\n"
         f"listening = socket.create_server(('127.0.0.1', {port}))\ntime.sleep(600)"
     )
-    async with supervised(Supervised("late", [sys.executable, "-c", server], tmp_path / "log", port=port)) as process:
+    async with supervised(
+        Supervised("late", [sys.executable, "-c", server], tmp_path / "log", port=port)
+    ) as process:
         began_s = time.monotonic()
         assert not process.was_up(began_s)
         may_listen.touch()
@@ -94,7 +100,9 @@ async def test_a_process_that_fails_its_liveness_probe_is_started_again(tmp_path
         if not is_alive:
             raise ConnectionError
 
-    async with supervised(Supervised("sleeper", SLEEP, tmp_path / "log", liveness=probe)) as process:
+    async with supervised(
+        Supervised("sleeper", SLEEP, tmp_path / "log", liveness=probe)
+    ) as process:
         first = process.pid
         os.killpg(first, signal.SIGSTOP)
         is_alive = False
@@ -145,7 +153,11 @@ def test_disks_left_by_a_killed_soak_are_unmounted(disk, tmp_path):
 def test_a_bomb_unpacks_to_almost_as_much_as_a_record_may():
     bomb = poison.make_bomb()
     assert len(bomb) < 3000
-    assert 60_000_000 <= zstandard.frame_content_size(bomb[len(poison.frame_around(b"")) :]) <= MAX_RECORD_BYTES
+    assert (
+        60_000_000
+        <= zstandard.frame_content_size(bomb[len(poison.frame_around(b"")) :])
+        <= MAX_RECORD_BYTES
+    )
 
 
 @in_event_loop
@@ -159,11 +171,17 @@ async def test_the_witness_hears_what_is_acknowledged_and_nothing_else(tmp_path)
         frames = [encode_frame(poison.make_record(number)) for number in range(20)]
         try:
             await until(lambda: witness.is_listening)
-            headers = {"Nats-Msg-Id": "boot/early/0"}  # there is no stream yet: nobody acknowledges it
-            await client.publish(config.subject(""), bytes(frames[0]), reply="_INBOX.servers.early", headers=headers)
+            headers = {
+                "Nats-Msg-Id": "boot/early/0"
+            }  # there is no stream yet: nobody acknowledges it
+            await client.publish(
+                config.subject(""), bytes(frames[0]), reply="_INBOX.servers.early", headers=headers
+            )
             await client.flush()
             await client.jetstream().add_stream(
-                name=config.stream, subjects=[config.subjects], max_bytes=StreamLimits.max_bytes >> 8
+                name=config.stream,
+                subjects=[config.subjects],
+                max_bytes=StreamLimits.max_bytes >> 8,
             )
             publisher.write(frames)
             await until(lambda: len(witness.acked) == 20)
@@ -186,8 +204,12 @@ async def test_the_witness_may_hear_an_answer_before_its_record():
     frame, heard = encode_frame(poison.make_record(0)), []
     witness = Witness("nats://127.0.0.1:1", Nats(fleet="soak"), heard.append)
     subject = "_INBOX.servers.7"
-    record = SimpleNamespace(headers={"Nats-Msg-Id": frame.record_id}, reply=subject, data=bytes(frame))
-    await witness._on_answer(SimpleNamespace(subject=subject, data=b'{"stream": "redraft-soak", "seq": 3}'))
+    record = SimpleNamespace(
+        headers={"Nats-Msg-Id": frame.record_id}, reply=subject, data=bytes(frame)
+    )
+    await witness._on_answer(
+        SimpleNamespace(subject=subject, data=b'{"stream": "redraft-soak", "seq": 3}')
+    )
     assert not witness.acked
     await witness._on_record(record)
     assert set(witness.acked) == {frame.record_id}
@@ -239,7 +261,9 @@ def test_a_fault_whose_target_stays_down_or_that_fails_itself_is_not_survived(mo
 @in_event_loop
 async def test_killing_a_process_and_its_engine_reaches_the_right_one(tmp_path):
     parent = "import subprocess, sys, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)"
-    async with supervised(Supervised("parent", [sys.executable, "-c", parent], tmp_path / "log")) as process:
+    async with supervised(
+        Supervised("parent", [sys.executable, "-c", parent], tmp_path / "log")
+    ) as process:
         await until(lambda: psutil.Process(process.pid).children())
         child = psutil.Process(process.pid).children()[0]
         with pytest.raises(LookupError):

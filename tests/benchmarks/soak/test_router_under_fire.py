@@ -1,4 +1,6 @@
-"""The real router under the soak's clients, hostile requests and kills, before a small server without an engine."""
+"""The real router under the soak's clients, hostile requests and kills, before a small server
+without an engine.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from redraft.eval.prompts import Prompt
 
 
 def build_app():
-    """Answers as an engine does: with a finish reason for every choice, and [DONE] at the end of a stream."""
+    """Answers as an engine does.
+
+    With a finish reason for every choice, and [DONE] at the end of a stream.
+    """
 
     def choices(n, reason):
         return {"choices": [{"index": i, "text": "x", "finish_reason": reason} for i in range(n)]}
@@ -49,7 +54,10 @@ def build_app():
 
     paths = ("/v1/completions", "/v1/chat/completions")
     return Starlette(
-        routes=[Route("/health", lambda _: Response()), *(Route(p, complete, methods=["POST"]) for p in paths)]
+        routes=[
+            Route("/health", lambda _: Response()),
+            *(Route(p, complete, methods=["POST"]) for p in paths),
+        ]
     )
 
 
@@ -58,7 +66,12 @@ def test_every_failure_of_a_killed_router_and_server_is_told_or_seen(tmp_path):
     async def main():
         router = start_router(tmp_path)
         clients = Clients(
-            f"http://127.0.0.1:{router.port}", [Prompt(token_ids=[1, 2])], random.Random(0), 8, 0.02, router.was_up
+            f"http://127.0.0.1:{router.port}",
+            [Prompt(token_ids=[1, 2])],
+            random.Random(0),
+            8,
+            0.02,
+            router.was_up,
         )
         is_over, server_port = asyncio.Event(), int((tmp_path / "port").read_text())
         keeping = asyncio.create_task(router.supervise())
@@ -77,7 +90,10 @@ def test_every_failure_of_a_killed_router_and_server_is_told_or_seen(tmp_path):
                 server.cut_off()  # in the middle of streams
                 await until(lambda: tally.told["in the stream"])
                 attack = Attack(
-                    doors=[Door(process=router, port=router.port, paths=(b"/health",), generates=True)], seed=1
+                    doors=[
+                        Door(process=router, port=router.port, paths=(b"/health",), generates=True)
+                    ],
+                    seed=1,
                 )
                 await attack.burst(attack.doors[0])
                 router.signal(signal.SIGSTOP)
@@ -93,7 +109,9 @@ def test_every_failure_of_a_killed_router_and_server_is_told_or_seen(tmp_path):
             await asyncio.gather(keeping, return_exceptions=True)
         assert tally.untold == []
         assert attack.ended == 0
-        assert not [problem for problem in attack.problems if "honest" not in problem], "/health is no JSON here"
+        assert not [problem for problem in attack.problems if "honest" not in problem], (
+            "/health is no JSON here"
+        )
         assert tally.counts["cut"] > 0
         assert all(run.is_wanted for run in router.runs)
 
@@ -105,6 +123,15 @@ def start_router(folder):
     port, admin, server_port = free_port(), free_port(), free_port()
     (folder / "port").write_text(str(server_port))
     (folder / "fleet.toml").write_text(f'[[servers]]\nurl = "http://127.0.0.1:{server_port}"\n')
-    (folder / "router.toml").write_text(f'fleet = "fleet.toml"\nport = {port}\nadmin_port = {admin}\npoll_s = 0.2\n')
-    command = [sys.executable, "-m", "redraft.recipes.cli", "router", "--config", str(folder / "router.toml")]
+    (folder / "router.toml").write_text(
+        f'fleet = "fleet.toml"\nport = {port}\nadmin_port = {admin}\npoll_s = 0.2\n'
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "redraft.recipes.cli",
+        "router",
+        "--config",
+        str(folder / "router.toml"),
+    ]
     return Supervised("router", command, folder / "log", port=port)

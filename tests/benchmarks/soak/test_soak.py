@@ -1,4 +1,7 @@
-"""A short soak, as a user starts it: two real servers, router, broker, learners, and ten faults in three minutes."""
+"""A short soak, as a user starts it.
+
+Two real servers, router, broker, learners, and ten faults in three minutes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows as people publish them: each column, role and key is read, listed as not read, or a reason to skip the row."""
+"""Rows as people publish them.
+
+Each column, role and key is read, listed as not read, or a reason to skip the row.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,12 @@ FUNCTION = {"name": "weigh", "description": "Weighs.", "parameters": PARAMETERS}
         ({"system": "", "messages": CHAT}, CHAT),
         ({"system": "Be a guide.", "question": "how tall?", "response": "3 m"}, [SYSTEM, *CHAT]),
         (
-            {"instruction": "how tall?", "context": "It has 3 m.", "response": "3 m", "category": "qa"},
+            {
+                "instruction": "how tall?",
+                "context": "It has 3 m.",
+                "response": "3 m",
+                "category": "qa",
+            },
             [{"role": "user", "content": "how tall?\n\nIt has 3 m."}, ANSWER],
         ),
         ({"prompt": "how tall?", "answer": "3 m"}, CHAT),
@@ -39,14 +47,44 @@ FUNCTION = {"name": "weigh", "description": "Weighs.", "parameters": PARAMETERS}
         ({"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [ANSWER]}, CHAT),
         ({"prompt": "how tall?", "chosen": CHAT, "rejected": CHAT}, CHAT),
         ({"chosen": json.dumps(CHAT)}, CHAT),
-        ({"instruction": "and now?", "output": "4 m", "history": [["how tall?", "3 m"]]}, [*CHAT, "and now?", "4 m"]),
+        (
+            {"instruction": "and now?", "output": "4 m", "history": [["how tall?", "3 m"]]},
+            [*CHAT, "and now?", "4 m"],
+        ),
         ({"instruction": "and now?", "output": "4 m", "history": CHAT}, [*CHAT, "and now?", "4 m"]),
         ({"messages": json.dumps(CHAT)}, CHAT),
         ({"prompt": json.dumps([QUESTION]), "completion": json.dumps([ANSWER])}, CHAT),
-        ({"conversation": [{"role": "user", "value": "how tall?"}, {"role": "assistant", "value": "3 m"}]}, CHAT),
-        ({"conversations": [{"from": "human", "content": "how tall?"}, {"from": "gpt", "content": "3 m"}]}, CHAT),
-        ({"messages": [{"role": "User", "text": "how tall?"}, {"role": "ai", "text": "3 m"}]}, CHAT),
-        ({"messages": [{"role": "Human", "content": "how tall?"}, {"role": "Assistant", "content": "3 m"}]}, CHAT),
+        (
+            {
+                "conversation": [
+                    {"role": "user", "value": "how tall?"},
+                    {"role": "assistant", "value": "3 m"},
+                ]
+            },
+            CHAT,
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "content": "how tall?"},
+                    {"from": "gpt", "content": "3 m"},
+                ]
+            },
+            CHAT,
+        ),
+        (
+            {"messages": [{"role": "User", "text": "how tall?"}, {"role": "ai", "text": "3 m"}]},
+            CHAT,
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "Human", "content": "how tall?"},
+                    {"role": "Assistant", "content": "3 m"},
+                ]
+            },
+            CHAT,
+        ),
         ({"messages": [{"role": "developer", "content": "Be a guide."}, *CHAT]}, [SYSTEM, *CHAT]),
         ({"prompt": "how tall?", "completion": "3 m", "label": True}, CHAT),
         ({"input": "how tall?", "output": "3 m", "system_message": "Be a guide."}, [SYSTEM, *CHAT]),
@@ -57,7 +95,10 @@ FUNCTION = {"name": "weigh", "description": "Weighs.", "parameters": PARAMETERS}
 )
 def test_common_names_are_read(row: dict[str, Any], expected: list[Any]) -> None:
     roles = ("user", "assistant")
-    plain = [m if isinstance(m, dict) else {"role": roles[i % 2], "content": m} for i, m in enumerate(expected)]
+    plain = [
+        m if isinstance(m, dict) else {"role": roles[i % 2], "content": m}
+        for i, m in enumerate(expected)
+    ]
     assert read_conversation(row)["messages"] == plain
 
 
@@ -68,8 +109,20 @@ def test_common_names_are_read(row: dict[str, Any], expected: list[Any]) -> None
         {"messages": CHAT, "tools": json.dumps([FUNCTION])},
         {"messages": CHAT, "functions": [FUNCTION], "tools": []},
         {"messages": CHAT, "tools": [{**FUNCTION, "parameters": json.dumps(PARAMETERS)}]},
-        {"messages": CHAT, "tools": [{"name": "weigh", "description": "Weighs.", "input_schema": PARAMETERS}]},
-        {"messages": [{"role": "system", "content": "", "tools": [{"type": "function", "function": FUNCTION}]}, *CHAT]},
+        {
+            "messages": CHAT,
+            "tools": [{"name": "weigh", "description": "Weighs.", "input_schema": PARAMETERS}],
+        },
+        {
+            "messages": [
+                {
+                    "role": "system",
+                    "content": "",
+                    "tools": [{"type": "function", "function": FUNCTION}],
+                },
+                *CHAT,
+            ]
+        },
     ],
 )
 def test_tools_are_read_in_every_spelling(row: dict[str, Any]) -> None:
@@ -89,8 +142,12 @@ def test_tools_are_read_in_every_spelling(row: dict[str, Any]) -> None:
     ],
 )
 def test_calls_are_read_in_every_spelling(call: Any) -> None:
-    _, message = read_conversation({"messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}]})["messages"]
-    assert message["tool_calls"] == [{"type": "function", "function": {"name": "weigh", "arguments": {"thing": "cup"}}}]
+    _, message = read_conversation(
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}]}
+    )["messages"]
+    assert message["tool_calls"] == [
+        {"type": "function", "function": {"name": "weigh", "arguments": {"thing": "cup"}}}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,19 +155,34 @@ def test_calls_are_read_in_every_spelling(call: Any) -> None:
     [
         ({"prompt": "how tall?", "completion": "no", "label": False}, "with a label of false"),
         ({"prompt": "how tall?", "completion": "no", "label": "False"}, "with a label of false"),
-        ({"conversations": SHAREGPT, "image": "boat.jpg"}, "with images or sound, which are not read"),
-        ({"messages": CHAT, "images": [{"bytes": "x"}]}, "with images or sound, which are not read"),
+        (
+            {"conversations": SHAREGPT, "image": "boat.jpg"},
+            "with images or sound, which are not read",
+        ),
+        (
+            {"messages": CHAT, "images": [{"bytes": "x"}]},
+            "with images or sound, which are not read",
+        ),
         ({"messages": CHAT, "image_path": "boat.jpg"}, "with images or sound, which are not read"),
         ({"messages": CHAT, "img_base64": "aGk="}, "with images or sound, which are not read"),
-        ({"messages": [{"speaker": "user", "utterance": "how tall?"}]}, "with a message that has no role"),
+        (
+            {"messages": [{"speaker": "user", "utterance": "how tall?"}]},
+            "with a message that has no role",
+        ),
         (
             {"messages": [QUESTION, {"role": "assistant", "tool_calls": [7]}]},
             "with a tool call that has no name or arguments",
         ),
-        ({"messages": [CHAT[0] | {"videos": ["a.mp4"]}, ANSWER]}, "with images or sound, which are not read"),
+        (
+            {"messages": [CHAT[0] | {"videos": ["a.mp4"]}, ANSWER]},
+            "with images or sound, which are not read",
+        ),
         ({"messages": [{"role": "user", "content": [IMAGE]}, ANSWER]}, "content that is not text"),
         ({"messages": [{"role": "alien", "content": "a"}]}, "with an unknown speaker"),
-        ({"messages": [{"role": "user", "body": "how tall?"}, ANSWER]}, "with a message without content, value, text"),
+        (
+            {"messages": [{"role": "user", "body": "how tall?"}, ANSWER]},
+            "with a message without content, value, text",
+        ),
         (
             {"system": "Be a guide.", "messages": [{"role": "system", "content": "Sing."}, *CHAT]},
             "with two system prompts",
@@ -118,20 +190,31 @@ def test_calls_are_read_in_every_spelling(call: Any) -> None:
         ({"messages": "how tall?"}, "with a column messages that is not JSON"),
         ({"messages": 5}, "with a column messages that is not a list"),
         *(
-            ({"prompt": "a", "completion": "b", "history": history}, "with a column history that is not a list")
+            (
+                {"prompt": "a", "completion": "b", "history": history},
+                "with a column history that is not a list",
+            )
             for history in (5, True, "null", {"user": "a"})
         ),
-        ({"prompt": "a", "tools": [{"name": "weigh", "parameters": "{"}]}, "with a tool's parameters that is not JSON"),
+        (
+            {"prompt": "a", "tools": [{"name": "weigh", "parameters": "{"}]},
+            "with a tool's parameters that is not JSON",
+        ),
     ],
 )
-def test_rows_that_must_not_be_learned_are_left_out_with_a_reason(row: dict[str, Any], reason: str) -> None:
+def test_rows_that_must_not_be_learned_are_left_out_with_a_reason(
+    row: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(UnusableRowError) as error:
         read_conversation(row)
     assert error.value.reason == reason
 
 
 def test_data_of_images_alone_end_in_one_line(tmp_path: Any) -> None:
-    rows = [{"images": ["boat.jpg"], "caption": "a boat"}, {"messages": [{"role": "user", "content": [IMAGE]}, ANSWER]}]
+    rows = [
+        {"images": ["boat.jpg"], "caption": "a boat"},
+        {"messages": [{"role": "user", "content": [IMAGE]}, ANSWER]},
+    ]
     (path := tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=r"\bimages\b.*\bimage_url\b") as ended:
         load_conversations(str(path))
@@ -143,16 +226,37 @@ def test_an_empty_list_of_images_is_no_image() -> None:
 
 
 def test_keys_of_calls_and_tools_and_second_names_are_listed() -> None:
-    call = {"id": "1", "type": "function", "index": 0, "function": {"name": "weigh", "kwargs": {"thing": "cup"}}}
-    both = {"role": "assistant", "content": "3 m", "text": "4 m", "value": "3 m", "tool_calls": [call]}
+    call = {
+        "id": "1",
+        "type": "function",
+        "index": 0,
+        "function": {"name": "weigh", "kwargs": {"thing": "cup"}},
+    }
+    both = {
+        "role": "assistant",
+        "content": "3 m",
+        "text": "4 m",
+        "value": "3 m",
+        "tool_calls": [call],
+    }
     columns = Columns()
-    read_conversation({"messages": [QUESTION, both], "tools": [{**FUNCTION, "returns": "kg"}]}, columns=columns)
+    read_conversation(
+        {"messages": [QUESTION, both], "tools": [{**FUNCTION, "returns": "kg"}]}, columns=columns
+    )
     assert columns.unread.keys() == {"messages.text", "messages.tool_calls.kwargs", "tools.returns"}
 
 
-def test_columns_and_keys_that_are_not_read_are_listed(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_and_keys_that_are_not_read_are_listed(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     columns = Columns()
-    row = {"messages": [{**QUESTION, "weight": 1}, ANSWER], "id": 7, "category": "qa", "label": 3, "empty": None}
+    row = {
+        "messages": [{**QUESTION, "weight": 1}, ANSWER],
+        "id": 7,
+        "category": "qa",
+        "label": 3,
+        "empty": None,
+    }
     read_conversation(row, columns=columns)
     read_conversation({"prompt": "a", "id": 8}, columns=columns)
     assert columns.read == {"messages": 1, "prompt": 1}

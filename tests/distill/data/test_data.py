@@ -19,7 +19,10 @@ from redraft.distill.data.conversations import (
 from redraft.distill.data.corpus import MAX_DOCSTRING_CHARS, completion_question, function_questions
 from redraft.distill.data.messages import conversation_hash, read_message
 
-QUESTION_AND_ANSWER = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "<think>hm</think>so"}]
+QUESTION_AND_ANSWER = [
+    {"role": "user", "content": "why?"},
+    {"role": "assistant", "content": "<think>hm</think>so"},
+]
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> str:
@@ -32,11 +35,21 @@ def write_jsonl(path: Path, rows: list[dict]) -> str:
     [
         {"messages": QUESTION_AND_ANSWER},
         {"messages": QUESTION_AND_ANSWER, "prompt": "something else", "text": "and else"},
-        {"conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "<think>hm</think>so"}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "why?"},
+                {"from": "gpt", "value": "<think>hm</think>so"},
+            ]
+        },
         {"prompt": "why?", "completion": "<think>hm</think>so"},
         {"prompt": "why?", "response": "<think>hm</think>so"},
         {"prompt": QUESTION_AND_ANSWER[:1], "completion": QUESTION_AND_ANSWER[1:]},
-        {"messages": [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in QUESTION_AND_ANSWER]},
+        {
+            "messages": [
+                {**m, "content": [{"type": "text", "text": m["content"]}]}
+                for m in QUESTION_AND_ANSWER
+            ]
+        },
         {"instruction": "why?", "input": "", "output": "<think>hm</think>so"},
     ],
     ids=[
@@ -58,7 +71,9 @@ def test_every_usual_shape_reads_as_the_same_conversation(tmp_path: Path, row: d
     assert load_conversations(str(tmp_path / "a.parquet")) == expected
 
 
-def test_a_prompt_alone_is_a_conversation_to_regenerate_and_text_is_a_document(tmp_path: Path) -> None:
+def test_a_prompt_alone_is_a_conversation_to_regenerate_and_text_is_a_document(
+    tmp_path: Path,
+) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "why?"}, {"text": "Once."}])
     assert load_conversations(source) == [
         {"messages": [{"role": "user", "content": "why?"}], "domain": "all"},
@@ -66,7 +81,11 @@ def test_a_prompt_alone_is_a_conversation_to_regenerate_and_text_is_a_document(t
     ]
 
 
-ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+}
 ADD_TOOL = {"type": "function", "function": ADD}
 ADD_CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CALLED = [
@@ -82,14 +101,19 @@ CALLED = [
     [
         {"messages": CALLED, "tools": [ADD_TOOL]},
         {"messages": CALLED, "tools": json.dumps([ADD])},
-        {"messages": CALLED, "tools": [json.dumps({"function": dict(reversed(ADD.items())), "type": "function"})]},
+        {
+            "messages": CALLED,
+            "tools": [json.dumps({"function": dict(reversed(ADD.items())), "type": "function"})],
+        },
         {
             "messages": [
                 CALLED[0],
                 {
                     **CALLED[1],
                     "content": None,
-                    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+                    ],
                 },
                 *CALLED[2:],
             ],
@@ -98,7 +122,11 @@ CALLED = [
         {
             "messages": [
                 CALLED[0],
-                {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": {"name": "add", "arguments": '{"a": 1}'},
+                },
                 {"role": "function", "content": "2"},
                 CALLED[3],
             ],
@@ -116,7 +144,9 @@ CALLED = [
     ],
     ids=["chat", "bare-json", "list-of-json", "arguments-as-text", "function-call", "sharegpt"],
 )
-def test_every_dialect_of_tool_calls_reads_as_the_same_conversation(tmp_path: Path, row: dict) -> None:
+def test_every_dialect_of_tool_calls_reads_as_the_same_conversation(
+    tmp_path: Path, row: dict
+) -> None:
     expected = [{"messages": CALLED, "domain": "all", "tools": [ADD_TOOL]}]
     assert load_conversations(write_jsonl(tmp_path / "a.jsonl", [row])) == expected
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "a.parquet")
@@ -132,7 +162,10 @@ def test_fields_of_other_calls_that_a_table_adds_are_no_arguments(tmp_path: Path
 
 
 def test_rows_may_differ_in_their_fields(tmp_path: Path) -> None:
-    rows = [{"messages": QUESTION_AND_ANSWER}, {"messages": QUESTION_AND_ANSWER, "cut": True, "domain": "code"}]
+    rows = [
+        {"messages": QUESTION_AND_ANSWER},
+        {"messages": QUESTION_AND_ANSWER, "cut": True, "domain": "code"},
+    ]
     first, second = load_conversations(write_jsonl(tmp_path / "a.jsonl", rows))
     assert "cut" not in first
     assert (second["cut"], second["domain"]) == (True, "code")
@@ -178,7 +211,9 @@ def test_the_standard_library_is_a_source(tmp_path: Path, monkeypatch: pytest.Mo
 def test_reasoning_that_a_server_parsed_out_is_kept_beside_the_answer(fields: dict) -> None:
     message = {"role": "assistant", "content": "so", "reasoning": "hm"}
     assert read_message({"role": "assistant", **fields}) == message
-    assert conversation_hash([message]) != conversation_hash([{"role": "assistant", "content": "so"}])
+    assert conversation_hash([message]) != conversation_hash(
+        [{"role": "assistant", "content": "so"}]
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +227,10 @@ def test_reasoning_that_a_server_parsed_out_is_kept_beside_the_answer(fields: di
         ('{"messages": ["hello"]}', r"\brole\b.*line 1"),
         ('{"messages": [{"content": "a"}]}', r"\brole\b.*line 1"),
         ('{"conversations": [{"from": "alien", "value": "a"}]}', "line 1.*'alien'"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', r"line 1.* type image\b"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            r"line 1.* type image\b",
+        ),
         ('{"messages": [{"role": "user", "content": 5}]}', r"content.*line 1: .*\bint\b"),
         ('{"messages": null}', "line 1.*`messages`"),
         ('{"prompt": "\\ud83d"}', "surrogate"),
@@ -200,11 +238,13 @@ def test_reasoning_that_a_server_parsed_out_is_kept_beside_the_answer(fields: di
         ('{"prompt": "a", "tools": [{"a": 1}]}', "function's definition.*line 1"),
         ('{"prompt": "a", "tools": 5}', r"\btools\b.*line 1: .*\bint\b"),
         (
-            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
+            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", '
+            '"arguments": "{"}}]}]}',
             r"call.*JSON.*character 1",
         ),
         (
-            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}',
+            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": '
+            '"{}"}}]}]}',
             r"\bname or arguments\b",
         ),
         ("[1]", r"object.*line 1"),
@@ -232,7 +272,9 @@ def test_unusable_rows_are_skipped_and_counted_by_reason_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"prompt": "a"}\n{"prompt"\n\xff\n{"prompt": 7}\n5\n{"prompt"\n{"text": "b"}\n')
+    path.write_bytes(
+        b'{"prompt": "a"}\n{"prompt"\n\xff\n{"prompt": 7}\n5\n{"prompt"\n{"text": "b"}\n'
+    )
     assert len(load_conversations(str(path))) == 2
     columns, line = capsys.readouterr().out.splitlines()
     assert "columns read: prompt, text; not read: none" in columns
@@ -243,20 +285,38 @@ def test_unusable_rows_are_skipped_and_counted_by_reason_in_one_line(
 
 
 SHAREGPT = [
-    {"id": "a_0", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
-    {"id": "a_1", "conversations": [{"from": "gpt", "value": "and"}, {"from": "human", "value": "so?"}]},
+    {
+        "id": "a_0",
+        "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}],
+    },
+    {
+        "id": "a_1",
+        "conversations": [{"from": "gpt", "value": "and"}, {"from": "human", "value": "so?"}],
+    },
     {"id": "b_0", "conversations": []},
 ]
 SHAREGPT_READ = [
-    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}], "domain": "all"},
-    {"messages": [{"role": "assistant", "content": "and"}, {"role": "user", "content": "so?"}], "domain": "all"},
+    {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
+        "domain": "all",
+    },
+    {
+        "messages": [{"role": "assistant", "content": "and"}, {"role": "user", "content": "so?"}],
+        "domain": "all",
+    },
 ]
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("name", ["list.json", "lines.json", "lines.jsonl"])
-def test_sharegpt_is_read_as_a_list_or_as_lines_compressed_or_not(tmp_path: Path, name: str, compression: str) -> None:
-    text = json.dumps(SHAREGPT, indent=1) if name == "list.json" else "\n".join(map(json.dumps, SHAREGPT))
+def test_sharegpt_is_read_as_a_list_or_as_lines_compressed_or_not(
+    tmp_path: Path, name: str, compression: str
+) -> None:
+    text = (
+        json.dumps(SHAREGPT, indent=1)
+        if name == "list.json"
+        else "\n".join(map(json.dumps, SHAREGPT))
+    )
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[compression]
     path = tmp_path / f"{name}{compression}"
     path.write_bytes(compress(text.encode()))
@@ -264,7 +324,9 @@ def test_sharegpt_is_read_as_a_list_or_as_lines_compressed_or_not(tmp_path: Path
 
 
 def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json.dumps(SHAREGPT[0]).encode() * 99)[:-20])
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(json.dumps(SHAREGPT[0]).encode() * 99)[:-20]
+    )
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz"):
         load_conversations(str(tmp_path / "a.jsonl.gz"))
     (tmp_path / "a.json").write_text(json.dumps(SHAREGPT)[:-9])
@@ -276,14 +338,18 @@ def test_a_folder_of_data_files_is_read_whole_with_its_folders_as_domains(tmp_pa
     for folder in ("code", ".cache"):
         (tmp_path / folder).mkdir()
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "one"}])
-    (tmp_path / "code" / "b.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "two"}\n{"prompt": "3", "domain": "c"}'))
+    (tmp_path / "code" / "b.jsonl.gz").write_bytes(
+        gzip.compress(b'{"prompt": "two"}\n{"prompt": "3", "domain": "c"}')
+    )
     write_jsonl(tmp_path / ".cache" / "c.jsonl", [{"prompt": "hidden"}])
     (tmp_path / "README.md").write_text("a card of the data set, not a document")
     found = [(c["messages"][0]["content"], c["domain"]) for c in load_conversations(str(tmp_path))]
     assert found == [("one", "all"), ("two", "code"), ("3", "c")]
 
 
-def test_the_input_of_an_alpaca_row_follows_the_instruction_and_text_parts_are_joined(tmp_path: Path) -> None:
+def test_the_input_of_an_alpaca_row_follows_the_instruction_and_text_parts_are_joined(
+    tmp_path: Path,
+) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "image_url": None}]
     rows = [
         {"instruction": "Translate.", "input": "un", "output": "one", "text": "the whole prompt"},
@@ -302,19 +368,25 @@ def test_a_missing_file_and_a_broken_parquet_are_named(tmp_path: Path) -> None:
         load_conversations(str(tmp_path / "a.parquet"))
 
 
-def test_a_name_that_is_nothing_here_nor_on_the_hub_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_nothing_here_nor_on_the_hub_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="nosuch/thing"):
         load_conversations("nosuch/thing")
 
 
 def test_the_split_is_by_content_alone_and_near_its_fraction() -> None:
-    conversations = [{"messages": [{"role": "user", "content": str(i)}], "domain": "all"} for i in range(4000)]
+    conversations = [
+        {"messages": [{"role": "user", "content": str(i)}], "domain": "all"} for i in range(4000)
+    ]
     train, held_out = split_held_out(conversations, 0.1)
     assert len(train) + len(held_out) == 4000
     assert 330 < len(held_out) < 470  # 400 +- 3.7 standard deviations
     more = split_held_out(conversations, 0.2)[1]
-    assert all(conversation in more for conversation in held_out)  # a larger fraction keeps what was held out
+    assert all(
+        conversation in more for conversation in held_out
+    )  # a larger fraction keeps what was held out
     assert split_held_out(conversations, 0.0)[1] == []
 
 
@@ -331,8 +403,12 @@ def make_chat(question: str, answer: str, system: str = "") -> dict:
 
 
 def test_all_answers_to_one_question_are_on_one_side() -> None:
-    conversations = [make_chat(f"question {i % 200}", f"answer {i}", "s" * (i % 3)) for i in range(2000)]
-    sides = [{c["messages"][-2]["content"] for c in part} for part in split_held_out(conversations, 0.3)]
+    conversations = [
+        make_chat(f"question {i % 200}", f"answer {i}", "s" * (i % 3)) for i in range(2000)
+    ]
+    sides = [
+        {c["messages"][-2]["content"] for c in part} for part in split_held_out(conversations, 0.3)
+    ]
     assert len(sides[0]) + len(sides[1]) == 200
     assert sides[1]
     assert not sides[0] & sides[1]
@@ -340,12 +416,23 @@ def test_all_answers_to_one_question_are_on_one_side() -> None:
 
 def test_repeated_conversations_and_held_out_answers_are_taken_out_of_training() -> None:
     copied, short = "a long answer that a scraper found on two pages " * 3, "Yes."
-    held_out = [make_chat("h1", copied), make_chat("h2", short), make_chat("h3", "an answer of its own " * 9)]
-    train = [make_chat("t1", f" {copied}\n"), make_chat("t2", short), make_chat("t3", short), make_chat("t2", short)]
+    held_out = [
+        make_chat("h1", copied),
+        make_chat("h2", short),
+        make_chat("h3", "an answer of its own " * 9),
+    ]
+    train = [
+        make_chat("t1", f" {copied}\n"),
+        make_chat("t2", short),
+        make_chat("t3", short),
+        make_chat("t2", short),
+    ]
     kept, overlap = remove_overlap(train, held_out)
     assert kept == [train[1], train[2]]
     assert overlap == Overlap(held_out_answers=2, shared_answers=1, repeated=1, sharing=1)
-    assert str(overlap).startswith("1 of 2 held-out answers stood in training word for word; 1 conversations with them")
+    assert str(overlap).startswith(
+        "1 of 2 held-out answers stood in training word for word; 1 conversations with them"
+    )
 
 
 def test_the_split_of_the_standard_library_is_that_of_the_small_target(
@@ -357,7 +444,9 @@ def test_the_split_of_the_standard_library_is_that_of_the_small_target(
     monkeypatch.setattr("redraft.distill.data.corpus.sysconfig.get_path", lambda _: str(tmp_path))
     conversations = load_conversations("stdlib")
     _, held_out = split_held_out(conversations, 0.2)
-    by_whole = [c for c in conversations if int(conversation_hash(c["messages"])[:16], 16) < 0.2 * 2**64]
+    by_whole = [
+        c for c in conversations if int(conversation_hash(c["messages"])[:16], 16) < 0.2 * 2**64
+    ]
     assert held_out == by_whole != []
 
 
@@ -380,8 +469,12 @@ def test_functions_of_the_library_become_questions(tmp_path: Path) -> None:
 
 
 def test_made_data_have_an_identity_of_their_own() -> None:
-    ours = {source: identify_conversations(source, "train") for source in ("stdlib", "stdlib-functions")}
-    assert ours == {source: [source, sys.version] for source in ours}  # and no data set on the hub is asked for
+    ours = {
+        source: identify_conversations(source, "train") for source in ("stdlib", "stdlib-functions")
+    }
+    assert ours == {
+        source: [source, sys.version] for source in ours
+    }  # and no data set on the hub is asked for
 
 
 def test_the_first_functions_are_a_draw_from_all_modules(tmp_path: Path) -> None:

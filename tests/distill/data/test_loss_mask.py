@@ -1,4 +1,7 @@
-"""Loss masks of public template families: five conditions on each turn, and transformers' assistant mask."""
+"""Loss masks of public template families.
+
+Five conditions on each turn, and transformers' assistant mask.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,13 @@ import pytest
 from chat_templates import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trl_templates import find_ends, make_tokenizer, template_names, training_names, training_template
+from trl_templates import (
+    find_ends,
+    make_tokenizer,
+    template_names,
+    training_names,
+    training_template,
+)
 
 from redraft.distill.data.conditions import Turn
 from redraft.distill.data.conversations import Conversation, read_conversation
@@ -25,14 +34,24 @@ DAY = datetime.date(2024, 2, 29)
 FUNCTION = {
     "name": "weigh",
     "description": "Weighs a thing.",
-    "parameters": {"type": "object", "properties": {"thing": {"type": "string"}}, "required": ["thing"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"thing": {"type": "string"}},
+        "required": ["thing"],
+    },
 }
 TOOLS = [{"type": "function", "function": FUNCTION}]
-CALL = {"id": "call00001", "type": "function", "function": {"name": "weigh", "arguments": {"thing": "a cup"}}}
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "weigh", "arguments": {"thing": "a cup"}},
+}
 TAGS = re.compile(r"</?think>")
 
 OF_THE_TEMPLATE = re.compile(r"</?think>|<｜Assistant｜>|<\|start\|>assistant|<end>")
-"""What the oracle marks beside the answer: an empty thought, some role headers, and a token after the last turn."""
+"""What the oracle marks beside the answer: an empty thought, some role headers, and a token after
+the last turn.
+"""
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -67,14 +86,18 @@ def squeeze(content: str) -> str:
 
 
 WORDS = st.lists(
-    st.sampled_from(["blue", "cup", "of", "tea", "weighs", "3", "kg", "Ünder"]), min_size=1, max_size=4
+    st.sampled_from(["blue", "cup", "of", "tea", "weighs", "3", "kg", "Ünder"]),
+    min_size=1,
+    max_size=4,
 ).map(" ".join)
 
 
 @st.composite
 def rows(draw: st.DrawFn) -> dict[str, Any]:
     """Conversations with and without system prompt, tools, thought and parts, whole and cut."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": draw(WORDS)}] if draw(st.booleans()) else []
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": draw(WORDS)}] if draw(st.booleans()) else []
+    )
     has_tools, thinks = draw(st.booleans()), draw(st.booleans())
     for number in range(draw(st.integers(1, 3))):
         question = f"q{number} {draw(WORDS)}"
@@ -83,7 +106,9 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
         thought = {"reasoning_content": f"t{number} {draw(WORDS)}"} if thinks else {}
         if has_tools:
             messages.append(say("", tool_calls=[CALL], **thought))
-            messages.append({"role": "tool", "tool_call_id": "call00001", "name": "weigh", "content": "heavy"})
+            messages.append(
+                {"role": "tool", "tool_call_id": "call00001", "name": "weigh", "content": "heavy"}
+            )
         messages.append(say(f"a{number} {draw(WORDS)}", **thought))
     cut = draw(st.booleans())
     if cut and thinks and draw(st.booleans()):
@@ -94,7 +119,9 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
 @pytest.mark.parametrize("name", template_names())
 @settings(max_examples=12, deadline=None)
 @given(row=rows())
-def test_every_turn_satisfies_five_conditions_or_is_refused_with_a_reason(name: str, row: dict[str, Any]) -> None:
+def test_every_turn_satisfies_five_conditions_or_is_refused_with_a_reason(
+    name: str, row: dict[str, Any]
+) -> None:
     turns, refused, conversation = write_turns(name, row)
     answers = [m for m in row["messages"] if m["role"] == "assistant"]
     assert len(turns) + sum(refused.values()) == len(answers) or "by the template" in refused
@@ -125,7 +152,9 @@ def test_every_turn_satisfies_five_conditions_or_is_refused_with_a_reason(name: 
         # 1: a rendering, but for the thought, which some templates drop
         context = [render.as_context(m) for m in conversation["messages"][:place]]
         written = render.as_answer(conversation["messages"][place])
-        whole = render([*context, written], prompt=False, tools=row.get("tools"), arguments=turn.arguments)
+        whole = render(
+            [*context, written], prompt=False, tools=row.get("tools"), arguments=turn.arguments
+        )
         shown = TAGS.sub("", turn.prompt + turn.answer.removesuffix(end))
         assert (
             any(
@@ -140,12 +169,20 @@ def test_every_turn_satisfies_five_conditions_or_is_refused_with_a_reason(name: 
 @pytest.mark.parametrize("shape", ["plain", "system", "thought", "tools"])
 def test_labels_are_those_of_the_assistant_mask(name: str, shape: str) -> None:
     if (name, shape) == ("diffusion_gemma", "tools"):
-        pytest.skip("after a tool's result the template writes a header that its generation prompt leaves out")
+        pytest.skip(
+            "after a tool's result the template writes a header that its generation prompt leaves "
+            "out"
+        )
     thought = dict.fromkeys(REASONING_FIELDS, "a thought") if shape == "thought" else {}
-    messages = [*([{"role": "system", "content": "Be kind."}] if shape == "system" else []), user("why 1")]
+    messages = [
+        *([{"role": "system", "content": "Be kind."}] if shape == "system" else []),
+        user("why 1"),
+    ]
     if shape == "tools":
         messages += [say("", tool_calls=[CALL])]
-        messages += [{"role": "tool", "tool_call_id": "call00001", "name": "weigh", "content": "3 kg"}]
+        messages += [
+            {"role": "tool", "tool_call_id": "call00001", "name": "weigh", "content": "3 kg"}
+        ]
     messages += [say("blue 1", **thought)]
     row = {"messages": messages, **({"tools": TOOLS} if shape == "tools" else {})}
     turns, refused, _ = write_turns(name, row)
@@ -176,14 +213,18 @@ def test_labels_are_those_of_the_assistant_mask(name: str, shape: str) -> None:
     assert labels == oracle
 
 
-def learn(template: str, row: dict[str, Any], *, end: str, special: str = "", plain: str = "") -> list[tuple[str, str]]:
+def learn(
+    template: str, row: dict[str, Any], *, end: str, special: str = "", plain: str = ""
+) -> list[tuple[str, str]]:
     """(end of the prompt, labels) of each turn by a template of ours."""
     turns, refused = _learn(template, row, end, special)
     assert not refused
     return turns
 
 
-def _learn(template: str, row: dict[str, Any], end: str, special: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
+def _learn(
+    template: str, row: dict[str, Any], end: str, special: str
+) -> tuple[list[tuple[str, str]], dict[str, int]]:
     from make_tokenizers import make_byte_tokenizer
 
     tokenizer = make_byte_tokenizer(bos_token="<begin>", eos_token="<stop>")
@@ -200,8 +241,10 @@ THOUGHT = [user("why 1"), say("blue 1", reasoning_content="scatter 1")]
 
 # A role's token ends the turn before it.
 NEXT_ROLE_ENDS = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>\n{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>\n{% "
+    "endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson "
+    "}}</call>"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
@@ -211,7 +254,14 @@ def test_a_turn_may_end_with_the_token_of_the_next_role() -> None:
     (first, second) = learn(NEXT_ROLE_ENDS, {"messages": CHAT}, **options)
     assert first == ("<|user|>\nping 1<|assistant|>\n<think></think>\n", "pong 1<|user|>")
     assert second[1] == "pong 2<|user|>"
-    row = {"messages": [user("weigh"), say("", tool_calls=[CALL]), {"role": "tool", "content": "3"}, say("3 kg")]}
+    row = {
+        "messages": [
+            user("weigh"),
+            say("", tool_calls=[CALL]),
+            {"role": "tool", "content": "3"},
+            say("3 kg"),
+        ]
+    }
     called, answered = learn(NEXT_ROLE_ENDS, row, **options)
     assert called[1] == '<call>weigh {"thing": "a cup"}</call><|tool|>'
     assert answered[1] == "3 kg<|user|>"
@@ -225,13 +275,17 @@ def test_an_end_that_does_not_end_generation_is_refused() -> None:
     special = "<|done|> <|user|> <|assistant|>"
     turns, refused = _learn(template, {"messages": CHAT}, "<|other|>", special)
     assert (turns, refused) == ([], {"whose end in the chat template does not end generation": 2})
-    assert [answer for _, answer in learn(template, {"messages": CHAT}, end="<|done|>", special=special)] == [
+    assert [
+        answer for _, answer in learn(template, {"messages": CHAT}, end="<|done|>", special=special)
+    ] == [
         "pong 1<|done|>",
         "pong 2<|done|>",
     ]
 
 
-@pytest.mark.parametrize("inside", ["pong 1<|done|>", "pong<|done|><|user|>ping 3<|assistant|>pong 3", "<|done|>"])
+@pytest.mark.parametrize(
+    "inside", ["pong 1<|done|>", "pong<|done|><|user|>ping 3<|assistant|>pong 3", "<|done|>"]
+)
 def test_nothing_after_a_stop_token_is_learned(inside: str) -> None:
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|done|>{% endfor %}"
@@ -239,20 +293,33 @@ def test_nothing_after_a_stop_token_is_learned(inside: str) -> None:
     )
     row = {"messages": [user("ping 1"), say(inside), user("ping 2<|done|>"), say("pong 2")]}
     for cut in (False, True):
-        turns, refused = _learn(template, {**row, "cut": cut}, "<|done|> <|other|>", "<|user|> <|assistant|>")
+        turns, refused = _learn(
+            template, {**row, "cut": cut}, "<|done|> <|other|>", "<|user|> <|assistant|>"
+        )
         assert [answer for _, answer in turns] == ["pong 2" if cut else "pong 2<|done|>"]
         assert sum(refused.values()) == 1
 
 
 def test_a_system_prompt_that_the_template_leaves_out_is_a_reason() -> None:
     template = (
-        "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|done|>{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|done|>{% "
+        "endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     row = {"messages": [{"role": "system", "content": "Be kind."}, *CHAT]}
     special = "<|user|> <|assistant|>"
-    assert _learn(template, row, "<|done|>", special) == ([], {"whose system prompt the chat template leaves out": 2})
-    assert len(learn(template.replace(" if m.role != 'system'", ""), row, end="<|done|>", special=special)) == 2
+    assert _learn(template, row, "<|done|>", special) == (
+        [],
+        {"whose system prompt the chat template leaves out": 2},
+    )
+    assert (
+        len(
+            learn(
+                template.replace(" if m.role != 'system'", ""), row, end="<|done|>", special=special
+            )
+        )
+        == 2
+    )
     later = {"messages": [*CHAT[:2], {"role": "developer", "content": "Be brief."}, *CHAT[2:]]}
     turns, refused = _learn(template, later, "<|done|>", special)
     assert (len(turns), refused) == (1, {"whose system prompt the chat template leaves out": 1})
@@ -260,20 +327,25 @@ def test_a_system_prompt_that_the_template_leaves_out_is_a_reason() -> None:
 
 def test_a_template_that_reads_parts_gets_parts() -> None:
     template = (
-        "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p.type == 'text' %} {{ p.text }}{% endif %}"
+        "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p.type == 'text' %} {{ "
+        "p.text }}{% endif %}"
         "{% endfor %}<|done|>\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     parts = [{"type": "text", "text": "ping"}, {"type": "text", "text": "1"}]
     row = {"messages": [user(parts), say("pong 1")]}
-    assert learn(template, row, end="<|done|>") == [("user: ping 1<|done|>\nassistant:", " pong 1<|done|>")]
+    assert learn(template, row, end="<|done|>") == [
+        ("user: ping 1<|done|>\nassistant:", " pong 1<|done|>")
+    ]
 
 
 # The thought is a template's argument, off by default, and no answer is rendered with its thought.
 SWITCHED = (
     "{% if thinking is not defined %}{% set thinking = false %}{% endif %}{% for m in messages %}"
     "{% if m.role == 'user' %}<|user|>{{ m.content }}<|assistant|>"
-    "{% if not loop.last %}</think>{% endif %}{% else %}{{ m.content.split('</think>')[-1] }}<|done|>{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<think>' if thinking else '</think>' }}{% endif %}"
+    "{% if not loop.last %}</think>{% endif %}{% else %}{{ m.content.split('</think>')[-1] "
+    "}}<|done|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<think>' if thinking else '</think>' }}{% endif "
+    "%}"
 )
 
 
@@ -288,9 +360,12 @@ def test_the_arguments_of_the_template_follow_the_data() -> None:
 
 def test_a_thought_opened_by_the_prompt_opens_once() -> None:
     template = (
-        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}\n{% elif loop.last %}<|assistant|>\n"
-        "<think>\n\n{{ m.content }}\n<|done|>\n{% else %}<|assistant|>\n{{ m.content.split('</think>')[-1].strip() }}\n"
-        "<|done|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n<think>\n\n{% endif %}"
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}\n{% elif "
+        "loop.last %}<|assistant|>\n"
+        "<think>\n\n{{ m.content }}\n<|done|>\n{% else %}<|assistant|>\n{{ "
+        "m.content.split('</think>')[-1].strip() }}\n"
+        "<|done|>\n{% endif %}{% endfor %}{% if add_generation_prompt "
+        "%}<|assistant|>\n<think>\n\n{% endif %}"
     )
     row = {"messages": [user("why 1"), say("<think>\nscatter 1\n</think>\n\nblue 1")]}
     ((prompt, answer),) = learn(template, row, end="<|done|>", special="<|user|> <|assistant|>")
@@ -300,18 +375,26 @@ def test_a_thought_opened_by_the_prompt_opens_once() -> None:
 
 EMPTY_THOUGHT = (
     "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}"
-    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% else %}<think></think>{% endif %}"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n{% else "
+    "%}<think></think>{% endif %}"
     "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} "
-    "{{ c.function.arguments | tojson }}</call>{% endfor %}<|done|>\n{% endfor %}{% if add_generation_prompt %}"
-    "<|assistant|>\n{% if enable_thinking is false %}<think></think>{% else %}<think>\n{% endif %}{% endif %}"
+    "{{ c.function.arguments | tojson }}</call>{% endfor %}<|done|>\n{% endfor %}{% if "
+    "add_generation_prompt %}"
+    "<|assistant|>\n{% if enable_thinking is false %}<think></think>{% else %}<think>\n{% endif "
+    "%}{% endif %}"
 )
 
 
-@pytest.mark.parametrize("template", [EMPTY_THOUGHT, EMPTY_THOUGHT.replace("enable_thinking is false", "false")])
+@pytest.mark.parametrize(
+    "template", [EMPTY_THOUGHT, EMPTY_THOUGHT.replace("enable_thinking is false", "false")]
+)
 def test_an_empty_thought_is_the_templates_own(template: str) -> None:
     options = {"end": "<|done|>", "special": "<|user|> <|assistant|>"}
     ((prompt, answer), _) = learn(template, {"messages": CHAT}, **options)
-    assert (prompt, answer) == ("<|user|>\nping 1<|done|>\n<|assistant|>\n<think></think>", "pong 1<|done|>")
+    assert (prompt, answer) == (
+        "<|user|>\nping 1<|done|>\n<|assistant|>\n<think></think>",
+        "pong 1<|done|>",
+    )
     row = {"messages": [user("weigh"), say("", tool_calls=[CALL])]}
     ((prompt, answer),) = learn(template, row, **options)
     assert prompt.endswith("<think></think>")
@@ -326,7 +409,14 @@ def test_a_template_that_adds_arguments_as_text_is_refused_with_a_cure_that_work
         "{{ c.function.name + c.function.arguments }}{% endfor %}<|done|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    row = {"messages": [user("weigh"), say("", tool_calls=[CALL]), {"role": "tool", "content": "3"}, say("3 kg")]}
+    row = {
+        "messages": [
+            user("weigh"),
+            say("", tool_calls=[CALL]),
+            {"role": "tool", "content": "3"},
+            say("3 kg"),
+        ]
+    }
     options = {"end": "<|done|>", "special": "<|user|> <|assistant|> <|tool|>"}
     with pytest.raises(jinja2.TemplateError, match="tojson"):
         learn(template, row, **options)

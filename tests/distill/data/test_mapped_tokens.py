@@ -1,4 +1,7 @@
-"""Tokenised data on disk: the samples that memory would hold, and made again if anything behind them changed."""
+"""Tokenised data on disk.
+
+The samples that memory would hold, and made again if anything behind them changed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,13 @@ from transformers import PreTrainedTokenizerFast
 from redraft.distill.data import packing, samples, tokens
 from redraft.distill.data.conversations import load_conversations, remove_overlap, split_held_out
 from redraft.distill.data.packing import PackedDataset
-from redraft.distill.data.samples import Sample, SampleStats, build_samples, data_hash, map_in_processes
+from redraft.distill.data.samples import (
+    Sample,
+    SampleStats,
+    build_samples,
+    data_hash,
+    map_in_processes,
+)
 from redraft.distill.data.tokens import Content, MappedSamples, keep_tokens, read_tokens
 from redraft.distill.data.vocabulary import frequent_ids
 from redraft.distill.run.inputs import load_data
@@ -34,7 +43,11 @@ DAY = datetime.date(2024, 2, 29)
 
 def write_rows(path: Path, num: int = 40) -> Path:
     rows: list[dict[str, Any]] = [
-        {"prompt": f"question {i}", "completion": f"answer {i} " * (i % 5 + 1), "domain": "ab"[i % 2]}
+        {
+            "prompt": f"question {i}",
+            "completion": f"answer {i} " * (i % 5 + 1),
+            "domain": "ab"[i % 2],
+        }
         for i in range(num)
     ]
     rows += [{"text": f"plain text {i} " * 30} for i in range(3)]
@@ -83,19 +96,30 @@ def test_what_is_mapped_is_what_was_built(world: World, monkeypatch: pytest.Monk
         assert all(equal(one, other) for one, other in zip(packed.samples, built, strict=True))
         assert packed.rows == PackedDataset(built, sequence_length=96).rows
         assert equal(packed.samples[-1], built[-1])
-        assert all(equal(one, other) for one, other in zip(packed.samples[1:3], built[1:3], strict=True))
+        assert all(
+            equal(one, other) for one, other in zip(packed.samples[1:3], built[1:3], strict=True)
+        )
     size = len(world.tokenizer)
     monkeypatch.setattr(tokens, "BLOCK", 7)
-    mapped, listed = (frequent_ids(some, 20, size) for some in (data.train.samples, list(data.train.samples)))
+    mapped, listed = (
+        frequent_ids(some, 20, size) for some in (data.train.samples, list(data.train.samples))
+    )
     assert mapped is not None
     assert listed is not None
     assert mapped.tolist() == listed.tolist()
-    assert data.hash == data_hash(build_samples(train, world.tokenizer, max_length=96, progress=False)[0])
+    assert data.hash == data_hash(
+        build_samples(train, world.tokenizer, max_length=96, progress=False)[0]
+    )
 
 
 def test_domains_may_be_as_many_as_hosts(tmp_path: Path) -> None:
     """As many as 16 bits cannot number."""
-    one = Sample(input_ids=np.arange(2, dtype=np.int32), loss_mask=np.arange(2) > 0, conversation="00" * 32, domain="")
+    one = Sample(
+        input_ids=np.arange(2, dtype=np.int32),
+        loss_mask=np.arange(2) > 0,
+        conversation="00" * 32,
+        domain="",
+    )
     hosts = [f"host{number}" for number in range(70_000)]
     content = Content(
         train=(replace(one, domain=host) for host in hosts),
@@ -118,26 +142,36 @@ def test_a_resumed_run_reads_what_was_written(
     after = world.load()
     assert capsys.readouterr().out == said.replace(said[: said.index("training:")], "")
     assert (after.hash, after.prompts, after.stats) == (before.hash, before.prompts, before.stats)
-    assert all(equal(one, other) for one, other in zip(after.train.samples, before.train.samples, strict=True))
+    assert all(
+        equal(one, other)
+        for one, other in zip(after.train.samples, before.train.samples, strict=True)
+    )
 
 
 THINKING = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think></think>{% "
+    "endif %}{{ m.content }}"
     "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
     "{% if enable_thinking is false %}<think></think>{% else %}<think>\n{% endif %}{% endif %}"
 )
 
 
-def test_template_arguments_and_refused_answers_survive_and_prompts_begin_with_the_arguments(world: World) -> None:
+def test_template_arguments_and_refused_answers_survive_and_prompts_begin_with_the_arguments(
+    world: World,
+) -> None:
     world.tokenizer.chat_template = THINKING
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     with world.source.open("a") as file:
         for i in range(9):
             called = {"role": "assistant", "content": "", "tool_calls": [call]}
-            file.write(json.dumps({"messages": [{"role": "user", "content": f"call {i}"}, called]}) + "\n")
+            file.write(
+                json.dumps({"messages": [{"role": "user", "content": f"call {i}"}, called]}) + "\n"
+            )
     before, after = world.load(), world.load()
     assert after.stats == before.stats
-    assert before.stats.refused_answers.keys() == {"with tool calls that the chat template leaves out"}
+    assert before.stats.refused_answers.keys() == {
+        "with tool calls that the chat template leaves out"
+    }
     assert before.stats.chosen_arguments() == {"enable_thinking": False}
     for prompt in before.prompts:
         assert world.tokenizer.decode(prompt.token_ids).endswith("<|assistant|>\n<think></think>")
@@ -170,7 +204,9 @@ CHANGES: dict[str, Callable[[World], None]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_changes_is_noticed_and_named(name: str, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatever_changes_is_noticed_and_named(
+    name: str, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     world.load()
     before = world.folders()
     CHANGES[name](world)
@@ -219,10 +255,17 @@ def test_tokens_that_are_not_whole_are_made_again(world: World) -> None:
 
 
 def test_the_order_of_an_epoch_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Sample(input_ids=np.arange(8, dtype=np.int32), loss_mask=np.ones(8, bool), conversation="", domain="")
+    one = Sample(
+        input_ids=np.arange(8, dtype=np.int32),
+        loss_mask=np.ones(8, bool),
+        conversation="",
+        domain="",
+    )
     data, drawn = PackedDataset([one] * 24, sequence_length=8), list[object]()
     make = np.random.default_rng
-    monkeypatch.setattr(packing.np.random, "default_rng", lambda seed: drawn.append(seed) or make(seed))
+    monkeypatch.setattr(
+        packing.np.random, "default_rng", lambda seed: drawn.append(seed) or make(seed)
+    )
     for index in range(7):
         data.batch(index, batch_size=8)
     assert drawn == [[0, 0], [0, 1], [0, 2]]
@@ -238,4 +281,6 @@ def test_chunks_in_processes_come_in_order(random_target: Path) -> None:
     texts = [f"answer {i} " * (i % 7) for i in range(64)]
     tokenizer = load_tokenizer(str(random_target))
     make = functools.partial(load_tokenizer, str(random_target))
-    assert list(map_in_processes(spell, make, texts, cores=2)) == [spell(tokenizer, text) for text in texts]
+    assert list(map_in_processes(spell, make, texts, cores=2)) == [
+        spell(tokenizer, text) for text in texts
+    ]

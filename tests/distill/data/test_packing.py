@@ -35,7 +35,8 @@ def test_packing_keeps_every_sample_whole_and_once(lengths: list[int], seed: int
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     used = [sum(lengths[i] for i in row) for row in rows]
     assert max(used) <= 16
-    # Best fit never leaves two rows that would fit into one: each opened because no earlier one had room.
+    # Best fit never leaves two rows that would fit into one: each opened because no earlier one had
+    # room.
     assert sum(total <= 8 for total in used) <= 1
 
 
@@ -58,16 +59,29 @@ def test_a_row_holds_its_documents_end_to_end_then_padding() -> None:
     assert batch.document_BT.tolist() == [[0] * first + [1] * second + [-1, -1]]
     assert batch.position_ids_BT.tolist() == [[*range(first), *range(second), 0, 0]]
     assert batch.input_ids_BT[0, 5:].tolist() == [0, 0]
-    assert batch.loss_mask_BT.tolist()[0][:3] == [False, True, True] if first == 3 else [False, True, False]
+    assert (
+        batch.loss_mask_BT.tolist()[0][:3] == [False, True, True]
+        if first == 3
+        else [False, True, False]
+    )
     assert not batch.loss_mask_BT[0, 5:].any()
-    assert batch.input_ids_BT.dtype == batch.document_BT.dtype == batch.position_ids_BT.dtype == torch.int64
+    assert (
+        batch.input_ids_BT.dtype
+        == batch.document_BT.dtype
+        == batch.position_ids_BT.dtype
+        == torch.int64
+    )
 
 
 def test_an_epoch_gives_every_row_once_across_ranks_and_the_next_in_another_order() -> None:
     data = PackedDataset(make_samples([8] * 24), sequence_length=8, seed=5)
     assert data.num_batches(2, num_ranks=3) == 4
     epochs = [
-        [data.batch(i, batch_size=2, rank=r, num_ranks=3) for i in range(4 * e, 4 * e + 4) for r in range(3)]
+        [
+            data.batch(i, batch_size=2, rank=r, num_ranks=3)
+            for i in range(4 * e, 4 * e + 4)
+            for r in range(3)
+        ]
         for e in range(2)
     ]
     orders = [[row[0].item() for batch in epoch for row in batch.input_ids_BT] for epoch in epochs]
@@ -81,16 +95,22 @@ def test_a_batch_is_a_function_of_seed_and_index() -> None:
     for index in range(9):
         straight.batch(index, batch_size=4)
     resumed = PackedDataset(samples, sequence_length=8, seed=5)
-    assert torch.equal(straight.batch(9, batch_size=4).input_ids_BT, resumed.batch(9, batch_size=4).input_ids_BT)
+    assert torch.equal(
+        straight.batch(9, batch_size=4).input_ids_BT, resumed.batch(9, batch_size=4).input_ids_BT
+    )
     # 24 rows are 6 batches of 4, so batch 9 is of the second epoch
     assert straight.batch(9, batch_size=4).salt == resumed.batch(9, batch_size=4).salt == 1
     other = PackedDataset(samples, sequence_length=8, seed=6)
-    assert not torch.equal(straight.batch(9, batch_size=4).input_ids_BT, other.batch(9, batch_size=4).input_ids_BT)
+    assert not torch.equal(
+        straight.batch(9, batch_size=4).input_ids_BT, other.batch(9, batch_size=4).input_ids_BT
+    )
 
 
 def test_the_salt_is_the_epoch_on_every_rank_and_evaluation_has_none() -> None:
     data = PackedDataset(make_samples([8] * 24), sequence_length=8, seed=5)
-    salts = [{data.batch(i, batch_size=2, rank=r, num_ranks=3).salt for r in range(3)} for i in range(10)]
+    salts = [
+        {data.batch(i, batch_size=2, rank=r, num_ranks=3).salt for r in range(3)} for i in range(10)
+    ]
     assert salts == [{0}] * 4 + [{1}] * 4 + [{2}] * 2
     assert {batch.salt for batch in data.in_order(2)} == {0}
 
@@ -101,7 +121,9 @@ def test_too_few_rows_for_a_batch_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "num_ranks"), [(7, 1), (7, 2), (9, 2), (1, 3)])
-def test_evaluation_sees_every_row_once_in_equal_shapes_on_all_ranks(num_rows: int, num_ranks: int) -> None:
+def test_evaluation_sees_every_row_once_in_equal_shapes_on_all_ranks(
+    num_rows: int, num_ranks: int
+) -> None:
     data = PackedDataset(make_samples([8] * num_rows), sequence_length=8)
     by_rank = [list(data.in_order(2, rank=r, num_ranks=num_ranks)) for r in range(num_ranks)]
     shapes = [[batch.input_ids_BT.shape for batch in batches] for batches in by_rank]

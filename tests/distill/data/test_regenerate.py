@@ -1,4 +1,7 @@
-"""Against a small HTTP server that speaks the contract: it answers with the question and the length of the history."""
+"""Against a small HTTP server that speaks the contract.
+
+It answers with the question and the length of the history.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ class Scripted(Teacher):
 
 
 @contextmanager
-def serving(script: Callable[[dict[str, Any]], Reply] = answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def serving(
+    script: Callable[[dict[str, Any]], Reply] = answer,
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """(URL, the requests received so far) of a server that lists one model and replies by `script`."""
     with teaching(Scripted(script=script)) as teacher:
         yield teacher.url, teacher.requests
@@ -52,7 +57,9 @@ def make_endpoint(url: str, **options: Any) -> Endpoint:
 
 def make_conversation(*contents: str) -> dict[str, Any]:
     roles = ["user", "assistant"] * len(contents)
-    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    messages = [
+        {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
+    ]
     return {"messages": messages, "domain": "test"}
 
 
@@ -70,7 +77,10 @@ def test_every_turn_is_answered_in_order_on_the_regenerated_history(tmp_path: Pa
             Sampling(temperature=0.5, max_tokens=7, template_options={"enable_thinking": False}),
         )
     assert stats.done == 2
-    assert contents(output) == {("a", "a! (1)", "b", "b! (3)", "c", "c! (5)"), ("lonely", "lonely! (1)")}
+    assert contents(output) == {
+        ("a", "a! (1)", "b", "b! (3)", "c", "c! (5)"),
+        ("lonely", "lonely! (1)"),
+    }
     expected = {"model": "the-target", "temperature": 0.5, "max_tokens": 7}
     assert all(expected.items() <= request.items() for request in requests)
     assert requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
@@ -95,7 +105,11 @@ def test_a_malformed_tool_call_costs_one_conversation(arguments: str, tmp_path: 
         if request["messages"][-1]["content"] != "weigh":
             return answer(request)
         function = {"name": "weigh", "arguments": arguments}
-        message = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+        message = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": function}],
+        }
         return 200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
 
     output = tmp_path / "answers.jsonl"
@@ -117,7 +131,9 @@ def test_a_log_shows_the_wait_for_the_first_answer(
         return answer(request)
 
     with serving(slow) as (url, _):
-        regenerate([make_conversation("a")], make_endpoint(url), tmp_path / "answers.jsonl", Sampling())
+        regenerate(
+            [make_conversation("a")], make_endpoint(url), tmp_path / "answers.jsonl", Sampling()
+        )
     waiting = [line for line in capsys.readouterr().err.splitlines() if "0/1" in line]
     assert any("00:01" in line for line in waiting)
 
@@ -131,7 +147,10 @@ def test_an_overloaded_server_is_asked_again(tmp_path: Path) -> None:
 
     with serving(overloaded) as (url, requests):
         stats = regenerate(
-            [make_conversation("a")], make_endpoint(url, attempts=4), tmp_path / "answers.jsonl", Sampling()
+            [make_conversation("a")],
+            make_endpoint(url, attempts=4),
+            tmp_path / "answers.jsonl",
+            Sampling(),
         )
     assert (stats.done, len(requests)) == (1, 4)
 
@@ -141,7 +160,11 @@ def test_a_server_that_goes_away_is_named_and_what_was_regenerated_stays(tmp_pat
     left = iter(range(3))
 
     def dying(request: dict[str, Any]) -> Reply:
-        return answer(request) if next(left, None) is not None else (503, {"error": {"message": "shutting down"}})
+        return (
+            answer(request)
+            if next(left, None) is not None
+            else (503, {"error": {"message": "shutting down"}})
+        )
 
     conversations = [make_conversation(f"question {i}") for i in range(8)]
     with serving(dying) as (url, _), pytest.raises(ConnectionError) as error:
@@ -157,10 +180,14 @@ def test_an_address_where_nothing_listens_is_named(tmp_path: Path) -> None:
     with serving() as (url, _):
         pass  # the port is free again
     with pytest.raises(ConnectionError, match=rf"{url}/v1/models .*\b3\b.*[Cc]onnect"):
-        regenerate([make_conversation("a")], make_endpoint(url), tmp_path / "answers.jsonl", Sampling())
+        regenerate(
+            [make_conversation("a")], make_endpoint(url), tmp_path / "answers.jsonl", Sampling()
+        )
 
 
-def test_a_conversation_that_the_server_refuses_is_counted_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_conversation_that_the_server_refuses_is_counted_and_the_rest_goes_on(
+    tmp_path: Path,
+) -> None:
     def picky(request: dict[str, Any]) -> Reply:
         if request["messages"][0]["content"] == "too long":
             return 400, {"error": {"message": "maximum context length is 9\nmore of it"}}
@@ -168,13 +195,18 @@ def test_a_conversation_that_the_server_refuses_is_counted_and_the_rest_goes_on(
 
     with serving(picky) as (url, _):
         stats = regenerate(
-            [make_conversation("too long"), make_conversation("fine")], make_endpoint(url), tmp_path / "a", Sampling()
+            [make_conversation("too long"), make_conversation("fine")],
+            make_endpoint(url),
+            tmp_path / "a",
+            Sampling(),
         )
         assert (stats.done, stats.refused) == (1, 1)
         assert "first: " + url in str(stats)
         assert str(stats).endswith("HTTP 400: maximum context length is 9")
         with pytest.raises(ValueError, match=r"HTTP 400: .*\b9\b"):
-            regenerate([make_conversation("too long")], make_endpoint(url), tmp_path / "b", Sampling())
+            regenerate(
+                [make_conversation("too long")], make_endpoint(url), tmp_path / "b", Sampling()
+            )
 
 
 def test_a_wrong_model_name_ends_the_run(tmp_path: Path) -> None:
@@ -182,7 +214,12 @@ def test_a_wrong_model_name_ends_the_run(tmp_path: Path) -> None:
         return 404, {"error": {"message": f"no model {request['model']}"}}
 
     with serving(unknown) as (url, _), pytest.raises(ValueError, match="HTTP 404"):
-        regenerate([make_conversation("a")], make_endpoint(url, model="wrong"), tmp_path / "answers.jsonl", Sampling())
+        regenerate(
+            [make_conversation("a")],
+            make_endpoint(url, model="wrong"),
+            tmp_path / "answers.jsonl",
+            Sampling(),
+        )
 
 
 def test_an_answer_cut_at_the_length_limit_ends_its_conversation(tmp_path: Path) -> None:
@@ -193,7 +230,9 @@ def test_an_answer_cut_at_the_length_limit_ends_its_conversation(tmp_path: Path)
 
     output = tmp_path / "answers.jsonl"
     with serving(cut) as (url, _):
-        stats = regenerate([make_conversation("a", "old", "b", "old")], make_endpoint(url), output, Sampling())
+        stats = regenerate(
+            [make_conversation("a", "old", "b", "old")], make_endpoint(url), output, Sampling()
+        )
     assert stats.cut == 1
     (conversation,) = load_conversations(str(output))
     assert conversation["cut"]
@@ -211,21 +250,39 @@ def test_an_answer_cut_in_its_thought_is_kept_with_the_thought(tmp_path: Path) -
     assert (stats.done, stats.cut, stats.refused) == (1, 1, 0)
     (conversation,) = load_conversations(str(output))
     assert conversation["cut"]
-    assert conversation["messages"][1] == {"role": "assistant", "content": "", "reasoning": "First the number"}
+    assert conversation["messages"][1] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning": "First the number",
+    }
 
 
 def test_questions_are_asked_with_their_context_and_system_prompt(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     rows = [
-        {"instruction": "how tall?", "context": "It has 3 m.", "response": "old", "system": "Be a guide."},
-        {"messages": json.dumps([{"role": "User", "value": "why?"}, {"role": "ai", "value": "old"}])},
+        {
+            "instruction": "how tall?",
+            "context": "It has 3 m.",
+            "response": "old",
+            "system": "Be a guide.",
+        },
+        {
+            "messages": json.dumps(
+                [{"role": "User", "value": "why?"}, {"role": "ai", "value": "old"}]
+            )
+        },
     ]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with serving() as (url, requests):
         endpoint = make_endpoint(url, concurrency=1)
-        regenerate(load_conversations(str(source)), endpoint, tmp_path / "answers.jsonl", Sampling())
+        regenerate(
+            load_conversations(str(source)), endpoint, tmp_path / "answers.jsonl", Sampling()
+        )
     asked = [[(m["role"], m["content"]) for m in request["messages"]] for request in requests]
-    assert asked == [[("system", "Be a guide."), ("user", "how tall?\n\nIt has 3 m.")], [("user", "why?")]]
+    assert asked == [
+        [("system", "Be a guide."), ("user", "how tall?\n\nIt has 3 m.")],
+        [("user", "why?")],
+    ]
 
 
 def test_an_empty_answer_ends_its_conversation(tmp_path: Path) -> None:
@@ -238,7 +295,10 @@ def test_an_empty_answer_ends_its_conversation(tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     with serving(silent_at_b) as (url, _):
         stats = regenerate(
-            [make_conversation("a", "old", "b", "old"), make_conversation("b")], make_endpoint(url), output, Sampling()
+            [make_conversation("a", "old", "b", "old"), make_conversation("b")],
+            make_endpoint(url),
+            output,
+            Sampling(),
         )
     assert (stats.done, stats.refused) == (1, 1)
     assert contents(output) == {("a", "a! (1)", "b")}
@@ -260,7 +320,9 @@ def test_reasoning_that_the_server_parsed_out_stays_beside_the_answer(tmp_path: 
 
 def test_tool_calls_are_answered_up_to_the_first_result(tmp_path: Path) -> None:
     """The result in the data belongs to another call than the target's."""
-    tools = [{"type": "function", "function": {"name": "add", "description": None, "parameters": None}}]
+    tools = [
+        {"type": "function", "function": {"name": "add", "description": None, "parameters": None}}
+    ]
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 
     def calling(request: dict[str, Any]) -> Reply:
@@ -288,14 +350,20 @@ def test_the_same_question_is_asked_again_with_other_tools(tmp_path: Path) -> No
         return [{"type": "function", "function": {"name": name}} for name in names]
 
     plain = make_conversation("a", "old")
-    adding, calling = ({**plain, "tools": make_tools(*names)} for names in (["add"], ["add", "call"]))
+    adding, calling = (
+        {**plain, "tools": make_tools(*names)} for names in (["add"], ["add", "call"])
+    )
     output = tmp_path / "answers.jsonl"
     with serving() as (url, requests):
         stats = regenerate([plain, adding, calling, adding], make_endpoint(url), output, Sampling())
     assert stats.done == len(requests) == 3
     assert sorted(len(c.get("tools", [])) for c in load_conversations(str(output))) == [0, 1, 2]
     # Outputs without tools stay valid.
-    assert prompt_key(plain) == prompt_key({**plain, "tools": []}) == conversation_hash(plain["messages"][:1])
+    assert (
+        prompt_key(plain)
+        == prompt_key({**plain, "tools": []})
+        == conversation_hash(plain["messages"][:1])
+    )
 
 
 def test_an_output_of_other_settings_or_another_kind_is_refused(tmp_path: Path) -> None:
@@ -342,5 +410,13 @@ def test_a_run_killed_in_its_first_row_starts_again(tmp_path: Path) -> None:
 
 
 def test_template_options_can_be_given_on_the_command_line() -> None:
-    arguments = ["--prompts", "a", "--output", "b", "--template-options", "enable_thinking", "False"]
+    arguments = [
+        "--prompts",
+        "a",
+        "--output",
+        "b",
+        "--template-options",
+        "enable_thinking",
+        "False",
+    ]
     assert tyro.cli(Config, args=arguments).template_options == {"enable_thinking": False}

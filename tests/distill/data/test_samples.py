@@ -1,4 +1,6 @@
-"""Loss masks against what the templates say, for the four ways in which real ones treat an assistant turn."""
+"""Loss masks against what the templates say, for the four ways in which real ones treat an
+assistant turn.
+"""
 
 from __future__ import annotations
 
@@ -26,35 +28,45 @@ from redraft.heads.files.target_folder import writes_date
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|start|>", "<|close|>", "<|eot|>"]
 
-# Header and footer of special tokens, content trimmed, a system prompt of its own where none is given.
+# Header and footer of special tokens, content trimmed, a system prompt of its own where none is
+# given.
 TRIMMING = (
-    "{{ bos_token }}{% if messages[0].role != 'system' %}<|start|>system<|close|>\n\nBe brief.<|eot|>{% endif %}"
-    "{% for m in messages %}<|start|>{{ m.role }}<|close|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{{ bos_token }}{% if messages[0].role != 'system' %}<|start|>system<|close|>\n\nBe "
+    "brief.<|eot|>{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}<|close|>\n\n{{ m.content | trim }}<|eot|>{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant<|close|>\n\n{% endif %}"
 )
-# Reasoning is dropped from all turns before the last question, and an empty block opens an answer that has none.
+# Reasoning is dropped from all turns before the last question, and an empty block opens an answer
+# that has none.
 THINKING = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set "
+    "ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == "
+    "'assistant' %}"
     "{% set thought, said = '', m.content %}{% if '</think>' in m.content %}"
     "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set said = m.content.split('</think>', 1)[1].lstrip('\n') %}{% endif %}"
-    "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{{ said.lstrip('\n') }}{% else %}{{ said }}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{{ said.lstrip('\n') }}{% "
+    "else %}{{ said }}"
     "{% endif %}{% else %}{{ m.content }}{% endif %}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% if not enable_thinking | default(true) %}"
     "<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 # The generation prompt opens the reasoning, and no rendering of an answer ever shows it.
 REASONING_OPENED = (
-    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content.split('</think>')[-1].lstrip() }}<|end|>"
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ "
+    "m.content.split('</think>')[-1].lstrip() }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n<think>\n{% endif %}"
 )
 
 
 REASONING_KEPT = (  # of the last turn, as Qwen3.5 does
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n<think>\n{% endif %}"
+    "{% if m.role == 'assistant' and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif "
+    "%}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt "
+    "%}<|start|>assistant\n<think>\n{% endif %}"
 )
 
 
@@ -65,7 +77,10 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
         r"\p{L}+|\s*[\r\n]+|\s+|[^\s\p{L}]+"
     )  # line ends stay together, as in the tokenizers of Llama 3 and Qwen
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(words, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -75,7 +90,8 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator(
-        ["Be brief.\n\n\n\nassistant\n\nuser system hello there <think>\n\n</think>\n\n"] * 3, trainer
+        ["Be brief.\n\n\n\nassistant\n\nuser system hello there <think>\n\n</think>\n\n"] * 3,
+        trainer,
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -91,7 +107,9 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 def make_conversation(*contents: str, system: str | None = None, cut: bool = False) -> dict:
     """User and assistant take turns, the user first."""
     roles = ["user", "assistant"] * len(contents)
-    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    messages = [
+        {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
+    ]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     return {"messages": messages, "domain": "all", "cut": cut}
@@ -101,7 +119,11 @@ def labelled(template: str, conversation: dict, **template_options: object) -> l
     """The labelled text of every sample."""
     tokenizer = make_tokenizer(template)
     samples, _ = build_samples(
-        [conversation], tokenizer, max_length=4096, template_options=template_options, progress=False
+        [conversation],
+        tokenizer,
+        max_length=4096,
+        template_options=template_options,
+        progress=False,
     )
     return [tokenizer.decode(sample.input_ids[sample.loss_mask]) for sample in samples]
 
@@ -122,39 +144,67 @@ def as_written(template: str, content: str) -> str:
 plain = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=30)
 answers = st.one_of(
     plain,
-    st.builds("{}{}{}".format, st.sampled_from(["", " ", "\n", "\n\n"]), plain, st.sampled_from(["", " ", "\n\n"])),
+    st.builds(
+        "{}{}{}".format,
+        st.sampled_from(["", " ", "\n", "\n\n"]),
+        plain,
+        st.sampled_from(["", " ", "\n\n"]),
+    ),
     st.builds("<think>{}</think>{}".format, plain, plain),
     st.builds("<think>\n{}\n</think>\n\n{}".format, plain, plain),
-    st.sampled_from(["<think>", "end", "|>", ">", "assistant\n", "<think>\n\n</think>\n\nhello", "</think>", "think"]),
+    st.sampled_from(
+        [
+            "<think>",
+            "end",
+            "|>",
+            ">",
+            "assistant\n",
+            "<think>\n\n</think>\n\nhello",
+            "</think>",
+            "think",
+        ]
+    ),
 ).filter(lambda text: text.strip() and text.split("</think>")[-1].strip())
 conversations = st.builds(
-    lambda turns, system: make_conversation(*(text for turn in turns for text in turn), system=system),
+    lambda turns, system: make_conversation(
+        *(text for turn in turns for text in turn), system=system
+    ),
     st.lists(st.tuples(plain, answers), min_size=1, max_size=3),
     st.none() | plain,
 )
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TRIMMING, THINKING], ids=["verbatim", "trimming", "thinking"])
+@pytest.mark.parametrize(
+    "template", [CHAT_TEMPLATE, TRIMMING, THINKING], ids=["verbatim", "trimming", "thinking"]
+)
 @settings(max_examples=60, deadline=None)
 @given(conversation=conversations)
 def test_what_is_labelled_is_what_the_assistant_wrote_and_the_end_of_its_turn(
     template: str, conversation: dict
 ) -> None:
     spoken = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
-    assert "".join(labelled(template, conversation)) == "".join(as_written(template, content) for content in spoken)
+    assert "".join(labelled(template, conversation)) == "".join(
+        as_written(template, content) for content in spoken
+    )
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, TRIMMING, THINKING], ids=["verbatim", "trimming", "thinking"])
+@pytest.mark.parametrize(
+    "template", [CHAT_TEMPLATE, TRIMMING, THINKING], ids=["verbatim", "trimming", "thinking"]
+)
 @settings(max_examples=40, deadline=None)
 @given(conversation=conversations)
-def test_every_answer_follows_its_prompt_token_by_token_as_served(template: str, conversation: dict) -> None:
+def test_every_answer_follows_its_prompt_token_by_token_as_served(
+    template: str, conversation: dict
+) -> None:
     tokenizer = make_tokenizer(template)
     samples, _ = build_samples([conversation], tokenizer, max_length=4096, progress=False)
     messages = conversation["messages"]
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            messages[:i], tokenize=False, add_generation_prompt=True
+        )
         if template == THINKING and "</think>" not in message["content"]:
             prompt += "<think>\n\n</think>\n\n"
         served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -167,8 +217,12 @@ def test_every_answer_follows_its_prompt_token_by_token_as_served(template: str,
 
 
 def test_turns_of_a_stable_template_share_one_sample() -> None:
-    assert labelled(CHAT_TEMPLATE, make_conversation("a", "one", "b", "two")) == ["one<|end|>two<|end|>"]
-    assert labelled(TRIMMING, make_conversation("a", " one ", "b", "two", system="s")) == ["one<|eot|>two<|eot|>"]
+    assert labelled(CHAT_TEMPLATE, make_conversation("a", "one", "b", "two")) == [
+        "one<|end|>two<|end|>"
+    ]
+    assert labelled(TRIMMING, make_conversation("a", " one ", "b", "two", system="s")) == [
+        "one<|eot|>two<|eot|>"
+    ]
 
 
 def test_an_answer_that_begins_with_a_newline_does_not_merge_with_its_prompt() -> None:
@@ -176,7 +230,9 @@ def test_an_answer_that_begins_with_a_newline_does_not_merge_with_its_prompt() -
     conversation = make_conversation("a", "\nassistant", "b", "two")
     samples, _ = build_samples([conversation], tokenizer, max_length=64, progress=False)
     newline, double = tokenizer("\n")["input_ids"], tokenizer("\n\n")["input_ids"]
-    assert len(double) == 1  # so the served prompt of the second turn holds another token than the model wrote
+    assert (
+        len(double) == 1
+    )  # so the served prompt of the second turn holds another token than the model wrote
     first = samples[0].loss_mask.argmax()
     assert samples[0].input_ids[first - 1 : first + 1].tolist() == newline * 2
     assert double[0] in samples[1].input_ids
@@ -184,7 +240,9 @@ def test_an_answer_that_begins_with_a_newline_does_not_merge_with_its_prompt() -
 
 
 def test_a_template_that_drops_reasoning_makes_a_sample_of_each_turn() -> None:
-    conversation = make_conversation("a", "<think>\nhm\n</think>\n\none", "b", "<think>\nso\n</think>\n\ntwo")
+    conversation = make_conversation(
+        "a", "<think>\nhm\n</think>\n\none", "b", "<think>\nso\n</think>\n\ntwo"
+    )
     assert labelled(THINKING, conversation) == [
         "<think>\nhm\n</think>\n\none<|end|>",
         "<think>\nso\n</think>\n\ntwo<|end|>",
@@ -193,7 +251,9 @@ def test_a_template_that_drops_reasoning_makes_a_sample_of_each_turn() -> None:
 
 def test_an_empty_think_block_that_the_template_adds_is_no_label() -> None:
     assert labelled(THINKING, make_conversation("a", "one")) == ["one<|end|>"]
-    assert labelled(THINKING, make_conversation("a", "one"), enable_thinking=False) == ["one<|end|>"]
+    assert labelled(THINKING, make_conversation("a", "one"), enable_thinking=False) == [
+        "one<|end|>"
+    ]
 
 
 def test_an_empty_think_block_that_the_assistant_wrote_is_labelled() -> None:
@@ -205,7 +265,9 @@ def test_reasoning_is_labelled_where_the_generation_prompt_opens_it() -> None:
     answers = ("<think>\nhm\n</think>\n\none", "hm\n</think>\n\none")
     for template in (REASONING_OPENED, REASONING_KEPT):
         for answer in answers[: 1 if template == REASONING_KEPT else 2]:
-            assert labelled(template, make_conversation("a", answer)) == ["hm\n</think>\n\none<|end|>"]
+            assert labelled(template, make_conversation("a", answer)) == [
+                "hm\n</think>\n\none<|end|>"
+            ]
 
 
 def test_an_answer_cut_at_a_length_limit_has_no_end_of_turn() -> None:
@@ -231,7 +293,9 @@ def test_what_is_left_out_is_counted() -> None:
         make_conversation("y " * 200, "too late"),
         {"messages": [], "domain": "all"},
     ]
-    samples, stats = build_samples(conversations, make_tokenizer(CHAT_TEMPLATE), max_length=64, progress=False)
+    samples, stats = build_samples(
+        conversations, make_tokenizer(CHAT_TEMPLATE), max_length=64, progress=False
+    )
     assert stats == SampleStats(
         conversations=5,
         samples=2,
@@ -245,14 +309,17 @@ def test_what_is_left_out_is_counted() -> None:
     )
     assert max(len(s.input_ids) for s in samples) == 64
     assert str(stats).endswith(
-        "2 conversations without an assistant turn; 1 conversations with no answer inside the window; "
+        "2 conversations without an assistant turn; 1 conversations with no answer inside the "
+        "window; "
         "1 answers cut at the window, with no earlier turn to cut at"
     )
 
 
 def test_a_long_conversation_is_cut_after_the_last_answer_that_fits() -> None:
     """By brute force: the sample of the longest beginning of the conversation that fits whole."""
-    contents = [part for i in range(6) for part in (f"question {i}", f"answer {i} " * (1 + 3 * (i == 3)))]
+    contents = [
+        part for i in range(6) for part in (f"question {i}", f"answer {i} " * (1 + 3 * (i == 3)))
+    ]
     tokenizer = make_tokenizer(CHAT_TEMPLATE)
     beginnings = []
     for turns in range(1, 7):
@@ -260,7 +327,9 @@ def test_a_long_conversation_is_cut_after_the_last_answer_that_fits() -> None:
         beginnings.append(build_samples(beginning, tokenizer, max_length=4096, progress=False)[0])
     lengths = [len(sample.input_ids) for (sample,) in beginnings]
     for window in sorted({length + by for length in lengths for by in (-1, 0, 1)}):
-        samples, stats = build_samples([make_conversation(*contents)], tokenizer, max_length=window, progress=False)
+        samples, stats = build_samples(
+            [make_conversation(*contents)], tokenizer, max_length=window, progress=False
+        )
         fitting = sum(length <= window for length in lengths)
         assert (stats.cut, stats.truncated) == (0 < fitting < 6, fitting == 0)
         assert stats.left_out == 6 - max(1, fitting)
@@ -280,8 +349,12 @@ def test_a_turn_of_a_rewriting_template_is_left_out_alone_if_it_does_not_fit() -
         thought.format("hm") + "3",
     )
     tokenizer = make_tokenizer(THINKING)
-    whole, _ = build_samples([make_conversation(*contents)], tokenizer, max_length=4096, progress=False)
-    samples, stats = build_samples([make_conversation(*contents)], tokenizer, max_length=128, progress=False)
+    whole, _ = build_samples(
+        [make_conversation(*contents)], tokenizer, max_length=4096, progress=False
+    )
+    samples, stats = build_samples(
+        [make_conversation(*contents)], tokenizer, max_length=128, progress=False
+    )
     assert data_hash(samples) == data_hash([whole[0], whole[2]])
     assert (stats.cut, stats.truncated, stats.left_out) == (1, 0, 1)
 
@@ -292,15 +365,22 @@ def test_a_conversation_that_the_template_refuses_is_counted_with_its_reason() -
         "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}" + CHAT_TEMPLATE
     )
     systems = [make_conversation(question, "one", system="s") for question in "ab"]
-    conversations = [make_conversation("a", "one"), *systems, make_conversation("c", "one", "d", "two")]
-    samples, stats = build_samples(conversations, make_tokenizer(template), max_length=64, progress=False)
+    conversations = [
+        make_conversation("a", "one"),
+        *systems,
+        make_conversation("c", "one", "d", "two"),
+    ]
+    samples, stats = build_samples(
+        conversations, make_tokenizer(template), max_length=64, progress=False
+    )
     assert len(samples) == 1
     assert stats.refusals == {"no system here": 2, "too many": 1}
     assert stats.examples["by the chat template (too many)"] == "c"
 
 
 STRICT = (
-    "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == "
+    "0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHAT_TEMPLATE
 )
 
@@ -320,15 +400,21 @@ def test_an_answer_to_nothing_is_not_learned_and_counted(template: str) -> None:
     assert tokenizer.decode(prompt.token_ids).endswith("a<|end|>\n<|assistant|>\n")
 
 
-def test_a_held_out_conversation_that_the_template_refuses_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_held_out_conversation_that_the_template_refuses_is_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     twice = make_conversation("a", "one", "b", "two")
     del twice["messages"][1]
     tokenizer = make_tokenizer(STRICT)
-    (prompt,) = held_out_prompts([twice, make_conversation("c", "one")], tokenizer, num_prompts=4, max_length=64)
+    (prompt,) = held_out_prompts(
+        [twice, make_conversation("c", "one")], tokenizer, num_prompts=4, max_length=64
+    )
     assert "c<|end|>" in tokenizer.decode(prompt.token_ids)
     said = "held-out prompts: 1; left out: 1 refused by the chat template (roles must alternate)\n"
     assert capsys.readouterr().out == said
-    with pytest.raises(ValueError, match=r"\b64\b.*--data\.max-prompt-tokens.*\b1\b.*\(roles must alternate\)"):
+    with pytest.raises(
+        ValueError, match=r"\b64\b.*--data\.max-prompt-tokens.*\b1\b.*\(roles must alternate\)"
+    ):
         held_out_prompts([twice], tokenizer, num_prompts=4, max_length=64)
 
 
@@ -344,7 +430,11 @@ def test_a_template_that_writes_the_date_writes_the_given_day() -> None:
     for ids in (samples[0].input_ids, prompt.token_ids):
         assert tokenizer.decode(ids).startswith("Today is 29 Feb 2024.")
     later, _ = build_samples(
-        conversations, tokenizer, progress=False, max_length=64, day=LEAP_DAY + datetime.timedelta(days=1)
+        conversations,
+        tokenizer,
+        progress=False,
+        max_length=64,
+        day=LEAP_DAY + datetime.timedelta(days=1),
     )
     assert data_hash(samples) != data_hash(later)
     with pytest.raises(ValueError, match="date"):
@@ -360,10 +450,16 @@ def test_a_template_that_writes_the_date_writes_the_given_day() -> None:
         (THINKING, "[THINK]hm[/THINK]so", "<think>\nhm\n</think>\n\nso<|end|>"),
         (THINKING, "<seed:think>hm</seed:think>so", "<think>\nhm\n</think>\n\nso<|end|>"),
         (CHAT_TEMPLATE, "<think>hm</think>so", "<think>hm</think>so<|end|>"),
-        (CHAT_TEMPLATE, "an answer about <think> and </think>", "an answer about <think> and </think><|end|>"),
+        (
+            CHAT_TEMPLATE,
+            "an answer about <think> and </think>",
+            "an answer about <think> and </think><|end|>",
+        ),
     ],
 )
-def test_reasoning_is_labelled_in_the_tags_of_the_target(template: str, content: str, written: str) -> None:
+def test_reasoning_is_labelled_in_the_tags_of_the_target(
+    template: str, content: str, written: str
+) -> None:
     assert labelled(template, make_conversation("a", content)) == [written]
 
 
@@ -380,7 +476,9 @@ def test_nothing_left_to_train_on_is_refused_in_one_line() -> None:
 
 def test_conversations_need_a_chat_template() -> None:
     with pytest.raises(ValueError, match="`text`"):
-        build_samples([make_conversation("a", "one")], make_tokenizer(None), max_length=64, progress=False)
+        build_samples(
+            [make_conversation("a", "one")], make_tokenizer(None), max_length=64, progress=False
+        )
 
 
 def test_samples_and_their_hash_do_not_depend_on_the_order_of_the_conversations() -> None:
@@ -388,7 +486,9 @@ def test_samples_and_their_hash_do_not_depend_on_the_order_of_the_conversations(
     tokenizer = make_tokenizer(CHAT_TEMPLATE)
     forward, _ = build_samples(conversations, tokenizer, max_length=64, progress=False)
     backward, _ = build_samples(conversations[::-1], tokenizer, max_length=64, progress=False)
-    shorter, _ = build_samples(conversations, tokenizer, max_length=len(forward[0].input_ids) - 1, progress=False)
+    shorter, _ = build_samples(
+        conversations, tokenizer, max_length=len(forward[0].input_ids) - 1, progress=False
+    )
     assert data_hash(forward) == data_hash(backward) != data_hash(shorter)
 
 
@@ -396,7 +496,9 @@ def test_held_out_prompts_end_where_the_last_answer_begins() -> None:
     conversation = make_conversation("a", "one", "b", "two")
     tokenizer = make_tokenizer(CHAT_TEMPLATE)
     (prompt,) = held_out_prompts([conversation], tokenizer, num_prompts=4, max_length=64)
-    assert tokenizer.decode(prompt.token_ids).endswith("one<|end|>\n<|user|>\nb<|end|>\n<|assistant|>\n")
+    assert tokenizer.decode(prompt.token_ids).endswith(
+        "one<|end|>\n<|user|>\nb<|end|>\n<|assistant|>\n"
+    )
     with pytest.raises(ValueError, match=r"\b3\b.*--data\.max-prompt-tokens"):
         held_out_prompts([conversation], tokenizer, num_prompts=4, max_length=3)
 
@@ -405,7 +507,9 @@ def test_held_out_prompts_come_from_every_domain_alike() -> None:
     conversations = [make_conversation(f"question {i}", "x") for i in range(20)]
     for i, conversation in enumerate(conversations):
         conversation["domain"] = "rare" if i < 3 else "usual"
-    prompts = held_out_prompts(conversations, make_tokenizer(CHAT_TEMPLATE), num_prompts=8, max_length=64)
+    prompts = held_out_prompts(
+        conversations, make_tokenizer(CHAT_TEMPLATE), num_prompts=8, max_length=64
+    )
     assert [prompt.domain for prompt in prompts] == ["rare", "usual"] * 3 + ["usual"] * 2
 
 
@@ -419,16 +523,23 @@ def test_held_out_prompts_are_the_same_whatever_the_order() -> None:
 
 def test_a_prompt_that_is_asked_again_is_held_out_once(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer, options = make_tokenizer(CHAT_TEMPLATE), {"num_prompts": 64, "max_length": 64}
-    several = [make_conversation(f"question {q}", f"answer {a}") for q in range(8) for a in range(8)]
+    several = [
+        make_conversation(f"question {q}", f"answer {a}") for q in range(8) for a in range(8)
+    ]
     several[-1]["domain"] = "another"
     once = held_out_prompts(several[::8], tokenizer, **options)
     prompts = held_out_prompts(several, tokenizer, **options)
-    assert sorted(prompt.token_ids for prompt in prompts) == sorted(prompt.token_ids for prompt in once)
+    assert sorted(prompt.token_ids for prompt in prompts) == sorted(
+        prompt.token_ids for prompt in once
+    )
     assert "held-out prompts: 8; left out: 56 repeated\n" in capsys.readouterr().out
     # An answer follows from its prompt, so the interval is that of eight prompts, not of 64.
     accepted = {tuple(prompt.token_ids): float(20 + 9 * i) for i, prompt in enumerate(once)}
     found, wanted = (
-        estimate_ratio(np.array([accepted[tuple(prompt.token_ids)] for prompt in some]), np.full(len(some), 60.0))
+        estimate_ratio(
+            np.array([accepted[tuple(prompt.token_ids)] for prompt in some]),
+            np.full(len(some), 60.0),
+        )
         for some in (prompts, once)
     )
     assert found.interval() == pytest.approx(wanted.interval())
@@ -439,7 +550,9 @@ def test_a_prompt_that_is_asked_again_is_held_out_once(capsys: pytest.CaptureFix
 def peak_of_tokenising(num_turns: int) -> int:
     """Peak memory in bytes, as Python counts it, while some long conversations are tokenised."""
     words = " ".join(f"word{i}" for i in range(40))
-    conversations = [make_conversation(*(f"{i} {k} {words}" for k in range(2 * num_turns))) for i in range(6)]
+    conversations = [
+        make_conversation(*(f"{i} {k} {words}" for k in range(2 * num_turns))) for i in range(6)
+    ]
     tokenizer = make_tokenizer(CHAT_TEMPLATE)
     tracemalloc.start()
     try:
@@ -456,10 +569,14 @@ def test_memory_grows_with_the_text_and_not_with_the_square_of_the_turns() -> No
 
 def test_a_rendered_text_has_one_first_token_and_is_counted() -> None:
     tokenizer = make_tokenizer(CHAT_TEMPLATE)
-    template = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)])
+    template = TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+    )
     tokenizer.backend_tokenizer.post_processor = template
     texts = ["<|bos|>once <|end|>", "plain words"]
-    conversations = [{"messages": [{"role": "text", "content": text}], "domain": "all"} for text in texts]
+    conversations = [
+        {"messages": [{"role": "text", "content": text}], "domain": "all"} for text in texts
+    ]
     samples, stats = build_samples(conversations, tokenizer, max_length=64, progress=False)
     for sample in samples:
         assert sample.input_ids.tolist().count(tokenizer.bos_token_id) == 1
@@ -489,7 +606,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.slow
 def test_160_conversations_of_60_turns_take_at_most_100_mb() -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path("tests/helpers").absolute()), "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {
+        "PYTHONPATH": str(Path("tests/helpers").absolute()),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     command = [sys.executable, "-c", LONG_CHATS, CHAT_TEMPLATE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 100_000  # KiB

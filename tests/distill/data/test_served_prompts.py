@@ -20,17 +20,35 @@ from redraft.eval.engine.server import VllmServer, vllm_server
 from redraft.heads.files.checkpoint import load_tokenizer
 
 TARGET = "tests/assets/tiny-target"
-FUNCTION = {"name": "weigh", "description": "Weighs a thing.", "parameters": {"type": "object", "properties": {}}}
+FUNCTION = {
+    "name": "weigh",
+    "description": "Weighs a thing.",
+    "parameters": {"type": "object", "properties": {}},
+}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-CALL = {"id": "call00001", "type": "function", "function": {"name": "weigh", "arguments": {"thing": "a cup"}}}
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "weigh", "arguments": {"thing": "a cup"}},
+}
 USER, AGAIN = {"role": "user", "content": "why 1"}, {"role": "user", "content": "and now?"}
-PARTS = {"role": "user", "content": [{"type": "text", "text": "why"}, {"type": "text", "text": "blue"}]}
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "why"}, {"type": "text", "text": "blue"}],
+}
 ANSWER = {"role": "assistant", "content": "blue 1"}
 ROWS: dict[str, dict[str, Any]] = {
     "plain": {"messages": [USER, ANSWER, AGAIN, {"role": "assistant", "content": "blue 2"}]},
     "system": {"messages": [{"role": "system", "content": "Be kind."}, USER, ANSWER]},
     "parts": {"messages": [PARTS, ANSWER]},
-    "thought": {"messages": [USER, {**ANSWER, "reasoning": "scatter"}, AGAIN, {**ANSWER, "reasoning": "again"}]},
+    "thought": {
+        "messages": [
+            USER,
+            {**ANSWER, "reasoning": "scatter"},
+            AGAIN,
+            {**ANSWER, "reasoning": "again"},
+        ]
+    },
     "tools": {
         "messages": [
             USER,
@@ -76,8 +94,13 @@ def as_sent(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    functions = [{**c["function"], "arguments": json.dumps(c["function"]["arguments"])} for c in calls]
-    return {**message, "tool_calls": [{**c, "function": f} for c, f in zip(calls, functions, strict=True)]}
+    functions = [
+        {**c["function"], "arguments": json.dumps(c["function"]["arguments"])} for c in calls
+    ]
+    return {
+        **message,
+        "tool_calls": [{**c, "function": f} for c, f in zip(calls, functions, strict=True)],
+    }
 
 
 @pytest.mark.slow
@@ -90,16 +113,23 @@ def test_the_prompts_of_training_are_those_of_the_server(server: VllmServer) -> 
         for shape, row in ROWS.items():
             conversation = read_conversation(row)
             messages, tools = conversation["messages"], conversation.get("tools")
-            for place in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+            for place in (
+                i for i, message in enumerate(messages) if message["role"] == "assistant"
+            ):
                 for arguments in ours.arguments:
                     context = [ours.as_context(message) for message in messages[:place]]
                     try:
                         text = ours(context, prompt=True, tools=tools, arguments=arguments)
                     except jinja2.TemplateError:
                         continue
-                    request = {"chat_template": tokenizer.chat_template, "chat_template_kwargs": arguments}
+                    request = {
+                        "chat_template": tokenizer.chat_template,
+                        "chat_template_kwargs": arguments,
+                    }
                     sent = [as_sent(message) for message in messages[:place]]
-                    served = render(server, messages=sent, **request, **({"tools": tools} if tools else {}))
+                    served = render(
+                        server, messages=sent, **request, **({"tools": tools} if tools else {})
+                    )
                     compared += 1
                     if served != ours.tokenise([text])[0]:
                         shown = served if isinstance(served, str) else tokenizer.decode(served)

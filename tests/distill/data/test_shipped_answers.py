@@ -38,17 +38,25 @@ def conversations() -> list[Conversation]:
 def test_the_samples_for_the_small_target_stay_the_same(conversations: list[Conversation]) -> None:
     tokenizer = load_tokenizer(TINY_TARGET)
     samples, stats = build_samples(
-        conversations, tokenizer, max_length=1024, ends=end_ids(TINY_TARGET, tokenizer), progress=False
+        conversations,
+        tokenizer,
+        max_length=1024,
+        ends=end_ids(TINY_TARGET, tokenizer),
+        progress=False,
     )
     assert data_hash(samples) == "e7400720782ec21ba5a64466731f45151f7e586cb23da6e70c5e6dac1ab5997e"
     assert (stats.samples, stats.tokens, stats.labels) == (4000, 766_029, 420_679)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_samples_by_nine_templates_stay_the_same(name: str, conversations: list[Conversation]) -> None:
+def test_the_samples_by_nine_templates_stay_the_same(
+    name: str, conversations: list[Conversation]
+) -> None:
     family = FAMILIES[name]
     tokenizer = make_byte_tokenizer(bos_token=family.bos, eos_token=family.end)
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
     tokenizer.chat_template = family.template
-    samples, _ = build_samples(conversations[:150], tokenizer, max_length=2048, day=DAY, progress=False)
+    samples, _ = build_samples(
+        conversations[:150], tokenizer, max_length=2048, day=DAY, progress=False
+    )
     assert data_hash(samples) == HASHES[name]

@@ -11,7 +11,10 @@ from redraft.distill.data.vocabulary import frequent_ids
 
 def make_sample(ids: list[int], labels: list[bool]) -> Sample:
     return Sample(
-        input_ids=np.array(ids, np.int32), loss_mask=np.array(labels, np.bool_), conversation="c", domain="all"
+        input_ids=np.array(ids, np.int32),
+        loss_mask=np.array(labels, np.bool_),
+        conversation="c",
+        domain="all",
     )
 
 
@@ -22,7 +25,9 @@ SAMPLES = [
 """Labels: 5 three times, 2 twice, 8 once. 7 and 9 are never labels."""
 
 
-@pytest.mark.parametrize(("size", "kept"), [(1, [5]), (2, [2, 5]), (3, [2, 5, 8]), (4, [0, 2, 5, 8])])
+@pytest.mark.parametrize(
+    ("size", "kept"), [(1, [5]), (2, [2, 5]), (3, [2, 5, 8]), (4, [0, 2, 5, 8])]
+)
 def test_the_ids_that_are_labels_most_often_are_kept_ascending(size: int, kept: list[int]) -> None:
     ids_W = frequent_ids(SAMPLES, size, vocab_size=12)
     assert ids_W is not None

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
-from redraft.distill.doctor.in_engine import EngineCheck, Plan, Served, ask_fallback, judge_acceptance, plan_run
+from redraft.distill.doctor.in_engine import (
+    EngineCheck,
+    Plan,
+    Served,
+    ask_fallback,
+    judge_acceptance,
+    plan_run,
+)
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.hardware import Machine
 from redraft.eval.forecast.stored import StoredForecast, digest_prompt
@@ -32,7 +39,10 @@ def make_pair(target: Path, folder: Path, dtype: str | None, **provenance: Any) 
         num_speculative_tokens=NUM_TOKENS,
         max_tokens=64,
         end_ids=(),
-        by_prompt={digest_prompt(ids): (DRAFTS, ACCEPTED) for ids in ask_fallback(load_tokenizer(target), 16)},
+        by_prompt={
+            digest_prompt(ids): (DRAFTS, ACCEPTED)
+            for ids in ask_fallback(load_tokenizer(target), 16)
+        },
         dtype=dtype,
     )
     head = Eagle1(Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target)))
@@ -53,8 +63,12 @@ def make_plan(
 
 
 def judge(pair: Pair, plan: Plan, changes: list[int]) -> list[str]:
-    """The problems of an engine that accepts so many tokens more than the forecast says, prompt by prompt."""
-    counts = [AcceptanceCounts(num_drafts=DRAFTS, num_accepted=ACCEPTED + change) for change in changes]
+    """The problems of an engine that accepts so many tokens more than the forecast says, prompt by
+    prompt.
+    """
+    counts = [
+        AcceptanceCounts(num_drafts=DRAFTS, num_accepted=ACCEPTED + change) for change in changes
+    ]
     draft: Any = None
     served = Served(outputs=[[1]] * len(counts), counts=counts)
     judged = judge_acceptance(pair, plan, served, draft, None, {})
@@ -92,7 +106,9 @@ def test_the_engine_runs_in_the_type_of_the_forecast(random_target: Path, tmp_pa
         assert make_plan(pair, tmp_path).run.dtype == dtype
         assert make_plan(pair, tmp_path, "float32").run.dtype == "float32", "as asked for"
     pair = make_pair(random_target, tmp_path / "elsewhere", "bfloat16")
-    assert make_plan(pair, tmp_path, machine=SLOW).run.dtype == "float32", "this CPU has no instructions for bfloat16"
+    assert make_plan(pair, tmp_path, machine=SLOW).run.dtype == "float32", (
+        "this CPU has no instructions for bfloat16"
+    )
     assert make_plan(pair, tmp_path, on_cpu=False).run.dtype == "bfloat16"
     unknown = make_pair(random_target, tmp_path / "unknown", None)
     assert make_plan(unknown, tmp_path, on_cpu=False).run.dtype == "bfloat16", "on a GPU"

@@ -1,4 +1,7 @@
-"""The labels of a conversation that never changes: recorded in training, made again where the draft is served."""
+"""The labels of a conversation that never changes.
+
+Recorded in training, made again where the draft is served.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ def test_the_labels_of_the_probe_are_the_answer_and_its_end(small_tokenizer: Any
     assert probe is not None
     labelled = small_tokenizer.decode([probe["input_ids"][i] for i in probe["labels"]])
     assert labelled == f"{PROBE['messages'][1]['content']}<|end|>"
-    prompt = small_tokenizer.apply_chat_template(PROBE["messages"][:1], add_generation_prompt=True, tokenize=False)
+    prompt = small_tokenizer.apply_chat_template(
+        PROBE["messages"][:1], add_generation_prompt=True, tokenize=False
+    )
     assert probe["labels"][0] == len(small_tokenizer(prompt, add_special_tokens=False)["input_ids"])
     assert label_probe(copy.deepcopy(small_tokenizer)) == json.loads(json.dumps(probe))
     assert list(compare_probes(probe, probe)) == []

@@ -1,6 +1,9 @@
-"""Heads for drafting in parallel whose folder says something wrong: the reading that mends it is named with its cure.
+"""Heads for drafting in parallel whose folder says something wrong.
 
-Every head has learned the target's few answers by heart, so that a wrong reading costs it most of its acceptance.
+The reading that mends it is named with its cure.
+
+Every head has learned the target's few answers by heart, so that a wrong reading costs it most of
+its acceptance.
 """
 
 from __future__ import annotations
@@ -54,7 +57,11 @@ class World:
         tokenizer.save_pretrained(folder / "target")
         ids_BT = torch.randint(0, MASK, (8, PROMPT), generator=torch.Generator().manual_seed(1))
         self.ids_BT = self.model.generate(
-            ids_BT, max_new_tokens=TEXT - PROMPT, min_new_tokens=TEXT - PROMPT, do_sample=False, pad_token_id=0
+            ids_BT,
+            max_new_tokens=TEXT - PROMPT,
+            min_new_tokens=TEXT - PROMPT,
+            do_sample=False,
+            pad_token_id=0,
         )
         self.batch = Batch.padded(list(self.ids_BT), PROMPT)
 
@@ -65,16 +72,31 @@ class World:
         torch.manual_seed(0)
         head: Any = {
             "dflash": lambda: DFlash(
-                Config(aux_layer_ids=AUX, num_layers=2, block_size=4, mask_token_id=MASK, num_anchors=TEXT), target
+                Config(
+                    aux_layer_ids=AUX,
+                    num_layers=2,
+                    block_size=4,
+                    mask_token_id=MASK,
+                    num_anchors=TEXT,
+                ),
+                target,
             ),
             "dspark": lambda: DSpark(
                 DSparkConfig(
-                    aux_layer_ids=AUX, num_layers=2, block_size=3, mask_token_id=MASK, num_anchors=TEXT, markov_rank=4
+                    aux_layer_ids=AUX,
+                    num_layers=2,
+                    block_size=3,
+                    mask_token_id=MASK,
+                    num_anchors=TEXT,
+                    markov_rank=4,
                 ),
                 target,
             ),
             "peagle": lambda: PEagle(
-                PEagleConfig(aux_layer_ids=AUX, num_layers=2, num_steps=3, mask_token_id=MASK, keep_ratio=1.0), target
+                PEagleConfig(
+                    aux_layer_ids=AUX, num_layers=2, num_steps=3, mask_token_id=MASK, keep_ratio=1.0
+                ),
+                target,
             ),
         }[name]()
         signal = make_signal(self.model, self.batch, AUX)
@@ -104,7 +126,9 @@ class World:
 
     def load(self, folder: Path) -> tuple[Pair, Any]:
         pair = Pair.read(TargetFolder.open(self.folder / "target"), folder)
-        return pair, pair.family.load(folder, lambda: Target.from_model(self.model), torch.float32).eval()
+        return pair, pair.family.load(
+            folder, lambda: Target.from_model(self.model), torch.float32
+        ).eval()
 
     def judge(self, folder: Path) -> list[Finding]:
         pair, head = self.load(folder)
@@ -177,7 +201,9 @@ def test_a_sound_head_has_no_better_reading(name: str, world: World) -> None:
         ),
         (
             "dflash",
-            lambda config: config.update(rope_theta=2.0, rope_parameters={"rope_type": "default", "rope_theta": 2.0}),
+            lambda config: config.update(
+                rope_theta=2.0, rope_parameters={"rope_type": "default", "rope_theta": 2.0}
+            ),
             "the head was trained with rope_parameters as the target has",
             'write "rope_parameters": ',
         ),
@@ -192,20 +218,30 @@ def test_a_fault_in_config_json_is_named_with_its_cure(
     assert finding.cure.startswith(cure)
 
 
-def test_the_layers_of_a_head_of_speculators_are_counted_as_there(world: World, tmp_path: Path) -> None:
+def test_the_layers_of_a_head_of_speculators_are_counted_as_there(
+    world: World, tmp_path: Path
+) -> None:
     _, head = world.load(world.trained("dflash"))
     head.export(tmp_path / "head", layout="speculators", target_name="target")
-    edit_config(tmp_path / "head", lambda config: config.update(aux_hidden_state_layer_ids=[2, 4, 5], redraft={}))
+    edit_config(
+        tmp_path / "head",
+        lambda config: config.update(aux_hidden_state_layer_ids=[2, 4, 5], redraft={}),
+    )
     (finding,) = world.judge(tmp_path / "head")
     assert re.search(r"\[1, 3, 4\].*\[2, 4, 5\]", finding.problem)
     assert '"aux_hidden_state_layer_ids": [1, 3, 4]' in finding.cure
 
 
-def test_the_order_of_the_layers_in_fc_of_a_block_drafter_is_named(world: World, tmp_path: Path) -> None:
+def test_the_order_of_the_layers_in_fc_of_a_block_drafter_is_named(
+    world: World, tmp_path: Path
+) -> None:
     folder = world.faulty("dflash", tmp_path / "head", lambda config: None)
     tensors = load_file(folder / "model.safetensors")
     first, second, third = tensors["fc.weight"].chunk(3, dim=1)
-    save_file({**tensors, "fc.weight": torch.cat([third, first, second], dim=1)}, folder / "model.safetensors")
+    save_file(
+        {**tensors, "fc.weight": torch.cat([third, first, second], dim=1)},
+        folder / "model.safetensors",
+    )
     (finding,) = world.judge(folder)
     assert re.match(r"fc\.weight .*\[4, 1, 3\]", finding.problem)
 
@@ -213,15 +249,30 @@ def test_the_order_of_the_layers_in_fc_of_a_block_drafter_is_named(world: World,
 # --- sizes of a head
 
 
-def test_heads_of_another_size_than_the_targets_are_read_as_they_are(world: World, tmp_path: Path) -> None:
-    """The rows of q_proj and k_proj fit the target's 4 heads of 8 as well, the norms of 16 numbers do not."""
+def test_heads_of_another_size_than_the_targets_are_read_as_they_are(
+    world: World, tmp_path: Path
+) -> None:
+    """The rows of q_proj and k_proj fit the target's 4 heads of 8 as well, the norms of 16 numbers
+    do not.
+    """
     target = Target.from_model(world.model)
-    shape = replace(LlamaShape.from_config(target.config), num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    shape = replace(
+        LlamaShape.from_config(target.config),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
     torch.manual_seed(0)
-    head = DFlash(Config(aux_layer_ids=AUX, num_layers=1, block_size=4, mask_token_id=MASK), target, shape=shape)
+    head = DFlash(
+        Config(aux_layer_ids=AUX, num_layers=1, block_size=4, mask_token_id=MASK),
+        target,
+        shape=shape,
+    )
     head.export(tmp_path / "head")
     pair, loaded = world.load(tmp_path / "head")
-    assert [p.shape for name, p in loaded.named_parameters() if name.endswith("q_norm.weight")] == [(16,)]
+    assert [p.shape for name, p in loaded.named_parameters() if name.endswith("q_norm.weight")] == [
+        (16,)
+    ]
     world.judge(tmp_path / "head")
     problems = [reading.problem for reading in list_readings(pair, loaded, target.head_VD)]
     assert not [problem for problem in problems if "heads of attention" in problem]
@@ -232,9 +283,12 @@ def test_heads_of_another_size_than_the_targets_are_read_as_they_are(world: Worl
 
 @torch.no_grad()
 def make_reader_of_the_anchor(world: World) -> DFlash:
-    """A head made by hand: its first slot reads the row one position earlier and proposes what the target says there.
+    """A head made by hand.
 
-    With the anchor in the context this is the target's next token. Without it, this is the anchor once more.
+    Its first slot reads the row one position earlier and proposes what the target says there.
+
+    With the anchor in the context this is the target's next token. Without it, this is the anchor
+    once more.
     """
     target = Target.from_model(world.model)
     shape = replace(LlamaShape.from_config(target.config), num_key_value_heads=4)
@@ -243,7 +297,8 @@ def make_reader_of_the_anchor(world: World) -> DFlash:
     layer: Any = head.layers[0]
     for parameter in head.parameters():
         parameter.fill_(float(parameter.ndim == 1))
-    # A row of the context is the target's last hidden state, negated so that it can be told from an embedding.
+    # A row of the context is the target's last hidden state, negated so that it can be told from an
+    # embedding.
     head.fc.weight.copy_(-torch.eye(shape.hidden_size))
     head.hidden_norm.weight.copy_(world.model.model.norm.weight)
     context_ND = head.feature(make_signal(world.model, world.batch, (5,))).flatten(0, 1)
@@ -252,12 +307,15 @@ def make_reader_of_the_anchor(world: World) -> DFlash:
     wanted_N1 = torch.cat([torch.ones(len(context_ND), 1), -torch.ones(len(slots_ND), 1)])
     side_D = torch.linalg.lstsq(torch.cat([context_ND, slots_ND]), wanted_N1).solution[:, 0]
     key_E = torch.tensor([1.0] * 4 + [0.0] * 4)
-    # The query is the key turned back by one position: their product is largest at a distance of one.
+    # The query is the key turned back by one position: their product is largest at a distance of
+    # one.
     cos_11E, sin_11E = head._rotary(torch.tensor([[1]]), key_E)
     query_E = rotate(key_E[None, None, None], (cos_11E, -sin_11E))[0, 0, 0]
     mask_D = slots_ND[MASK]
     layer.self_attn.k_proj.weight.copy_((key_E[:, None] * side_D).repeat(4, 1))
-    layer.self_attn.q_proj.weight.copy_((query_E[:, None] * mask_D / mask_D.dot(mask_D)).repeat(4, 1))
+    layer.self_attn.q_proj.weight.copy_(
+        (query_E[:, None] * mask_D / mask_D.dot(mask_D)).repeat(4, 1)
+    )
     for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
         norm.weight.fill_(8.0)  # sharp
     layer.self_attn.v_proj.weight.copy_(-torch.eye(shape.hidden_size))
@@ -271,7 +329,9 @@ def test_a_head_trained_with_the_feature_of_the_anchor_is_named(world: World) ->
     assert "anchor" in finding.cure
 
 
-def test_a_block_that_sees_its_anchor_reads_one_row_more_and_no_other_block_does(world: World) -> None:
+def test_a_block_that_sees_its_anchor_reads_one_row_more_and_no_other_block_does(
+    world: World,
+) -> None:
     _, head = world.load(world.trained("dflash"))
     signal = make_signal(world.model, world.batch, AUX)
     assert signal.aux_BTLD is not None
@@ -288,7 +348,9 @@ def test_a_block_that_sees_its_anchor_reads_one_row_more_and_no_other_block_does
         change[:, row] = 1.0
         with torch.no_grad():
             found = [
-                not torch.equal(drafts(sees_anchor=sees)[:, 9], drafts(change, sees_anchor=sees)[:, 9])
+                not torch.equal(
+                    drafts(sees_anchor=sees)[:, 9], drafts(change, sees_anchor=sees)[:, 9]
+                )
                 for sees in (False, True)
             ]
         assert tuple(found) == seen, row

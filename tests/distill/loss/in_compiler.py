@@ -1,7 +1,9 @@
-"""The kernels of the fused divergence, compiled for GPUs as they are launched. No GPU is needed, and nothing runs.
+"""The kernels of the fused divergence, compiled for GPUs as they are launched.
 
-`test_kernels.py` runs this file in a process that has Triton. C = target rows, M = draft rows, V = target vocabulary,
-W = draft vocabulary, K = kept top-k ids.
+No GPU is needed, and nothing runs.
+
+`test_kernels.py` runs this file in a process that has Triton. C = target rows, M = draft rows, V =
+target vocabulary, W = draft vocabulary, K = kept top-k ids.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def launch(name: str, width: int, target_width: int, dtype: torch.dtype, gpu: Gp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "_kernels", lambda: launches)
         rows.target_rows(torch.zeros(C, target_width, dtype=dtype), ids_W, 1.0)
-        rows.draft_rows(draft_MW, target_CW, torch.zeros(2, C), place_M, scale_M, label_C, name, 1.0, 0.5, 3.0)
+        rows.draft_rows(
+            draft_MW, target_CW, torch.zeros(2, C), place_M, scale_M, label_C, name, 1.0, 0.5, 3.0
+        )
         kept_CK, log_p_CX = torch.zeros(C, K, dtype=torch.long), torch.zeros(C, K + 1)
         rows.top_k_rows(draft_MW, kept_CK, log_p_CX, place_M, scale_M, label_C, name, 0.5, 3.0)
     assert len(launches.kernels) == 3
@@ -37,7 +41,9 @@ def launch(name: str, width: int, target_width: int, dtype: torch.dtype, gpu: Gp
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_every_launch_compiles_and_reads_16_bytes_at_once(name: str, dtype: torch.dtype, gpu: Gpu) -> None:
+def test_every_launch_compiles_and_reads_16_bytes_at_once(
+    name: str, dtype: torch.dtype, gpu: Gpu
+) -> None:
     for width in (32_000, 128_256):
         for kernel in launch(name, width, 128_256, dtype, gpu):
             assert kernel.capability == gpu.capability

@@ -1,4 +1,5 @@
-"""The Triton kernels of the fused divergence in Triton's interpreter, against the plain form in float64.
+"""The Triton kernels of the fused divergence in Triton's interpreter, against the plain form in
+float64.
 
 `test_kernels.py` runs this file in a process that has Triton. M = draft rows, W = draft vocabulary.
 """
@@ -19,7 +20,13 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from redraft.distill.loss import rows
 from redraft.distill.loss.choice import DIVERGENCES, Divergence
-from redraft.distill.loss.fused import DraftRows, ExactRows, FusedResult, TopKRows, fused_linear_divergence
+from redraft.distill.loss.fused import (
+    DraftRows,
+    ExactRows,
+    FusedResult,
+    TopKRows,
+    fused_linear_divergence,
+)
 from redraft.heads.nn.logits import LogitRule
 from tests.distill.loss.test_fused import (
     DRAFT_IDS,
@@ -42,15 +49,23 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def maximum_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PTX's `max.f32` and `min.f32` drop NaN, as numpy's `fmax` and `fmin` do; the interpreter's do not."""
+    """PTX's `max.f32` and `min.f32` drop NaN, as numpy's `fmax` and `fmin` do.
+
+    The interpreter's do not.
+    """
     for name, operation in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
-        monkeypatch.setattr(InterpreterBuilder, name, partialmethod(InterpreterBuilder.binary_op, op=operation))
+        monkeypatch.setattr(
+            InterpreterBuilder, name, partialmethod(InterpreterBuilder.binary_op, op=operation)
+        )
 
 
 def assert_kernel_equals_plain(
     drafts: Sequence[DraftRows], target: ExactRows | TopKRows, divergence: Divergence
 ) -> FusedResult:
-    """In float32, against the plain form in float64: the loss, all sums, alpha of every row, and all gradients."""
+    """In float32, against the plain form in float64.
+
+    The loss, all sums, alpha of every row, and all gradients.
+    """
     oracle = run(drafts, target, replace(divergence, form="plain"))
     narrow = [narrowed(draft) for draft in drafts]
     kernel = run(narrow, narrowed(target), replace(divergence, form="kernel"))
@@ -58,14 +73,21 @@ def assert_kernel_equals_plain(
         torch.testing.assert_close(getattr(kernel, name).double(), getattr(oracle, name), **WITHIN)
     for mine, true in zip(kernel.alpha_SM, oracle.alpha_SM, strict=True):
         torch.testing.assert_close(mine.double(), true, **WITHIN)
-    gradients = [torch.autograd.grad(each.loss, unique(these)) for each, these in ((kernel, narrow), (oracle, drafts))]
+    gradients = [
+        torch.autograd.grad(each.loss, unique(these))
+        for each, these in ((kernel, narrow), (oracle, drafts))
+    ]
     for mine, true in zip(*gradients, strict=True):
         torch.testing.assert_close(mine.double(), true, **WITHIN)
     return kernel
 
 
-def run(drafts: Sequence[DraftRows], target: ExactRows | TopKRows, divergence: Divergence) -> FusedResult:
-    return fused_linear_divergence(drafts, target, divergence, normaliser=7.0, labels_N=make_labels(), chunk_tokens=4)
+def run(
+    drafts: Sequence[DraftRows], target: ExactRows | TopKRows, divergence: Divergence
+) -> FusedResult:
+    return fused_linear_divergence(
+        drafts, target, divergence, normaliser=7.0, labels_N=make_labels(), chunk_tokens=4
+    )
 
 
 def unique(drafts: Sequence[DraftRows]) -> list[Tensor]:
@@ -76,7 +98,10 @@ KEPT: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def narrow(x: Tensor) -> Tensor:
-    """One float32 copy of each tensor, so that a shared head stays shared; with the tensor, whose id must last."""
+    """One float32 copy of each tensor, so that a shared head stays shared.
+
+    With the tensor, whose id must last.
+    """
     if id(x) not in KEPT:
         KEPT[id(x)] = (x.detach().float().requires_grad_(x.requires_grad), x)
     return KEPT[id(x)][0]
@@ -93,13 +118,17 @@ def narrowed(given: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "top_k", "temperature"), EVERY_FORM)
 @pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS], ids=["full", "reduced"])
-def test_every_divergence(name: str, top_k: bool, temperature: float, draft_ids: Tensor | None) -> None:
+def test_every_divergence(
+    name: str, top_k: bool, temperature: float, draft_ids: Tensor | None
+) -> None:
     exact = make_exact(rows=17)
     first = make_draft([0, 3, 4, 5, 11, 16], draft_ids=draft_ids)
     # other rows, in another order, one of them twice
     second = make_draft([9, 3, 5, 3], draft_ids=draft_ids, head=first.head_WD, seed=2)
     target = make_top_k(exact) if top_k else exact
-    assert_kernel_equals_plain([first, second], target, Divergence(name=name, temperature=temperature))
+    assert_kernel_equals_plain(
+        [first, second], target, Divergence(name=name, temperature=temperature)
+    )
 
 
 @pytest.mark.parametrize(("name", "top_k", "temperature"), EVERY_FORM)
@@ -118,7 +147,9 @@ def test_a_low_rank_bias_and_steps_with_heads_of_their_own(top_k: bool) -> None:
         make_draft([2, 8], seed=3),
         make_draft([8, 0], draft_ids=DRAFT_IDS, seed=4),
     ]
-    assert_kernel_equals_plain(drafts, make_top_k(exact) if top_k else exact, Divergence(name="lk_hybrid"))
+    assert_kernel_equals_plain(
+        drafts, make_top_k(exact) if top_k else exact, Divergence(name="lk_hybrid")
+    )
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -144,7 +175,8 @@ def test_a_target_whose_kept_ids_are_the_whole_draft_vocabulary(top_k: bool) -> 
     ids = make_top_k(exact, k=3)
     draft_ids = ids.ids_NK[0].sort().values
     target = TopKRows(
-        ids_NK=draft_ids.expand(5, -1), log_probs_NK=torch.tensor([-1.0, -1.5, -2.0]).double().expand(5, -1)
+        ids_NK=draft_ids.expand(5, -1),
+        log_probs_NK=torch.tensor([-1.0, -1.5, -2.0]).double().expand(5, -1),
     )
     draft = make_draft(range(5), draft_ids=draft_ids)
     assert_kernel_equals_plain([draft], target if top_k else exact, Divergence(name="forward_kl"))
@@ -153,7 +185,10 @@ def test_a_target_whose_kept_ids_are_the_whole_draft_vocabulary(top_k: bool) -> 
 @pytest.mark.parametrize("top_k", [False, True])
 @pytest.mark.parametrize("name", ["forward_kl", "lk_hybrid"])
 def test_bfloat16_logits_and_a_float32_master_head(name: str, top_k: bool) -> None:
-    """Only rounded where bfloat16 is written: logits and gradient, as in the plain form in bfloat16."""
+    """Only rounded where bfloat16 is written.
+
+    Logits and gradient, as in the plain form in bfloat16.
+    """
     exact = make_exact(dtype=torch.float32)
     target = make_top_k(exact) if top_k else exact
     results = {}
@@ -174,7 +209,9 @@ def test_of_equal_logits_the_first_is_the_draft_token() -> None:
     exact = make_exact(rows=3)
     head = torch.zeros(23, 4, dtype=torch.float64)
     head[5:] = 1.0  # 18 equal logits in three tiles
-    draft = replace(make_draft(range(3), head=head), hidden_MD=torch.ones(3, 4, dtype=torch.float64))
+    draft = replace(
+        make_draft(range(3), head=head), hidden_MD=torch.ones(3, 4, dtype=torch.float64)
+    )
     p = (exact.hidden_ND @ exact.head_VD.T).softmax(-1)
     for target, expected in (
         (exact, p[:, 5].sum()),
@@ -192,7 +229,9 @@ def test_of_equal_logits_the_first_is_the_draft_token() -> None:
 def test_a_target_row_that_is_not_finite_reaches_the_loss_and_the_gradients(
     name: str, bad: float, draft_ids: Tensor | None, top_k: bool
 ) -> None:
-    """As in the plain form, so that the step is skipped instead of taken with a finite, meaningless gradient."""
+    """As in the plain form, so that the step is skipped instead of taken with a finite, meaningless
+    gradient.
+    """
     exact = make_exact(rows=4, dtype=torch.float32)
     draft = make_draft(range(4), dtype=torch.float32, draft_ids=draft_ids)
     target: ExactRows | TopKRows = make_top_k(exact) if top_k else exact

@@ -31,12 +31,19 @@ def fresh() -> Iterator[None]:
 
 
 def make(rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def make_drafts(dtype: torch.dtype, draft_ids: Tensor | None = None) -> list[DraftRows]:
-    """Two steps with a head in common. The first is compared row for row, the second with some rows twice."""
-    head_WD = make(VOCABULARY if draft_ids is None else len(draft_ids), WIDTH, 1, dtype).requires_grad_()
+    """Two steps with a head in common.
+
+    The first is compared row for row, the second with some rows twice.
+    """
+    head_WD = make(
+        VOCABULARY if draft_ids is None else len(draft_ids), WIDTH, 1, dtype
+    ).requires_grad_()
     return [
         DraftRows(
             hidden_MD=make(len(rows), WIDTH, seed, dtype).requires_grad_(),
@@ -50,12 +57,18 @@ def make_drafts(dtype: torch.dtype, draft_ids: Tensor | None = None) -> list[Dra
 
 
 def make_target(dtype: torch.dtype) -> ExactRows:
-    return ExactRows(hidden_ND=make(ROWS, WIDTH, 8, dtype), head_VD=make(VOCABULARY, WIDTH, 9, dtype))
+    return ExactRows(
+        hidden_ND=make(ROWS, WIDTH, 8, dtype), head_VD=make(VOCABULARY, WIDTH, 9, dtype)
+    )
 
 
-def run(drafts: list[DraftRows], target: ExactRows, divergence: Divergence) -> tuple[FusedResult, list[Tensor]]:
+def run(
+    drafts: list[DraftRows], target: ExactRows, divergence: Divergence
+) -> tuple[FusedResult, list[Tensor]]:
     labels_N = torch.arange(ROWS) % VOCABULARY
-    result = fused_linear_divergence(drafts, target, divergence, normaliser=7.0, labels_N=labels_N, chunk_tokens=11)
+    result = fused_linear_divergence(
+        drafts, target, divergence, normaliser=7.0, labels_N=labels_N, chunk_tokens=11
+    )
     leaves = [*(draft.hidden_MD for draft in drafts), drafts[0].head_WD]
     return result, list(torch.autograd.grad(3 * result.loss, leaves))
 
@@ -64,7 +77,9 @@ def run(drafts: list[DraftRows], target: ExactRows, divergence: Divergence) -> t
 def any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graphs without minutes of C++."""
     monkeypatch.setattr(
-        compiled, "_compile", lambda f: torch.compile(f, dynamic=True, fullgraph=True, backend="aot_eager")
+        compiled,
+        "_compile",
+        lambda f: torch.compile(f, dynamic=True, fullgraph=True, backend="aot_eager"),
     )
 
 
@@ -79,10 +94,14 @@ def test_compiled_operations_give_what_separate_ones_give(
     drafts = [replace(draft, cap=2.0) for draft in make_drafts(torch.float64, draft_ids)]
     target = replace(make_target(torch.float64), rule=LogitRule(scale=0.5, cap=3.0))
     plain = Divergence(name=name, temperature=temperature, beta=0.3, eta=2.0, form="plain")
-    (expected, its), (found, mine) = (run(drafts, target, replace(plain, form=form)) for form in ("plain", "compiled"))
+    (expected, its), (found, mine) = (
+        run(drafts, target, replace(plain, form=form)) for form in ("plain", "compiled")
+    )
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-14)
     for sums in ("loss_S", "alpha_S", "alpha_greedy_S", "count_S"):
-        torch.testing.assert_close(getattr(found, sums), getattr(expected, sums), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            getattr(found, sums), getattr(expected, sums), rtol=1e-12, atol=1e-14
+        )
     torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-13)
     assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == (name != "cross_entropy")
 
@@ -93,8 +112,13 @@ def test_peaked_distributions_are_as_exact(name: str) -> None:
     """In float32: logits up to 400, probabilities of 0."""
     drafts, target = make_drafts(torch.float32), make_target(torch.float32)
     target = replace(target, hidden_ND=60 * target.hidden_ND)
-    drafts = [replace(draft, hidden_MD=(60 * draft.hidden_MD.detach()).requires_grad_()) for draft in drafts]
-    (expected, its), (found, mine) = (run(drafts, target, Divergence(name=name, form=f)) for f in ("plain", "compiled"))
+    drafts = [
+        replace(draft, hidden_MD=(60 * draft.hidden_MD.detach()).requires_grad_())
+        for draft in drafts
+    ]
+    (expected, its), (found, mine) = (
+        run(drafts, target, Divergence(name=name, form=f)) for f in ("plain", "compiled")
+    )
     assert torch.isfinite(found.loss)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-3)
@@ -102,7 +126,10 @@ def test_peaked_distributions_are_as_exact(name: str) -> None:
 
 @pytest.mark.usefixtures("any_backend")
 def test_heads_take_turns_in_the_memory_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Medusa. PyTorch's separate operations compute the target's p once for all heads, and hold all logits."""
+    """As in Medusa.
+
+    PyTorch's separate operations compute the target's p once for all heads, and hold all logits.
+    """
     head_WD = make(VOCABULARY, WIDTH, 5, torch.float64).requires_grad_()
     drafts, target = make_drafts(torch.float64), make_target(torch.float64)
     drafts[1] = replace(drafts[1], head_WD=head_WD)
@@ -120,8 +147,15 @@ def test_heads_take_turns_in_the_memory_of_one(monkeypatch: pytest.MonkeyPatch) 
     (expected, its), (found, mine) = results
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-13)
-    assert {name for name in held["plain"] if "logits" in name} == {"target logits", "draft logits 0", "draft logits 1"}
-    assert {name for name in held["compiled"] if "logits" in name} == {"target logits", "draft logits 0"}
+    assert {name for name in held["plain"] if "logits" in name} == {
+        "target logits",
+        "draft logits 0",
+        "draft logits 1",
+    }
+    assert {name for name in held["compiled"] if "logits" in name} == {
+        "target logits",
+        "draft logits 0",
+    }
 
 
 def widened(drafts: list[DraftRows], dtype: torch.dtype) -> list[DraftRows]:
@@ -129,7 +163,9 @@ def widened(drafts: list[DraftRows], dtype: torch.dtype) -> list[DraftRows]:
     heads: dict[int, Tensor] = {}
 
     def widen(tensor: Tensor) -> Tensor:
-        return heads.setdefault(id(tensor), tensor.detach().to(dtype).requires_grad_(tensor.requires_grad))
+        return heads.setdefault(
+            id(tensor), tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+        )
 
     return [
         replace(
@@ -150,7 +186,9 @@ def widened_target(target: ExactRows, dtype: torch.dtype) -> ExactRows:
 def test_kernels_in_cpp_are_exact_to_1e_4(name: str) -> None:
     drafts, target = make_drafts(torch.float32), make_target(torch.float32)
     oracle, its = run(
-        widened(drafts, torch.float64), widened_target(target, torch.float64), Divergence(name=name, form="plain")
+        widened(drafts, torch.float64),
+        widened_target(target, torch.float64),
+        Divergence(name=name, form="plain"),
     )
     found, mine = run(drafts, target, Divergence(name=name, form="compiled"))
     assert float(found.loss.detach()) == pytest.approx(float(oracle.loss.detach()), rel=1e-4)
@@ -159,20 +197,30 @@ def test_kernels_in_cpp_are_exact_to_1e_4(name: str) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_in_float32_are_those_of_the_heads_widened(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of some rows of a head in bfloat16, of which the last is smaller. The hidden states are in float32, so on
-    every CPU the products are, too."""
+def test_products_in_float32_are_those_of_the_heads_widened(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of some rows of a head in bfloat16, of which the last is smaller.
+
+    The hidden states are in float32, so on every CPU the products are, too.
+    """
     monkeypatch.setattr(products, "TILE_ELEMENTS", 7 * WIDTH)
     narrow, target = make_drafts(torch.bfloat16), make_target(torch.bfloat16)
-    narrow = [replace(draft, hidden_MD=draft.hidden_MD.detach().float().requires_grad_()) for draft in narrow]
+    narrow = [
+        replace(draft, hidden_MD=draft.hidden_MD.detach().float().requires_grad_())
+        for draft in narrow
+    ]
     target = replace(target, hidden_ND=target.hidden_ND.float())
     if bias:
         head_WE = make(VOCABULARY, WIDTH, 21, torch.bfloat16)
         narrow = [
-            replace(draft, bias=(make(len(draft.hidden_MD), WIDTH, 30, torch.bfloat16), head_WE)) for draft in narrow
+            replace(draft, bias=(make(len(draft.hidden_MD), WIDTH, 30, torch.bfloat16), head_WE))
+            for draft in narrow
         ]
     found, mine = run(narrow, target, Divergence())
-    oracle, its = run(widened(narrow, torch.float32), widened_target(target, torch.float32), Divergence())
+    oracle, its = run(
+        widened(narrow, torch.float32), widened_target(target, torch.float32), Divergence()
+    )
     torch.testing.assert_close(found.loss, oracle.loss)
     assert mine[-1].dtype == torch.bfloat16
     for one, other in zip(mine, its, strict=True):

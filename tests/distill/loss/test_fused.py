@@ -1,4 +1,6 @@
-"""M = draft rows, N = target rows, D = hidden, V = target vocabulary, W = draft vocabulary, K = kept ids."""
+"""M = draft rows, N = target rows, D = hidden, V = target vocabulary, W = draft vocabulary, K =
+kept ids.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from divergences import cross_entropy, define, draft_columns, exact_log_probs, log_probs, top_k_log_probs
+from divergences import (
+    cross_entropy,
+    define,
+    draft_columns,
+    exact_log_probs,
+    log_probs,
+    top_k_log_probs,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,7 +37,9 @@ V, K, N = 23, 6, 17
 DRAFT_IDS = torch.tensor([0, 2, 3, 7, 8, 11, 16, 20, 22])
 
 
-def make_exact(*, rows: int = N, vocabulary: int = V, hidden: int = 5, dtype: torch.dtype = torch.float64) -> ExactRows:
+def make_exact(
+    *, rows: int = N, vocabulary: int = V, hidden: int = 5, dtype: torch.dtype = torch.float64
+) -> ExactRows:
     generator = torch.Generator().manual_seed(0)
     return ExactRows(
         hidden_ND=torch.randn(rows, hidden, generator=generator, dtype=dtype),
@@ -57,12 +68,16 @@ def make_draft(
     if head is None:
         head = torch.randn(width, hidden, generator=generator, dtype=dtype).requires_grad_()
     return DraftRows(
-        hidden_MD=torch.randn(len(target_rows), hidden, generator=generator, dtype=dtype).requires_grad_(),
+        hidden_MD=torch.randn(
+            len(target_rows), hidden, generator=generator, dtype=dtype
+        ).requires_grad_(),
         head_WD=head,
         target_row_M=torch.tensor(target_rows, dtype=torch.long),
         weight_M=0.5 + torch.rand(len(target_rows), generator=generator, dtype=dtype),
         draft_ids_W=draft_ids,
-        bias=None if bias_head is None else (make_leaf(len(target_rows), bias_head.shape[1], seed + 100), bias_head),
+        bias=None
+        if bias_head is None
+        else (make_leaf(len(target_rows), bias_head.shape[1], seed + 100), bias_head),
     )
 
 
@@ -82,23 +97,32 @@ def make_labels(rows: int = N, vocabulary: int = V) -> Tensor:
     return torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(2))
 
 
-def plain_log_probs(draft: DraftRows, target: ExactRows | TopKRows, temperature: float) -> tuple[Tensor, Tensor]:
+def plain_log_probs(
+    draft: DraftRows, target: ExactRows | TopKRows, temperature: float
+) -> tuple[Tensor, Tensor]:
     q_logits = draft_logits(draft)
     if isinstance(target, TopKRows):
         rows = draft.target_row_M
-        return top_k_log_probs(target.ids_NK[rows], target.log_probs_NK[rows], q_logits, draft.draft_ids_W)
+        return top_k_log_probs(
+            target.ids_NK[rows], target.log_probs_NK[rows], q_logits, draft.draft_ids_W
+        )
     p_logits = target.rule.apply(target.hidden_ND[draft.target_row_M] @ target.head_VD.T)
     return exact_log_probs(p_logits, q_logits, temperature, draft.draft_ids_W)
 
 
 def plain_values(
-    draft: DraftRows, target: ExactRows | TopKRows, divergence: Divergence, labels: Tensor | None = None
+    draft: DraftRows,
+    target: ExactRows | TopKRows,
+    divergence: Divergence,
+    labels: Tensor | None = None,
 ) -> Tensor:
     if divergence.name != "cross_entropy":
         return define(divergence, *plain_log_probs(draft, target, divergence.temperature))
     assert labels is not None
     log_q = log_probs(draft_logits(draft), divergence.temperature)
-    return cross_entropy(log_q, *draft_columns(labels[draft.target_row_M], draft.draft_ids_W, log_q.shape[1]))
+    return cross_entropy(
+        log_q, *draft_columns(labels[draft.target_row_M], draft.draft_ids_W, log_q.shape[1])
+    )
 
 
 def plain_loss(
@@ -108,7 +132,10 @@ def plain_loss(
     normaliser: float,
     labels: Tensor | None = None,
 ) -> Tensor:
-    losses = [(plain_values(d, target, divergence, labels) * d.weight_M).sum() / normaliser for d in drafts]
+    losses = [
+        (plain_values(d, target, divergence, labels) * d.weight_M).sum() / normaliser
+        for d in drafts
+    ]
     return torch.stack(losses).sum()
 
 
@@ -122,7 +149,10 @@ def leaves(drafts: Sequence[DraftRows]) -> list[Tensor]:
 
 
 def assert_fused_equals_plain(
-    drafts: Sequence[DraftRows], target: ExactRows | TopKRows, divergence: Divergence, chunk_tokens: int = 4
+    drafts: Sequence[DraftRows],
+    target: ExactRows | TopKRows,
+    divergence: Divergence,
+    chunk_tokens: int = 4,
 ) -> FusedResult:
     labels = make_labels()
     result = fused_linear_divergence(
@@ -133,14 +163,18 @@ def assert_fused_equals_plain(
     inputs = list({id(leaf): leaf for leaf in leaves(drafts)}.values())
     # scaled, so that backward's own factor is seen
     for mine, its in zip(
-        torch.autograd.grad(3 * result.loss, inputs), torch.autograd.grad(3 * plain, inputs), strict=True
+        torch.autograd.grad(3 * result.loss, inputs),
+        torch.autograd.grad(3 * plain, inputs),
+        strict=True,
     ):
         torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-13)
     return result
 
 
 EVERY_FORM = [
-    pytest.param(name, top_k, temperature, id=f"{name}-{'top-k' if top_k else 'exact'}-{temperature}")
+    pytest.param(
+        name, top_k, temperature, id=f"{name}-{'top-k' if top_k else 'exact'}-{temperature}"
+    )
     for name in DIVERGENCES
     for top_k, temperature in [(False, 1.0), (False, 0.7), (False, 2.0), (True, 1.0)]
 ]
@@ -194,7 +228,9 @@ def test_gradcheck(name: str, top_k: bool, temperature: float, draft_ids: Tensor
 
 @pytest.mark.parametrize("top_k", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
-def test_steps_of_different_shifts_share_the_target_and_a_head(top_k: bool, chunk_tokens: int) -> None:
+def test_steps_of_different_shifts_share_the_target_and_a_head(
+    top_k: bool, chunk_tokens: int
+) -> None:
     target = make_top_k(make_exact()) if top_k else make_exact()
     first = make_draft(range(10))
     shared = make_draft(range(1, 11), head=first.head_WD, seed=2)
@@ -240,15 +276,23 @@ def test_blocks_within_a_chunk_change_nothing(
     log_p, log_q = plain_log_probs(drafts[0], target, 1.0)
     torch.testing.assert_close(result.alpha_S[0], alpha(log_p.exp(), log_q.exp()).sum())
     if not top_k:  # in a vocabulary of whole groups, where the argmax takes two levels
-        torch.testing.assert_close(result.alpha_greedy_S[0], alpha_greedy(log_p.exp(), log_q.exp()).sum())
+        torch.testing.assert_close(
+            result.alpha_greedy_S[0], alpha_greedy(log_p.exp(), log_q.exp()).sum()
+        )
 
 
 def test_of_equal_logits_the_first_is_the_draft_token() -> None:
-    # Ties within a group of 64 and across groups; the target puts 0.5 on the first and 0.25 on two others.
+    # Ties within a group of 64 and across groups; the target puts 0.5 on the first and 0.25 on two
+    # others.
     logits, p = torch.zeros(1, 192), torch.full((1, 192), 1e-9)
     logits[0, [70, 71, 130]] = 5.0
     p[0, 70], p[0, 71], p[0, 130] = 0.5, 0.25, 0.25
-    draft = DraftRows(hidden_MD=logits, head_WD=torch.eye(192), target_row_M=torch.tensor([0]), weight_M=torch.ones(1))
+    draft = DraftRows(
+        hidden_MD=logits,
+        head_WD=torch.eye(192),
+        target_row_M=torch.tensor([0]),
+        weight_M=torch.ones(1),
+    )
     target = ExactRows(hidden_ND=p.log(), head_VD=torch.eye(192))
     result = fused_linear_divergence([draft], target, Divergence(), normaliser=1)
     assert result.alpha_greedy_S.item() == pytest.approx(0.5)
@@ -258,7 +302,9 @@ def test_frozen_heads_and_hidden_states_get_no_gradient() -> None:
     target = make_exact()
     frozen_head = make_draft([1, 2], head=make_draft([0]).head_WD.detach())
     frozen_hidden = replace(make_draft([4, 8]), hidden_MD=make_draft([4, 8]).hidden_MD.detach())
-    assert_fused_equals_plain([frozen_head, frozen_hidden], target, Divergence(name="neg_log_alpha"))
+    assert_fused_equals_plain(
+        [frozen_head, frozen_hidden], target, Divergence(name="neg_log_alpha")
+    )
 
 
 def test_backward_twice_through_a_retained_graph_gives_the_same_gradient() -> None:
@@ -275,9 +321,13 @@ def test_the_sums_are_unweighted_and_by_step() -> None:
     result = fused_linear_divergence(drafts, target, divergence, normaliser=7)
     for step, draft in enumerate(drafts):
         log_p, log_q = plain_log_probs(draft, target, 1.0)
-        torch.testing.assert_close(result.loss_S[step], plain_values(draft, target, divergence).sum())
+        torch.testing.assert_close(
+            result.loss_S[step], plain_values(draft, target, divergence).sum()
+        )
         torch.testing.assert_close(result.alpha_S[step], alpha(log_p.exp(), log_q.exp()).sum())
-        torch.testing.assert_close(result.alpha_greedy_S[step], alpha_greedy(log_p.exp(), log_q.exp()).sum())
+        torch.testing.assert_close(
+            result.alpha_greedy_S[step], alpha_greedy(log_p.exp(), log_q.exp()).sum()
+        )
     assert result.count_S.tolist() == [3, 2]
     assert not result.alpha_S.requires_grad
 
@@ -285,7 +335,11 @@ def test_the_sums_are_unweighted_and_by_step() -> None:
 def test_alpha_greedy_of_a_top_k_target_counts_only_recorded_tokens() -> None:
     # Head rows are the identity, so hidden states are logits. Kept: ids 1 and 2.
     target = TopKRows(ids_NK=torch.tensor([[1, 2]]), log_probs_NK=torch.tensor([[0.6, 0.3]]).log())
-    for logits, expected in [([0.0, 3.0, 0.0, 0.0], 0.6), ([0.0, 0.0, 3.0, 0.0], 0.3), ([3.0, 0.0, 0.0, 0.0], 0.0)]:
+    for logits, expected in [
+        ([0.0, 3.0, 0.0, 0.0], 0.6),
+        ([0.0, 0.0, 3.0, 0.0], 0.3),
+        ([3.0, 0.0, 0.0, 0.0], 0.0),
+    ]:
         draft = DraftRows(
             hidden_MD=torch.tensor([logits]),
             head_WD=torch.eye(4),
@@ -313,7 +367,8 @@ def test_one_step_without_rows_leaves_the_other_alone() -> None:
     assert_fused_equals_plain([make_draft([3, 1]), make_draft([])], make_exact(), Divergence())
 
 
-# ------------------------------------------------------------------------------------------------------------- numerics
+# -------------------------------------------------------------------------------------------------------------
+# numerics
 
 
 @pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "cross_entropy"])
@@ -343,10 +398,15 @@ def test_a_token_the_draft_deems_impossible_still_pulls_with_its_full_mass() -> 
     ):
         hidden = torch.tensor([[200.0, -200.0, 0.0, 0.0]], requires_grad=True)
         draft = DraftRows(
-            hidden_MD=hidden, head_WD=torch.eye(4), target_row_M=torch.tensor([0]), weight_M=torch.ones(1)
+            hidden_MD=hidden,
+            head_WD=torch.eye(4),
+            target_row_M=torch.tensor([0]),
+            weight_M=torch.ones(1),
         )
         fused_linear_divergence([draft], target, Divergence(), normaliser=1).loss.backward()
-        torch.testing.assert_close(hidden.grad, torch.tensor([[1.0, -1.0, 0.0, 0.0]]), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            hidden.grad, torch.tensor([[1.0, -1.0, 0.0, 0.0]]), atol=1e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize("name", list(DIVERGENCES))
@@ -365,7 +425,9 @@ def test_bfloat16_is_close_to_float32(name: str, top_k: bool) -> None:
             head_WD=head.to(dtype).requires_grad_(),
         )
         target = replace(
-            exact, hidden_ND=exact.hidden_ND.bfloat16().to(dtype), head_VD=exact.head_VD.bfloat16().to(dtype)
+            exact,
+            hidden_ND=exact.hidden_ND.bfloat16().to(dtype),
+            head_VD=exact.head_VD.bfloat16().to(dtype),
         )
         result = fused_linear_divergence(
             [draft],
@@ -385,11 +447,14 @@ def test_bfloat16_is_close_to_float32(name: str, top_k: bool) -> None:
 
 
 def test_a_float32_master_head_keeps_a_float32_gradient_under_autocast() -> None:
-    # Row by row: chunks of 1 add 64 partial sums into the head's gradient, which bfloat16 would round each time.
+    # Row by row: chunks of 1 add 64 partial sums into the head's gradient, which bfloat16 would
+    # round each time.
     target = make_exact(rows=64, dtype=torch.float32)
     draft = make_draft(range(64), dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        result = fused_linear_divergence([draft], target, Divergence(), normaliser=64, chunk_tokens=1)
+        result = fused_linear_divergence(
+            [draft], target, Divergence(), normaliser=64, chunk_tokens=1
+        )
     mine = torch.autograd.grad(result.loss, leaves([draft]))
     exact = torch.autograd.grad(plain_loss([draft], target, Divergence(), 64), leaves([draft]))
     for narrow, wide in zip(mine, exact, strict=True):
@@ -397,7 +462,8 @@ def test_a_float32_master_head_keeps_a_float32_gradient_under_autocast() -> None
         assert 0 < (narrow - wide).norm() / wide.norm() < 0.01
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
+# ---------------------------------------------------------------------------------------------------------------
+# memory
 
 
 class LargestTensor(TorchDispatchMode):
@@ -430,7 +496,9 @@ def test_never_holds_more_logits_than_a_chunk(top_k: bool, reduced: bool) -> Non
     bias_head = make_leaf(vocabulary // 2 if reduced else vocabulary, 4, 5)
     draft = make_draft(range(rows), vocabulary=vocabulary, draft_ids=draft_ids, bias_head=bias_head)
     with LargestTensor() as ours:
-        fused_linear_divergence([draft], target, Divergence(), normaliser=1, chunk_tokens=chunk).loss.backward()
+        fused_linear_divergence(
+            [draft], target, Divergence(), normaliser=1, chunk_tokens=chunk
+        ).loss.backward()
     assert ours.elements <= chunk * vocabulary
     with LargestTensor() as plain:
         plain_loss([draft], target, Divergence(), 1.0).backward()
@@ -471,7 +539,9 @@ def test_the_targets_distribution_is_computed_once_for_all_steps() -> None:
     assert sum(softmaxes) == 20 + sum(len(draft.hidden_MD) for draft in drafts)
 
 
-def test_the_targets_logits_are_computed_once_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_targets_logits_are_computed_once_for_all_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = make_exact(rows=20)
     drafts = [make_draft(range(shift, 20), seed=shift) for shift in range(4)]
     matmuls = 0
@@ -479,7 +549,10 @@ def test_the_targets_logits_are_computed_once_for_all_steps(monkeypatch: pytest.
     class CountTargetMatmuls(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             nonlocal matmuls
-            if func.overloadpacket is torch.ops.aten.addmm and args[2].data_ptr() == target.head_VD.data_ptr():
+            if (
+                func.overloadpacket is torch.ops.aten.addmm
+                and args[2].data_ptr() == target.head_VD.data_ptr()
+            ):
                 matmuls += 1
             return func(*args, **(kwargs or {}))
 
@@ -491,7 +564,11 @@ def test_the_targets_logits_are_computed_once_for_all_steps(monkeypatch: pytest.
 def test_steps_with_one_head_share_its_products_and_each_row_is_gathered_once() -> None:
     target = make_exact(rows=20)
     first = make_draft(range(20))
-    drafts = [first, make_draft(range(2, 20), head=first.head_WD, seed=2), make_draft([7], head=first.head_WD, seed=3)]
+    drafts = [
+        first,
+        make_draft(range(2, 20), head=first.head_WD, seed=2),
+        make_draft([7], head=first.head_WD, seed=3),
+    ]
     additions, gathers = 0, 0
 
     class CountPasses(TorchDispatchMode):
@@ -499,7 +576,9 @@ def test_steps_with_one_head_share_its_products_and_each_row_is_gathered_once() 
             nonlocal additions, gathers
             name = func.overloadpacket
             additions += name is torch.ops.aten.addmm and args[0].shape == first.head_WD.shape
-            gathers += name is torch.ops.aten.index and args[0].data_ptr() == first.hidden_MD.data_ptr()
+            gathers += (
+                name is torch.ops.aten.index and args[0].data_ptr() == first.hidden_MD.data_ptr()
+            )
             return func(*args, **(kwargs or {}))
 
     with CountPasses():
@@ -524,23 +603,33 @@ def test_a_head_that_steps_share_is_converted_once() -> None:
     assert conversions == 1
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
+# ---------------------------------------------------------------------------------------------------------------
+# errors
 
 
 def test_a_temperature_on_a_top_k_target_is_refused() -> None:
     with pytest.raises(ValueError, match=r"2.0"):
-        fused_linear_divergence([make_draft([0])], make_top_k(make_exact()), Divergence(temperature=2.0), normaliser=1)
+        fused_linear_divergence(
+            [make_draft([0])], make_top_k(make_exact()), Divergence(temperature=2.0), normaliser=1
+        )
 
 
 def test_vocabularies_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"24.*23"):
-        fused_linear_divergence([make_draft([0], vocabulary=24)], make_exact(), Divergence(), normaliser=1)
+        fused_linear_divergence(
+            [make_draft([0], vocabulary=24)], make_exact(), Divergence(), normaliser=1
+        )
     with pytest.raises(ValueError, match=r"23.*9"):
         fused_linear_divergence(
-            [replace(make_draft([0]), draft_ids_W=DRAFT_IDS)], make_exact(), Divergence(), normaliser=1
+            [replace(make_draft([0]), draft_ids_W=DRAFT_IDS)],
+            make_exact(),
+            Divergence(),
+            normaliser=1,
         )
 
 
 def test_cross_entropy_without_labels_is_refused() -> None:
     with pytest.raises(ValueError, match="labels_N"):
-        fused_linear_divergence([make_draft([0])], make_exact(), Divergence(name="cross_entropy"), normaliser=1)
+        fused_linear_divergence(
+            [make_draft([0])], make_exact(), Divergence(name="cross_entropy"), normaliser=1
+        )

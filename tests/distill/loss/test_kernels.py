@@ -1,4 +1,7 @@
-"""The Triton kernels of the fused divergence in a process that has Triton: interpreted, and compiled for GPUs."""
+"""The Triton kernels of the fused divergence in a process that has Triton.
+
+Interpreted, and compiled for GPUs.
+"""
 
 from __future__ import annotations
 

@@ -49,11 +49,15 @@ def test_values_match_hand_computation_on_two_outcomes() -> None:
     assert total_variation(p, q).item() == pytest.approx(0.25, abs=1e-14)
     assert neg_log_alpha(p, q).item() == pytest.approx(-math.log(0.75), abs=1e-14)
     weight = math.exp(-3 * 0.75)
-    assert lk_hybrid(p, q, eta=3.0).item() == pytest.approx(weight * kl_pq + (1 - weight) * 0.25, abs=1e-14)
+    assert lk_hybrid(p, q, eta=3.0).item() == pytest.approx(
+        weight * kl_pq + (1 - weight) * 0.25, abs=1e-14
+    )
     # beta 0.2: m = (0.55, 0.45)
     kl_pm = 0.75 * math.log(0.75 / 0.55) + 0.25 * math.log(0.25 / 0.45)
     kl_qm = 0.5 * math.log(0.5 / 0.55) + 0.5 * math.log(0.5 / 0.45)
-    assert jensen_shannon(p, q, beta=0.2).item() == pytest.approx(0.2 * kl_pm + 0.8 * kl_qm, abs=1e-14)
+    assert jensen_shannon(p, q, beta=0.2).item() == pytest.approx(
+        0.2 * kl_pm + 0.8 * kl_qm, abs=1e-14
+    )
 
 
 def test_values_match_scipy_on_a_large_vocabulary() -> None:
@@ -64,32 +68,43 @@ def test_values_match_scipy_on_a_large_vocabulary() -> None:
     torch.testing.assert_close(
         jensen_shannon(p, q, beta=0.5), torch.tensor(jensenshannon(p_probs, q_probs, axis=1) ** 2)
     )
-    torch.testing.assert_close(total_variation(p, q), torch.tensor(abs(p_probs - q_probs).sum(1) / 2))
+    torch.testing.assert_close(
+        total_variation(p, q), torch.tensor(abs(p_probs - q_probs).sum(1) / 2)
+    )
 
 
 def test_cross_entropy_is_minus_log_q_of_the_label_and_zero_out_of_reach() -> None:
     log_q = log_of(0.5, 0.2, 0.3).repeat(3, 1)
     columns, reachable = draft_columns(torch.tensor([20, 11, 30]), torch.tensor([10, 20, 30]), 3)
     torch.testing.assert_close(
-        cross_entropy(log_q, columns, reachable), -torch.tensor([0.2, 1.0, 0.3], dtype=torch.float64).log()
+        cross_entropy(log_q, columns, reachable),
+        -torch.tensor([0.2, 1.0, 0.3], dtype=torch.float64).log(),
     )
 
 
 @pytest.mark.parametrize("name", AGAINST_TARGET)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_a_divergence_is_zero_at_q_equal_p_and_positive_elsewhere(name: str, temperature: float) -> None:
+def test_a_divergence_is_zero_at_q_equal_p_and_positive_elsewhere(
+    name: str, temperature: float
+) -> None:
     divergence = Divergence(name=name, temperature=temperature)
     p_logits = make_logits(20, 50)
     at_p = define(divergence, *exact_log_probs(p_logits, p_logits.clone(), temperature))
     torch.testing.assert_close(at_p, torch.zeros(20, dtype=torch.float64), atol=1e-12, rtol=0)
-    elsewhere = define(divergence, *exact_log_probs(p_logits, make_logits(20, 50, seed=1), temperature))
+    elsewhere = define(
+        divergence, *exact_log_probs(p_logits, make_logits(20, 50, seed=1), temperature)
+    )
     assert (elsewhere > 0.01).all()
 
 
 def test_jensen_shannon_approaches_both_kls_after_scaling() -> None:
     p, q = exact_log_probs(make_logits(3, 50), make_logits(3, 50, seed=1))
-    torch.testing.assert_close(jensen_shannon(p, q, 1e-7) / 1e-7, forward_kl(p, q), rtol=1e-4, atol=0)
-    torch.testing.assert_close(jensen_shannon(p, q, 1 - 1e-7) / 1e-7, reverse_kl(p, q), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        jensen_shannon(p, q, 1e-7) / 1e-7, forward_kl(p, q), rtol=1e-4, atol=0
+    )
+    torch.testing.assert_close(
+        jensen_shannon(p, q, 1 - 1e-7) / 1e-7, reverse_kl(p, q), rtol=1e-4, atol=0
+    )
 
 
 def test_lk_hybrid_holds_its_weight_constant() -> None:
@@ -97,9 +112,13 @@ def test_lk_hybrid_holds_its_weight_constant() -> None:
     p, q = exact_log_probs(p_logits, q_logits)
     weight = torch.exp(-2.0 * (1 - total_variation(p, q).detach()))
     expected = torch.autograd.grad(
-        (weight * forward_kl(p, q) + (1 - weight) * total_variation(p, q)).sum(), q_logits, retain_graph=True
+        (weight * forward_kl(p, q) + (1 - weight) * total_variation(p, q)).sum(),
+        q_logits,
+        retain_graph=True,
     )[0]
-    torch.testing.assert_close(torch.autograd.grad(lk_hybrid(p, q, eta=2.0).sum(), q_logits)[0], expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(lk_hybrid(p, q, eta=2.0).sum(), q_logits)[0], expected
+    )
 
 
 def test_temperature_divides_the_logits() -> None:
@@ -113,7 +132,8 @@ def test_bfloat16_logits_are_widened_before_the_softmax() -> None:
     torch.testing.assert_close(log_probs(logits), log_probs(logits.float()))
 
 
-# --------------------------------------------------------------------------------------------------- reduced vocabulary
+# ---------------------------------------------------------------------------------------------------
+# reduced vocabulary
 
 
 def test_mass_out_of_reach_counts_as_rejected_in_every_divergence() -> None:
@@ -123,7 +143,9 @@ def test_mass_out_of_reach_counts_as_rejected_in_every_divergence() -> None:
     assert total_variation(p, q).item() == pytest.approx(0.4)
     assert neg_log_alpha(p, q).item() == pytest.approx(-math.log(0.6))
     assert reverse_kl(p, q).item() == pytest.approx(-math.log(0.6))
-    assert forward_kl(p, q).item() == pytest.approx(0, abs=1e-14), "no draft of this vocabulary can do better"
+    assert forward_kl(p, q).item() == pytest.approx(0, abs=1e-14), (
+        "no draft of this vocabulary can do better"
+    )
     padded_q = log_of(0.5, 0, 0.5)
     padded_js = jensen_shannon(p_logits, padded_q, beta=0.3)
     torch.testing.assert_close(jensen_shannon(p, q, beta=0.3), padded_js)
@@ -138,10 +160,14 @@ def test_the_renormalised_target_is_the_best_a_reduced_draft_can_do(name: str) -
     value = define(divergence, *exact_log_probs(p_logits, best, draft_ids_W=draft_ids))
     for seed in range(20):
         other = best.detach() + make_logits(1, 4, seed=seed, scale=0.3)
-        assert define(divergence, *exact_log_probs(p_logits, other, draft_ids_W=draft_ids)) >= value - 1e-12
+        assert (
+            define(divergence, *exact_log_probs(p_logits, other, draft_ids_W=draft_ids))
+            >= value - 1e-12
+        )
 
 
-# ------------------------------------------------------------------------------------------------------- top-k and tail
+# -------------------------------------------------------------------------------------------------------
+# top-k and tail
 
 
 def make_top_k(p_logits_MV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -159,7 +185,9 @@ def test_top_k_merges_the_tail_into_one_outcome() -> None:
 
 def test_top_k_of_a_reduced_vocabulary_leaves_out_what_the_draft_lacks() -> None:
     p_logits = log_of(0.1, 0.4, 0.2, 0.3)
-    log_p, log_q = top_k_log_probs(*make_top_k(p_logits, 2), log_of(0.25, 0.7, 0.05), torch.tensor([0, 2, 3]))
+    log_p, log_q = top_k_log_probs(
+        *make_top_k(p_logits, 2), log_of(0.25, 0.7, 0.05), torch.tensor([0, 2, 3])
+    )
     torch.testing.assert_close(log_p.exp(), torch.tensor([[0.0, 0.3, 0.3]], dtype=torch.float64))
     torch.testing.assert_close(log_q.exp(), torch.tensor([[0.0, 0.05, 0.95]], dtype=torch.float64))
 
@@ -175,17 +203,23 @@ def test_all_ids_kept_equals_the_exact_target(name: str, draft_ids: Tensor | Non
     torch.testing.assert_close(kept, exact)
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "neg_log_alpha"])
+@pytest.mark.parametrize(
+    "name", ["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "neg_log_alpha"]
+)
 def test_top_k_is_a_lower_bound_that_tightens_with_k(name: str) -> None:
     p_logits, q_logits = make_logits(6, 40), make_logits(6, 40, seed=1)
     divergence = Divergence(name=name)
-    values = [define(divergence, *top_k_log_probs(*make_top_k(p_logits, k), q_logits)) for k in (1, 4, 16, 24)]
+    values = [
+        define(divergence, *top_k_log_probs(*make_top_k(p_logits, k), q_logits))
+        for k in (1, 4, 16, 24)
+    ]
     values.append(define(divergence, *exact_log_probs(p_logits, q_logits)))
     for coarse, fine in pairwise(values):
         assert (coarse <= fine + 1e-9).all()
 
 
-# ------------------------------------------------------------------------------------------------------------ stability
+# ------------------------------------------------------------------------------------------------------------
+# stability
 
 
 @pytest.mark.parametrize("name", AGAINST_TARGET)
@@ -197,16 +231,21 @@ def test_peaked_and_infinite_logits_stay_finite(name: str, reduced: bool, k: int
     draft_ids = torch.tensor([0, 1, 3]) if reduced else None
     q_logits = q_logits[:, draft_ids].requires_grad_() if reduced else q_logits.requires_grad_()
     if k is None:
-        value = define(Divergence(name=name), *exact_log_probs(p_logits, q_logits, draft_ids_W=draft_ids))
+        value = define(
+            Divergence(name=name), *exact_log_probs(p_logits, q_logits, draft_ids_W=draft_ids)
+        )
     else:
-        value = define(Divergence(name=name), *top_k_log_probs(*make_top_k(p_logits, k), q_logits, draft_ids))
+        value = define(
+            Divergence(name=name), *top_k_log_probs(*make_top_k(p_logits, k), q_logits, draft_ids)
+        )
     value.sum().backward()
     assert torch.isfinite(value).all()
     assert q_logits.grad is not None
     assert torch.isfinite(q_logits.grad).all()
 
 
-# ---------------------------------------------------------------------------------------------------- choice, reduction
+# ----------------------------------------------------------------------------------------------------
+# choice, reduction
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
@@ -214,7 +253,9 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         Divergence(name="kl")
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"temperature": math.nan}, {"beta": 1.0}, {"eta": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": 0.0}, {"temperature": math.nan}, {"beta": 1.0}, {"eta": -1.0}]
+)
 def test_parameters_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Divergence(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""A slow teacher beside a slow step: together they take the time of the slower one, and nothing else changes."""
+"""A slow teacher beside a slow step.
+
+Together they take the time of the slower one, and nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,9 @@ class Teacher:
     def __call__(self, batch: Batch) -> TargetSignal:
         assert self._busy.acquire(blocking=False), "two threads at once"
         try:
-            self.asked.append((batch.input_ids_BT.flatten().tolist(), threading.current_thread().name))
+            self.asked.append(
+                (batch.input_ids_BT.flatten().tolist(), threading.current_thread().name)
+            )
             if len(self.asked) == self.fails_at:
                 raise ConnectionError("http://t1 did not answer")
             time.sleep(self.pause_s)
@@ -64,12 +69,16 @@ def make_data(num: int = 16) -> PackedDataset:
     return PackedDataset(samples, sequence_length=12)
 
 
-def run_training(folder: Path, teacher: Teacher, *, ahead: bool, steps: int, **loop: int) -> RunFolder:
+def run_training(
+    folder: Path, teacher: Teacher, *, ahead: bool, steps: int, **loop: int
+) -> RunFolder:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     torch.manual_seed(0)
     target = OneAhead(teacher, CPU) if ahead else teacher
     optim = Optim(lr=1e-2, accumulation=2, schedule="constant")
-    distillation = Distillation(make_standalone(teacher.target), target, Divergence(), optim, 6, accelerator)
+    distillation = Distillation(
+        make_standalone(teacher.target), target, Divergence(), optim, 6, accelerator
+    )
     run = RunFolder.open(folder, {}, accelerator, overwrite=False)
     data = LoadedData(
         train=make_data(),
@@ -80,7 +89,14 @@ def run_training(folder: Path, teacher: Teacher, *, ahead: bool, steps: int, **l
         end_ids=(),
         date=datetime.date(2024, 2, 29),
     )
-    options = {"eval_every": 2, "save_every": 2, "log_every": 1, "batch_size": 1, "eval_batches": 1, **loop}
+    options = {
+        "eval_every": 2,
+        "save_every": 2,
+        "log_every": 1,
+        "batch_size": 1,
+        "eval_batches": 1,
+        **loop,
+    }
     train(distillation, data, run, Loop(steps=steps, sequence_length=12, **options), 2)
     distillation.close()
     return run
@@ -110,12 +126,16 @@ def test_an_evaluation_between_does_not_lose_the_batch_that_is_under_way() -> No
     first, other = (data.batch(i, batch_size=1) for i in range(2))
     source.start(first)
     assert torch.equal(
-        source(other).distribution.hidden_BTD, make_signal(teacher.target, other).distribution.hidden_BTD
+        source(other).distribution.hidden_BTD,
+        make_signal(teacher.target, other).distribution.hidden_BTD,
     )
     assert torch.equal(
-        source(first).distribution.hidden_BTD, make_signal(teacher.target, first).distribution.hidden_BTD
+        source(first).distribution.hidden_BTD,
+        make_signal(teacher.target, first).distribution.hidden_BTD,
     )
-    assert [ids for ids, _ in teacher.asked] == [b.input_ids_BT.flatten().tolist() for b in (first, other)]
+    assert [ids for ids, _ in teacher.asked] == [
+        b.input_ids_BT.flatten().tolist() for b in (first, other)
+    ]
 
 
 def test_what_a_server_says_is_raised_by_the_step_that_needs_it() -> None:
@@ -127,7 +147,10 @@ def test_what_a_server_says_is_raised_by_the_step_that_needs_it() -> None:
 
 
 def test_the_teacher_works_on_the_next_batch_while_a_step_trains() -> None:
-    """Each waits for the other in the middle of its work: one after the other, neither would end."""
+    """Each waits for the other in the middle of its work.
+
+    One after the other, neither would end.
+    """
     both_work = threading.Barrier(2, timeout=PATIENCE_S)
     signal, data = Teacher()(make_data().batch(0, batch_size=1)), make_data()
     batches = [data.batch(i, batch_size=1) for i in range(4)]

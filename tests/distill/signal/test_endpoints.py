@@ -1,4 +1,7 @@
-"""Several teachers as one: real servers that are slow, die, come back, and come back as somebody else."""
+"""Several teachers as one.
+
+Real servers that are slow, die, come back, and come back as somebody else.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,13 @@ from redraft.heads.files.target_folder import TargetFolder
 
 
 def make_endpoints(teachers: Sequence[Teacher], concurrency: int = 2, **options: Any) -> Endpoints:
-    members = [Endpoint(teacher.url, attempts=1, concurrency=concurrency, timeout_s=5) for teacher in teachers]
-    return Endpoints(members, **{"pause_s": 0.02, "longest_pause_s": 0.1, "patience_s": 0.5, **options})
+    members = [
+        Endpoint(teacher.url, attempts=1, concurrency=concurrency, timeout_s=5)
+        for teacher in teachers
+    ]
+    return Endpoints(
+        members, **{"pause_s": 0.02, "longest_pause_s": 0.1, "patience_s": 0.5, **options}
+    )
 
 
 async def ask(endpoints: Endpoints, num: int, first: int = 0) -> list[int]:
@@ -53,14 +61,19 @@ def test_a_server_gets_as_much_as_it_can_do() -> None:
             all_but_two.set()
         return log_probs(request)
 
-    with teaching(Teacher(answer=answer_at_once)) as fast, teaching(Teacher(answer=answer_last)) as slow:
+    with (
+        teaching(Teacher(answer=answer_at_once)) as fast,
+        teaching(Teacher(answer=answer_last)) as slow,
+    ):
         assert asyncio.run(ask(make_endpoints([fast, slow]), 60)) == list(range(60))
     assert (len(fast.requests), len(slow.requests)) == (58, 2)
 
 
 def test_a_long_prompt_weighs_more_than_a_short_one() -> None:
     async def one_long_then_short(endpoints: Endpoints) -> None:
-        long = asyncio.create_task(endpoints.post("/v1/completions", prompt=list(range(50)), prompt_logprobs=1))
+        long = asyncio.create_task(
+            endpoints.post("/v1/completions", prompt=list(range(50)), prompt_logprobs=1)
+        )
         await until(lambda: len(one.requests) == 1)
         for i in range(3):
             await endpoints.post("/v1/completions", prompt=[i], prompt_logprobs=1)
@@ -79,7 +92,9 @@ def test_a_long_prompt_weighs_more_than_a_short_one() -> None:
     assert len(other.requests) == 3
 
 
-def test_requests_of_a_server_that_dies_go_to_the_other_and_it_is_used_again_when_it_is_back() -> None:
+def test_requests_of_a_server_that_dies_go_to_the_other_and_it_is_used_again_when_it_is_back() -> (
+    None
+):
     async def through_a_death() -> None:
         with teaching(Teacher(delay_s=0.01)) as stays, ExitStack() as mortal:
             dies = mortal.enter_context(teaching(Teacher(delay_s=0.01)))
@@ -117,7 +132,9 @@ def test_a_server_that_comes_back_with_another_model_is_not_asked() -> None:
 
 
 @pytest.mark.parametrize("listing", [b"<html>starting</html>", b"{}", b'{"data": null}', b"[]"])
-def test_whatever_stands_in_for_a_server_that_starts_it_is_used_again_when_it_is_back(listing: bytes) -> None:
+def test_whatever_stands_in_for_a_server_that_starts_it_is_used_again_when_it_is_back(
+    listing: bytes,
+) -> None:
     async def through_a_start(server: Teacher) -> None:
         endpoints = make_endpoints([server], patience_s=30)
         assert await ask(endpoints, 1) == [0]
@@ -159,7 +176,10 @@ def test_patience_ends_though_nothing_changes(monkeypatch: pytest.MonkeyPatch) -
         await asyncio.sleep(60)
 
     monkeypatch.setattr(Endpoints, "_probe", probe_for_ever)
-    with teaching(Teacher(status=503)) as server, pytest.raises(ConnectionError, match=re.escape(server.url)):
+    with (
+        teaching(Teacher(status=503)) as server,
+        pytest.raises(ConnectionError, match=re.escape(server.url)),
+    ):
         asyncio.run(asyncio.wait_for(ask(make_endpoints([server]), 2), 120))
 
 
@@ -180,7 +200,9 @@ def test_a_server_may_be_dead_for_days() -> None:
 
 def test_an_overloaded_server_is_left_alone_for_a_while() -> None:
     with teaching() as well, teaching(Teacher(status=503)) as busy:
-        assert asyncio.run(ask(make_endpoints([well, busy], pause_s=60, longest_pause_s=60), 20)) == list(range(20))
+        assert asyncio.run(
+            ask(make_endpoints([well, busy], pause_s=60, longest_pause_s=60), 20)
+        ) == list(range(20))
         assert 1 <= len(busy.requests) <= 2
 
 
@@ -213,15 +235,26 @@ def test_a_batch_shared_among_servers_has_the_signal_that_one_of_them_gives() ->
     assert int((alone.ids_BTK[..., 0] >= 0).sum()) > 20
 
 
-def serve_ids(tokenizer: Any, shift: int = 0, beyond: int = 0) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Answers of a server whose tokenizer gives other ids by `shift`, and which answers with ids from `beyond` on."""
+def serve_ids(
+    tokenizer: Any, shift: int = 0, beyond: int = 0
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Answers of a server whose tokenizer gives other ids by `shift`, and which answers with ids
+    from `beyond` on.
+    """
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         if isinstance(request["prompt"], str):
             ids = tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
             return {"choices": [{"prompt_token_ids": [token + shift for token in ids]}]}
-        entries = [{str(beyond + i): {"logprob": -1.0 - i} for i in range(3)} for _ in request["prompt"][1:]]
-        return {"choices": [{"prompt_logprobs": [None, *entries], "token_ids": [beyond] * request["max_tokens"]}]}
+        entries = [
+            {str(beyond + i): {"logprob": -1.0 - i} for i in range(3)}
+            for _ in request["prompt"][1:]
+        ]
+        return {
+            "choices": [
+                {"prompt_logprobs": [None, *entries], "token_ids": [beyond] * request["max_tokens"]}
+            ]
+        }
 
     return answer
 
@@ -236,16 +269,24 @@ def open_source(opened: TargetFolder, *teachers: Teacher) -> EndpointTarget:
 def test_servers_of_another_vocabulary_are_refused_by_their_ids(random_target: Path) -> None:
     opened = TargetFolder.open(random_target)
     ours, size = serve_ids(opened.tokenizer), opened.text_config.vocab_size
-    with teaching(Teacher(answer=ours)) as right, teaching(Teacher(answer=serve_ids(opened.tokenizer, 1))) as wrong:
+    with (
+        teaching(Teacher(answer=ours)) as right,
+        teaching(Teacher(answer=serve_ids(opened.tokenizer, 1))) as wrong,
+    ):
         known = open_source(opened, right)(make_batch()).distribution
         assert isinstance(known, TopKTarget)
         assert set(known.ids_BTK.flatten().tolist()) == {-1, 0, 1, 2}
         with pytest.raises(ValueError, match=f"^{wrong.url} serves another target"):
             open_source(opened, right, wrong)
-        assert [request["prompt"] for request in wrong.requests] == [sources.WORDS], "nothing was learned from it"
+        assert [request["prompt"] for request in wrong.requests] == [sources.WORDS], (
+            "nothing was learned from it"
+        )
     # The last id of the vocabulary, and the first one beyond it.
     answers = [serve_ids(opened.tokenizer, beyond=beyond) for beyond in (size - 3, size - 2)]
-    with teaching(Teacher(answer=answers[0])) as last, teaching(Teacher(answer=answers[1])) as beyond:
+    with (
+        teaching(Teacher(answer=answers[0])) as last,
+        teaching(Teacher(answer=answers[1])) as beyond,
+    ):
         known = open_source(opened, last)(make_batch()).distribution
         assert isinstance(known, TopKTarget)
         assert int(known.ids_BTK.max()) == size - 1
@@ -256,10 +297,15 @@ def test_servers_of_another_vocabulary_are_refused_by_their_ids(random_target: P
             open_source(opened, beyond).greedy([[1, 2]], 4)
 
 
-def test_a_server_with_another_name_is_named_once(random_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_with_another_name_is_named_once(
+    random_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     opened = TargetFolder.open(random_target)
     ours = serve_ids(opened.tokenizer)
-    with teaching(Teacher(answer=ours, model="an-alias")) as alias, teaching(Teacher(model=opened.name)) as named:
+    with (
+        teaching(Teacher(answer=ours, model="an-alias")) as alias,
+        teaching(Teacher(model=opened.name)) as named,
+    ):
         named.answer = ours
         for _ in range(2):
             open_source(opened, alias, named)

@@ -1,7 +1,10 @@
-"""The target's hidden states from three sources: in this process, from disk, from a real vLLM server.
+"""The target's hidden states from three sources.
 
-A cache in the target's own dtype gives its bits. A bfloat16 cache of a float32 target rounds each number by at most
-2^-8 of itself. The engine computes in float32 too, in another order: 2e-4 on hidden states of size 1 to 10.
+In this process, from disk, from a real vLLM server.
+
+A cache in the target's own dtype gives its bits. A bfloat16 cache of a float32 target rounds each
+number by at most 2^-8 of itself. The engine computes in float32 too, in another order: 2e-4 on
+hidden states of size 1 to 10.
 """
 
 from __future__ import annotations
@@ -24,7 +27,13 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from teachers import Teacher, teaching
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Llama4Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Llama4Config,
+)
 from waiting import until, wait_until
 
 from redraft.distill.data.packing import PackedDataset
@@ -33,7 +42,13 @@ from redraft.distill.loss.choice import Divergence
 from redraft.distill.run.inputs import target_signal
 from redraft.distill.run.proof import leave_gpu
 from redraft.distill.run.run_config import Signal
-from redraft.distill.signal.cache import CachedHiddenStates, CachedTarget, HiddenDtype, HiddenStates, TopK
+from redraft.distill.signal.cache import (
+    CachedHiddenStates,
+    CachedTarget,
+    HiddenDtype,
+    HiddenStates,
+    TopK,
+)
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.distill.signal.endpoints import Endpoints
 from redraft.distill.signal.features import EndpointHiddenStates, load_skeleton, server_args
@@ -53,7 +68,8 @@ from redraft.heads.target import Target
 from tests.helpers.target_families import MOE, TINY
 
 LAYERS = (0, 1, 2)
-"""All that a target of two layers has: the embeddings, between the layers, before the final norm."""
+"""All that a target of two layers has: the embeddings, between the layers, before the final norm.
+"""
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -86,7 +102,9 @@ def make_cache(
     dtype: HiddenDtype = "float32",
 ) -> None:
     content = HiddenStates(layers=layers, hidden_size=64, dtype=dtype)
-    write_cache(samples, source, folder, content, target="the-target", sequence_length=32, batch_size=2)
+    write_cache(
+        samples, source, folder, content, target="the-target", sequence_length=32, batch_size=2
+    )
 
 
 def read_cache(
@@ -99,11 +117,16 @@ def read_cache(
 ) -> CachedHiddenStates:
     head_VD = model.get_output_embeddings().weight.detach()
     content = HiddenStates(layers=tuple(sorted(layers)), hidden_size=64, dtype=dtype)
-    return CachedHiddenStates(folder, content, target=target, data=data_hash(samples), head_VD=head_VD)
+    return CachedHiddenStates(
+        folder, content, target=target, data=data_hash(samples), head_VD=head_VD
+    )
 
 
 def states(signal: TargetSignal, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(last hidden state, streams) of the rows that anything is learned from: all but the last of each document."""
+    """(last hidden state, streams) of the rows that anything is learned from.
+
+    All but the last of each document.
+    """
     same = batch.document_BT[:, 1:] == batch.document_BT[:, :-1]
     used_BT = torch.nn.functional.pad(same & (batch.document_BT[:, 1:] >= 0), (0, 1))
     assert isinstance(signal.distribution, ExactTarget)
@@ -118,10 +141,14 @@ def train_once(model: Any, batch: Batch, signal: TargetSignal) -> tuple[Tensor, 
     head = eagle3.Eagle3(config, Target.from_model(model))
     result = distill_loss(head.draft_steps(batch, signal), batch, signal, Divergence(), scale=0.01)
     result.loss.backward()
-    return result.loss.detach(), {name: p.grad for name, p in head.named_parameters() if p.grad is not None}
+    return result.loss.detach(), {
+        name: p.grad for name, p in head.named_parameters() if p.grad is not None
+    }
 
 
-def assert_trains_alike(model: Any, batch: Batch, one: TargetSignal, other: TargetSignal, tolerance: float) -> None:
+def assert_trains_alike(
+    model: Any, batch: Batch, one: TargetSignal, other: TargetSignal, tolerance: float
+) -> None:
     """The same loss, and every gradient within `tolerance` of its norm."""
     loss, gradients = train_once(model, batch, one)
     other_loss, other_gradients = train_once(model, batch, other)
@@ -137,7 +164,9 @@ def test_a_cache_in_the_targets_own_dtype_gives_the_bits_of_the_target(
     dtype: HiddenDtype, random_target: Path, tmp_path: Path
 ) -> None:
     model = load(random_target, getattr(torch, dtype))
-    for index, sample in enumerate(make_samples()):  # one at a time: other shapes would round otherwise
+    for index, sample in enumerate(
+        make_samples()
+    ):  # one at a time: other shapes would round otherwise
         batch = next(PackedDataset([sample], sequence_length=32).in_order(1))
         exact = InProcessTarget(model, LAYERS)(batch)
         make_cache(tmp_path / str(index), [sample], InProcessTarget(model, LAYERS), dtype=dtype)
@@ -147,7 +176,9 @@ def test_a_cache_in_the_targets_own_dtype_gives_the_bits_of_the_target(
             assert torch.equal(one, other)
 
 
-def test_a_bfloat16_cache_of_a_float32_target_rounds_and_no_more(random_target: Path, tmp_path: Path) -> None:
+def test_a_bfloat16_cache_of_a_float32_target_rounds_and_no_more(
+    random_target: Path, tmp_path: Path
+) -> None:
     model, samples = load(random_target), make_samples()
     source = InProcessTarget(model, LAYERS)
     make_cache(tmp_path, samples, source, dtype="bfloat16")
@@ -159,12 +190,16 @@ def test_a_bfloat16_cache_of_a_float32_target_rounds_and_no_more(random_target: 
     assert_trains_alike(model, batch, exact, cached, tolerance=0.02)
 
 
-def test_a_head_learns_the_same_from_a_float32_cache_as_in_process(random_target: Path, tmp_path: Path) -> None:
+def test_a_head_learns_the_same_from_a_float32_cache_as_in_process(
+    random_target: Path, tmp_path: Path
+) -> None:
     model, samples = load(random_target), make_samples()
     source = InProcessTarget(model, LAYERS)
     make_cache(tmp_path, samples, source)
     batch = make_batch(samples)
-    assert_trains_alike(model, batch, source(batch), read_cache(tmp_path, samples, model)(batch), tolerance=1e-4)
+    assert_trains_alike(
+        model, batch, source(batch), read_cache(tmp_path, samples, model)(batch), tolerance=1e-4
+    )
 
 
 def test_a_cache_serves_any_head_whose_layers_it_holds(random_target: Path, tmp_path: Path) -> None:
@@ -180,13 +215,23 @@ def test_a_cache_serves_any_head_whose_layers_it_holds(random_target: Path, tmp_
 
 
 def test_states_of_a_target_with_a_cap_give_capped_logits(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
     config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    source = EndpointHiddenStates(Endpoint("http://127.0.0.1:9"), Gemma2ForCausalLM(config), (1,), str(tmp_path))
+    source = EndpointHiddenStates(
+        Endpoint("http://127.0.0.1:9"), Gemma2ForCausalLM(config), (1,), str(tmp_path)
+    )
     assert source.rule.cap == config.final_logit_softcapping
 
 
-def test_the_cache_of_another_target_other_data_or_other_layers_is_refused(random_target: Path, tmp_path: Path) -> None:
+def test_the_cache_of_another_target_other_data_or_other_layers_is_refused(
+    random_target: Path, tmp_path: Path
+) -> None:
     model, samples = load(random_target), make_samples()
     make_cache(tmp_path / "states", samples, InProcessTarget(model, (0, 2)), layers=(0, 2))
     with pytest.raises(ValueError, match=r"\(the-target, wanted another-target\)"):
@@ -210,7 +255,9 @@ def test_the_cache_of_another_target_other_data_or_other_layers_is_refused(rando
         read_cache(tmp_path / "top", samples, model)
 
 
-def test_a_flipped_bit_is_found_when_its_document_is_read(random_target: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_when_its_document_is_read(
+    random_target: Path, tmp_path: Path
+) -> None:
     model, samples = load(random_target), make_samples()
     make_cache(tmp_path, samples, InProcessTarget(model, LAYERS))
     shard = tmp_path / "shard-000000.safetensors"
@@ -227,7 +274,10 @@ def test_the_size_of_hidden_states_is_said_to_the_byte(
     samples = make_samples(num=200)
     make_cache(tmp_path, samples, InProcessTarget(load(random_target), LAYERS), dtype="bfloat16")
     tokens = sum(len(sample.input_ids) for sample in samples)
-    said = f"caching target layers [0, 1, 2] and the last hidden state of {tokens:,} tokens: 512 bytes per token"
+    said = (
+        f"caching target layers [0, 1, 2] and the last hidden state of {tokens:,} tokens: 512 "
+        "bytes per token"
+    )
     assert f"{said}, {512 * tokens:,} bytes" in capsys.readouterr().out
     written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert 512 * tokens <= written < 512 * tokens * 1.1
@@ -244,7 +294,9 @@ def test_a_cache_in_float8_takes_half_the_space(tmp_path: Path) -> None:
     for dtype, per_token in (("bfloat16", 32_768), ("float8", 16_400)):
         content = HiddenStates(layers=(2, 16, 29), hidden_size=4096, dtype=dtype)
         folder = tmp_path / dtype
-        header = write_cache(samples, source, folder, content, target="t", sequence_length=32, batch_size=2)
+        header = write_cache(
+            samples, source, folder, content, target="t", sequence_length=32, batch_size=2
+        )
         assert header.bytes_per_row == per_token
         written[dtype] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert 0.5 < written["float8"] / written["bfloat16"] < 0.51
@@ -264,7 +316,9 @@ def test_a_cache_of_another_dtype_is_not_continued(random_target: Path, tmp_path
     make_cache(tmp_path, samples, source, dtype="bfloat16")
 
 
-def test_a_state_that_float8_cannot_hold_ends_the_cache_with_one_line(random_target: Path, tmp_path: Path) -> None:
+def test_a_state_that_float8_cannot_hold_ends_the_cache_with_one_line(
+    random_target: Path, tmp_path: Path
+) -> None:
     model, samples = load(random_target), make_samples()
     source = InProcessTarget(model, LAYERS)
 
@@ -283,7 +337,10 @@ def test_a_state_that_float8_cannot_hold_ends_the_cache_with_one_line(random_tar
 def test_opening_and_reading_a_cache_copies_none_of_it(tmp_path: Path) -> None:
     hidden_size = 4096
     ids = [np.arange(i, i + 2000, dtype=np.int32) for i in range(8)]
-    samples = [Sample(input_ids=i, loss_mask=np.ones(2000, bool), conversation="", domain="all") for i in ids]
+    samples = [
+        Sample(input_ids=i, loss_mask=np.ones(2000, bool), conversation="", domain="all")
+        for i in ids
+    ]
     head_VD = torch.zeros(3, hidden_size)
 
     def source(batch: Batch) -> TargetSignal:
@@ -294,7 +351,9 @@ def test_opening_and_reading_a_cache_copies_none_of_it(tmp_path: Path) -> None:
     content = HiddenStates(layers=(1,), hidden_size=hidden_size)
     write_cache(samples, source, tmp_path, content, target="t", sequence_length=2000, batch_size=1)
     before = anonymous_bytes()
-    cached = CachedHiddenStates(tmp_path, content, target="t", data=data_hash(samples), head_VD=head_VD)
+    cached = CachedHiddenStates(
+        tmp_path, content, target="t", data=data_hash(samples), head_VD=head_VD
+    )
     opened = anonymous_bytes() - before
     signal = cached(next(PackedDataset(samples[:1], sequence_length=2000).in_order(1)))
     assert signal.aux_BTLD is not None
@@ -325,7 +384,10 @@ def test_a_head_trains_from_a_whole_cache_without_the_weights_of_the_target(
     random_target: Path, tmp_path: Path
 ) -> None:
     samples, accelerator = make_samples(), Accelerator(cpu=True)
-    data, signal = make_data(samples), Signal(kind="cache", cache=tmp_path / "cache", cache_dtype="float32")
+    data, signal = (
+        make_data(samples),
+        Signal(kind="cache", cache=tmp_path / "cache", cache_dtype="float32"),
+    )
     opened, model = TargetFolder.open(random_target), load(random_target)
     written = target_signal(signal, model, opened, data, tmp_path, accelerator, aux_layers=LAYERS)
     skeleton = load_skeleton(TargetFolder.open(random_target), torch.float32, torch.device("cpu"))
@@ -334,13 +396,21 @@ def test_a_head_trains_from_a_whole_cache_without_the_weights_of_the_target(
     batch = make_batch(samples)
     for one, other in zip(states(written(batch), batch), states(read(batch), batch), strict=True):
         assert torch.equal(one, other)
-    assert_trains_alike(skeleton, batch, InProcessTarget(model, LAYERS)(batch), read(batch), tolerance=1e-4)
+    assert_trains_alike(
+        skeleton, batch, InProcessTarget(model, LAYERS)(batch), read(batch), tolerance=1e-4
+    )
     header = json.loads((tmp_path / "cache" / "cache.json").read_text())
     assert header["target"] == f"float32 {opened.fingerprint}"
 
 
-def test_a_shared_cache_is_read_only_as_what_it_was_written(random_target: Path, tmp_path: Path) -> None:
-    samples, accelerator, opened = make_samples(), Accelerator(cpu=True), TargetFolder.open(random_target)
+def test_a_shared_cache_is_read_only_as_what_it_was_written(
+    random_target: Path, tmp_path: Path
+) -> None:
+    samples, accelerator, opened = (
+        make_samples(),
+        Accelerator(cpu=True),
+        TargetFolder.open(random_target),
+    )
     data, wanted = make_data(samples), {"kind": "cache", "cache": tmp_path / "cache"}
     exact, rounded = load(random_target), load(random_target, torch.bfloat16)
 
@@ -363,7 +433,8 @@ def test_a_shared_cache_is_read_only_as_what_it_was_written(random_target: Path,
             read(exact, None, k=k, **top)
 
 
-# ------------------------------------------------------------------------------------------------------------ a fleet
+# ------------------------------------------------------------------------------------------------------------
+# a fleet
 
 
 ONE_AT_A_TIME = threading.Lock()
@@ -377,7 +448,9 @@ def make_teacher(
     states_format: StatesFormat = "exact",
     target: tuple[str, str, str | None] = ("", "", ""),
 ) -> Teacher:
-    """A server that speaks the features contract, `harm`ing the states of its requests, counted from 0."""
+    """A server that speaks the features contract, `harm`ing the states of its requests, counted
+    from 0.
+    """
     source, count = InProcessTarget(model, LAYERS), itertools.count()
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -391,16 +464,24 @@ def make_teacher(
         write_states(url, streams_BTLD[0], LAYERS, states_format, target)
         harm(Path(f"{url}.bin"), number)
         entries = [
-            {str(token): {"logprob": float(log_p_TV[t, token])}} for t, token in enumerate(request["prompt"][1:])
+            {str(token): {"logprob": float(log_p_TV[t, token])}}
+            for t, token in enumerate(request["prompt"][1:])
         ]
-        return {"choices": [{"prompt_logprobs": [None, *entries]}], "kv_transfer_params": {"hidden_states": url}}
+        return {
+            "choices": [{"prompt_logprobs": [None, *entries]}],
+            "kv_transfer_params": {"hidden_states": url},
+        }
 
     return Teacher(answer=answer)
 
 
 def from_teachers(teachers: Sequence[Teacher], folder: Path, storage: Path) -> EndpointHiddenStates:
-    skeleton = load_skeleton(opened := TargetFolder.open(folder), torch.float32, torch.device("cpu"))
-    endpoints = Endpoints([Endpoint(teacher.url, attempts=1, concurrency=2) for teacher in teachers])
+    skeleton = load_skeleton(
+        opened := TargetFolder.open(folder), torch.float32, torch.device("cpu")
+    )
+    endpoints = Endpoints(
+        [Endpoint(teacher.url, attempts=1, concurrency=2) for teacher in teachers]
+    )
     return EndpointHiddenStates(endpoints, skeleton, LAYERS, str(storage), opened)
 
 
@@ -421,12 +502,16 @@ def test_a_fleet_sends_what_the_model_computes_and_lost_states_are_asked_for_aga
         assert (len(one.requests), len(other.requests)) == (1, 1)
         streamed = live(batch)
     assert min(len(one.requests), len(other.requests)) > 1
-    for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
+    for mine, its in zip(
+        states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True
+    ):
         torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_head_starts_by_least_squares_on_the_states_of_a_server(random_target: Path, tmp_path: Path) -> None:
+def test_a_head_starts_by_least_squares_on_the_states_of_a_server(
+    random_target: Path, tmp_path: Path
+) -> None:
     model, batch = load(random_target), make_batch(make_samples())
     with teaching(make_teacher(model, str(tmp_path))) as teacher:
         served = from_teachers([teacher], random_target, tmp_path)(batch)
@@ -438,7 +523,9 @@ def test_a_head_starts_by_least_squares_on_the_states_of_a_server(random_target:
     scales, drafted = stream_scales(norms, LAYERS, "a target"), []
     for signal in (known, served):
         torch.manual_seed(1)
-        head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=tuple(LAYERS), fc_norm=True), Target.from_model(model))
+        head = eagle3.Eagle3(
+            eagle3.Config(aux_layer_ids=tuple(LAYERS), fc_norm=True), Target.from_model(model)
+        )
         head.init_from_layers([torch.nn.Module()], model.model.norm)
         start_by_least_squares(head, [(batch, signal)], scales)
         with torch.no_grad():
@@ -447,7 +534,9 @@ def test_a_head_starts_by_least_squares_on_the_states_of_a_server(random_target:
     torch.testing.assert_close(drafted[1], drafted[0], rtol=1e-2, atol=1e-2)
 
 
-def test_a_head_learns_the_same_from_float8_states_streamed_and_cached(random_target: Path, tmp_path: Path) -> None:
+def test_a_head_learns_the_same_from_float8_states_streamed_and_cached(
+    random_target: Path, tmp_path: Path
+) -> None:
     model, samples = load(random_target), make_samples()
     batch, source = make_batch(samples), InProcessTarget(model, LAYERS)
     teacher = make_teacher(model, str(tmp_path / "wire"), states_format="float8")
@@ -456,14 +545,23 @@ def test_a_head_learns_the_same_from_float8_states_streamed_and_cached(random_ta
         live.require_target()
         streamed = live(batch)
     make_cache(tmp_path / "cache", samples, source, dtype="float8")
-    cached, exact = read_cache(tmp_path / "cache", samples, model, dtype="float8")(batch), source(batch)
+    cached, exact = (
+        read_cache(tmp_path / "cache", samples, model, dtype="float8")(batch),
+        source(batch),
+    )
     (last, aux), (last_streamed, aux_streamed), (last_cached, aux_cached) = (
         states(signal, batch) for signal in (exact, streamed, cached)
     )
-    # Both round the same states; a few lie between two codes, and other sums round them to the other.
+    # Both round the same states; a few lie between two codes, and other sums round them to the
+    # other.
     assert ((aux_streamed - aux_cached).abs() > 1e-3 * aux_cached.abs()).float().mean() < 0.01
     # The last one is rounded before the final norm on the wire, and after it in a cache.
-    for one, other in ((aux, aux_streamed), (aux, aux_cached), (last, last_streamed), (last, last_cached)):
+    for one, other in (
+        (aux, aux_streamed),
+        (aux, aux_cached),
+        (last, last_streamed),
+        (last, last_cached),
+    ):
         assert (other - one).norm() < 0.04 * one.norm()
         assert not torch.equal(one, other), "nothing was rounded"
     assert_trains_alike(model, batch, streamed, cached, tolerance=0.1)
@@ -479,7 +577,9 @@ def test_a_standalone_draft_learns_the_exact_distribution_from_servers_and_cache
     skeleton = load_skeleton(opened, torch.float32, torch.device("cpu"))
     with teaching(make_teacher(model, str(tmp_path))) as teacher:
         served: dict[str, Any] = {"url": (teacher.url,), "storage": str(tmp_path), "exact": True}
-        live = target_signal(Signal(kind="endpoint", **served), skeleton, opened, data, tmp_path, accelerator)(batch)
+        live = target_signal(
+            Signal(kind="endpoint", **served), skeleton, opened, data, tmp_path, accelerator
+        )(batch)
         wanted = Signal(kind="cache", cache=tmp_path / "cache", cache_dtype="float32", **served)
         cached = target_signal(wanted, skeleton, opened, data, tmp_path, accelerator)(batch)
     expected = InProcessTarget(model)(batch)
@@ -498,7 +598,9 @@ def save_llama4(folder: Path) -> Any:
     torch.manual_seed(0)
     text = AutoConfig.for_model("llama4_text", **{**TINY, **MOE, "num_hidden_layers": 2})
     model = AutoModelForCausalLM.from_config(text)
-    tensors = {f"language_model.{name}": tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {
+        f"language_model.{name}": tensor.contiguous() for name, tensor in model.state_dict().items()
+    }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     Llama4Config(text_config=text.to_dict()).save_pretrained(folder)
     model.base_model_prefix = "model"  # or its streams cannot be read here
@@ -512,21 +614,31 @@ def test_served_states_of_llama_4_give_its_distribution(tmp_path: Path) -> None:
         live = from_teachers([teacher], folder, tmp_path)
         live.require_target()
         streamed = live(batch)
-    for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
+    for mine, its in zip(
+        states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True
+    ):
         torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
 
 
 def test_a_target_whose_final_norm_is_not_found_is_refused_in_a_line() -> None:
     config = AutoConfig.for_model("gpt2", n_layer=1, n_embd=16, n_head=2, vocab_size=32)
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*--signal\.kind"):
-        EndpointHiddenStates(Endpoint("http://t1:8001"), AutoModelForCausalLM.from_config(config), LAYERS)
+        EndpointHiddenStates(
+            Endpoint("http://t1:8001"), AutoModelForCausalLM.from_config(config), LAYERS
+        )
 
 
 def test_a_fleet_with_a_server_of_another_target_names_it(
     random_target: Path, served_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    right, wrong = (make_teacher(load(folder), str(tmp_path)) for folder in (random_target, served_pair[1]))
-    with teaching(right), teaching(wrong), pytest.raises(ValueError, match=rf"{wrong.url} .*log-probabilities"):
+    right, wrong = (
+        make_teacher(load(folder), str(tmp_path)) for folder in (random_target, served_pair[1])
+    )
+    with (
+        teaching(right),
+        teaching(wrong),
+        pytest.raises(ValueError, match=rf"{wrong.url} .*log-probabilities"),
+    ):
         from_teachers([right, wrong], random_target, tmp_path).require_target()
 
 
@@ -541,7 +653,12 @@ def test_a_fleet_with_a_server_of_another_target_names_it(
     ],
 )
 def test_states_of_other_weights_of_the_same_lineage_are_refused_in_a_line(
-    lineage: str, fingerprint: str, version: str | None, refusal: str | None, random_target: Path, tmp_path: Path
+    lineage: str,
+    fingerprint: str,
+    version: str | None,
+    refusal: str | None,
+    random_target: Path,
+    tmp_path: Path,
 ) -> None:
     """Norm and head of another version may be the same, and then log-probabilities fit the states."""
     opened = TargetFolder.open(random_target)
@@ -563,7 +680,8 @@ def test_a_teacher_that_is_dead_at_the_start_is_passed_over_and_has_to_hold_the_
 ) -> None:
     model, batch = load(random_target), make_batch(make_samples())
     alive, dead, wrong = (
-        make_teacher(load(folder), str(tmp_path)) for folder in (random_target, random_target, served_pair[1])
+        make_teacher(load(folder), str(tmp_path))
+        for folder in (random_target, random_target, served_pair[1])
     )
     with teaching(alive), teaching(dead):
         pass
@@ -579,20 +697,28 @@ def test_a_teacher_that_is_dead_at_the_start_is_passed_over_and_has_to_hold_the_
             live._runner.run(until(lambda: wrong.requests))
             live(batch)
             assert live.endpoint.members[1].is_dead
-            assert len(wrong.requests[0]["prompt"]) == 16, "it was asked for its target, and for nothing else"
+            assert len(wrong.requests[0]["prompt"]) == 16, (
+                "it was asked for its target, and for nothing else"
+            )
             assert {len(request["prompt"]) for request in wrong.requests} == {16}
         with teaching(dead, port=dead.port):
             dead.requests.clear()
             live._runner.run(until(lambda: not live.endpoint.members[1].is_dead))
             live(batch)
             assert len(dead.requests) > 1
-    for mine, its in zip(states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True):
+    for mine, its in zip(
+        states(InProcessTarget(model, LAYERS)(batch), batch), states(streamed, batch), strict=True
+    ):
         torch.testing.assert_close(its, mine, atol=2e-4, rtol=1e-4)
 
 
 HARMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "another storage": lambda answer: answer | {"kv_transfer_params": {"hidden_states": "/etc/passwd"}},
-    "another host": lambda answer: answer | {"kv_transfer_params": {"hidden_states": "http://127.0.0.1:9/states"}},
+    "another storage": lambda answer: (
+        answer | {"kv_transfer_params": {"hidden_states": "/etc/passwd"}}
+    ),
+    "another host": lambda answer: (
+        answer | {"kv_transfer_params": {"hidden_states": "http://127.0.0.1:9/states"}}
+    ),
     "a number": lambda answer: answer | {"kv_transfer_params": {"hidden_states": 3}},
     "a list": lambda answer: answer | {"kv_transfer_params": ["hidden_states"]},
     "a text": lambda answer: answer | {"kv_transfer_params": "hidden_states"},
@@ -605,12 +731,17 @@ def test_a_teacher_that_names_something_else_ends_training_with_one_line(
 ) -> None:
     honest = make_teacher(load(random_target), str(tmp_path))
     hostile = Teacher(answer=lambda request: HARMS[harm](honest.answer(request)))
-    with teaching(hostile), pytest.raises(ValueError, match=r"--signal\.storage|redraft serve-features`") as error:
+    with (
+        teaching(hostile),
+        pytest.raises(ValueError, match=r"--signal\.storage|redraft serve-features`") as error,
+    ):
         from_teachers([hostile], random_target, tmp_path).require_target()
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_states_of_another_size_are_lost_and_not_written_anywhere(random_target: Path, tmp_path: Path) -> None:
+def test_states_of_another_size_are_lost_and_not_written_anywhere(
+    random_target: Path, tmp_path: Path
+) -> None:
     model = load(random_target)
     for shape in ((500, 3, 64), (16, 3, 32)):
 
@@ -631,12 +762,15 @@ def test_a_target_whose_layers_are_elsewhere_leaves_the_gpu_too(random_target: P
         patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as from a GPU, in other memory
         leave_gpu(skeleton, head_VD)
     held = (head_VD, skeleton.get_output_embeddings().weight)
-    assert before not in {tensor.untyped_storage().data_ptr() for tensor in held}, "a view would hold the GPU's memory"
+    assert before not in {tensor.untyped_storage().data_ptr() for tensor in held}, (
+        "a view would hold the GPU's memory"
+    )
     assert any(parameter.is_meta for parameter in skeleton.parameters())
     assert not skeleton.get_output_embeddings().weight.is_meta
 
 
-# ------------------------------------------------------------------------------------------------------ the real engine
+# ------------------------------------------------------------------------------------------------------
+# the real engine
 
 
 @pytest.fixture(scope="module")
@@ -652,14 +786,18 @@ def states_server(served_pair: tuple[Path, Path], storage: Path) -> Iterator[Vll
     targets = f"{storage.parent}:{served_pair[0]}"
     env = {"VLLM_PLUGINS": "redraft", "REDRAFT_TOKEN": "trainer", "REDRAFT_TARGETS": targets}
     log = storage.parent / "vllm.log"
-    with vllm_server(served_pair[0], log=log, max_model_len=512, extra_args=extra, extra_env=env) as server:
+    with vllm_server(
+        served_pair[0], log=log, max_model_len=512, extra_args=extra, extra_env=env
+    ) as server:
         yield server
 
 
 def from_server(
     server: VllmServer, folder: Path, storage: Path, layers: Sequence[int] = LAYERS
 ) -> EndpointHiddenStates:
-    skeleton = load_skeleton(opened := TargetFolder.open(folder), torch.float32, torch.device("cpu"))
+    skeleton = load_skeleton(
+        opened := TargetFolder.open(folder), torch.float32, torch.device("cpu")
+    )
     return EndpointHiddenStates(Endpoint(server.url), skeleton, layers, str(storage), opened)
 
 
@@ -696,7 +834,9 @@ def test_nothing_stays_in_the_servers_folder(
     assert live(batch).aux_BTLD is None
     model = load(served_pair[0])
     prompt = batch.input_ids_BT[0, :9].tolist()
-    greedy = model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, eos_token_id=None)
+    greedy = model.generate(
+        torch.tensor([prompt]), max_new_tokens=5, do_sample=False, eos_token_id=None
+    )
     assert live.greedy([prompt], 5) == [greedy[0, 9:].tolist()]
     answer = live._runner.run(live.endpoint.post("/v1/completions", prompt=[3, 4, 5], max_tokens=1))
     url = answer["kv_transfer_params"]["hidden_states"]
@@ -728,13 +868,19 @@ def test_nothing_is_written_for_a_trainer_that_is_gone(states_server: VllmServer
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_server_of_another_target_other_layers_or_none_is_refused(
-    states_server: VllmServer, engine_with_draft: VllmServer, served_pair: tuple[Path, Path], storage: Path
+    states_server: VllmServer,
+    engine_with_draft: VllmServer,
+    served_pair: tuple[Path, Path],
+    storage: Path,
 ) -> None:
     target, draft = served_pair
-    # Of other weights, and no file says so: what a quantised target of another lineage is judged by.
+    # Of other weights, and no file says so: what a quantised target of another lineage is judged
+    # by.
     skeleton = load_skeleton(TargetFolder.open(draft), torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match=rf"{states_server.url} .* nats "):
-        EndpointHiddenStates(Endpoint(states_server.url), skeleton, LAYERS, str(storage)).require_target()
+        EndpointHiddenStates(
+            Endpoint(states_server.url), skeleton, LAYERS, str(storage)
+        ).require_target()
     lacking = from_server(states_server, target, storage)
     lacking.layers = [0, 5]
     with pytest.raises(ValueError, match=r"\[0, 1, 2\].*\[5\]"):
@@ -750,12 +896,16 @@ def test_a_server_whose_weights_are_others_of_the_lineage_or_have_moved_is_refus
 ) -> None:
     moved = shutil.copytree(served_pair[0], storage.parent / "moved")
     tensors = load_file(moved / "model.safetensors")
-    changed = {name: 1.25 * tensor if ".layers." in name else tensor for name, tensor in tensors.items()}
+    changed = {
+        name: 1.25 * tensor if ".layers." in name else tensor for name, tensor in tensors.items()
+    }
     save_file(changed, moved / "model.safetensors", {"format": "pt"})
 
     def move(folder: Path, label: str) -> None:
         body, headers = {"path": str(folder), "version": label}, {"Authorization": "Bearer trainer"}
-        httpx.post(f"{states_server.url}/redraft/target", json=body, headers=headers, timeout=600).raise_for_status()
+        httpx.post(
+            f"{states_server.url}/redraft/target", json=body, headers=headers, timeout=600
+        ).raise_for_status()
 
     own, other = (from_server(states_server, folder, storage) for folder in (served_pair[0], moved))
     own.require_target()
@@ -773,7 +923,9 @@ def test_layers_that_the_target_does_not_have_are_refused_before_a_server_starts
         server_args((1, 3), num_layers=2, storage="anywhere")
 
 
-def test_a_medusa_head_reads_the_last_hidden_state_of_a_cache(random_target: Path, tmp_path: Path) -> None:
+def test_a_medusa_head_reads_the_last_hidden_state_of_a_cache(
+    random_target: Path, tmp_path: Path
+) -> None:
     model, samples = load(random_target), make_samples()
     make_cache(tmp_path, samples, InProcessTarget(model), layers=())
     batch = make_batch(samples)
@@ -791,16 +943,27 @@ def test_a_medusa_head_reads_the_last_hidden_state_of_a_cache(random_target: Pat
 @pytest.mark.parametrize("states_format", ["exact", "float8"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_writes_states_in_the_format_that_the_server_was_started_with(
-    states_format: StatesFormat, rank: int, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    states_format: StatesFormat,
+    rank: int,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without an engine: vLLM's calls of a worker's connector, with the configuration of `server_args`."""
+    """Without an engine.
+
+    VLLM's calls of a worker's connector, with the configuration of `server_args`.
+    """
     from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as vllm_connector
+    from vllm.distributed.kv_transfer.kv_connector.v1 import (
+        example_hidden_states_connector as vllm_connector,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from redraft.distill.signal.features_connector import Connector
 
-    arguments = server_args((0, 2), num_layers=2, storage=str(tmp_path), states_format=states_format)
+    arguments = server_args(
+        (0, 2), num_layers=2, storage=str(tmp_path), states_format=states_format
+    )
     hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[0, 2])
     config: Any = SimpleNamespace(
         kv_transfer_config=KVTransferConfig(**json.loads(arguments[3])),
@@ -815,14 +978,18 @@ def test_the_first_rank_writes_states_in_the_format_that_the_server_was_started_
     blocks = torch.randn(3, 2, 4, 64).bfloat16()  # blocks, layers, slots, hidden
     connector.register_kv_caches({"states": blocks})
     step = vllm_connector.ExampleHiddenStatesConnectorMetadata()
-    step.pending_saves = [vllm_connector.PendingSave("1", "./cmpl-1.safetensors", torch.arange(3), [1])]
+    step.pending_saves = [
+        vllm_connector.PendingSave("1", "./cmpl-1.safetensors", torch.arange(3), [1])
+    ]
     connector.bind_connector_metadata(step)
     assert connector.get_finished({"1"})[0] == (None if rank else {"1"})
     if rank:
         assert not list(tmp_path.iterdir())
         return
     described = tmp_path / "cmpl-1.json"
-    wait_until(lambda: described.exists() and described.stat().st_size)  # a thread writes it, last of all
+    wait_until(
+        lambda: described.exists() and described.stat().st_size
+    )  # a thread writes it, last of all
     description = json.loads(described.read_text())
     assert description["dtype"] == ("bfloat16" if states_format == "exact" else "float8")
     opened = TargetFolder.open(tiny_target)

@@ -1,5 +1,8 @@
-"""Hidden states through storage: what is taken is what was written, or an error; no copy of it is made; and whatever a
-server names, nothing outside of the storage is read, fetched or removed."""
+"""Hidden states through storage.
+
+What is taken is what was written, or an error; no copy of it is made; and whatever a server names,
+nothing outside of the storage is read, fetched or removed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,13 @@ import torch
 from teachers import teaching
 from torch import Tensor
 
-from redraft.distill.signal.features_store import BLOCK_BYTES, StatesLostError, Storage, absolute, write_states
+from redraft.distill.signal.features_store import (
+    BLOCK_BYTES,
+    StatesLostError,
+    Storage,
+    absolute,
+    write_states,
+)
 
 
 def make_states(tokens: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -38,7 +47,9 @@ def take(url: str, **options: float) -> tuple[Tensor, list[int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("storage", ["memory://states", "folder"])
-def test_what_is_taken_is_what_was_written_and_nothing_stays(storage: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_is_taken_is_what_was_written_and_nothing_stays(
+    storage: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     url = absolute(storage if "://" in storage else str(tmp_path / storage)) + "/request-1"
     states_TLD = make_states(dtype=dtype)
     write_states(url, states_TLD, (0, 2, 5))
@@ -50,14 +61,21 @@ def test_what_is_taken_is_what_was_written_and_nothing_stays(storage: str, dtype
     assert files.ls(files._parent(path)) == []
 
 
-def test_states_in_float8_take_a_byte_a_number_and_come_as_torch_decodes_them(tmp_path: Path) -> None:
-    url, states_TLD = str(tmp_path / "states"), torch.randn(3 * BLOCK_BYTES // 4 // 2048 + 5, 2, 1024).bfloat16()
+def test_states_in_float8_take_a_byte_a_number_and_come_as_torch_decodes_them(
+    tmp_path: Path,
+) -> None:
+    url, states_TLD = (
+        str(tmp_path / "states"),
+        torch.randn(3 * BLOCK_BYTES // 4 // 2048 + 5, 2, 1024).bfloat16(),
+    )
     write_states(url, states_TLD, (1, 4), "float8")
     assert Path(f"{url}.bin").stat().st_size == len(states_TLD) * 2 * (1024 + 4)
     taken_TLD, layers = take(url)
     assert (taken_TLD.dtype, layers) == (torch.float32, [1, 4])
     scale_TL1 = states_TLD.float().abs().amax(-1, keepdim=True) / 448
-    assert torch.equal(taken_TLD, (states_TLD.float() / scale_TL1).to(torch.float8_e4m3fn).float() * scale_TL1)
+    assert torch.equal(
+        taken_TLD, (states_TLD.float() / scale_TL1).to(torch.float8_e4m3fn).float() * scale_TL1
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,7 +138,8 @@ def test_states_that_never_come_are_an_error_that_names_them(tmp_path: Path) -> 
         take(str(tmp_path / "nothing"), wait_s=0.1)
 
 
-# -------------------------------------------------------------------------------------------------------- hostile names
+# --------------------------------------------------------------------------------------------------------
+# hostile names
 
 
 def ignore(first: int, rows_tLD: Tensor, layers: Sequence[int]) -> None:
@@ -159,7 +178,9 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize("named", ELSEWHERE)
-def test_a_name_outside_the_storage_is_refused_and_nothing_is_opened(named: str, tmp_path: Path) -> None:
+def test_a_name_outside_the_storage_is_refused_and_nothing_is_opened(
+    named: str, tmp_path: Path
+) -> None:
     storage = tmp_path / "storage"
     for folder in (tmp_path, storage / "below", tmp_path / "storage-beside"):
         for name in ("secret", "states", ".hidden"):
@@ -175,7 +196,9 @@ def test_a_name_outside_the_storage_is_refused_and_nothing_is_opened(named: str,
 
 @pytest.mark.parametrize("kind", ["bin", "json"])
 @pytest.mark.parametrize("trick", ["link", "dangling link", "pipe", "folder", "device"])
-def test_a_link_or_a_pipe_in_the_storage_is_not_followed(trick: str, kind: str, tmp_path: Path) -> None:
+def test_a_link_or_a_pipe_in_the_storage_is_not_followed(
+    trick: str, kind: str, tmp_path: Path
+) -> None:
     storage, secret = tmp_path / "storage", tmp_path / f"secret.{kind}"
     write_states(str(storage / "states"), make_states(), (0, 1, 2))
     planted = storage / f"states.{kind}"
@@ -185,7 +208,9 @@ def test_a_link_or_a_pipe_in_the_storage_is_not_followed(trick: str, kind: str, 
     elif trick == "folder":
         planted.mkdir()
     else:
-        planted.symlink_to({"link": secret, "dangling link": tmp_path / "nowhere", "device": "/dev/zero"}[trick])
+        planted.symlink_to(
+            {"link": secret, "dangling link": tmp_path / "nowhere", "device": "/dev/zero"}[trick]
+        )
     begun_s = time.monotonic()
     with pytest.raises(StatesLostError):
         Storage(str(storage)).take(str(storage / "states"), ignore, wait_s=600)
@@ -212,7 +237,9 @@ def test_a_link_or_a_pipe_in_the_storage_is_not_followed(trick: str, kind: str, 
         {"crc32": "0"},
     ],
 )
-def test_a_hostile_description_is_an_error_before_any_byte_is_read(change: dict[str, object], tmp_path: Path) -> None:
+def test_a_hostile_description_is_an_error_before_any_byte_is_read(
+    change: dict[str, object], tmp_path: Path
+) -> None:
     write_states(str(tmp_path / "states"), make_states(), (0, 1, 2))
     path = tmp_path / "states.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -222,7 +249,8 @@ def test_a_hostile_description_is_an_error_before_any_byte_is_read(change: dict[
 
 
 @pytest.mark.parametrize(
-    "content", [b"[]", b"null", b"{}", b"3", b"[" * 60_000, b'{"dtype": "\xff', b"{" + b" " * (1 << 20)]
+    "content",
+    [b"[]", b"null", b"{}", b"3", b"[" * 60_000, b'{"dtype": "\xff', b"{" + b" " * (1 << 20)],
 )
 def test_any_other_description_is_an_error_too(content: bytes, tmp_path: Path) -> None:
     write_states(str(tmp_path / "states"), make_states(), (0, 1, 2))

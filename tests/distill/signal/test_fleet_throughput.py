@@ -1,7 +1,9 @@
-"""Two real servers as one fleet, against the same two asked apart from each other, at the same time and side by side.
+"""Two real servers as one fleet, against the same two asked apart from each other, at the same time
+and side by side.
 
-Both ways share the machine with one client, so the ratio is what choosing a server for each request costs. Only a quiet
-machine says anything: pytest -m slow -s tests/distill/signal/test_fleet_throughput.py
+Both ways share the machine with one client, so the ratio is what choosing a server for each request
+costs. Only a quiet machine says anything: pytest -m slow -s
+tests/distill/signal/test_fleet_throughput.py
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ LENGTHS = (120, 60, 200, 90, 30)
 
 
 @pytest.fixture(scope="module")
-def servers(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+def servers(
+    tiny_target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[VllmServer]]:
     folder, cores = tmp_path_factory.mktemp("fleet"), max(2, os.cpu_count() or 2)
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
 
@@ -41,7 +45,9 @@ def servers(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def make_source(servers: Sequence[VllmServer]) -> EndpointTarget:
-    return EndpointTarget(Endpoints([Endpoint(server.url, attempts=1, concurrency=8) for server in servers]), k=20)
+    return EndpointTarget(
+        Endpoints([Endpoint(server.url, attempts=1, concurrency=8) for server in servers]), k=20
+    )
 
 
 def make_work(num_rows: int, seed: int) -> Batch:
@@ -72,6 +78,12 @@ def test_a_fleet_is_as_fast_as_its_servers_together(servers: list[VllmServer]) -
             together_s = seconds(lambda: together(whole))
             if round_index:  # the first warms up
                 ratios.append(apart_s / together_s)
-                print(f"apart {apart_s:.2f} s, as a fleet {together_s:.2f} s, one after the other {alone_s:.2f} s")
-    print(f"throughput of the fleet / of its servers: {statistics.median(ratios):.3f} {[f'{r:.3f}' for r in ratios]}")
+                print(
+                    f"apart {apart_s:.2f} s, as a fleet {together_s:.2f} s, one after the other "
+                    f"{alone_s:.2f} s"
+                )
+    print(
+        f"throughput of the fleet / of its servers: {statistics.median(ratios):.3f} "
+        f"{[f'{r:.3f}' for r in ratios]}"
+    )
     assert statistics.median(ratios) >= 0.95

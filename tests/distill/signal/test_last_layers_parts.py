@@ -20,7 +20,13 @@ from redraft.distill.run.run_config import Signal
 from redraft.distill.run.start import start as start_draft
 from redraft.distill.run.training_run import Run
 from redraft.distill.signal import features
-from redraft.distill.signal.parts import TAKEN, last_layers, read_last_layers, read_stream_norms, stream_scales
+from redraft.distill.signal.parts import (
+    TAKEN,
+    last_layers,
+    read_last_layers,
+    read_stream_norms,
+    stream_scales,
+)
 from redraft.heads.catalog import find_family
 from redraft.heads.families import dflash, dspark, eagle3, peagle
 from redraft.heads.files.folder import CONFIG, INDEX, WEIGHTS
@@ -38,7 +44,10 @@ SERVED = Signal(kind="endpoint", url=("http://127.0.0.1:9",))
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    rows = [{"prompt": f"question {i} of many", "completion": f"an answer to question {i}"} for i in range(40)]
+    rows = [
+        {"prompt": f"question {i} of many", "completion": f"an answer to question {i}"}
+        for i in range(40)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -63,7 +72,9 @@ def config_of(target: Path, data: Path, output: Path, signal: Signal, **changes:
     return replace(
         demo,
         target=str(target),
-        data=replace(demo.data, source=str(data), held_out=0.2, num_prompts=3, max_prompt_tokens=128),
+        data=replace(
+            demo.data, source=str(data), held_out=0.2, num_prompts=3, max_prompt_tokens=128
+        ),
         loop=replace(demo.loop, batch_size=2, sequence_length=128),
         prove=replace(demo.prove, engine=False),
         signal=signal,
@@ -108,7 +119,8 @@ def test_a_target_on_servers_gives_the_start_of_one_in_this_process(
     assert said in capsys.readouterr().out.splitlines()
     served = start(target_in_shards, data, tmp_path / "served", SERVED, family, target_dtype=dtype)
     assert (
-        f"{said}, read from its files, because this process does not have them" in capsys.readouterr().out.splitlines()
+        f"{said}, read from its files, because this process does not have them"
+        in capsys.readouterr().out.splitlines()
     )
     assert here.keys() == served.keys()
     for name, tensor in here.items():
@@ -118,7 +130,8 @@ def test_a_target_on_servers_gives_the_start_of_one_in_this_process(
     assert not torch.equal(random["norm.weight"], here["norm.weight"])
 
 
-# The files of OLMo Hybrid name the norms of recurrent layers otherwise than the class: its heads start at random.
+# The files of OLMo Hybrid name the norms of recurrent layers otherwise than the class: its heads
+# start at random.
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"olmo_hybrid"}))
 def test_the_files_of_every_target_give_the_start_of_the_model(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +149,10 @@ def test_the_files_of_every_target_give_the_start_of_the_model(
 
     monkeypatch.setattr(features, "read_tensors", note)
     heads = []
-    for layers, norm in (last_layers(model, 1), read_last_layers(TargetFolder.open(tmp_path), torch.float32, 1)):
+    for layers, norm in (
+        last_layers(model, 1),
+        read_last_layers(TargetFolder.open(tmp_path), torch.float32, 1),
+    ):
         torch.manual_seed(1)
         head = eagle3.Eagle3(eagle3.Config(), Target.from_model(model))
         head.init_from_layers(layers, norm)
@@ -145,7 +161,9 @@ def test_the_files_of_every_target_give_the_start_of_the_model(
         assert torch.equal(tensor, heads[1][name]), name
     # Nothing of another layer, of the experts or of the tables.
     assert all(".layers.7." in name or "norm" in name for name in read)
-    assert not any("experts" in name or "embed_tokens" in name or "lm_head" in name for name in read)
+    assert not any(
+        "experts" in name or "embed_tokens" in name or "lm_head" in name for name in read
+    )
     taken = {name for name in head.midlayer.state_dict() if name != "hidden_norm.weight"}
     assert all(TAKEN.fullmatch(name) for name in taken)
 
@@ -164,14 +182,19 @@ def test_a_target_whose_layers_cannot_be_read_leaves_random_weights_and_says_why
     save_file(weights, target / WEIGHTS, {"format": "pt"})
     if damage == "quantised":
         config = json.loads((target / CONFIG).read_text())
-        (target / CONFIG).write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+        (target / CONFIG).write_text(
+            json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
+        )
     here = start(target, data, tmp_path / "run", SERVED)
     said = {
         "quantised": f"{target} is quantised (fp8), and a head starts from plain weights",
         "missing": f"{target} has no tensor {name}: give the folder of the target model",
         "packed": f"{target} holds quantised weights, such as {name}",
     }
-    assert f"the head starts from random weights: {said[damage]}" in capsys.readouterr().out.splitlines()
+    assert (
+        f"the head starts from random weights: {said[damage]}"
+        in capsys.readouterr().out.splitlines()
+    )
     random = start(target, data, tmp_path / "random", SERVED, init="random")
     assert all(torch.equal(tensor, random[name]) for name, tensor in here.items())
 
@@ -196,13 +219,19 @@ def test_least_squares_need_no_more_than_states_and_norms(
     assert not torch.equal(here["fc_norm.0.weight"], here["fc_norm.1.weight"])
 
 
-def test_the_factors_of_a_quantised_target_are_read_too(random_target: Path, tmp_path: Path) -> None:
+def test_the_factors_of_a_quantised_target_are_read_too(
+    random_target: Path, tmp_path: Path
+) -> None:
     """Norms are stored plain beside packed matrices."""
     target = tmp_path / "target"
     shutil.copytree(random_target, target)
     weights = load_file(target / WEIGHTS)
-    packed = {name: w.to(torch.float8_e4m3fn) if "_proj" in name else w for name, w in weights.items()}
+    packed = {
+        name: w.to(torch.float8_e4m3fn) if "_proj" in name else w for name, w in weights.items()
+    }
     save_file(packed, target / WEIGHTS, {"format": "pt"})
-    scales = stream_scales(read_stream_norms(TargetFolder.open(target), torch.float32, (1, 2)), (1, 2), "a target")
+    scales = stream_scales(
+        read_stream_norms(TargetFolder.open(target), torch.float32, (1, 2)), (1, 2), "a target"
+    )
     expected = [weights["model.layers.1.input_layernorm.weight"], weights["model.norm.weight"]]
     assert all(map(torch.equal, scales, expected))

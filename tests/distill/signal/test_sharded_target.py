@@ -19,8 +19,13 @@ GB = 10**9
 SCRIPT = str(ROOT / "tests/helpers/shard_target.py")
 
 
-def train(config: str | None, target: Path, output: Path, *flags: str) -> tuple[dict[str, Any], str]:
-    """What came of the training, and what was said; on two processes by a config, or on one without any."""
+def train(
+    config: str | None, target: Path, output: Path, *flags: str
+) -> tuple[dict[str, Any], str]:
+    """What came of the training, and what was said.
+
+    On two processes by a config, or on one without any.
+    """
     commands = [[sys.executable]] if config is None else accelerate_launch(config)
     (said,) = run_all(commands, [SCRIPT, str(target), str(output), *flags])
     return torch.load(output, weights_only=True), said
@@ -38,7 +43,9 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_a_target_in_shards_trains_as_a_whole_one(config: str, random_target: Path, tmp_path: Path) -> None:
+def test_a_target_in_shards_trains_as_a_whole_one(
+    config: str, random_target: Path, tmp_path: Path
+) -> None:
     require(config)
     one, _ = train(None, random_target, tmp_path / "one.pt")
     two, said = train(config, random_target, tmp_path / "two.pt")
@@ -76,9 +83,13 @@ def test_machines_share_a_target_if_it_leaves_one_of_them_too_little_memory() ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
-def test_a_draft_is_compiled_beside_a_target_in_shards(config: str, random_target: Path, tmp_path: Path) -> None:
+def test_a_draft_is_compiled_beside_a_target_in_shards(
+    config: str, random_target: Path, tmp_path: Path
+) -> None:
     one, _ = train(None, random_target, tmp_path / "one.pt")
     two, said = train(config, random_target, tmp_path / "two.pt", "compiled")
     assert_same(one, two)
     assert one["graphs"] == 0 < two["graphs"]
-    assert said.count("those of the target are in shards, and stay as they are") == 1, "one process says so"
+    assert said.count("those of the target are in shards, and stay as they are") == 1, (
+        "one process says so"
+    )

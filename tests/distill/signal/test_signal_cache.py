@@ -50,17 +50,25 @@ def make_samples(num: int = 30, seed: int = 0) -> list[Sample]:
 
 
 def write(
-    folder: Path, samples: list[Sample], source: Callable[[Batch], TargetSignal], k: int = K, **options: Any
+    folder: Path,
+    samples: list[Sample],
+    source: Callable[[Batch], TargetSignal],
+    k: int = K,
+    **options: Any,
 ) -> None:
     defaults = {"target": "the-target", "sequence_length": 32, "batch_size": 2}
     write_cache(samples, source, folder, TopK(k), **{**defaults, **options})
 
 
-def read(folder: Path, samples: list[Sample], target: str = "the-target", k: int = K) -> CachedTarget:
+def read(
+    folder: Path, samples: list[Sample], target: str = "the-target", k: int = K
+) -> CachedTarget:
     return CachedTarget(folder, TopK(k), target=target, data=data_hash(samples))
 
 
-def test_the_cache_gives_the_top_k_of_the_target_however_the_rows_are_packed(tmp_path: Path) -> None:
+def test_the_cache_gives_the_top_k_of_the_target_however_the_rows_are_packed(
+    tmp_path: Path,
+) -> None:
     samples, target = make_samples(), make_target()
     write(tmp_path, samples, target)
     cached = read(tmp_path, samples)
@@ -71,7 +79,9 @@ def test_the_cache_gives_the_top_k_of_the_target_however_the_rows_are_packed(tmp
         rows_N = label_rows(batch, 0).flatten().nonzero().squeeze(1)
         ids_NK, log_probs_NK = top_k(target(batch).distribution, rows_N, K)
         assert torch.equal(known.ids_BTK.flatten(0, 1)[rows_N], ids_NK)
-        torch.testing.assert_close(known.log_probs_BTK.flatten(0, 1)[rows_N], log_probs_NK, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            known.log_probs_BTK.flatten(0, 1)[rows_N], log_probs_NK, atol=1e-5, rtol=0
+        )
         assert (known.ids_BTK[~label_rows(batch, 0)] == -1).all()
         assert torch.isfinite(known.log_probs_BTK).all()
 
@@ -93,19 +103,33 @@ def test_ranks_write_each_shard_once_and_together_the_cache_of_one(
         assert not shards.is_complete(tmp_path / "three")
         write(tmp_path / "three", samples, counted, rank=rank, num_ranks=3)
         assert ("caching the top 6" in capsys.readouterr().out) == (rank == 0)
-    one, three = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "three"))
+    one, three = (
+        {f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "three")
+    )
     assert one == three
     assert len(passes) == len(one) - 1 > 3, "a pass for each shard, beside the header"
 
 
-def test_a_batch_on_a_device_gets_its_signal_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`meta` in place of a GPU: PyTorch refuses to join its tensors with the CPU's just the same."""
+def test_a_batch_on_a_device_gets_its_signal_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`meta` in place of a GPU.
+
+    PyTorch refuses to join its tensors with the CPU's just the same.
+    """
     samples = make_samples()
     write(tmp_path, samples, make_target())
-    cached, batch = read(tmp_path, samples), PackedDataset(samples, sequence_length=40).batch(0, batch_size=3)
-    there = Batch(**{name: x.to("meta") for name, x in vars(batch).items() if isinstance(x, torch.Tensor)})
+    cached, batch = (
+        read(tmp_path, samples),
+        PackedDataset(samples, sequence_length=40).batch(0, batch_size=3),
+    )
+    there = Batch(
+        **{name: x.to("meta") for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    )
     # A `meta` tensor holds no values, so the documents are found in the batch of the CPU.
-    found = [(key, rows_N.to("meta")) for key, rows_N in shards.keyed_rows(batch, label_rows(batch, 0))]
+    found = [
+        (key, rows_N.to("meta")) for key, rows_N in shards.keyed_rows(batch, label_rows(batch, 0))
+    ]
     for documents in (found, []):
         monkeypatch.setattr(cache, "keyed_rows", lambda *_, documents=documents: iter(documents))
         known = cached(there).distribution
@@ -118,16 +142,22 @@ def test_a_cache_can_be_written_from_a_cache_with_a_smaller_k(tmp_path: Path) ->
     write(tmp_path / "six", samples, target)
     write(tmp_path / "two", samples, read(tmp_path / "six", samples), k=2)
     batch = PackedDataset(samples, sequence_length=32).batch(0, batch_size=4)
-    six, two = (read(tmp_path / name, samples, k=k)(batch).distribution for name, k in (("six", 6), ("two", 2)))
+    six, two = (
+        read(tmp_path / name, samples, k=k)(batch).distribution
+        for name, k in (("six", 6), ("two", 2))
+    )
     assert torch.equal(six.ids_BTK[:, :, :2], two.ids_BTK)
 
 
-def test_the_size_is_said_before_and_is_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_size_is_said_before_and_is_what_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     samples = make_samples(200)
     write(tmp_path, samples, make_target())
     labels = sum(int(sample.loss_mask.sum()) for sample in samples)
     assert (
-        f"caching the top 6 of {labels:,} tokens: 48 bytes per token, {labels * 48:,} bytes" in capsys.readouterr().out
+        f"caching the top 6 of {labels:,} tokens: 48 bytes per token, {labels * 48:,} bytes"
+        in capsys.readouterr().out
     )
     written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     assert labels * 48 <= written < labels * 48 * 1.2

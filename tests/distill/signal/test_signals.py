@@ -57,7 +57,9 @@ def make_model(family: str, **options: Any) -> Any:
 
 
 def make_batch(
-    vocab_size: int = 97, rows: tuple[tuple[int, ...], ...] = ((9, 7, 8), (11,), (5, 1, 12)), width: int = 26
+    vocab_size: int = 97,
+    rows: tuple[tuple[int, ...], ...] = ((9, 7, 8), (11,), (5, 1, 12)),
+    width: int = 26,
 ) -> Batch:
     """Rows of documents of these lengths, their last two thirds labelled, padded with the id 0."""
     rng = np.random.default_rng(0)
@@ -96,7 +98,9 @@ def test_packed_documents_get_what_the_plain_model_says_of_each_alone(architectu
 @pytest.mark.parametrize("model_type", PLAIN_ATTENTION)
 def test_ranges_of_keys_give_what_each_document_gets_alone(model_type: str) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**TINY, **FAMILIES[model_type][1], "sliding_window": None})
+    config = AutoConfig.for_model(
+        model_type, **{**TINY, **FAMILIES[model_type][1], "sliding_window": None}
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     batch = make_batch(config.vocab_size)
     source = InProcessTarget(model, aux_layers=(2,))
@@ -106,12 +110,21 @@ def test_ranges_of_keys_give_what_each_document_gets_alone(model_type: str) -> N
         signal = source(batch)
     assert isinstance(signal.distribution, ExactTarget)
     assert signal.aux_BTLD is not None
-    hidden_ND, streams_ND = signal.distribution.hidden_BTD.flatten(0, 1), signal.aux_BTLD.flatten(0, 2)
+    hidden_ND, streams_ND = (
+        signal.distribution.hidden_BTD.flatten(0, 1),
+        signal.aux_BTLD.flatten(0, 2),
+    )
     for tokens in documents(batch.document_BT):
         with torch.no_grad():
-            alone = model.base_model(batch.input_ids_BT.flatten()[tokens][None], output_hidden_states=True)
-        torch.testing.assert_close(hidden_ND[tokens], alone.last_hidden_state[0], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(streams_ND[tokens], alone.hidden_states[2][0], atol=1e-5, rtol=1e-5)
+            alone = model.base_model(
+                batch.input_ids_BT.flatten()[tokens][None], output_hidden_states=True
+            )
+        torch.testing.assert_close(
+            hidden_ND[tokens], alone.last_hidden_state[0], atol=1e-5, rtol=1e-5
+        )
+        torch.testing.assert_close(
+            streams_ND[tokens], alone.hidden_states[2][0], atol=1e-5, rtol=1e-5
+        )
 
 
 def test_auxiliary_streams_are_those_before_each_layer_and_the_last_one_before_the_norm() -> None:
@@ -131,9 +144,13 @@ def test_auxiliary_streams_are_those_before_each_layer_and_the_last_one_before_t
 def test_no_hook_is_left_on_the_model() -> None:
     model = make_model("Llama")
     source = InProcessTarget(model, aux_layers=(0, 3))
-    before = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.model.layers]
+    before = [
+        len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.model.layers
+    ]
     source(make_batch())
-    assert [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.model.layers] == before
+    assert [
+        len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in model.model.layers
+    ] == before
 
 
 def test_auxiliary_layers_beyond_the_target_are_refused() -> None:
@@ -160,7 +177,9 @@ def test_scaled_and_capped_logits_are_those_of_the_class(
     assert exact.rule == rule
     exact = replace(exact, hidden_BTD=50 * exact.hidden_BTD)
     with torch.no_grad():
-        model.model.register_forward_hook(lambda _, __, output: setattr(output, "last_hidden_state", exact.hidden_BTD))
+        model.model.register_forward_hook(
+            lambda _, __, output: setattr(output, "last_hidden_state", exact.hidden_BTD)
+        )
         theirs = model(input_ids=batch.input_ids_BT).logits.flatten(0, 1)
     torch.testing.assert_close(exact.logits(torch.arange(24)), theirs)
     # the top k too
@@ -189,7 +208,9 @@ def test_logits_that_are_unlike_the_config_are_refused(dtype: torch.dtype) -> No
 
 
 def test_a_model_that_reads_no_positions_gets_one_document_a_row() -> None:
-    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+    config = transformers.BloomConfig(
+        vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3
+    )
     model, batch = transformers.BloomForCausalLM(config).eval(), make_batch()
     source = InProcessTarget(model)
     assert not source.packs
@@ -215,9 +236,13 @@ def test_top_k_is_that_of_the_full_softmax() -> None:
     exact = ExactTarget(hidden_BTD=torch.randn(2, 300, 8), head_VD=torch.randn(50, 8))
     rows_N = torch.arange(0, 600, 2)
     ids_NK, log_probs_NK = top_k(exact, rows_N, 5)
-    expected_NV = (exact.hidden_BTD.double().flatten(0, 1) @ exact.head_VD.double().T).log_softmax(-1)[rows_N]
+    expected_NV = (exact.hidden_BTD.double().flatten(0, 1) @ exact.head_VD.double().T).log_softmax(
+        -1
+    )[rows_N]
     torch.testing.assert_close(log_probs_NK.double(), expected_NV.topk(5).values, atol=1e-5, rtol=0)
-    torch.testing.assert_close(expected_NV.gather(1, ids_NK), log_probs_NK.double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        expected_NV.gather(1, ids_NK), log_probs_NK.double(), atol=1e-5, rtol=0
+    )
     with pytest.raises(ValueError, match=r"51.*50"):
         top_k(exact, rows_N, 51)
 
@@ -237,7 +262,9 @@ def test_a_real_server_gives_the_log_probabilities_of_the_model_that_it_serves(
     ids_NK = live.ids_BTK.flatten(0, 1)[rows_N]
     full_NV = F.linear(exact.hidden_BTD, exact.head_VD).flatten(0, 1)[rows_N].log_softmax(-1)
     assert len(rows_N) == 27 + 20 + 17 + 1 + 14  # the first token of a document labels no row
-    torch.testing.assert_close(live.log_probs_BTK.flatten(0, 1)[rows_N], expected_NK, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        live.log_probs_BTK.flatten(0, 1)[rows_N], expected_NK, atol=1e-4, rtol=0
+    )
     torch.testing.assert_close(full_NV.gather(1, ids_NK), expected_NK, atol=1e-4, rtol=0)
     assert all(len(set(row)) == 20 for row in ids_NK.tolist())
     assert (live.ids_BTK[~label_rows(batch, 0)] == -1).all()
@@ -248,7 +275,9 @@ def test_a_real_server_is_told_from_one_of_another_vocabulary(
     engine_with_draft: VllmServer, served_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     def require(folder: Path) -> None:
-        EndpointTarget(Endpoint(engine_with_draft.url), k=3, opened=TargetFolder.open(folder)).require_target()
+        EndpointTarget(
+            Endpoint(engine_with_draft.url), k=3, opened=TargetFolder.open(folder)
+        ).require_target()
 
     require(served_pair[0])
     other = Path(shutil.copytree(served_pair[0], tmp_path / "other"))
@@ -262,7 +291,9 @@ def test_a_real_server_is_told_from_one_of_another_vocabulary(
 
 
 @pytest.mark.vllm
-def test_more_log_probabilities_than_a_real_server_allows_names_its_flag(engine_with_draft: VllmServer) -> None:
+def test_more_log_probabilities_than_a_real_server_allows_names_its_flag(
+    engine_with_draft: VllmServer,
+) -> None:
     with pytest.raises(ValueError, match="--max-logprobs 21") as error:
         EndpointTarget(Endpoint(engine_with_draft.url), k=21)(make_batch())
     assert "\n" not in str(error.value)
@@ -278,4 +309,6 @@ def test_a_second_batch_reuses_the_connection_and_one_without_labels_asks_nothin
     assert isinstance(second.distribution, TopKTarget)
     assert torch.equal(first.distribution.ids_BTK, second.distribution.ids_BTK)
     silent = make_batch(rows=((1,),), width=4)
-    assert (EndpointTarget(Endpoint("http://nowhere.invalid"), k=3)(silent).distribution.ids_BTK == -1).all()
+    assert (
+        EndpointTarget(Endpoint("http://nowhere.invalid"), k=3)(silent).distribution.ids_BTK == -1
+    ).all()

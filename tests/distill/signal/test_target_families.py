@@ -30,7 +30,9 @@ PACKED = {
     "exaone_moe", "seed_oss", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "apertus", "cohere2",
     "nemotron", "starcoder2", "qwen3_vl", "gemma3", "gemma4", "mistral3", "llama4",
 }  # fmt: skip
-"""Families whose documents may share a row. The others carry a state, compute all pairs of a row, or index keys."""
+"""Families whose documents may share a row. The others carry a state, compute all pairs of a row,
+or index keys.
+"""
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, *WITH_IMAGES])
@@ -49,14 +51,18 @@ def test_the_page_lists_every_family_and_the_engines_of_the_installed_vllm() -> 
     # if this fails: python -m tests.helpers.target_families
     written = MARKED.search(PAGE.read_text())
     assert written is not None
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in written[0].splitlines()[3:-1]]
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in written[0].splitlines()[3:-1]
+    ]
     assert {kind.strip("`"): engine for _, kind, engine in cells} == {
         model_type: served_by(model_type) for model_type in (*FAMILIES, *WITH_IMAGES)
     }
 
 
 def test_latent_attention_leaves_the_head_the_usual_sizes() -> None:
-    config = make_config("deepseek_v3", hidden_size=7168, num_attention_heads=128, num_key_value_heads=128)
+    config = make_config(
+        "deepseek_v3", hidden_size=7168, num_attention_heads=128, num_key_value_heads=128
+    )
     shape = LlamaShape.from_config(config)
     assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (56, 14, 128)
 

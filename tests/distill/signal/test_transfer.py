@@ -17,18 +17,26 @@ from redraft.online.learning.replay import RecordedBatch
 
 def make_recorded() -> RecordedBatch:
     batch = make_batch([[make_ids(9)], [make_ids(5)]])
-    return RecordedBatch(**{**vars(batch), "salt": 7}, signal=make_signal(make_target(), batch, (1, 2)))
+    return RecordedBatch(
+        **{**vars(batch), "salt": 7}, signal=make_signal(make_target(), batch, (1, 2))
+    )
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
     batch = make_recorded()
     moved = to_device(batch, torch.device("cpu"))
     assert type(moved) is RecordedBatch
-    assert all(getattr(moved, one.name) is getattr(batch, one.name) for one in fields(batch) if one.name != "signal")
+    assert all(
+        getattr(moved, one.name) is getattr(batch, one.name)
+        for one in fields(batch)
+        if one.name != "signal"
+    )
     assert moved.signal.aux_BTLD is batch.signal.aux_BTLD
 
 
-def test_a_gpu_copies_every_tensor_from_pinned_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_copies_every_tensor_from_pinned_memory_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With stand-ins for the two functions of CUDA."""
     pinned: list[Tensor] = []
 

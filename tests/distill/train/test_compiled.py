@@ -63,7 +63,9 @@ def num_graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def make_distillation(draft: Any, target: Any, divergence: Divergence | None = None) -> Distillation:
+def make_distillation(
+    draft: Any, target: Any, divergence: Divergence | None = None
+) -> Distillation:
     signal = InProcessTarget(target, draft.aux_layer_ids)
     return Distillation(
         draft,
@@ -104,7 +106,9 @@ def test_compiled_layers_train_as_layers_that_are_not(name: str) -> None:
     target = make_family_target(name)
     plain = three_losses(make_draft(name, target), target, compiles=False)
     assert num_graphs() == 0
-    assert three_losses(make_draft(name, target), target, compiles=True) == pytest.approx(plain, abs=1e-4)
+    assert three_losses(make_draft(name, target), target, compiles=True) == pytest.approx(
+        plain, abs=1e-4
+    )
     assert num_graphs() > 2
 
 
@@ -113,7 +117,9 @@ def test_compiled_layers_train_as_layers_that_are_not(name: str) -> None:
 def test_kernels_in_cpp_train_as_layers_that_are_not_compiled(name: str) -> None:
     target = make_target()
     plain = three_losses(make_draft(name, target), target, compiles=False)
-    assert three_losses(make_draft(name, target), target, compiles=True) == pytest.approx(plain, abs=1e-4)
+    assert three_losses(make_draft(name, target), target, compiles=True) == pytest.approx(
+        plain, abs=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -127,7 +133,9 @@ def test_a_graph_serves_every_draft_step() -> None:
         options = eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=num_steps)
         # The divergence has graphs of its own: for rows compared row for row, and for others.
         plain = Divergence(form="plain")
-        distillation = make_distillation(eagle3.Eagle3(options, Target.from_model(target)), target, plain)
+        distillation = make_distillation(
+            eagle3.Eagle3(options, Target.from_model(target)), target, plain
+        )
         distillation.compile_layers()
         distillation.step(micro_batches(0, 0, 1, 1))
         graphs.append(num_graphs())
@@ -146,9 +154,14 @@ def test_the_streams_of_a_compiled_target_are_those_of_the_batch() -> None:
         assert found.aux_BTLD is not None
         torch.testing.assert_close(found.aux_BTLD, expected.aux_BTLD)
         graphs.append(num_graphs())
-    # A layer is six graphs: attention is outside of them, and PyTorch cuts every call on the way to it in two.
-    assert graphs[0] == graphs[1] < 2 * len(target.model.layers), "the same graphs for all layers and batches"
-    assert not any("forward" in vars(layer) for layer in source.model.model.layers), "others find the model as it was"
+    # A layer is six graphs: attention is outside of them, and PyTorch cuts every call on the way to
+    # it in two.
+    assert graphs[0] == graphs[1] < 2 * len(target.model.layers), (
+        "the same graphs for all layers and batches"
+    )
+    assert not any("forward" in vars(layer) for layer in source.model.model.layers), (
+        "others find the model as it was"
+    )
 
 
 @pytest.mark.slow
@@ -198,7 +211,9 @@ def test_ranks_train_compiled_layers_as_one_process_does_without(
         assert two["found"][name]["weights"].keys() == expected["weights"].keys()
 
 
-def test_a_machine_or_launch_that_cannot_compile_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_or_launch_that_cannot_compile_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Loop(compile=True)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match=r"--loop\.compile.*DeepSpeed"):

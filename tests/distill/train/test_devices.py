@@ -1,4 +1,7 @@
-"""A step makes its tensors on the batch's device and not on the default one: a GPU refuses to join the two."""
+"""A step makes its tensors on the batch's device and not on the default one.
+
+A GPU refuses to join the two.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from redraft.distill.train.step import Distillation
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"tied"}))
 def test_no_tensor_of_a_step_is_made_on_the_default_device(name: str) -> None:
-    """With `meta` as the default, and all else on the CPU: PyTorch refuses to join these two as well."""
+    """With `meta` as the default, and all else on the CPU.
+
+    PyTorch refuses to join these two as well.
+    """
     target = make_family_target(name)
     torch.manual_seed(1)
     draft: Any = FAMILIES[name](target)

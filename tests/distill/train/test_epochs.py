@@ -1,4 +1,7 @@
-"""A block drafter in training over several epochs: the blocks that it trains, and a run that is resumed."""
+"""A block drafter in training over several epochs.
+
+The blocks that it trains, and a run that is resumed.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,19 @@ def make_data() -> PackedDataset:
     rng = np.random.default_rng(0)
     mask = np.arange(16) >= 2
     texts = [rng.integers(0, VOCAB, 16).astype(np.int32) for _ in range(6)]
-    samples = [Sample(input_ids=ids, loss_mask=mask, conversation=str(i), domain="all") for i, ids in enumerate(texts)]
+    samples = [
+        Sample(input_ids=ids, loss_mask=mask, conversation=str(i), domain="all")
+        for i, ids in enumerate(texts)
+    ]
     return PackedDataset(samples, sequence_length=16, seed=3)
 
 
 @pytest.fixture
 def make_run() -> Callable[[], Distillation]:
     model = make_target()
-    config = dflash.Config(aux_layer_ids=(1, 2, 4), num_layers=1, block_size=3, mask_token_id=VOCAB - 1, num_anchors=4)
+    config = dflash.Config(
+        aux_layer_ids=(1, 2, 4), num_layers=1, block_size=3, mask_token_id=VOCAB - 1, num_anchors=4
+    )
 
     def signal(batch: Batch) -> TargetSignal:
         return make_signal(model, batch, config.aux_layer_ids)
@@ -45,13 +53,18 @@ def make_run() -> Callable[[], Distillation]:
     def make() -> Distillation:
         torch.manual_seed(0)
         head = make_random(dflash.DFlash(config, Target.from_model(model)))
-        return Distillation(head, signal, Divergence(), Optim(lr=1e-2), STEPS, Accelerator(cpu=True))
+        return Distillation(
+            head, signal, Divergence(), Optim(lr=1e-2), STEPS, Accelerator(cpu=True)
+        )
 
     return make
 
 
 def take(
-    run: Distillation, data: PackedDataset, last: int, change: Callable[[Batch], Batch] = lambda batch: batch
+    run: Distillation,
+    data: PackedDataset,
+    last: int,
+    change: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> None:
     for step in range(run.step_index, last):
         run.step([change(data.batch(step, batch_size=2))])
@@ -81,14 +94,18 @@ def test_a_run_resumed_in_its_second_epoch_ends_as_the_unbroken_one(
     assert not torch.equal(weights(always_the_same)["fc.weight"], wanted["fc.weight"])
 
 
-def test_the_epochs_of_a_run_begin_a_block_at_nearly_every_row(make_run: Callable[[], Distillation]) -> None:
+def test_the_epochs_of_a_run_begin_a_block_at_nearly_every_row(
+    make_run: Callable[[], Distillation],
+) -> None:
     run, data = make_run(), make_data()
     begun: dict[tuple[int, ...], Tensor] = {}
     for index in range(30):
         batch = data.batch(index, batch_size=2)
         mask_BT = run.draft.draft_steps(batch, run.target(batch))[0].mask_BT  # type: ignore[operator]
         for ids_T, mask_T in zip(batch.input_ids_BT.tolist(), mask_BT, strict=True):
-            begun[tuple(ids_T)] = begun.get(tuple(ids_T), torch.zeros(16, dtype=torch.bool)) | mask_T
+            begun[tuple(ids_T)] = (
+                begun.get(tuple(ids_T), torch.zeros(16, dtype=torch.bool)) | mask_T
+            )
     run.close()
     # 14 rows of a text have a label two tokens on, and an epoch takes 4 of them
     assert len(begun) == 6

@@ -1,4 +1,7 @@
-"""kill -9 of a rank, or of what started it: the others are gone soon after, and the next launch goes on exactly."""
+"""kill -9 of a rank, or of what started it.
+
+The others are gone soon after, and the next launch goes on exactly.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ def written(folder: Path) -> set[tuple[str, int]]:
 
 
 def break_off(commands: Sequence[Sequence[str]], folder: Path, victim: str) -> None:
-    """Start a run on the nodes and kill -9 a rank of the last, or its launcher, when there is a checkpoint."""
+    """Start a run on the nodes and kill -9 a rank of the last, or its launcher, when there is a
+    checkpoint.
+    """
     output, pids = folder / "broken", folder / "pids"
     pids.mkdir()
     nodes = [
@@ -75,13 +80,17 @@ def assert_goes_on(command: Callable[[], Sequence[Sequence[str]]], folder: Path)
     pids.mkdir()
     run_all(command(), [SCRIPT, str(folder / "broken"), str(pids)])
     run_all(command(), [SCRIPT, str(folder / "whole"), str(pids)])
-    broken, whole = (torch.load(folder / name / "weights.pt", weights_only=True) for name in ("broken", "whole"))
+    broken, whole = (
+        torch.load(folder / name / "weights.pt", weights_only=True) for name in ("broken", "whole")
+    )
     assert broken.keys() == whole.keys()
     assert all(torch.equal(broken[name], whole[name]) for name in whole)
 
 
 @pytest.mark.slow
-def test_without_torchrun_no_rank_writes_on_and_the_run_is_resumed_exactly_by_as_many_ranks(tmp_path: Path) -> None:
+def test_without_torchrun_no_rank_writes_on_and_the_run_is_resumed_exactly_by_as_many_ranks(
+    tmp_path: Path,
+) -> None:
     break_off([TORCHRUN], tmp_path, "launcher")
     assert_goes_on(lambda: [TORCHRUN], tmp_path)
     alone = subprocess.run(
@@ -103,7 +112,9 @@ def test_without_one_rank_the_other_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 @pytest.mark.parametrize("config", ["ddp", "fsdp2", "zero3"])
-def test_a_broken_run_ends_whole_and_is_resumed_exactly(config: str, victim: str, nodes: int, tmp_path: Path) -> None:
+def test_a_broken_run_ends_whole_and_is_resumed_exactly(
+    config: str, victim: str, nodes: int, tmp_path: Path
+) -> None:
     require(config)
     break_off(accelerate_launch(config, nodes=nodes), tmp_path, victim)
     assert_goes_on(lambda: accelerate_launch(config, nodes=nodes), tmp_path)

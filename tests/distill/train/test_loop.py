@@ -86,16 +86,22 @@ def test_the_default_precision_reaches_autocast_and_is_named_at_the_start(
         AcceleratorState._reset_state()
 
 
-def test_no_more_held_out_batches_are_made_than_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_held_out_batches_are_made_than_are_evaluated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ids, mask = np.arange(4, dtype=np.int32), np.ones(4, dtype=bool)
-    samples = [Sample(input_ids=ids, loss_mask=mask, conversation=str(i), domain="all") for i in range(5)]
+    samples = [
+        Sample(input_ids=ids, loss_mask=mask, conversation=str(i), domain="all") for i in range(5)
+    ]
     held_out, made = PackedDataset(samples, sequence_length=4, seed=0), []
     collate = held_out._collate
     monkeypatch.setattr(held_out, "_collate", lambda rows: made.append(len(rows)) or collate(rows))
     accelerator: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
     for wanted, num in ((2, 2), (9, 5)):
         made.clear()
-        batches = loop._take_held_out(held_out, Loop(batch_size=1, eval_batches=wanted), accelerator)
+        batches = loop._take_held_out(
+            held_out, Loop(batch_size=1, eval_batches=wanted), accelerator
+        )
         assert len(batches) == len(made) == num
 
 
@@ -119,15 +125,24 @@ def test_epochs_are_passes_over_the_data_and_the_schedule_is_as_long(
     text, target, optim = make_text(), make_target(), Optim(lr=1e-2, accumulation=2)
     accelerator = loop.make_accelerator(2, None, None)
     signal = functools.partial(make_signal, target)
-    distillation = Distillation(make_standalone(target), signal, Divergence(), optim, 2000, accelerator)
-    data = LoadedData(train=text, held_out=text, prompts=[], stats=SampleStats(), hash="", end_ids=())
+    distillation = Distillation(
+        make_standalone(target), signal, Divergence(), optim, 2000, accelerator
+    )
+    data = LoadedData(
+        train=text, held_out=text, prompts=[], stats=SampleStats(), hash="", end_ids=()
+    )
     cfg = Loop(epochs=3, eval_every=0, save_every=0, batch_size=1, sequence_length=8)
     loop.train(distillation, data, RunFolder(tmp_path, accelerator), cfg, 2)
     # Four rows, two a step: two steps a pass.
     assert distillation.step_index == distillation.num_steps == 6
     told = "6 steps of 2 rows of 8 tokens: up to 96 tokens, 3 passes over the 4 rows of the data"
     assert told in capsys.readouterr().out
-    for name, wrong in (("epochs", math.inf), ("minutes", math.inf), ("save_every", -1), ("eval_every", -1)):
+    for name, wrong in (
+        ("epochs", math.inf),
+        ("minutes", math.inf),
+        ("save_every", -1),
+        ("eval_every", -1),
+    ):
         with pytest.raises(ValueError, match=f"--loop.{name.replace('_', '-')}\\b.*{wrong}"):
             Loop(**{name: wrong})
     with pytest.raises(ValueError, match=r"--loop.epochs.*--loop.minutes"):
@@ -142,16 +157,24 @@ def test_a_step_is_read_if_it_is_logged_and_the_line_is_of_that_step(
     def distillation() -> Distillation:
         draft = make_standalone(target)
         signal = functools.partial(make_signal, target)
-        return Distillation(draft, signal, Divergence(), optim, 7, loop.make_accelerator(1, None, None))
+        return Distillation(
+            draft, signal, Divergence(), optim, 7, loop.make_accelerator(1, None, None)
+        )
 
     one = distillation()
     wanted = [one.step([text.batch(step, batch_size=2)]) for step in range(7)]
     two, read = distillation(), []
-    monkeypatch.setattr(two, "read", lambda unread: read.append(two.step_index) or Distillation.read(two, unread))
-    data = LoadedData(train=text, held_out=text, prompts=[], stats=SampleStats(), hash="", end_ids=())
+    monkeypatch.setattr(
+        two, "read", lambda unread: read.append(two.step_index) or Distillation.read(two, unread)
+    )
+    data = LoadedData(
+        train=text, held_out=text, prompts=[], stats=SampleStats(), hash="", end_ids=()
+    )
     cfg = Loop(steps=7, log_every=3, eval_every=0, save_every=0, batch_size=2, sequence_length=8)
     run = RunFolder(tmp_path, two.accelerator)
     loop.train(two, data, run, cfg, 2)
     assert read == [entry["step"] for entry in run.metrics] == [3, 6, 7]
     for entry in run.metrics:
-        assert {name: entry[name] for name in loop._describe(wanted[0])} == loop._describe(wanted[entry["step"] - 1])
+        assert {name: entry[name] for name in loop._describe(wanted[0])} == loop._describe(
+            wanted[entry["step"] - 1]
+        )

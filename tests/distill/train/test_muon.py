@@ -43,7 +43,8 @@ def test_a_matrix_of_zeros_stays_one() -> None:
 @pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])
 def test_steps_are_those_of_pytorchs_muon_but_for_the_scale(shape: tuple[int, int]) -> None:
     """PyTorch's computes in bfloat16 everywhere, and scales by sqrt(max(1, R / C))."""
-    # Ours in float32 on any CPU: the difference is then the rounding of one side, and the same everywhere.
+    # Ours in float32 on any CPU: the difference is then the rounding of one side, and the same
+    # everywhere.
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
     lr, scale = 0.01, math.sqrt(max(shape)) / math.sqrt(max(1, shape[0] / shape[1]))
@@ -72,12 +73,19 @@ def test_every_family_has_matrices_for_muon_and_no_parameter_is_left_out(name: s
     assert all(min(matrix.shape) > 1 for matrix in matrices)
     # None has a row for each token: embeddings, output heads, the bias of DSpark.
     (batch,) = micro_batches(0, 0, 1, 1)
-    steps = draft.draft_steps(batch, make_signal(target, batch, getattr(draft, "aux_layer_ids", ())))
+    steps = draft.draft_steps(
+        batch, make_signal(target, batch, getattr(draft, "aux_layer_ids", ()))
+    )
     of_tokens = [module.weight for module in draft.modules() if isinstance(module, nn.Embedding)]
     of_tokens += [
-        head for made in steps for head in (made.head_WD, made.bias and made.bias.head_WR) if head is not None
+        head
+        for made in steps
+        for head in (made.head_WD, made.bias and made.bias.head_WR)
+        if head is not None
     ]
-    assert not {weight.data_ptr() for weight in of_tokens} & {matrix.data_ptr() for matrix in matrices}
+    assert not {weight.data_ptr() for weight in of_tokens} & {
+        matrix.data_ptr() for matrix in matrices
+    }
 
 
 def make_training(name: str, target: Any, **optim: Any) -> Distillation:
@@ -154,7 +162,9 @@ def test_ranks_that_share_the_matrices_out_are_refused_with_the_way_out(
 ) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     plugin = SimpleNamespace(zero_stage=stage)
-    ranks: Any = SimpleNamespace(distributed_type=DistributedType[kind], num_processes=8, deepspeed_plugin=plugin)
+    ranks: Any = SimpleNamespace(
+        distributed_type=DistributedType[kind], num_processes=8, deepspeed_plugin=plugin
+    )
     with pytest.raises(ValueError, match=r"8.*--multi_gpu.*adamw"):
         require_whole_matrices(Optim(name="muon"), ranks)
     require_whole_matrices(Optim(), ranks)

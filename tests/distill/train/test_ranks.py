@@ -1,7 +1,10 @@
-"""Training on two processes by every shipped config: the numbers of one process, and checkpoints that go on exactly.
+"""Training on two processes by every shipped config.
 
-Float32 sums in another order differ in the last digits. AdamW divides by the size of a gradient, so these digits become
-a whole step if the gradient is all but zero. The trainings compared here therefore have an `eps` well above rounding.
+The numbers of one process, and checkpoints that go on exactly.
+
+Float32 sums in another order differ in the last digits. AdamW divides by the size of a gradient, so
+these digits become a whole step if the gradient is all but zero. The trainings compared here
+therefore have an `eps` well above rounding.
 """
 
 from __future__ import annotations
@@ -57,7 +60,10 @@ def train(config: str | None, output: Path, *args: str, nodes: int = 1) -> dict[
         run_all(accelerate_launch(name, *options, nodes=nodes), [SCRIPT, str(output), *args])
     results = {path.stem: torch.load(path, weights_only=True) for path in output.glob("*.pt")}
     for result in results.values():
-        assert (result["layout"], result["offloads"]) == (LAYOUTS[name], "offload" in (config or ""))
+        assert (result["layout"], result["offloads"]) == (
+            LAYOUTS[name],
+            "offload" in (config or ""),
+        )
     return results
 
 
@@ -98,20 +104,30 @@ def test_sharded_drafts_take_the_step_of_one_process(config: str, tmp_path: Path
 
 
 def test_muon_moves_the_matrices_of_two_ranks_as_those_of_one(tmp_path: Path) -> None:
-    """Over three steps. Muon makes all directions equal, also those in which a gradient is only rounding."""
+    """Over three steps.
+
+    Muon makes all directions equal, also those in which a gradient is only rounding.
+    """
     work = ["eagle3", "--steps", "3", "--optimizer", "muon"]
     one = train(None, tmp_path / "one", *work)
     assert_same(one, train("ddp", tmp_path / "two", *work), 1e-4)
 
 
 @pytest.mark.slow
-def test_mixed_precision_of_shards_rounds_products_and_neither_sums_nor_what_the_target_says(tmp_path: Path) -> None:
+def test_mixed_precision_of_shards_rounds_products_and_neither_sums_nor_what_the_target_says(
+    tmp_path: Path,
+) -> None:
     work = ["standalone", "eagle3", *SGD, "--judged", "11"]
     one = train(None, tmp_path / "one", *work)
-    run_all(accelerate_launch("fsdp2", "--mixed_precision", "bf16"), [SCRIPT, str(tmp_path / "two"), *work])
+    run_all(
+        accelerate_launch("fsdp2", "--mixed_precision", "bf16"),
+        [SCRIPT, str(tmp_path / "two"), *work],
+    )
     for family, expected in one.items():
         found = torch.load(tmp_path / "two" / f"{family}.pt", weights_only=True)
-        assert found["num_rows"] == expected["num_rows"], "an odd number above 256, which bfloat16 does not have"
+        assert found["num_rows"] == expected["num_rows"], (
+            "an odd number above 256, which bfloat16 does not have"
+        )
         assert expected["num_rows"] > 256
         assert expected["num_rows"] % 2
         for name in ("loss", "grad_norm", "tau"):
@@ -124,8 +140,12 @@ def test_mixed_precision_of_shards_rounds_products_and_neither_sums_nor_what_the
 def test_every_family_trains_as_on_one_process(
     config: str, nodes: int, one_process: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    assert_same(one_process["sgd"], train(config, tmp_path / "sgd", *FAMILIES, *SGD, nodes=nodes), 1e-6)
-    assert_same(one_process["adamw"], train(config, tmp_path / "adamw", *FAMILIES, nodes=nodes), 1e-5)
+    assert_same(
+        one_process["sgd"], train(config, tmp_path / "sgd", *FAMILIES, *SGD, nodes=nodes), 1e-6
+    )
+    assert_same(
+        one_process["adamw"], train(config, tmp_path / "adamw", *FAMILIES, nodes=nodes), 1e-5
+    )
 
 
 @pytest.mark.slow
@@ -140,7 +160,9 @@ def test_micro_batches_on_two_processes_make_the_step_of_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["fsdp2", "ddp"])
-def test_a_step_that_is_dropped_leaves_no_gradient_for_the_next(config: str, tmp_path: Path) -> None:
+def test_a_step_that_is_dropped_leaves_no_gradient_for_the_next(
+    config: str, tmp_path: Path
+) -> None:
     work = ["eagle3", "--optimizer", "sgd", "--steps", "3", "--lr", "1", "--poison-at", "1"]
     one = train(None, tmp_path / "one", *work)
     two = train(config, tmp_path / "two", *work, "--accumulation", "2")
@@ -153,7 +175,9 @@ def test_a_step_that_is_dropped_leaves_no_gradient_for_the_next(config: str, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_resumed_training_is_that_of_an_unbroken_one_bit_for_bit(config: str, tmp_path: Path) -> None:
+def test_a_resumed_training_is_that_of_an_unbroken_one_bit_for_bit(
+    config: str, tmp_path: Path
+) -> None:
     families = ["standalone", "eagle3"]
     whole = train(config, tmp_path / "run", *families, "--save-at", "4")
     resumed = train(config, tmp_path / "run", *families, "--resume")

@@ -25,7 +25,9 @@ def open_run(folder: Path, **config: Any) -> RunFolder:
 
 
 def test_a_run_is_resumed_though_its_teachers_moved(tmp_path: Path) -> None:
-    open_run(tmp_path / "run", signal={"kind": "endpoint", "url": ("http://a:1", "http://b:2")}, seed=1)
+    open_run(
+        tmp_path / "run", signal={"kind": "endpoint", "url": ("http://a:1", "http://b:2")}, seed=1
+    )
     moved = {"kind": "endpoint", "url": ("http://c:3",), "storage": "s3://elsewhere"}
     open_run(tmp_path / "run", signal=moved, seed=1)
     with pytest.raises(ValueError, match=r"'endpoint'.*'model'"):
@@ -64,9 +66,14 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_beyond_a_million(tmp_pat
     assert kept == {"step-000100-good", "step-999999", "step-1000000"}
 
 
-def test_a_run_judged_by_acceptance_is_resumed_with_the_same_number_of_draft_tokens(tmp_path: Path) -> None:
+def test_a_run_judged_by_acceptance_is_resumed_with_the_same_number_of_draft_tokens(
+    tmp_path: Path,
+) -> None:
     def resume(folder: str, num_tokens: int, stop_by: str) -> None:
-        loop, prove = {"steps": 3, "compile": None, "stop_by": stop_by}, {"num_speculative_tokens": num_tokens}
+        loop, prove = (
+            {"steps": 3, "compile": None, "stop_by": stop_by},
+            {"num_speculative_tokens": num_tokens},
+        )
         open_run(tmp_path / folder, loop=loop, prove=prove)
 
     for folder, stop_by in (("by-steps", "steps"), ("by-acceptance", "acceptance")):
@@ -83,14 +90,20 @@ def test_every_rank_reads_the_checkpoint_that_the_main_process_found(
     run = open_run(tmp_path / "run")
     run.save(500, lambda folder: (folder / "step").write_text("500"))
     answers = iter(["step-001000", [{"step": 1000}]])
-    monkeypatch.setattr(run_folder, "broadcast_object_list", lambda told, from_process: told.insert(1, next(answers)))
+    monkeypatch.setattr(
+        run_folder,
+        "broadcast_object_list",
+        lambda told, from_process: told.insert(1, next(answers)),
+    )
     late = RunFolder(run.folder, SimpleNamespace(is_main_process=False))  # type: ignore[arg-type]
     read: list[str] = []
     assert late.restore(lambda folder: read.append(folder.name)) == 1000
     assert (read, late.metrics) == (["step-001000"], [{"step": 1000}])
 
 
-def test_a_checkpoint_is_not_continued_on_data_or_a_target_that_changed_under_one_name(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_continued_on_data_or_a_target_that_changed_under_one_name(
+    tmp_path: Path,
+) -> None:
     run = open_run(tmp_path / "run")
     run.confirm({"target": "a", "data": "b"})
     run.confirm({"target": "a", "data": "c"})  # no step was trained

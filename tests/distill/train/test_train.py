@@ -1,4 +1,7 @@
-"""The training step: its loss, its reduction over micro-batches and processes, and what it does with a NaN."""
+"""The training step.
+
+Its loss, its reduction over micro-batches and processes, and what it does with a NaN.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,12 @@ def make_signal(target: StandaloneDraft, batch: Batch) -> TargetSignal:
 
 
 def make_distillation(
-    draft: StandaloneDraft, target: StandaloneDraft, *, accumulation: int = 1, steps: int = 100, **optim: float
+    draft: StandaloneDraft,
+    target: StandaloneDraft,
+    *,
+    accumulation: int = 1,
+    steps: int = 100,
+    **optim: float,
 ) -> Distillation:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     return Distillation(
@@ -84,13 +92,19 @@ def test_the_loss_of_a_batch_equals_the_plain_divergence_over_its_labelled_rows(
     signal, steps = make_signal(target, batch), draft.draft_steps(batch)
     result = distill_loss(steps, batch, signal, Divergence(name="forward_kl"), scale=0.25)
     rows_BT = label_rows(batch, 0)
-    p_logits_MV = make_signal(target, batch).distribution.hidden_BTD[rows_BT] @ target.model.lm_head.weight.T
+    p_logits_MV = (
+        make_signal(target, batch).distribution.hidden_BTD[rows_BT] @ target.model.lm_head.weight.T
+    )
     q_logits_MV = steps[0].hidden_BTD[rows_BT] @ draft.model.lm_head.weight.T
-    plain = define(Divergence(name="forward_kl"), *exact_log_probs(p_logits_MV, q_logits_MV)).sum() * 0.25
+    plain = (
+        define(Divergence(name="forward_kl"), *exact_log_probs(p_logits_MV, q_logits_MV)).sum()
+        * 0.25
+    )
     torch.testing.assert_close(result.loss, plain, rtol=1e-10, atol=0)
     assert result.sums_S3[0, 2] == rows_BT.sum()
     gradient, expected = (
-        torch.autograd.grad(loss, draft.parameters(), retain_graph=True) for loss in (result.loss, plain)
+        torch.autograd.grad(loss, draft.parameters(), retain_graph=True)
+        for loss in (result.loss, plain)
     )
     torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-12)
 
@@ -100,12 +114,19 @@ def test_each_target_row_of_a_step_is_compared_with_some_draft_row():
     masks = [label_rows(batch, shift) for shift in (0, 1, 2)]
     masks[0][:, ::3] = False
     steps = [
-        DraftStep(hidden_BTD=torch.randn(1, 40, 16), head_WD=torch.randn(VOCABULARY, 16), shift=shift, mask_BT=mask_BT)
+        DraftStep(
+            hidden_BTD=torch.randn(1, 40, 16),
+            head_WD=torch.randn(VOCABULARY, 16),
+            shift=shift,
+            mask_BT=mask_BT,
+        )
         for shift, mask_BT in enumerate(masks)
     ]
     for chunk_tokens in (1, 5, 1000):
         rows = find_rows(steps, chunk_tokens)
-        assert torch.cat([row.target_row_M for row in rows.of_steps]).unique().tolist() == list(range(len(rows.kept_N)))
+        assert torch.cat([row.target_row_M for row in rows.of_steps]).unique().tolist() == list(
+            range(len(rows.kept_N))
+        )
         for row, step in zip(rows.of_steps, steps, strict=True):
             assert row.place_M.tolist() == step.mask_BT.flatten().nonzero().flatten().tolist()
             assert torch.equal(rows.kept_N[row.target_row_M], row.place_M + step.shift)
@@ -118,7 +139,11 @@ def test_a_step_of_shift_two_learns_from_the_targets_row_two_further_on():
     signal = make_signal(target, batch)
     own = torch.randn(1, 24, 16, dtype=torch.float64)
     step = DraftStep(
-        hidden_BTD=own, head_WD=torch.randn(VOCABULARY, 16).double(), shift=2, mask_BT=label_rows(batch, 2), weight=0.5
+        hidden_BTD=own,
+        head_WD=torch.randn(VOCABULARY, 16).double(),
+        shift=2,
+        mask_BT=label_rows(batch, 2),
+        weight=0.5,
     )
     result = distill_loss([step], batch, signal, Divergence(name="total_variation"), scale=1.0)
     target_hidden_BTD, head_VD = signal.distribution.hidden_BTD, signal.distribution.head_VD
@@ -134,11 +159,15 @@ def test_a_step_of_shift_two_learns_from_the_targets_row_two_further_on():
 def test_cross_entropy_learns_the_texts_next_token():
     target, draft, batch = make_model(0), make_model(1), make_batch([17])
     steps = draft.draft_steps(batch)
-    result = distill_loss(steps, batch, make_signal(target, batch), Divergence(name="cross_entropy"), scale=1.0)
+    result = distill_loss(
+        steps, batch, make_signal(target, batch), Divergence(name="cross_entropy"), scale=1.0
+    )
     rows_T = label_rows(batch, 0)[0]
     log_q_MV = (steps[0].hidden_BTD[0, rows_T] @ draft.model.lm_head.weight.T).log_softmax(-1)
     labels_M = batch.input_ids_BT[0].roll(-1)[rows_T]
-    assert result.loss.item() == pytest.approx(-log_q_MV.gather(1, labels_M[:, None]).sum().item(), rel=1e-9)
+    assert result.loss.item() == pytest.approx(
+        -log_q_MV.gather(1, labels_M[:, None]).sum().item(), rel=1e-9
+    )
 
 
 def test_micro_batches_with_unequal_labels_make_the_same_step_as_one_batch():
@@ -147,7 +176,9 @@ def test_micro_batches_with_unequal_labels_make_the_same_step_as_one_batch():
     parts = [take_rows(part, slice(row, row + 1)) for row, part in enumerate(parts)]
     one = make_distillation(make_model(1), target)
     stats_one = one.step([whole])
-    two = make_distillation(make_model(1), target, accumulation=2)  # accelerate shares its state: after `one` is done
+    two = make_distillation(
+        make_model(1), target, accumulation=2
+    )  # accelerate shares its state: after `one` is done
     stats_two = two.step(parts)
     assert stats_one.labels == stats_two.labels == int(label_rows(whole, 0).sum())
     assert stats_two.loss == pytest.approx(stats_one.loss, rel=1e-10)
@@ -159,17 +190,25 @@ def test_steps_are_those_of_a_plain_loop_bit_for_bit(accumulation: int):
     target, plain, draft = make_model(0), make_model(1), make_model(1)
     optim = Optim(lr=1e-2, warmup_fraction=0.0, accumulation=accumulation)
     adamw = torch.optim.AdamW(
-        plain.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=0.0, fused=True
+        plain.parameters(),
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        weight_decay=0.0,
+        fused=True,
     )
     distillation = make_distillation(draft, target, accumulation=accumulation, warmup_fraction=0.0)
     for step in range(3):
-        batches = [make_batch([24, 5 + micro], seed=2 * step + micro) for micro in range(accumulation)]
+        batches = [
+            make_batch([24, 5 + micro], seed=2 * step + micro) for micro in range(accumulation)
+        ]
         scale = accumulation / sum(int(label_rows(batch, 0).sum()) for batch in batches)
         adamw.param_groups[0]["lr"] = optim.lr * optim.rate(step, 100)
         wanted = torch.zeros((), dtype=torch.float64)
         for batch in batches:
             signal = make_signal(target, batch)
-            loss = distill_loss(plain.draft_steps(batch, signal), batch, signal, distillation.divergence, scale).loss
+            loss = distill_loss(
+                plain.draft_steps(batch, signal), batch, signal, distillation.divergence, scale
+            ).loss
             (loss / accumulation).backward()
             wanted += loss.detach() / accumulation
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), optim.max_grad_norm)
@@ -177,7 +216,9 @@ def test_steps_are_those_of_a_plain_loop_bit_for_bit(accumulation: int):
         adamw.zero_grad()
         stats = distillation.step(batches)
         assert (stats.loss, stats.grad_norm) == (float(wanted), float(norm))
-        assert torch.equal(weights(distillation), torch.cat([p.detach().flatten() for p in plain.parameters()]))
+        assert torch.equal(
+            weights(distillation), torch.cat([p.detach().flatten() for p in plain.parameters()])
+        )
 
 
 def test_results_that_are_read_late_are_those_that_are_read_at_once():
@@ -193,7 +234,10 @@ def test_results_that_are_read_late_are_those_that_are_read_at_once():
 
 @pytest.mark.parametrize("first_bad", [0, 1, 2])
 def test_a_micro_batch_whose_loss_is_nan_drops_the_whole_step(first_bad: int):
-    """The loss of such a step is that of the micro-batches before; the next one finds neither gradient nor momentum."""
+    """The loss of such a step is that of the micro-batches before.
+
+    The next one finds neither gradient nor momentum.
+    """
     target, batches = make_model(0), [make_batch([24, 5 + micro], seed=micro) for micro in range(3)]
     options = {"accumulation": 3, "warmup_fraction": 0.0, "schedule": "constant"}
 
@@ -241,7 +285,8 @@ def test_a_batch_whose_loss_is_nan_is_skipped_counted_and_changes_no_weight():
     healthy = distillation.target
     distillation.target = lambda batch: TargetSignal(
         distribution=ExactTarget(
-            hidden_BTD=healthy(batch).distribution.hidden_BTD * math.nan, head_VD=target.model.lm_head.weight.detach()
+            hidden_BTD=healthy(batch).distribution.hidden_BTD * math.nan,
+            head_VD=target.model.lm_head.weight.detach(),
         )
     )
     stats = distillation.step([make_batch([24])])
@@ -288,12 +333,25 @@ def test_two_processes_with_unequal_labels_make_the_step_of_one(tmp_path: Path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folders}
     launch = ["torchrun", "--standalone", "--nproc_per_node", "2"]
     subprocess.run(
-        [str(Path(sys.executable).with_name("torchrun")), *launch[1:], str(worker), str(tmp_path / "two.pt")],
+        [
+            str(Path(sys.executable).with_name("torchrun")),
+            *launch[1:],
+            str(worker),
+            str(tmp_path / "two.pt"),
+        ],
         check=True,
         env=environment,
         timeout=1200,
     )
-    subprocess.run([sys.executable, str(worker), str(tmp_path / "one.pt")], check=True, env=environment, timeout=1200)
-    one, two = torch.load(tmp_path / "one.pt", weights_only=True), torch.load(tmp_path / "two.pt", weights_only=True)
+    subprocess.run(
+        [sys.executable, str(worker), str(tmp_path / "one.pt")],
+        check=True,
+        env=environment,
+        timeout=1200,
+    )
+    one, two = (
+        torch.load(tmp_path / "one.pt", weights_only=True),
+        torch.load(tmp_path / "two.pt", weights_only=True),
+    )
     torch.testing.assert_close(two["weights"], one["weights"], rtol=0, atol=1e-9)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-9)

@@ -52,7 +52,9 @@ def test_torch_load_builds_no_object_although_it_is_asked_to(legacy: bool, tmp_p
 
 
 def test_what_deepspeed_saves_is_read_and_what_it_does_not_save_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install 'redraft[deepspeed]'")
+    pytest.importorskip(
+        "deepspeed", reason="DeepSpeed is not installed: pip install 'redraft[deepspeed]'"
+    )
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -117,11 +119,15 @@ def test_no_detour_leads_to_a_function(content: bytes, tmp_path: Path) -> None:
 
 def test_a_member_of_an_enum_is_read_as_python_3_11_2_writes_it() -> None:
     kind = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
-    read = _KnownPickles().load(io.BytesIO(b"cbuiltins\ngetattr\n(" + kind + b"VTORCH_PRESERVE_FORMAT\ntR."))
+    read = _KnownPickles().load(
+        io.BytesIO(b"cbuiltins\ngetattr\n(" + kind + b"VTORCH_PRESERVE_FORMAT\ntR.")
+    )
     assert read is metadata._MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
 
 
-def test_afterwards_all_is_as_it_was_and_other_errors_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_afterwards_all_is_as_it_was_and_other_errors_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     before = dict(os.environ)
     with pytest.raises(FileNotFoundError), without_code(tmp_path):
@@ -134,7 +140,14 @@ def make_distillation() -> Distillation:
     target = make_target()
     accelerator = make_accelerator(1, None, None)
     optim = Optim(lr=1e-2)
-    return Distillation(make_standalone(target), lambda b: make_signal(target, b), Divergence(), optim, 2, accelerator)
+    return Distillation(
+        make_standalone(target),
+        lambda b: make_signal(target, b),
+        Divergence(),
+        optim,
+        2,
+        accelerator,
+    )
 
 
 def test_a_training_with_code_in_its_checkpoint_is_not_resumed(tmp_path: Path) -> None:
@@ -149,14 +162,24 @@ def test_a_training_with_code_in_its_checkpoint_is_not_resumed(tmp_path: Path) -
     distillation.close()
 
 
-PLACES = {"fsdp2": "optimizer_0/.metadata", "zero2": "**/*optim_states.pt", "zero3": "**/*optim_states.pt"}
+PLACES = {
+    "fsdp2": "optimizer_0/.metadata",
+    "zero2": "**/*optim_states.pt",
+    "zero3": "**/*optim_states.pt",
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", PLACES)
 def test_no_rank_resumes_code(config: str, tmp_path: Path) -> None:
     require(config)
-    script = [str(ROOT / "tests/helpers/train_on_ranks.py"), str(tmp_path / "run"), "standalone", "--steps", "2"]
+    script = [
+        str(ROOT / "tests/helpers/train_on_ranks.py"),
+        str(tmp_path / "run"),
+        "standalone",
+        "--steps",
+        "2",
+    ]
     run_all(accelerate_launch(config), [*script, "--save-at", "1"])
     run_all(accelerate_launch(config), [*script, "--resume"])
     places = list((tmp_path / "run" / "standalone.checkpoint").glob(PLACES[config]))

@@ -1,4 +1,7 @@
-"""How often a GPU would be waited for in a training step: each read of a value, or of a size that depends on values."""
+"""How often a GPU would be waited for in a training step.
+
+Each read of a value, or of a size that depends on values.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,39 @@ from redraft.heads.families import eagle3
 from redraft.heads.target import Target
 
 WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "tolist", "pageable")
-"""The last one is a tensor made from the host's numbers: its way to a GPU is a copy of pageable memory."""
+"""The last one is a tensor made from the host's numbers: its way to a GPU is a copy of pageable
+memory.
+"""
 
 FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
-WITHOUT_DEVICE = (torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.linspace)
+WITHOUT_DEVICE = (
+    torch.arange,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.empty,
+    torch.eye,
+    torch.linspace,
+)
 """They make a tensor on the host unless they are given a device."""
 
 STEP = {"tolist": 2}
 """The sizes of the loss, and the norm."""
 
 OWN = {
-    # The largest number of labels of a row of the batch, of which later steps train a part. It is a size of tensors:
-    # without the read, these steps would compute rows that nothing is learned from.
+    # The largest number of labels of a row of the batch, of which later steps train a part. It is a
+    # size of tensors: without the read, these steps would compute rows that nothing is learned
+    # from.
     "peagle": {"_local_scalar_dense": 1},
 }
 """Reads of a family beside those of `STEP`."""
 
 
 class Waits(TorchDispatchMode):
-    """Counts the reads within it. Those of attention are left out: a kernel for CPUs reads the bounds of documents."""
+    """Counts the reads within it.
+
+    Those of attention are left out: a kernel for CPUs reads the bounds of documents.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +75,10 @@ class Waits(TorchDispatchMode):
 
 
 class HostWaits(TorchFunctionMode):
-    """Counts `tolist`, no operation on a CPU, and tensors made on the host: `to(device)` is none there."""
+    """Counts `tolist`, no operation on a CPU, and tensors made on the host.
+
+    `to(device)` is none there.
+    """
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
@@ -78,10 +98,14 @@ class HostWaits(TorchFunctionMode):
 
 
 def make_eagle3(target: Any, num_steps: int) -> Any:
-    return eagle3.Eagle3(eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=num_steps), Target.from_model(target))
+    return eagle3.Eagle3(
+        eagle3.Config(aux_layer_ids=(1, 2, 4), num_steps=num_steps), Target.from_model(target)
+    )
 
 
-def count_waits(draft: Any, target: Any, *, accumulation: int = 1, is_logged: bool = False) -> dict[str, int]:
+def count_waits(
+    draft: Any, target: Any, *, accumulation: int = 1, is_logged: bool = False
+) -> dict[str, int]:
     """Of the second step of a draft, the target's pass in this process included."""
     batch = make_batch([[make_ids(20), make_ids(11)], [make_ids(26, 3)]])
     source = InProcessTarget(target, draft.aux_layer_ids)
@@ -100,9 +124,11 @@ def count_waits(draft: Any, target: Any, *, accumulation: int = 1, is_logged: bo
 
 @pytest.mark.parametrize("family", [row.name for row in catalog.FAMILIES if not row.is_lookup])
 def test_a_step_of_every_family_waits_as_often(family: str) -> None:
-    """Two reads, three of P-EAGLE. In the loss: how many rows each draft step and the target have in each chunk, which
-    are sizes of tensors. After the backward pass: the norm of the gradient, with whether each loss is finite, which
-    decide on the optimizer's step, and the numbers of tokens and labels.
+    """Two reads, three of P-EAGLE.
+
+    In the loss: how many rows each draft step and the target have in each chunk, which are sizes of
+    tensors. After the backward pass: the norm of the gradient, with whether each loss is finite,
+    which decide on the optimizer's step, and the numbers of tokens and labels.
     """
     target = make_family_target(family)
     found = count_waits(FAMILIES[family](target), target)
@@ -119,7 +145,10 @@ def test_a_step_waits_as_often_for_seven_draft_steps_as_for_one(num_steps: int) 
 def test_a_micro_batch_is_waited_for_in_its_loss_alone() -> None:
     """One read, of the sizes of the loss."""
     target = make_target()
-    one, two = (count_waits(make_eagle3(target, 2), target, accumulation=accumulation) for accumulation in (1, 2))
+    one, two = (
+        count_waits(make_eagle3(target, 2), target, accumulation=accumulation)
+        for accumulation in (1, 2)
+    )
     assert {name: two.get(name, 0) - one.get(name, 0) for name in WAITS} == {
         "_local_scalar_dense": 0,
         "nonzero": 0,
@@ -132,7 +161,10 @@ def test_a_micro_batch_is_waited_for_in_its_loss_alone() -> None:
 def test_the_results_of_a_step_are_one_more_wait() -> None:
     """Loss and acceptance, read for a step that is logged."""
     target = make_target()
-    silent, logged = (count_waits(make_eagle3(target, 2), target, is_logged=is_logged) for is_logged in (False, True))
+    silent, logged = (
+        count_waits(make_eagle3(target, 2), target, is_logged=is_logged)
+        for is_logged in (False, True)
+    )
     assert logged == {**silent, "tolist": silent["tolist"] + 1}
 
 

@@ -1,4 +1,7 @@
-"""Three optimizer steps on two rows of unequal length: one process takes both, two processes take one each."""
+"""Three optimizer steps on two rows of unequal length.
+
+One process takes both, two processes take one each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Heads that draft a block at once are accepted by a real vLLM as the forecast says, at temperature 0 and 1.
+"""Heads that draft a block at once are accepted by a real vLLM as the forecast says, at temperature
+0 and 1.
 
 Each head is trained for a minute first: a random one is never accepted, and would prove nothing.
 """
@@ -39,13 +40,38 @@ def train(family: str, heads: dict[str, Path]) -> Path:
 
 
 def evaluate(head: Path, runner: str, method: str, output: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "redraft.recipes.cli", "eval", "--target", "tests/assets/tiny-target"]
-    command += ["--target-dtype", "float32", "--draft", f"head={head}", "--prompts", "stdlib", "--held-out", "0.05"]
+    command = [
+        sys.executable,
+        "-m",
+        "redraft.recipes.cli",
+        "eval",
+        "--target",
+        "tests/assets/tiny-target",
+    ]
+    command += [
+        "--target-dtype",
+        "float32",
+        "--draft",
+        f"head={head}",
+        "--prompts",
+        "stdlib",
+        "--held-out",
+        "0.05",
+    ]
     command += ["--max-prompt-tokens", "512"]
     command += ["--temperature", "0", "1", "--draft-sample-method", method, "--num-prompts", "64"]
-    command += ["--num-speculative-tokens", str(NUM_TOKENS), "--max-tokens", "48", "--output", str(output)]
+    command += [
+        "--num-speculative-tokens",
+        str(NUM_TOKENS),
+        "--max-tokens",
+        "48",
+        "--output",
+        str(output),
+    ]
     environment = os.environ | model_runners.environment(runner)
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=2400, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=2400, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     results: list[dict[str, Any]] = json.loads((output / "report.json").read_text())["results"]
     return [row for row in results if row["draft"] == "head" and row["domain"] is None]
@@ -70,7 +96,10 @@ def test_the_real_engine_accepts_as_many_tokens_of_a_block_as_forecast(
     for row in rows:
         (entry,) = row["by_num_speculative_tokens"]
         forecast, engine = entry["forecast"]["tau"]["value"], entry["engine"]["tau"]
-        print(f"{family}, {runner}, {method}, temperature {row['temperature']}: forecast {forecast:.4f}, {engine:.4f}")
+        print(
+            f"{family}, {runner}, {method}, temperature {row['temperature']}: forecast "
+            f"{forecast:.4f}, {engine:.4f}"
+        )
         assert forecast > 1.05, "the head has learned something"
         if row["temperature"] == 0:
             assert engine == pytest.approx(forecast, rel=0.01)

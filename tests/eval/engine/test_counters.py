@@ -8,14 +8,20 @@ from redraft.eval.engine.counters import parse_counts
 
 
 def make_engine_text(engines):
-    """The text of vLLM's /metrics, from the library that vLLM uses; each engine is (drafts, accepted at 0, at 1)."""
+    """The text of vLLM's /metrics, from the library that vLLM uses.
+
+    Each engine is (drafts, accepted at 0, at 1).
+    """
     registry = CollectorRegistry()
     names = {
         name: Counter(f"vllm:spec_decode_num_{name}", name, ["engine"], registry=registry)
         for name in ("drafts", "draft_tokens", "accepted_tokens")
     }
     per_position = Counter(
-        "vllm:spec_decode_num_accepted_tokens_per_pos", "p", ["engine", "position"], registry=registry
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "p",
+        ["engine", "position"],
+        registry=registry,
     )
     Gauge("vllm:num_requests_running", "other", registry=registry).set(3)
     for engine, (drafts, *accepted_at) in enumerate(engines):
@@ -36,7 +42,9 @@ def test_counters_are_summed_over_engines():
 
 
 def test_a_window_is_a_difference_of_counters():
-    earlier, later = (parse_counts(make_engine_text([counts])) for counts in [(100, 80, 50), (140, 100, 60)])
+    earlier, later = (
+        parse_counts(make_engine_text([counts])) for counts in [(100, 80, 50), (140, 100, 60)]
+    )
     assert later.since(earlier) == AcceptanceCounts(
         num_drafts=40, num_accepted=30, num_draft_tokens=80, accepted_per_position=(20, 10)
     )

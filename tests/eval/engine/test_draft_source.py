@@ -21,7 +21,9 @@ EAGLE3 = "midlayer.hidden_norm.weight"
 def write_draft(folder: Path, *tensors: str, **config: Any) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: torch.zeros(1) for name in tensors}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: torch.zeros(1) for name in tensors}, folder / "model.safetensors", {"format": "pt"}
+    )
     return str(folder)
 
 
@@ -80,13 +82,17 @@ def test_a_draft_has_the_name_of_its_run_unless_it_is_given_one(text: str, name:
     assert str(DraftSource.parse(text)) == text.removeprefix("v13=")
 
 
-def test_a_folder_with_an_equals_sign_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_an_equals_sign_is_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_draft(tmp_path / "lr=1", EAGLE3)
     assert DraftSource.parse("lr=1") == DraftSource(source="lr=1")
 
 
-@pytest.mark.parametrize("config", [{}, {"architectures": ["LlamaForCausalLM"]}, {"redraft": {"family": "medusa"}}])
+@pytest.mark.parametrize(
+    "config", [{}, {"architectures": ["LlamaForCausalLM"]}, {"redraft": {"family": "medusa"}}]
+)
 def test_a_draft_is_served_by_what_its_tensors_say(config: dict[str, Any], tmp_path: Path) -> None:
     draft = DraftSource.parse(write_draft(tmp_path / "draft", EAGLE3, **config))
     assert draft.speculative() == {"method": "eagle3", "model": str(tmp_path / "draft")}
@@ -98,7 +104,9 @@ def test_a_draft_is_served_by_what_its_tensors_say(config: dict[str, Any], tmp_p
 def test_a_mix_is_served_as_its_head_with_the_lookup_before_it(tmp_path: Path) -> None:
     ngram = DraftSource.parse("ngram").speculative()
     assert ngram == {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    assert DraftSource.parse("ngram").speculative("probabilistic") == ngram, "what is looked up is never sampled"
+    assert DraftSource.parse("ngram").speculative("probabilistic") == ngram, (
+        "what is looked up is never sampled"
+    )
     mixed = {**ngram, "method": "mtp", "disable_padded_drafter_batch": True}
     assert DraftSource.parse("ngram+mtp").speculative() == mixed
     assert DraftSource.parse("ngram+mtp:2").speculative() == {**mixed, "head_tokens": 2}
@@ -111,7 +119,9 @@ def test_a_mix_is_served_as_its_head_with_the_lookup_before_it(tmp_path: Path) -
 
 
 def test_a_draft_without_a_module_is_served_if_vllm_serves_it(tmp_path: Path) -> None:
-    several = DraftSource.parse(write_draft(tmp_path / "several", EAGLE3, "layers.1.input_layernorm.weight"))
+    several = DraftSource.parse(
+        write_draft(tmp_path / "several", EAGLE3, "layers.1.input_layernorm.weight")
+    )
     assert several.speculative()["method"] == "eagle3"
     with pytest.raises(ValueError, match=rf"{tmp_path}/several .*EAGLE-3"):
         _ = several.family
@@ -120,8 +130,12 @@ def test_a_draft_without_a_module_is_served_if_vllm_serves_it(tmp_path: Path) ->
         hydra.speculative()
 
 
-def test_a_model_of_unknown_tensors_is_a_draft_model_only_if_it_is_a_causal_lm(tmp_path: Path) -> None:
-    gpt2 = write_draft(tmp_path / "gpt2", "transformer.h.0.attn.weight", architectures=["GPT2LMHeadModel"])
+def test_a_model_of_unknown_tensors_is_a_draft_model_only_if_it_is_a_causal_lm(
+    tmp_path: Path,
+) -> None:
+    gpt2 = write_draft(
+        tmp_path / "gpt2", "transformer.h.0.attn.weight", architectures=["GPT2LMHeadModel"]
+    )
     assert DraftSource.parse(gpt2).speculative()["method"] == "draft_model"
     unknown = write_draft(tmp_path / "unknown", "a.weight", architectures=["MyDraft"])
     with pytest.raises(ValueError, match=r"\ba\.weight"):
@@ -158,7 +172,9 @@ def test_an_mtp_layer_is_served_from_a_folder_of_its_own_or_from_the_target(tmp_
 def test_a_link_is_followed_once(tmp_path: Path) -> None:
     write_draft(tmp_path / "v000003", EAGLE3)
     (tmp_path / "current").symlink_to("v000003")
-    assert DraftSource.parse(str(tmp_path / "current")).speculative()["model"] == str(tmp_path / "v000003")
+    assert DraftSource.parse(str(tmp_path / "current")).speculative()["model"] == str(
+        tmp_path / "v000003"
+    )
 
 
 def test_a_draft_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +182,8 @@ def test_a_draft_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) 
         DraftSource.parse("/nowhere").speculative()
     with pytest.raises(ValueError, match=r"a\.gguf"):
         DraftSource.parse("a.gguf").speculative()
-    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name, *patterns: "no network")
+    monkeypatch.setattr(
+        "redraft.heads.files.folder._download", lambda name, *patterns: "no network"
+    )
     with pytest.raises(FileNotFoundError, match="owner/name"):
         DraftSource.parse("owner/name").speculative()

@@ -47,14 +47,24 @@ HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "name", ["half a head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("half a body", "a slow reader"))]
+    "name",
+    [
+        "half a head",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("half a body", "a slow reader")),
+    ],
 )
 def test_a_client_that_keeps_its_connection_does_not_keep_the_server(name):
-    sent = {"half a head": HEAD[:20], "half a body": HEAD + b"abc", "a slow reader": HEAD + b"123456789"}[name]
+    sent = {
+        "half a head": HEAD[:20],
+        "half a body": HEAD + b"abc",
+        "a slow reader": HEAD + b"123456789",
+    }[name]
     environment = os.environ | {ENABLED: "1"}
     environment.pop("VLLM_PLUGINS", None)
     command = [sys.executable, "-c", SERVE]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
         try:
             port = int(next(line for line in server.stdout if line.strip().isdecimal()))
             with socket.create_connection(("127.0.0.1", port)) as client:

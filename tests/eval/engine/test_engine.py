@@ -68,18 +68,24 @@ def measured(engine_with_draft: VllmServer) -> Measurement:
 def exact_signal(target: Any) -> Callable[[Batch], TargetSignal]:
     return lambda batch: TargetSignal(
         distribution=ExactTarget(
-            hidden_BTD=target.model(input_ids=batch.input_ids_BT).last_hidden_state, head_VD=target.lm_head.weight
+            hidden_BTD=target.model(input_ids=batch.input_ids_BT).last_hidden_state,
+            head_VD=target.lm_head.weight,
         )
     )
 
 
 @pytest.mark.vllm
 def test_the_engine_accepts_exactly_what_the_forecast_says(
-    measured: Measurement, target: Any, continuations: list[Continuation], served_pair: tuple[Path, Path]
+    measured: Measurement,
+    target: Any,
+    continuations: list[Continuation],
+    served_pair: tuple[Path, Path],
 ):
     draft = StandaloneDraft.load(served_pair[1]).eval()
     expected = forecast(draft, exact_signal(target), continuations, 3)
-    assert len({len(c.output_ids) for c in continuations}) > 4, "answers should end at different lengths"
+    assert len({len(c.output_ids) for c in continuations}) > 4, (
+        "answers should end at different lengths"
+    )
     assert [o.counts for o in measured.outputs] == [p.counts for p in expected.per_prompt]
     assert measured.counts is not None
     assert measured.counts.tau == expected.overall.tau
@@ -108,7 +114,12 @@ def test_another_clients_requests_are_noticed(engine_with_draft: VllmServer):
     done = threading.Event()
 
     def intrude() -> None:
-        request = {"model": engine_with_draft.model, "prompt": [20, 21, 22], "max_tokens": 8, "temperature": 0}
+        request = {
+            "model": engine_with_draft.model,
+            "prompt": [20, 21, 22],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
         while not done.is_set():
             httpx.post(f"{engine_with_draft.url}/v1/completions", json=request, timeout=600)
 
@@ -124,12 +135,21 @@ def test_another_clients_requests_are_noticed(engine_with_draft: VllmServer):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_an_engine_that_refuses_its_draft_says_why_in_one_line(served_pair: tuple[Path, Path], tmp_path: Path):
-    speculative_config = {"method": "draft_model", "model": str(tmp_path / "nowhere"), "num_speculative_tokens": 3}
+def test_an_engine_that_refuses_its_draft_says_why_in_one_line(
+    served_pair: tuple[Path, Path], tmp_path: Path
+):
+    speculative_config = {
+        "method": "draft_model",
+        "model": str(tmp_path / "nowhere"),
+        "num_speculative_tokens": 3,
+    }
     with (
         pytest.raises(ChildProcessError, match="nowhere") as error,
         vllm_server(
-            served_pair[0], log=tmp_path / "vllm.log", speculative_config=speculative_config, max_model_len=256
+            served_pair[0],
+            log=tmp_path / "vllm.log",
+            speculative_config=speculative_config,
+            max_model_len=256,
         ),
     ):
         pass
@@ -138,18 +158,24 @@ def test_an_engine_that_refuses_its_draft_says_why_in_one_line(served_pair: tupl
 
 
 def test_an_unreachable_server_is_a_connection_error():
-    nobody = VllmServer(url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0)
+    nobody = VllmServer(
+        url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0
+    )
     with pytest.raises(ConnectionError, match=r"127.0.0.1:9.*ConnectError"):
         measure(nobody, make_prompts(2), max_tokens=4)
     with pytest.raises(ConnectionError, match=r"127.0.0.1:9.*0.*2"):
         asyncio.run(complete_all(nobody, make_prompts(2), 4, GREEDY, 2, "prompts"))
 
 
-def test_a_measurement_leaves_out_statistics_of_the_warm_up_that_arrive_late(monkeypatch: pytest.MonkeyPatch):
+def test_a_measurement_leaves_out_statistics_of_the_warm_up_that_arrive_late(
+    monkeypatch: pytest.MonkeyPatch,
+):
     finished_s: list[float] = []
     num_counted = 0
 
-    async def complete(server: VllmServer, prompts: Sequence[Prompt], max_tokens: int, *rest: Any) -> list[Output]:
+    async def complete(
+        server: VllmServer, prompts: Sequence[Prompt], max_tokens: int, *rest: Any
+    ) -> list[Output]:
         finished_s.extend([max_tokens] * len(prompts))
         arrivals = ((0.0, 0), (1.0, max_tokens))
         return [Output(token_ids=[1] * max_tokens, counts=None, arrivals=arrivals) for _ in prompts]
@@ -162,17 +188,23 @@ def test_a_measurement_leaves_out_statistics_of_the_warm_up_that_arrive_late(mon
 
     monkeypatch.setattr("redraft.eval.engine.measure.complete_all", complete)
     monkeypatch.setattr(httpx, "get", read_one_more)
-    server = VllmServer(url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0)
+    server = VllmServer(
+        url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0
+    )
     assert measure(server, make_prompts(4), max_tokens=MAX_TOKENS).decode_s == 4 * MAX_TOKENS
 
 
 def test_no_prompts_are_refused():
-    nobody = VllmServer(url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0)
+    nobody = VllmServer(
+        url="http://127.0.0.1:9", model="none", dtype="float32", num_speculative_tokens=0
+    )
     with pytest.raises(ValueError, match="prompt"):
         measure(nobody, [], max_tokens=4)
 
 
-def test_counts_of_another_dtype_are_not_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_counts_of_another_dtype_are_not_taken_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     started: list[str | None] = []
 
     @contextlib.contextmanager
@@ -181,16 +213,28 @@ def test_counts_of_another_dtype_are_not_taken_from_the_cache(tmp_path: Path, mo
         yield VllmServer(url="", model=model, dtype="", num_speculative_tokens=1)
 
     def measure_none(server: VllmServer, prompts: Sequence[Prompt], **options: Any) -> Measurement:
-        return Measurement(prompts=prompts, outputs=[], full_s=1.0, full_tokens=0, dtype="", counts=None)
+        return Measurement(
+            prompts=prompts, outputs=[], full_s=1.0, full_tokens=0, dtype="", counts=None
+        )
 
     monkeypatch.setattr(served, "vllm_server", start)
     monkeypatch.setattr(served, "measure", measure_none)
     target = LoadedTarget(opened=TargetFolder.open("tests/assets/tiny-target"), model=None)
     draft = NamedDraft(
-        name="d", source="d", family="ngram", fingerprint="d", forecast=None, speculative={"method": "ngram"}
+        name="d",
+        source="d",
+        family="ngram",
+        fingerprint="d",
+        forecast=None,
+        speculative={"method": "ngram"},
     )
     protocol = Protocol(
-        temperatures=(0.0,), num_speculative_tokens=(1,), max_tokens=4, end_ids=(), seed=0, batch_size=1
+        temperatures=(0.0,),
+        num_speculative_tokens=(1,),
+        max_tokens=4,
+        end_ids=(),
+        seed=0,
+        batch_size=1,
     )
     for dtype in ("float32", "bfloat16", "float32"):
         options = served.EngineOptions(dtype=dtype)
@@ -230,16 +274,22 @@ def test_a_server_without_speculation_has_no_counts():
     [
         (
             "(EngineCore pid=7) ERROR 01-01 [core.py:9] ValueError: the vocabularies differ\n"
-            "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n",
+            "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause "
+            "above.\n",
             "ValueError: the vocabularies differ",
         ),
-        ("usage: api_server.py\napi_server.py: error: argument --port: invalid\n", "error: argument --port: invalid"),
         (
-            "  Value error, max_model_len (9) is too long. [type=value_error, input_value=A(()), input_type=A]\n",
+            "usage: api_server.py\napi_server.py: error: argument --port: invalid\n",
+            "error: argument --port: invalid",
+        ),
+        (
+            "  Value error, max_model_len (9) is too long. [type=value_error, input_value=A(()), "
+            "input_type=A]\n",
             "Value error, max_model_len (9) is too long.",
         ),
         (
-            "  Value error, no such folder: 'x'.\nVerify that:\n - it exists [type=value_error, input_value=A(())]\n",
+            "  Value error, no such folder: 'x'.\nVerify that:\n - it exists [type=value_error, "
+            "input_value=A(())]\n",
             "Value error, no such folder: 'x'.",
         ),
         ("Killed\n", "Killed"),
@@ -291,7 +341,9 @@ def test_a_tie_is_listed_and_still_lossless(dtype: str, gap: float):
 
 
 def test_a_wrong_token_is_not_lossless():
-    result = compare_lossless(make_measurement([5, 7]), make_measurement([5, 6]), logits_with_gap(0.125))
+    result = compare_lossless(
+        make_measurement([5, 7]), make_measurement([5, 6]), logits_with_gap(0.125)
+    )
     assert not result.lossless
     assert result.differences[0].logit_gap == 0.125
 

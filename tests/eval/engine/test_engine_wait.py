@@ -58,7 +58,11 @@ def test_one_in_a_number_of_calls_sleeps(monkeypatch):
 @pytest.fixture(scope="module")
 def loaded() -> str:
     """A line for each case: whether an engine core in its environment waits with sleeps."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", engine_wait.ENABLED)}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VLLM_PLUGINS", engine_wait.ENABLED)
+    }
     environments = json.dumps({name: environment for name, (environment, _) in CASES.items()})
     command = [sys.executable, "-c", LOAD_AND_RUN, environments]
     return subprocess.run(command, env=clean, capture_output=True, text=True, check=True).stdout

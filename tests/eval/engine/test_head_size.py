@@ -64,7 +64,9 @@ def test_a_head_size_is_refused_on_the_gpus_for_which_pytorchs_kernels_are_too_l
         if machine in takes:
             require_head_size("the draft", config, dtype, machine)
         else:
-            with pytest.raises(ValueError, match=rf"size {size}\b.*GPU|size {size}\b.*{machine.gpu}"):
+            with pytest.raises(
+                ValueError, match=rf"size {size}\b.*GPU|size {size}\b.*{machine.gpu}"
+            ):
                 require_head_size("the draft", config, dtype, machine)
     require_head_size("the draft", config, dtype, Machine())
 
@@ -117,6 +119,8 @@ def test_a_draft_is_refused_by_its_own_heads_if_it_is_no_head_and_has_our_attent
         require_draft_heads(find_family(family), "the draft", config, torch.bfloat16, H100)
 
 
-def test_a_target_with_unsupported_heads_is_refused_before_it_is_loaded(narrow_target: Path) -> None:
+def test_a_target_with_unsupported_heads_is_refused_before_it_is_loaded(
+    narrow_target: Path,
+) -> None:
     with pytest.raises(ValueError, match=r"\b8\b.*\b16 to 256\b"):
         load_target(TargetFolder.open(narrow_target), Signal(), torch.device("cuda"), machine=H100)

@@ -1,4 +1,7 @@
-"""A lookup before a head: the config, the limits, and refusals. `test_evaluate` has a real engine."""
+"""A lookup before a head: the config, the limits, and refusals.
+
+`test_evaluate` has a real engine.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def test_only_a_greedy_head_with_its_own_vocabulary_chooses_there() -> None:
     assert vllm_keys(EAGLE3) == {**EAGLE3, "use_local_argmax_reduction": True}
     for config in ({"method": "eagle"}, LOOKUP, {**EAGLE3, "draft_sample_method": "probabilistic"}):
         assert vllm_keys(config) == config
-    assert vllm_keys({**EAGLE3, "use_local_argmax_reduction": False})["use_local_argmax_reduction"] is False
+    assert (
+        vllm_keys({**EAGLE3, "use_local_argmax_reduction": False})["use_local_argmax_reduction"]
+        is False
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,14 +68,22 @@ def test_the_head_drafts_within_its_limits() -> None:
 
 
 def make_runner(**changes: Any) -> Any:
-    config = {**EAGLE3, "disable_padded_drafter_batch": True, "draft_sample_method": "greedy"} | changes
-    return SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(**config)), drafter=None)
+    config = {
+        **EAGLE3,
+        "disable_padded_drafter_batch": True,
+        "draft_sample_method": "greedy",
+    } | changes
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(speculative_config=SimpleNamespace(**config)), drafter=None
+    )
 
 
 def test_a_runner_that_cannot_look_up_first_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = make_runner()
     install(alone)
-    assert not hasattr(alone, "propose_draft_token_ids"), "without the variables a head is left alone"
+    assert not hasattr(alone, "propose_draft_token_ids"), (
+        "without the variables a head is left alone"
+    )
     for name, value in lookup_env(mix(LOOKUP, EAGLE3, HeadLimits())).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match='"disable_padded_drafter_batch"'):

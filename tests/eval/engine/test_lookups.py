@@ -1,4 +1,7 @@
-"""Counted answers in the engine: the config, the proposer, and refusals. `test_evaluate` has a real engine."""
+"""Counted answers in the engine: the config, the proposer, and refusals.
+
+`test_evaluate` has a real engine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,11 @@ from redraft.eval.engine.server import vllm_keys
 from redraft.eval.forecast.ngram import Ngram
 from redraft.heads.families.retrieval import Config, Live, Retrieval
 
-DRAFT = Retrieval(Config(max_run=1, verify_cost=0.2), {(5,): (6, 0.9), (6,): (7, 0.49), (7,): (8, 0.95)}, [0.0, 0.1])
+DRAFT = Retrieval(
+    Config(max_run=1, verify_cost=0.2),
+    {(5,): (6, 0.9), (6,): (7, 0.49), (7,): (8, 0.95)},
+    [0.0, 0.1],
+)
 
 
 def make_runner(*rows: list[int], length: int = 8) -> Any:
@@ -53,7 +60,9 @@ def test_each_request_gets_tokens_worth_verifying_in_its_step() -> None:
     alone = Counted(make_runner([1, 5]), DRAFT)
     assert alone.propose(scheduled, [[5]], "the rest") == [[6, 7, 8]]
     busy = Counted(make_runner([1, 5], [2, 7], [5]), DRAFT)
-    assert busy.propose(scheduled, [[5], [7], []]) == [[6], [8], []], "one whose prompt is not read gets none"
+    assert busy.propose(scheduled, [[5], [7], []]) == [[6], [8], []], (
+        "one whose prompt is not read gets none"
+    )
     full = Counted(make_runner([1, 5], length=3), DRAFT)
     assert full.propose(scheduled, [[5]]) == [[6]], "no draft reaches beyond the longest request"
     assert alone.propose(SimpleNamespace(num_spec_tokens_to_schedule=0), [[5]]) == [[]]
@@ -75,7 +84,9 @@ class Scheduled:
     num_spec_tokens_to_schedule: int = 6
 
 
-def test_a_head_drafts_if_nothing_probable_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_drafts_if_nothing_probable_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     DRAFT.write(tmp_path)
     answers = Retrieval.speculative_config(tmp_path)
     for name, value in lookup_env(mix(answers, {"method": "eagle3"}, HeadLimits(tokens=2))).items():
@@ -91,14 +102,23 @@ def test_a_head_drafts_if_nothing_probable_is_counted(tmp_path: Path, monkeypatc
         drafts = proposer(Scheduled(), [[row[-1]] for row in rows], "the rest")
         return drafts, head.asked, proposer.__self__.looked_up
 
-    assert propose([1, 5]) == ([[6, 7, 8]], [0], {"0"}), "the head reads the step, and drafts nothing"
+    assert propose([1, 5]) == ([[6, 7, 8]], [0], {"0"}), (
+        "the head reads the step, and drafts nothing"
+    )
     assert propose([1, 6]) == ([[9, 9]], [2], set()), "7 follows 6 with a probability of 0.49 only"
-    assert propose([1, 5], [1, 6]) == ([[6, 7, 8], [9, 9]], [2], {"0"}), "the head drafts for both, one takes it"
-    assert propose([1, 5], [1, 5], [1, 6]) == ([[6], [6], [9, 9]], [2], {"0", "1"}), "0.9 pays, 0.9 * 0.49 does not"
+    assert propose([1, 5], [1, 6]) == ([[6, 7, 8], [9, 9]], [2], {"0"}), (
+        "the head drafts for both, one takes it"
+    )
+    assert propose([1, 5], [1, 5], [1, 6]) == ([[6], [6], [9, 9]], [2], {"0", "1"}), (
+        "0.9 pays, 0.9 * 0.49 does not"
+    )
 
 
 def make_live(
-    monkeypatch: pytest.MonkeyPatch, *rows: list[int], head: Head | None = None, limits: HeadLimits | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    *rows: list[int],
+    head: Head | None = None,
+    limits: HeadLimits | None = None,
 ) -> Any:
     """A runner with live counts, before a head if one is given."""
     config = DraftSource.parse("live").speculative()
@@ -122,7 +142,9 @@ def make_request(prompt: list[int] | None, answer: list[int]) -> Any:
     return SimpleNamespace(prompt_token_ids=prompt, output_token_ids=answer, sampling_params=params)
 
 
-def test_answers_that_end_are_counted_a_little_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_end_are_counted_a_little_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runner = make_live(monkeypatch, [2, 3])
 
     def propose() -> list[list[int]]:
@@ -139,11 +161,15 @@ def test_answers_that_end_are_counted_a_little_in_each_step(monkeypatch: pytest.
     for _ in range(20):
         runner._on_request_state_removed("opted out", make_request([2], [3, 9]))
         assert propose() == [[4, 5, 6]]
-    assert runner.ended == ["a", "embeddings", "unknown", *["opted out"] * 20], "the wrapped hook is called"
+    assert runner.ended == ["a", "embeddings", "unknown", *["opted out"] * 20], (
+        "the wrapped hook is called"
+    )
     assert runner.redraft_counter.counts == {"counted": 1, "not_allowed": 20}
 
 
-def test_nobody_is_counted_before_the_plugin_has_said_who_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_counted_before_the_plugin_has_said_who_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = DraftSource.parse("live").speculative()
     for name, value in lookup_env(config).items():
         monkeypatch.setenv(name, value)
@@ -154,9 +180,13 @@ def test_nobody_is_counted_before_the_plugin_has_said_who_may_be(monkeypatch: py
     assert runner.redraft_counter.counts == {"not_allowed": 1}
 
 
-def test_ranks_count_alike_whatever_the_order_in_which_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_count_alike_whatever_the_order_in_which_requests_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks = [make_live(monkeypatch, [2, 3]) for _ in range(2)]
-    texts = {str(number): make_request([7], [3, 4 + number % 3, 5 + number % 2]) for number in range(8)}
+    texts = {
+        str(number): make_request([7], [3, 4 + number % 3, 5 + number % 2]) for number in range(8)
+    }
     for rank, names in zip(ranks, (sorted(texts), sorted(texts, reverse=True)), strict=True):
         for name in names:
             rank._on_request_state_removed(name, texts[name])
@@ -167,7 +197,9 @@ def test_ranks_count_alike_whatever_the_order_in_which_requests_end(monkeypatch:
     assert rows[0]
 
 
-def test_an_error_of_counting_costs_an_answer_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_counting_costs_an_answer_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runner, text = make_live(monkeypatch, [2, 3]), make_request([1, 2], [3, 4])
     counter, count = runner.redraft_counter, runner.redraft_counter.draft.learn
 
@@ -179,7 +211,9 @@ def test_an_error_of_counting_costs_an_answer_and_not_the_engine(monkeypatch: py
     runner._on_request_state_removed("a", text)
     assert runner.propose_draft_token_ids(Scheduled(), [[3]]) == [[]]
     counter.draft.learn = count
-    runner._on_request_state_removed("no parameters", SimpleNamespace(prompt_token_ids=[1], output_token_ids=[3]))
+    runner._on_request_state_removed(
+        "no parameters", SimpleNamespace(prompt_token_ids=[1], output_token_ids=[3])
+    )
     runner._on_request_state_removed("no token", make_request([1, 2], [3, 2**40]))
     runner._on_request_state_removed("b", text)
     assert runner.propose_draft_token_ids(Scheduled(), [[3]]) == [[4]]
@@ -207,16 +241,24 @@ def test_of_a_long_text_the_end_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     runner = make_live(monkeypatch, [2, 3])
     runner._on_request_state_removed("a", make_request(list(range(100, 9000)), [3, 4, 5]))
     (text,) = runner.redraft_counter._ended.values()
-    assert (len(text.ids), text.ids[-4:].tolist(), text.is_label.sum()) == (MOST_TOKENS, [8999, 3, 4, 5], 3)
+    assert (len(text.ids), text.ids[-4:].tolist(), text.is_label.sum()) == (
+        MOST_TOKENS,
+        [8999, 3, 4, 5],
+        3,
+    )
     runner._on_request_state_removed("b", make_request([1], list(range(1, 9000))))
     assert runner.redraft_counter._ended["b"].is_label.all()
 
 
-def test_a_server_that_answers_more_than_it_counts_counts_some_of_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_answers_more_than_it_counts_counts_some_of_them_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runner = make_live(monkeypatch, [2, 3])
     for step in range(100):
         for number in range(10 * step, 10 * step + 10):  # 200 steps of counting, and five are done
-            runner._on_request_state_removed(str(number), make_request([5000 + number], [*range(10, 19), 4000]))
+            runner._on_request_state_removed(
+                str(number), make_request([5000 + number], [*range(10, 19), 4000])
+            )
         runner.redraft_counter.learn()
     counts, draft = runner.redraft_counter.counts, runner.redraft_counter.draft
     assert counts["counted"] + counts["passed_over"] == 1000
@@ -225,7 +267,9 @@ def test_a_server_that_answers_more_than_it_counts_counts_some_of_them_whole(mon
     assert draft.propose(np.array([17, 18], np.int32), 1) == [4000]
 
 
-def test_a_head_above_its_limit_of_requests_costs_no_second_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_above_its_limit_of_requests_costs_no_second_lookup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It never drafts there, so its probability at matches stays unmeasured for good."""
     runner = make_live(monkeypatch, [1, 5], [2, 5], head=Head(), limits=HeadLimits(requests=1))
     looks, look_up = [], runner.redraft_lookup.lookup.look_up
@@ -236,7 +280,9 @@ def test_a_head_above_its_limit_of_requests_costs_no_second_lookup(monkeypatch: 
         looks.clear()
 
 
-def test_live_counts_ask_a_head_that_is_accepted_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_counts_ask_a_head_that_is_accepted_often_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     head = Head()
     runner = make_live(monkeypatch, [1, 5], head=head)
     lookup = runner.redraft_lookup
@@ -264,13 +310,18 @@ def test_live_counts_ask_a_head_that_is_accepted_often_enough(monkeypatch: pytes
     step(5)
     assert lookup.by_head.drafts == drafts
     lookup.swapped()
-    assert (lookup.by_head.drafts, lookup.by_head.is_good) == (1, True), "another head is judged from the beginning"
+    assert (lookup.by_head.drafts, lookup.by_head.is_good) == (1, True), (
+        "another head is judged from the beginning"
+    )
 
 
 @dataclass
 class Traffic:
-    """A request with easy and hard positions, and the runner of its server. A lookup finds a token at the easy ones
-    only. It and the head are right with the given probabilities."""
+    """A request with easy and hard positions, and the runner of its server.
+
+    A lookup finds a token at the easy ones only. It and the head are right with the given
+    probabilities.
+    """
 
     lookup: float
     at_easy: float  # the head's
@@ -285,7 +336,9 @@ class Traffic:
     def skip(self) -> None: ...
 
     def look_up(self, *_: Any) -> list[list[int]]:
-        return [[self.by_lookup]] if self.is_easy and self.lookup >= self.draft.least_first else [[]]
+        return (
+            [[self.by_lookup]] if self.is_easy and self.lookup >= self.draft.least_first else [[]]
+        )
 
     def propose_draft_token_ids(self, scheduled: Scheduled, *_: Any) -> Any:
         self.num_asked += scheduled.num_spec_tokens_to_schedule
@@ -297,7 +350,9 @@ class Traffic:
         for _ in range(num_steps):
             self.is_easy = self.rng.random() < self.easy
             self.by_lookup = 7 if self.rng.random() < self.lookup else 1
-            self.by_head = 7 if self.rng.random() < (self.at_easy if self.is_easy else self.at_hard) else 2
+            self.by_head = (
+                7 if self.rng.random() < (self.at_easy if self.is_easy else self.at_hard) else 2
+            )
             (draft,) = self.first.propose(Scheduled(1), [new])
             new = [7, 8] if draft == [7] else [7]
             num_tokens += len(new)
@@ -314,14 +369,21 @@ class Traffic:
         (Traffic(0.15, 0.05, 0.05), 1 + 0.6 * 0.15, 1 / 32),
     ],
 )
-def test_the_better_of_lookup_and_head_drafts_also_after_a_swap(traffic: Traffic, tokens: float, asked: float) -> None:
+def test_the_better_of_lookup_and_head_drafts_also_after_a_swap(
+    traffic: Traffic, tokens: float, asked: float
+) -> None:
     traffic.run(3000)
     for _ in range(2):
-        assert traffic.run(6000) == (pytest.approx(tokens, abs=0.03), pytest.approx(asked, abs=0.03))
+        assert traffic.run(6000) == (
+            pytest.approx(tokens, abs=0.03),
+            pytest.approx(asked, abs=0.03),
+        )
         traffic.first.swapped()  # to a head that is as good
 
 
-def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_takes_the_folder_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = make_runner([1, 5])
     install(runner)
     assert not hasattr(runner, "propose_draft_token_ids"), "without the variable it is left alone"
@@ -337,7 +399,9 @@ def test_a_runner_takes_the_folder_of_the_environment(tmp_path: Path, monkeypatc
     monkeypatch.setenv(VARIABLES["verify_cost"], "0.95")
     dear = make_runner([1, 5])
     install(dear)
-    assert dear.propose_draft_token_ids(SimpleNamespace(num_spec_tokens_to_schedule=1), [[5]]) == [[]]
+    assert dear.propose_draft_token_ids(SimpleNamespace(num_spec_tokens_to_schedule=1), [[5]]) == [
+        []
+    ]
     monkeypatch.setenv(VARIABLES["verify_cost"], "2")
     with pytest.raises(ValueError, match=r"2\.0"):
         install(make_runner([1, 5]))

@@ -36,7 +36,10 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> None:
-    """Wait until the process is gone. A killed one takes a moment; one that was not killed would sleep for minutes."""
+    """Wait until the process is gone.
+
+    A killed one takes a moment; one that was not killed would sleep for minutes.
+    """
     deadline = time.monotonic() + 300
     while is_running(pid):
         assert time.monotonic() < deadline
@@ -59,7 +62,9 @@ def test_a_child_that_ignores_sigterm_is_gone_on_exit(tmp_path: Path):
 def test_the_group_is_gone_after_an_error_in_the_body(tmp_path: Path):
     with (
         pytest.raises(RuntimeError, match="body"),
-        process_group([sys.executable, "-c", "import time; time.sleep(600)"], log=tmp_path / "log") as process,
+        process_group(
+            [sys.executable, "-c", "import time; time.sleep(600)"], log=tmp_path / "log"
+        ) as process,
     ):
         raise RuntimeError("body")
     assert process.returncode == -signal.SIGTERM
@@ -85,7 +90,8 @@ with process_group([sys.executable, "-c", {command!r}], log=Path({str(log)!r})):
 
 def test_sigterm_to_the_owner_ends_a_group_that_ignores_sigterm(tmp_path: Path):
     deaf = (
-        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('pids', os.getpid(), flush=True)"
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('pids', "
+        "os.getpid(), flush=True)"
     )
     owner = start_owner(f"{deaf}; time.sleep(600)", log := tmp_path / "log")
     sleeper = child_pid(wait_for(log, "pids", "\n"))
@@ -118,11 +124,24 @@ print(*(one.getsockname()[1] for one in sockets if one.fileno() >= 0))
 
 
 def test_a_port_for_a_child_is_given_to_nobody_else_and_the_child_can_listen_on_it() -> None:
-    """Another process asks for 2,000 ports. Without a reservation it gets some of the 200 in nearly every run."""
+    """Another process asks for 2,000 ports.
+
+    Without a reservation it gets some of the 200 in nearly every run.
+    """
     mine = {free_port() for _ in range(200)}
     assert len(mine) == 200
-    code = f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (r.getrlimit(r.RLIMIT_NOFILE)[1],) * 2)\n{TAKE_PORTS}"
-    theirs = set(map(int, subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split()))
+    code = (
+        "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (r.getrlimit(r.RLIMIT_NOFILE)[1],) "
+        f"* 2)\n{TAKE_PORTS}"
+    )
+    theirs = set(
+        map(
+            int,
+            subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, check=True
+            ).stdout.split(),
+        )
+    )
     assert len(theirs) > 500
     assert not mine & theirs
     with socket.create_server(("0.0.0.0", mine.pop())) as server:

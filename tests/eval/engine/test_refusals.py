@@ -74,7 +74,9 @@ def test_p_eagle_is_among_the_drafts_of_v1_and_eagle_3_is_not() -> None:
     assert {family.name for family in V1_ONLY} == {"peagle", "medusa", "suffix"}
     assert [family.name for family in V2_ONLY] == ["dspark"]
     environment = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    require_runner(find_family("eagle3").speculative, environment)  # the same method without the flag
+    require_runner(
+        find_family("eagle3").speculative, environment
+    )  # the same method without the flag
     with pytest.raises(ValueError, match=r"\bV1\b.*suffix.*VLLM_USE_V2_MODEL_RUNNER=1"):
         require_runner(DraftSource.parse("suffix").speculative(), environment)
 
@@ -106,6 +108,8 @@ def test_drafts_of_any_number_and_drafts_to_download_are_not_counted(tmp_path: P
     many = {"num_speculative_tokens": 9}
     require_servable({"method": "eagle3", "model": str(tmp_path), **many})
     require_servable({"method": "dflash", "model": "nobody/is-here", **many})
-    require_servable({"method": "dflash", "model": str(tmp_path / "nowhere"), **many})  # vLLM tells that
+    require_servable(
+        {"method": "dflash", "model": str(tmp_path / "nowhere"), **many}
+    )  # vLLM tells that
     require_servable({"method": "ngram", **many})
     require_servable(None)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from redraft.eval.engine.sampling import GREEDY, Sampling, choose_sampling, list_penalties, read_defaults, read_sampling
+from redraft.eval.engine.sampling import (
+    GREEDY,
+    Sampling,
+    choose_sampling,
+    list_penalties,
+    read_defaults,
+    read_sampling,
+)
 
 
 def write_config(folder: Path, **config: Any) -> Path:
@@ -21,16 +28,26 @@ def write_config(folder: Path, **config: Any) -> Path:
     ("config", "read"),
     [
         ({}, Sampling()),
-        ({"temperature": 0.7, "top_p": 0.8, "top_k": 20}, Sampling(temperature=0.7, top_p=0.8, top_k=20)),
+        (
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+            Sampling(temperature=0.7, top_p=0.8, top_k=20),
+        ),
         ({"temperature": 0.0}, GREEDY),
-        ({"temperature": None, "top_k": -1, "min_p": 0.05, "eos_token_id": 2}, Sampling(min_p=0.05)),
+        (
+            {"temperature": None, "top_k": -1, "min_p": 0.05, "eos_token_id": 2},
+            Sampling(min_p=0.05),
+        ),
     ],
 )
-def test_what_the_folder_does_not_say_is_vllms_default(tmp_path: Path, config: dict[str, Any], read: Sampling) -> None:
+def test_what_the_folder_does_not_say_is_vllms_default(
+    tmp_path: Path, config: dict[str, Any], read: Sampling
+) -> None:
     assert read_sampling(write_config(tmp_path, **config)) == read
 
 
-def test_a_folder_without_generation_config_samples_from_the_whole_vocabulary(tmp_path: Path) -> None:
+def test_a_folder_without_generation_config_samples_from_the_whole_vocabulary(
+    tmp_path: Path,
+) -> None:
     assert read_sampling(tmp_path) == Sampling()
     assert list_penalties(tmp_path) == {}
 
@@ -46,7 +63,9 @@ def test_penalties_are_named_unless_they_change_nothing(tmp_path: Path) -> None:
     assert read_defaults(folder)["repetition_penalty"] == 1.05
 
 
-def test_a_target_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_of_the_hub_is_read_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name, files in (("with", {"temperature": 0.6}), ("without", None)):
@@ -64,9 +83,14 @@ def test_a_target_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch:
 
 
 def test_a_sampling_in_words_names_what_changes_something() -> None:
-    assert Sampling(temperature=0.7, top_p=0.8, top_k=20).words == "temperature 0.7, top_p 0.8, top_k 20"
+    assert (
+        Sampling(temperature=0.7, top_p=0.8, top_k=20).words
+        == "temperature 0.7, top_p 0.8, top_k 20"
+    )
     assert Sampling().words == "temperature 1"
-    assert Sampling(temperature=0.0, top_p=0.8).words == "temperature 0", "filters change nothing there"
+    assert Sampling(temperature=0.0, top_p=0.8).words == "temperature 0", (
+        "filters change nothing there"
+    )
 
 
 @pytest.mark.parametrize("config", [{"top_p": 0}, {"temperature": -1}, {"min_p": 2}])
@@ -82,9 +106,12 @@ def test_vllm_serves_tiny_temperatures_higher_and_no_filter_at_zero() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    "config", [{}, {"temperature": 0.6, "top_p": 0.9, "do_sample": True}, {"top_k": 50, "min_p": 0.1}]
+    "config",
+    [{}, {"temperature": 0.6, "top_p": 0.9, "do_sample": True}, {"top_k": 50, "min_p": 0.1}],
 )
-def test_vllm_reads_the_same_defaults(tiny_target: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_vllm_reads_the_same_defaults(
+    tiny_target: Path, tmp_path: Path, config: dict[str, Any]
+) -> None:
     from vllm.config import ModelConfig
 
     folder = tmp_path / "target"

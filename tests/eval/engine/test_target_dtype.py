@@ -43,7 +43,11 @@ FAST, SLOW = Machine(cpu_has_bfloat16=True), Machine()
         ({"text_config": None}, True, "float32"),
         # Computed by servers only, which may have kernels for the stored type alone.
         ({"dtype": "float16", "quantization_config": {"quant_method": "awq"}}, True, None),
-        ({"text_config": {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}}, False, None),
+        (
+            {"text_config": {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}},
+            False,
+            None,
+        ),
         ({"dtype": "bfloat16", "compression_config": {"format": "pack"}}, True, None),
     ],
 )
@@ -64,8 +68,14 @@ def test_a_target_that_cannot_be_read_is_left_to_loading(tmp_path: Path) -> None
 
 def test_the_config_of_a_hub_name_is_fetched_before_the_first_run(tmp_path: Path) -> None:
     files = {"config.json": b'{"dtype": "bfloat16"}', "tokenizer.json": b"{}"}
-    code = "from redraft.eval.engine.hardware import Machine; from redraft.eval.engine.target_dtype import *; "
-    code += "print(open_target('owner/model', on_cpu=True, machine=Machine(cpu_has_bfloat16=True)).dtype)"
+    code = (
+        "from redraft.eval.engine.hardware import Machine; from "
+        "redraft.eval.engine.target_dtype import *; "
+    )
+    code += (
+        "print(open_target('owner/model', on_cpu=True, "
+        "machine=Machine(cpu_has_bfloat16=True)).dtype)"
+    )
     with serve_model(files) as hub:
         assert run_with_hub(code, hub, tmp_path).stdout.strip() == "bfloat16"
 

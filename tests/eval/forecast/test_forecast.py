@@ -1,4 +1,6 @@
-"""Random Llamas of two layers; the oracle is the reference sampler, which does not use teacher forcing.
+"""Random Llamas of two layers.
+
+The oracle is the reference sampler, which does not use teacher forcing.
 
 B = batch, T = tokens, D = hidden, V = vocabulary, W = draft vocabulary, K = num_speculative_tokens.
 """
@@ -28,7 +30,15 @@ from redraft.eval.forecast.greedy import (
     require_window,
 )
 from redraft.eval.prompts import Prompt
-from redraft.heads.draft import Batch, DraftStep, ExactTarget, TargetSignal, TopKTarget, attention_mask, label_rows
+from redraft.heads.draft import (
+    Batch,
+    DraftStep,
+    ExactTarget,
+    TargetSignal,
+    TopKTarget,
+    attention_mask,
+    label_rows,
+)
 
 K = 3
 MAX_TOKENS = 24
@@ -56,34 +66,48 @@ def prompts() -> list[Prompt]:
 @pytest.fixture(scope="module")
 def continuations(target: Any, prompts: list[Prompt]) -> list[Continuation]:
     return greedy_continuations(
-        target, prompts, max_tokens=MAX_TOKENS, num_speculative_tokens=K, end_ids=END_IDS, batch_size=4
+        target,
+        prompts,
+        max_tokens=MAX_TOKENS,
+        num_speculative_tokens=K,
+        end_ids=END_IDS,
+        batch_size=4,
     )
 
 
 def make_noisy_copy(model: Any, noise: float) -> Any:
     torch.manual_seed(1)
     copy = LlamaForCausalLM(model.config).eval()
-    state = {k: v + noise * v.std() * torch.randn_like(v) if v.ndim > 1 else v for k, v in model.state_dict().items()}
+    state = {
+        k: v + noise * v.std() * torch.randn_like(v) if v.ndim > 1 else v
+        for k, v in model.state_dict().items()
+    }
     copy.load_state_dict(state)
     return copy
 
 
 def hidden_states(model: Any, batch: Batch) -> Tensor:
     return model.model(
-        input_ids=batch.input_ids_BT, attention_mask=attention_mask(batch), position_ids=batch.position_ids_BT
+        input_ids=batch.input_ids_BT,
+        attention_mask=attention_mask(batch),
+        position_ids=batch.position_ids_BT,
     ).last_hidden_state
 
 
 def exact_signal(target: Any) -> Callable[[Batch], TargetSignal]:
     return lambda batch: TargetSignal(
-        distribution=ExactTarget(hidden_BTD=hidden_states(target, batch), head_VD=target.lm_head.weight)
+        distribution=ExactTarget(
+            hidden_BTD=hidden_states(target, batch), head_VD=target.lm_head.weight
+        )
     )
 
 
 def top_k_signal(target: Any, k: int) -> Callable[[Batch], TargetSignal]:
     def signal(batch: Batch) -> TargetSignal:
         log_p = (hidden_states(target, batch) @ target.lm_head.weight.T).log_softmax(-1).topk(k)
-        return TargetSignal(distribution=TopKTarget(ids_BTK=log_p.indices, log_probs_BTK=log_p.values))
+        return TargetSignal(
+            distribution=TopKTarget(ids_BTK=log_p.indices, log_probs_BTK=log_p.values)
+        )
 
     return signal
 
@@ -97,7 +121,9 @@ class LMDraft:
     def __init__(self, model: Any, draft_ids_W: Tensor | None = None) -> None:
         self.model, self.draft_ids_W = model, draft_ids_W
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
         head = self.model.lm_head.weight
         return [
             DraftStep(
@@ -111,7 +137,9 @@ class LMDraft:
 
 
 class HeadsDraft:
-    """Like Medusa: head i predicts token t + 2 + i from the target's hidden state of t, here by a random matrix."""
+    """Like Medusa: head i predicts token t + 2 + i from the target's hidden state of t, here by a
+    random matrix.
+    """
 
     is_autoregressive = False
     is_block = False
@@ -120,9 +148,14 @@ class HeadsDraft:
         self.target = target
         generator = torch.Generator().manual_seed(2)
         size = target.config.hidden_size
-        self.matrices = [torch.eye(size) * 0.1 + torch.randn(size, size, generator=generator) for _ in range(num_heads)]
+        self.matrices = [
+            torch.eye(size) * 0.1 + torch.randn(size, size, generator=generator)
+            for _ in range(num_heads)
+        ]
 
-    def draft_steps(self, batch: Batch, signal: TargetSignal, num_steps: int | None = None) -> list[DraftStep]:
+    def draft_steps(
+        self, batch: Batch, signal: TargetSignal, num_steps: int | None = None
+    ) -> list[DraftStep]:
         assert isinstance(signal.distribution, ExactTarget)
         return [
             DraftStep(
@@ -135,11 +168,20 @@ class HeadsDraft:
         ]
 
     def propose(
-        self, prefix: Sequence[int], num_tokens: int, temperature: float, generator: torch.Generator | None
+        self,
+        prefix: Sequence[int],
+        num_tokens: int,
+        temperature: float,
+        generator: torch.Generator | None,
     ) -> list[tuple[int, Tensor]]:
-        """The target has not read the last token yet: the heads read the state of the token before it."""
+        """The target has not read the last token yet.
+
+        The heads read the state of the token before it.
+        """
         hidden_D = self.target.model(input_ids=torch.tensor([prefix[:-1]])).last_hidden_state[0, -1]
-        tokens = [int((hidden_D @ m @ self.target.lm_head.weight.T).argmax()) for m in self.matrices]
+        tokens = [
+            int((hidden_D @ m @ self.target.lm_head.weight.T).argmax()) for m in self.matrices
+        ]
         one_hot = torch.eye(self.target.config.vocab_size)
         return [(token, one_hot[token]) for token in tokens[:num_tokens]]
 
@@ -149,7 +191,9 @@ def next_logits(model: Any) -> NextLogits:
 
 
 @torch.no_grad()
-def counts_of_sampler(target: Any, propose: Propose, continuation: Continuation) -> AcceptanceCounts:
+def counts_of_sampler(
+    target: Any, propose: Propose, continuation: Continuation
+) -> AcceptanceCounts:
     tokens, counts = sample(
         next_logits(target),
         propose,
@@ -163,18 +207,25 @@ def counts_of_sampler(target: Any, propose: Propose, continuation: Continuation)
 
 
 @torch.no_grad()
-def test_batched_greedy_answers_equal_transformers_one_by_one(target: Any, continuations: list[Continuation]):
+def test_batched_greedy_answers_equal_transformers_one_by_one(
+    target: Any, continuations: list[Continuation]
+):
     lengths = {len(c.output_ids) for c in continuations}
     assert len(lengths) > 2, "the answers should end at different lengths"
     for c in continuations:
         alone = target.generate(
-            torch.tensor([c.prompt.token_ids]), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=list(END_IDS)
+            torch.tensor([c.prompt.token_ids]),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=list(END_IDS),
         )
         assert c.output_ids == alone[0, len(c.prompt.token_ids) :].tolist()
 
 
 @torch.no_grad()
-def test_text_beyond_an_answer_is_the_targets_greedy_text_too(target: Any, continuations: list[Continuation]):
+def test_text_beyond_an_answer_is_the_targets_greedy_text_too(
+    target: Any, continuations: list[Continuation]
+):
     for c in continuations:
         text = [*c.prompt.token_ids, *c.output_ids]
         for token in c.beyond_ids:
@@ -183,7 +234,9 @@ def test_text_beyond_an_answer_is_the_targets_greedy_text_too(target: Any, conti
         assert len(c.beyond_ids) == K - 1
 
 
-def test_answers_of_an_interrupted_run_are_kept_by_batch(target: Any, continuations: list[Continuation]):
+def test_answers_of_an_interrupted_run_are_kept_by_batch(
+    target: Any, continuations: list[Continuation]
+):
     prompts = [c.prompt for c in continuations]
     kept: dict[int, list[Continuation]] = {}
     computed = []
@@ -199,7 +252,13 @@ def test_answers_of_an_interrupted_run_are_kept_by_batch(target: Any, continuati
 
     def answer() -> list[Continuation]:
         return greedy_continuations(
-            target, prompts, max_tokens=MAX_TOKENS, num_speculative_tokens=K, end_ids=END_IDS, batch_size=2, keep=keep
+            target,
+            prompts,
+            max_tokens=MAX_TOKENS,
+            num_speculative_tokens=K,
+            end_ids=END_IDS,
+            batch_size=2,
+            keep=keep,
         )
 
     with pytest.raises(KeyboardInterrupt):
@@ -213,12 +272,21 @@ def test_answers_of_an_interrupted_run_are_kept_by_batch(target: Any, continuati
 def test_a_prompt_that_does_not_fit_the_window_is_refused(target: Any):
     with pytest.raises(ValueError, match=r"500.*512"):
         greedy_continuations(
-            target, [Prompt(token_ids=[7] * 500)], max_tokens=20, num_speculative_tokens=K, end_ids=[2]
+            target,
+            [Prompt(token_ids=[7] * 500)],
+            max_tokens=20,
+            num_speculative_tokens=K,
+            end_ids=[2],
         )
 
 
 def test_the_window_of_a_target_of_text_and_images_is_its_language_models():
-    text = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 40}
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 40,
+    }
     target = SimpleNamespace(config=Qwen2_5_VLConfig(text_config=text))
     require_window(target, [Prompt(token_ids=[1] * 30)], 10)
     with pytest.raises(ValueError, match=r"\b30\b.*\b11\b.*\b40\b"):
@@ -233,20 +301,29 @@ def test_the_window_of_all_layers_is_a_drafts_too() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])
-def test_forecast_counts_equal_the_reference_samplers(target: Any, continuations: list[Continuation], noise: float):
+def test_forecast_counts_equal_the_reference_samplers(
+    target: Any, continuations: list[Continuation], noise: float
+):
     draft = make_noisy_copy(target, noise)
     result = forecast(LMDraft(draft), exact_signal(target), continuations, K)
-    expected = [counts_of_sampler(target, token_by_token(next_logits(draft)), c) for c in continuations]
+    expected = [
+        counts_of_sampler(target, token_by_token(next_logits(draft)), c) for c in continuations
+    ]
     assert [p.counts for p in result.per_prompt] == expected
     assert 1.0 < result.overall.tau < K + 1
 
 
-def test_forecast_of_heads_equals_the_reference_samplers(target: Any, continuations: list[Continuation]):
+def test_forecast_of_heads_equals_the_reference_samplers(
+    target: Any, continuations: list[Continuation]
+):
     draft = HeadsDraft(target, K)
-    # Random heads are almost never accepted and would test nothing: fit each to the text by least squares.
+    # Random heads are almost never accepted and would test nothing: fit each to the text by least
+    # squares.
     fit_heads(draft, target, continuations)
     result = forecast(draft, exact_signal(target), continuations, K)
-    assert [p.counts for p in result.per_prompt] == [counts_of_sampler(target, draft.propose, c) for c in continuations]
+    assert [p.counts for p in result.per_prompt] == [
+        counts_of_sampler(target, draft.propose, c) for c in continuations
+    ]
     assert result.overall.tau > 1.2
 
 
@@ -269,7 +346,9 @@ def test_a_copy_of_the_target_is_always_accepted(target: Any, continuations: lis
     assert summary.acceptance_per_position == [1.0] * K
 
 
-def test_alpha_and_alpha_greedy_are_means_over_the_answers_rows(target: Any, continuations: list[Continuation]):
+def test_alpha_and_alpha_greedy_are_means_over_the_answers_rows(
+    target: Any, continuations: list[Continuation]
+):
     draft = make_noisy_copy(target, 0.05)
     summary = forecast(LMDraft(draft), exact_signal(target), continuations, K).overall
     alphas, greedy = [], []
@@ -286,9 +365,14 @@ def test_alpha_and_alpha_greedy_are_means_over_the_answers_rows(target: Any, con
 
 
 def test_domains_add_up_to_the_whole(target: Any, continuations: list[Continuation]):
-    result = forecast(LMDraft(make_noisy_copy(target, 0.05)), exact_signal(target), continuations, K)
+    result = forecast(
+        LMDraft(make_noisy_copy(target, 0.05)), exact_signal(target), continuations, K
+    )
     assert list(result.by_domain) == ["code", "prose"]
-    assert sum(d.num_output_tokens for d in result.by_domain.values()) == result.overall.num_output_tokens
+    assert (
+        sum(d.num_output_tokens for d in result.by_domain.values())
+        == result.overall.num_output_tokens
+    )
     code = forecast(
         LMDraft(make_noisy_copy(target, 0.05)),
         exact_signal(target),
@@ -299,7 +383,9 @@ def test_domains_add_up_to_the_whole(target: Any, continuations: list[Continuati
     assert set(result.to_json()) == {*vars(result.overall), "by_domain"}
 
 
-def test_a_reduced_draft_vocabulary_is_mapped_and_misses_count(target: Any, continuations: list[Continuation]):
+def test_a_reduced_draft_vocabulary_is_mapped_and_misses_count(
+    target: Any, continuations: list[Continuation]
+):
     kept_W = torch.arange(0, 512, 2)
     draft = make_noisy_copy(target, 0.02)
     result = forecast(LMDraft(draft, kept_W), exact_signal(target), continuations, K)
@@ -362,7 +448,9 @@ def test_held_out_metrics_equal_a_plain_loop_over_the_documents(target: Any):
     assert result.num_rows == len(alphas) == 8 + 6 + 22
     assert result.alpha == pytest.approx(sum(alphas) / len(alphas), abs=1e-5)
     assert result.tau == pytest.approx(1 + sum(accepted) / len(accepted))
-    assert result.acceptance_per_position == [sum(a > j for a in accepted) / len(accepted) for j in range(K)]
+    assert result.acceptance_per_position == [
+        sum(a > j for a in accepted) / len(accepted) for j in range(K)
+    ]
 
 
 def test_held_out_metrics_add_up_over_batches(target: Any):

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from redraft.eval.forecast.ngram import Ngram, propose_ngrams
 
 SMALL = st.lists(st.integers(0, 2), min_size=1, max_size=24)
-LENGTHS = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(lambda pair: Ngram(min=min(pair), max=max(pair)))
+LENGTHS = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(
+    lambda pair: Ngram(min=min(pair), max=max(pair))
+)
 
 
 def search(ids: list[int], ngram: Ngram, num_tokens: int) -> list[int]:
@@ -29,13 +31,17 @@ def test_a_proposal_follows_the_longest_and_then_the_earliest_match(ids, ngram, 
 
 def test_a_later_start_finds_the_same() -> None:
     ids, ngram = [1, 2, 3, 1, 2, 4, 1, 2], Ngram(min=1, max=3)
-    assert list(propose_ngrams(ids, 6, 3, ngram, 2)) == list(propose_ngrams(ids, 1, 8, ngram, 2))[5:]
+    assert (
+        list(propose_ngrams(ids, 6, 3, ngram, 2)) == list(propose_ngrams(ids, 1, 8, ngram, 2))[5:]
+    )
 
 
 @pytest.mark.vllm
 def test_vllm_proposes_the_same() -> None:
     import numpy as np
-    from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as theirs
+    from vllm.v1.spec_decode.ngram_proposer import (
+        _find_longest_matched_ngram_and_propose_tokens as theirs,
+    )
 
     draws = np.random.default_rng(0)
     for _ in range(300):

@@ -1,4 +1,7 @@
-"""The rates of a draft step against the definitions, written out. N = rows, V = vocabulary, W = draft vocabulary."""
+"""The rates of a draft step against the definitions, written out.
+
+N = rows, V = vocabulary, W = draft vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def make_step(draft_ids_W: Tensor | None, seed: int = 0) -> DraftStep:
 def make_target(seed: int = 1) -> ExactTarget:
     generator = torch.Generator().manual_seed(seed)
     return ExactTarget(
-        hidden_BTD=torch.randn(1, N, D, generator=generator), head_VD=torch.randn(V, D, generator=generator)
+        hidden_BTD=torch.randn(1, N, D, generator=generator),
+        head_VD=torch.randn(V, D, generator=generator),
     )
 
 
@@ -43,7 +47,9 @@ def spread(step: DraftStep, temperature: float) -> Tensor:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("draft_ids_W", [None, DRAFT_IDS], ids=["whole", "reduced"])
-def test_rates_are_the_definitions_over_the_targets_vocabulary(draft_ids_W: Tensor | None, temperature: float) -> None:
+def test_rates_are_the_definitions_over_the_targets_vocabulary(
+    draft_ids_W: Tensor | None, temperature: float
+) -> None:
     step, rows_N = make_step(draft_ids_W), torch.arange(N)
     target = target_rows(make_target(), rows_N, Sampling().at(temperature))
     rates, q_NV = step_rates(step, rows_N, target, temperature), spread(step, temperature)
@@ -51,17 +57,24 @@ def test_rates_are_the_definitions_over_the_targets_vocabulary(draft_ids_W: Tens
     torch.testing.assert_close(rates.alpha_greedy, alpha_greedy(target.p_NM, q_NV))
     assert torch.equal(rates.agree, q_NV.argmax(-1) == target.p_NM.argmax(-1))
     label_N = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(2))
-    assert torch.equal(rates.accept(label_N, is_sampled=False), (q_NV.argmax(-1) == label_N).float())
+    assert torch.equal(
+        rates.accept(label_N, is_sampled=False), (q_NV.argmax(-1) == label_N).float()
+    )
     if temperature > 0:
         p_N, q_N = (each.gather(1, label_N[:, None])[:, 0] for each in (target.p_NM, q_NV))
         torch.testing.assert_close(rates.accept(label_N, is_sampled=True), (q_N / p_N).clamp(max=1))
 
 
 @pytest.mark.parametrize("draft_ids_W", [None, DRAFT_IDS], ids=["whole", "reduced"])
-def test_a_top_k_target_that_kept_every_token_is_the_whole_target(draft_ids_W: Tensor | None) -> None:
+def test_a_top_k_target_that_kept_every_token_is_the_whole_target(
+    draft_ids_W: Tensor | None,
+) -> None:
     step, exact = make_step(draft_ids_W), make_target()
     top = (exact.hidden_BTD @ exact.head_VD.T).log_softmax(-1).topk(V)
-    whole, kept = (compare_rows(step, t) for t in (exact, TopKTarget(ids_BTK=top.indices, log_probs_BTK=top.values)))
+    whole, kept = (
+        compare_rows(step, t)
+        for t in (exact, TopKTarget(ids_BTK=top.indices, log_probs_BTK=top.values))
+    )
     torch.testing.assert_close(kept.alpha_BT, whole.alpha_BT)
     torch.testing.assert_close(kept.alpha_greedy_BT, whole.alpha_greedy_BT)
     assert torch.equal(kept.agree_BT, whole.agree_BT)
@@ -75,6 +88,8 @@ def test_a_tie_of_kept_tokens_goes_to_the_lowest_as_it_does_over_the_vocabulary(
 def test_a_token_that_was_not_kept_has_no_probability() -> None:
     target = TargetRows(p_NM=torch.tensor([[0.6, 0.3]]), ids_NM=torch.tensor([[4, 2]]))
     assert target.probability(torch.tensor([2])).tolist() == pytest.approx([0.3])
-    rates = StepRates(target=target, q_NW=torch.tensor([[0.1, 0.9]]), draft_ids_W=torch.tensor([4, 9]))
+    rates = StepRates(
+        target=target, q_NW=torch.tensor([[0.1, 0.9]]), draft_ids_W=torch.tensor([4, 9])
+    )
     assert rates.alpha_greedy.tolist() == [0.0]
     assert rates.alpha.tolist() == pytest.approx([0.1])

@@ -1,4 +1,7 @@
-"""The target's distribution after the filters: by hand, by brute force, by vLLM's own functions, and in records."""
+"""The target's distribution after the filters.
+
+By hand, by brute force, by vLLM's own functions, and in records.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from redraft.eval.forecast.sampled import sampled_probabilities, sampled_topk
 
 FILTERS = [
     Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    for temperature, top_p, top_k, min_p in itertools.product((0.6, 1.0, 1.5), (1.0, 0.9, 0.3), (0, 1, 20), (0.0, 0.05))
+    for temperature, top_p, top_k, min_p in itertools.product(
+        (0.6, 1.0, 1.5), (1.0, 0.9, 0.3), (0, 1, 20), (0.0, 0.05)
+    )
 ]
 
 
@@ -28,7 +33,9 @@ def make_logits(num_rows: int = 40, vocab_size: int = 3000, spread: float = 3.0)
 def filter_by_hand(logits_V: list[float], sampling: Sampling) -> list[float]:
     """One token at a time, in double precision."""
     highest = max(logits_V)
-    weights = {v: math.exp((logit - highest) / sampling.temperature) for v, logit in enumerate(logits_V)}
+    weights = {
+        v: math.exp((logit - highest) / sampling.temperature) for v, logit in enumerate(logits_V)
+    }
     ranked = sorted(weights, key=lambda v: -weights[v])
     ranked = [v for v in ranked if weights[v] >= sampling.min_p * weights[ranked[0]]]
     ranked = ranked[: sampling.top_k or None]
@@ -46,10 +53,14 @@ def test_the_filters_keep_what_they_keep_by_hand(sampling: Sampling) -> None:
     logits_NV = make_logits(num_rows=3)
     told_NV = sampled_probabilities(logits_NV, sampling)
     for logits_V, told_V in zip(logits_NV.double().tolist(), told_NV, strict=True):
-        torch.testing.assert_close(told_V, torch.tensor(filter_by_hand(logits_V, sampling)), atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(
+            told_V, torch.tensor(filter_by_hand(logits_V, sampling)), atol=2e-6, rtol=1e-4
+        )
 
 
-@pytest.mark.parametrize("sampling", [Sampling(top_p=0.99), Sampling(top_p=0.9, min_p=1e-6), Sampling(top_k=2)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(top_p=0.99), Sampling(top_p=0.9, min_p=1e-6), Sampling(top_k=2)]
+)
 def test_the_whole_vocabulary_is_sorted_if_its_most_probable_tokens_do_not_decide(
     sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +69,9 @@ def test_the_whole_vocabulary_is_sorted_if_its_most_probable_tokens_do_not_decid
     logits_NV[:, ::2] = 0.5  # half of all tokens are the most probable one
     told_NV = sampled_probabilities(logits_NV, sampling)
     if sampling.top_k:
-        assert (told_NV > 0).sum(-1).tolist() == [1500] * 3, "ties with the last one stay, as in vLLM"
+        assert (told_NV > 0).sum(-1).tolist() == [1500] * 3, (
+            "ties with the last one stay, as in vLLM"
+        )
     else:
         told_V = torch.tensor(filter_by_hand(logits_NV[0].double().tolist(), sampling))
         assert abs(int((told_NV[0] > 0).sum()) - int((told_V > 0).sum())) <= 1
@@ -68,7 +81,10 @@ def test_the_whole_vocabulary_is_sorted_if_its_most_probable_tokens_do_not_decid
 @pytest.mark.vllm
 @pytest.mark.parametrize("sampling", [s for s in FILTERS if not s.min_p])
 def test_vllms_verification_filters_to_the_same_distribution(sampling: Sampling) -> None:
-    """`apply_sampling_constraints` is what its rejection sampler compares drafts with; min_p is refused there."""
+    """`apply_sampling_constraints` is what its rejection sampler compares drafts with.
+
+    Min_p is refused there.
+    """
     from vllm.v1.sample import rejection_sampler
 
     logits_NV = make_logits()
@@ -81,19 +97,26 @@ def test_vllms_verification_filters_to_the_same_distribution(sampling: Sampling)
         top_p=torch.full((num_rows,), sampling.top_p),
     )
     with pytest.MonkeyPatch.context() as patch:
-        # one draft token per request: nothing to repeat (the CPU build's kernel is broken without the plugin)
+        # one draft token per request: nothing to repeat (the CPU build's kernel is broken without
+        # the plugin)
         patch.setattr(
             rejection_sampler,
             "expand_batch_to_tokens",
             lambda value_B, *_, replace_from=None, replace_to=None: value_B.clone(),
         )
-        theirs_NV = constrain(logits_NV.clone(), torch.arange(1, num_rows + 1), metadata).softmax(-1)
-    torch.testing.assert_close(sampled_probabilities(logits_NV, sampling), theirs_NV, atol=1e-6, rtol=0)
+        theirs_NV = constrain(logits_NV.clone(), torch.arange(1, num_rows + 1), metadata).softmax(
+            -1
+        )
+    torch.testing.assert_close(
+        sampled_probabilities(logits_NV, sampling), theirs_NV, atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("sampling", [s for s in FILTERS if s.min_p])
-def test_vllms_sampler_without_a_draft_applies_min_p_before_the_other_filters(sampling: Sampling) -> None:
+def test_vllms_sampler_without_a_draft_applies_min_p_before_the_other_filters(
+    sampling: Sampling,
+) -> None:
     from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -107,7 +130,9 @@ def test_vllms_sampler_without_a_draft_applies_min_p_before_the_other_filters(sa
         torch.full((num_rows,), sampling.top_k or vocab_size),
         torch.full((num_rows,), sampling.top_p),
     ).softmax(-1)
-    torch.testing.assert_close(sampled_probabilities(logits_NV, sampling), theirs_NV, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        sampled_probabilities(logits_NV, sampling), theirs_NV, atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.vllm
@@ -140,8 +165,12 @@ def kept_of(logits_NV: Tensor, num_kept: int) -> tuple[Tensor, Tensor]:
     return found.values, found.indices
 
 
-@pytest.mark.parametrize("sampling", [s for s in FILTERS if s.top_k] + [Sampling(top_p=0.5), Sampling(min_p=0.3)])
-def test_records_are_filtered_exactly_if_the_filters_end_within_the_kept_ids(sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [s for s in FILTERS if s.top_k] + [Sampling(top_p=0.5), Sampling(min_p=0.3)]
+)
+def test_records_are_filtered_exactly_if_the_filters_end_within_the_kept_ids(
+    sampling: Sampling,
+) -> None:
     logits_NV = make_logits()
     log_probs_NK, ids_NK = kept_of(logits_NV, 64)
     exact_NV = sampled_probabilities(logits_NV, sampling)
@@ -149,7 +178,9 @@ def test_records_are_filtered_exactly_if_the_filters_end_within_the_kept_ids(sam
     ends_within_N = exact_NV.gather(-1, ids_NK).sum(-1) > 1 - 1e-5
     assert ends_within_N.all() or not sampling.top_k
     assert ends_within_N.sum() > 10
-    torch.testing.assert_close(told_NK[ends_within_N], exact_NV.gather(-1, ids_NK)[ends_within_N], atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(
+        told_NK[ends_within_N], exact_NV.gather(-1, ids_NK)[ends_within_N], atol=2e-6, rtol=1e-4
+    )
 
 
 def test_a_nucleus_that_ends_beyond_the_kept_ids_is_off_by_less_than_a_token() -> None:
@@ -163,10 +194,14 @@ def test_a_nucleus_that_ends_beyond_the_kept_ids_is_off_by_less_than_a_token() -
 
 
 @pytest.mark.parametrize("temperature", [0.6, 0.8])
-def test_below_temperature_1_the_other_tokens_have_less_than_the_told_mass(temperature: float) -> None:
+def test_below_temperature_1_the_other_tokens_have_less_than_the_told_mass(
+    temperature: float,
+) -> None:
     logits_NV, num_kept = make_logits(), 64
     log_probs_NK, ids_NK = kept_of(logits_NV, num_kept)
-    exact_NK = sampled_probabilities(logits_NV, Sampling(temperature=temperature)).gather(-1, ids_NK)
+    exact_NK = sampled_probabilities(logits_NV, Sampling(temperature=temperature)).gather(
+        -1, ids_NK
+    )
     told_NK = sampled_topk(log_probs_NK, Sampling(temperature=temperature))
     rest_N = 1 - log_probs_NK.exp().sum(-1)
     scale_N = (log_probs_NK / temperature).exp().sum(-1)

@@ -1,4 +1,6 @@
-"""Random Markov models of a few tokens are the target and the draft: every expectation can be summed up exactly.
+"""Random Markov models of a few tokens are the target and the draft.
+
+Every expectation can be summed up exactly.
 
 S = state (the last token), V = vocabulary, K = num_speculative_tokens.
 """
@@ -25,7 +27,9 @@ K = 3
 
 def make_markov(seed: int, scale: float = 1.0) -> Tensor:
     """Logits [S, V] of the next token after each last token."""
-    return scale * torch.randn(VOCAB, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return scale * torch.randn(
+        VOCAB, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def as_model(logits_SV: Tensor) -> NextLogits:
@@ -45,11 +49,16 @@ def sample_markov(target_SV: Tensor, draft_SV: Tensor, seed: int, max_tokens: in
 
 
 def expected_tau(p_SV: Tensor, q_SV: Tensor, state: int, k: int) -> float:
-    """E[tokens of one block] by summing over all paths: 1 + sum_v min(p, q) * (block of k - 1 from v)."""
+    """E[tokens of one block] by summing over all paths.
+
+    1 + sum_v min(p, q) * (block of k - 1 from v).
+    """
     if k == 0:
         return 1.0
     accepted_V = torch.minimum(p_SV[state], q_SV[state]).tolist()
-    return 1.0 + sum(a * expected_tau(p_SV, q_SV, v, k - 1) for v, a in enumerate(accepted_V) if a > 0)
+    return 1.0 + sum(
+        a * expected_tau(p_SV, q_SV, v, k - 1) for v, a in enumerate(accepted_V) if a > 0
+    )
 
 
 @pytest.mark.parametrize(("temperature", "greedy_draft"), [(1.0, False), (1.0, True), (0.7, False)])
@@ -60,7 +69,12 @@ def test_output_follows_the_targets_distribution(temperature: float, greedy_draf
     num_samples = 3000
     for seed in range(num_samples):
         tokens, _ = sample_markov(
-            target_SV, draft_SV, seed, max_tokens=3, temperature=temperature, greedy_draft=greedy_draft
+            target_SV,
+            draft_SV,
+            seed,
+            max_tokens=3,
+            temperature=temperature,
+            greedy_draft=greedy_draft,
         )
         observed[tuple(tokens)] += 1
     expected = [num_samples * float(p_SV[0, a] * p_SV[a, b] * p_SV[b, c]) for a, b, c in observed]
@@ -88,15 +102,21 @@ def within_three_standard_errors(errors: list[float]) -> bool:
 def test_measured_acceptance_and_tau_agree_with_the_formulas_over_200_seeds(greedy_draft: bool):
     alpha_errors, tau_errors = [], []
     for seed in range(200):
-        # All rows are equal: the next token does not depend on the prefix, so Leviathan's formula is exact.
+        # All rows are equal: the next token does not depend on the prefix, so Leviathan's formula
+        # is exact.
         p_logits_SV = make_markov(seed)[:1].expand(VOCAB, VOCAB)
         q_logits_SV = make_markov(1000 + seed)[:1].expand(VOCAB, VOCAB)
         p_SV, q_SV = probabilities(p_logits_SV, 1.0), probabilities(q_logits_SV, 1.0)
         expected = float((alpha_greedy if greedy_draft else alpha)(p_SV, q_SV)[0])
-        _, counts = sample_markov(p_logits_SV, q_logits_SV, seed, max_tokens=40, greedy_draft=greedy_draft)
-        # Sums, not ratios: the run's end is a stopping time, so by Wald's identity these have mean zero exactly.
+        _, counts = sample_markov(
+            p_logits_SV, q_logits_SV, seed, max_tokens=40, greedy_draft=greedy_draft
+        )
+        # Sums, not ratios: the run's end is a stopping time, so by Wald's identity these have mean
+        # zero exactly.
         alpha_errors.append(counts.accepted_per_position[0] - expected * counts.num_drafts)
-        tau_errors.append(counts.num_accepted - (tau(cumulative([expected] * K)) - 1) * counts.num_drafts)
+        tau_errors.append(
+            counts.num_accepted - (tau(cumulative([expected] * K)) - 1) * counts.num_drafts
+        )
     assert within_three_standard_errors(alpha_errors)
     assert within_three_standard_errors(tau_errors)
 
@@ -133,5 +153,7 @@ def test_greedy_decoding_with_any_draft_is_the_targets_greedy_text():
 
 
 def test_equal_seeds_give_equal_samples():
-    one, other = (sample_markov(make_markov(1), make_markov(2), seed=7, max_tokens=30) for _ in range(2))
+    one, other = (
+        sample_markov(make_markov(1), make_markov(2), seed=7, max_tokens=30) for _ in range(2)
+    )
     assert one == other

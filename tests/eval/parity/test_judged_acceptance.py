@@ -12,7 +12,12 @@ import pytest
 from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.forecast.greedy import Forecast, PromptForecast
 from redraft.eval.forecast.stored import StoredForecast, digest_prompt, store_forecast
-from redraft.eval.parity.acceptance import find_dead, find_lost_acceptance, find_missed_forecast, find_too_good
+from redraft.eval.parity.acceptance import (
+    find_dead,
+    find_lost_acceptance,
+    find_missed_forecast,
+    find_too_good,
+)
 from redraft.eval.prompts import Prompt
 
 
@@ -21,14 +26,19 @@ def make_counts(*accepted: int) -> AcceptanceCounts:
 
 
 def make_prompts(rng: np.random.Generator, loss: float, num_prompts: int = 16) -> tuple[list, list]:
-    """(served, expected) counts of prompts of unequal length and difficulty; `loss` of the accepted tokens is lost."""
+    """(served, expected) counts of prompts of unequal length and difficulty.
+
+    `loss` of the accepted tokens is lost.
+    """
     served, expected = [], []
     for _ in range(num_prompts):
         drafts, rate = int(rng.integers(15, 60)), rng.uniform(0.2, 0.6)
         accepted = rng.binomial(drafts, rate)
         lost = rng.binomial(accepted, loss)
         expected.append(AcceptanceCounts(num_drafts=drafts, num_accepted=int(accepted)))
-        served.append(AcceptanceCounts(num_drafts=drafts + int(lost), num_accepted=int(accepted - lost)))
+        served.append(
+            AcceptanceCounts(num_drafts=drafts + int(lost), num_accepted=int(accepted - lost))
+        )
     return served, expected
 
 
@@ -38,7 +48,9 @@ def test_serving_that_counts_as_forecast_has_no_finding() -> None:
 
 
 @pytest.mark.parametrize("loss", [0.1, 0.3])
-def test_a_loss_against_the_forecast_is_found_although_prompts_differ_more_than_that(loss: float) -> None:
+def test_a_loss_against_the_forecast_is_found_although_prompts_differ_more_than_that(
+    loss: float,
+) -> None:
     served, expected = make_prompts(np.random.default_rng(1), loss)
     (finding,) = find_missed_forecast(served, expected, is_exact=False)
     tau = sum(expected, AcceptanceCounts.zero()).tau
@@ -54,7 +66,10 @@ def test_ties_broken_on_either_side_are_no_finding() -> None:
     for _ in range(200):
         _, expected = make_prompts(rng, 0.0)
         served = [
-            AcceptanceCounts(num_drafts=e.num_drafts, num_accepted=max(e.num_accepted + int(rng.integers(-3, 4)), 0))
+            AcceptanceCounts(
+                num_drafts=e.num_drafts,
+                num_accepted=max(e.num_accepted + int(rng.integers(-3, 4)), 0),
+            )
             if rng.random() < 0.25
             else e
             for e in expected
@@ -68,12 +83,16 @@ def test_in_float32_a_fault_shows_by_the_prompts_that_count_otherwise() -> None:
     one_tie = [make_counts(*[1] * 20), *expected[1:]]
     assert not list(find_missed_forecast(one_tie, expected, is_exact=True))
     up_and_down = [
-        AcceptanceCounts(num_drafts=e.num_drafts, num_accepted=e.num_accepted + (1 if i % 2 else -1))
+        AcceptanceCounts(
+            num_drafts=e.num_drafts, num_accepted=e.num_accepted + (1 if i % 2 else -1)
+        )
         for i, e in enumerate(expected)
     ]
     (finding,) = find_missed_forecast(up_and_down, expected, is_exact=True)
     assert "16 prompts" in finding.problem
-    assert not list(find_missed_forecast(up_and_down, expected, is_exact=False)), "in bfloat16 these may be ties"
+    assert not list(find_missed_forecast(up_and_down, expected, is_exact=False)), (
+        "in bfloat16 these may be ties"
+    )
 
 
 def test_the_stored_forecast_is_read_back_and_knows_its_prompts() -> None:
@@ -81,12 +100,19 @@ def test_the_stored_forecast_is_read_back_and_knows_its_prompts() -> None:
     forecast = Forecast(
         per_prompt=[
             PromptForecast(
-                domain="all", num_output_tokens=9, alpha_sum=1, alpha_greedy_sum=1, num_rows=8, counts=make_counts(*c)
+                domain="all",
+                num_output_tokens=9,
+                alpha_sum=1,
+                alpha_greedy_sum=1,
+                num_rows=8,
+                counts=make_counts(*c),
             )
             for c in ([1, 0, 2], [3, 3])
         ]
     )
-    stored = store_forecast(forecast, prompts, num_speculative_tokens=3, max_tokens=64, end_ids=[2], dtype="bfloat16")
+    stored = store_forecast(
+        forecast, prompts, num_speculative_tokens=3, max_tokens=64, end_ids=[2], dtype="bfloat16"
+    )
     again = StoredForecast.from_json(json.loads(json.dumps(stored.to_json())))
     assert again == stored
     assert again.tau == forecast.overall.tau == 1 + 9 / 5
@@ -107,7 +133,8 @@ def test_acceptance_far_below_what_training_measured_is_a_finding() -> None:
 
 
 def test_a_finding_needs_enough_drafts() -> None:
-    # a mean of 1 accepted token with standard deviation 1: 3 standard errors are 1.5 at 4 drafts, 0.15 at 400
+    # a mean of 1 accepted token with standard deviation 1: 3 standard errors are 1.5 at 4 drafts,
+    # 0.15 at 400
     assert not list(find_lost_acceptance(make_counts(0, 0, 2, 2), trained_tau=3.0))
     assert list(find_lost_acceptance(make_counts(*[0, 0, 2, 2] * 100), trained_tau=3.0))
 

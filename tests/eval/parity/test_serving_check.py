@@ -1,4 +1,7 @@
-"""A draft in the real engine compared with its training steps: every divergence is named, with place and size."""
+"""A draft in the real engine compared with its training steps.
+
+Every divergence is named, with place and size.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ from redraft.heads.target import Target
 
 NUM_TOKENS = 3
 DRAFT_IDS = torch.arange(1, 256, 2)
-PROMPTS = [torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 12)]
+PROMPTS = [
+    torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (5, 12)
+]
 
 Broken = tuple[Any, Any, EngineRun]
 """The draft as trained, its target, and an engine serving a folder that was broken afterwards."""
@@ -62,10 +68,14 @@ def make_run(target: Path, method: str, draft: Path | None) -> EngineRun:
     speculative = {"method": method, "num_speculative_tokens": NUM_TOKENS}
     if draft is not None:
         speculative["model"] = str(draft)
-    return EngineRun(target=str(target), speculative_config=speculative, prompts=PROMPTS, blocks_a_prompt=2)
+    return EngineRun(
+        target=str(target), speculative_config=speculative, prompts=PROMPTS, blocks_a_prompt=2
+    )
 
 
-def make_broken(folder: Path, method: str, head_of: Callable[[Target], Any], damage: Callable[[Path], None]) -> Broken:
+def make_broken(
+    folder: Path, method: str, head_of: Callable[[Target], Any], damage: Callable[[Path], None]
+) -> Broken:
     model = make_model()
     model.save_pretrained(folder / "target")
     head = make_random(head_of(Target.from_model(model)))
@@ -84,13 +94,17 @@ def make_medusa(target: Target) -> Any:
 
 
 def make_wrong_side(folder: Path) -> Broken:
-    """A MiMo layer that was trained on the hidden state after the final norm, which the engine never gives it."""
+    """A MiMo layer that was trained on the hidden state after the final norm, which the engine
+    never gives it.
+    """
     make_model().save_pretrained(folder / "llama")
     as_mimo(folder / "llama", folder / "mimo")
     model = AutoModelForCausalLM.from_pretrained(folder / "mimo").eval()
     head = make_random(mtp.Mtp(mtp.Config(num_steps=NUM_TOKENS), Target.from_model(model)))
     head.layout, head.aux_layer_ids = replace(MIMO, reads_normed=True), ()
-    stitch(folder / "mimo", head.checkpoint_tensors(), folder / "stitched", {"redraft": head.record()})
+    stitch(
+        folder / "mimo", head.checkpoint_tensors(), folder / "stitched", {"redraft": head.record()}
+    )
     return head, model, make_run(folder / "stitched", "mtp", None)
 
 
@@ -98,7 +112,9 @@ def edit_config(*removed: str, **changed: Any) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         path = folder / "config.json"
         config = {**json.loads(path.read_text()), **changed}
-        path.write_text(json.dumps({key: value for key, value in config.items() if key not in removed}))
+        path.write_text(
+            json.dumps({key: value for key, value in config.items() if key not in removed})
+        )
 
     return damage
 
@@ -106,8 +122,15 @@ def edit_config(*removed: str, **changed: Any) -> Callable[[Path], None]:
 def edit_tensors(*removed: str, **changed: torch.Tensor) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         path = folder / "model.safetensors"
-        tensors = {**load_file(path), **{name.replace("__", "."): tensor for name, tensor in changed.items()}}
-        save_file({name: tensor for name, tensor in tensors.items() if name not in removed}, path, {"format": "pt"})
+        tensors = {
+            **load_file(path),
+            **{name.replace("__", "."): tensor for name, tensor in changed.items()},
+        }
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if name not in removed},
+            path,
+            {"format": "pt"},
+        )
 
     return damage
 
@@ -129,12 +152,16 @@ CASES: dict[str, tuple[str, Callable[[Path], Broken], str]] = {
     ),
     "norm_before_residual unset": (
         "eagle3",
-        lambda folder: make_broken(folder, "eagle3", make_eagle3, edit_config("norm_before_residual")),
+        lambda folder: make_broken(
+            folder, "eagle3", make_eagle3, edit_config("norm_before_residual")
+        ),
         "draft step 1: the head's input differs at position 0",
     ),
     "random embedding": (
         "eagle3",
-        lambda folder: make_broken(folder, "eagle3", make_eagle3, edit_tensors(embed_tokens__weight=OTHER_EMBEDDING)),
+        lambda folder: make_broken(
+            folder, "eagle3", make_eagle3, edit_tensors(embed_tokens__weight=OTHER_EMBEDDING)
+        ),
         "draft step 1: the head's input differs at position 0",
     ),
     "d2t missing": (
@@ -177,7 +204,9 @@ def compared(name: str, dumps: dict[str, tuple[Broken, Dump]]) -> list[Finding]:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", [name for name in CASES if name != "unbroken"])
-def test_the_engine_shows_where_a_broken_checkpoint_diverges(name: str, dumps: dict[str, tuple[Broken, Dump]]) -> None:
+def test_the_engine_shows_where_a_broken_checkpoint_diverges(
+    name: str, dumps: dict[str, tuple[Broken, Dump]]
+) -> None:
     first = compared(name, dumps)[0]
     assert CASES[name][2] in first.problem
     assert re.search(r"\(prompt 0\b.*\b1 tokens\b", first.problem)
@@ -186,13 +215,18 @@ def test_the_engine_shows_where_a_broken_checkpoint_diverges(name: str, dumps: d
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_an_unbroken_checkpoint_diverges_nowhere_and_a_changed_dump_does(dumps: dict[str, tuple[Broken, Dump]]) -> None:
+def test_an_unbroken_checkpoint_diverges_nowhere_and_a_changed_dump_does(
+    dumps: dict[str, tuple[Broken, Dump]],
+) -> None:
     assert compared("unbroken", dumps) == []
     case, dump = dumps["unbroken"]
 
     def problem(change: Callable[[Block], None]) -> str:
         (run, block) = dump.run, dump.recorded()[0]
-        copies = [{k: v.clone() if torch.is_tensor(v) else v for k, v in each.items()} for each in block.passes]
+        copies = [
+            {k: v.clone() if torch.is_tensor(v) else v for k, v in each.items()}
+            for each in block.passes
+        ]
         for each in copies:
             each["out"] = [out.clone() for out in each["out"]]
         changed = replace(block, passes=copies, drafted=list(block.drafted))

@@ -33,7 +33,9 @@ from redraft.eval.report.regression import Comparison, describe_change, read_bas
 from redraft.eval.report.results import Measured
 from redraft.heads.catalog import FAMILIES
 
-SCHEMA = json.loads(Path(acceptance_report_module.__file__).with_name("acceptance.schema.json").read_text())
+SCHEMA = json.loads(
+    Path(acceptance_report_module.__file__).with_name("acceptance.schema.json").read_text()
+)
 FINGERPRINT = "ab" * 32
 STEPS = 20
 KS = (1, 3)
@@ -42,11 +44,19 @@ RATES = {"one": 0.5, "other": 0.3, "ngram": 0.1}
 
 
 def make_prompts(num_prompts: int = 40, first: int = 0) -> list[Prompt]:
-    return [Prompt(token_ids=[first + i, 7], domain=("code", "prose")[i % 2]) for i in range(num_prompts)]
+    return [
+        Prompt(token_ids=[first + i, 7], domain=("code", "prose")[i % 2])
+        for i in range(num_prompts)
+    ]
 
 
 def rate_of(prompt: Prompt, draft: str, temperature: float) -> float:
-    return RATES[draft] + 0.2 * (prompt.domain == "code") - 0.1 * temperature + 0.02 * (prompt.token_ids[0] % 5)
+    return (
+        RATES[draft]
+        + 0.2 * (prompt.domain == "code")
+        - 0.1 * temperature
+        + 0.02 * (prompt.token_ids[0] % 5)
+    )
 
 
 def make_rows(prompt: Prompt, draft: str, temperature: float, scale: float) -> PromptRows:
@@ -62,13 +72,22 @@ def make_rows(prompt: Prompt, draft: str, temperature: float, scale: float) -> P
         )
         for k in KS
     }
-    return PromptRows(num_output_tokens=30, num_rows=30, alpha_sum=30 * rate, alpha_greedy_sum=27 * rate, counts=counts)
+    return PromptRows(
+        num_output_tokens=30,
+        num_rows=30,
+        alpha_sum=30 * rate,
+        alpha_greedy_sum=27 * rate,
+        counts=counts,
+    )
 
 
-def make_measured(prompts: list[Prompt] | None = None, scale: float = 1.0, **changes: Any) -> Measured:
+def make_measured(
+    prompts: list[Prompt] | None = None, scale: float = 1.0, **changes: Any
+) -> Measured:
     prompts = prompts or make_prompts()
     forecast = {
-        t: [{draft: make_rows(prompt, draft, t, scale) for draft in RATES} for prompt in prompts] for t in (0.0, 1.0)
+        t: [{draft: make_rows(prompt, draft, t, scale) for draft in RATES} for prompt in prompts]
+        for t in (0.0, 1.0)
     }
     engine = {("one", 0.0, 3): [make_counts(rows["one"]) for rows in forecast[0.0]]}
     return Measured(
@@ -87,7 +106,10 @@ def make_measured(prompts: list[Prompt] | None = None, scale: float = 1.0, **cha
 def make_counts(rows: PromptRows, scale: float = 1.0) -> AcceptanceCounts:
     accepted = tuple(round(scale * a) for a in rows.counts[3].accepted_per_position)
     return AcceptanceCounts(
-        num_drafts=STEPS, num_accepted=sum(accepted), num_draft_tokens=3 * STEPS, accepted_per_position=accepted
+        num_drafts=STEPS,
+        num_accepted=sum(accepted),
+        num_draft_tokens=3 * STEPS,
+        accepted_per_position=accepted,
     )
 
 
@@ -117,9 +139,13 @@ def make_report(measured: Measured | None = None, **changes: Any) -> dict[str, A
     )
 
 
-def entry(report: Mapping[str, Any], draft: str, domain: str | None, k: int, temperature: float = 0.0) -> Any:
+def entry(
+    report: Mapping[str, Any], draft: str, domain: str | None, k: int, temperature: float = 0.0
+) -> Any:
     row = next(
-        r for r in report["results"] if (r["draft"], r["domain"], r["temperature"]) == (draft, domain, temperature)
+        r
+        for r in report["results"]
+        if (r["draft"], r["domain"], r["temperature"]) == (draft, domain, temperature)
     )
     return next(e for e in row["by_num_speculative_tokens"] if e["num_speculative_tokens"] == k)
 
@@ -129,7 +155,9 @@ def test_every_number_is_the_ratio_of_sums_over_prompts() -> None:
     rates = [rate_of(prompt, "one", 0.0) for prompt in code]
     told = entry(report, "one", "code", 3)["forecast"]
     expected = [float(np.mean([rate ** (j + 1) for rate in rates])) for j in range(3)]
-    assert [rate["value"] for rate in told["acceptance_per_position"]] == pytest.approx(expected, abs=1e-6)
+    assert [rate["value"] for rate in told["acceptance_per_position"]] == pytest.approx(
+        expected, abs=1e-6
+    )
     assert told["tau"]["value"] == pytest.approx(1 + sum(expected), abs=1e-6)
     row = next(r for r in report["results"] if (r["draft"], r["domain"]) == ("one", "code"))
     assert row["alpha"]["value"] == pytest.approx(float(np.mean(rates)), abs=1e-6)
@@ -143,28 +171,43 @@ def test_steps_without_a_draft_count_for_an_ngrams_tau_and_not_for_the_engines()
 
 
 def test_intervals_contain_the_value_and_shrink_with_the_square_root_of_the_prompts() -> None:
-    few, many = (entry(make_report(make_measured(make_prompts(n))), "one", None, 3) for n in (10, 160))
+    few, many = (
+        entry(make_report(make_measured(make_prompts(n))), "one", None, 3) for n in (10, 160)
+    )
     widths = [e["forecast"]["tau"]["high"] - e["forecast"]["tau"]["low"] for e in (few, many)]
-    assert few["forecast"]["tau"]["low"] < few["forecast"]["tau"]["value"] < few["forecast"]["tau"]["high"]
+    assert (
+        few["forecast"]["tau"]["low"]
+        < few["forecast"]["tau"]["value"]
+        < few["forecast"]["tau"]["high"]
+    )
     assert widths[0] / widths[1] == pytest.approx(4, rel=0.35)
 
 
 def test_a_forecast_more_than_three_percent_off_diverges_from_the_engine() -> None:
     rows = [r["one"] for r in make_measured().forecast[0.0]]
     for scale, diverges in ((1.0, False), (0.8, True)):
-        measured = make_measured(engine={("one", 0.0, 3): [make_counts(row, scale) for row in rows]})
+        measured = make_measured(
+            engine={("one", 0.0, 3): [make_counts(row, scale) for row in rows]}
+        )
         engine = entry(make_report(measured), "one", None, 3)["engine"]
         assert engine["diverges"] is diverges
         assert (abs(engine["forecast_error"]) > 0.03) is diverges
-    assert any("differ by more than 3% for one (k = 3" in s for s in make_report(measured)["answer"])
+    assert any(
+        "differ by more than 3% for one (k = 3" in s for s in make_report(measured)["answer"]
+    )
 
 
 def test_above_temperature_zero_chance_alone_is_no_divergence() -> None:
     draws = np.random.default_rng(0)
     prompts = make_prompts(6)
     rows = [r["one"] for r in make_measured(prompts).forecast[1.0]]
-    noisy = [make_counts(row, scale) for row, scale in zip(rows, draws.uniform(0.3, 1.5, len(rows)), strict=True)]
-    engine = entry(make_report(make_measured(prompts, engine={("one", 1.0, 3): noisy})), "one", None, 3, 1.0)["engine"]
+    noisy = [
+        make_counts(row, scale)
+        for row, scale in zip(rows, draws.uniform(0.3, 1.5, len(rows)), strict=True)
+    ]
+    engine = entry(
+        make_report(make_measured(prompts, engine={("one", 1.0, 3): noisy})), "one", None, 3, 1.0
+    )["engine"]
     assert abs(engine["forecast_error"]) > 0.03
     assert engine["difference"]["low"] < 0 < engine["difference"]["high"]
     assert engine["diverges"] is False
@@ -173,7 +216,8 @@ def test_above_temperature_zero_chance_alone_is_no_divergence() -> None:
 def test_the_report_begins_with_the_answer() -> None:
     answer = make_report()["answer"]
     assert re.fullmatch(
-        r"one emits \d\.\d\d tokens per target step on code, \d\.\d\d on prose \(k = 3 draft tokens, temperature 0\)\.",
+        r"one emits \d\.\d\d tokens per target step on code, \d\.\d\d on prose \(k = 3 draft "
+        r"tokens, temperature 0\)\.",
         answer[0],
     )
     assert answer[1].startswith("Second is other: ")
@@ -184,13 +228,19 @@ def test_the_report_begins_with_the_answer() -> None:
 @pytest.mark.parametrize(
     ("is_sampled", "other_scale", "said"),
     [
-        (False, 1.1, 'put "draft_sample_method": "probabilistic" into --speculative-config (redraft serve: '),
+        (
+            False,
+            1.1,
+            'put "draft_sample_method": "probabilistic" into --speculative-config (redraft serve: ',
+        ),
         (True, 1.1, 'put "draft_sample_method": "greedy" into --speculative-config'),
         (False, 0.9, ": greedy is right."),
         (False, 1.0, ": no reason to change greedy."),
     ],
 )
-def test_the_better_way_to_draft_is_told_with_the_flag_to_set(is_sampled: bool, other_scale: float, said: str) -> None:
+def test_the_better_way_to_draft_is_told_with_the_flag_to_set(
+    is_sampled: bool, other_scale: float, said: str
+) -> None:
     measured = make_measured()
     for prompt, rows in zip(measured.prompts, measured.forecast[1.0], strict=True):
         other = make_rows(prompt, "one", 1.0, other_scale).counts
@@ -199,7 +249,11 @@ def test_the_better_way_to_draft_is_told_with_the_flag_to_set(is_sampled: bool, 
     report = make_report(measured, drafts=[make_draft(name, forecast=forecast) for name in RATES])
     (sentence,) = [sentence for sentence in report["answer"] if "draft_sample_method" in sentence]
     assert said in sentence
-    entry = next(r for r in report["results"] if (r["draft"], r["temperature"], r["domain"]) == ("one", 1.0, None))
+    entry = next(
+        r
+        for r in report["results"]
+        if (r["draft"], r["temperature"], r["domain"]) == ("one", 1.0, None)
+    )
     told = entry["by_num_speculative_tokens"][-1]
     gain = told["other_sample_method"]["tau"] - told["forecast"]["tau"]["value"]
     assert told["other_sample_method"]["gain"]["value"] == pytest.approx(gain, abs=1e-5)
@@ -246,8 +300,12 @@ def test_the_report_follows_its_schema() -> None:
 
 def test_a_draft_without_a_forecast_still_gets_a_report(tmp_path: Path) -> None:
     rows = [row["one"] for row in make_measured().forecast[0.0]]
-    suffix = make_draft("suffix", family="suffix", source="suffix", forecast=None, speculative={"method": "suffix"})
-    measured = make_measured(drafts=["one", "suffix"], engine={("suffix", 0.0, 3): [make_counts(row) for row in rows]})
+    suffix = make_draft(
+        "suffix", family="suffix", source="suffix", forecast=None, speculative={"method": "suffix"}
+    )
+    measured = make_measured(
+        drafts=["one", "suffix"], engine={("suffix", 0.0, 3): [make_counts(row) for row in rows]}
+    )
     report = make_report(measured, drafts=[make_draft("one"), suffix])
     assert entry(report, "suffix", None, 3)["forecast"] is None
     validate(report)
@@ -262,7 +320,9 @@ def test_drafts_of_every_family_follow_the_schema(family: str) -> None:
 def test_equal_measurements_give_equal_bytes(tmp_path: Path) -> None:
     for name in ("one", "other"):
         report = make_report()
-        write_acceptance_report(tmp_path / name, dict(reversed(report.items())) if name == "other" else report)
+        write_acceptance_report(
+            tmp_path / name, dict(reversed(report.items())) if name == "other" else report
+        )
     for file in ("report.json", "report.html", "report.md"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
 
@@ -304,14 +364,19 @@ def test_a_single_draft_is_compared_under_any_name() -> None:
 
 def test_nothing_in_common_is_refused() -> None:
     baseline = json.loads(
-        json.dumps(make_report()).replace('"one"', '"a"').replace('"other"', '"b"').replace('"ngram"', '"c"')
+        json.dumps(make_report())
+        .replace('"one"', '"a"')
+        .replace('"other"', '"b"')
+        .replace('"ngram"', '"c"')
     )
     with pytest.raises(ValueError, match="--draft NAME=FOLDER"):
         compare_reports(make_report(), baseline, 0.02)
 
 
 def test_a_renamed_draft_is_compared_even_beside_ngrams() -> None:
-    """A version with half the acceptance falls under a new name, and the n-gram yardstick beside it does not."""
+    """A version with half the acceptance falls under a new name, and the n-gram yardstick beside it
+    does not.
+    """
     names = ("one", "ngram")
     drafts = [make_draft(name) for name in names]
     before = make_report(make_measured(drafts=names), drafts=drafts)
@@ -337,7 +402,9 @@ def test_a_baseline_with_other_settings_is_refused(changed: dict[str, Any]) -> N
         compare_reports(make_report(settings={**baseline["settings"], **changed}), baseline, 0.02)
 
 
-def test_a_temperature_that_the_baseline_lacks_is_refused_and_one_that_it_has_beyond_is_not() -> None:
+def test_a_temperature_that_the_baseline_lacks_is_refused_and_one_that_it_has_beyond_is_not() -> (
+    None
+):
     """A draft that is useless at temperature 1 would pass, compared at 0 alone."""
     both, one = make_report(), make_report()
     one["per_prompt"] = [row for row in one["per_prompt"] if row["temperature"] == 0]
@@ -362,7 +429,9 @@ def written(folder: Path, **changes: Any) -> Path:
 
 def test_a_baseline_is_an_acceptance_report_of_this_target_and_version(tmp_path: Path) -> None:
     assert read_baseline(written(tmp_path), FINGERPRINT, SCHEMA_VERSION).target.name == "a/target"
-    older = read_baseline(written(tmp_path, schema_version=2, advice=[]), FINGERPRINT, SCHEMA_VERSION)
+    older = read_baseline(
+        written(tmp_path, schema_version=2, advice=[]), FINGERPRINT, SCHEMA_VERSION
+    )
     assert compare_reports(make_report(), msgspec.to_builtins(older), 0.0).num_fell == 0
     for changes, message in (
         ({"target": {"name": "b", "fingerprint": "cd" * 32}}, r"\bb: "),
@@ -386,7 +455,9 @@ def test_the_markdown_has_a_row_for_every_draft_and_domain() -> None:
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert [len(table.splitlines()) - 2 for table in tables] == [9, 9, 36]
     for table in tables:
-        assert len({line.count("|") for line in table.splitlines()}) == 1, "rows with different numbers of columns"
+        assert len({line.count("|") for line in table.splitlines()}) == 1, (
+            "rows with different numbers of columns"
+        )
     assert text.startswith("### one emits ")
     assert "fell by more than 2.0%" in text
 
@@ -403,7 +474,9 @@ def test_the_page_is_small_and_refers_to_nothing_outside(tmp_path: Path) -> None
 
 @browser
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_chart_of_the_acceptance_report_renders_without_an_error_or_a_request(tmp_path: Path, dark: bool) -> None:
+def test_every_chart_of_the_acceptance_report_renders_without_an_error_or_a_request(
+    tmp_path: Path, dark: bool
+) -> None:
     report = make_report()
     worse = make_report(make_measured(scale=0.8))
     report["baseline"] = asdict(compare_reports(worse, make_report(), 0.02))
@@ -421,8 +494,12 @@ def test_every_chart_of_the_acceptance_report_renders_without_an_error_or_a_requ
 
 
 @browser
-def test_a_report_of_one_draft_and_one_number_of_tokens_leaves_out_empty_charts(tmp_path: Path) -> None:
-    measured = make_measured(drafts=["one"], temperatures=(0.0,), num_speculative_tokens=(3,), engine={})
+def test_a_report_of_one_draft_and_one_number_of_tokens_leaves_out_empty_charts(
+    tmp_path: Path,
+) -> None:
+    measured = make_measured(
+        drafts=["one"], temperatures=(0.0,), num_speculative_tokens=(3,), engine={}
+    )
     page = write_acceptance_report(tmp_path, make_report(measured, drafts=[make_draft("one")]))
     dom, console, _ = open_in_chromium(page, tmp_path)
     assert re.search(r'id="taus".*?</svg>', dom, re.DOTALL)

@@ -17,11 +17,20 @@ from redraft.eval.engine.measure import Measurement, Output
 from redraft.eval.forecast.greedy import Forecast, PromptForecast
 from redraft.eval.machine import environment
 from redraft.eval.prompts import Prompt
-from redraft.eval.report.page import Speed, domain_section, engine_section, offline_section, write_report
+from redraft.eval.report.page import (
+    Speed,
+    domain_section,
+    engine_section,
+    offline_section,
+    write_report,
+)
 
 
 def make_forecast(accepted: int) -> Forecast:
-    """Two prompts of 20 tokens, 10 blocks of 4 each; `accepted` tokens of every block on code, one less on prose."""
+    """Two prompts of 20 tokens, 10 blocks of 4 each.
+
+    `accepted` tokens of every block on code, one less on prose.
+    """
     return Forecast(
         per_prompt=[
             PromptForecast(
@@ -39,7 +48,9 @@ def make_forecast(accepted: int) -> Forecast:
 
 def make_measurement(accepted: int | None, full_s: float) -> Measurement:
     prompts = [Prompt(token_ids=[1], domain=domain) for domain in ("code", "prose")]
-    counts = [AcceptanceCounts.from_blocks([accepted] * 10, 4) if accepted is not None else None] * 2
+    counts = [
+        AcceptanceCounts.from_blocks([accepted] * 10, 4) if accepted is not None else None
+    ] * 2
     return Measurement(
         prompts=prompts,
         outputs=[Output(token_ids=[5] * 20, counts=c) for c in counts],
@@ -50,8 +61,18 @@ def make_measurement(accepted: int | None, full_s: float) -> Measurement:
     )
 
 
-TIE = Difference(prompt=1, domain="prose", position=7, token_with=3, token_without=4, logit_gap=1e-6, is_tie=True)
-ERROR = Difference(prompt=0, domain="code", position=2, token_with=3, token_without=None, logit_gap=None, is_tie=False)
+TIE = Difference(
+    prompt=1, domain="prose", position=7, token_with=3, token_without=4, logit_gap=1e-6, is_tie=True
+)
+ERROR = Difference(
+    prompt=0,
+    domain="code",
+    position=2,
+    token_with=3,
+    token_without=None,
+    logit_gap=None,
+    is_tie=False,
+)
 
 
 WITH = [38.0, 42.0, 39.0, 41.0, 40.0, 40.0, 37.0, 43.0]
@@ -65,7 +86,9 @@ def make_report(*differences: Difference, **changes: Any) -> dict[str, Any]:
         "target": "a target",
         "draft": "a <b>draft</b>",
         "command": "python recipes/distill.py --loop.steps 20",
-        "offline": offline_section(before=make_forecast(1), after=after, ce_baseline=make_forecast(2)),
+        "offline": offline_section(
+            before=make_forecast(1), after=after, ce_baseline=make_forecast(2)
+        ),
         "engine": engine_section(
             with_draft,
             Lossless(num_prompts=2, differences=list(differences)),
@@ -76,7 +99,10 @@ def make_report(*differences: Difference, **changes: Any) -> dict[str, Any]:
         "train": {"tokens_per_s": 1234.5, "peak_rss_mib": 678.0},
         "curves": [
             *({"step": step, "loss": 1 / step, "alpha": [0.5]} for step in (5, 10, 15, 20)),
-            *({"step": step, "held_out_alpha": step / 40, "held_out_alpha_greedy": step / 50} for step in (10, 20)),
+            *(
+                {"step": step, "held_out_alpha": step / 40, "held_out_alpha_greedy": step / 50}
+                for step in (10, 20)
+            ),
         ],
         "environment": {"date": "2026-01-02", "processor": "an abacus"},
         "duration_s": 300.0,
@@ -91,7 +117,9 @@ def test_the_json_holds_the_numbers_by_name(tmp_path: Path):
     assert report["offline"]["alpha_greedy_after"] == pytest.approx(12 / 20)
     assert report["offline"]["alpha_greedy_ce_baseline"] == pytest.approx(8 / 20)
     assert report["offline"]["alpha_greedy_gain_over_ce"] == pytest.approx(4 / 20)
-    assert report["offline"]["alpha_greedy_gain_over_ce_interval"] == pytest.approx([4 / 20, 4 / 20])  # on both prompts
+    assert report["offline"]["alpha_greedy_gain_over_ce_interval"] == pytest.approx(
+        [4 / 20, 4 / 20]
+    )  # on both prompts
     assert report["offline"]["tau_forecast"] == 3.5
     assert report["engine"]["tau"] == 3.0
     assert report["engine"]["acceptance_per_position"] == [1.0, 1.0, 0.0, 0.0]
@@ -101,7 +129,9 @@ def test_the_json_holds_the_numbers_by_name(tmp_path: Path):
     speed = report["engine"]["speed"]
     assert (speed["tokens_per_s"], speed["tokens_per_s_without_draft"]) == (40.0, 25.0)
     assert speed["speedup"] == pytest.approx(1.6)
-    assert speed["speedup_interval"] == pytest.approx([37 / 25, 43 / 25]), "the extremes of 8 rounds: 2 / 256 outside"
+    assert speed["speedup_interval"] == pytest.approx([37 / 25, 43 / 25]), (
+        "the extremes of 8 rounds: 2 / 256 outside"
+    )
     assert speed["draft_token_cost"] == pytest.approx((3.0 / 1.6 - 1) / 4)
     assert report["by_domain"]["code"]["tau_forecast"] == 4.0
     assert report["by_domain"]["prose"]["tau"] == 3.0
@@ -148,17 +178,28 @@ def test_the_page_is_small_and_refers_to_nothing_outside(tmp_path: Path):
 def test_the_page_begins_with_the_answer(tmp_path: Path):
     html = write_report(tmp_path, make_report()).read_text()
     heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
-    assert heading == "With this draft, each target step emits 3.00 tokens, and output is 1.60× as fast."
+    assert (
+        heading
+        == "With this draft, each target step emits 3.00 tokens, and output is 1.60× as fast."
+    )
 
 
 @pytest.mark.parametrize(
     ("rates", "answer"),
-    [(None, "tokens."), ([20.0] * 8, "tokens, but output is only 0.80× as fast."), ([*range(21, 29)], "as without.")],
+    [
+        (None, "tokens."),
+        ([20.0] * 8, "tokens, but output is only 0.80× as fast."),
+        ([*range(21, 29)], "as without."),
+    ],
 )
-def test_a_speed_that_the_rounds_do_not_tell_is_not_told(tmp_path: Path, rates: list[float] | None, answer: str):
+def test_a_speed_that_the_rounds_do_not_tell_is_not_told(
+    tmp_path: Path, rates: list[float] | None, answer: str
+):
     speed = Speed(with_draft=rates, without_draft=[25.0] * 8) if rates else None
     lossless = Lossless(num_prompts=2, differences=[])
-    section = engine_section(make_measurement(2, 1.0), lossless, make_forecast(3).overall.tau, speed)
+    section = engine_section(
+        make_measurement(2, 1.0), lossless, make_forecast(3).overall.tau, speed
+    )
     html = write_report(tmp_path, make_report(engine=section)).read_text()
     heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
     assert heading.endswith(answer)

@@ -19,7 +19,9 @@ def write(folder: Path, report: Any) -> Path:
     return path
 
 
-def make_result(draft: str, temperature: float, domain: str | None, *rates: float, forecast: bool = True) -> Any:
+def make_result(
+    draft: str, temperature: float, domain: str | None, *rates: float, forecast: bool = True
+) -> Any:
     """A row of an acceptance report with 1 and len(rates) draft tokens."""
 
     def entry(some: tuple[float, ...]) -> dict[str, Any]:
@@ -32,7 +34,12 @@ def make_result(draft: str, temperature: float, domain: str | None, *rates: floa
         }
 
     entries = [entry(rates), entry(rates[:1])]
-    return {"draft": draft, "temperature": temperature, "domain": domain, "by_num_speculative_tokens": entries}
+    return {
+        "draft": draft,
+        "temperature": temperature,
+        "domain": domain,
+        "by_num_speculative_tokens": entries,
+    }
 
 
 NUCLEUS = Sampling(temperature=0.7, top_p=0.8)
@@ -42,7 +49,9 @@ def read(path: Path, draft: str | None = None, served: Sampling = GREEDY) -> lis
     return read_acceptance(path, draft, served).per_position
 
 
-def test_an_acceptance_report_gives_its_forecast_over_all_domains_at_the_served_temperature(tmp_path: Path) -> None:
+def test_an_acceptance_report_gives_its_forecast_over_all_domains_at_the_served_temperature(
+    tmp_path: Path,
+) -> None:
     results = [
         make_result("v1", 0.0, None, 0.6, 0.4),
         make_result("v1", 0.0, "code", 0.9, 0.8),
@@ -62,18 +71,28 @@ def test_an_acceptance_report_gives_its_forecast_over_all_domains_at_the_served_
     with pytest.raises(ValueError, match=r"'v2'.*v1"):
         read(path, "v2")
     measured = r"temperature 0 and temperature 0\.7, top_p 0\.8,"
-    for other in (Sampling(temperature=0.7), Sampling(temperature=0.7, top_p=0.8, top_k=20), Sampling(top_p=0.8)):
+    for other in (
+        Sampling(temperature=0.7),
+        Sampling(temperature=0.7, top_p=0.8, top_k=20),
+        Sampling(top_p=0.8),
+    ):
         with pytest.raises(ValueError, match=rf"{measured} .* {other.words}: .*--temperature"):
             read(path, "v1", other)
 
 
 def test_filters_count_for_nothing_at_temperature_0(tmp_path: Path) -> None:
-    path = write(tmp_path, {"results": [make_result("v1", 0.0, None, 0.6)], "settings": {"top_k": 20}})
+    path = write(
+        tmp_path, {"results": [make_result("v1", 0.0, None, 0.6)], "settings": {"top_k": 20}}
+    )
     assert read(path, "v1", Sampling(temperature=0.0, top_p=0.5)) == [0.6]
 
 
 def test_a_training_report_gives_the_engines_counts_or_else_the_forecast(tmp_path: Path) -> None:
-    report = {"draft": "d", "offline": {"forecast_per_position": [0.5]}, "engine": {"acceptance_per_position": [0.6]}}
+    report = {
+        "draft": "d",
+        "offline": {"forecast_per_position": [0.5]},
+        "engine": {"acceptance_per_position": [0.6]},
+    }
     assert read(write(tmp_path, report)) == [0.6]
     with pytest.raises(ValueError, match=r"0.*0\.7"):
         read(write(tmp_path, report), served=NUCLEUS)
@@ -83,7 +102,10 @@ def test_a_training_report_gives_the_engines_counts_or_else_the_forecast(tmp_pat
 
 def test_a_benchmark_gives_its_counts(tmp_path: Path) -> None:
     config = {"draft_sample_method": "probabilistic"}
-    drafts = {"a": {"acceptance_per_position": [0.5], "config": config}, "b": {"acceptance_per_position": []}}
+    drafts = {
+        "a": {"acceptance_per_position": [0.5], "config": config},
+        "b": {"acceptance_per_position": []},
+    }
     settings = {"sampling": asdict(NUCLEUS)}
     path = write(tmp_path, {"tables": {}, "drafts": drafts, "settings": settings})
     assert read(path, served=NUCLEUS) == [0.5]

@@ -1,4 +1,7 @@
-"""The baseline of a comparison: a server of two speeds is found out, and two modes are never compared."""
+"""The baseline of a comparison.
+
+A server of two speeds is found out, and two modes are never compared.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,14 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from redraft.distill.run import proof
-from redraft.eval.engine.measure import MOST_REPEATS, Measurement, Output, changed_speed, find_full_load, time_steps
+from redraft.eval.engine.measure import (
+    MOST_REPEATS,
+    Measurement,
+    Output,
+    changed_speed,
+    find_full_load,
+    time_steps,
+)
 from redraft.eval.engine.server import Mode, VllmServer
 from redraft.eval.prompts import Prompt
 from redraft.eval.serving import baseline, rounds
@@ -41,7 +51,10 @@ PROMPTS = [Prompt(token_ids=[1, 2])]
 
 
 class Engine:
-    """A stand-in that sends one token per step; `steps_s` are the pauses before the tokens of each answer."""
+    """A stand-in that sends one token per step.
+
+    `steps_s` are the pauses before the tokens of each answer.
+    """
 
     def __init__(self, *steps_s: list[float]) -> None:
         self.steps_s, self.finished = list(steps_s), 0
@@ -71,7 +84,9 @@ class Engine:
 
     async def metrics(self, request: Request) -> Response:
         name = "vllm:request_decode_time_seconds"
-        return PlainTextResponse(f"{name}_sum {float(self.finished)}\n{name}_count {float(self.finished)}\n")
+        return PlainTextResponse(
+            f"{name}_sum {float(self.finished)}\n{name}_count {float(self.finished)}\n"
+        )
 
 
 @contextlib.contextmanager
@@ -113,7 +128,9 @@ def run_one(engine: Engine) -> Measurement:
         return run_rounds({PLAIN: make_server(url)}, PROMPTS, plan)[PLAIN, 1][0]
 
 
-def test_a_round_in_which_a_server_changes_its_speed_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_in_which_a_server_changes_its_speed_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # The head's server is at a third of its speed in the second half, once.
     halves = {PLAIN: [(0.01, 0.01)] * 2, "head": [(0.01, 0.03), (0.01, 0.012)]}
     measured: list[str] = []
@@ -125,7 +142,9 @@ def test_a_round_in_which_a_server_changes_its_speed_is_measured_again(monkeypat
     monkeypatch.setattr(rounds, "measure", take)
     servers = {name: make_server(name) for name in halves}
     results = run_rounds(servers, PROMPTS, Plan(rounds=1, prompts={1: 1}, max_tokens=4))
-    assert measured == [PLAIN, "head"] * 2, "the whole load, on all servers: a ratio is within a round"
+    assert measured == [PLAIN, "head"] * 2, (
+        "the whole load, on all servers: a ratio is within a round"
+    )
     assert [runs[0].repeats for runs in results.values()] == [1, 1]
     assert not any(changed_speed(runs[0].half_step_s) for runs in results.values())
 
@@ -138,7 +157,9 @@ def test_a_server_that_never_keeps_its_speed_is_reported_with_two() -> None:
 
 
 def test_a_prefill_is_no_change_of_speed() -> None:
-    """A second request is read in chunks while the first decodes, and makes 10 steps 20 times as long."""
+    """A second request is read in chunks while the first decodes, and makes 10 steps 20 times as
+    long.
+    """
     steady = [0.01] * 30
     first = list(itertools.accumulate([0.0, 0.1, *[0.2] * 10, *steady]))
     second = list(itertools.accumulate([0.05, 2.1, *steady]))
@@ -155,7 +176,8 @@ def test_longer_drafts_are_no_change_of_speed() -> None:
 
 
 def test_a_speed_ends_with_the_first_slot_that_stays_empty() -> None:
-    # Two slots: C follows A; B and D have 6 and 4 tokens; when B ends nobody follows, and D goes on alone.
+    # Two slots: C follows A; B and D have 6 and 4 tokens; when B ends nobody follows, and D goes on
+    # alone.
     a, b = [(0.0, 0), (1.0, 1), (2.0, 2)], [(0.0, 0), (1.0, 1), (2.0, 2), (3.0, 3)]
     c, d = [(2.1, 0), (2.5, 3)], [(2.6, 0), (3.0, 2), (4.0, 1), (5.0, 1)]
     assert find_full_load([a, b, c, d]) == (3.0, 3 + 6 + 3 + 2)
@@ -183,16 +205,21 @@ def make_run(step_s: float, repeats: int = 0, **changes: Any) -> Measurement:
     )
 
 
-@pytest.mark.parametrize(("steps_ms", "speeds"), [((12, 13, 14), 1), ((12, 17, 24), 1), ((12, 13, 40), 2), ((12,), 1)])
+@pytest.mark.parametrize(
+    ("steps_ms", "speeds"), [((12, 13, 14), 1), ((12, 17, 24), 1), ((12, 13, 40), 2), ((12,), 1)]
+)
 def test_speeds_a_factor_apart_are_counted(steps_ms: tuple[int, ...], speeds: int) -> None:
     assert count_speeds([make_run(step_ms / 1000) for step_ms in steps_ms]) == speeds
 
 
 SERVED = (
-    "(EngineCore pid=1) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='m', "
-    "speculative_config=None, dtype=torch.{dtype}, max_seq_len=623, load_format=auto, tensor_parallel_size={tensor}, "
+    "(EngineCore pid=1) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: "
+    "model='m', "
+    "speculative_config=None, dtype=torch.{dtype}, max_seq_len=623, load_format=auto, "
+    "tensor_parallel_size={tensor}, "
     "pipeline_parallel_size={pipeline}, data_parallel_size={data}, decode_context_parallel_size=1, "
-    "quantization={quantization}, quantization_config=None, enforce_eager=False, kv_cache_dtype=auto\n"
+    "quantization={quantization}, quantization_config=None, enforce_eager=False, "
+    "kv_cache_dtype=auto\n"
 )
 """vLLM's line about its engine."""
 
@@ -200,14 +227,30 @@ SERVED = (
 def make_target(folder: Path, **config: Any) -> Path:
     """1,000 weights stored in bfloat16, beside an embedding of 500."""
     folder.mkdir(exist_ok=True)
-    names = {"model.layers.0.mlp.weight": (30, 20), "lm_head.weight": (20, 20), "model.embed_tokens.weight": (25, 20)}
-    save_file({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in names.items()}, folder / WEIGHTS)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_experts": None, **config}))
+    names = {
+        "model.layers.0.mlp.weight": (30, 20),
+        "lm_head.weight": (20, 20),
+        "model.embed_tokens.weight": (25, 20),
+    }
+    save_file(
+        {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in names.items()},
+        folder / WEIGHTS,
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "num_experts": None, **config})
+    )
     return folder
 
 
 def write_log(folder: Path, **changes: Any) -> Path:
-    served = {"dtype": "bfloat16", "tensor": 1, "pipeline": 1, "data": 1, "quantization": None, **changes}
+    served = {
+        "dtype": "bfloat16",
+        "tensor": 1,
+        "pipeline": 1,
+        "data": 1,
+        "quantization": None,
+        **changes,
+    }
     (folder / "log").write_text(
         "OpenMP thread binding info: \n\tlocal_rank=0, core ids=[0, 1]\n"
         f"{SERVED.format(**{**served, 'dtype': 'float16', 'tensor': 4})}"
@@ -253,7 +296,11 @@ def test_the_baseline_is_its_share_of_the_time_to_read_the_weights(
     ],
 )
 def test_the_bytes_of_a_step_are_those_of_the_served_type_on_one_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: dict[str, Any], on_cpu: bool, num_bytes: int | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    served: dict[str, Any],
+    on_cpu: bool,
+    num_bytes: int | None,
 ) -> None:
     monkeypatch.setattr(baseline, "ENGINE_IS_CPU", on_cpu)
     assert read_weight_bytes(make_target(tmp_path), write_log(tmp_path, **served)) == num_bytes
@@ -262,12 +309,16 @@ def test_the_bytes_of_a_step_are_those_of_the_served_type_on_one_device(
 @pytest.mark.parametrize(
     "config", [{"num_experts": 128}, {"n_routed_experts": 8}, {"text_config": {"model_type": "x"}}]
 )
-def test_the_weights_that_a_step_of_experts_reads_are_not_known(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_the_weights_that_a_step_of_experts_reads_are_not_known(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
     assert read_weight_bytes(make_target(tmp_path, **config), write_log(tmp_path)) is None
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_the_faster_mode_is_chosen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
+def test_the_faster_mode_is_chosen_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: bool
+) -> None:
     running: list[Mode] = []
     most_at_once = 0
 
@@ -295,7 +346,9 @@ def test_the_faster_mode_is_chosen_once(tmp_path: Path, monkeypatch: pytest.Monk
         )
 
     assert choose() == ("eager", {"compiled": 25.0, "eager": 30.0}), "by medians"
-    assert choose() == ("eager", {"compiled": 25.0, "eager": 30.0}), "as kept: nothing is left to measure"
+    assert choose() == ("eager", {"compiled": 25.0, "eager": 30.0}), (
+        "as kept: nothing is left to measure"
+    )
     assert most_at_once == (2 if on_cpu else 1), "a GPU has the memory of one server"
     assert choose("--enforce-eager") == ("eager", {}), "the user's choice"
 
@@ -318,7 +371,11 @@ def test_the_proof_of_a_training_serves_in_the_faster_mode(
     monkeypatch.setattr(proof, "measure", lambda server, *_, **__: make_run(rates[server.mode]))
     with pytest.raises(ChildProcessError):
         proof.prove_in_engine(
-            proof.Prove(speed_rounds=6), TargetFolder.open(tiny_target), {"method": "eagle3"}, PROMPTS, tmp_path
+            proof.Prove(speed_rounds=6),
+            TargetFolder.open(tiny_target),
+            {"method": "eagle3"},
+            PROMPTS,
+            tmp_path,
         )
     assert sorted(started[:2]) == [("vllm-compiled", "compiled"), ("vllm-eager", "eager")]
     assert started[2:] == [("vllm-with-draft", "eager")]

@@ -17,7 +17,10 @@ ACCEPTANCE = (0.8, 0.5, 0.2)
 
 
 def make_costs(**changes: object) -> StepCosts:
-    """With one request, further rows cost next to nothing; with 9, every row costs as much as the first."""
+    """With one request, further rows cost next to nothing.
+
+    With 9, every row costs as much as the first.
+    """
     values = {
         "target_s": {1: {0: 0.010, 3: 0.013}, 9: {0: 0.020, 3: 0.080}},
         "draft_s": {1: 0.001, 9: 0.003},
@@ -38,14 +41,18 @@ def test_between_measured_batch_sizes_a_step_time_is_interpolated() -> None:
     # halfway: target (0.013 + 0.080) / 2, three draft steps of (0.001 + 0.003) / 2
     assert make_costs().step_s(5, 3) == pytest.approx(0.0465 + 0.006)
     assert make_costs().step_s(17, 0) == pytest.approx(0.030), "extrapolated after the last"
-    assert make_costs(target_s={2: {0: 1.0}, 4: {0: 3.0}}, draft_s={2: 0, 4: 0}).step_s(1, 0) == 1.0, (
-        "constant before the first"
-    )
+    assert (
+        make_costs(target_s={2: {0: 1.0}, 4: {0: 3.0}}, draft_s={2: 0, 4: 0}).step_s(1, 0) == 1.0
+    ), "constant before the first"
 
 
 @given(alpha=st.floats(0, 0.99), c=st.floats(0, 0.5), k=st.integers(1, 10))
-def test_with_independent_acceptance_it_is_leviathans_formula(alpha: float, c: float, k: int) -> None:
-    costs = StepCosts(target_s={1: {0: 1.0}}, draft_s={1: c})  # verifying is free: one point, so no slope
+def test_with_independent_acceptance_it_is_leviathans_formula(
+    alpha: float, c: float, k: int
+) -> None:
+    costs = StepCosts(
+        target_s={1: {0: 1.0}}, draft_s={1: c}
+    )  # verifying is free: one point, so no slope
     row = predict_speed(cumulative([alpha] * k), costs, batch_size=1, num_speculative_tokens=k)
     assert row.speedup == pytest.approx((1 - alpha ** (k + 1)) / ((1 - alpha) * (k * c + 1)))
     assert row.tau == pytest.approx(tau(cumulative([alpha] * k)))
@@ -53,7 +60,8 @@ def test_with_independent_acceptance_it_is_leviathans_formula(alpha: float, c: f
 
 def test_the_advice_is_the_best_of_each_batch_size() -> None:
     advice = advise(ACCEPTANCE, make_costs())
-    # b = 1: k=1 1.8/0.012=150, k=2 2.3/0.014=164.3, k=3 2.5/0.016=156; b = 9: 1/0.020 against at best 1.8/0.043
+    # b = 1: k=1 1.8/0.012=150, k=2 2.3/0.014=164.3, k=3 2.5/0.016=156; b = 9: 1/0.020 against at
+    # best 1.8/0.043
     assert (advice.best(1), advice.best(9), advice.best(1000)) == (2, 0, 0)
     rows = {(row.batch_size, row.num_speculative_tokens): row for row in advice.table}
     assert rows[1, 3].tokens_per_s == pytest.approx(156.25)
@@ -62,7 +70,9 @@ def test_the_advice_is_the_best_of_each_batch_size() -> None:
     assert [r.first for r in advice.schedule] == [1] + [r.last + 1 for r in advice.schedule[:-1]]
     for batch_size in range(1, 10):
         speeds = [
-            predict_speed(ACCEPTANCE, make_costs(), batch_size=batch_size, num_speculative_tokens=k).tokens_per_s
+            predict_speed(
+                ACCEPTANCE, make_costs(), batch_size=batch_size, num_speculative_tokens=k
+            ).tokens_per_s
             for k in range(4)
         ]
         assert advice.best(batch_size) == speeds.index(max(speeds))
@@ -82,14 +92,20 @@ def make_advice(*schedule: tuple[int, int, int]) -> Advice:
         for b in range(first, last + 1)
     }
     return advise(
-        (0.9, 0.8, 0.7, 0.6), StepCosts(target_s=target_s, draft_s=dict.fromkeys(target_s, 0.0)), choices=[2, 4]
+        (0.9, 0.8, 0.7, 0.6),
+        StepCosts(target_s=target_s, draft_s=dict.fromkeys(target_s, 0.0)),
+        choices=[2, 4],
     )
 
 
 @pytest.mark.parametrize(
     ("schedule", "sentence", "off_from"),
     [
-        ([(1, 8, 4), (9, 16, 2), (17, 20, 0)], "best k = 4 up to 8 requests, k = 2 up to 16, off above 16", 17),
+        (
+            [(1, 8, 4), (9, 16, 2), (17, 20, 0)],
+            "best k = 4 up to 8 requests, k = 2 up to 16, off above 16",
+            17,
+        ),
         ([(1, 8, 4), (9, 20, 0)], "best k = 4 up to 8 requests, off above 8", 9),
         ([(1, 8, 4)], "best k = 4 up to 8 requests, the most that was measured", None),
         ([(1, 8, 0)], "speculation does not pay at any batch size up to 8: leave it off", 1),
@@ -106,17 +122,23 @@ def test_the_sentence_says_the_schedule(
 
 
 def test_the_engine_reads_the_schedule_from_the_configuration() -> None:
-    dynamic = pytest.importorskip("vllm.v1.spec_decode.dynamic.utils", reason="vLLM is not installed")
+    dynamic = pytest.importorskip(
+        "vllm.v1.spec_decode.dynamic.utils", reason="vLLM is not installed"
+    )
 
     advice = make_advice((1, 8, 4), (9, 16, 2), (17, 20, 0))
-    config = json.loads(json.dumps(advice.speculative_config({"method": "draft_model", "model": "d"})))
+    config = json.loads(
+        json.dumps(advice.speculative_config({"method": "draft_model", "model": "d"}))
+    )
     assert config == {
         "method": "draft_model",
         "model": "d",
         "num_speculative_tokens": 4,
         "num_speculative_tokens_per_batch_size": [[1, 8, 4], [9, 16, 2], [17, 20, 0]],
     }
-    lookup = dynamic.build_dynamic_sd_schedule_lookup(config["num_speculative_tokens_per_batch_size"], 64, 4)
+    lookup = dynamic.build_dynamic_sd_schedule_lookup(
+        config["num_speculative_tokens_per_batch_size"], 64, 4
+    )
     assert lookup[1:] == [advice.best(b) for b in range(1, 65)]
 
 
@@ -126,8 +148,13 @@ def test_a_method_with_a_fixed_number_of_draft_tokens_gets_one(method: str) -> N
     assert config == {"method": method, "num_speculative_tokens": 2}
 
 
-def test_one_number_for_all_batch_sizes_needs_no_schedule_and_no_speculation_no_configuration() -> None:
-    assert make_advice((1, 8, 2)).speculative_config({"model": "d"}) == {"model": "d", "num_speculative_tokens": 2}
+def test_one_number_for_all_batch_sizes_needs_no_schedule_and_no_speculation_no_configuration() -> (
+    None
+):
+    assert make_advice((1, 8, 2)).speculative_config({"model": "d"}) == {
+        "model": "d",
+        "num_speculative_tokens": 2,
+    }
     assert make_advice((1, 8, 0)).speculative_config({"model": "d"}) is None
 
 
@@ -154,7 +181,10 @@ def test_the_split_of_a_step_adds_up_to_the_measured_step() -> None:
 def test_costs_and_advice_survive_json() -> None:
     costs = StepCosts.from_json(json.loads(json.dumps(make_costs().to_json())))
     assert costs == make_costs()
-    assert json.loads(json.dumps(advise(ACCEPTANCE, costs).to_json()))["sentence"] == advise(ACCEPTANCE, costs).sentence
+    assert (
+        json.loads(json.dumps(advise(ACCEPTANCE, costs).to_json()))["sentence"]
+        == advise(ACCEPTANCE, costs).sentence
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,22 @@ LOADS = (1, 8)
 HEAD = Candidate("head", "a head", {"method": "eagle3", "model": "x"}, 3, 10_000_000)
 NGRAM = Candidate("ngram", "n-grams", {"method": "ngram"}, 4)
 MIX = Candidate(
-    "mix", "n-grams before a head", {"method": "eagle3", "model": "x", "prompt_lookup_max": 4}, 4, 10_000_000
+    "mix",
+    "n-grams before a head",
+    {"method": "eagle3", "model": "x", "prompt_lookup_max": 4},
+    4,
+    10_000_000,
 )
-LAYERS = Candidate("layers-2", "2 of the target's layers", {"method": "draft_model", "model": "y"}, 3, 35_000_000)
+LAYERS = Candidate(
+    "layers-2", "2 of the target's layers", {"method": "draft_model", "model": "y"}, 3, 35_000_000
+)
 
 
-def make_run(load: int, step_ms: float, accepted: tuple[int, ...], prefill_s: float = 0.0) -> Measurement:
-    """`load` requests of 100 target steps after the prefill, in which these positions were accepted so often.
+def make_run(
+    load: int, step_ms: float, accepted: tuple[int, ...], prefill_s: float = 0.0
+) -> Measurement:
+    """`load` requests of 100 target steps after the prefill, in which these positions were accepted
+    so often.
 
     All requests wait for each prefill.
     """
@@ -43,22 +52,35 @@ def make_run(load: int, step_ms: float, accepted: tuple[int, ...], prefill_s: fl
 
 
 def make_rounds(
-    name: str, steps_ms: dict[int, float], accepted: tuple[int, ...], prefills_s: tuple[float, float] = (0.0, 0.0)
+    name: str,
+    steps_ms: dict[int, float],
+    accepted: tuple[int, ...],
+    prefills_s: tuple[float, float] = (0.0, 0.0),
 ) -> dict[Any, Any]:
     """Plain steps of 10 ms up to four rows, 12 ms at eight requests, and 30 ms for 32 rows."""
     plain = {1: 10.0, 4: 10.0, 8: 12.0, 32: 30.0}
-    found: dict[Any, Any] = {(PLAIN, load): [make_run(load, ms, (), prefills_s[0])] * 2 for load, ms in plain.items()}
-    return found | {(name, load): [make_run(load, ms, accepted, prefills_s[1])] * 2 for load, ms in steps_ms.items()}
+    found: dict[Any, Any] = {
+        (PLAIN, load): [make_run(load, ms, (), prefills_s[0])] * 2 for load, ms in plain.items()
+    }
+    return found | {
+        (name, load): [make_run(load, ms, accepted, prefills_s[1])] * 2
+        for load, ms in steps_ms.items()
+    }
 
 
-def test_the_speed_with_fewer_tokens_follows_from_acceptance_by_position_and_the_cost_of_a_step() -> None:
+def test_the_speed_with_fewer_tokens_follows_from_acceptance_by_position_and_the_cost_of_a_step() -> (
+    None
+):
     choice = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
-    # verifying 4 rows takes 10 ms as one does, so 3 draft tokens take 6 ms; of 36 ms at eight, 30 verify 32 rows
+    # verifying 4 rows takes 10 ms as one does, so 3 draft tokens take 6 ms; of 36 ms at eight, 30
+    # verify 32 rows
     assert choice.costs.draft_s == pytest.approx({1: 0.002, 8: 0.002})
     one = {row.num_speculative_tokens: row for row in choice.by_tokens["1"]}
     assert [row.tau for row in one.values()] == pytest.approx([1.0, 1.6, 1.9, 1.96])
     assert one[3].speedup == pytest.approx(1.96 * 10 / 16)
-    assert one[3].speedup == pytest.approx(choice.measured["1"].ratio, rel=0.01), "but for the prefill's token"
+    assert one[3].speedup == pytest.approx(choice.measured["1"].ratio, rel=0.01), (
+        "but for the prefill's token"
+    )
     assert one[1].speedup == pytest.approx(1.6 * 10 / 12)
     assert choice.best["1"].num_speculative_tokens == 2
     assert choice.speedups["1"] == pytest.approx(1.9 * 10 / 14)
@@ -68,7 +90,9 @@ def test_the_speed_with_fewer_tokens_follows_from_acceptance_by_position_and_the
 
 
 def test_prefills_pass_neither_for_verification_nor_for_drafting() -> None:
-    """With prefills of 0.2 s, and 0.3 s with the draft, costs and the best number of tokens are the same as without."""
+    """With prefills of 0.2 s, and 0.3 s with the draft, costs and the best number of tokens are the
+    same as without.
+    """
     without = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6)), LOADS)
     choice = predict(HEAD, make_rounds("head", {1: 16.0, 8: 36.0}, (60, 30, 6), (0.2, 0.3)), LOADS)
     assert choice.costs.draft_s == pytest.approx(without.costs.draft_s)
@@ -78,11 +102,15 @@ def test_prefills_pass_neither_for_verification_nor_for_drafting() -> None:
     assert three.speedup == pytest.approx((0.2 + 1.97) / (0.3 + 197 / 1.96 * 0.016))
     assert three.tokens_per_s == pytest.approx(197 / (0.3 + 197 / 1.96 * 0.016))
     # eight answers at once wait for eight prefills
-    assert choice.by_tokens["8"][3].tokens_per_s == pytest.approx(8 * 197 / (8 * 0.3 + 197 / 1.96 * 0.036))
+    assert choice.by_tokens["8"][3].tokens_per_s == pytest.approx(
+        8 * 197 / (8 * 0.3 + 197 / 1.96 * 0.036)
+    )
 
 
 PREFILL_S, DRAFT_S, ACCEPTED = 0.02, 0.0008, 0.7
-"""Of the engine below: a prefill, for which all wait; a draft token of all requests; the chance of the next token."""
+"""Of the engine below: a prefill, for which all wait; a draft token of all requests; the chance of
+the next token.
+"""
 
 
 def verify_s(rows: int) -> float:
@@ -116,7 +144,9 @@ def serve(load: int, k: int, number: int, rng: np.random.Generator) -> Measureme
     return Measurement(
         prompts=[Prompt(token_ids=[answer]) for answer in range(number)],
         outputs=[
-            Output(token_ids=[7] * count, counts=AcceptanceCounts.from_blocks(hits, k) if k else None)
+            Output(
+                token_ids=[7] * count, counts=AcceptanceCounts.from_blocks(hits, k) if k else None
+            )
             for count, hits in zip(wanted, accepted, strict=True)
         ],
         full_s=full_s,
@@ -128,7 +158,9 @@ def serve(load: int, k: int, number: int, rng: np.random.Generator) -> Measureme
 
 
 def test_answers_that_end_early_leave_no_slot_empty_in_a_speed() -> None:
-    """Over the whole load, with fewer and fewer requests, the draft is 1.18x as fast at eight, and a step 25 ms."""
+    """Over the whole load, with fewer and fewer requests, the draft is 1.18x as fast at eight, and
+    a step 25 ms.
+    """
     rng, loads = np.random.default_rng(0), {1: 2, 4: 8, 8: 16, 32: 64}
     rounds: dict[Any, Any] = {}
     for server, k in ((PLAIN, 0), ("head", 3)):
@@ -138,13 +170,17 @@ def test_answers_that_end_early_leave_no_slot_empty_in_a_speed() -> None:
     # A sustained load pays a prefill for every answer, here of 29 tokens.
     mean = choice.measured["8"].tokens_per_request
     token_s = {
-        k: PREFILL_S / mean + (verify_s(8 * (k + 1)) + k * DRAFT_S) / (8 * tau) for k, tau in ((0, 1), (3, 2.533))
+        k: PREFILL_S / mean + (verify_s(8 * (k + 1)) + k * DRAFT_S) / (8 * tau)
+        for k, tau in ((0, 1), (3, 2.533))
     }
     assert choice.measured["8"].ratio == pytest.approx(token_s[0] / token_s[3], rel=0.05)
     assert choice.costs.target_s[8][0] == pytest.approx(verify_s(8), rel=1e-3)
     assert choice.costs.draft_s[8] == pytest.approx(DRAFT_S, rel=0.25)
     for row in choice.by_tokens["8"][1:]:
-        k, tau = row.num_speculative_tokens, 1 + sum(ACCEPTED**j for j in range(1, row.num_speculative_tokens + 1))
+        k, tau = (
+            row.num_speculative_tokens,
+            1 + sum(ACCEPTED**j for j in range(1, row.num_speculative_tokens + 1)),
+        )
         its_s = PREFILL_S / mean + (verify_s(8 * (k + 1)) + k * DRAFT_S) / (8 * tau)
         assert row.speedup == pytest.approx(token_s[0] / its_s, rel=0.05)
 
@@ -159,7 +195,9 @@ def test_a_head_is_served_with_the_best_number_of_tokens_for_each_batch_size() -
 
 @pytest.mark.parametrize("candidate", [NGRAM, MIX])
 def test_a_draft_that_chooses_its_length_keeps_its_measured_speed(candidate: Candidate) -> None:
-    choice = predict(candidate, make_rounds(candidate.name, {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS)
+    choice = predict(
+        candidate, make_rounds(candidate.name, {1: 11.0, 8: 14.0}, (30, 20, 10, 0)), LOADS
+    )
     assert {row.num_speculative_tokens for row in choice.by_tokens["1"]} == {0, 4}
     for load in ("1", "8"):
         assert choice.speedups[load] == pytest.approx(choice.measured[load].ratio, rel=0.01)
@@ -168,7 +206,11 @@ def test_a_draft_that_chooses_its_length_keeps_its_measured_speed(candidate: Can
 
 def test_the_acceptance_of_a_block_says_nothing_of_shorter_blocks() -> None:
     rounds = make_rounds("dflash", {1: 16.0, 8: 36.0}, (60, 30, 6))
-    block = predict(Candidate("dflash", "a block", {"method": "dflash", "model": "x"}, 3, 10_000_000), rounds, LOADS)
+    block = predict(
+        Candidate("dflash", "a block", {"method": "dflash", "model": "x"}, 3, 10_000_000),
+        rounds,
+        LOADS,
+    )
     assert {row.num_speculative_tokens for row in block.by_tokens["1"]} == {0, 3}
     assert block.speedups["1"] == pytest.approx(1.96 * 10 / 16), "as measured"
     assert (block.best["8"].num_speculative_tokens, block.speedups["8"]) == (0, 1.0)

@@ -47,7 +47,10 @@ def make_load(**changes: Any) -> Load:
 
 
 def make_generator_result(**changes: Any) -> dict[str, Any]:
-    """The generator's result for two requests of 11 tokens: the first token after 1 s, the others within 2 s."""
+    """The generator's result for two requests of 11 tokens.
+
+    The first token after 1 s, the others within 2 s.
+    """
     return {
         "completed": 2,
         "failed": 0,
@@ -107,14 +110,22 @@ def test_a_load_in_which_the_server_changes_its_speed_is_run_again(
 
     def generate(arguments: list[str], log: Path) -> dict[str, Any]:
         asked.append(arguments)
-        one = {"completed": 1, "latencies": [2.0], "ttfts": [1.0], "output_lens": [41], "start_times": [0.0]}
+        one = {
+            "completed": 1,
+            "latencies": [2.0],
+            "ttfts": [1.0],
+            "output_lens": [41],
+            "start_times": [0.0],
+        }
         return make_generator_result(**one, itls=gaps.pop(0))
 
     clock = SimpleNamespace(seconds=0.0, requests=0)
     monkeypatch.setattr(load_module, "_generate", generate)
     monkeypatch.setattr(load_module, "_require_healthy", lambda _: None)
     monkeypatch.setattr(load_module, "wait_for_decode_time", lambda *_, **__: clock)
-    server = VllmServer(url="http://a", model=str(tmp_path), dtype="float32", num_speculative_tokens=0)
+    server = VllmServer(
+        url="http://a", model=str(tmp_path), dtype="float32", num_speculative_tokens=0
+    )
     run = run_load(server, make_load(num_prompts=1, concurrency=1), tmp_path)
     assert (run.repeats, run.half_step_s) == (1, pytest.approx((0.01, 0.01)))
     assert len(asked) == 3
@@ -126,11 +137,15 @@ def test_the_median_is_a_whole_run() -> None:
     assert median_run(runs[:2]) == runs[1], "the slower of two"
 
 
-def test_lines_are_cut_to_a_length_with_the_chat_template(tiny_target: Path, tmp_path: Path) -> None:
+def test_lines_are_cut_to_a_length_with_the_chat_template(
+    tiny_target: Path, tmp_path: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     load = make_load(data="sonnet", input_tokens=64, num_prompts=5)
     write_sonnet(tmp_path / "prompts.jsonl", None, str(tiny_target), load)
-    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    prompts = [
+        json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()
+    ]
     assert len(set(prompts)) == 5
     for prompt in prompts:
         text = tokenizer.apply_chat_template(
@@ -155,7 +170,9 @@ def test_every_text_and_tokenizer_gets_different_prompts(tiny_target: Path, tmp_
     other = shutil.copytree(tiny_target, tmp_path / "target")
     (other / "tokenizer_config.json").touch()
     paths = [
-        data_arguments(make_load(data=data, input_tokens=64, num_prompts=1), str(target), tmp_path / "prompts")[3]
+        data_arguments(
+            make_load(data=data, input_tokens=64, num_prompts=1), str(target), tmp_path / "prompts"
+        )[3]
         for data, target in (
             ("sonnet", tiny_target),
             (f"sonnet:{tmp_path / 'one.txt'}", tiny_target),
@@ -167,12 +184,18 @@ def test_every_text_and_tokenizer_gets_different_prompts(tiny_target: Path, tmp_
     assert "quite another" in Path(paths[2]).read_text()
 
 
-def test_a_length_without_room_or_a_text_without_lines_is_refused(tiny_target: Path, tmp_path: Path) -> None:
+def test_a_length_without_room_or_a_text_without_lines_is_refused(
+    tiny_target: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=r"^3 .*template"):
-        write_sonnet(tmp_path / "p.jsonl", None, str(tiny_target), make_load(data="sonnet", input_tokens=3))
+        write_sonnet(
+            tmp_path / "p.jsonl", None, str(tiny_target), make_load(data="sonnet", input_tokens=3)
+        )
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ValueError, match="has 0 lines"):
-        write_sonnet(tmp_path / "p.jsonl", tmp_path / "empty.txt", str(tiny_target), make_load(data="sonnet"))
+        write_sonnet(
+            tmp_path / "p.jsonl", tmp_path / "empty.txt", str(tiny_target), make_load(data="sonnet")
+        )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +214,9 @@ def test_an_impossible_load_is_refused(changes: dict[str, Any], said: str) -> No
 
 
 def test_an_unreachable_server_is_named(tmp_path: Path) -> None:
-    server = VllmServer(url="http://127.0.0.1:9", model="m", dtype="float32", num_speculative_tokens=0)
+    server = VllmServer(
+        url="http://127.0.0.1:9", model="m", dtype="float32", num_speculative_tokens=0
+    )
     with pytest.raises(ConnectionError, match=r"http://127\.0\.0\.1:9"):
         run_load(server, make_load(), tmp_path)
 
@@ -200,19 +225,22 @@ def test_an_unreachable_server_is_named(tmp_path: Path) -> None:
 def test_a_real_server_is_loaded_and_counted(engine_with_draft: VllmServer, tmp_path: Path) -> None:
     before = read_counters(engine_with_draft)
     seen = run_load(engine_with_draft, make_load(), tmp_path)
-    assert (seen.num_requests, seen.num_output_tokens) == (6, 72), "random prompts get answers of the full length"
+    assert (seen.num_requests, seen.num_output_tokens) == (6, 72), (
+        "random prompts get answers of the full length"
+    )
     assert seen.mean_input_tokens == pytest.approx(24, abs=2)
     counted = read_counters(engine_with_draft).num_drafts - before.num_drafts
     assert 0 < seen.num_steps < counted, "the warm-up does not count"
     assert seen.tau == pytest.approx(1 + sum(seen.acceptance_per_position))
     assert len(seen.acceptance_per_position) == 3
     assert seen.ttft_ms.mean + seen.tpot_ms.mean < seen.e2e_ms.mean
-    # by the engine's clock, the steps take up most of the time that the clients wait, and never more than that
+    # by the engine's clock, the steps take up most of the time that the clients wait, and never
+    # more than that
     waited_s = 6 * seen.e2e_ms.mean / 1e3
     assert 0.2 * waited_s < seen.step_s * seen.num_steps < waited_s
-    assert (tmp_path / "load.log").read_text().count("Serving Benchmark Result") == 2 + seen.repeats, (
-        "one of the warm-up, and one of the load and of each repeat"
-    )
+    assert (tmp_path / "load.log").read_text().count(
+        "Serving Benchmark Result"
+    ) == 2 + seen.repeats, "one of the warm-up, and one of the load and of each repeat"
 
 
 @pytest.mark.vllm
@@ -228,7 +256,11 @@ def test_every_request_carries_its_sampling(engine_with_draft: VllmServer, tmp_p
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if self.path == "/v1/completions":  # the generator asks for token ids, too
                 seen.append(json.loads(body))
-            self._answer(httpx.post(engine_with_draft.url + self.path, content=body, headers=JSON, timeout=600))
+            self._answer(
+                httpx.post(
+                    engine_with_draft.url + self.path, content=body, headers=JSON, timeout=600
+                )
+            )
 
         def _answer(self, response: httpx.Response) -> None:
             self.send_response(response.status_code)
@@ -251,7 +283,9 @@ def test_every_request_carries_its_sampling(engine_with_draft: VllmServer, tmp_p
         relay.server_close()
     assert len(seen) >= 6
     for body in seen:
-        assert {name: body[name] for name in asdict(sampling) | PENALTIES} == asdict(sampling) | PENALTIES
+        assert {name: body[name] for name in asdict(sampling) | PENALTIES} == asdict(
+            sampling
+        ) | PENALTIES
 
 
 def test_the_penalties_are_those_of_the_targets_folder(tmp_path: Path) -> None:
@@ -262,9 +296,16 @@ def test_the_penalties_are_those_of_the_targets_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_every_kind_of_data_reaches_the_server(engine_with_draft: VllmServer, tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "one two three four five"}, {"from": "gpt", "value": "six seven eight"}]
-    (tmp_path / "share.json").write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
+def test_every_kind_of_data_reaches_the_server(
+    engine_with_draft: VllmServer, tmp_path: Path
+) -> None:
+    turns = [
+        {"from": "human", "value": "one two three four five"},
+        {"from": "gpt", "value": "six seven eight"},
+    ]
+    (tmp_path / "share.json").write_text(
+        json.dumps([{"conversations": turns}, {"conversations": turns[:1]}])
+    )
     (tmp_path / "ours.jsonl").write_text('{"prompt": "def f(x):"}\n')
     for data in ("sonnet", str(tmp_path / "share.json"), str(tmp_path / "ours.jsonl")):
         load = make_load(data=data, input_tokens=60, num_prompts=2)
@@ -274,7 +315,9 @@ def test_every_kind_of_data_reaches_the_server(engine_with_draft: VllmServer, tm
 
 
 @pytest.mark.vllm
-def test_a_refused_request_is_reported_with_its_reason(engine_with_draft: VllmServer, tmp_path: Path) -> None:
+def test_a_refused_request_is_reported_with_its_reason(
+    engine_with_draft: VllmServer, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=r"4 of 4 random .*Bad Request"):
         run_load(engine_with_draft, make_load(input_tokens=400), tmp_path)
 
@@ -302,16 +345,25 @@ def test_a_file_without_prompts_is_refused(
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_engine_drafts_as_the_advised_schedule_says(served_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_engine_drafts_as_the_advised_schedule_says(
+    served_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     advice = Advice(
         acceptance_per_position=(0.5, 0.3),
         table=(),
-        schedule=(Range(first=1, last=1, num_speculative_tokens=2), Range(first=2, last=16, num_speculative_tokens=0)),
+        schedule=(
+            Range(first=1, last=1, num_speculative_tokens=2),
+            Range(first=2, last=16, num_speculative_tokens=0),
+        ),
     )
     config = advice.speculative_config({"method": "draft_model", "model": str(served_pair[1])})
-    with vllm_server(served_pair[0], log=tmp_path / "vllm.log", speculative_config=config, max_model_len=256) as server:
+    with vllm_server(
+        served_pair[0], log=tmp_path / "vllm.log", speculative_config=config, max_model_len=256
+    ) as server:
         one = run_load(server, make_load(concurrency=1, output_tokens=24), tmp_path)
-        many = run_load(server, make_load(concurrency=8, output_tokens=24, num_prompts=16), tmp_path)
+        many = run_load(
+            server, make_load(concurrency=8, output_tokens=24, num_prompts=16), tmp_path
+        )
     assert one.tau > 1.1
     assert one.num_steps < 6 * 23, "fewer steps than tokens"
     assert many.tau < 1.05, "only the last request, alone in its steps, is drafted for"

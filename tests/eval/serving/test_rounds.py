@@ -20,7 +20,9 @@ from redraft.eval.serving.rounds import share_memory, start_servers
 NEVER_READY = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
 
 
-def test_a_server_that_does_not_start_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_start_ends_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = tmp_path / "vllm-slow.log"
     fails = f"""
 import pathlib, sys, time
@@ -36,7 +38,10 @@ sys.exit("ValueError: no such draft")
     monkeypatch.setattr("redraft.eval.engine.server.START_TIMEOUT_S", 40)
     began_s = time.monotonic()
     drafts = {"slow": None, "bad": {"method": "ngram", "num_speculative_tokens": 2}}
-    with pytest.raises(ChildProcessError, match=r"\bdraft\b.*vllm-bad\.log"), start_servers("t", drafts, tmp_path):
+    with (
+        pytest.raises(ChildProcessError, match=r"\bdraft\b.*vllm-bad\.log"),
+        start_servers("t", drafts, tmp_path),
+    ):
         pass
     assert time.monotonic() - began_s < 30
     pid = slow.read_text().split()[1]
@@ -120,7 +125,12 @@ def test_after_a_failed_start_on_a_gpu_no_other_begins(servers: Servers, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "named", [("--gpu-memory-utilization=0.3",), ("--gpu-memory-utilization", "0.3"), ("--gpu_memory_utilization=0.3",)]
+    "named",
+    [
+        ("--gpu-memory-utilization=0.3",),
+        ("--gpu-memory-utilization", "0.3"),
+        ("--gpu_memory_utilization=0.3",),
+    ],
 )
 def test_a_share_that_the_caller_names_is_kept(named: tuple[str, ...]) -> None:
     assert share_memory(named, 4) == named

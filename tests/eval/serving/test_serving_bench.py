@@ -50,9 +50,9 @@ def test_a_question_varies_one_setting() -> None:
     assert (base.concurrency, base.input_tokens, base.num_prompts) == (4, 64, 8)
     assert {cell.load for cell in questions["draft"]} == {base}
     assert {cell.variant.draft for cell in questions["draft"]} == {None, "runs/good/draft", "ngram"}
-    assert {(c.variant.num_speculative_tokens, c.load.concurrency) for c in questions["tokens"]} == {
-        (k, b) for k in (0, 1, 3, 5) for b in (1, 4, 16)
-    }
+    assert {
+        (c.variant.num_speculative_tokens, c.load.concurrency) for c in questions["tokens"]
+    } == {(k, b) for k in (0, 1, 3, 5) for b in (1, 4, 16)}
     assert {c.load.num_prompts for c in questions["tokens"]} == {2, 8, 32}, (
         "the same number of prompts for every client"
     )
@@ -72,7 +72,9 @@ def test_an_engine_that_can_accept_everything_measures_the_ideal() -> None:
 def test_a_head_behind_ngrams_is_measured_again_when_it_changes(tmp_path: Path) -> None:
     head = tmp_path / "run" / "draft"
     head.mkdir(parents=True)
-    cell = Cell(variant=Variant(draft=f"ngram+{head}:2", num_speculative_tokens=3), load=make_sweep().load())
+    cell = Cell(
+        variant=Variant(draft=f"ngram+{head}:2", num_speculative_tokens=3), load=make_sweep().load()
+    )
     before = Results(tmp_path, {}).path(cell, 0)
     assert Results(tmp_path, {}).path(cell, 0) == before
     (head / "model.safetensors").write_text("another")
@@ -85,7 +87,9 @@ def test_every_server_starts_once() -> None:
     groups = group_by_variant(cell for cells in questions.values() for cell in cells)
     assert next(iter(groups)) == ALONE
     assert len(groups) == 5  # alone, k = 1, 3, 5, ngram
-    assert sum(map(len, groups.values())) == len({cell for cells in questions.values() for cell in cells})
+    assert sum(map(len, groups.values())) == len(
+        {cell for cells in questions.values() for cell in cells}
+    )
 
 
 def test_the_target_is_measured_again_in_a_pass_that_lacks_a_cell() -> None:
@@ -130,13 +134,19 @@ def test_a_row_is_compared_with_the_same_load_without_a_draft() -> None:
     made = build_row(cell, run, ratios)
     assert made["speedup"] == pytest.approx(1.5)
     assert made["speedup_e2e"] == pytest.approx(1.5)
-    assert made["speedup_ideal"] == pytest.approx(4 * 0.01 / 0.02), "k + 1 tokens in each of the measured steps"
+    assert made["speedup_ideal"] == pytest.approx(4 * 0.01 / 0.02), (
+        "k + 1 tokens in each of the measured steps"
+    )
     assert made["step_ratio"] == pytest.approx(2)
     ideal = Ratios.from_passes([make_load_result(190.0)], [make_load_result(100.0)])
     assert build_row(cell, run, ratios, ideal)["speedup_ideal"] == pytest.approx(1.9)
     assert build_row(cell, make_load_result(), None)["speedup"] is None
     alone = build_row(cell.alone(), make_load_result(), None)
-    assert (alone["speedup"], alone["speedup_interval"], alone["speedup_ideal"]) == (1.0, None, None)
+    assert (alone["speedup"], alone["speedup_interval"], alone["speedup_ideal"]) == (
+        1.0,
+        None,
+        None,
+    )
 
 
 def test_steps_in_which_nothing_was_proposed_lower_the_acceptance() -> None:
@@ -144,7 +154,9 @@ def test_steps_in_which_nothing_was_proposed_lower_the_acceptance() -> None:
         measured = {"acceptance_per_position": shares, "num_steps": num_steps}
         return {"draft": "ngram", "num_speculative_tokens": 2, "measured": measured}
 
-    assert pool_acceptance([row([0.8, 0.4], 100), row([], 300)], "ngram") == pytest.approx([0.2, 0.1])
+    assert pool_acceptance([row([0.8, 0.4], 100), row([], 300)], "ngram") == pytest.approx(
+        [0.2, 0.1]
+    )
     assert pool_acceptance([row([], 300)], "ngram") == [], "nothing was measured"
 
 
@@ -163,17 +175,36 @@ def test_the_headline_names_a_draft_that_is_proven_faster_before_a_higher_median
 
 @pytest.mark.parametrize(
     ("changes", "is_advised"),
-    [({}, True), ({"retrieval": "answers"}, False), ({"method": "eagle3"}, True), ({"method": "dflash"}, False)],
+    [
+        ({}, True),
+        ({"retrieval": "answers"}, False),
+        ({"method": "eagle3"}, True),
+        ({"method": "dflash"}, False),
+    ],
 )
-def test_acceptance_that_changes_with_load_or_tokens_gives_no_advice(changes: dict[str, str], is_advised: bool) -> None:
-    """Pooled, it is that of 32 requests: 1.21x for a draft that was measured at 2.23x with one, and 1.09x for 1.00x."""
+def test_acceptance_that_changes_with_load_or_tokens_gives_no_advice(
+    changes: dict[str, str], is_advised: bool
+) -> None:
+    """Pooled, it is that of 32 requests.
+
+    1.21x for a draft that was measured at 2.23x with one, and 1.09x for 1.00x.
+    """
     rows: list[dict[str, Any]] = []
     loads = {1: (10, 11, (0.5, 0.4, 0.3, 0.25), 500), 8: (12, 14, (0.35, 0.2, 0.1, 0.05), 4500)}
     loads[32] = (18, 22, (0.15, 0.05, 0.02, 0.0), 20000)
     for load, (alone_ms, step_ms, rates, num_steps) in loads.items():
         for draft, k, ms, shares in ((None, 0, alone_ms, ()), ("lookup", 4, step_ms, rates)):
-            measured = {"step_s": ms / 1000, "acceptance_per_position": shares, "num_steps": num_steps}
-            row = {"draft": draft, "num_speculative_tokens": k, "concurrency": load, "measured": measured}
+            measured = {
+                "step_s": ms / 1000,
+                "acceptance_per_position": shares,
+                "num_steps": num_steps,
+            }
+            row = {
+                "draft": draft,
+                "num_speculative_tokens": k,
+                "concurrency": load,
+                "measured": measured,
+            }
             rows.append({**row, "step_ratio": ms / alone_ms})
     config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1, **changes}
     (draft,) = build_serving_report({"tokens": rows}, {"lookup": config})["drafts"].values()
@@ -210,7 +241,9 @@ def test_a_retrained_draft_is_measured_again(tmp_path: Path) -> None:
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "model.safetensors").write_bytes(b"one")
-    cell = Cell(variant=Variant(draft=str(draft), num_speculative_tokens=1), load=make_sweep().load())
+    cell = Cell(
+        variant=Variant(draft=str(draft), num_speculative_tokens=1), load=make_sweep().load()
+    )
     results = Results(tmp_path, {})
     results.add(cell, 0, make_load_result(), make_load_result())
     assert results.has(cell, 0)
@@ -228,7 +261,10 @@ def test_a_draft_of_the_hub_that_has_changed_there_is_measured_again(
         (model / "snapshots" / commit).mkdir(parents=True)
         (model / "snapshots" / commit / "config.json").write_text("{}")
     (model / "refs").mkdir()
-    cell = Cell(variant=Variant(draft="ngram+owner/draft", num_speculative_tokens=1), load=make_sweep().load())
+    cell = Cell(
+        variant=Variant(draft="ngram+owner/draft", num_speculative_tokens=1),
+        load=make_sweep().load(),
+    )
     results, there = Results(tmp_path, {}), []
     for commit in ("a" * 40, "b" * 40, "a" * 40):
         (model / "refs/main").write_text(commit)
@@ -259,10 +295,17 @@ def test_costs_and_acceptance_are_recovered_from_the_table() -> None:
         assert costs.draft_s[b] == pytest.approx(0.001)
     assert StepCosts.from_json(draft["costs"]) == costs
     assert draft["acceptance_per_position"] == pytest.approx(ACCEPTED)
-    assert draft["advice"]["sentence"] == advise(ACCEPTANCE := draft["acceptance_per_position"], costs).sentence
-    assert draft["speculative_config"] == advise(ACCEPTANCE, costs).speculative_config(draft["config"])
+    assert (
+        draft["advice"]["sentence"]
+        == advise(ACCEPTANCE := draft["acceptance_per_position"], costs).sentence
+    )
+    assert draft["speculative_config"] == advise(ACCEPTANCE, costs).speculative_config(
+        draft["config"]
+    )
     ngram = StepCosts.from_json(report["drafts"]["ngram"]["costs"])
-    assert ngram.step_s(4, 3) == pytest.approx(step_s(4, 3)), "with the first number of tokens, at every concurrency"
+    assert ngram.step_s(4, 3) == pytest.approx(step_s(4, 3)), (
+        "with the first number of tokens, at every concurrency"
+    )
 
 
 def test_the_report_follows_its_schema(tmp_path: Path) -> None:
@@ -285,13 +328,18 @@ def test_another_file_than_a_serving_json_is_refused(tmp_path: Path, text: str) 
         read_serving(tmp_path / "serving.json")
 
 
-def test_the_markdown_begins_with_the_answer_and_has_a_table_for_every_question(tmp_path: Path) -> None:
+def test_the_markdown_begins_with_the_answer_and_has_a_table_for_every_question(
+    tmp_path: Path,
+) -> None:
     report = make_serving_report()
     write_serving(tmp_path, report)
     text = (tmp_path / "serving.md").read_text()
     speedup = serve_ratio(4, 3)
     interval = "(95% interval 1.18x to 1.45x)"
-    assert f"3 draft tokens, output is {speedup:.2f}x as fast {interval} with 4 concurrent requests" in text
+    assert (
+        f"3 draft tokens, output is {speedup:.2f}x as fast {interval} with 4 concurrent requests"
+        in text
+    )
     assert list(compose_answer(report))[1] in text
     assert [line for line in text.splitlines() if line.startswith("## By")] == [
         "## By draft",
@@ -301,11 +349,15 @@ def test_the_markdown_begins_with_the_answer_and_has_a_table_for_every_question(
     assert "| ngram | 3 | equal [0.85, 1.04] |" in text
     assert f"| 1.65 | {speed:,.0f} |" in text
     assert "Not measured: good all accepted k=3: no synthetic acceptance" in text
-    alone, with_5 = (b * tau / step_s(b, k) for b, k, tau in ((16, 0, 1), (16, 5, 1 + sum(ACCEPTED))))
+    alone, with_5 = (
+        b * tau / step_s(b, k) for b, k, tau in ((16, 0, 1), (16, 5, 1 + sum(ACCEPTED)))
+    )
     assert f"| 16 | {alone:,.0f} |" in text
     assert f"| {with_5 / alone:.2f}x ({with_5:,.0f}) |" in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        assert len({line.count("|") for line in table.splitlines()}) == 1, "every row has as many cells"
+        assert len({line.count("|") for line in table.splitlines()}) == 1, (
+            "every row has as many cells"
+        )
 
 
 def serve_ratio(b: int, k: int) -> float:
@@ -346,7 +398,9 @@ def test_a_benchmark_of_one_cell_has_a_complete_report(tmp_path: Path) -> None:
 
 @browser
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_chart_of_the_benchmark_renders_without_an_error_or_a_request(tmp_path: Path, dark: bool) -> None:
+def test_every_chart_of_the_benchmark_renders_without_an_error_or_a_request(
+    tmp_path: Path, dark: bool
+) -> None:
     page = write_serving(tmp_path, make_serving_report())
     flags = ["--blink-settings=preferredColorScheme=0"] if dark else []
     dom, console, asked = open_in_chromium(page, tmp_path, *flags)
@@ -380,4 +434,6 @@ def test_a_speed_up_has_the_interval_of_its_repeats_and_one_repeat_tells_none(tm
     assert results.ratios(replace(cell, variant=Variant(draft="other")), 3) is None
     row = {"draft": "good", "speedup": 1.25, "speedup_interval": None}
     assert describe_speedup(row).startswith("not compared")
-    assert describe_speedup({**row, "speedup_interval": (0.97, 1.6)}).startswith("as fast as without")
+    assert describe_speedup({**row, "speedup_interval": (0.97, 1.6)}).startswith(
+        "as fast as without"
+    )

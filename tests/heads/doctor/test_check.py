@@ -1,4 +1,7 @@
-"""Broken checkpoints of every family: each fault is named, with its cure, and the unbroken one is clean."""
+"""Broken checkpoints of every family.
+
+Each fault is named, with its cure, and the unbroken one is clean.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,16 @@ from torch import Tensor
 from redraft.heads.doctor.checks import notes, static_findings
 from redraft.heads.doctor.eagle3 import compare_maps
 from redraft.heads.doctor.pair import Finding, Pair
-from redraft.heads.families import dflash, dspark, eagle1, eagle3, medusa, mlp_speculator, mtp, peagle
+from redraft.heads.families import (
+    dflash,
+    dspark,
+    eagle1,
+    eagle3,
+    medusa,
+    mlp_speculator,
+    mtp,
+    peagle,
+)
 from redraft.heads.families.mtp_folder import as_mimo, stitch
 from redraft.heads.files.artifact import publish
 from redraft.heads.files.folder import fingerprint
@@ -57,7 +69,13 @@ def make_dflash(target: Target, ids: Tensor | None = DRAFT_IDS) -> Any:
 
 
 def make_dspark(target: Target, ids: Tensor | None = DRAFT_IDS, **options: Any) -> Any:
-    sizes = {"aux_layer_ids": AUX, "num_layers": 2, "block_size": 3, "mask_token_id": VOCAB - 1, "markov_rank": 8}
+    sizes = {
+        "aux_layer_ids": AUX,
+        "num_layers": 2,
+        "block_size": 3,
+        "mask_token_id": VOCAB - 1,
+        "markov_rank": 8,
+    }
     return dspark.DSpark(dspark.Config(**{**sizes, **options}), target, ids)
 
 
@@ -70,7 +88,10 @@ def make_speculator(target: Target) -> Any:
 
 
 def make_pair(
-    folder: Path, make: Callable[..., Any], target_options: Mapping[str, Any] | None = None, **export: Any
+    folder: Path,
+    make: Callable[..., Any],
+    target_options: Mapping[str, Any] | None = None,
+    **export: Any,
 ) -> tuple[Path, Path]:
     model = make_target(**(target_options or {}))
     model.save_pretrained(folder / "target")
@@ -85,14 +106,18 @@ def make_mimo(folder: Path, *, alone: bool) -> tuple[Path, Path]:
     if alone:
         head.export(folder / "draft")
         return folder / "mimo", folder / "draft"
-    stitch(folder / "mimo", head.checkpoint_tensors(), folder / "stitched", {"redraft": head.record()})
+    stitch(
+        folder / "mimo", head.checkpoint_tensors(), folder / "stitched", {"redraft": head.record()}
+    )
     return folder / "stitched", folder / "stitched"
 
 
 def make_standalone(folder: Path) -> tuple[Path, Path]:
     tokenizer = make_byte_tokenizer()
     for name, layers in (("target", 3), ("draft", 1)):
-        make_target(num_hidden_layers=layers, vocab_size=len(tokenizer)).save_pretrained(folder / name)
+        make_target(num_hidden_layers=layers, vocab_size=len(tokenizer)).save_pretrained(
+            folder / name
+        )
         tokenizer.save_pretrained(folder / name)
     return folder / "target", folder / "draft"
 
@@ -106,16 +131,27 @@ def edit_config(folder: Path, *removed: str, **changed: Any) -> None:
 def edit_tensors(folder: Path, *removed: str, **changed: Tensor) -> None:
     """Tensors by name, "." written as "__"."""
     path = folder / "model.safetensors"
-    tensors = {**load_file(path), **{name.replace("__", "."): tensor for name, tensor in changed.items()}}
-    save_file({name: tensor for name, tensor in tensors.items() if name not in removed}, path, {"format": "pt"})
+    tensors = {
+        **load_file(path),
+        **{name.replace("__", "."): tensor for name, tensor in changed.items()},
+    }
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name not in removed},
+        path,
+        {"format": "pt"},
+    )
 
 
 def read(target: Path, draft: Path) -> Pair:
     return Pair.read(TargetFolder.open(target), draft)
 
 
-def findings(folders: tuple[Path, Path], method: str | None = None, num_speculative_tokens: int = 3) -> list[Finding]:
-    return static_findings(read(*folders), method=method, num_speculative_tokens=num_speculative_tokens)
+def findings(
+    folders: tuple[Path, Path], method: str | None = None, num_speculative_tokens: int = 3
+) -> list[Finding]:
+    return static_findings(
+        read(*folders), method=method, num_speculative_tokens=num_speculative_tokens
+    )
 
 
 def only(found: list[Finding]) -> Finding:
@@ -128,26 +164,47 @@ def only(found: list[Finding]) -> Finding:
 UNBROKEN = {
     "eagle1": (lambda folder: make_pair(folder, make_eagle1), "eagle"),
     "eagle3": (lambda folder: make_pair(folder, make_eagle3), "eagle3"),
-    "eagle3, speculators": (lambda folder: make_pair(folder, make_eagle3, layout="speculators"), "eagle3"),
+    "eagle3, speculators": (
+        lambda folder: make_pair(folder, make_eagle3, layout="speculators"),
+        "eagle3",
+    ),
     "eagle3, llama3 rope": (
-        lambda folder: make_pair(folder, make_eagle3, {"rope_parameters": LLAMA3_ROPE}, dtype=torch.bfloat16),
+        lambda folder: make_pair(
+            folder, make_eagle3, {"rope_parameters": LLAMA3_ROPE}, dtype=torch.bfloat16
+        ),
         "eagle3",
     ),
     "dflash": (lambda folder: make_pair(folder, make_dflash), "dflash"),
-    "dflash, speculators": (lambda folder: make_pair(folder, make_dflash, layout="speculators"), "dflash"),
+    "dflash, speculators": (
+        lambda folder: make_pair(folder, make_dflash, layout="speculators"),
+        "dflash",
+    ),
     "dspark": (lambda folder: make_pair(folder, make_dspark), "dspark"),
-    "dspark, speculators": (lambda folder: make_pair(folder, make_dspark, layout="speculators"), "dspark"),
-    "dspark, bfloat16": (lambda folder: make_pair(folder, make_dspark, dtype=torch.bfloat16), "dspark"),
+    "dspark, speculators": (
+        lambda folder: make_pair(folder, make_dspark, layout="speculators"),
+        "dspark",
+    ),
+    "dspark, bfloat16": (
+        lambda folder: make_pair(folder, make_dspark, dtype=torch.bfloat16),
+        "dspark",
+    ),
     "dspark, from the first mask": (
-        lambda folder: make_pair(folder, lambda target: make_dspark(target, sample_from_anchor=False, block_size=4)),
+        lambda folder: make_pair(
+            folder, lambda target: make_dspark(target, sample_from_anchor=False, block_size=4)
+        ),
         "dspark",
     ),
     "dspark, whole vocabulary and no confidence": (
-        lambda folder: make_pair(folder, lambda target: make_dspark(target, None, confidence_head=False)),
+        lambda folder: make_pair(
+            folder, lambda target: make_dspark(target, None, confidence_head=False)
+        ),
         "dspark",
     ),
     "peagle": (lambda folder: make_pair(folder, make_peagle), "eagle3"),
-    "peagle, speculators": (lambda folder: make_pair(folder, make_peagle, layout="speculators"), "eagle3"),
+    "peagle, speculators": (
+        lambda folder: make_pair(folder, make_peagle, layout="speculators"),
+        "eagle3",
+    ),
     "medusa": (lambda folder: make_pair(folder, make_medusa), "medusa"),
     "mlp_speculator": (lambda folder: make_pair(folder, make_speculator), None),
     "mtp, stitched": (lambda folder: make_mimo(folder, alone=False), "mtp"),
@@ -171,7 +228,9 @@ def test_aux_layers_off_by_one(shift: int, side: str, layout: str, tmp_path: Pat
     folders = make_pair(tmp_path, make_eagle3, layout=layout)
     edit_config(folders[1], eagle_aux_hidden_state_layer_ids=[k + shift for k in AUX])
     finding = only(findings(folders))
-    assert re.search(rf"{re.escape(str([k + shift for k in AUX]))}.*\[1, 2, 4\].*\bone\b", finding.problem)
+    assert re.search(
+        rf"{re.escape(str([k + shift for k in AUX]))}.*\[1, 2, 4\].*\bone\b", finding.problem
+    )
     assert side in finding.problem
     assert '"eagle_aux_hidden_state_layer_ids": [1, 2, 4]' in finding.cure
 
@@ -292,7 +351,9 @@ def test_mtp_was_trained_on_the_wrong_side_of_the_norm(alone: bool, tmp_path: Pa
     edit_config(folders[1], redraft={"family": "mtp", "trained_with": given})
     finding = only(findings(folders))
     assert re.search(r"\bbefore\b.*\bnorm\b.*\bafter\b", finding.problem)
-    edit_config(folders[1], redraft={"family": "mtp", "trained_with": {**given, "reads_normed": False}})
+    edit_config(
+        folders[1], redraft={"family": "mtp", "trained_with": {**given, "reads_normed": False}}
+    )
     assert findings(folders) == []
 
 
@@ -311,8 +372,12 @@ def test_an_mtp_target_that_does_not_count_its_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("layout", "default"), [("vllm", "false"), ("speculators", "true")])
 @pytest.mark.parametrize("trained", [False, True])
-def test_norm_before_residual_is_unset(trained: bool, layout: str, default: str, tmp_path: Path) -> None:
-    folders = make_pair(tmp_path, lambda target: make_eagle3(target, norm_before_residual=trained), layout=layout)
+def test_norm_before_residual_is_unset(
+    trained: bool, layout: str, default: str, tmp_path: Path
+) -> None:
+    folders = make_pair(
+        tmp_path, lambda target: make_eagle3(target, norm_before_residual=trained), layout=layout
+    )
     edit_config(folders[1], "norm_before_residual")
     finding = only(findings(folders))
     assert re.search(rf"norm_before_residual\b.*\bunset\b.*\b{default}\b", finding.problem)
@@ -320,14 +385,18 @@ def test_norm_before_residual_is_unset(trained: bool, layout: str, default: str,
 
 
 def test_norm_before_residual_of_peagle_is_unset(tmp_path: Path) -> None:
-    folders = make_pair(tmp_path, lambda t: make_peagle(t, norm_before_residual=True), layout="speculators")
+    folders = make_pair(
+        tmp_path, lambda t: make_peagle(t, norm_before_residual=True), layout="speculators"
+    )
     edit_config(folders[1], "norm_before_residual")
     problem = only(findings(folders)).problem
     assert re.search(r"norm_before_residual\b.*\bunset\b.*\bfalse\b.*\btrue\b", problem)
 
 
 def test_norms_of_peagle_are_not_where_vllm_looks(tmp_path: Path) -> None:
-    folders = make_pair(tmp_path, lambda target: make_peagle(target, fc_norm=True), layout="speculators")
+    folders = make_pair(
+        tmp_path, lambda target: make_peagle(target, fc_norm=True), layout="speculators"
+    )
     assert findings(folders) == []
     inner = json.loads((folders[1] / "config.json").read_text())["transformer_layer_config"]
     del inner["fc_norm"]
@@ -347,7 +416,9 @@ def test_an_option_of_eagle3_that_changed(key: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_dflash, make_peagle])
-def test_a_mask_token_that_ends_answers_is_doubtful(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_mask_token_that_ends_answers_is_doubtful(
+    make: Callable[..., Any], tmp_path: Path
+) -> None:
     folders = make_pair(tmp_path, make)
     pair = read(*folders)
     section = pair.config.get("dflash_config") or pair.config
@@ -374,19 +445,27 @@ DFLASH_SECTION = {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1, 3], "ca
         ({"causal": None}, r"\bcausal\b", '"causal": false'),
     ],
 )
-def test_keys_of_dflash_unlike_training(section: dict[str, Any], problem: str, cure: str, tmp_path: Path) -> None:
+def test_keys_of_dflash_unlike_training(
+    section: dict[str, Any], problem: str, cure: str, tmp_path: Path
+) -> None:
     folders = make_pair(tmp_path, make_dflash)
-    changed = {key: value for key, value in {**DFLASH_SECTION, **section}.items() if value is not None}
+    changed = {
+        key: value for key, value in {**DFLASH_SECTION, **section}.items() if value is not None
+    }
     edit_config(folders[1], dflash_config=changed)
     found = findings(folders)
-    assert any(re.search(problem, finding.problem) and cure in finding.cure for finding in found), found
+    assert any(re.search(problem, finding.problem) and cure in finding.cure for finding in found), (
+        found
+    )
 
 
 @pytest.mark.parametrize(
     ("mask", "layers", "problem"),
     [(VOCAB, [0, 1, 3], r"\b96\b"), (3, [0, 1, 5], r"\b0 to 4\b")],
 )
-def test_a_dflash_head_of_another_target(mask: int, layers: list[int], problem: str, tmp_path: Path) -> None:
+def test_a_dflash_head_of_another_target(
+    mask: int, layers: list[int], problem: str, tmp_path: Path
+) -> None:
     folders = make_pair(tmp_path, make_dflash)
     section = {"mask_token_id": mask, "target_layer_ids": layers, "causal": False}
     edit_config(folders[1], "redraft", dflash_config=section)
@@ -411,7 +490,11 @@ def test_a_dflash_head_of_another_target(mask: int, layers: list[int], problem: 
         ),
         ({"aux_hidden_state_layer_ids": None}, "no aux_hidden_state_layer_ids", "1"),
         ({"block_size": 8}, r"\bblock_size is 8\b", '"block_size": '),
-        ({"sample_from_anchor": None}, r"\bspeculators\b.*\btrue\b.*\bvLLM\b.*\bfalse\b", '"sample_from_anchor": true'),
+        (
+            {"sample_from_anchor": None},
+            r"\bspeculators\b.*\btrue\b.*\bvLLM\b.*\bfalse\b",
+            '"sample_from_anchor": true',
+        ),
         ({"sliding_window_non_causal": False}, r"\bcausal\b", '"sliding_window_non_causal": true'),
     ],
 )
@@ -419,16 +502,23 @@ def test_a_dflash_head_of_another_target(mask: int, layers: list[int], problem: 
 def test_keys_of_blocks_of_speculators_unlike_training(
     name: str, changed: dict[str, Any], problem: str, cure: str, tmp_path: Path
 ) -> None:
-    folders = make_pair(tmp_path, make_dflash if name == "dflash" else make_dspark, layout="speculators")
+    folders = make_pair(
+        tmp_path, make_dflash if name == "dflash" else make_dspark, layout="speculators"
+    )
     removed = [key for key, value in changed.items() if value is None]
-    edit_config(folders[1], *removed, **{key: value for key, value in changed.items() if value is not None})
+    edit_config(
+        folders[1], *removed, **{key: value for key, value in changed.items() if value is not None}
+    )
     found = findings(folders)
-    # vLLM reads the direction from this key for DFlash only, and only DSpark has blocks of two kinds
+    # vLLM reads the direction from this key for DFlash only, and only DSpark has blocks of two
+    # kinds
     harmless = {"dspark": "sliding_window_non_causal", "dflash": "sample_from_anchor"}[name]
     if harmless in changed:
         assert found == []
     else:
-        assert any(re.search(problem, finding.problem) and cure in finding.cure for finding in found), found
+        assert any(
+            re.search(problem, finding.problem) and cure in finding.cure for finding in found
+        ), found
 
 
 def test_another_rotation_in_the_layout_of_speculators(tmp_path: Path) -> None:
@@ -444,9 +534,16 @@ def test_a_longer_block_another_rotation_and_missing_norms(tmp_path: Path) -> No
     folders = make_pair(tmp_path, make_dflash)
     edit_config(folders[1], block_size=8)
     assert re.search(r"block_size is 8\b.*\b4$", only(findings(folders)).problem)
-    edit_config(folders[1], block_size=4, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    assert "rope_parameters is {'rope_type': 'default', 'rope_theta': 500000.0}" in only(findings(folders)).problem
-    edit_config(folders[1], rope_parameters={"rope_type": "default", "rope_theta": 1e4}, head_dim=16)
+    edit_config(
+        folders[1], block_size=4, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    )
+    assert (
+        "rope_parameters is {'rope_type': 'default', 'rope_theta': 500000.0}"
+        in only(findings(folders)).problem
+    )
+    edit_config(
+        folders[1], rope_parameters={"rope_type": "default", "rope_theta": 1e4}, head_dim=16
+    )
     assert re.search(r"head_dim is 16\b.*\b8\b", only(findings(folders)).problem)
     edit_config(folders[1], head_dim=8)
     edit_tensors(folders[1], "layers.1.self_attn.k_norm.weight")
@@ -485,7 +582,11 @@ def test_more_tokens_are_asked_of_dflash_than_its_block_has(tmp_path: Path) -> N
         ({"is_causal": True}, r"is_causal is True\b.*\bFalse\b", '"is_causal": false'),
         ({"sample_from_anchor": False}, r"sample_from_anchor is False\b.*\bTrue\b", "true"),
         ({"block_size": 7}, r"block_size is 7\b.*\b3\b", '"block_size": 3'),
-        ({"markov_rank": 4}, r"markov_head\.markov_w1\.weight is \(96, 8\).*\(96, 4\)", "(8 by this tensor)"),
+        (
+            {"markov_rank": 4},
+            r"markov_head\.markov_w1\.weight is \(96, 8\).*\(96, 4\)",
+            "(8 by this tensor)",
+        ),
         ({"markov_rank": None}, "no markov_rank", '"markov_rank": 8'),
         ({"enable_confidence_head": None}, "confidence head", '"enable_confidence_head": true'),
         (
@@ -495,12 +596,18 @@ def test_more_tokens_are_asked_of_dflash_than_its_block_has(tmp_path: Path) -> N
         ),
     ],
 )
-def test_keys_of_dspark_unlike_training(changed: dict[str, Any], problem: str, cure: str, tmp_path: Path) -> None:
+def test_keys_of_dspark_unlike_training(
+    changed: dict[str, Any], problem: str, cure: str, tmp_path: Path
+) -> None:
     folders = make_pair(tmp_path, make_dspark)
     removed = [key for key, value in changed.items() if value is None]
-    edit_config(folders[1], *removed, **{key: value for key, value in changed.items() if value is not None})
+    edit_config(
+        folders[1], *removed, **{key: value for key, value in changed.items() if value is not None}
+    )
     found = findings(folders)
-    assert any(re.search(problem, finding.problem) and cure in finding.cure for finding in found), found
+    assert any(re.search(problem, finding.problem) and cure in finding.cure for finding in found), (
+        found
+    )
 
 
 def test_a_transposed_markov_head(tmp_path: Path) -> None:
@@ -520,7 +627,9 @@ def test_a_transposed_markov_head(tmp_path: Path) -> None:
 
 
 def test_a_dspark_block_whose_anchor_proposes_nothing_says_so(tmp_path: Path) -> None:
-    folders = make_pair(tmp_path, lambda target: make_dspark(target, sample_from_anchor=False, block_size=4))
+    folders = make_pair(
+        tmp_path, lambda target: make_dspark(target, sample_from_anchor=False, block_size=4)
+    )
     edit_config(folders[1], "sample_from_anchor")
     finding = only(findings(folders))
     assert re.search(r"\btrue\b.*\bfalse\b", finding.problem)
@@ -579,7 +688,9 @@ def test_the_wrong_method_flag(name: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_keys_of_peagle_unlike_training(changes: dict[str, Any], problem: str, cure: str, tmp_path: Path) -> None:
+def test_keys_of_peagle_unlike_training(
+    changes: dict[str, Any], problem: str, cure: str, tmp_path: Path
+) -> None:
     folders = make_pair(tmp_path, make_peagle)
     edit_config(folders[1], **changes)
     finding = only(findings(folders))
@@ -597,7 +708,9 @@ def test_masks_of_another_width_are_found(tmp_path: Path) -> None:
 def test_a_config_that_names_another_family(tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make_eagle3, layout="speculators")
     edit_config(folders[1], speculators_model_type="peagle")
-    assert re.search(r'speculators_model_type "peagle".*\beagle3\b', only(findings(folders)).problem)
+    assert re.search(
+        r'speculators_model_type "peagle".*\beagle3\b', only(findings(folders)).problem
+    )
     folders = make_pair(tmp_path / "other", make_eagle1)
     edit_config(folders[1], redraft={"family": "eagle3"})
     assert re.search(r"\beagle3\b.*\beagle1\b", only(findings(folders)).problem)
@@ -626,7 +739,9 @@ def test_rope_that_is_not_the_targets(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda folder: make_pair(folder, make_eagle1), make_standalone])
-def test_fewer_positions_than_the_target(make: Callable[[Path], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_fewer_positions_than_the_target(
+    make: Callable[[Path], tuple[Path, Path]], tmp_path: Path
+) -> None:
     folders = make(tmp_path)
     edit_config(folders[1], max_position_embeddings=64)
     finding = only(findings(folders))
@@ -654,7 +769,11 @@ def test_a_bias_of_fc(make: Callable[..., Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(make_eagle1, "layers.0.mlp.up_proj.weight"), (make_eagle3, "norm.weight"), (make_medusa, "lm_heads.1.weight")],
+    [
+        (make_eagle1, "layers.0.mlp.up_proj.weight"),
+        (make_eagle3, "norm.weight"),
+        (make_medusa, "lm_heads.1.weight"),
+    ],
 )
 def test_a_tensor_is_missing(make: Callable[..., Any], name: str, tmp_path: Path) -> None:
     folders = make_pair(tmp_path, make)
@@ -665,7 +784,11 @@ def test_a_tensor_is_missing(make: Callable[..., Any], name: str, tmp_path: Path
 def test_another_target_than_the_one_trained_for(tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path, make_eagle1)
     provenance = {"target": "org/target", "target_fingerprint": fingerprint(target)}
-    publish(tmp_path / "published", lambda partial: shutil.copytree(draft, partial, dirs_exist_ok=True), provenance)
+    publish(
+        tmp_path / "published",
+        lambda partial: shutil.copytree(draft, partial, dirs_exist_ok=True),
+        provenance,
+    )
     assert findings((target, tmp_path / "published")) == []
     make_target(seed=1).save_pretrained(tmp_path / "other")
     finding = only(findings((tmp_path / "other", tmp_path / "published")))
@@ -674,12 +797,18 @@ def test_another_target_than_the_one_trained_for(tmp_path: Path) -> None:
 
 def test_a_file_that_changed_after_it_was_published(tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path, make_eagle1)
-    publish(tmp_path / "published", lambda partial: shutil.copytree(draft, partial, dirs_exist_ok=True), {})
+    publish(
+        tmp_path / "published",
+        lambda partial: shutil.copytree(draft, partial, dirs_exist_ok=True),
+        {},
+    )
     weights = tmp_path / "published" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert re.search(r"model\.safetensors\b.*SHA-256", only(findings((target, weights.parent))).problem)
+    assert re.search(
+        r"model\.safetensors\b.*SHA-256", only(findings((target, weights.parent))).problem
+    )
 
 
 def test_a_standalone_draft_of_another_tokenizer(tmp_path: Path) -> None:

@@ -40,9 +40,14 @@ def rms(x: Tensor, norm: torch.nn.RMSNorm) -> Tensor:
 
 
 @torch.no_grad()
-def draft_by_hand(head: DFlash, context_TD: Tensor, anchor: int, first_position: int, token: int, slots: int) -> Tensor:
-    """The input of the output head in every slot, [S, D], query by query and key by key. `context_TD` are the features
-    of the document's rows before the anchor, which stands at position `anchor`."""
+def draft_by_hand(
+    head: DFlash, context_TD: Tensor, anchor: int, first_position: int, token: int, slots: int
+) -> Tensor:
+    """The input of the output head in every slot, [S, D], query by query and key by key.
+
+    `context_TD` are the features of the document's rows before the anchor, which stands at position
+    `anchor`.
+    """
     shape = head.shape
     groups = shape.num_attention_heads // shape.num_key_value_heads
     x_SD = head._embed_VD[torch.tensor([token] + [MASK] * (slots - 1))]
@@ -56,17 +61,25 @@ def draft_by_hand(head: DFlash, context_TD: Tensor, anchor: int, first_position:
         normed_SD = rms(x_SD, layer.input_layernorm)
         rows = [(feature, first_position + i) for i, feature in enumerate(context_TD)]
         rows += [(normed, first_position + anchor + s) for s, normed in enumerate(normed_SD)]
-        keys = [turn(rms(attention.k_proj(row).view(-1, shape.head_dim), attention.k_norm), at) for row, at in rows]
+        keys = [
+            turn(rms(attention.k_proj(row).view(-1, shape.head_dim), attention.k_norm), at)
+            for row, at in rows
+        ]
         values = [attention.v_proj(row).view(-1, shape.head_dim) for row, _ in rows]
         out = []
         for s, normed in enumerate(normed_SD):
             q = turn(
-                rms(attention.q_proj(normed).view(-1, shape.head_dim), attention.q_norm), first_position + anchor + s
+                rms(attention.q_proj(normed).view(-1, shape.head_dim), attention.q_norm),
+                first_position + anchor + s,
             )
             per_head = []
             for h in range(shape.num_attention_heads):
-                scores = torch.stack([q[h] @ key[h // groups] for key in keys]) / math.sqrt(shape.head_dim)
-                per_head.append(scores.softmax(0) @ torch.stack([value[h // groups] for value in values]))
+                scores = torch.stack([q[h] @ key[h // groups] for key in keys]) / math.sqrt(
+                    shape.head_dim
+                )
+                per_head.append(
+                    scores.softmax(0) @ torch.stack([value[h // groups] for value in values])
+                )
             out.append(attention.o_proj(torch.cat(per_head)))
         x_SD = x_SD + torch.stack(out)
         x_SD = x_SD + layer.mlp(rms(x_SD, layer.post_attention_layernorm))
@@ -86,12 +99,19 @@ def test_every_slot_is_that_of_a_loop_over_queries_and_keys(variant: str) -> Non
     for document in documents:
         for anchor in range(1, len(document) - 1):
             wanted_SD = draft_by_hand(
-                head, feature_TD[start : start + anchor], anchor, 0, document[anchor], len(steps) + 1
+                head,
+                feature_TD[start : start + anchor],
+                anchor,
+                0,
+                document[anchor],
+                len(steps) + 1,
             )
             for step in steps:
                 row = start + anchor - 1
                 if step.mask_BT[0, row]:
-                    torch.testing.assert_close(step.hidden_BTD[0, row], wanted_SD[step.shift], atol=1e-5, rtol=1e-4)
+                    torch.testing.assert_close(
+                        step.hidden_BTD[0, row], wanted_SD[step.shift], atol=1e-5, rtol=1e-4
+                    )
         start += len(document)
 
 
@@ -128,11 +148,16 @@ def test_training_takes_some_anchors_and_a_forecast_all() -> None:
     assert not (trained[0].mask_BT & ~forecast[0].mask_BT).any()
     for one, other in zip(trained, forecast, strict=True):
         mask_BT = one.mask_BT
-        torch.testing.assert_close(one.hidden_BTD[mask_BT], other.hidden_BTD[mask_BT], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            one.hidden_BTD[mask_BT], other.hidden_BTD[mask_BT], atol=1e-5, rtol=1e-4
+        )
 
 
 def test_anchors_are_spread_and_depend_on_the_row_alone() -> None:
-    long = [torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)]
+    long = [
+        torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(i)).tolist()
+        for i in range(8)
+    ]
     batch = make_batch([[ids] for ids in long])
     rows_BA, is_anchor_BT = choose_anchors(batch, 100)
     assert is_anchor_BT.sum(1).tolist() == [100] * 8
@@ -145,7 +170,10 @@ def test_anchors_are_spread_and_depend_on_the_row_alone() -> None:
 
 
 def test_ranks_evaluate_as_many_blocks_as_each_other() -> None:
-    few, many = make_batch([[make_ids(20)]], loss_from=15), make_batch([[make_ids(20)]], loss_from=5)
+    few, many = (
+        make_batch([[make_ids(20)]], loss_from=15),
+        make_batch([[make_ids(20)]], loss_from=5),
+    )
     assert [choose_anchors(batch, None)[0].shape[1] for batch in (few, many)] == [5, 15]
     alone = [choose_anchors(batch, None)[1].sum() for batch in (few, many)]
     shared = [choose_anchors(batch, None, has_ranks=True) for batch in (few, many)]
@@ -157,7 +185,9 @@ def test_every_epoch_trains_other_anchors_and_a_forecast_stays_the_same() -> Non
     head, model = make_head(num_anchors=5)
     batch = make_batch([[make_ids(22)]])
     signal = make_signal(model, batch, head.aux_layer_ids)
-    epochs = [head.draft_steps(replace(batch, salt=epoch), signal)[0].mask_BT for epoch in range(10)]
+    epochs = [
+        head.draft_steps(replace(batch, salt=epoch), signal)[0].mask_BT for epoch in range(10)
+    ]
     assert [int(mask_BT.sum()) for mask_BT in epochs] == [5] * 10
     # 20 rows can begin a block
     assert int(torch.stack(epochs).any(0).sum()) >= 18
@@ -190,7 +220,11 @@ def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
     section = {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3], "causal": False}
     assert (config["architectures"], config["model_type"]) == (["DFlashDraftModel"], "qwen3")
     assert config["dflash_config"] == section
-    assert (config["block_size"], config["num_hidden_layers"], config["draft_vocab_size"]) == (4, 2, len(DRAFT_IDS))
+    assert (config["block_size"], config["num_hidden_layers"], config["draft_vocab_size"]) == (
+        4,
+        2,
+        len(DRAFT_IDS),
+    )
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors["d2t"].tolist() == [3 + 3 * i for i in range(len(DRAFT_IDS))]
     assert tensors["lm_head.weight"].shape == (len(DRAFT_IDS), HIDDEN)
@@ -201,7 +235,12 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
     head, model = make_head()
     head.export(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["redraft"], config["draft_vocab_size"], config["layer_types"], config["dflash_config"]["causal"]
+    del (
+        config["redraft"],
+        config["draft_vocab_size"],
+        config["layer_types"],
+        config["dflash_config"]["causal"],
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = DFlash.load(tmp_path, Target.from_model(model))
     assert loaded.config == head.config
@@ -209,9 +248,12 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "top"), [({"causal": True}, {}), ({"use_swa": True}, {}), ({}, {"is_neox_style": False})]
+    ("section", "top"),
+    [({"causal": True}, {}), ({"use_swa": True}, {}), ({}, {"is_neox_style": False})],
 )
-def test_another_attention_is_refused(section: dict[str, Any], top: dict[str, Any], tmp_path: Path) -> None:
+def test_another_attention_is_refused(
+    section: dict[str, Any], top: dict[str, Any], tmp_path: Path
+) -> None:
     head, model = make_head()
     head.export(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -225,7 +267,9 @@ def test_a_head_of_its_own_is_refused(tmp_path: Path) -> None:
     head, model = make_head()
     head.export(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": torch.randn(VOCAB, HIDDEN)}, tmp_path / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": torch.randn(VOCAB, HIDDEN)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(ValueError, match=r"lm_head.weight"):
         DFlash.load(tmp_path, Target.from_model(model))
 
@@ -244,7 +288,9 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         make_head(**options)
 
 
-def test_the_mask_token_is_an_unused_row_or_a_padding_token_that_ends_no_answer(tmp_path: Path) -> None:
+def test_the_mask_token_is_an_unused_row_or_a_padding_token_that_ends_no_answer(
+    tmp_path: Path,
+) -> None:
     tokenizer = make_byte_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     size = len(tokenizer)

@@ -1,4 +1,6 @@
-"""DSpark: bias and confidence by hand, training against drafting token by token, the confidence's label, export."""
+"""DSpark: bias and confidence by hand, training against drafting token by token, the confidence's
+label, export.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,20 @@ def make_wide(variant: str) -> tuple[DSpark, Any, Batch, TargetSignal]:
     """A head, its target, a batch of packed documents and the signal, in float64."""
     chosen, draft_ids = VARIANTS["dspark"][variant]
     model = make_target().double()
-    sizes = {"aux_layer_ids": (1, 2, 4), "num_layers": 2, "block_size": 3, "mask_token_id": MASK, "markov_rank": RANK}
+    sizes = {
+        "aux_layer_ids": (1, 2, 4),
+        "num_layers": 2,
+        "block_size": 3,
+        "mask_token_id": MASK,
+        "markov_rank": RANK,
+    }
     torch.manual_seed(0)
-    head = make_random(DSpark(Config(**{**sizes, **chosen}), Target.from_model(model), draft_ids).double())
-    batch = make_batch([[make_ids(9, seed=5), make_ids(7, seed=6)], [make_ids(14, seed=7)]], loss_from=2)
+    head = make_random(
+        DSpark(Config(**{**sizes, **chosen}), Target.from_model(model), draft_ids).double()
+    )
+    batch = make_batch(
+        [[make_ids(9, seed=5), make_ids(7, seed=6)], [make_ids(14, seed=7)]], loss_from=2
+    )
     return head, model, batch, make_signal(model, batch, head.aux_layer_ids)
 
 
@@ -62,11 +74,16 @@ def test_bias_and_confidence_are_those_by_hand(variant: str) -> None:
     with torch.no_grad():
         steps = head.draft_steps(batch, signal)
         plain = DFlash.draft_steps(head, batch, signal)  # the same blocks
-    w1_VR, w2_WR = head.markov_head.markov_w1.weight.detach(), head.markov_head.markov_w2.weight.detach()
+    w1_VR, w2_WR = (
+        head.markov_head.markov_w1.weight.detach(),
+        head.markov_head.markov_w2.weight.detach(),
+    )
     assert len(steps) == NUM_TOKENS
     for k, (step, base) in enumerate(zip(steps, plain, strict=True), 1):
         for b, t in labelled(step):
-            before = int(batch.input_ids_BT[b, t + k])  # the anchor is t + 1, and token k stands at t + 1 + k
+            before = int(
+                batch.input_ids_BT[b, t + k]
+            )  # the anchor is t + 1, and token k stands at t + 1 + k
             hidden_D = base.hidden_BTD[b, t]
             code_R = [float(w1_VR[before, r]) for r in range(RANK)]
             rows = range(len(base.head_WD))
@@ -77,7 +94,9 @@ def test_bias_and_confidence_are_those_by_hand(variant: str) -> None:
             ]
             row = b * batch.input_ids_BT.shape[1] + t
             found_W = step.logits(torch.tensor([row]))[0]
-            torch.testing.assert_close(found_W[::7], torch.tensor(by_hand, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+            torch.testing.assert_close(
+                found_W[::7], torch.tensor(by_hand, dtype=torch.float64), atol=1e-12, rtol=1e-12
+            )
             if head.confidence_head is not None:
                 assert step.confidence_BT is not None
                 weight = head.confidence_head.proj.weight[0].tolist()
@@ -92,14 +111,20 @@ def test_the_token_before_changes_what_is_proposed() -> None:
     head, model = make_head()
     prefix = make_ids(9)
     signal = signal_of_prefix(head, model, prefix)
-    drafts = [propose(head, prefix, signal, 2, 5.0, torch.Generator().manual_seed(seed)) for seed in range(4)]
+    drafts = [
+        propose(head, prefix, signal, 2, 5.0, torch.Generator().manual_seed(seed))
+        for seed in range(4)
+    ]
     assert len({tokens[0][0] for tokens in drafts}) > 1
     first, second = ([each[k][1] for each in drafts] for k in (0, 1))
     assert all(torch.equal(q_V, first[0]) for q_V in first)
     assert any((q_V - second[0]).abs().max() > 1e-4 for q_V in second)
     with torch.no_grad():
         head.markov_head.markov_w2.weight.zero_()
-    drafts = [propose(head, prefix, signal, 2, 5.0, torch.Generator().manual_seed(seed)) for seed in range(4)]
+    drafts = [
+        propose(head, prefix, signal, 2, 5.0, torch.Generator().manual_seed(seed))
+        for seed in range(4)
+    ]
     assert all(torch.equal(tokens[1][1], drafts[0][1][1]) for tokens in drafts)
 
 
@@ -115,11 +140,15 @@ def test_the_anchors_slot_proposes_the_first_token_in_one_layout_only() -> None:
     assert (ahead.max_tokens, filled.max_tokens) == (3, 3)
     for k in (0, 1):
         mask_BT = three[k + 1].mask_BT
-        torch.testing.assert_close(two[k].hidden_BTD[mask_BT], three[k + 1].hidden_BTD[mask_BT], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            two[k].hidden_BTD[mask_BT], three[k + 1].hidden_BTD[mask_BT], atol=1e-5, rtol=1e-4
+        )
 
 
 def naive_loss(steps: list[DraftStep], signal: TargetSignal, scale: float) -> Tensor:
-    """KL(p || q) and the cross-entropy of the confidence against 1 - TV(p, q), row by row, from whole distributions."""
+    """KL(p || q) and the cross-entropy of the confidence against 1 - TV(p, q), row by row, from
+    whole distributions.
+    """
     total = torch.zeros((), dtype=torch.float64)
     target = signal.distribution
     assert isinstance(target, ExactTarget)
@@ -162,7 +191,9 @@ def test_the_label_of_the_confidence_is_one_minus_tv() -> None:
     head, _, batch, signal = make_wide("from the anchor")
     step = head.draft_steps(batch, signal)[0]
     result = distill_loss([step], batch, signal, Divergence(name="total_variation"), 1.0)
-    without = distill_loss([replace(step, confidence_BT=None)], batch, signal, Divergence(name="total_variation"), 1.0)
+    without = distill_loss(
+        [replace(step, confidence_BT=None)], batch, signal, Divergence(name="total_variation"), 1.0
+    )
     rows = step.mask_BT.flatten().nonzero().squeeze(1)
     assert step.confidence_BT is not None
     num_rows, tv = len(rows), float(without.loss.detach())
@@ -184,14 +215,18 @@ def test_no_gradient_reaches_the_target() -> None:
 
 
 def test_metrics_take_the_bias_into_account() -> None:
-    """With a bias that knows the text by heart, a proposal agrees exactly where the target would say what follows."""
+    """With a bias that knows the text by heart, a proposal agrees exactly where the target would
+    say what follows.
+    """
     head, model = make_head(markov_rank=VOCAB)
     ids = list(range(1, 14))  # every token follows the one before, so the bias alone can tell it
     batch = make_batch([[ids]])
     signal = make_signal(model, batch, head.aux_layer_ids)
     with torch.no_grad():
         head.markov_head.markov_w1.weight.copy_(torch.eye(VOCAB))
-        head.markov_head.markov_w2.weight.copy_(1e4 * torch.eye(VOCAB).roll(1, 0))  # x proposes x + 1
+        head.markov_head.markov_w2.weight.copy_(
+            1e4 * torch.eye(VOCAB).roll(1, 0)
+        )  # x proposes x + 1
         steps = head.draft_steps(batch, signal)
     assert isinstance(signal.distribution, ExactTarget)
     target_T = (signal.distribution.hidden_BTD[0] @ signal.distribution.head_VD.T).argmax(-1)
@@ -200,7 +235,9 @@ def test_metrics_take_the_bias_into_account() -> None:
         rows = [t for _, t in labelled(step)]
         wanted = [bool(target_T[t + step.shift] == text[t + 1 + step.shift]) for t in rows]
         assert compare_rows(step, signal.distribution).agree_BT[0, rows].tolist() == wanted
-        assert [int(q_of(step, t).argmax()) for t in rows] == [ids[t + 1 + step.shift] for t in rows]
+        assert [int(q_of(step, t).argmax()) for t in rows] == [
+            ids[t + 1 + step.shift] for t in rows
+        ]
 
 
 def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
@@ -222,9 +259,15 @@ def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
         "draft_vocab_size": len(DRAFT_IDS),
     }
     assert {key: config[key] for key in wanted} == wanted
-    assert "dflash_config" not in config  # V2 refuses `sample_from_anchor` there, and would read the other keys first
+    assert (
+        "dflash_config" not in config
+    )  # V2 refuses `sample_from_anchor` there, and would read the other keys first
     tensors = load_file(tmp_path / "model.safetensors")
-    types = {name: tensor.dtype for name, tensor in tensors.items() if name.startswith(("markov", "confidence"))}
+    types = {
+        name: tensor.dtype
+        for name, tensor in tensors.items()
+        if name.startswith(("markov", "confidence"))
+    }
     assert types == {
         "markov_head.markov_w1.weight": torch.bfloat16,
         "markov_head.markov_w2.weight": torch.bfloat16,
@@ -242,7 +285,9 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
     head.export(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["redraft"], config["draft_vocab_size"], config["layer_types"], config["is_causal"]
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["DSparkDraftModel"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"architectures": ["DSparkDraftModel"]})
+    )
     loaded = DSpark.load(tmp_path, Target.from_model(model))
     assert loaded.config == replace(head.config, num_anchors=512, gamma=4.0)
     assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in head.state_dict().items())
@@ -258,7 +303,9 @@ def test_a_checkpoint_of_another_trainer_loads(tmp_path: Path) -> None:
         ({"markov_rank": RANK + 1}, r"confidence_head\.proj\.weight"),
     ],
 )
-def test_another_kind_of_head_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_another_kind_of_head_is_refused(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     head, model = make_head()
     head.export(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -284,9 +331,13 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 def test_an_untrained_head_begins_as_dflash() -> None:
     model = make_target()
     torch.manual_seed(0)
-    head = DSpark(Config(aux_layer_ids=(1, 2, 4), num_layers=1, mask_token_id=MASK), Target.from_model(model))
+    head = DSpark(
+        Config(aux_layer_ids=(1, 2, 4), num_layers=1, mask_token_id=MASK), Target.from_model(model)
+    )
     for weight in head.markov_head.parameters():
         assert float(weight.detach().std()) == pytest.approx(INIT_STD, rel=0.05)
     head.init_from_layers(list(model.model.layers[-1:]), model.model.norm)
     assert torch.equal(head.norm.weight, model.model.norm.weight)
-    assert float(head.markov_head.markov_w2.weight.detach().std()) == pytest.approx(INIT_STD, rel=0.05)
+    assert float(head.markov_head.markov_w2.weight.detach().std()) == pytest.approx(
+        INIT_STD, rel=0.05
+    )

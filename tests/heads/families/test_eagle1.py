@@ -35,12 +35,14 @@ def test_nothing_of_the_target_is_trained_or_saved(tmp_path: Path) -> None:
 
 def test_steps_shift_mask_and_weigh_as_written_by_hand() -> None:
     head, model = make_head(num_steps=2)
-    # tokens 0..3 are the prompt, 4 and 5 the answer; then a document of 3 tokens, all below loss_from, then padding
+    # tokens 0..3 are the prompt, 4 and 5 the answer; then a document of 3 tokens, all below
+    # loss_from, then padding
     batch = make_batch([[[5, 6, 7, 8, 9, 10], [1, 2, 3]], [make_ids(10)]], loss_from=4)
     first, second = head.draft_steps(batch, make_signal(model, batch))
     assert (first.shift, second.shift) == (1, 2)
     assert (first.weight, second.weight) == (1.0, 0.8)
-    # row t of the first step learns x[t+2]: labels 4, 5 belong to rows 2, 3; of the second x[t+3]: rows 1, 2
+    # row t of the first step learns x[t+2]: labels 4, 5 belong to rows 2, 3; of the second x[t+3]:
+    # rows 1, 2
     assert first.mask_BT[0].nonzero().flatten().tolist() == [2, 3]
     assert second.mask_BT[0].nonzero().flatten().tolist() == [1, 2]
 
@@ -75,7 +77,13 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_rope_parameters_of_the_target_are_kept(tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     model = make_target(rope_parameters={**rope, "original_max_position_embeddings": 16})
     head = make_random(Eagle1(Config(), Target.from_model(model)))
     head.export(tmp_path)
@@ -90,4 +98,6 @@ def test_a_head_cast_to_bfloat16_keeps_its_rotary_frequencies() -> None:
     head, _ = make_head()
     positions, like = torch.tensor([[100]]), torch.zeros(1)
     wanted = head._rotary(positions, like)
-    torch.testing.assert_close(head.to(torch.bfloat16)._rotary(positions, like), wanted, atol=0, rtol=0)
+    torch.testing.assert_close(
+        head.to(torch.bfloat16)._rotary(positions, like), wanted, atol=0, rtol=0
+    )

@@ -57,7 +57,8 @@ def test_steps_shift_mask_and_weigh_as_written_by_hand() -> None:
     head, model = make_head(num_steps=3, step_decay=0.5)
     batch = make_batch([[make_ids(7), make_ids(4)]], loss_from=3)
     steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
-    # labels are tokens 3..6 of the first document and token 3 of the second, which lies at 10; row = label - 1 - shift
+    # labels are tokens 3..6 of the first document and token 3 of the second, which lies at 10; row
+    # = label - 1 - shift
     assert [step.mask_BT[0].nonzero().flatten().tolist() for step in steps] == [
         [1, 2, 3, 4, 8],
         [0, 1, 2, 3, 7],
@@ -79,7 +80,9 @@ def test_a_reduced_vocabulary_is_written_as_offsets_and_mask(tmp_path: Path) -> 
 def test_a_draft_never_proposes_an_id_outside_its_vocabulary() -> None:
     head, model = make_head("reduced vocabulary")
     prefix = make_ids(8)
-    for token, q_V in propose(head, prefix, signal_of_prefix(head, model, prefix), 5, temperature=1.0):
+    for token, q_V in propose(
+        head, prefix, signal_of_prefix(head, model, prefix), 5, temperature=1.0
+    ):
         assert token in DRAFT_IDS.tolist()
         assert q_V.nonzero().flatten().tolist() == DRAFT_IDS.tolist()
 
@@ -98,7 +101,12 @@ def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 4]
     assert config["num_aux_hidden_states"] == 4
-    head.export(tmp_path / "speculators", layout="speculators", target_name="org/target", num_speculative_tokens=5)
+    head.export(
+        tmp_path / "speculators",
+        layout="speculators",
+        target_name="org/target",
+        num_speculative_tokens=5,
+    )
     config = json.loads((tmp_path / "speculators" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 4]
     assert config["transformer_layer_config"]["num_aux_hidden_states"] == 4
@@ -108,7 +116,12 @@ def test_engines_find_their_keys_where_they_look(tmp_path: Path) -> None:
 
 
 def test_a_longrope_for_a_part_of_each_head_is_left_to_the_target() -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 6}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0] * 6,
+    }
     assert llama_rope(rope) == {"rope_type": "default", "rope_theta": 1e4}
 
 
@@ -116,7 +129,10 @@ def test_a_targets_partial_rotary_is_not_the_heads(tmp_path: Path) -> None:
     model = make_target()
     model.config.rope_parameters = {**model.config.rope_parameters, "partial_rotary_factor": 0.25}
     Eagle3(Config(aux_layer_ids=(1, 2, 4)), Target.from_model(model)).export(tmp_path)
-    assert "partial_rotary_factor" not in json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    assert (
+        "partial_rotary_factor"
+        not in json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    )
 
 
 def test_the_head_of_others_is_what_its_own_config_says(tmp_path: Path) -> None:
@@ -127,11 +143,16 @@ def test_the_head_of_others_is_what_its_own_config_says(tmp_path: Path) -> None:
     for name in ("redraft", "rope_parameters", "rope_theta", "eagle_aux_hidden_state_layer_ids"):
         config.pop(name)
     nested = {"eagle_aux_hidden_state_layer_ids": list(head.aux_layer_ids)}
-    path.write_text(json.dumps(config | {"rms_norm_eps": 1e-2, "rope_theta": 4321.0, "eagle_config": nested}))
+    path.write_text(
+        json.dumps(config | {"rms_norm_eps": 1e-2, "rope_theta": 4321.0, "eagle_config": nested})
+    )
     theirs = Eagle3.load(tmp_path, Target.from_model(model))
     theirs.export(tmp_path / "trained-further")
     for loaded in (theirs, Eagle3.load(tmp_path / "trained-further", Target.from_model(model))):
-        assert (loaded.shape.rms_norm_eps, loaded.shape.rope_parameters["rope_theta"]) == (1e-2, 4321.0)
+        assert (loaded.shape.rms_norm_eps, loaded.shape.rope_parameters["rope_theta"]) == (
+            1e-2,
+            4321.0,
+        )
         assert loaded.aux_layer_ids == head.aux_layer_ids
 
 
@@ -142,7 +163,9 @@ def test_begun_from_the_last_layer_the_head_holds_that_layer() -> None:
     last = model.model.layers[-1]
     head.init_from_layers([last], model.model.norm)
     torch.testing.assert_close(head.midlayer.mlp.down_proj.weight, last.mlp.down_proj.weight)
-    torch.testing.assert_close(head.midlayer.self_attn.q_proj.weight[:, HIDDEN:], last.self_attn.q_proj.weight)
+    torch.testing.assert_close(
+        head.midlayer.self_attn.q_proj.weight[:, HIDDEN:], last.self_attn.q_proj.weight
+    )
     torch.testing.assert_close(head.midlayer.self_attn.q_proj.weight[:, :HIDDEN], random_half)
     batch = make_batch([[make_ids(6)]])
     signal = make_signal(model, batch, head.aux_layer_ids)
@@ -151,8 +174,15 @@ def test_begun_from_the_last_layer_the_head_holds_that_layer() -> None:
 
 def other_layer(name: str) -> tuple[Any, Any]:
     """The last layer and the final norm of a tiny Gemma 3 or OLMo 2, with norms of random factors."""
-    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), HIDDEN) | dict.fromkeys(("eos_token_id",), 1)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HIDDEN // 4, "pad_token_id": 0}
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), HIDDEN) | dict.fromkeys(
+        ("eos_token_id",), 1
+    )
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": HIDDEN // 4,
+        "pad_token_id": 0,
+    }
     config = AutoConfig.for_model(name, vocab_size=64, num_hidden_layers=1, **sizes, **heads)
     model: Any = AutoModelForCausalLM.from_config(config).model
     for name_of, parameter in model.named_parameters():

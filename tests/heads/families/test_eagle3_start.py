@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from make_heads import assert_round_trip, assert_training_equals_decoding, make_batch, make_signal, make_target
+from make_heads import (
+    assert_round_trip,
+    assert_training_equals_decoding,
+    make_batch,
+    make_signal,
+    make_target,
+)
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, embedding
 
@@ -26,7 +32,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_head(shape: str = "groups", *, qk_norm: bool = False, **options: Any) -> tuple[Eagle3, Any]:
+def make_head(
+    shape: str = "groups", *, qk_norm: bool = False, **options: Any
+) -> tuple[Eagle3, Any]:
     """A head before its start, and the target."""
     model = make_target(
         hidden_size=SIZE,
@@ -52,7 +60,10 @@ def unit(x: Tensor) -> Tensor:
 
 
 def make_texts(count: int, length: int, *, words: int = VOCAB) -> list[Batch]:
-    """Two documents a batch; in each, a token is always followed by the same one. Another document has other pairs."""
+    """Two documents a batch; in each, a token is always followed by the same one.
+
+    Another document has other pairs.
+    """
     generator = torch.Generator().manual_seed(5)
     texts = []
     for _ in range(count):
@@ -68,11 +79,16 @@ def state_signal(model: Any, batch: Batch, hidden_BTD: Tensor) -> TargetSignal:
     """A target whose last stream shows the row's token, and whose states are `hidden_BTD`."""
     tokens_BTD = unit(embedding(batch.input_ids_BT, model.get_input_embeddings().weight.detach()))
     noise = torch.randn(
-        *tokens_BTD.shape[:2], 2, SIZE, generator=torch.Generator().manual_seed(int(batch.input_ids_BT.sum()))
+        *tokens_BTD.shape[:2],
+        2,
+        SIZE,
+        generator=torch.Generator().manual_seed(int(batch.input_ids_BT.sum())),
     )
     streams = torch.cat([noise, tokens_BTD[:, :, None]], dim=2)
     head_VD = model.lm_head.weight.detach()
-    return TargetSignal(distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=head_VD), aux_BTLD=streams)
+    return TargetSignal(
+        distribution=ExactTarget(hidden_BTD=hidden_BTD, head_VD=head_VD), aux_BTLD=streams
+    )
 
 
 def predicted(head: Eagle3, batch: Batch, signal: TargetSignal) -> Tensor:
@@ -95,14 +111,18 @@ def test_a_sum_of_streams_and_next_token_is_found(shape: str, qk_norm: bool) -> 
     head, model = make_head(shape, qk_norm=qk_norm)
     generator = torch.Generator().manual_seed(1)
     from_streams = torch.randn(2 * SIZE, SIZE, generator=generator) / SIZE
-    from_token = torch.randn(SIZE, 8, generator=generator) @ torch.randn(8, SIZE, generator=generator) / SIZE
+    from_token = (
+        torch.randn(SIZE, 8, generator=generator) @ torch.randn(8, SIZE, generator=generator) / SIZE
+    )
     known = []
     for batch in make_texts(12, 300):
         signal = state_signal(model, batch, torch.zeros(*batch.input_ids_BT.shape, SIZE))
         assert signal.aux_BTLD is not None
         tokens = unit(embedding(batch.input_ids_BT, model.get_input_embeddings().weight.detach()))
         state = torch.zeros_like(tokens)
-        state[:, 1:] = signal.aux_BTLD[:, :-1, :2].flatten(2) @ from_streams + tokens[:, 1:] @ from_token
+        state[:, 1:] = (
+            signal.aux_BTLD[:, :-1, :2].flatten(2) @ from_streams + tokens[:, 1:] @ from_token
+        )
         known.append((batch, state_signal(model, batch, unit(state) * head.norm.weight.detach())))
     start_by_least_squares(head, known[:-2], scales_of(model))
     for batch, signal in known[-2:]:
@@ -115,10 +135,20 @@ def test_the_token_that_followed_the_last_time_is_copied(shape: str) -> None:
     words, table = 40, unit(model.get_input_embeddings().weight.detach())
     known = []
     for batch in make_texts(30, 160, words=words):
-        # On row t the state shows x[t+1], which no sum of x[t] and noise tells: each document has other pairs.
-        known.append((batch, state_signal(model, batch, table[batch.input_ids_BT.roll(-1, 1)] * head.norm.weight)))
+        # On row t the state shows x[t+1], which no sum of x[t] and noise tells: each document has
+        # other pairs.
+        known.append(
+            (
+                batch,
+                state_signal(
+                    model, batch, table[batch.input_ids_BT.roll(-1, 1)] * head.norm.weight
+                ),
+            )
+        )
     start_by_least_squares(head, [(b, s) for b, s in known[:-4]], scales_of(model))
-    seen_before = [predicted(head, b, s)[in_document(b, words)].mean().item() for b, s in known[-4:]]
+    seen_before = [
+        predicted(head, b, s)[in_document(b, words)].mean().item() for b, s in known[-4:]
+    ]
     with torch.no_grad():
         for query, _ in (roles := Roles.of(head)).same_token:
             head.midlayer.self_attn.o_proj.weight[:, roles.slot(query)] = 0
@@ -138,7 +168,9 @@ def test_a_head_that_has_started_trains_as_it_decodes_and_loads_as_it_was(tmp_pa
 
 
 def test_rows_that_no_server_was_asked_for_do_not_count() -> None:
-    """The last row of a document, and documents without a label: zeros. The others are those of shorter texts.
+    """The last row of a document, and documents without a label: zeros.
+
+    The others are those of shorter texts.
 
     In float64: products of other shapes round differently, and least squares enlarge it.
     """
@@ -151,7 +183,14 @@ def test_rows_that_no_server_was_asked_for_do_not_count() -> None:
         for states in (signal.distribution.hidden_BTD, signal.aux_BTLD):
             states[~is_asked_BT] = 0
     shorter = [
-        make_batch([[ids.tolist()[:-1] for ids in (b.input_ids_BT[0][b.document_BT[0] == d] for d in (0, 1))]])
+        make_batch(
+            [
+                [
+                    ids.tolist()[:-1]
+                    for ids in (b.input_ids_BT[0][b.document_BT[0] == d] for d in (0, 1))
+                ]
+            ]
+        )
         for b in texts[:6]
     ]
     for given in (known, [(b, make_signal(model, b, LAYERS)) for b in shorter]):
@@ -166,7 +205,9 @@ def test_a_final_norm_with_a_weight_of_zero_leaves_finite_weights() -> None:
     head, model = make_head()
     with torch.no_grad():
         model.model.norm.weight[3] = head.norm.weight[3] = 0
-    start_by_least_squares(head, [(b, make_signal(model, b, LAYERS)) for b in make_texts(3, 120)], scales_of(model))
+    start_by_least_squares(
+        head, [(b, make_signal(model, b, LAYERS)) for b in make_texts(3, 120)], scales_of(model)
+    )
     assert all(parameter.isfinite().all() for parameter in head.parameters())
 
 

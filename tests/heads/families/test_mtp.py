@@ -44,7 +44,10 @@ def test_one_step_computes_its_layouts_formula(layout: str, tmp_path: Path) -> N
     ids = make_ids(6)
     batch = make_batch([[ids]])
     signal = make_signal(model, batch, head.aux_layer_ids)
-    before, after = make_signal(model, batch, (model.config.num_hidden_layers,)).aux_BTLD[0, :, 0], None
+    before, after = (
+        make_signal(model, batch, (model.config.num_hidden_layers,)).aux_BTLD[0, :, 0],
+        None,
+    )
     after = signal.distribution.hidden_BTD[0]
     embed = embedding(torch.tensor(ids[1:]), model.get_input_embeddings().weight)
     if layout in ("mimo", "deepseek"):
@@ -72,7 +75,9 @@ def test_a_mimo_target_computes_what_its_llama_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overrides", [{"attention_bias": True}, {"head_dim": 16}])
-def test_a_llama_that_mimo_cannot_equal_is_refused(overrides: dict[str, Any], tmp_path: Path) -> None:
+def test_a_llama_that_mimo_cannot_equal_is_refused(
+    overrides: dict[str, Any], tmp_path: Path
+) -> None:
     make_target(**overrides).save_pretrained(tmp_path / "llama")
     with pytest.raises(ValueError, match="MiMo"):
         as_mimo(tmp_path / "llama", tmp_path / "mimo")
@@ -146,7 +151,10 @@ def test_begun_from_the_last_layer_the_head_first_passes_the_feature_on(tmp_path
 
 
 def test_experts_split_and_join_back() -> None:
-    stacked = {"mlp.experts.gate_up_proj": torch.randn(3, 8, 5), "mlp.experts.down_proj": torch.randn(3, 5, 4)}
+    stacked = {
+        "mlp.experts.gate_up_proj": torch.randn(3, 8, 5),
+        "mlp.experts.down_proj": torch.randn(3, 5, 4),
+    }
     split = split_experts(stacked)
     assert split["mlp.experts.2.up_proj.weight"].equal(stacked["mlp.experts.gate_up_proj"][2, 4:])
     joined = join_experts(split)
@@ -157,9 +165,16 @@ def test_experts_split_and_join_back() -> None:
 def test_a_mimo_opens_as_it_was_released_without_its_own_code(tmp_path: Path) -> None:
     expected = make_native_target("mimo", tmp_path)
     path = tmp_path / "mimo/config.json"
-    code = {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "mimo", "auto_map": code}))
+    code = {
+        "AutoConfig": "configuration_mimo.MiMoConfig",
+        "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
+    }
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"model_type": "mimo", "auto_map": code})
+    )
     model = load_causal_lm(tmp_path / "mimo", torch.float32)
     ids_BT = torch.arange(3, 20)[None]
     assert torch.equal(model(ids_BT).logits, expected.float()(ids_BT).logits)
-    assert detect_layout(AutoConfig.from_pretrained(tmp_path / "mimo")) is detect_layout(expected.config)
+    assert detect_layout(AutoConfig.from_pretrained(tmp_path / "mimo")) is detect_layout(
+        expected.config
+    )

@@ -1,4 +1,6 @@
-"""P-EAGLE: the steps against one pass under a mask made by loops, sampled rows, packing, decoding, export."""
+"""P-EAGLE: the steps against one pass under a mask made by loops, sampled rows, packing, decoding,
+export.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,18 @@ Row = tuple[int, int]
 
 
 @torch.no_grad()
-def draft_by_mask(head: PEagle, ids: list[int], documents: list[int], positions: list[int], feature_TD: Tensor) -> Any:
-    """The input of the output head of every (row, step): all rows in one pass, under a mask made key by key."""
+def draft_by_mask(
+    head: PEagle, ids: list[int], documents: list[int], positions: list[int], feature_TD: Tensor
+) -> Any:
+    """The input of the output head of every (row, step).
+
+    All rows in one pass, under a mask made key by key.
+    """
     rows: list[Row] = [(t, k) for k in range(4) for t in range(len(ids))]
     sees = [
         [
-            documents[t] == documents[u] and (u <= t if j == 0 else (u == t and j <= k))  # the definition
+            documents[t] == documents[u]
+            and (u <= t if j == 0 else (u == t and j <= k))  # the definition
             for u, j in rows
         ]
         for t, k in rows
@@ -66,7 +74,9 @@ def draft_by_mask(head: PEagle, ids: list[int], documents: list[int], positions:
         def heads(y_ND: Tensor) -> Tensor:
             return y_ND.view(1, len(rows), -1, shape.head_dim).transpose(1, 2)
 
-        q, k, v = (heads(getattr(layer.self_attn, f"{name}_proj")(normed_ND)) for name in ("q", "k", "v"))
+        q, k, v = (
+            heads(getattr(layer.self_attn, f"{name}_proj")(normed_ND)) for name in ("q", "k", "v")
+        )
         groups = shape.num_attention_heads // shape.num_key_value_heads
         k, v = rotate(k, cos_sin).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = rotate(q, cos_sin) @ k.transpose(-1, -2) / math.sqrt(shape.head_dim)
@@ -92,7 +102,9 @@ def test_every_step_is_that_of_one_pass_under_the_mask(variant: str) -> None:
     for steps in (every, sampled):
         for k, step in enumerate(steps):
             for row in step.mask_BT[0].nonzero().flatten().tolist():
-                torch.testing.assert_close(step.hidden_BTD[0, row], wanted[row, k], atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(
+                    step.hidden_BTD[0, row], wanted[row, k], atol=1e-5, rtol=1e-4
+                )
 
 
 def test_a_row_of_the_batch_trains_the_same_beside_any_other() -> None:
@@ -103,7 +115,9 @@ def test_a_row_of_the_batch_trains_the_same_beside_any_other() -> None:
     for i, text in enumerate(texts):
         alone = make_batch([[text]])
         for step, other in zip(
-            head.draft_steps(alone, make_signal(model, alone, head.aux_layer_ids)), steps, strict=True
+            head.draft_steps(alone, make_signal(model, alone, head.aux_layer_ids)),
+            steps,
+            strict=True,
         ):
             assert torch.equal(step.mask_BT[0], other.mask_BT[i, : len(text)])
             assert step.mask_BT.any()
@@ -113,7 +127,10 @@ def test_later_steps_train_other_rows_in_every_epoch() -> None:
     head, model = make_head(keep_ratio=0.3, min_share=0.2)
     batch = make_batch([[make_ids(42)]])
     signal = make_signal(model, batch, head.aux_layer_ids)
-    epochs = [[step.mask_BT for step in head.draft_steps(replace(batch, salt=e), signal)] for e in range(10)]
+    epochs = [
+        [step.mask_BT for step in head.draft_steps(replace(batch, salt=e), signal)]
+        for e in range(10)
+    ]
     # 39 rows have a label two tokens on, 38 of them three: an epoch trains 30% and 20% of them
     for k, rows in ((1, 39), (2, 38)):
         masks = [masks[k] for masks in epochs]
@@ -121,14 +138,18 @@ def test_later_steps_train_other_rows_in_every_epoch() -> None:
         assert int(torch.stack(masks).any(0).sum()) >= 0.9 * rows
     with torch.no_grad():
         first, second = (head.draft_steps(replace(batch, salt=salt), signal) for salt in (0, 3))
-    assert all(torch.equal(one.hidden_BTD, other.hidden_BTD) for one, other in zip(first, second, strict=True))
+    assert all(
+        torch.equal(one.hidden_BTD, other.hidden_BTD)
+        for one, other in zip(first, second, strict=True)
+    )
 
 
 def test_later_steps_train_rows_of_the_step_before() -> None:
     head, model = make_head(keep_ratio=0.5, min_share=0.2)
     batch = make_batch([[make_ids(42)], [make_ids(42, seed=3)]])
     steps = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
-    # 39 rows have a label two tokens on; shares 1/2, 1/4 and the floor of 1/5, of which the last rows have no label
+    # 39 rows have a label two tokens on; shares 1/2, 1/4 and the floor of 1/5, of which the last
+    # rows have no label
     counts = [step.mask_BT.sum(1).tolist() for step in steps]
     assert counts[0] == [40, 40]
     for count, most in zip(counts[1:], (19, 9, 7), strict=True):
@@ -136,17 +157,27 @@ def test_later_steps_train_rows_of_the_step_before() -> None:
     for before, after in itertools.pairwise(steps):
         assert not (after.mask_BT & ~before.mask_BT).any()
     again = head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
-    assert all(torch.equal(one.mask_BT, other.mask_BT) for one, other in zip(steps, again, strict=True))
+    assert all(
+        torch.equal(one.mask_BT, other.mask_BT) for one, other in zip(steps, again, strict=True)
+    )
 
 
 def test_a_gpu_computes_few_keys_that_no_sampled_row_sees() -> None:
-    """It computes whole blocks of 128 rows by 128 keys. In random order, rows of a block would see all their text."""
+    """It computes whole blocks of 128 rows by 128 keys.
+
+    In random order, rows of a block would see all their text.
+    """
     head, model = make_head(num_steps=8, num_layers=1)
     ranges: list[tuple[Tensor, Tensor, int]] = []
 
     class Ranges(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.name == "redraft::prefix_attention" and args[0].shape[2] < args[1].shape[2]:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if (
+                func._schema.name == "redraft::prefix_attention"
+                and args[0].shape[2] < args[1].shape[2]
+            ):
                 _, k, _, start_BN, end_BN, *_ = args
                 ranges.append((start_BN, end_BN, k.shape[2]))
             return func(*args, **(kwargs or {}))
@@ -225,7 +256,13 @@ def test_vllm_reads_the_options_of_either_layout(tmp_path: Path) -> None:
     theirs = SpeculatorsConfig.from_pretrained(tmp_path)
     head.export(tmp_path / "vllm")
     plain = json.loads((tmp_path / "vllm" / "config.json").read_text())
-    for key in (*options, "norm_before_fc", "pard_token", "num_hidden_layers", "num_aux_hidden_states"):
+    for key in (
+        *options,
+        "norm_before_fc",
+        "pard_token",
+        "num_hidden_layers",
+        "num_aux_hidden_states",
+    ):
         assert getattr(theirs, key) == plain[key], key
 
 

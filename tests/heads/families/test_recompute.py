@@ -1,4 +1,7 @@
-"""Layers that the backward pass computes again: the same outputs and gradients, and no keys twice."""
+"""Layers that the backward pass computes again.
+
+The same outputs and gradients, and no keys twice.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,18 @@ from redraft.heads.families.peagle import Config as PEagleConfig
 from redraft.heads.families.peagle import PEagle
 from redraft.heads.target import Target
 
-BLOCKS: dict[str, Any] = {"aux_layer_ids": (1, 2, 4), "num_layers": 2, "block_size": 4, "mask_token_id": VOCAB - 1}
-SLOTS: dict[str, Any] = {"aux_layer_ids": (1, 2, 4), "num_layers": 3, "num_steps": 4, "mask_token_id": VOCAB - 1}
+BLOCKS: dict[str, Any] = {
+    "aux_layer_ids": (1, 2, 4),
+    "num_layers": 2,
+    "block_size": 4,
+    "mask_token_id": VOCAB - 1,
+}
+SLOTS: dict[str, Any] = {
+    "aux_layer_ids": (1, 2, 4),
+    "num_layers": 3,
+    "num_steps": 4,
+    "mask_token_id": VOCAB - 1,
+}
 
 
 def make_head(family: str, target: Target, *, recompute: bool) -> nn.Module:
@@ -45,7 +58,10 @@ def run(family: str, model: Any, *, recompute: bool) -> tuple[list[Tensor], int]
     for name, module in head.named_modules():
         if name.endswith("mlp"):
             module.register_forward_pre_hook(lambda *_: passes.append(1))
-    hidden = [step.hidden_BTD for step in head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))]
+    hidden = [
+        step.hidden_BTD
+        for step in head.draft_steps(batch, make_signal(model, batch, head.aux_layer_ids))
+    ]
     torch.stack(hidden).square().sum().backward()
     return [*hidden, *(p.grad for p in head.parameters() if p.grad is not None)], len(passes)
 
@@ -53,7 +69,9 @@ def run(family: str, model: Any, *, recompute: bool) -> tuple[list[Tensor], int]
 @pytest.mark.parametrize("family", ["eagle1", "peagle", "dflash", "dspark"])
 def test_layers_that_are_computed_again_have_the_same_gradients(family: str) -> None:
     model = make_target()
-    (kept, passes), (again, more_passes) = (run(family, model, recompute=recompute) for recompute in (False, True))
+    (kept, passes), (again, more_passes) = (
+        run(family, model, recompute=recompute) for recompute in (False, True)
+    )
     assert len(kept) == len(again) > 3 + 5
     for one, other in zip(kept, again, strict=True):
         torch.testing.assert_close(one, other)

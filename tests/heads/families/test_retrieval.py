@@ -29,11 +29,16 @@ def make_ids(tokens: list[int]) -> np.ndarray:
 
 
 def make_text(prompt: list[int], answer: list[int]) -> Text:
-    return Text(ids=make_ids(prompt + answer), is_label=np.array([False] * len(prompt) + [True] * len(answer)))
+    return Text(
+        ids=make_ids(prompt + answer),
+        is_label=np.array([False] * len(prompt) + [True] * len(answer)),
+    )
 
 
 def find_by_hand(tokens: list[int], max_run: int) -> tuple[int, int]:
-    """The longest run of last tokens with an earlier place, and the index of the token after its first place."""
+    """The longest run of last tokens with an earlier place, and the index of the token after its
+    first place.
+    """
     for length in range(min(max_run, len(tokens) - 1), 0, -1):
         for start in range(len(tokens) - length):
             if tokens[start : start + length] == tokens[-length:]:
@@ -64,7 +69,10 @@ def vote_by_hand(tokens: list[int], most: int) -> int:
 
 def test_an_entry_is_the_label_that_wins_the_vote_after_its_run() -> None:
     rng = np.random.default_rng(1)
-    texts = [make_text(rng.integers(0, 6, 5).tolist(), rng.integers(0, 6, 30).tolist()) for _ in range(12)]
+    texts = [
+        make_text(rng.integers(0, 6, 5).tolist(), rng.integers(0, 6, 30).tolist())
+        for _ in range(12)
+    ]
     followers: dict[tuple[int, ...], list[int]] = {}
     for text in texts:
         ids = text.ids.tolist()
@@ -83,9 +91,14 @@ def test_an_entry_is_the_label_that_wins_the_vote_after_its_run() -> None:
 
 
 def test_of_too_many_runs_those_without_new_text_go() -> None:
-    texts = [make_text([1], [2, 3, 4]), *(make_text([10 * n], [10 * n + 1, 10 * n + 2]) for n in range(1, 40))]
+    texts = [
+        make_text([1], [2, 3, 4]),
+        *(make_text([10 * n], [10 * n + 1, 10 * n + 2]) for n in range(1, 40)),
+    ]
     # the first text comes again and again
-    draft = count_answers([texts[0], *(text for other in texts for text in (other, texts[0]))], Config(max_entries=24))
+    draft = count_answers(
+        [texts[0], *(text for other in texts for text in (other, texts[0]))], Config(max_entries=24)
+    )
     assert len(draft.entries) <= 24
     assert draft.entries[(1,)][0] == 2
     assert draft.entries[(390,)][0] == 391, "the newest"
@@ -136,12 +149,15 @@ def test_live_counts_begin_with_the_request_and_learn_answers() -> None:
     token, probability = draft.counts.predict(make_ids([2, 3]).tobytes())
     assert (token, probability > 0.8) == (4, True)
     once = count_answers([text] * 10, Config(max_run=3))
-    assert once.entries[(3,)] == (4, pytest.approx(draft.counts.predict(make_ids([3]).tobytes())[1])), (
-        "as if counted at once"
-    )
+    assert once.entries[(3,)] == (
+        4,
+        pytest.approx(draft.counts.predict(make_ids([3]).tobytes())[1]),
+    ), "as if counted at once"
     for _ in range(40):
         learn(draft, make_text([1, 2], [3, 9, 3, 9]))
-    assert draft.counts.predict(make_ids([3]).tobytes())[0] == 9, "newer answers displace older ones"
+    assert draft.counts.predict(make_ids([3]).tobytes())[0] == 9, (
+        "newer answers displace older ones"
+    )
     assert draft.run_probability[1] != before
 
 
@@ -178,19 +194,29 @@ def test_live_hit_rates_follow_a_change_of_the_traffic() -> None:
 def test_the_more_probable_of_request_and_answers_is_drafted_while_it_pays() -> None:
     entries = {(5,): (6, 0.9), (6,): (7, 0.5), (7,): (8, 0.1), (2, 5): (4, 0.95)}
     draft = Retrieval(Config(max_run=2, verify_cost=0.2), entries, [0.0, 0.3, 0.8])
-    assert draft.propose(make_ids([1, 5]), 9) == [6, 7], "the third would come with probability 0.045"
+    assert draft.propose(make_ids([1, 5]), 9) == [6, 7], (
+        "the third would come with probability 0.045"
+    )
     assert draft.propose(make_ids([1, 5]), 1) == [6]
-    assert draft.propose(make_ids([1, 5]), 9, num_requests=3) == [6], "each token costs three times as much of a step"
+    assert draft.propose(make_ids([1, 5]), 9, num_requests=3) == [6], (
+        "each token costs three times as much of a step"
+    )
     assert draft.propose(make_ids([1, 5]), 9, num_requests=5) == []
     assert draft.propose(make_ids([2, 5]), 1) == [4], "the longest run of the answers counts"
-    assert draft.propose(make_ids([1, 5, 3, 1, 5]), 1) == [6], "0.9 of the answers before 0.8 of the request"
-    assert draft.propose(make_ids([1, 9, 3, 1, 9]), 2) == [3, 1], "no answer has 9, the request does"
+    assert draft.propose(make_ids([1, 5, 3, 1, 5]), 1) == [6], (
+        "0.9 of the answers before 0.8 of the request"
+    )
+    assert draft.propose(make_ids([1, 9, 3, 1, 9]), 2) == [3, 1], (
+        "no answer has 9, the request does"
+    )
     assert draft.propose(make_ids([]), 3) == []
     assert list(draft.blocks([1, 5, 6], 2, 2, 1)) == [[6], [7]]
 
 
 def test_a_folder_gives_the_draft_back(tmp_path: Path) -> None:
-    draft = count_answers([make_text([1, 2], [3, 4, 3, 4, 5])] * 3, Config(max_run=4, verify_cost=0.1))
+    draft = count_answers(
+        [make_text([1, 2], [3, 4, 3, 4, 5])] * 3, Config(max_run=4, verify_cost=0.1)
+    )
     draft.write(tmp_path)
     assert is_retrieval(tmp_path)
     again = Retrieval.read(tmp_path)

@@ -1,4 +1,6 @@
-"""DFlash and DSpark in the layout of the package `speculators`: its models open here and ours there, with equal logits.
+"""DFlash and DSpark in the layout of the package `speculators`.
+
+Its models open here and ours there, with equal logits.
 
 B = batch, T = tokens, S = slots of a block, D = hidden, W = draft vocabulary.
 """
@@ -13,7 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from make_heads import HIDDEN, VOCAB, assert_round_trip, make_batch, make_ids, make_random, make_signal, make_target
+from make_heads import (
+    HIDDEN,
+    VOCAB,
+    assert_round_trip,
+    make_batch,
+    make_ids,
+    make_random,
+    make_signal,
+    make_target,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,8 +44,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Tensor | None]] = {
     "dflash, reduced vocabulary": ("dflash", {}, DRAFT_IDS),
     "dspark": ("dspark", {"markov_rank": RANK}, None),
     "dspark, reduced vocabulary": ("dspark", {"markov_rank": RANK}, DRAFT_IDS),
-    "dspark, from the first mask": ("dspark", {"markov_rank": RANK, "sample_from_anchor": False}, DRAFT_IDS),
-    "dspark, without confidence": ("dspark", {"markov_rank": RANK, "enable_confidence_head": False}, None),
+    "dspark, from the first mask": (
+        "dspark",
+        {"markov_rank": RANK, "sample_from_anchor": False},
+        DRAFT_IDS,
+    ),
+    "dspark, without confidence": (
+        "dspark",
+        {"markov_rank": RANK, "enable_confidence_head": False},
+        None,
+    ),
 }
 
 
@@ -45,7 +64,9 @@ def make_head(variant: str, model: Any) -> Any:
     chosen = {ours.get(key, key): value for key, value in options.items()}
     module, kind = (dflash, dflash.DFlash) if name == "dflash" else (dspark, dspark.DSpark)
     torch.manual_seed(0)
-    return make_random(kind(module.Config(**{**sizes, **chosen}), Target.from_model(model), draft_ids))
+    return make_random(
+        kind(module.Config(**{**sizes, **chosen}), Target.from_model(model), draft_ids)
+    )
 
 
 def make_theirs(variant: str, target: Path) -> Any:
@@ -101,8 +122,13 @@ def make_theirs(variant: str, target: Path) -> Any:
 
 
 @torch.no_grad()
-def their_logits(theirs: Any, batch: Batch, signal: TargetSignal) -> tuple[list[int], Tensor, Tensor | None]:
-    """The package's training pass: (anchors, logits [anchors, S, W], logits of the confidence [anchors, S])."""
+def their_logits(
+    theirs: Any, batch: Batch, signal: TargetSignal
+) -> tuple[list[int], Tensor, Tensor | None]:
+    """The package's training pass.
+
+    (anchors, logits [anchors, S, W], logits of the confidence [anchors, S]).
+    """
     from speculators.models.attention import create_float_mask
 
     # its default is flex attention, which wants a compiler
@@ -154,8 +180,8 @@ def assert_same_logits(head: Any, theirs: Any, model: Any) -> None:
                 mine = step.confidence_BT[0, row]
                 torch.testing.assert_close(mine, confidence_AS[anchor, slot], atol=1e-5, rtol=1e-5)
             num_compared += 1
-    # Of the documents' 13, 9 and 8 tokens, 11, 7 and 3 begin a block whose first token is a label; the batch's last
-    # four begin none.
+    # Of the documents' 13, 9 and 8 tokens, 11, 7 and 3 begin a block whose first token is a label;
+    # the batch's last four begin none.
     assert num_compared == sum(21 - 2 * k for k in range(len(steps)))
     assert (confidence_AS is not None) == (getattr(head, "confidence_head", None) is not None)
 
@@ -202,36 +228,54 @@ def test_the_package_loads_an_export_and_computes_the_same(
     assert all(torch.equal(tensor, state[name]) for name, tensor in tensors.items())
     # all else in the package's model is the target's
     assert not any(tensor.isnan().any() for tensor in state.values())
-    extra = {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+    extra = {
+        "embed_tokens.weight",
+        "lm_head.weight",
+        "verifier_lm_head.weight",
+        "verifier_norm.weight",
+    }
     assert state.keys() - tensors.keys() <= extra
     assert_same_logits(head, theirs, model)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_package_writes_what_we_write(variant: str, target: tuple[Any, Path], tmp_path: Path) -> None:
-    """Loaded there and saved again: the same tensors, and the same keys of config.json but for the versions."""
+def test_the_package_writes_what_we_write(
+    variant: str, target: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """Loaded there and saved again.
+
+    The same tensors, and the same keys of config.json but for the versions.
+    """
     import speculators
 
     model, folder = target
     head = make_head(variant, model)
     head.export(tmp_path / "ours", layout="speculators", target_name=str(folder))
-    speculators.SpeculatorModel.from_pretrained(str(tmp_path / "ours")).save_pretrained(tmp_path / "theirs")
+    speculators.SpeculatorModel.from_pretrained(str(tmp_path / "ours")).save_pretrained(
+        tmp_path / "theirs"
+    )
     mine, its = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
     assert mine.keys() == its.keys()
     assert all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
-    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs"))
+    ours, theirs = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs")
+    )
     layer = ours.pop("transformer_layer_config")
     del ours["torch_dtype"]
     assert {key: theirs[key] for key in ours} == ours
     saved = theirs["transformer_layer_config"]
-    assert {key: saved[key] for key in layer if key in saved} == {key: layer[key] for key in layer if key in saved}
+    assert {key: saved[key] for key in layer if key in saved} == {
+        key: layer[key] for key in layer if key in saved
+    }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_export_loads_equal(variant: str, tmp_path: Path) -> None:
     model = make_target()
     head = make_head(variant, model)
-    loaded = assert_round_trip(head, model, tmp_path / "draft", layout="speculators", target_name="target")
+    loaded = assert_round_trip(
+        head, model, tmp_path / "draft", layout="speculators", target_name="target"
+    )
     # the learner writes a later version like the earlier one
     loaded.export(tmp_path / "later", like=tmp_path / "draft")
     for name in ("config.json", "model.safetensors"):
@@ -242,7 +286,10 @@ def test_the_number_of_draft_tokens_and_the_target_are_written(tmp_path: Path) -
     head = make_head("dspark", make_target(architectures=["LlamaForCausalLM"]))
     head.export(tmp_path, layout="speculators", target_name="org/target")
     section = json.loads((tmp_path / "config.json").read_text())["speculators_config"]
-    assert section["verifier"] == {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
+    assert section["verifier"] == {
+        "name_or_path": "org/target",
+        "architectures": ["LlamaForCausalLM"],
+    }
     assert section["proposal_methods"][0]["speculative_tokens"] == SLOTS
     head.export(tmp_path, layout="speculators", num_speculative_tokens=2)
     section = json.loads((tmp_path / "config.json").read_text())["speculators_config"]
@@ -255,7 +302,10 @@ def test_vllm_reads_the_same_from_either_layout(variant: str, tmp_path: Path) ->
     """Without an engine: the configs, and the functions by which vLLM's drafters read them."""
     from types import SimpleNamespace
 
-    from vllm.model_executor.models.qwen3_dflash import _dflash_layer_causal, dflash_has_any_non_causal
+    from vllm.model_executor.models.qwen3_dflash import (
+        _dflash_layer_causal,
+        dflash_has_any_non_causal,
+    )
     from vllm.transformers_utils.config import get_config
     from vllm.transformers_utils.configs.eagle import EAGLEConfig
     from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
@@ -268,11 +318,30 @@ def test_vllm_reads_the_same_from_either_layout(variant: str, tmp_path: Path) ->
         config = get_config(tmp_path / layout, trust_remote_code=False)
         if layout == "vllm" and head.family == "dflash":  # as vLLM's `SpeculativeConfig` does
             config = EAGLEConfig(config, method="dflash", model_type="eagle")
-        keys = ["draft_vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"]
-        keys += ["num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "vocab_size", "rope_parameters"]
+        keys = [
+            "draft_vocab_size",
+            "num_hidden_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+        ]
+        keys += [
+            "num_key_value_heads",
+            "head_dim",
+            "rms_norm_eps",
+            "hidden_act",
+            "vocab_size",
+            "rope_parameters",
+        ]
         keys += ["max_position_embeddings", "attention_bias", "layer_types", "architectures"]
         if head.family == "dspark":
-            keys += ["sample_from_anchor", "markov_rank", "markov_head_type", "block_size", "mask_token_id"]
+            keys += [
+                "sample_from_anchor",
+                "markov_rank",
+                "markov_head_type",
+                "block_size",
+                "mask_token_id",
+            ]
             keys += ["enable_confidence_head", "confidence_head_with_markov", "target_layer_ids"]
         spec = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
         read.append(
@@ -280,9 +349,13 @@ def test_vllm_reads_the_same_from_either_layout(variant: str, tmp_path: Path) ->
                 **{key: getattr(config, key) for key in keys},
                 "aux layers": get_eagle3_aux_layers_from_config(spec),
                 "mask": get_parallel_drafting_token_id(config),
-                "causal": [_dflash_layer_causal(config, i) for i in range(config.num_hidden_layers)],
+                "causal": [
+                    _dflash_layer_causal(config, i) for i in range(config.num_hidden_layers)
+                ],
                 "both ways": dflash_has_any_non_causal(config),
-                "own anchor": (getattr(config, "dflash_config", None) or {}).get("sample_from_anchor", False),
+                "own anchor": (getattr(config, "dflash_config", None) or {}).get(
+                    "sample_from_anchor", False
+                ),
             }
         )
     plain, nested = read
@@ -326,7 +399,9 @@ def test_another_kind_of_head_is_refused(
         ({"hidden_act": "gelu"}, r"hidden_act.*\bgelu\b.*\bsilu\b"),
     ],
 )
-def test_other_layers_are_refused(variant: str, changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_other_layers_are_refused(
+    variant: str, changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     model = make_target()
     head = make_head(variant, model)
     head.export(tmp_path, layout="speculators")
@@ -336,8 +411,13 @@ def test_other_layers_are_refused(variant: str, changed: dict[str, Any], message
         type(head).load(tmp_path, Target.from_model(model))
 
 
-def test_the_defaults_of_the_package_stand_for_absent_keys(target: tuple[Any, Path], tmp_path: Path) -> None:
-    """A section without a head size means Qwen3's 128 to the package; of several rotations it takes the window's."""
+def test_the_defaults_of_the_package_stand_for_absent_keys(
+    target: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """A section without a head size means Qwen3's 128 to the package.
+
+    Of several rotations it takes the window's.
+    """
     from speculators.models.dflash import DFlashSpeculatorConfig
     from speculators.models.utils import flatten_rope_parameters
 
@@ -357,5 +437,12 @@ def test_the_defaults_of_the_package_stand_for_absent_keys(target: tuple[Any, Pa
     theirs = DFlashSpeculatorConfig(**config).transformer_layer_config
     found = translate(config, tmp_path)
     assert found["rope_parameters"] == flatten_rope_parameters(theirs).rope_parameters
-    for key in ("head_dim", "num_key_value_heads", "intermediate_size", "rms_norm_eps", "hidden_act", "layer_types"):
+    for key in (
+        "head_dim",
+        "num_key_value_heads",
+        "intermediate_size",
+        "rms_norm_eps",
+        "hidden_act",
+        "layer_types",
+    ):
         assert found[key] == getattr(theirs, key), key

@@ -1,4 +1,7 @@
-"""The standalone draft: its steps equal the model's own logits, and every way to begin one keeps what it should."""
+"""The standalone draft.
+
+Its steps equal the model's own logits, and every way to begin one keeps what it should.
+"""
 
 import copy
 import math
@@ -30,13 +33,25 @@ from transformers import (
 
 from redraft.heads.draft import Batch
 from redraft.heads.families import standalone
-from redraft.heads.families.standalone import Init, StandaloneDraft, from_config, make_draft, prune_layers
+from redraft.heads.families.standalone import (
+    Init,
+    StandaloneDraft,
+    from_config,
+    make_draft,
+    prune_layers,
+)
 from redraft.heads.files.checkpoint import new_model
 from redraft.heads.nn.causal_lm import PLAIN_ATTENTION
 from tests.helpers.target_families import FAMILIES, TINY
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def make_llama(**config: object) -> LlamaForCausalLM:
@@ -143,7 +158,9 @@ def test_ranges_of_keys_equal_a_mask_and_make_none(model_type):
             logits.square().mean().backward()
         assert (seen.count == 0) == takes_prefixes
         # An expert that no token chose has no gradient.
-        results.append([logits, *(p.grad.clone() for p in draft.parameters() if p.grad is not None)])
+        results.append(
+            [logits, *(p.grad.clone() for p in draft.parameters() if p.grad is not None)]
+        )
     for masked, ranged in zip(*results, strict=True):
         torch.testing.assert_close(masked, ranged, rtol=1e-5, atol=1e-5)
 
@@ -178,7 +195,9 @@ def test_gradient_checkpointing_changes_no_gradient_and_switches_off():
 def test_greedy_proposals_are_what_transformers_generates():
     draft = StandaloneDraft(make_qwen())
     prefix = [5, 6, 7, 8]
-    generated = draft.model.generate(torch.tensor([prefix]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    generated = draft.model.generate(
+        torch.tensor([prefix]), max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
     drafted = propose(draft, prefix, None, 6)
     assert [token for token, _ in drafted] == generated[0, 4:].tolist()
     assert all(q_V[token] == 1 and q_V.sum() == 1 for token, q_V in drafted)
@@ -187,13 +206,17 @@ def test_greedy_proposals_are_what_transformers_generates():
 @torch.no_grad()
 def test_sampled_proposals_come_with_the_distribution_they_were_drawn_from():
     draft = StandaloneDraft(make_llama())
-    drafted = propose(draft, [5, 6, 7], None, 4, temperature=0.7, generator=torch.Generator().manual_seed(3))
+    drafted = propose(
+        draft, [5, 6, 7], None, 4, temperature=0.7, generator=torch.Generator().manual_seed(3)
+    )
     text = [5, 6, 7]
     for token, q_V in drafted:
         expected_V = (draft.model(torch.tensor([text])).logits[0, -1] / 0.7).softmax(-1)
         torch.testing.assert_close(q_V, expected_V, rtol=1e-4, atol=1e-6)
         text.append(token)
-    again = propose(draft, [5, 6, 7], None, 4, temperature=0.7, generator=torch.Generator().manual_seed(3))
+    again = propose(
+        draft, [5, 6, 7], None, 4, temperature=0.7, generator=torch.Generator().manual_seed(3)
+    )
     assert [token for token, _ in again] == text[3:]
 
 
@@ -205,9 +228,14 @@ def test_a_head_with_a_bias_is_refused():
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("Granite", {"logits_scaling": 8.0}), ("Gemma2", {"final_logit_softcapping": 20.0, "sliding_window": 4})],
+    [
+        ("Granite", {"logits_scaling": 8.0}),
+        ("Gemma2", {"final_logit_softcapping": 20.0, "sliding_window": 4}),
+    ],
 )
-def test_a_draft_with_scaled_or_capped_logits_says_in_packed_rows_what_its_class_says(kind, options):
+def test_a_draft_with_scaled_or_capped_logits_says_in_packed_rows_what_its_class_says(
+    kind, options
+):
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SIZES, initializer_range=0.5, **options)
     draft = StandaloneDraft(new_model(config, torch.float32).eval())
@@ -240,10 +268,19 @@ def test_a_pruned_target_is_the_target_with_the_other_layers_taken_out(make):
     assert torch.equal(draft.model(ids_BT, use_cache=False).logits, expected)
     assert not torch.equal(draft.model(ids_BT).logits, target(ids_BT).logits)
     assert [layer.self_attn.layer_idx for layer in draft.model.model.layers] == [0, 1]
-    assert draft.model.get_input_embeddings().weight.data_ptr() != target.get_input_embeddings().weight.data_ptr()
+    assert (
+        draft.model.get_input_embeddings().weight.data_ptr()
+        != target.get_input_embeddings().weight.data_ptr()
+    )
 
 
-MOE = {**SIZES, "num_hidden_layers": 6, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8}
+MOE = {
+    **SIZES,
+    "num_hidden_layers": 6,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+}
 GLM = {**MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 QWEN = {**MOE, "num_experts": 4, "decoder_sparse_step": 1}
 
@@ -260,20 +297,33 @@ QWEN = {**MOE, "num_experts": 4, "decoder_sparse_step": 1}
     ids=["GLM", "Qwen", "dense", "LFM2"],
 )
 @torch.no_grad()
-def test_dense_layers_of_a_pruned_moe_target_stay_dense(config: transformers.PreTrainedConfig, layers: list[int]):
+def test_dense_layers_of_a_pruned_moe_target_stay_dense(
+    config: transformers.PreTrainedConfig, layers: list[int]
+):
     torch.manual_seed(0)
-    target, ids_BT = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval(), make_batch(8).input_ids_BT
+    target, ids_BT = (
+        AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval(),
+        make_batch(8).input_ids_BT,
+    )
     draft = prune_layers(target, layers)
     target.model.layers = torch.nn.ModuleList([target.model.layers[layer] for layer in layers])
     target.config.num_hidden_layers = len(layers)
-    assert torch.equal(draft.model(ids_BT, use_cache=False).logits, target(ids_BT, use_cache=False).logits)
+    assert torch.equal(
+        draft.model(ids_BT, use_cache=False).logits, target(ids_BT, use_cache=False).logits
+    )
 
 
 @torch.no_grad()
 def test_keeping_every_layer_keeps_the_target():
-    for target in (make_llama(), make_qwen(tie_word_embeddings=True), make_mistral(sliding_window=4)):
+    for target in (
+        make_llama(),
+        make_qwen(tie_word_embeddings=True),
+        make_mistral(sliding_window=4),
+    ):
         ids_BT = make_batch(8).input_ids_BT
-        assert torch.equal(prune_layers(target, [0, 1, 2, 3]).model(ids_BT).logits, target(ids_BT).logits)
+        assert torch.equal(
+            prune_layers(target, [0, 1, 2, 3]).model(ids_BT).logits, target(ids_BT).logits
+        )
 
 
 @pytest.mark.parametrize("model_type", ["ernie4_5_moe", "gemma4_text"])
@@ -295,7 +345,9 @@ def test_layer_types_follow_the_layers_that_stay():
 @torch.no_grad()
 def test_pruning_finds_layers_by_another_name():
     torch.manual_seed(0)
-    target = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=2, n_positions=64)).eval()
+    target = GPT2LMHeadModel(
+        GPT2Config(vocab_size=97, n_embd=32, n_layer=3, n_head=2, n_positions=64)
+    ).eval()
     draft, ids_BT = prune_layers(target, [0, 1, 2]), make_batch(8).input_ids_BT
     assert torch.equal(draft.model(ids_BT).logits, target(ids_BT).logits)
 
@@ -326,9 +378,14 @@ def test_a_new_config_takes_the_targets_vocabulary_and_special_ids():
 def test_an_exported_draft_loads_with_equal_logits(tmp_path, byte_tokenizer, make, tied):
     draft, ids_BT = prune_layers(make(tie_word_embeddings=tied), [1, 2]), make_batch(8).input_ids_BT
     draft.export(tmp_path, tokenizer=byte_tokenizer)
-    for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path), StandaloneDraft.load(tmp_path).model):
+    for loaded in (
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+        StandaloneDraft.load(tmp_path).model,
+    ):
         assert torch.equal(loaded(ids_BT).logits, draft.model(ids_BT).logits)
-    assert PreTrainedTokenizerFast.from_pretrained(tmp_path).get_vocab() == byte_tokenizer.get_vocab()
+    assert (
+        PreTrainedTokenizerFast.from_pretrained(tmp_path).get_vocab() == byte_tokenizer.get_vocab()
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -340,7 +397,9 @@ def test_an_export_in_bf16_leaves_the_training_weights_alone(tmp_path, byte_toke
     assert draft.model.dtype == torch.float32
     assert sum(p.numel() for p in loaded.parameters()) == sum(p.numel() for p in draft.parameters())
     stored = (tmp_path / "model.safetensors").stat().st_size
-    assert stored < 1.2 * 2 * sum(p.numel() for p in draft.parameters()) + 4096, "tied weights are stored once"
+    assert stored < 1.2 * 2 * sum(p.numel() for p in draft.parameters()) + 4096, (
+        "tied weights are stored once"
+    )
     for ours, theirs in zip(draft.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours.bfloat16(), theirs)
 
@@ -349,19 +408,26 @@ def test_weights_gathered_elsewhere_are_the_ones_exported(tmp_path, byte_tokeniz
     draft = StandaloneDraft(make_llama())
     gathered = {name: tensor + 1 for name, tensor in draft.state_dict().items()}
     draft.export(tmp_path, tokenizer=byte_tokenizer, weights=gathered)
-    assert torch.equal(StandaloneDraft.load(tmp_path).model.lm_head.weight, draft.model.lm_head.weight + 1)
+    assert torch.equal(
+        StandaloneDraft.load(tmp_path).model.lm_head.weight, draft.model.lm_head.weight + 1
+    )
 
 
 def test_a_draft_begins_as_its_init_says(tmp_path, byte_tokenizer):
     target = make_llama(vocab_size=384).bfloat16()
-    StandaloneDraft(make_llama(vocab_size=len(byte_tokenizer))).export(tmp_path, tokenizer=byte_tokenizer)
+    StandaloneDraft(make_llama(vocab_size=len(byte_tokenizer))).export(
+        tmp_path, tokenizer=byte_tokenizer
+    )
     for init, num_layers, hidden_size in [
         (Init(checkpoint=str(tmp_path)), 4, 32),
         (Init(checkpoint="unused/default", layers=(0, 3)), 2, 32),
         (Init(checkpoint="unused/default", num_layers=1, hidden_size=64), 1, 64),
     ]:
         draft = make_draft(init, target, byte_tokenizer)
-        assert (draft.model.config.num_hidden_layers, draft.model.config.hidden_size) == (num_layers, hidden_size)
+        assert (draft.model.config.num_hidden_layers, draft.model.config.hidden_size) == (
+            num_layers,
+            hidden_size,
+        )
         assert draft.model.config.vocab_size == 384, "a checkpoint with fewer rows is padded"
         assert draft.model.dtype == torch.float32
 
@@ -391,7 +457,9 @@ def test_a_draft_that_begins_at_random_is_the_same_at_every_call():
     target = make_llama(vocab_size=384)
     torch.manual_seed(5)
     one = make_draft(Init(num_layers=1, hidden_size=64), target, None)
-    again, other = (make_draft(Init(num_layers=1, hidden_size=64), target, None, seed) for seed in (0, 1))
+    again, other = (
+        make_draft(Init(num_layers=1, hidden_size=64), target, None, seed) for seed in (0, 1)
+    )
     weights, its, others = (draft.state_dict() for draft in (one, again, other))
     assert all(torch.equal(weight, its[name]) for name, weight in weights.items())
     assert not all(torch.equal(weight, others[name]) for name, weight in weights.items())

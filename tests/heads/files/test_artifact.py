@@ -153,11 +153,17 @@ def test_a_full_disk_is_reported_as_one(tmp_path):
 def test_a_disk_that_fills_under_torchs_own_writer_is_reported_as_one(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True
+    ).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
         with pytest.raises(OSError, match=rf"Errno {errno.ENOSPC}.*{disk}/run\b"):
-            publish(disk / "run", lambda folder: torch.save(torch.ones(2 << 20), folder / "optimizer.bin"), {})
+            publish(
+                disk / "run",
+                lambda folder: torch.save(torch.ones(2 << 20), folder / "optimizer.bin"),
+                {},
+            )
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
@@ -191,9 +197,13 @@ def test_a_living_writers_folder_is_left_alone(tmp_path):
     verify(tmp_path / "run")
 
 
-def test_a_folder_that_is_published_while_others_look_for_abandoned_ones_is_no_error(tmp_path, monkeypatch):
+def test_a_folder_that_is_published_while_others_look_for_abandoned_ones_is_no_error(
+    tmp_path, monkeypatch
+):
     gone = tmp_path / ".run.abc.partial"
-    monkeypatch.setattr(artifact, "_siblings", lambda folder, kind: [gone] if kind == "partial" else [])
+    monkeypatch.setattr(
+        artifact, "_siblings", lambda folder, kind: [gone] if kind == "partial" else []
+    )
     verify(publish_sample(tmp_path / "run"))
 
 
@@ -227,7 +237,10 @@ def test_publishing_leaves_the_mode_of_files_that_others_share(tmp_path):
         (folder / "mine").touch(0o600)
 
     publish(tmp_path / "run", write, {})
-    assert [(tmp_path / "run" / name).stat().st_mode & 0o777 for name in ("shard", "mine")] == [0o600, 0o644]
+    assert [(tmp_path / "run" / name).stat().st_mode & 0o777 for name in ("shard", "mine")] == [
+        0o600,
+        0o644,
+    ]
 
 
 PUBLISH_FOR_EVER = """
@@ -252,7 +265,9 @@ def test_kill_9_at_any_moment_leaves_the_folder_absent_or_complete(tmp_path):
     choose = random.Random(7)
     found_complete = 0
     for _ in range(20):
-        writer = subprocess.Popen([sys.executable, "-c", PUBLISH_FOR_EVER, folder], stdout=subprocess.PIPE)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", PUBLISH_FOR_EVER, folder], stdout=subprocess.PIPE
+        )
         assert writer.stdout is not None
         writer.stdout.readline()  # it is in its loop now
         time.sleep(choose.uniform(0, 0.06))
@@ -263,12 +278,16 @@ def test_kill_9_at_any_moment_leaves_the_folder_absent_or_complete(tmp_path):
             found_complete += 1
     assert found_complete >= 15
     publish(folder, write_files, {}, overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"], "what killed writers left is cleared"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"], (
+        "what killed writers left is cleared"
+    )
 
 
 def test_the_fingerprint_is_the_models_not_the_folders(tmp_path):
     first = fingerprint(make_model_folder(tmp_path / "a"))
-    assert first == fingerprint(make_model_folder(tmp_path / "b", transformers_version="9", dtype="bfloat16"))
+    assert first == fingerprint(
+        make_model_folder(tmp_path / "b", transformers_version="9", dtype="bfloat16")
+    )
     assert len(first) == 64
     assert first != fingerprint(make_model_folder(tmp_path / "c", seed=1))
     assert first != fingerprint(make_model_folder(tmp_path / "d", hidden_act="gelu"))
@@ -293,7 +312,9 @@ def test_a_cut_or_foreign_safetensors_file_is_named(tmp_path):
     assert safetensors_header(path)["layer.0"]["shape"] == [100, 100]
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=rf"model\.safetensors\b.*\b{len(whole) - 1}\b.*\b{len(whole)}\b"):
+    with pytest.raises(
+        ValueError, match=rf"model\.safetensors\b.*\b{len(whole) - 1}\b.*\b{len(whole)}\b"
+    ):
         fingerprint(path.parent)
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match=rf"{path} .*\({path.stat().st_size} bytes\)"):
@@ -312,14 +333,18 @@ def test_a_folder_without_a_model_has_no_fingerprint(tmp_path):
 
 
 def test_importing_it_loads_no_torch():
-    code = "import sys, redraft.heads.files.artifact; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    code = (
+        "import sys, redraft.heads.files.artifact; assert not {'torch', 'transformers', "
+        "'numpy'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     left, fresh, other = (
-        tmp_path / name for name in (".state.json.7.partial", ".state.json.8.partial", ".b.7.partial")
+        tmp_path / name
+        for name in (".state.json.7.partial", ".state.json.8.partial", ".b.7.partial")
     )
     for file in (left, fresh, other):
         file.write_text("half")

@@ -36,7 +36,9 @@ def test_a_hub_model_is_downloaded_once_without_files_that_nobody_reads(tmp_path
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.strip())
     assert folder.name == COMMIT
-    assert {path.name: path.read_bytes() for path in folder.rglob("*")} == {name: FILES[name] for name in READ}
+    assert {path.name: path.read_bytes() for path in folder.rglob("*")} == {
+        name: FILES[name] for name in READ
+    }
     # without the hub: the cache will do, and so it does for a question about the folder
     for code in (FETCH, FIND):
         assert run_with_hub(code, NOWHERE, tmp_path).stdout.strip() == str(folder)
@@ -55,7 +57,9 @@ def test_a_model_without_its_weights_is_refused_in_one_line(tmp_path: Path, case
     with serve_model(FILES, broken="model.safetensors") as hub:
         if case == "a tokenizer":
             assert run_with_hub(TOKENIZER, hub, tmp_path).returncode == 0
-        done = run_with_hub(FETCH, hub if case == "a file that the hub does not give" else NOWHERE, tmp_path)
+        done = run_with_hub(
+            FETCH, hub if case == "a file that the hub does not give" else NOWHERE, tmp_path
+        )
     assert done.returncode
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"FileNotFoundError: {NAME} "), done.stderr

@@ -1,4 +1,7 @@
-"""Drafts of other trainers: those that redraft has no module for are told what they are, and the others open."""
+"""Drafts of other trainers.
+
+Those that redraft has no module for are told what they are, and the others open.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,13 @@ from redraft.heads.files.foreign import FOREIGN, find_foreign
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 
-EAGLE3_NAMES = ("midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight", "fc.weight", "norm.weight", "d2t")
+EAGLE3_NAMES = (
+    "midlayer.hidden_norm.weight",
+    "midlayer.self_attn.q_proj.weight",
+    "fc.weight",
+    "norm.weight",
+    "d2t",
+)
 
 # (config.json, names of tensors, what is said), as the trainers write them
 KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
@@ -28,10 +37,15 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "block_size": 16,
-            "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], "use_swa": True},
+            "dflash_config": {
+                "mask_token_id": 151669,
+                "target_layer_ids": [1, 9, 17, 25, 33],
+                "use_swa": True,
+            },
         },
         ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_proj.weight", "norm.weight"),
-        'a DFlash draft with windows or with causal attention: vLLM serves it with "method": "dflash"',
+        'a DFlash draft with windows or with causal attention: vLLM serves it with "method": '
+        '"dflash"',
     ),
     "speculators DFlash with windows": (
         {
@@ -40,7 +54,8 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
             "transformer_layer_config": {"layer_types": ["full_attention", "sliding_attention"]},
         },
         ("fc.weight", "hidden_norm.weight", "layers.0.input_layernorm.weight"),
-        'a DFlash draft with windows or with causal attention: vLLM serves it with "method": "dflash"',
+        'a DFlash draft with windows or with causal attention: vLLM serves it with "method": '
+        '"dflash"',
     ),
     "z-lab DFlash2": (
         {"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 256}},
@@ -62,7 +77,11 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         "a DSpark draft of layers other than Qwen3's",
     ),
     "speculators, recurrent DSpark": (
-        {"architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark", "markov_head_type": "rnn"},
+        {
+            "architectures": ["DSparkDraftModel"],
+            "speculators_model_type": "dspark",
+            "markov_head_type": "rnn",
+        },
         ("fc.weight", "markov_head.markov_w1.weight"),
         "a DSpark draft with a Markov head that is not vanilla: vLLM has no method to serve it",
     ),
@@ -102,7 +121,10 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         "an EAGLE-3 head of several layers",
     ),
     "ModelOpt, last hidden state": (
-        {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"use_aux_hidden_state": False}},
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {"use_aux_hidden_state": False},
+        },
         ("layers.0.self_attn.q_proj.weight", "norm.weight"),
         "an EAGLE-3 head on the target's last hidden state alone",
     ),
@@ -136,18 +158,29 @@ def test_a_draft_without_a_module_here_is_told_what_it_is(name: str, tmp_path: P
 
 def test_every_row_of_the_table_has_an_example() -> None:
     said = [find_foreign(config, names) or "" for config, names, _ in KNOWN.values()]
-    assert [kind.name for kind in FOREIGN if not any(text.startswith(kind.name) for text in said)] == []
+    assert [
+        kind.name for kind in FOREIGN if not any(text.startswith(kind.name) for text in said)
+    ] == []
 
 
 @pytest.mark.parametrize(
     "config",
     [
         {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},  # SpecForge
-        {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"use_aux_hidden_state": True}},  # ModelOpt
-        {"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 64}, "target_hidden_size": 64},
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {"use_aux_hidden_state": True},
+        },  # ModelOpt
+        {
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": {"hidden_size": 64},
+            "target_hidden_size": 64,
+        },
     ],
 )
-def test_eagle3_heads_of_other_trainers_are_ours_to_open(config: dict[str, Any], tmp_path: Path) -> None:
+def test_eagle3_heads_of_other_trainers_are_ours_to_open(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert find_foreign(config, EAGLE3_NAMES) is None
     assert detect_family_by_tensors(EAGLE3_NAMES, tmp_path).name == "eagle3"
@@ -173,7 +206,11 @@ def test_blocks_of_speculators_without_windows_are_ours_to_open(
         "sliding_window_non_causal": False,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    names = ["fc.weight", "hidden_norm.weight", *(["markov_head.markov_w1.weight"] if name == "dspark" else [])]
+    names = [
+        "fc.weight",
+        "hidden_norm.weight",
+        *(["markov_head.markov_w1.weight"] if name == "dspark" else []),
+    ]
     assert detect_family_by_tensors(names, tmp_path).name == name
 
 
@@ -189,17 +226,25 @@ def test_a_medusa_checkpoint_in_the_layout_of_its_authors_opens(tmp_path: Path) 
         part = f"0.linear.{rest[-1]}" if kind == "blocks" else "1.weight"
         renamed[f"medusa_heads.{index}.{part}"] = tensor
     save_file(renamed, path, {"format": "pt"})
-    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "medusa_fc_bias": True, "hidden_size": 32}
+    config = {
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 1,
+        "medusa_fc_bias": True,
+        "hidden_size": 32,
+    }
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
     pair = Pair.read(TargetFolder.open(tmp_path / "target"), tmp_path / "draft")
     assert static_findings(pair, method=None, num_speculative_tokens=2) == []
     loaded = medusa.Medusa.load(tmp_path / "draft", Target.from_model(model))
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in head.state_dict().items())
+    assert all(
+        torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in head.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("layout", ["vllm", "speculators"])
 @pytest.mark.parametrize(
-    "options", [{"qk_norm": True}, {"attention_bias": True}, {"qk_norm": True, "attention_bias": True}]
+    "options",
+    [{"qk_norm": True}, {"attention_bias": True}, {"qk_norm": True, "attention_bias": True}],
 )
 def test_a_head_with_norms_or_biases_of_attention_is_written_and_read_back(
     options: dict[str, bool], layout: Any, tmp_path: Path
@@ -220,6 +265,8 @@ def test_a_head_with_norms_or_biases_of_attention_is_written_and_read_back(
     assert inner["model_type"] == ("qwen3" if options.get("qk_norm") else "llama")
     loaded = eagle3.Eagle3.load(tmp_path / "draft", target)
     assert loaded.shape == shape
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in head.state_dict().items())
+    assert all(
+        torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in head.state_dict().items()
+    )
     pair = Pair.read(TargetFolder.open(tmp_path / "target"), tmp_path / "draft")
     assert static_findings(pair, method=None, num_speculative_tokens=3) == []

@@ -1,4 +1,6 @@
-"""provenance.json of an earlier and of a later release is read, and a corrupt one is named in one line."""
+"""provenance.json of an earlier and of a later release is read, and a corrupt one is named in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ TRAINED = {
     "command": ["redraft", "train"],
     "config": {
         "target": "org/target",
-        "data": {"source": "answers.jsonl", "split": "train", "held_out": 0.02, "max_prompt_tokens": 512},
+        "data": {
+            "source": "answers.jsonl",
+            "split": "train",
+            "held_out": 0.02,
+            "max_prompt_tokens": 512,
+        },
         "loop": {"steps": 3, "sequence_length": 128},
         "prove": {"num_speculative_tokens": 4},
         "draft": {"checkpoint": None, "layers": [0, 29], "num_layers": None, "hidden_size": 512},
@@ -39,8 +46,14 @@ def published(folder: Path, content: dict[str, Any]) -> Provenance:
 
 def test_what_a_training_publishes_is_read(tmp_path: Path) -> None:
     made = published(tmp_path, TRAINED)
-    assert (made.target, made.target_fingerprint, made.target_lineage) == ("org/target", "ab" * 32, "cd" * 32)
-    assert made.config.data == Data(source="answers.jsonl", split="train", held_out=0.02, max_prompt_tokens=512)
+    assert (made.target, made.target_fingerprint, made.target_lineage) == (
+        "org/target",
+        "ab" * 32,
+        "cd" * 32,
+    )
+    assert made.config.data == Data(
+        source="answers.jsonl", split="train", held_out=0.02, max_prompt_tokens=512
+    )
     assert made.config.draft == Standalone(layers=(0, 29))
     assert (made.config.loop.sequence_length, made.config.prove.num_speculative_tokens) == (128, 4)
     assert (made.date, made.template_arguments) == ("2026-11-28", {"enable_thinking": False})
@@ -59,14 +72,31 @@ def test_keys_of_a_later_release_are_passed_over(tmp_path: Path) -> None:
 
 def test_keys_that_an_earlier_release_did_not_write_have_a_default(tmp_path: Path) -> None:
     everything = Provenance()
-    for key in ("target", "target_lineage", "config", "date", "template_arguments", "label_probe", "metrics"):
-        made = published(tmp_path / key, {name: value for name, value in TRAINED.items() if name != key})
+    for key in (
+        "target",
+        "target_lineage",
+        "config",
+        "date",
+        "template_arguments",
+        "label_probe",
+        "metrics",
+    ):
+        made = published(
+            tmp_path / key, {name: value for name, value in TRAINED.items() if name != key}
+        )
         assert getattr(made, key) == getattr(everything, key)
         assert made.target_fingerprint == "ab" * 32
     earlier = published(tmp_path / "sections", {"config": {"data": {"source": "answers.jsonl"}}})
-    assert earlier.config.data == Data(source="answers.jsonl", split="train_sft", held_out=0.01, max_prompt_tokens=1024)
-    assert (earlier.config.loop.sequence_length, earlier.config.prove.num_speculative_tokens) == (None, None)
-    assert earlier.trained_through == math.inf, "a version that does not say how far it learned may know every record"
+    assert earlier.config.data == Data(
+        source="answers.jsonl", split="train_sft", held_out=0.01, max_prompt_tokens=1024
+    )
+    assert (earlier.config.loop.sequence_length, earlier.config.prove.num_speculative_tokens) == (
+        None,
+        None,
+    )
+    assert earlier.trained_through == math.inf, (
+        "a version that does not say how far it learned may know every record"
+    )
     (tmp_path / "plain").mkdir()
     assert read_provenance(tmp_path / "plain") == everything == published(tmp_path / "empty", {})
 

@@ -30,7 +30,12 @@ from redraft.eval.engine.sampling import read_sampling
 from redraft.heads.catalog import find_family
 from redraft.heads.files.checkpoint import end_ids, load_causal_lm, load_config, load_tokenizer
 from redraft.heads.files.folder import INDEX, WEIGHTS, check_model_folder, tensor_files
-from redraft.heads.files.served_target import WITH_AUX, require_aux, require_served_alike, visible_length
+from redraft.heads.files.served_target import (
+    WITH_AUX,
+    require_aux,
+    require_served_alike,
+    visible_length,
+)
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.target import Target
 from redraft.online.daemon.opening import read_vocab_size
@@ -70,18 +75,32 @@ def test_a_usual_target_passes(target: Path) -> None:
 
 
 def test_longrope_is_refused_beyond_the_original_length(target: Path) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 16,
+        "long_factor": [4.0] * 16,
+    }
     path = target / "config.json"
     head_dim = json.loads(path.read_text())["head_dim"]
     rope |= {"short_factor": [1.0] * (head_dim // 2), "long_factor": [4.0] * (head_dim // 2)}
-    shape = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 512}
+    shape = {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "original_max_position_embeddings": 512,
+    }
     edit(path, **shape, max_position_embeddings=4096, rope_parameters=rope, rope_scaling=None)
     assert "max_position_embeddings to 512" in complaint(target)
     edit(path, max_position_embeddings=512)
     check(target)
 
 
-QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "sliding_window": 64,
+    "use_sliding_window": True,
+}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
 
@@ -95,7 +114,9 @@ MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
         ({**QWEN, "max_window_layers": 1}, 1024),
     ],
 )
-def test_a_draft_sees_as_much_as_vllm_will_show_it(target: Path, changes: dict[str, Any], length: int) -> None:
+def test_a_draft_sees_as_much_as_vllm_will_show_it(
+    target: Path, changes: dict[str, Any], length: int
+) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     edit(target / "config.json", **changes)
@@ -229,7 +250,9 @@ def test_a_corrupt_file_is_named(target: Path, file: str, read: Any) -> None:
 def test_an_adapter_names_its_base_and_what_to_do(target: Path) -> None:
     adapter = target.parent / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "our/base"}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "our/base"})
+    )
     with pytest.raises(FileNotFoundError, match="our/base"):
         check_model_folder(adapter)
     shutil.copytree(target, adapter, dirs_exist_ok=True)  # the merged model
@@ -279,7 +302,9 @@ def test_two_chat_templates_that_disagree_are_refused_with_both_names(target: Pa
         load_tokenizer(target)
 
 
-def test_a_hub_name_is_read_as_its_folder(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_is_read_as_its_folder(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mistral_common")
     template = (target / "chat_template.jinja").read_text()
     (target / "chat_template.jinja").rename(tmp_path / "template")
@@ -337,7 +362,11 @@ def test_a_target_of_text_and_images_is_tied_by_its_wrappers_word(target: Path) 
     save_file(weights, target / WEIGHTS, {"format": "pt"})
     text = {"vocab_size": 4096, "hidden_size": 256}
     for is_tied in (False, True):
-        wrapper = {"model_type": "qwen3_vl_moe", "text_config": text, "tie_word_embeddings": is_tied}
+        wrapper = {
+            "model_type": "qwen3_vl_moe",
+            "text_config": text,
+            "tie_word_embeddings": is_tied,
+        }
         (target / "config.json").write_text(json.dumps(wrapper))
         opened = TargetFolder.open(target)
         assert opened.text_config.tie_word_embeddings
@@ -355,7 +384,10 @@ def test_a_target_in_bin_files_lends_its_tensors(target: Path, num_files: int) -
     names = sorted(weights)
     for number in range(num_files):
         part = {name: weights[name] for name in names[number::num_files]}
-        torch.save(part, target / ("pytorch_model.bin" if num_files == 1 else f"pytorch_model-{number}.bin"))
+        torch.save(
+            part,
+            target / ("pytorch_model.bin" if num_files == 1 else f"pytorch_model-{number}.bin"),
+        )
     lent = Target.from_folder(target)
     assert torch.equal(lent.embed_VD, whole.embed_VD)
     assert torch.equal(lent.head_VD, whole.head_VD)
@@ -371,7 +403,10 @@ def test_a_folder_of_save_to_disk_is_read_by_split(tmp_path: Path) -> None:
     import datasets
 
     rows = [{"prompt": "why?", "completion": "so"}] * 3
-    splits = {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:1])}
+    splits = {
+        "train": datasets.Dataset.from_list(rows),
+        "test": datasets.Dataset.from_list(rows[:1]),
+    }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     assert len(load_conversations(str(tmp_path / "saved"))) == 3
     assert len(load_conversations(str(tmp_path / "saved"), split="test")) == 1
@@ -384,7 +419,9 @@ def test_a_folder_of_save_to_disk_is_read_by_split(tmp_path: Path) -> None:
 def test_a_data_set_with_several_configs_names_them_and_takes_one(tmp_path: Path) -> None:
     for name in ("easy", "hard"):
         (tmp_path / f"{name}.csv").write_text(f"prompt\n{name}\n")
-    configs = "".join(f"- config_name: {name}\n  data_files: {name}.csv\n" for name in ("easy", "hard"))
+    configs = "".join(
+        f"- config_name: {name}\n  data_files: {name}.csv\n" for name in ("easy", "hard")
+    )
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     from redraft.distill.data.rows import _load_hub
 
@@ -398,8 +435,12 @@ def write_tekken(folder: Path) -> None:
     """A tokenizer of bytes in Mistral's format."""
     from mistral_common.tokens.tokenizers.base import SpecialTokens
 
-    special = list(dict.fromkeys(["<unk>", "<s>", "</s>", *(token.value for token in SpecialTokens)]))
-    controls = [{"rank": i, "token_str": token, "is_control": True} for i, token in enumerate(special)]
+    special = list(
+        dict.fromkeys(["<unk>", "<s>", "</s>", *(token.value for token in SpecialTokens)])
+    )
+    controls = [
+        {"rank": i, "token_str": token, "is_control": True} for i, token in enumerate(special)
+    ]
     pieces = [bytes([i]) for i in range(256)] + [b"hi"]
     config = {
         "pattern": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+",
@@ -408,8 +449,13 @@ def write_tekken(folder: Path) -> None:
         "default_num_special_tokens": len(special),
         "version": "v13",
     }
-    vocab = [{"rank": i, "token_bytes": base64.b64encode(p).decode(), "token_str": None} for i, p in enumerate(pieces)]
-    (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocab, "special_tokens": controls}))
+    vocab = [
+        {"rank": i, "token_bytes": base64.b64encode(p).decode(), "token_str": None}
+        for i, p in enumerate(pieces)
+    ]
+    (folder / "tekken.json").write_text(
+        json.dumps({"config": config, "vocab": vocab, "special_tokens": controls})
+    )
 
 
 def test_a_tekken_tokenizer_alone_renders_as_mistral_common_does(target: Path) -> None:
@@ -427,6 +473,7 @@ def test_a_tekken_tokenizer_alone_renders_as_mistral_common_does(target: Path) -
     expected = theirs.encode_chat_completion(ChatCompletionRequest(messages=messages)).tokens
     assert render.tokenise([render(messages, prompt=True)]) == [expected]
     ((prompt, answer),) = [
-        (turn.prompt, turn.answer) for turn in render.turns({"messages": chat, "domain": "all"}, lambda turn: turn)[0]
+        (turn.prompt, turn.answer)
+        for turn in render.turns({"messages": chat, "domain": "all"}, lambda turn: turn)[0]
     ]
     assert (prompt[-7:], answer) == ("[/INST]", "hi hi</s>")

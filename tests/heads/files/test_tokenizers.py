@@ -69,7 +69,10 @@ def test_mean_rows_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_padding_rows_never_win_and_hold_no_more_than_their_share(tied, dtype):
-    """The worst case over hidden states is zero, where all logits are equal; both real and hostile states are tried."""
+    """The worst case over hidden states is zero, where all logits are equal.
+
+    Both real and hostile states are tried.
+    """
     vocab_size, padding = 97, 31
     draft = make_lm(vocab_size, tied=tied).to(dtype)
     ids_BT = torch.arange(90).view(3, 30)
@@ -80,8 +83,17 @@ def test_padding_rows_never_win_and_hold_no_more_than_their_share(tied, dtype):
     assert draft.config.vocab_size == vocab_size + padding
 
     head_VD = draft.lm_head.weight.float()
-    negative_D = -head_VD[:vocab_size].mean(0)  # makes the mean of all logits negative, where a row of zeros would win
-    hidden_ND = torch.cat([torch.randn(500, 32), 30 * torch.randn(500, 32), negative_D[None] * 100, torch.zeros(1, 32)])
+    negative_D = -head_VD[:vocab_size].mean(
+        0
+    )  # makes the mean of all logits negative, where a row of zeros would win
+    hidden_ND = torch.cat(
+        [
+            torch.randn(500, 32),
+            30 * torch.randn(500, 32),
+            negative_D[None] * 100,
+            torch.zeros(1, 32),
+        ]
+    )
     for logits in (after.float(), hidden_ND @ head_VD.T):
         mass = logits.double().softmax(-1)[..., vocab_size:].sum(-1)
         assert mass.max() <= padding / (vocab_size + padding) + 1e-3

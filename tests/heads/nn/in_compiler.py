@@ -1,7 +1,9 @@
-"""A draft's attention, compiled for GPUs. No GPU is needed, and nothing runs.
+"""A draft's attention, compiled for GPUs.
 
-`test_attention_kernels.py` runs this file in a process that has Triton. B = batch, H = query heads, G = key heads,
-N = rows, T = keys, E = head size.
+No GPU is needed, and nothing runs.
+
+`test_attention_kernels.py` runs this file in a process that has Triton. B = batch, H = query heads,
+G = key heads, N = rows, T = keys, E = head size.
 """
 
 from __future__ import annotations
@@ -33,11 +35,16 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         (128, torch.float32, T),
     ],
 )
-def test_flex_attention_and_its_gradient_fit_on_the_gpu(size: int, dtype: torch.dtype, num_rows: int, gpu: Gpu) -> None:
+def test_flex_attention_and_its_gradient_fit_on_the_gpu(
+    size: int, dtype: torch.dtype, num_rows: int, gpu: Gpu
+) -> None:
     prefixes = Prefixes.of(DOCUMENTS)
     if num_rows < T:
         prefixes = prefixes.rows(torch.arange(num_rows)[None], ascending=True)
-    q, k, v = (x.requires_grad_() for x in tensors((H, num_rows, size), (G, T, size), (G, T, size), dtype=dtype))
+    q, k, v = (
+        x.requires_grad_()
+        for x in tensors((H, num_rows, size), (G, T, size), (G, T, size), dtype=dtype)
+    )
 
     blocks = prefixes.blocks(T)
 
@@ -63,6 +70,8 @@ def test_a_rows_own_keys_are_merged_by_a_few_kernels(num_slots: int, most: tuple
     keys, values = (tensors(*[(G, T, 128)] * 3, dtype=torch.bfloat16) for _ in range(2))
     forward = compile_function(add_own, (q, out, total_BHN, keys, values, 0.1, num_slots), H100)
     args = (grad, q, out, total_BHN, grad_q, keys, values, 0.1, num_slots)
-    for kernels, at_most in zip((forward, compile_function(add_own_gradients, args, H100)), most, strict=True):
+    for kernels, at_most in zip(
+        (forward, compile_function(add_own_gradients, args, H100)), most, strict=True
+    ):
         # a kernel is compiled in several forms, of which a GPU would take the fastest
         assert 1 <= len({kernel.name for kernel in kernels}) <= at_most

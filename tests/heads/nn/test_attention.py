@@ -29,21 +29,36 @@ PACKED = [[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 2, 2, -1, -1]]
 def make_batch(document: list[list[int]]) -> Batch:
     document_BT = torch.tensor(document)
     zeros = torch.zeros_like(document_BT)
-    return Batch(input_ids_BT=zeros, loss_mask_BT=document_BT >= 0, document_BT=document_BT, position_ids_BT=zeros)
+    return Batch(
+        input_ids_BT=zeros,
+        loss_mask_BT=document_BT >= 0,
+        document_BT=document_BT,
+        position_ids_BT=zeros,
+    )
 
 
-def make_qkv(key_heads: int, value_size: int, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+def make_qkv(
+    key_heads: int, value_size: int, dtype: torch.dtype = torch.float64
+) -> list[list[Tensor]]:
     """For each step q, k and v."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, H, T, E), (B, key_heads, T, E), (B, key_heads, T, value_size)]
     return [
-        [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+        [
+            torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+            for s in shapes
+        ]
         for _ in range(STEPS)
     ]
 
 
-def row_by_row(qkv: list[list[Tensor]], step: int, document: list[list[int]], scale: float) -> Tensor:
-    """softmax over the row's own continuation: step-0 keys of its document up to it, then its own of steps 1..step."""
+def row_by_row(
+    qkv: list[list[Tensor]], step: int, document: list[list[int]], scale: float
+) -> Tensor:
+    """softmax over the row's own continuation.
+
+    Step-0 keys of its document up to it, then its own of steps 1..step.
+    """
     q, groups = qkv[step][0], H // qkv[0][1].shape[1]
     rows = []
     for b in range(B):
@@ -83,12 +98,20 @@ FORMS = ("cpu", "blocks", "gpu")
 
 
 def use_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form of the operations: documents on a CPU, blocks of rows on a CPU, or a GPU's FlexAttention, uncompiled."""
+    """The form of the operations.
+
+    Documents on a CPU, blocks of rows on a CPU, or a GPU's FlexAttention, uncompiled.
+    """
     monkeypatch.setattr(prefix, "ROWS_A_BLOCK", 3)
-    make, changes = Prefixes.of, {"blocks": {"is_whole": False}, "gpu": {"uses_flex": True}}.get(form, {})
+    make, changes = (
+        Prefixes.of,
+        {"blocks": {"is_whole": False}, "gpu": {"uses_flex": True}}.get(form, {}),
+    )
     monkeypatch.setattr(Prefixes, "of", lambda document: replace(make(document), **changes))
     if form == "gpu":
-        monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # it refuses gradients on a CPU
+        monkeypatch.setattr(
+            flex_module, "_validate_device", lambda *_: None
+        )  # it refuses gradients on a CPU
 
 
 def test_on_a_gpu_the_range_is_no_operation_because_autograd_is_off_inside_one() -> None:
@@ -101,16 +124,26 @@ def test_on_a_gpu_the_range_is_no_operation_because_autograd_is_off_inside_one()
 
 
 def masked_attention(
-    q: Tensor, keys: list[Tensor], values: list[Tensor], document: list[list[int]], rows: Tensor | None, scale: float
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    document: list[list[int]],
+    rows: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """The keys of all steps side by side under one mask."""
     mask = attention_mask(make_batch(document))
     eye = torch.eye(keys[0].shape[2], dtype=torch.bool).expand(len(mask), 1, -1, -1)
     if rows is not None:
         at = rows[:, None, :, None].expand(-1, -1, -1, mask.shape[-1])
-        mask, eye = mask.gather(2, at), torch.eye(rows.shape[1], dtype=torch.bool).expand(len(mask), 1, -1, -1)
+        mask, eye = (
+            mask.gather(2, at),
+            torch.eye(rows.shape[1], dtype=torch.bool).expand(len(mask), 1, -1, -1),
+        )
     seen = torch.cat([mask, *[eye] * (len(keys) - 1)], -1)
-    k, v = (torch.cat(x, 2).repeat_interleave(q.shape[1] // x[0].shape[1], 1) for x in (keys, values))
+    k, v = (
+        torch.cat(x, 2).repeat_interleave(q.shape[1] // x[0].shape[1], 1) for x in (keys, values)
+    )
     return ((q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)).softmax(-1) @ v
 
 
@@ -118,9 +151,15 @@ def masked_attention(
 @pytest.mark.parametrize("document", [ONE_DOCUMENT, PACKED], ids=["one document", "packed"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [None, torch.tensor([[5, 1, 4], [3, 0, 2]])], ids=["all rows", "some rows"])
+@pytest.mark.parametrize(
+    "rows", [None, torch.tensor([[5, 1, 4], [3, 0, 2]])], ids=["all rows", "some rows"]
+)
 def test_every_form_equals_attention_under_a_mask(
-    document: list[list[int]], form: str, dtype: torch.dtype, rows: Tensor | None, monkeypatch: pytest.MonkeyPatch
+    document: list[list[int]],
+    form: str,
+    dtype: torch.dtype,
+    rows: Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_form(form, monkeypatch)
     qkv = make_qkv(2, E, dtype)
@@ -132,26 +171,37 @@ def test_every_form_equals_attention_under_a_mask(
     prefixes = Prefixes.of(make_batch(document).document_BT)
     if rows is not None:
         prefixes = prefixes.rows(rows, ascending=False)
-    out = attend(q, (keys[0], values[0]), prefixes, 0.3, list(zip(keys[1:], values[1:], strict=True)))
+    out = attend(
+        q, (keys[0], values[0]), prefixes, 0.3, list(zip(keys[1:], values[1:], strict=True))
+    )
     wide = [x.detach().double().requires_grad_() for x in (q, *keys, *values)]
     wanted = masked_attention(wide[0], wide[1 : 1 + STEPS], wide[1 + STEPS :], document, rows, 0.3)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
-    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn(
+        wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     grads = torch.autograd.grad((out.double() * weights).sum(), [q, *keys, *values])
-    for grad, wanted_grad in zip(grads, torch.autograd.grad((wanted * weights).sum(), wide), strict=True):
+    for grad, wanted_grad in zip(
+        grads, torch.autograd.grad((wanted * weights).sum(), wide), strict=True
+    ):
         torch.testing.assert_close(grad.double(), wanted_grad, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
 @pytest.mark.parametrize("form", ["cpu", "gpu"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_blocks_equal_attention_under_a_mask(form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_equal_attention_under_a_mask(
+    form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_form(form, monkeypatch)
     generator, slots = torch.Generator().manual_seed(0), 3
     rows = torch.tensor([[6, 1, 4], [3, 0, 2]])
     shapes = [(B, H, 9, E), (B, 2, T, E), (B, 2, T, E), (B, 2, 9, E), (B, 2, 9, E)]
-    leaves = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+    leaves = [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for s in shapes
+    ]
     wide = [x.detach().double().requires_grad_() for x in leaves]
     mask = BlockMask.make(rows, make_batch(PACKED).document_BT, slots)
     out = attend_blocks(leaves[0], (leaves[1], leaves[2]), (leaves[3], leaves[4]), mask, 0.3)
@@ -165,7 +215,9 @@ def test_blocks_equal_attention_under_a_mask(form: str, dtype: torch.dtype, monk
     torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
     weights = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
     grads = torch.autograd.grad((out.double() * weights).sum(), leaves)
-    for grad, wanted_grad in zip(grads, torch.autograd.grad((wanted * weights).sum(), wide), strict=True):
+    for grad, wanted_grad in zip(
+        grads, torch.autograd.grad((wanted * weights).sum(), wide), strict=True
+    ):
         torch.testing.assert_close(grad.double(), wanted_grad, atol=tolerance, rtol=tolerance)
 
 
@@ -182,34 +234,50 @@ def test_a_block_mask_holds_every_visible_key_and_marks_as_full_only_what_is(
     key = torch.arange(300)
     seen = (key >= prefixes.start_BN[..., None]) & (key < prefixes.end_BN[..., None])
     blocks = (
-        torch.nn.functional.pad(seen, (0, 84, 0, -seen.shape[1] % 128)).unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+        torch.nn.functional.pad(seen, (0, 84, 0, -seen.shape[1] % 128))
+        .unflatten(1, (-1, 128))
+        .unflatten(3, (-1, 128))
     )
     partly = dense(made.kv_num_blocks, made.kv_indices)
     fully = dense(made.full_kv_num_blocks, made.full_kv_indices)
     assert torch.equal(partly | fully, blocks.any(4).any(2))
     assert not (partly & fully).any()
-    rows = torch.nn.functional.pad(torch.ones(seen.shape[1], dtype=torch.bool), (0, -seen.shape[1] % 128))
+    rows = torch.nn.functional.pad(
+        torch.ones(seen.shape[1], dtype=torch.bool), (0, -seen.shape[1] % 128)
+    )
     all_seen = (blocks | ~rows.view(1, -1, 128, 1, 1)).all(4).all(2)
     assert torch.equal(fully, all_seen)
 
 
 Call = tuple[int, int, int | None, torch.dtype, bool]
-"""Rows of the batch, tokens, chosen rows (None: all), dtype, and whether there is a backward pass."""
+"""Rows of the batch, tokens, chosen rows (None: all), dtype, and whether there is a backward pass.
+"""
 
 TRAINING: Sequence[Call] = (
-    # P-EAGLE in bfloat16: all rows, then ever fewer, in steps and in the last, smaller batch of an epoch
-    *((batch, 512, rows, torch.bfloat16, True) for batch in (4, 1) for rows in (None, 300, 200, 90)),
+    # P-EAGLE in bfloat16: all rows, then ever fewer, in steps and in the last, smaller batch of an
+    # epoch
+    *(
+        (batch, 512, rows, torch.bfloat16, True)
+        for batch in (4, 1)
+        for rows in (None, 300, 200, 90)
+    ),
     # evaluations; forecasts in float32, one text at a time
     *((4, 512, None, torch.bfloat16, False), (2, 300, None, torch.bfloat16, False)),
     *((1, tokens, None, torch.float32, False) for tokens in (700, 90, 400)),
     # short batches: one text, or some
-    *((1, 100, None, torch.bfloat16, True), (3, 60, 30, torch.bfloat16, True), (1, 80, 40, torch.bfloat16, True)),
+    *(
+        (1, 100, None, torch.bfloat16, True),
+        (3, 60, 30, torch.bfloat16, True),
+        (1, 80, 40, torch.bfloat16, True),
+    ),
 )
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
-    """Attention takes the form of a GPU, compiled by a compiler that counts graphs and leaves them as they are."""
+    """Attention takes the form of a GPU, compiled by a compiler that counts graphs and leaves them
+    as they are.
+    """
     counter, compile_it = CompileCounter(), torch.compile
     torch._dynamo.reset()
     use_form("gpu", monkeypatch)
@@ -231,22 +299,30 @@ def run_call(call: Call) -> None:
     batch, tokens, num_rows, dtype, has_backward = call
     generator = torch.Generator().manual_seed(0)
     sizes = [(batch, 4, num_rows or tokens, E), *[(batch, 2, tokens, E)] * 2]
-    q, k, v = (torch.randn(s, generator=generator).to(dtype).requires_grad_(has_backward) for s in sizes)
+    q, k, v = (
+        torch.randn(s, generator=generator).to(dtype).requires_grad_(has_backward) for s in sizes
+    )
     prefixes = Prefixes.of(torch.arange(tokens).expand(batch, -1) // 250)
     if num_rows:
-        rows = torch.stack([torch.randperm(tokens, generator=generator)[:num_rows] for _ in range(batch)])
+        rows = torch.stack(
+            [torch.randperm(tokens, generator=generator)[:num_rows] for _ in range(batch)]
+        )
         prefixes = prefixes.rows(rows, ascending=False)
     found = []
     for uses_flex in (True, False):
         out = attend(q, (k, v), replace(prefixes, uses_flex=uses_flex), 0.3)
-        found.append([out, *(torch.autograd.grad(out.float().sum(), (q, k, v)) if has_backward else ())])
+        found.append(
+            [out, *(torch.autograd.grad(out.float().sum(), (q, k, v)) if has_backward else ())]
+        )
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     for mine, true in zip(*found, strict=True):
         torch.testing.assert_close(mine, true, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.slow
-def test_every_shape_of_a_training_is_compiled_also_after_pytorchs_limit_of_8(graphs: CompileCounter) -> None:
+def test_every_shape_of_a_training_is_compiled_also_after_pytorchs_limit_of_8(
+    graphs: CompileCounter,
+) -> None:
     for call in TRAINING:
         run_call(call)
     # As it stands, FlexAttention would compute all scores, and no graph would be counted.
@@ -268,10 +344,15 @@ def test_a_compiler_takes_the_own_keys_of_every_draft_step_whole_also_after_its_
             if not compiled:
                 patched.setattr(prefix, "as_kernel", lambda function, _: function)
             torch.manual_seed(0)
-            qkv = [[torch.randn(B, heads, T, E, requires_grad=True) for heads in (H, 2, 2)] for _ in range(num_steps)]
+            qkv = [
+                [torch.randn(B, heads, T, E, requires_grad=True) for heads in (H, 2, 2)]
+                for _ in range(num_steps)
+            ]
             memory = StepMemory(make_batch(PACKED))
             outs = torch.stack([memory.attend(q, k, v, 0.3) for q, k, v in qkv])
-            found.append([outs, *torch.autograd.grad(outs.square().sum(), [x for step in qkv for x in step])])
+            found.append(
+                [outs, *torch.autograd.grad(outs.square().sum(), [x for step in qkv for x in step])]
+            )
     for mine, true in zip(*found, strict=True):
         torch.testing.assert_close(mine, true, atol=1e-5, rtol=1e-5)
     # One graph forward and one backward for each number of own keys, and FlexAttention's.
@@ -285,8 +366,17 @@ def test_a_compiler_takes_the_own_keys_of_a_block_whole(graphs: CompileCounter) 
             if not compiled:
                 patched.setattr(prefix, "as_kernel", lambda function, _: function)
             torch.manual_seed(0)
-            q, k, v, own_k, own_v = (torch.randn(B, heads, T, E, requires_grad=True) for heads in (H, 2, 2, 2, 2))
-            out = attend(q, (k, v), Prefixes.of(make_batch(PACKED).document_BT), 0.3, [(own_k, own_v)], num_slots=T)
+            q, k, v, own_k, own_v = (
+                torch.randn(B, heads, T, E, requires_grad=True) for heads in (H, 2, 2, 2, 2)
+            )
+            out = attend(
+                q,
+                (k, v),
+                Prefixes.of(make_batch(PACKED).document_BT),
+                0.3,
+                [(own_k, own_v)],
+                num_slots=T,
+            )
             found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v, own_k, own_v))])
     for mine, true in zip(*found, strict=True):
         torch.testing.assert_close(mine, true, atol=1e-5, rtol=1e-5)

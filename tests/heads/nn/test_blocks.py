@@ -16,13 +16,22 @@ ROWS = torch.tensor([[0, 2, 4, 6], [1, 3, 6, 9]])
 def make_inputs(dtype: torch.dtype, key_heads: int) -> list[Tensor]:
     torch.manual_seed(0)
     tokens, rows = DOCUMENTS.shape[1], ROWS.shape[1] * SLOTS
-    shapes = [(4, rows), (key_heads, tokens), (key_heads, tokens), (key_heads, rows), (key_heads, rows)]
+    shapes = [
+        (4, rows),
+        (key_heads, tokens),
+        (key_heads, tokens),
+        (key_heads, rows),
+        (key_heads, rows),
+    ]
     return [
-        torch.randn(2, heads, count, SIZE, dtype=torch.float64).to(dtype).requires_grad_() for heads, count in shapes
+        torch.randn(2, heads, count, SIZE, dtype=torch.float64).to(dtype).requires_grad_()
+        for heads, count in shapes
     ]
 
 
-def attend_by_hand(q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, scale: float) -> Tensor:
+def attend_by_hand(
+    q: Tensor, ck: Tensor, cv: Tensor, bk: Tensor, bv: Tensor, scale: float
+) -> Tensor:
     """Row by row, with the keys of a row picked one after the other."""
     batches = []
     for b in range(2):
@@ -62,16 +71,25 @@ def test_every_row_sees_the_context_before_its_anchor_and_its_own_block(key_head
 
 def test_in_bfloat16_it_rounds_once() -> None:
     mask = BlockMask.make(ROWS, DOCUMENTS, SLOTS)
-    narrow, wide = make_inputs(torch.bfloat16, 2), [x.detach().double() for x in make_inputs(torch.bfloat16, 2)]
+    narrow, wide = (
+        make_inputs(torch.bfloat16, 2),
+        [x.detach().double() for x in make_inputs(torch.bfloat16, 2)],
+    )
     out = attend_pairs(narrow, mask)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), attend_by_hand(*wide, 0.3), atol=0.02, rtol=0.02)
     out.float().sum().backward()
-    assert all(x.grad is not None and x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all() for x in narrow)
+    assert all(
+        x.grad is not None and x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all()
+        for x in narrow
+    )
 
 
 def test_under_autocast_bfloat16_is_computed_as_without() -> None:
-    """The forward pass runs under autocast and the backward pass does not: both must compute the same scores."""
+    """The forward pass runs under autocast and the backward pass does not.
+
+    Both must compute the same scores.
+    """
     mask, results = BlockMask.make(ROWS, DOCUMENTS, SLOTS), []
     for is_enabled in (False, True):
         inputs = [(2 * x.detach()).requires_grad_() for x in make_inputs(torch.bfloat16, 2)]

@@ -42,7 +42,8 @@ def test_a_norm_and_its_gradients_have_the_type_of_the_input_under_autocast(
     plain, calls = F.rms_norm, []
 
     def watched(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
-        # On a GPU autocast would make both float32, and two types would keep PyTorch from its one kernel.
+        # On a GPU autocast would make both float32, and two types would keep PyTorch from its one
+        # kernel.
         calls.append((x.dtype, weight.dtype, torch.is_autocast_enabled("cpu")))
         return plain(x, shape, weight, eps)
 
@@ -73,7 +74,9 @@ def test_a_norm_of_float32_is_that_of_pytorch_bit_for_bit() -> None:
     assert torch.equal(norm(x), theirs(x))
 
 
-@pytest.mark.parametrize("name", [name for name, variants in VARIANTS.items() if "sizes of its own" in variants])
+@pytest.mark.parametrize(
+    "name", [name for name, variants in VARIANTS.items() if "sizes of its own" in variants]
+)
 def test_the_sizes_of_a_head_are_those_of_the_options(name: str, tmp_path: Path) -> None:
     head, model = make_variant(name, "sizes of its own")
     ends = {".".join(each.split(".")[-2:]): tuple(p.shape) for each, p in head.named_parameters()}
@@ -84,7 +87,10 @@ def test_the_sizes_of_a_head_are_those_of_the_options(name: str, tmp_path: Path)
     head.export(tmp_path)
     written = read_config(tmp_path)
     assert {key: written[key] for key in SIZES} == SIZES
-    assert (written["hidden_size"], written["vocab_size"]) == (model.config.hidden_size, model.config.vocab_size)
+    assert (written["hidden_size"], written["vocab_size"]) == (
+        model.config.hidden_size,
+        model.config.vocab_size,
+    )
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -109,13 +115,28 @@ def test_heads_that_do_not_divide_are_refused(chosen: dict[str, int], message: s
         LlamaShape.of_head(Eagle3(**chosen), make_target().config)
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 2048}
-LONG = {"rope_type": "longrope", "short_factor": [1.25] * 16, "long_factor": [4.0] * 16, "rope_theta": 1e4}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 2048,
+}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.25] * 16,
+    "long_factor": [4.0] * 16,
+    "rope_theta": 1e4,
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4}
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
     "a part": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-    "Fourier": {"rope_type": "default", "rope_theta": 1e6, "use_fope": True, "num_key_value_heads": 2},
+    "Fourier": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "use_fope": True,
+        "num_key_value_heads": 2,
+    },
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     "llama3": {
         "rope_type": "llama3",
@@ -129,7 +150,11 @@ ROPES = {
     "yarn, DeepSeek V2": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
     "yarn, gpt-oss": {**YARN, "truncate": False},
     "longrope, Phi-3": {**LONG, "original_max_position_embeddings": 8192},
-    "longrope, Phi-3.5-MoE": {**LONG, "original_max_position_embeddings": 8192, "short_mscale": 1.25},
+    "longrope, Phi-3.5-MoE": {
+        **LONG,
+        "original_max_position_embeddings": 8192,
+        "short_mscale": 1.25,
+    },
     "dynamic": {**DYNAMIC, "factor": 2.0},
     "dynamic, Hunyuan": {**DYNAMIC, "factor": 1.0, "alpha": 1000.0},
     "dynamic, of a shorter training": {**DYNAMIC, "factor": 2.0, "max_trained_positions": 1024},
@@ -141,16 +166,30 @@ def test_vllm_rotates_a_head_as_training_does(name: str) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     rope = llama_rope(ROPES[name])
     shape = LlamaShape(
-        **sizes, head_dim=32, rms_norm_eps=EPS, vocab_size=8, max_position_embeddings=8192, rope_parameters=rope
+        **sizes,
+        head_dim=32,
+        rms_norm_eps=EPS,
+        vocab_size=8,
+        max_position_embeddings=8192,
+        rope_parameters=rope,
     )
     cos_BTE, sin_BTE = Rotary.from_shape(shape)(torch.arange(512)[None], torch.zeros(1))
     served = VllmConfig()
     served.model_config = SimpleNamespace(max_model_len=8192)
     with set_current_vllm_config(served):
-        rotary = get_rope(32, 8192, rope_parameters=shape.hf_config()["rope_parameters"], dtype=torch.float32)
+        rotary = get_rope(
+            32, 8192, rope_parameters=shape.hf_config()["rope_parameters"], dtype=torch.float32
+        )
     table = getattr(rotary, "long_short_cos_sin_cache", None)
     table = rotary._compute_cos_sin_cache() if table is None else table
-    torch.testing.assert_close(torch.cat([cos_BTE[0, :, :16], sin_BTE[0, :, :16]], dim=-1), table[:512])
+    torch.testing.assert_close(
+        torch.cat([cos_BTE[0, :, :16], sin_BTE[0, :, :16]], dim=-1), table[:512]
+    )

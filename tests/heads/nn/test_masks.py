@@ -1,4 +1,7 @@
-"""The rows that a parallel drafter trains: other ones in every epoch, and the same ones in the same epoch."""
+"""The rows that a parallel drafter trains.
+
+Other ones in every epoch, and the same ones in the same epoch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ def choose(batch: Batch, count: int, salt: int) -> Tensor:
 
 
 def test_each_salt_takes_rows_from_another_point_of_the_circle() -> None:
-    # All tokens are 1. 2654435761 is 2^32 / phi, so row t is at (2 (t + 1) + salt) / phi on a circle of length 1.
+    # All tokens are 1. 2654435761 is 2^32 / phi, so row t is at (2 (t + 1) + salt) / phi on a
+    # circle of length 1.
     batch = make_batch([[[1] * 22]])
     for salt in range(10):
         place = {t: ((2 * (t + 1) + salt) / PHI) % 1 for t in range(20)}
@@ -33,7 +37,9 @@ def test_ten_epochs_begin_a_block_at_nearly_every_row() -> None:
     batch = make_batch([[make_ids(22, seed=row)] for row in range(8)])
     chosen = [choose(batch, 5, epoch) for epoch in range(10)]
     rows = [set(torch.cat(chosen, dim=1)[b].tolist()) for b in range(8)]
-    assert all(found <= set(range(20)) for found in rows), "rows 20 and 21 have no label two tokens on"
+    assert all(found <= set(range(20)) for found in rows), (
+        "rows 20 and 21 have no label two tokens on"
+    )
     assert sum(map(len, rows)) >= 0.9 * 8 * 20
     first = [set(chosen[0][b].tolist()) for b in range(8)]
     assert [len(found) for found in first] == [5] * 8
@@ -57,6 +63,12 @@ def test_rows_with_a_label_come_first_whatever_the_salt(salt: int) -> None:
 def test_a_salt_needs_no_values() -> None:
     """`redraft plan` runs the step on tensors without any."""
     shape = torch.empty(2, VOCAB, dtype=torch.int64, device="meta")
-    batch = Batch(input_ids_BT=shape, loss_mask_BT=shape.bool(), document_BT=shape, position_ids_BT=shape, salt=3)
+    batch = Batch(
+        input_ids_BT=shape,
+        loss_mask_BT=shape.bool(),
+        document_BT=shape,
+        position_ids_BT=shape,
+        salt=3,
+    )
     rows_BN = choose_rows(batch, label_rows(batch, 1), 5)
     assert (rows_BN.shape, rows_BN.device.type) == ((2, 5), "meta")

@@ -17,7 +17,9 @@ def register() -> None:
     CpuCommunicator.reduce_scatterv = reduce_scatterv
 
 
-def all_gatherv(self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: object = None) -> Tensor | list[Tensor]:
+def all_gatherv(
+    self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: object = None
+) -> Tensor | list[Tensor]:
     """The rows of all replicas, of each tensor; the replicas may have different numbers of rows."""
     if isinstance(input_, list):
         return [_gather(self, tensor) for tensor in input_]
@@ -30,7 +32,9 @@ def _gather(communicator: Any, tensor: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+def reduce_scatterv(
+    self: Any, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None
+) -> Tensor:
     """This replica's rows of the sum."""
     total = input_.clone()
     dist.all_reduce(total, group=self.cpu_group)

@@ -1,4 +1,6 @@
-"""A plugin of vLLM that plants faults in swaps. The file named by NEXT_FAULT holds the next one, and is removed then.
+"""A plugin of vLLM that plants faults in swaps.
+
+The file named by NEXT_FAULT holds the next one, and is removed then.
 
 memory    the second of two replicas asks for more memory than there is, when it has begun to load a draft
 kill      the second replica is killed there

@@ -1,4 +1,7 @@
-"""The alarm over the fleet's acceptance: servers' counters ask the question, held-out requests answer it."""
+"""The alarm over the fleet's acceptance.
+
+Servers' counters ask the question, held-out requests answer it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,10 @@ def play(world, script):
     training = replace(world.config().training, records_per_candidate=100_000)
 
     async def main():
-        async with world.fleet(), world.learner(training=training, gate=Policy(min_requests=10)) as task:
+        async with (
+            world.fleet(),
+            world.learner(training=training, gate=Policy(min_requests=10)) as task,
+        ):
             await script(task)
 
     asyncio.run(main())
@@ -79,13 +85,17 @@ async def start(world, records, task):
 
 
 def test_evidence_is_recent_by_the_learners_clock_not_by_the_machines(world, records, monkeypatch):
-    """After the machine's clock jumps by a week, today's requests still tell a bad draft from a good one."""
+    """After the machine's clock jumps by a week, today's requests still tell a bad draft from a
+    good one.
+    """
     cfg = world.config(gate=Policy(min_requests=10))
     with Buffer(cfg.buffer_config, fingerprint(world.target)) as buffer:
         now_s = time.time()
         buffer.append(read_frames(b"".join(map(encode_record, records))), now_s)
         buffer.expire(now_s + 60)
-        judge = Judge(cfg, world.registry, buffer, Candidate(cfg.training, "standalone", cfg.target))
+        judge = Judge(
+            cfg, world.registry, buffer, Candidate(cfg.training, "standalone", cfg.target)
+        )
         monkeypatch.setattr(time, "time", lambda: now_s + 8 * 86400)
         is_worse, why = judge.find_loss(BAD, GOOD, 1)
         assert is_worse, why
@@ -94,14 +104,20 @@ def test_evidence_is_recent_by_the_learners_clock_not_by_the_machines(world, rec
         assert (is_worse, bool(re.search(rf"\b{GOOD}: 0 .*\b10\b", why))) == (False, True), why
 
 
-def test_requests_of_weights_of_before_do_not_decide_about_a_draft_for_those_of_now(world, records, drafts):
+def test_requests_of_weights_of_before_do_not_decide_about_a_draft_for_those_of_now(
+    world, records, drafts
+):
     """After a fine-tune, most requests are the old target's, on which the draft of then wins."""
     moved = drafts[2]  # as different as a target can be, and `world` has a draft that equals it
     version = {"target_fingerprint": fingerprint(world.target), "target_version": "@0123456789ab"}
     new = make_records(moved, 40, seed=1, **version)
     cfg = world.config(gate=Policy(min_requests=10))
-    with Buffer(replace(cfg.buffer_config, held_out_fraction=0.5), fingerprint(world.target)) as buffer:
-        judge = Judge(cfg, world.registry, buffer, Candidate(cfg.training, "standalone", cfg.target))
+    with Buffer(
+        replace(cfg.buffer_config, held_out_fraction=0.5), fingerprint(world.target)
+    ) as buffer:
+        judge = Judge(
+            cfg, world.registry, buffer, Candidate(cfg.training, "standalone", cfg.target)
+        )
         buffer.append(read_frames(b"".join(map(encode_record, records[:70]))), 0.0)
         is_worse, why = judge.find_loss(BAD, GOOD, 1)
         assert is_worse, why
@@ -149,7 +165,9 @@ def test_every_alarm_of_a_server_is_told_once(world, records):
 
     async def look():
         before = [len(fake.asked) for fake in world.fakes]
-        await until(lambda: all(len(f.asked) > n + 8 for f, n in zip(world.fakes, before, strict=True)))
+        await until(
+            lambda: all(len(f.asked) > n + 8 for f, n in zip(world.fakes, before, strict=True))
+        )
 
     async def script(task):
         await start(world, records, task)
@@ -174,7 +192,9 @@ def test_a_bad_version_is_rolled_back_once_and_no_further(world, records):
         await until(lambda: told(world, f"stays on {GOOD}: the fleet went back already"), task)
 
     async def again(task):
-        await until(lambda: len(told(world, f"stays on {GOOD}: the fleet went back already")) == 2, task)
+        await until(
+            lambda: len(told(world, f"stays on {GOOD}: the fleet went back already")) == 2, task
+        )
 
     play(world, script)
     assert load(world.root / "learner" / "state.json").has_gone_back
@@ -194,7 +214,10 @@ def test_a_first_version_alarms_unless_the_server_leaves_it_off(world, records, 
         await start(world, records, task)
         spoil_counters(world)
         before = [len(fake.asked) for fake in world.fakes]
-        await until(lambda: all(len(f.asked) > n + 10 for f, n in zip(world.fakes, before, strict=True)), task)
+        await until(
+            lambda: all(len(f.asked) > n + 10 for f, n in zip(world.fakes, before, strict=True)),
+            task,
+        )
 
     play(world, script)
     alarms = {"acceptance_alarm", "nothing_to_go_back_to"}
@@ -213,7 +236,9 @@ def test_without_enough_held_out_requests_the_fleet_stays_and_says_so(world, rec
     assert world.registry.current() == BAD
 
 
-def test_a_draft_that_the_engine_refuses_is_rolled_back_although_its_weights_are_good(world, records):
+def test_a_draft_that_the_engine_refuses_is_rolled_back_although_its_weights_are_good(
+    world, records
+):
     world.registry.rollback()
     rows = len(records[0].positions)
     refused = {
@@ -238,7 +263,10 @@ def test_a_version_before_that_is_damaged_is_told_and_ends_nothing(world, record
     async def script(task):
         await start(world, records, task)
         spoil_counters(world)
-        await until(lambda: "nothing_to_go_back_to" in {entry.what for entry in world.entries("fault")}, task)
+        await until(
+            lambda: "nothing_to_go_back_to" in {entry.what for entry in world.entries("fault")},
+            task,
+        )
 
     play(world, script)
     assert world.registry.current() == BAD

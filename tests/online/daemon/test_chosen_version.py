@@ -1,4 +1,7 @@
-"""A person chooses a version: what was made from the one before gets no further, also after a kill."""
+"""A person chooses a version.
+
+What was made from the one before gets no further, also after a kill.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,11 @@ async def roll_back(world, to="v000001"):
 
 def begins(world):
     """Indices of the states of the journal in which training began again."""
-    return [i for i, entry in enumerate(world.journal) if "training begins again" in getattr(entry, "reason", "")]
+    return [
+        i
+        for i, entry in enumerate(world.journal)
+        if "training begins again" in getattr(entry, "reason", "")
+    ]
 
 
 def commits(world):
@@ -92,7 +99,9 @@ def one_candidate(records):
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Judge, "judge_draft"), (Registry, "publish")])
-def test_a_rollback_ends_a_candidate_that_is_judged_or_published(world, records, monkeypatch, owner, name):
+def test_a_rollback_ends_a_candidate_that_is_judged_or_published(
+    world, records, monkeypatch, owner, name
+):
     is_reached, may_go_on = hold(monkeypatch, owner, name)
 
     async def script(task):
@@ -131,7 +140,9 @@ def test_a_rollback_that_outlasts_the_publication_ends_the_candidate(world, reco
 
 
 @pytest.mark.parametrize("phase", [Phase.JUDGING, Phase.PUBLISHING])
-def test_a_restart_after_a_rollback_goes_on_with_no_candidate_of_before(world, records, phase, monkeypatch):
+def test_a_restart_after_a_rollback_goes_on_with_no_candidate_of_before(
+    world, records, phase, monkeypatch
+):
     is_judging, may_judge = hold(monkeypatch, Judge, "judge_draft")
 
     async def killed(task):
@@ -154,7 +165,9 @@ def test_a_restart_after_a_rollback_goes_on_with_no_candidate_of_before(world, r
     assert world.registry.versions() == ["v000001", "v000002"]
 
 
-def test_after_a_rollback_a_candidate_is_judged_after_as_many_records_as_any(world, records, monkeypatch):
+def test_after_a_rollback_a_candidate_is_judged_after_as_many_records_as_any(
+    world, records, monkeypatch
+):
     is_reached, may_go_on = hold(monkeypatch, Trainer, "step", number=14)
 
     async def script(task):
@@ -203,7 +216,9 @@ def test_a_swap_in_the_canary_is_saved_as_a_persons(world, monkeypatch):
     version = publish(world)
 
     async def script(task):
-        asked = asyncio.ensure_future(control.ask(world.root / "learner", Outcome, do="swap", version=version))
+        asked = asyncio.ensure_future(
+            control.ask(world.root / "learner", Outcome, do="swap", version=version)
+        )
         path = world.root / "learner" / "state.json"
         await until(lambda: load(path).phase is Phase.CANARY, task)
         assert load(path).is_by_person

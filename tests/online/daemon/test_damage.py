@@ -52,7 +52,10 @@ def records(random_target):
 
 @pytest.fixture(scope="module")
 def used(random_target, noisy_draft, records, tmp_path_factory):
-    """A world after some learning: two promoted versions, a third one, records, and a committed checkpoint."""
+    """A world after some learning.
+
+    Two promoted versions, a third one, records, and a committed checkpoint.
+    """
     world = World.make(tmp_path_factory.mktemp("used"), random_target, noisy_draft)
     for number in range(3):
         version = world.registry.publish(
@@ -103,7 +106,9 @@ def flip(path, at=-100):
 
 
 def in_phase(phase, candidate="v000003"):
-    return lambda learner, registry: save(State(phase=phase, candidate=candidate), learner / "state.json")
+    return lambda learner, registry: save(
+        State(phase=phase, candidate=candidate), learner / "state.json"
+    )
 
 
 def publishing(learner, registry):
@@ -212,11 +217,17 @@ def test_the_learner_goes_on_and_tells(world, records, name):
     assert words in faults(world)[fault]
     with opened(world.config()) as (_, again, buffer):  # the next start finds nothing to mend
         assert not again.mended
-        assert not [sentence for sentence in buffer.damage if "waits for a later one" not in sentence]
+        assert not [
+            sentence for sentence in buffer.damage if "waits for a later one" not in sentence
+        ]
 
 
-@pytest.mark.parametrize(("ends", "through"), [([], 0), ([10, 20], 20), ([10, 999], 28), ([10, None], 10)])
-def test_without_commits_and_checkpoints_training_goes_on_behind_the_versions(new_world, records, ends, through):
+@pytest.mark.parametrize(
+    ("ends", "through"), [([], 0), ([10, 20], 20), ([10, 999], 28), ([10, None], 10)]
+)
+def test_without_commits_and_checkpoints_training_goes_on_behind_the_versions(
+    new_world, records, ends, through
+):
     world, (cfg, draft) = new_world, (new_world.config(), new_world.draft)
     for provenance in ({"copied_from": str(draft)}, *({"trained_through": end} for end in ends)):
         version = world.registry.publish(
@@ -227,9 +238,13 @@ def test_without_commits_and_checkpoints_training_goes_on_behind_the_versions(ne
         )
         world.registry.promote(version)
     candidate = Candidate(cfg.training, "standalone", cfg.target)
-    with Buffer(replace(cfg.buffer_config, held_out_fraction=0), fingerprint(world.target)) as buffer:
+    with Buffer(
+        replace(cfg.buffer_config, held_out_fraction=0), fingerprint(world.target)
+    ) as buffer:
         buffer.append(read_frames(b"".join(map(encode_record, records[:28]))), time.time())
-        trainer = Trainer(cfg.training, cfg.replay, buffer, world.registry, candidate, cfg.folder / "checkpoints")
+        trainer = Trainer(
+            cfg.training, cfg.replay, buffer, world.registry, candidate, cfg.folder / "checkpoints"
+        )
         assert trainer.start() == SERVED
         assert trainer.progress.through == through
         assert trainer.find_waiting() == (28, 28 - through)
@@ -268,7 +283,9 @@ def test_damage_in_the_middle_of_a_phase_ends_on_one_intact_version(world, name)
             fake.version = "v000003"
         await until(lambda: world.entries("state"), task)
         await until(lambda: world.last("state", "phase") in ("idle", "training"), task)
-        await until(lambda: {fake.version for fake in world.fakes} == {world.registry.current()}, task)
+        await until(
+            lambda: {fake.version for fake in world.fakes} == {world.registry.current()}, task
+        )
 
     play(world, script)
     verify(world.registry.path(world.registry.current()))
@@ -276,7 +293,9 @@ def test_damage_in_the_middle_of_a_phase_ends_on_one_intact_version(world, name)
         assert world.registry.current() == "v000001"
         assert re.search(r"\bv000002\b.*\bv000001\b", faults(world)["registry_damaged"])
     if name == "publishing, manifest torn":
-        assert "v000004" in world.registry.versions(), "the candidate was published under another number"
+        assert "v000004" in world.registry.versions(), (
+            "the candidate was published under another number"
+        )
 
 
 def torn_learner_toml(world):
@@ -388,7 +407,9 @@ def test_a_clock_that_jumps_deletes_no_record_until_it_has_stayed_so(world, reco
 
     def make_clock(**fields):
         return SteadyClock(
-            wall=lambda: time.time() + shift_s[0], elapsed=lambda: time.monotonic() + passed_s[0], **fields
+            wall=lambda: time.time() + shift_s[0],
+            elapsed=lambda: time.monotonic() + passed_s[0],
+            **fields,
         )
 
     monkeypatch.setattr(learner_module, "SteadyClock", make_clock)
@@ -436,7 +457,9 @@ def new_world(random_target, noisy_draft, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["learner", "registry"])
-def test_a_full_disk_pauses_the_learner_and_it_resumes_with_the_space(new_world, records, place, capsys):
+def test_a_full_disk_pauses_the_learner_and_it_resumes_with_the_space(
+    new_world, records, place, capsys
+):
     """State, checkpoints, journal and buffer are in the learner's folder, versions in the registry."""
     world, told = new_world, []
 

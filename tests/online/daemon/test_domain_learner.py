@@ -1,4 +1,7 @@
-"""A learner of one domain: the traffic it learns from, the servers it looks after, and the place it publishes to."""
+"""A learner of one domain.
+
+The traffic it learns from, the servers it looks after, and the place it publishes to.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,17 @@ def used(buffer):
     """The domains of all records a learner takes from the buffer."""
     replayed = buffer.replay(100, [], through=10**9, now_s=0, seed=0, policy=Replay())
     return (
-        domains_of(buffer.fresh(0, 100)) | domains_of(replayed) | domains_of(buffer.read(buffer.select_held_out(100)))
+        domains_of(buffer.fresh(0, 100))
+        | domains_of(replayed)
+        | domains_of(buffer.read(buffer.select_held_out(100)))
     )
 
 
 def make_mixed(count):
-    return [make_record(number, rows=4, domain=["code", "prose", ""][number % 3]) for number in range(count)]
+    return [
+        make_record(number, rows=4, domain=["code", "prose", ""][number % 3])
+        for number in range(count)
+    ]
 
 
 def test_only_records_of_its_domain_are_kept_and_the_others_are_counted():
@@ -64,7 +72,9 @@ def test_what_was_kept_for_all_domains_is_not_used_for_one(tmp_path):
 
 
 def test_a_domain_that_could_not_travel_is_refused(tmp_path):
-    (tmp_path / "learner.toml").write_text('target = "t"\nregistry = "r"\nspool = "s"\ndomain = "códe"')
+    (tmp_path / "learner.toml").write_text(
+        'target = "t"\nregistry = "r"\nspool = "s"\ndomain = "códe"'
+    )
     with pytest.raises(ValueError, match="'códe'"):
         load_config(tmp_path / "learner.toml")
 
@@ -92,7 +102,10 @@ def test_learners_of_two_domains_share_a_log(broker):
         await asyncio.to_thread(publisher.close)
 
     config = BufferConfig(held_out_fraction=0)
-    with Buffer(config, TARGET, domain="code") as code, Buffer(config, TARGET, domain="prose") as prose:
+    with (
+        Buffer(config, TARGET, domain="code") as code,
+        Buffer(config, TARGET, domain="prose") as prose,
+    ):
         asyncio.run(main(code, prose))
         assert (used(code), used(prose)) == ({"code"}, {"prose"})
 
@@ -106,23 +119,42 @@ def test_every_domain_has_its_own_gate_registry_and_rollout(random_target, tmp_p
         (tmp_path / domain).mkdir()
         worlds[domain] = World.make(tmp_path / domain, random_target, draft, servers=2)
     mixed = [
-        r for d, seed in (("code", 1), ("prose", 2)) for r in make_records(random_target, 120, seed=seed, domain=d)
+        r
+        for d, seed in (("code", 1), ("prose", 2))
+        for r in make_records(random_target, 120, seed=seed, domain=d)
     ]
 
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             for world in worlds.values():
                 await stack.enter_async_context(world.fleet())
-            servers = [(fake.url, domain) for domain, world in worlds.items() for fake in world.fakes]
-            fleet.write_text("".join(f'[[servers]]\nurl = "{url}"\ndomain = "{domain}"\n' for url, domain in servers))
+            servers = [
+                (fake.url, domain) for domain, world in worlds.items() for fake in world.fakes
+            ]
+            fleet.write_text(
+                "".join(
+                    f'[[servers]]\nurl = "{url}"\ndomain = "{domain}"\n' for url, domain in servers
+                )
+            )
             for domain, world in worlds.items():
-                gate = replace(world.config().gate, min_gain=-1, max_domain_loss=1)  # the gain does not matter here
-                learner = world.learner(fleet=FleetConfig(file=fleet, poll_s=0.1), domain=domain, gate=gate)
+                gate = replace(
+                    world.config().gate, min_gain=-1, max_domain_loss=1
+                )  # the gain does not matter here
+                learner = world.learner(
+                    fleet=FleetConfig(file=fleet, poll_s=0.1), domain=domain, gate=gate
+                )
                 task = await stack.enter_async_context(learner)
-                ship(world.spool, mixed)  # some requests of the other domain came here while their servers were down
-                await until(lambda world=world: world.registry.current() not in (None, "v000001"), task)
+                ship(
+                    world.spool, mixed
+                )  # some requests of the other domain came here while their servers were down
+                await until(
+                    lambda world=world: world.registry.current() not in (None, "v000001"), task
+                )
                 version = world.registry.current()
-                await until(lambda world=world, v=version: all(fake.version == v for fake in world.fakes), task)
+                await until(
+                    lambda world=world, v=version: all(fake.version == v for fake in world.fakes),
+                    task,
+                )
 
     asyncio.run(main())
     for domain, world in worlds.items():

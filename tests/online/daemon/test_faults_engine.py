@@ -1,4 +1,7 @@
-"""Faults around a real server while clients use it: none of their requests may fail because of us."""
+"""Faults around a real server while clients use it.
+
+None of their requests may fail because of us.
+"""
 
 from __future__ import annotations
 
@@ -65,11 +68,15 @@ def dropped(world, reason):
 
 
 KILLS = [
-    "after 1 redraft.online.learning.buffer:Buffer.append",  # records stored, files not yet removed: they arrive twice
+    # records stored, files not yet removed: they arrive twice
+    "after 1 redraft.online.learning.buffer:Buffer.append",
     "before 6 redraft.online.learning.candidate:Candidate.step",  # while training
-    "before 1 redraft.online.learning.buffer:Buffer.commit_trained",  # the checkpoint exists, but does not count yet
-    "before 2 redraft.heads.files.artifact:_flush",  # while publishing: the version is written, but not yet durable
-    "after 1 redraft.online.fleet.server:FleetServer.swap",  # the server has the candidate, and nobody knows
+    # the checkpoint exists, but does not count yet
+    "before 1 redraft.online.learning.buffer:Buffer.commit_trained",
+    # while publishing: the version is written, but not yet durable
+    "before 2 redraft.heads.files.artifact:_flush",
+    # the server has the candidate, and nobody knows
+    "after 1 redraft.online.fleet.server:FleetServer.swap",
 ]
 
 
@@ -77,7 +84,10 @@ def test_serving_does_not_notice_a_learner_that_is_killed_at_every_turn(world, s
     registry = Registry(server.registry)
 
     def has_adapted():
-        return registry.current() not in (None, FIRST) and server.status()["draft_version"] == registry.current()
+        return (
+            registry.current() not in (None, FIRST)
+            and server.status()["draft_version"] == registry.current()
+        )
 
     async def main():
         cfg = settings(world, server)
@@ -105,14 +115,18 @@ def test_serving_does_not_notice_a_learner_that_is_killed_at_every_turn(world, s
 def test_torn_and_flipped_records_are_counted_and_the_others_trained(world, server):
     async def main():
         async with traffic(server):
-            flipped, torn = (await until(lambda: len(files := spool_files(server.spool)) > 2 and files))[:2]
+            flipped, torn = (
+                await until(lambda: len(files := spool_files(server.spool)) > 2 and files)
+            )[:2]
             content = bytearray(flipped.read_bytes())
             content[-9] ^= 4
             flipped.write_bytes(content)
             torn.write_bytes(torn.read_bytes()[:-20])
             async with learner(settings(world, server)):
                 # The journal tells of the buffer at every poll, and of training after each step.
-                await until(lambda: world.last("training", "step") >= 4 and dropped(world, "corrupt"))
+                await until(
+                    lambda: world.last("training", "step") >= 4 and dropped(world, "corrupt")
+                )
                 assert dropped(world, "corrupt") == 2
 
     asyncio.run(main())
@@ -122,7 +136,9 @@ def test_a_loss_that_is_not_finite_reaches_no_server(world, server):
     async def main():
         wild = settings(world, server, lr=1e30, max_grad_norm=1e30, warmup_steps=1)
         async with traffic(server), learner(wild):
-            await until(lambda: any("thrown away" in entry.reason for entry in world.entries("state")))
+            await until(
+                lambda: any("thrown away" in entry.reason for entry in world.entries("state"))
+            )
             assert "loss_not_finite" in faults(world)
             assert server.status()["draft_version"] == FIRST
         assert Registry(server.registry).versions() == [FIRST]
@@ -133,7 +149,10 @@ def test_a_loss_that_is_not_finite_reaches_no_server(world, server):
 def test_a_learner_slower_than_its_traffic_stays_close_behind_it(world, server):
     async def main():
         cfg = settings(world, server, max_lag_records=16)
-        async with traffic(server), learner(cfg, "slow 1.5 redraft.online.learning.candidate:Candidate.step"):
+        async with (
+            traffic(server),
+            learner(cfg, "slow 1.5 redraft.online.learning.candidate:Candidate.step"),
+        ):
             await until(lambda: world.last("training", "skipped") >= 60)
         return statistics.median(entry.lag_records for entry in world.entries("buffer"))
 
@@ -157,14 +176,18 @@ def fill(disk):
         (disk / "ballast").write_bytes(bytes(64 << 20))
 
 
-def test_a_full_disk_under_the_buffer_leaves_records_in_the_spool_until_there_is_room(world, server, tmp_path):
+def test_a_full_disk_under_the_buffer_leaves_records_in_the_spool_until_there_is_room(
+    world, server, tmp_path
+):
     async def main(disk):
         cfg = settings(world, server)
         async with traffic(server), learner(replace(cfg, buffer=replace(cfg.buffer, folder=disk))):
             await until(lambda: world.last("buffer", "records"))
             fill(disk)
             await until(lambda: "disk_full" in faults(world))
-            waiting = await until(lambda: len(files := spool_files(server.spool)) > 2 and set(files))
+            waiting = await until(
+                lambda: len(files := spool_files(server.spool)) > 2 and set(files)
+            )
             (disk / "ballast").unlink()
             await until(lambda: not waiting & set(spool_files(server.spool)))
 

@@ -11,7 +11,10 @@ from redraft.online.daemon.state import TRANSITIONS, Event, Move
 def test_an_event_waits_until_it_is_settled_and_everyone_who_posted_it_gets_the_result():
     async def main():
         inbox = Inbox()
-        first, second = inbox.post(Move(Event.RECALLED)), inbox.post(Move(Event.RECALLED, reason="again"))
+        first, second = (
+            inbox.post(Move(Event.RECALLED)),
+            inbox.post(Move(Event.RECALLED, reason="again")),
+        )
         assert inbox.find(Event.HALT, Event.RECALLED) == Move(Event.RECALLED, reason="again")
         inbox.settle(Event.RECALLED, "done")
         assert (await first, await second) == ("done", "done")

@@ -85,11 +85,17 @@ def phases(world):
 def test_a_better_draft_reaches_every_server(world, records):
     async def script(task):
         # a trainer has moved the target of all servers
-        moved = [msgspec.structs.replace(record, target_version="17@0123456789ab") for record in records[:300]]
+        moved = [
+            msgspec.structs.replace(record, target_version="17@0123456789ab")
+            for record in records[:300]
+        ]
         ship(world.spool, moved)
         folder = world.registry.path(await promoted(world, task))
         verify(folder)
-        assert json.loads((folder / "provenance.json").read_text())["target_version"] == "@0123456789ab"
+        assert (
+            json.loads((folder / "provenance.json").read_text())["target_version"]
+            == "@0123456789ab"
+        )
 
     play(world, script)
     (verdict, *_) = [entry for entry in world.entries("gate") if entry.verdict == "promote"]
@@ -100,7 +106,9 @@ def test_a_better_draft_reaches_every_server(world, records):
 
 
 def test_the_gate_judges_with_the_servers_draft_tokens_and_sampling_method(world, records):
-    assert world.config().judging.num_speculative_tokens == 3, "the configured number is another one"
+    assert world.config().judging.num_speculative_tokens == 3, (
+        "the configured number is another one"
+    )
     for fake in world.fakes:
         fake.drafting = {"num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
 
@@ -112,7 +120,10 @@ def test_the_gate_judges_with_the_servers_draft_tokens_and_sampling_method(world
 
     play(world, script)
     verdicts = world.entries("gate")
-    assert all(entry.reason.rpartition("(")[2].startswith("2 draft tokens, probabilistic,") for entry in verdicts)
+    assert all(
+        entry.reason.rpartition("(")[2].startswith("2 draft tokens, probabilistic,")
+        for entry in verdicts
+    )
     assert all(entry.tau_candidate <= 3 for entry in verdicts if entry.requests)
 
 
@@ -122,7 +133,11 @@ FEW, MANY = Drafting(3, "greedy"), Drafting(5, "probabilistic")
 @pytest.mark.parametrize(
     ("servers", "chosen", "told"),
     [
-        ([], Drafting(4, "greedy"), "4 draft tokens, greedy, as before: no server says how it drafts"),
+        (
+            [],
+            Drafting(4, "greedy"),
+            "4 draft tokens, greedy, as before: no server says how it drafts",
+        ),
         ([MANY, MANY], MANY, "5 draft tokens, probabilistic, as the servers draft"),
         ([MANY, FEW, MANY], MANY, "5 draft tokens, probabilistic, as 2 of 3 servers draft"),
         ([MANY, FEW], FEW, "3 draft tokens, greedy, as 1 of 2 servers draft"),
@@ -207,8 +222,13 @@ def test_a_learner_slower_than_its_traffic_skips_the_oldest(world, records):
 
 @pytest.mark.slow
 def test_training_outlives_many_promotions_of_a_draft_that_began_long_ago(world, random_target):
-    """With one version kept, the one that training began from is the first to go at the third promotion."""
-    quick = {"training": replace(world.config().training, records_per_candidate=16), "gate": ANYTHING}
+    """With one version kept, the one that training began from is the first to go at the third
+    promotion.
+    """
+    quick = {
+        "training": replace(world.config().training, records_per_candidate=16),
+        "gate": ANYTHING,
+    }
 
     async def first(task):
         ship(world.spool, make_records(random_target, 300))
@@ -244,7 +264,9 @@ def test_what_is_torn_twice_or_of_another_target_is_counted_and_not_trained(worl
 
     async def script(task):
         await until(lambda: not list(world.spool.glob("*.records")), task)
-        await until(lambda: (world.last("buffer", "dropped") or {}).get("outside_vocabulary") == 10, task)
+        await until(
+            lambda: (world.last("buffer", "dropped") or {}).get("outside_vocabulary") == 10, task
+        )
         await until(lambda: (world.last("buffer", "dropped") or {}).get("corrupt") == 2, task)
 
     play(world, script)
@@ -255,9 +277,18 @@ def test_what_is_torn_twice_or_of_another_target_is_counted_and_not_trained(worl
 
 
 def test_hostile_records_among_good_ones_do_not_stop_learning(world, records):
-    """The learner ended at each of the first four of them, at every start, and the last ones stopped the gate."""
-    odd = {"draft_version": "a b", "sampling": Sampling(temperature=1e-40), "hidden_shape": (2**62, 2**62)}
-    good = {"target_fingerprint": records[0].target_fingerprint, "sampling": Sampling(temperature=0)}
+    """The learner ended at each of the first four of them, at every start, and the last ones
+    stopped the gate.
+    """
+    odd = {
+        "draft_version": "a b",
+        "sampling": Sampling(temperature=1e-40),
+        "hidden_shape": (2**62, 2**62),
+    }
+    good = {
+        "target_fingerprint": records[0].target_fingerprint,
+        "sampling": Sampling(temperature=0),
+    }
     hostile = [
         poison.make_invalid_utf8(),
         poison.make_nested(100_000),
@@ -291,7 +322,9 @@ def test_the_spool_is_only_emptied_of_what_is_stored(world, records, tmp_path):
 
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
         buffer = type(world.config().buffer)(folder=disk, held_out_fraction=0.3)
@@ -340,7 +373,9 @@ def with_other_tokenizer(source, folder):
 
 
 @pytest.mark.parametrize("change", [make_draft, with_other_tokenizer], ids=["weights", "tokenizer"])
-def test_a_target_changed_under_the_same_address_is_kept_aside_and_nothing_is_swapped(world, records, change, tmp_path):
+def test_a_target_changed_under_the_same_address_is_kept_aside_and_nothing_is_swapped(
+    world, records, change, tmp_path
+):
     other = fingerprint(change(world.target, tmp_path / "other"))
 
     async def script(task):
@@ -349,9 +384,17 @@ def test_a_target_changed_under_the_same_address_is_kept_aside_and_nothing_is_sw
         swaps = [list(fake.swaps) for fake in world.fakes]
         world.fakes[0].target_fingerprint = other
         await until(lambda: world.last("state", "phase") == "halted", task)
-        ship(world.spool, [msgspec.structs.replace(record, target_fingerprint=other) for record in records[300:320]])
+        ship(
+            world.spool,
+            [
+                msgspec.structs.replace(record, target_fingerprint=other)
+                for record in records[300:320]
+            ],
+        )
         ship(world.spool, records[:300])
-        await until(lambda: world.last("buffer", "records") + world.last("buffer", "held_out") == 300, task)
+        await until(
+            lambda: world.last("buffer", "records") + world.last("buffer", "held_out") == 300, task
+        )
         world.fakes[1].version = "start"  # the halted learner does not reconcile either
         world.fakes[1].asked.clear()
         await until(lambda: world.fakes[1].asked.count("/redraft/status") > 4, task)
@@ -395,9 +438,14 @@ def test_the_fleet_stays_on_one_version_where_a_server_refuses_the_new_one(world
 def test_a_bad_version_that_a_person_forces_is_taken_back_by_the_canary(world, records):
     async def script(task):
         await until(lambda: all(fake.version == "v000001" for fake in world.fakes), task)
-        await until(lambda: world.entries("state"), task)  # it answers after the first look at the fleet
+        await until(
+            lambda: world.entries("state"), task
+        )  # it answers after the first look at the fleet
         bad = world.registry.publish(
-            lambda folder: (folder / "weights").touch(), target_fingerprint="", provenance={}, evaluation={}
+            lambda folder: (folder / "weights").touch(),
+            target_fingerprint="",
+            provenance={},
+            evaluation={},
         )
         world.traffic.tau[bad] = 1.0
         reply = await control.ask(world.root / "learner", Outcome, do="swap", version=bad)
@@ -423,7 +471,9 @@ def test_a_person_swaps_rolls_back_and_is_told_where_there_is_nothing_before(wor
         reply = await control.ask(learner, Outcome, do="swap", version=good)
         assert reply.passed, reply
         assert [fake.version for fake in world.fakes] == [good, good]
-        assert await control.ask(learner, control.WentBack, do="rollback") == control.WentBack(version="v000001")
+        assert await control.ask(learner, control.WentBack, do="rollback") == control.WentBack(
+            version="v000001"
+        )
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
 
     play(world, script)
@@ -436,15 +486,17 @@ def test_a_canary_can_be_recalled(world, records):
         ship(world.spool, records[:300])
         await until(lambda: world.last("state", "phase") == "canary", task)
         await until(lambda: world.fakes[0].version == "v000002", task)
-        assert await control.ask(world.root / "learner", control.WentBack, do="rollback") == control.WentBack(
-            version="v000001"
-        )
+        assert await control.ask(
+            world.root / "learner", control.WentBack, do="rollback"
+        ) == control.WentBack(version="v000001")
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
 
     play(world, script, rollout=rollout)
 
 
-def test_a_recall_that_comes_too_late_goes_back_behind_the_rollout_and_recalls_no_other(world, records, monkeypatch):
+def test_a_recall_that_comes_too_late_goes_back_behind_the_rollout_and_recalls_no_other(
+    world, records, monkeypatch
+):
     is_promoting, may_promote = threading.Event(), threading.Event()
     promote, post_to = Registry.promote, Inbox.post
 
@@ -467,7 +519,9 @@ def test_a_recall_that_comes_too_late_goes_back_behind_the_rollout_and_recalls_n
         learner = world.root / "learner"
         ship(world.spool, records[:300])
         await until(is_promoting.is_set, task)
-        assert await control.ask(learner, control.WentBack, do="rollback") == control.WentBack(version="v000001")
+        assert await control.ask(learner, control.WentBack, do="rollback") == control.WentBack(
+            version="v000001"
+        )
         assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
         reply = await control.ask(learner, Outcome, do="swap", version="v000002")
         assert reply.passed, reply
@@ -481,16 +535,23 @@ def test_the_gate_judges_a_draft_that_is_offered(world, records, random_target, 
 
     async def script(task):
         await until(lambda: world.last("buffer", "held_out") > 20, task)
-        verdict = await control.ask(world.root / "learner", control.Judged, do="judge", draft=str(worse))
+        verdict = await control.ask(
+            world.root / "learner", control.Judged, do="judge", draft=str(worse)
+        )
         assert verdict.decision is Decision.REJECT
-        better = await control.ask(world.root / "learner", control.Judged, do="judge", draft=str(random_target))
+        better = await control.ask(
+            world.root / "learner", control.Judged, do="judge", draft=str(random_target)
+        )
         assert better.decision is Decision.PROMOTE
 
     play(world, script, training=type(world.config().training)(records_per_candidate=10_000))
 
 
 def test_a_tenant_is_forgotten_also_where_its_records_are_still_on_their_way(world, random_target):
-    ship(world.spool, make_records(random_target, 8, tenant="acme") + make_records(random_target, 8, seed=3))
+    ship(
+        world.spool,
+        make_records(random_target, 8, tenant="acme") + make_records(random_target, 8, seed=3),
+    )
 
     async def script(task):
         await until(lambda: not list(world.spool.glob("*.records")), task)
@@ -501,7 +562,9 @@ def test_a_tenant_is_forgotten_also_where_its_records_are_still_on_their_way(wor
     play(world, script)
 
 
-def test_without_retention_a_learner_writes_no_text_and_a_restart_begins_at_the_served_version(world, records):
+def test_without_retention_a_learner_writes_no_text_and_a_restart_begins_at_the_served_version(
+    world, records
+):
     async def first(task):
         ship(world.spool, records[:300])
         await promoted(world, task)
@@ -538,7 +601,9 @@ def test_a_second_learner_of_the_same_draft_is_refused(world):
 
 
 @pytest.mark.parametrize("zero_retention", [False, True])
-def test_a_second_learner_on_the_same_folder_is_refused_also_with_another_registry(world, zero_retention):
+def test_a_second_learner_on_the_same_folder_is_refused_also_with_another_registry(
+    world, zero_retention
+):
     spool = Path("/dev/shm/redraft-never-made") if zero_retention else world.spool
     cfg = world.config(
         zero_retention=zero_retention, spool=spool, fleet=FleetConfig(servers=("http://127.0.0.1:1",)),
@@ -568,7 +633,11 @@ def test_the_learner_continues_with_a_later_checkpoint_of_the_target(world, tmp_
     play(world, script)
     later = shutil.copytree(world.target, tmp_path / "later")
     weights = load_file(later / "model.safetensors")
-    save_file({name: 1.01 * tensor for name, tensor in weights.items()}, later / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: 1.01 * tensor for name, tensor in weights.items()},
+        later / "model.safetensors",
+        {"format": "pt"},
+    )
     assert fingerprint(later) != fingerprint(world.target)
     for fake in world.fakes:
         fake.target_fingerprint = fingerprint(later)

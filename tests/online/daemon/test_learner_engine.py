@@ -1,4 +1,7 @@
-"""The daemon beside real vLLM servers: it learns from captured traffic, and no fault of ours fails a request."""
+"""The daemon beside real vLLM servers.
+
+It learns from captured traffic, and no fault of ours fails a request.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def token(monkeypatch):
 
 @pytest.fixture
 def world(random_target, tmp_path):
-    world = World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"), servers=0)
+    world = World.make(
+        tmp_path, random_target, make_draft(random_target, tmp_path / "draft"), servers=0
+    )
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "token").chmod(0o600)
     provide_first_version(world.config(), world.registry, TargetFolder.open(random_target))
@@ -66,7 +71,10 @@ async def learning(world, servers, **changes):
 
 async def all_serve(servers, version, timeout_s=300):
     """Return once every server serves the version returned by `version()`."""
-    async with asyncio.timeout(timeout_s), connected({server.url: TOKEN for server in servers}) as fleet:
+    async with (
+        asyncio.timeout(timeout_s),
+        connected({server.url: TOKEN for server in servers}) as fleet,
+    ):
         while {(await one.status()).draft_version for one in fleet} != {version()}:
             await asyncio.sleep(0.5)
 
@@ -104,8 +112,13 @@ def test_a_real_server_ends_with_a_draft_that_was_trained_on_its_own_traffic(ser
 @pytest.mark.slow
 def test_so_does_a_server_with_the_v2_runner(random_target, registry, tmp_path):
     versions = Path(shutil.copytree(registry, tmp_path / "registry", symlinks=True))
-    environment, options = model_runners.environment("v2"), ["--draft-sample-method", "probabilistic"]
-    with running_server(random_target, versions, tmp_path, options, environment=environment) as server:
+    environment, options = (
+        model_runners.environment("v2"),
+        ["--draft-sample-method", "probabilistic"],
+    )
+    with running_server(
+        random_target, versions, tmp_path, options, environment=environment
+    ) as server:
         assert server.status()["runner"].startswith("V2 model runner")
         with served_by(server, random_target, tmp_path / "world") as world:
             learn_from_its_traffic(world, server)
@@ -113,17 +126,27 @@ def test_so_does_a_server_with_the_v2_runner(random_target, registry, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_killed_server_comes_back_to_the_current_version_and_a_refusing_one_keeps_the_fleet_together(world):
+def test_a_killed_server_comes_back_to_the_current_version_and_a_refusing_one_keeps_the_fleet_together(
+    world,
+):
     async def main():
         elsewhere = shutil.copytree(world.registry.folder, world.root / "elsewhere", symlinks=True)
         with ExitStack() as running:
-            # The second server has a separate registry, in which no new version ever appears: it must refuse.
-            servers = [running.enter_context(serving(world)), running.enter_context(serving(world, 1, elsewhere))]
+            # The second server has a separate registry, in which no new version ever appears: it
+            # must refuse.
+            servers = [
+                running.enter_context(serving(world)),
+                running.enter_context(serving(world, 1, elsewhere)),
+            ]
             await asyncio.gather(*(each.ready() for each in servers))
             traffic = streams([each.url for each in servers])
             async with learning(world, servers) as task:
                 async with traffic.flowing():
-                    await until(lambda: any(e.outcome == "refused" for e in world.entries("swap")), task, 300)
+                    await until(
+                        lambda: any(e.outcome == "refused" for e in world.entries("swap")),
+                        task,
+                        300,
+                    )
                     await all_serve(servers, lambda: "v000001")
                     replace_by_link(elsewhere, world.registry.folder)
                     await until(lambda: world.registry.current() != "v000001", task, 300)
@@ -139,7 +162,10 @@ def test_a_killed_server_comes_back_to_the_current_version_and_a_refusing_one_ke
                     again = running.enter_context(serving(world, 1, old, port))
                     await again.ready()
                     replace_by_link(old, world.registry.folder)
-                    await until(lambda: "server_unreachable" in {e.what for e in world.entries("fault")}, task)
+                    await until(
+                        lambda: "server_unreachable" in {e.what for e in world.entries("fault")},
+                        task,
+                    )
                 assert kept.failures == []
                 # A canary may be under way. It ends only with traffic.
                 async with streams([each.url for each in servers]).flowing():
@@ -150,7 +176,9 @@ def test_a_killed_server_comes_back_to_the_current_version_and_a_refusing_one_ke
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_server_that_comes_back_with_another_target_is_left_alone_until_it_has_ours_again(world, tmp_path):
+def test_a_server_that_comes_back_with_another_target_is_left_alone_until_it_has_ours_again(
+    world, tmp_path
+):
     others = [
         make_draft(world.target, tmp_path / "weights"),
         with_other_tokenizer(world.target, tmp_path / "tokenizer"),
@@ -163,7 +191,9 @@ def test_a_server_that_comes_back_with_another_target_is_left_alone_until_it_has
         port = free_port()
         with serving(world, port=port) as first:
             await first.ready()
-            training = replace(world.config().training, records_per_candidate=100_000)  # nothing is swapped meanwhile
+            training = replace(
+                world.config().training, records_per_candidate=100_000
+            )  # nothing is swapped meanwhile
             async with learning(world, [first], training=training) as task:
                 async with streams([first.url]).flowing():
                     await until(lambda: world.last("training", "step") >= 4, task)

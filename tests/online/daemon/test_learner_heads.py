@@ -1,5 +1,7 @@
-"""Heads that learn online: hidden states travel from the engine into records and batches, then a verdict and a
-version."""
+"""Heads that learn online.
+
+Hidden states travel from the engine into records and batches, then a verdict and a version.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ from redraft.online.records.spool import spool_files
 
 @pytest.fixture(scope="module")
 def targets(random_target, tmp_path_factory):
-    """The target of each family: the same model, with room for an MTP layer if the family is MTP."""
+    """The target of each family.
+
+    The same model, with room for an MTP layer if the family is MTP.
+    """
     mimo = tmp_path_factory.mktemp("mimo") / "target"
     as_mimo(random_target, mimo)
     return {**dict.fromkeys(LAYERS, random_target), "mtp": mimo}
@@ -68,7 +73,12 @@ def test_hidden_states_survive_the_wire_and_wrong_ones_do_not(random_target):
     (record,) = make_records(random_target, 1)
     whole = with_states(record, random_target, "eagle3", begin=2)
     assert whole.hidden_words.shape == (29, 3, 64)
-    for change in ({"hidden_begin": 4}, {"hidden_begin": -1}, {"hidden": whole.hidden[:-2]}, {"hidden_shape": (0, 64)}):
+    for change in (
+        {"hidden_begin": 4},
+        {"hidden_begin": -1},
+        {"hidden": whole.hidden[:-2]},
+        {"hidden_shape": (0, 64)},
+    ):
         with pytest.raises(ValueError, match="hidden"):
             decode_record(encode_record(msgspec.structs.replace(whole, **change)))
 
@@ -81,20 +91,28 @@ def test_states_are_joined_without_a_gap_and_the_later_of_two_counts():
         return states and (states.begin, states.words_HLD.flatten().tolist())
 
     assert shown(join_states([chunk(0, 1, 2), chunk(2, 3)], 9, 99)) == (0, [1, 2, 3])
-    assert shown(join_states([chunk(0, 1, 2), chunk(3, 4)], 9, 99)) == (3, [4]), "a step between them was lost"
-    assert shown(join_states([chunk(0, 1, 2, 3), chunk(1, 7)], 9, 99)) == (0, [1, 7]), "read again after a preemption"
+    assert shown(join_states([chunk(0, 1, 2), chunk(3, 4)], 9, 99)) == (3, [4]), (
+        "a step between them was lost"
+    )
+    assert shown(join_states([chunk(0, 1, 2, 3), chunk(1, 7)], 9, 99)) == (0, [1, 7]), (
+        "read again after a preemption"
+    )
     assert shown(join_states([chunk(0, 1, 2, 3)], 2, 99)) == (0, [1, 2])
     assert join_states([chunk(4, 1)], 4, 99) is join_states([], 9, 99) is None
 
 
 @pytest.mark.parametrize("reads", ["layers", "last"])
-def test_every_token_of_a_batch_has_its_own_states_and_only_rows_with_states_count(random_target, reads):
+def test_every_token_of_a_batch_has_its_own_states_and_only_rows_with_states_count(
+    random_target, reads
+):
     name = {"layers": "eagle3", "last": "eagle1"}[reads]
     one, two = make_records(random_target, 2)
     records = [with_states(one, random_target, name, 0), with_states(two, random_target, name, 12)]
     texts = [training_sequence(record) for record in records]
     (batch,) = make_batches(texts, num_batches=1, sequence_length=64, seed=0, reads=reads)
-    states_BTLD = batch.signal.aux_BTLD if reads == "layers" else batch.signal.hidden_BTD[:, :, None]
+    states_BTLD = (
+        batch.signal.aux_BTLD if reads == "layers" else batch.signal.hidden_BTD[:, :, None]
+    )
     found = 0
     for record, begin in zip(records, (0, 12), strict=True):
         ids = text_of(record)[begin:]
@@ -102,8 +120,12 @@ def test_every_token_of_a_batch_has_its_own_states_and_only_rows_with_states_cou
             for at in range(len(row) - len(ids) + 1):
                 if row[at : at + len(ids)] == ids:
                     found += 1
-                    assert torch.equal(states_BTLD[b, at : at + len(ids) - 1].float(), floats(record.hidden_words))
-                    assert not states_BTLD[b, at + len(ids) - 1].any(), "the last token was never read"
+                    assert torch.equal(
+                        states_BTLD[b, at : at + len(ids) - 1].float(), floats(record.hidden_words)
+                    )
+                    assert not states_BTLD[b, at + len(ids) - 1].any(), (
+                        "the last token was never read"
+                    )
                     positions = batch.position_ids_BT[b, at : at + len(ids)].tolist()
                     assert positions == list(range(begin, begin + len(ids)))
                     labels = batch.loss_mask_BT[b, at : at + len(ids)].nonzero().flatten().tolist()
@@ -124,8 +146,14 @@ def test_a_record_that_the_head_cannot_read_is_counted_and_not_kept(random_targe
 
 
 def test_the_exported_head_says_what_it_reads(random_target, targets, tmp_path):
-    assert read_hidden_shape("eagle3", make_head("eagle3", random_target, tmp_path / "3")) == (3, 64)
-    assert read_hidden_shape("eagle1", make_head("eagle1", random_target, tmp_path / "1")) == (1, 64)
+    assert read_hidden_shape("eagle3", make_head("eagle3", random_target, tmp_path / "3")) == (
+        3,
+        64,
+    )
+    assert read_hidden_shape("eagle1", make_head("eagle1", random_target, tmp_path / "1")) == (
+        1,
+        64,
+    )
     assert read_hidden_shape("mtp", make_head("mtp", targets["mtp"], tmp_path / "mtp")) == (1, 64)
     assert read_hidden_shape("standalone", tmp_path) is None
     with pytest.raises(ValueError, match="eagle1, eagle3"):
@@ -133,29 +161,45 @@ def test_the_exported_head_says_what_it_reads(random_target, targets, tmp_path):
 
 
 @pytest.mark.parametrize("begin", [0, 3])
-def test_an_mtp_layer_learns_from_the_rows_that_an_engine_gives_it(random_target, targets, tmp_path, begin):
-    """Row t: the token after t, the state of t before the final norm, position t. Only position 0 has no embedding.
+def test_an_mtp_layer_learns_from_the_rows_that_an_engine_gives_it(
+    random_target, targets, tmp_path, begin
+):
+    """Row t: the token after t, the state of t before the final norm, position t.
+
+    Only position 0 has no embedding.
 
     A record of a cached prompt begins later, and so do the positions.
     """
     (record,) = make_records(random_target, 1)
     record = with_states(record, targets["mtp"], "mtp", begin)
-    head = mtp.Mtp.load(make_head("mtp", targets["mtp"], tmp_path / "head"), Target.from_folder(targets["mtp"])).eval()
+    head = mtp.Mtp.load(
+        make_head("mtp", targets["mtp"], tmp_path / "head"), Target.from_folder(targets["mtp"])
+    ).eval()
     reads = choose_reads(find_family("mtp"), head)
-    (batch,) = make_batches([training_sequence(record)], num_batches=1, sequence_length=64, seed=0, reads=reads)
+    (batch,) = make_batches(
+        [training_sequence(record)], num_batches=1, sequence_length=64, seed=0, reads=reads
+    )
     (found, *_) = head.draft_steps(batch, batch.signal)
     ids = torch.tensor(text_of(record))[None]
-    states_BTD = states_of(targets["mtp"], ids[0].tolist(), "mtp")[None, begin:-1, 0].bfloat16().float()
+    states_BTD = (
+        states_of(targets["mtp"], ids[0].tolist(), "mtp")[None, begin:-1, 0].bfloat16().float()
+    )
     positions_BT = torch.arange(begin, ids.shape[1] - 1)[None]
     expected_BTD, _ = head.step(ids[:, begin + 1 :], states_BTD, positions_BT, KeyCache())
-    torch.testing.assert_close(found.hidden_BTD[:, : positions_BT.shape[1]], expected_BTD, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found.hidden_BTD[:, : positions_BT.shape[1]], expected_BTD, atol=1e-5, rtol=1e-5
+    )
     labels = (found.mask_BT[0].nonzero().flatten() + begin + found.shift).tolist()
-    assert labels == list(range(max(7, begin + 1), ids.shape[1] - 1)), "rows of the target that count"
+    assert labels == list(range(max(7, begin + 1), ids.shape[1] - 1)), (
+        "rows of the target that count"
+    )
 
 
 def test_the_layer_in_a_targets_weights_becomes_the_first_version(targets, tmp_path):
     mimo = targets["mtp"]
-    layer = mtp.Mtp.load(make_head("mtp", mimo, tmp_path / "head", seed=5), Target.from_folder(mimo))
+    layer = mtp.Mtp.load(
+        make_head("mtp", mimo, tmp_path / "head", seed=5), Target.from_folder(mimo)
+    )
     stitch(mimo, layer.checkpoint_tensors(), tmp_path / "target", {})
     config = World.make(tmp_path, tmp_path / "target", tmp_path / "target", servers=0).config()
     config = replace(config, draft=DraftConfig(family="mtp", initial=tmp_path / "target"))
@@ -170,9 +214,13 @@ def test_the_layer_in_a_targets_weights_becomes_the_first_version(targets, tmp_p
         find_family("mtp").extract(mimo, tmp_path / "none")
 
 
-def test_a_trained_layer_is_written_in_the_layout_that_a_server_swaps(random_target, targets, tmp_path):
+def test_a_trained_layer_is_written_in_the_layout_that_a_server_swaps(
+    random_target, targets, tmp_path
+):
     version = make_head("mtp", targets["mtp"], tmp_path / "v000001")
-    records = [with_states(record, targets["mtp"], "mtp") for record in make_records(random_target, 8)]
+    records = [
+        with_states(record, targets["mtp"], "mtp") for record in make_records(random_target, 8)
+    ]
     settings = Training(lr=3e-3, warmup_steps=1, sequence_length=64)
     candidate = Candidate(settings, "mtp", targets["mtp"])
     candidate.begin(version)
@@ -180,27 +228,41 @@ def test_a_trained_layer_is_written_in_the_layout_that_a_server_swaps(random_tar
     assert losses[-1] < losses[0]
     candidate.write(tmp_path / "checkpoint")
     trained = tmp_path / "checkpoint" / DRAFT
-    assert json.loads((trained / "config.json").read_text()) == json.loads((version / "config.json").read_text())
+    assert json.loads((trained / "config.json").read_text()) == json.loads(
+        (version / "config.json").read_text()
+    )
     before, after = (load_file(folder / "model.safetensors") for folder in (version, trained))
-    assert {n: (t.shape, t.dtype) for n, t in after.items()} == {n: (t.shape, t.dtype) for n, t in before.items()}
+    assert {n: (t.shape, t.dtype) for n, t in after.items()} == {
+        n: (t.shape, t.dtype) for n, t in before.items()
+    }
     assert all(not torch.equal(before[name], after[name]) for name in before)
     layer = candidate.load(trained).state_dict()
-    assert all(torch.equal(layer[name], tensor) for name, tensor in candidate.distillation.draft.state_dict().items())
+    assert all(
+        torch.equal(layer[name], tensor)
+        for name, tensor in candidate.distillation.draft.state_dict().items()
+    )
 
 
 def test_quantised_weights_are_refused_with_the_cure(random_target, targets, tmp_path):
     mimo, eagle = targets["mtp"], make_head("eagle1", random_target, tmp_path / "eagle1")
     layer = mtp.Mtp.load(make_head("mtp", mimo, tmp_path / "head"), Target.from_folder(mimo))
-    packed = {n: t.to(torch.float8_e4m3fn) if t.ndim > 1 else t for n, t in layer.checkpoint_tensors().items()}
+    packed = {
+        n: t.to(torch.float8_e4m3fn) if t.ndim > 1 else t
+        for n, t in layer.checkpoint_tensors().items()
+    }
     stitch(mimo, packed, tmp_path / "target", {})
     with pytest.raises(ValueError, match=r"quantised.* block\.\w+"):
         find_family("mtp").extract(tmp_path / "target", tmp_path / "alone")
-    config = json.loads((eagle / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    config = json.loads((eagle / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "fp8"}
+    }
     (eagle / "config.json").write_text(json.dumps(config))
     settings = World.make(tmp_path, random_target, eagle, servers=0).config()
     settings = replace(settings, draft=DraftConfig(family="eagle1", initial=eagle))
     with pytest.raises(ValueError, match=r"eagle1.*\(fp8\).*draft.initial"):
-        provide_first_version(settings, Registry(tmp_path / "registry"), TargetFolder.open(random_target))
+        provide_first_version(
+            settings, Registry(tmp_path / "registry"), TargetFolder.open(random_target)
+        )
 
 
 # --- judging
@@ -223,15 +285,23 @@ def teach(head, records, reads):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_expected_counts_are_those_of_the_reference_decoder(random_target, targets, tmp_path, name):
-    """Block by block, the head proposes from the states an engine would give it, and the target's text decides."""
+def test_the_expected_counts_are_those_of_the_reference_decoder(
+    random_target, targets, tmp_path, name
+):
+    """Block by block, the head proposes from the states an engine would give it, and the target's
+    text decides.
+    """
     family = find_family(name)
     borrowed = Target.from_folder(targets[name])
-    head = family.load(make_head(name, targets[name], tmp_path / "head", seed=3), lambda: borrowed).eval()
+    head = family.load(
+        make_head(name, targets[name], tmp_path / "head", seed=3), lambda: borrowed
+    ).eval()
     records = [with_states(r, random_target, name) for r in make_records(random_target, 6)]
     reads = choose_reads(family, head)
     teach(head, records, reads)
-    scored = score(head, records, num_speculative_tokens=2, method="greedy", sequence_length=64, reads=reads)
+    scored = score(
+        head, records, num_speculative_tokens=2, method="greedy", sequence_length=64, reads=reads
+    )
     for record, found in zip(records, scored, strict=True):
         numbers = [number for _, _, number in verify_blocks(head, record, reads)]
         assert (found.num_drafts, found.num_accepted) == (len(numbers), sum(numbers))
@@ -264,13 +334,17 @@ def verify_blocks(head, record, reads):
 
 @pytest.fixture(scope="module")
 def records(random_target):
-    return [with_states(record, random_target, "eagle3") for record in make_records(random_target, 400)]
+    return [
+        with_states(record, random_target, "eagle3") for record in make_records(random_target, 400)
+    ]
 
 
 @pytest.fixture
 def world(random_target, tmp_path, monkeypatch):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
-    return World.make(tmp_path, random_target, make_head("eagle3", random_target, tmp_path / "head"))
+    return World.make(
+        tmp_path, random_target, make_head("eagle3", random_target, tmp_path / "head")
+    )
 
 
 def play(world, script, **changes):
@@ -297,63 +371,96 @@ def test_a_better_head_is_trained_from_records_proven_and_swapped_in(world, reco
     trained = eagle3.Eagle3.load(version, Target.from_folder(world.target))
     begun = eagle3.Eagle3.load(world.draft, Target.from_folder(world.target))
     assert not torch.equal(trained.fc.weight, begun.fc.weight)
-    assert json.loads((version / "config.json").read_text()) == json.loads((world.draft / "config.json").read_text())
+    assert json.loads((version / "config.json").read_text()) == json.loads(
+        (world.draft / "config.json").read_text()
+    )
 
 
 @pytest.mark.slow
 def test_a_head_of_a_block_is_trained_and_served(random_target, tmp_path, monkeypatch):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
-    world = World.make(tmp_path, random_target, make_head("dspark", random_target, tmp_path / "head"))
+    world = World.make(
+        tmp_path, random_target, make_head("dspark", random_target, tmp_path / "head")
+    )
     settings = replace(world.config().training, lr=3e-3, patience=50)
     draft = DraftConfig(family="dspark", initial=world.draft)
 
     async def main():
-        # A random target teaches little: after 256 records the gain is 0.006, with an interval of 0.004 to each side.
-        cfg = {"draft": draft, "training": settings, "gate": replace(world.config().gate, min_gain=0.0005)}
+        # A random target teaches little: after 256 records the gain is 0.006, with an interval of
+        # 0.004 to each side.
+        cfg = {
+            "draft": draft,
+            "training": settings,
+            "gate": replace(world.config().gate, min_gain=0.0005),
+        }
         async with world.fleet(), world.learner(**cfg) as task:
-            ship(world.spool, [with_states(r, random_target, "dspark") for r in make_records(random_target, 600)])
+            ship(
+                world.spool,
+                [with_states(r, random_target, "dspark") for r in make_records(random_target, 600)],
+            )
             await until(lambda: world.registry.current() not in (None, "v000001"), task)
 
     asyncio.run(main())
 
 
-def test_records_without_states_are_told_and_a_head_of_another_family_is_refused(world, random_target, tmp_path):
+def test_records_without_states_are_told_and_a_head_of_another_family_is_refused(
+    world, random_target, tmp_path
+):
     async def script(task):
         ship(world.spool, make_records(random_target, 5))
         await until(lambda: (world.last("buffer", "dropped") or {}).get("stateless") == 5, task)
 
     play(world, script)
     (tmp_path / "other").mkdir()
-    other = World.make(tmp_path / "other", random_target, make_head("eagle1", random_target, tmp_path / "eagle1"))
+    other = World.make(
+        tmp_path / "other", random_target, make_head("eagle1", random_target, tmp_path / "eagle1")
+    )
     with pytest.raises(ValueError, match=r"eagle1.*eagle3"):
         play(other, script)
 
 
-def test_a_head_whose_matrix_the_engine_would_share_is_refused_at_the_start(world, random_target, tmp_path):
-    untrained = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(0, 1, 2), num_steps=3), Target.from_folder(random_target))
+def test_a_head_whose_matrix_the_engine_would_share_is_refused_at_the_start(
+    world, random_target, tmp_path
+):
+    untrained = eagle3.Eagle3(
+        eagle3.Config(aux_layer_ids=(0, 1, 2), num_steps=3), Target.from_folder(random_target)
+    )
     untrained.export(tmp_path / "untrained")
     settings = world.config(draft=DraftConfig(family="eagle3", initial=tmp_path / "untrained"))
     with pytest.raises(ValueError, match=r"lm_head\.weight.*untrained"):
-        provide_first_version(settings, Registry(tmp_path / "registry"), TargetFolder.open(random_target))
+        provide_first_version(
+            settings, Registry(tmp_path / "registry"), TargetFolder.open(random_target)
+        )
     assert not Registry(tmp_path / "registry").versions()
 
 
 def test_a_head_of_another_width_is_refused_before_it_is_published(world, random_target, tmp_path):
     config = LlamaConfig.from_pretrained(random_target, hidden_size=32)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "narrow")
-    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(0, 1, 2), num_steps=3), Target.from_folder(tmp_path / "narrow"))
+    head = eagle3.Eagle3(
+        eagle3.Config(aux_layer_ids=(0, 1, 2), num_steps=3), Target.from_folder(tmp_path / "narrow")
+    )
     head.export(tmp_path / "narrow-head")
     settings = world.config(draft=DraftConfig(family="eagle3", initial=tmp_path / "narrow-head"))
     with pytest.raises(ValueError, match=r"draft\.initial .*narrow-head") as refused:
-        provide_first_version(settings, Registry(tmp_path / "registry"), TargetFolder.open(random_target))
+        provide_first_version(
+            settings, Registry(tmp_path / "registry"), TargetFolder.open(random_target)
+        )
     assert "\n" not in str(refused.value)
     assert not Registry(tmp_path / "registry").versions()
 
 
 def test_anchors_without_states_are_refused(world, random_target, tmp_path):
     model = LlamaForCausalLM.from_pretrained(random_target)
-    sample = Sample(input_ids=np.arange(5, 25, dtype=np.int32), loss_mask=np.arange(20) > 8, conversation="", domain="")
-    write_anchors(tmp_path / "anchors", [sample], InProcessTarget(model), fingerprint(random_target), k=4)
+    sample = Sample(
+        input_ids=np.arange(5, 25, dtype=np.int32),
+        loss_mask=np.arange(20) > 8,
+        conversation="",
+        domain="",
+    )
+    write_anchors(
+        tmp_path / "anchors", [sample], InProcessTarget(model), fingerprint(random_target), k=4
+    )
 
     async def script(task):
         await task
@@ -374,7 +481,9 @@ CAPTURED = [("v1", name) for name in ("eagle3", "eagle1", "mtp", "dflash", "peag
 @pytest.mark.vllm
 @pytest.mark.parametrize(("runner", "name"), CAPTURED)
 def test_what_is_captured_is_what_the_head_reads_in_serving(targets, tmp_path, runner, name):
-    """Over prompts of one step and of several, cached or not, of requests running side by side, greedy or sampled."""
+    """Over prompts of one step and of several, cached or not, of requests running side by side,
+    greedy or sampled.
+    """
     family, target = find_family(name), targets[name]
     rng = np.random.default_rng(0)
     long, short, other = (rng.integers(8, 500, count).tolist() for count in (150, 20, 33))
@@ -384,7 +493,8 @@ def test_what_is_captured_is_what_the_head_reads_in_serving(targets, tmp_path, r
         "target": str(target),
         "draft": str(draft),
         "method": family.method,
-        "speculative": family.speculative | ({"draft_sample_method": "probabilistic"} if family.can_sample else {}),
+        "speculative": family.speculative
+        | ({"draft_sample_method": "probabilistic"} if family.can_sample else {}),
         "spool": str(tmp_path / "spool"),
         "rounds": [
             {"prompts": [long, short, other]},
@@ -400,7 +510,11 @@ def test_what_is_captured_is_what_the_head_reads_in_serving(targets, tmp_path, r
     assert answers, done.stderr[-3000:]
     rounds = json.loads(answers.removeprefix("REPORT"))["answers"]
     first, second, third = [[tokens for (tokens,) in answered] for answered in rounds]
-    frames = [frame for path in spool_files(tmp_path / "spool") for frame in read_frames(path.read_bytes())]
+    frames = [
+        frame
+        for path in spool_files(tmp_path / "spool")
+        for frame in read_frames(path.read_bytes())
+    ]
     records = [record for _, record in frames]
     assert all(isinstance(record, Record) for record in records)
     texts = [long + first[0], short + first[1], other + first[2], long + second[0]]
@@ -431,15 +545,20 @@ def test_what_is_captured_is_what_the_head_reads_in_serving(targets, tmp_path, r
 def compare_drafts(head, name, record, states_TLD):
     """Log-probabilities of sampled draft tokens in the engine, less those that training gives them.
 
-    Only of tokens after accepted ones: the text of the record shows the tokens that the head read. The states are the
-    target's in float32, as the head read them in the engine. The record has them in bfloat16, and a random head can
-    turn that rounding into a difference of 0.2 in a log-probability.
+    Only of tokens after accepted ones: the text of the record shows the tokens that the head read.
+    The states are the target's in float32, as the head read them in the engine. The record has them
+    in bfloat16, and a random head can turn that rounding into a difference of 0.2 in a
+    log-probability.
     """
     if not record.sampling.temperature:
         return []
     reads = choose_reads(find_family(name), head)
-    (batch,) = make_batches([training_sequence(record)], num_batches=1, sequence_length=256, seed=0, reads=reads)
-    steps = take_draft_steps(head, batch, with_exact_states(batch.signal, states_TLD[record.hidden_begin :]), 3)
+    (batch,) = make_batches(
+        [training_sequence(record)], num_batches=1, sequence_length=256, seed=0, reads=reads
+    )
+    steps = take_draft_steps(
+        head, batch, with_exact_states(batch.signal, states_TLD[record.hidden_begin :]), 3
+    )
     found, number = [], 0
     for position, branch, token, prob in zip(
         record.positions, record.branches, record.draft_ids, record.draft_probs, strict=True
@@ -453,7 +572,9 @@ def compare_drafts(head, name, record, states_TLD):
 
 
 def with_exact_states(signal, states_TLD):
-    """The signal with the target's float32 states in place of the recorded ones, which end one token earlier."""
+    """The signal with the target's float32 states in place of the recorded ones, which end one
+    token earlier.
+    """
     field = "hidden_BTD" if signal.aux_BTLD is None else "aux_BTLD"
     recorded = getattr(signal, field)
     exact = torch.zeros(recorded.shape)
@@ -467,7 +588,10 @@ def tiny_world(tiny_target, tmp_path, monkeypatch):
     """A target with words to predict, and a head initialised from its last layer."""
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
     model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
-    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3, own_head=False), Target.from_model(model))
+    head = eagle3.Eagle3(
+        eagle3.Config(aux_layer_ids=(2, 4, 7), num_steps=3, own_head=False),
+        Target.from_model(model),
+    )
     head.init_from_layers([model.base_model.layers[-1]], model.base_model.norm)
     head.export(tmp_path / "head")
     world = World.make(tmp_path, tiny_target, tmp_path / "head", servers=0)
@@ -481,12 +605,17 @@ def tiny_world(tiny_target, tmp_path, monkeypatch):
 def test_a_real_server_ends_with_a_head_that_was_trained_on_its_own_traffic(tiny_world, tmp_path):
     world = tiny_world
     ids = load_tokenizer(world.target)(Path(ast.__file__).read_text())["input_ids"]
-    prompts = [Prompt(token_ids=ids[begin : begin + 24], domain="code") for begin in range(0, len(ids) - 24, 24)]
+    prompts = [
+        Prompt(token_ids=ids[begin : begin + 24], domain="code")
+        for begin in range(0, len(ids) - 24, 24)
+    ]
 
     async def main():
         options = ["--method", "eagle3", "--capture.hidden-states"]
         with running_server(world.target, world.registry.folder, tmp_path, options) as server:
-            clients = Traffic([server.url], {"code": prompts}, clients=4, max_tokens=48, pause_s=0.05)
+            clients = Traffic(
+                [server.url], {"code": prompts}, clients=4, max_tokens=48, pause_s=0.05
+            )
             cfg = {
                 "draft": DraftConfig(family="eagle3", initial=world.draft),
                 "fleet": FleetConfig(servers=(server.url,), poll_s=0.5),
@@ -496,10 +625,15 @@ def test_a_real_server_ends_with_a_head_that_was_trained_on_its_own_traffic(tiny
             async with world.learner(**cfg) as task, clients.flowing():
                 await until(lambda: world.registry.current() != "v000001", task, timeout_s=500)
             status = server.status()
-            assert (status["draft_version"], status["target_intact"]) == (world.registry.current(), True)
+            assert (status["draft_version"], status["target_intact"]) == (
+                world.registry.current(),
+                True,
+            )
             assert clients.answers
             assert clients.failures == []
 
     asyncio.run(main())
     # On a busy machine a few segments arrive without a usable state. They are refused and counted.
-    assert 20 * world.last("buffer", "dropped").get("stateless", 0) <= world.last("buffer", "records")
+    assert 20 * world.last("buffer", "dropped").get("stateless", 0) <= world.last(
+        "buffer", "records"
+    )

@@ -34,13 +34,18 @@ async def ended(process):
 
 KILLS = [
     "before 6 redraft.online.learning.candidate:Candidate.step",  # while training
-    "before 1 redraft.online.learning.buffer:Buffer.commit_trained",  # the checkpoint exists, but does not count yet
-    "after 2 redraft.online.fleet.registry:Registry.publish",  # published, but the state does not say so
+    # the checkpoint exists, but does not count yet
+    "before 1 redraft.online.learning.buffer:Buffer.commit_trained",
+    # published, but the state does not say so
+    "after 2 redraft.online.fleet.registry:Registry.publish",
 ]
 RARER_KILLS = [
-    "after 1 redraft.online.learning.buffer:Buffer.append",  # records stored, their file not yet removed
-    "before 2 redraft.heads.files.artifact:_flush",  # the checkpoint is written, but not yet durable
-    "after 1 redraft.online.learning.buffer:Buffer.commit_trained",  # it counts, but the state does not say so
+    # records stored, their file not yet removed
+    "after 1 redraft.online.learning.buffer:Buffer.append",
+    # the checkpoint is written, but not yet durable
+    "before 2 redraft.heads.files.artifact:_flush",
+    # it counts, but the state does not say so
+    "after 1 redraft.online.learning.buffer:Buffer.commit_trained",
     "before 3 redraft.heads.files.artifact:_flush",  # while publishing
     "before 1 redraft.online.daemon.cycle:try_canary",
     "before 1 redraft.online.daemon.cycle:roll_waves",
@@ -48,7 +53,9 @@ RARER_KILLS = [
 ]
 
 
-@pytest.mark.parametrize("kill_at", [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in RARER_KILLS)])
+@pytest.mark.parametrize(
+    "kill_at", [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in RARER_KILLS)]
+)
 def test_a_killed_learner_goes_on_and_neither_loses_nor_repeats_a_record(world, records, kill_at):
     async def main():
         async with world.fleet():
@@ -59,7 +66,11 @@ def test_a_killed_learner_goes_on_and_neither_loses_nor_repeats_a_record(world, 
             process = start(world.config(gate=ANYTHING))
             ship(world.spool, records[180:])
             await until(lambda: world.registry.current() not in (None, "v000001"))
-            await until(lambda: len({fake.version for fake in world.fakes} | {world.registry.current()}) == 1)
+            await until(
+                lambda: (
+                    len({fake.version for fake in world.fakes} | {world.registry.current()}) == 1
+                )
+            )
             await until(lambda: not list(world.spool.glob("*.records")))
             await until(lambda: world.last("buffer", "lag_records") < 4)
             process.terminate()
@@ -78,13 +89,17 @@ def assert_every_record_is_there_and_was_trained_once(world, records):
     config = world.config()
     assert assert_every_record_was_trained_once(config) == len(records)
     with Buffer(config.buffer_config, fingerprint(config.target)) as buffer:
-        stored = {s.record.record_id for s in [*buffer.fresh(0, 10_000), *buffer.read(buffer.select_held_out(10_000))]}
+        stored = {
+            s.record.record_id
+            for s in [*buffer.fresh(0, 10_000), *buffer.read(buffer.select_held_out(10_000))]
+        }
     assert stored == {record.record_id for record in records}
 
 
 def assert_every_record_was_trained_once(config):
-    """The number of records the learner holds, after checking that the checkpoint has trained on each exactly once as
-    fresh."""
+    """The number of records the learner holds, after checking that the checkpoint has trained on
+    each exactly once as fresh.
+    """
     with Buffer(config.buffer_config, fingerprint(config.target)) as buffer:
         training, num_held_out = buffer.fresh(0, 10_000), len(buffer.select_held_out(10_000))
         newest = buffer.commits()[0]

@@ -24,7 +24,12 @@ ENVIRONMENT = os.environ | {
     "REDRAFT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]),
 }  # fmt: skip
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-DDP = ["--config_file", str(Path(__file__).parents[3] / "recipes/accelerate/ddp.yaml"), "--main_process_port", "0"]
+DDP = [
+    "--config_file",
+    str(Path(__file__).parents[3] / "recipes/accelerate/ddp.yaml"),
+    "--main_process_port",
+    "0",
+]
 LAUNCHES = {
     1: [*ACCELERATE, "--cpu", "--num_processes", "1"],
     2: [*ACCELERATE, *DDP, "--num_processes", "2", "--mixed_precision", "no"],
@@ -45,12 +50,21 @@ def launched(world, ranks, page_port=0):
     config, log = world.root / "learner.toml", world.root / "log"
     config.write_text(
         f'target = "{world.target}"\nregistry = "registry"\nspool = "spool"\n'
-        f'[draft]\ninitial = "{world.draft}"\n[fleet]\nservers = {[fake.url for fake in world.fakes]}\n'
-        "[training]\nsequence_length = 64\nfresh_per_step = 4\nreplay_per_step = 12\nrecords_per_candidate = 32\n"
+        f'[draft]\ninitial = "{world.draft}"\n[fleet]\nservers = '
+        f"{[fake.url for fake in world.fakes]}\n"
+        "[training]\nsequence_length = 64\nfresh_per_step = 4\nreplay_per_step = "
+        "12\nrecords_per_candidate = 32\n"
         f"[page]\nport = {page_port}\n"
     )
     with log.open("a") as output:
-        command = [*LAUNCHES[ranks], "-m", "redraft.recipes.cli", "learner", "--config", str(config)]
+        command = [
+            *LAUNCHES[ranks],
+            "-m",
+            "redraft.recipes.cli",
+            "learner",
+            "--config",
+            str(config),
+        ]
         process = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=output)
     try:
         yield process
@@ -99,7 +113,9 @@ def test_accelerate_launches_it_and_it_ends_in_good_order(world, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks_then", LAUNCHES)
-def test_when_its_second_rank_is_killed_the_learner_ends_and_the_next_one_goes_on(world, ranks_then):
+def test_when_its_second_rank_is_killed_the_learner_ends_and_the_next_one_goes_on(
+    world, ranks_then
+):
     records = make_records(world.target, 120)
 
     async def main():
@@ -115,7 +131,12 @@ def test_when_its_second_rank_is_killed_the_learner_ends_and_the_next_one_goes_o
                 assert not any(rank.is_running() for rank in ranks)
             with launched(world, ranks_then) as process:
                 ship(world.spool, records[90:])
-                await until(lambda: world.last("buffer", "records") + world.last("buffer", "held_out") == len(records))
+                await until(
+                    lambda: (
+                        world.last("buffer", "records") + world.last("buffer", "held_out")
+                        == len(records)
+                    )
+                )
                 await until(lambda: world.last("buffer", "lag_records") < 4)
                 os.kill(owner(world), signal.SIGTERM)
                 assert await returned(world, process) == 0
@@ -134,7 +155,9 @@ def test_when_its_second_rank_is_killed_the_learner_ends_and_the_next_one_goes_o
 def test_a_wrong_setting_is_one_line(arguments, message, tmp_path):
     (tmp_path / "learner.toml").write_text('target = "t"\nregistry = "r"\nspool = "s"\n')
     command = [sys.executable, "-m", "redraft.recipes.cli", "learner", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

@@ -1,4 +1,7 @@
-"""A learner beside one server of three that hangs or lies: it sees the others at every poll, and rolls back at once."""
+"""A learner beside one server of three that hangs or lies.
+
+It sees the others at every poll, and rolls back at once.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,12 @@ def looks(world, fake):
     pytest.param({STATUS: "hang"}, marks=pytest.mark.slow),
     *(pytest.param({path: "drip"}, marks=pytest.mark.slow) for path in (STATUS, SWAP)),
 ], ids=str)  # fmt: skip
-def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(world, trouble, monkeypatch):
-    monkeypatch.setattr(server, "STATUS_TIMEOUT_S", 300)  # whoever waits for the answer waits as long
+def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(
+    world, trouble, monkeypatch
+):
+    monkeypatch.setattr(
+        server, "STATUS_TIMEOUT_S", 300
+    )  # whoever waits for the answer waits as long
     hung, *well = world.fakes
     hung.trouble = trouble
 
@@ -72,7 +79,9 @@ def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(
             await until(lambda: world.entries("state"), task)
             await until(lambda: len(looks(world, well[0])) >= 3, task)
             began_s = time.monotonic()
-            rollback = asyncio.create_task(control.ask(world.root / "learner", control.WentBack, do="rollback"))
+            rollback = asyncio.create_task(
+                control.ask(world.root / "learner", control.WentBack, do="rollback")
+            )
             await until(lambda: all(fake.version == FIRST for fake in well), task)
             assert time.monotonic() - began_s < SWAP_TIMEOUT_S / 10
             reply = await rollback
@@ -89,7 +98,9 @@ def test_one_server_that_hangs_neither_blinds_the_learner_nor_blocks_a_rollback(
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_rollback_in_the_middle_of_a_rollout_does_not_wait_for_a_server_that_hangs(world, draft, number):
+def test_a_rollback_in_the_middle_of_a_rollout_does_not_wait_for_a_server_that_hangs(
+    world, draft, number
+):
     """One of the three is the canary: then the rollout hangs on it, otherwise later."""
     third = world.registry.publish(
         lambda folder: shutil.copytree(draft, folder, dirs_exist_ok=True),
@@ -106,7 +117,9 @@ def test_a_rollback_in_the_middle_of_a_rollout_does_not_wait_for_a_server_that_h
             await until(lambda: world.entries("state"), task)
             world.fakes[number].trouble = {SWAP: "hang"}
             world.fakes[number].asked.clear()
-            swap = asyncio.create_task(control.ask(world.root / "learner", Outcome, do="swap", version=third))
+            swap = asyncio.create_task(
+                control.ask(world.root / "learner", Outcome, do="swap", version=third)
+            )
             await until(lambda: SWAP in world.fakes[number].asked, task)
             assert phase() in ("canary", "rolling")
             began_s = time.monotonic()

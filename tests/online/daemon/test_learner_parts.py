@@ -84,7 +84,9 @@ def test_the_loss_is_the_divergence_from_what_was_recorded(random_target):
     loss, _ = DistillStep(draft, Divergence())(batch, batch.signal, scale=1.0)
     logits_TV = draft.model(torch.tensor([text.input_ids_T.tolist()])).logits[0].double()
     expected = 0.0
-    for row, ids, log_probs in zip(text.rows_R, text.topk_ids_RK, text.topk_log_probs_RK, strict=True):
+    for row, ids, log_probs in zip(
+        text.rows_R, text.topk_ids_RK, text.topk_log_probs_RK, strict=True
+    ):
         log_q = logits_TV[int(row)].log_softmax(-1)[torch.tensor(ids).long()]
         p, q = np.exp(log_probs.astype(float)), log_q.exp().detach().numpy()
         tail_p, tail_q = 1 - p.sum(), 1 - q.sum()
@@ -117,7 +119,12 @@ def test_a_record_that_would_break_training_counts_as_corrupt(changes, why):
 
 def test_acceptance_is_counted_by_steps():
     counted = count_acceptance(make_record())
-    assert (counted.num_drafts, counted.num_accepted, counted.num_draft_tokens, counted.tau) == (2, 4, 6, 3.0)
+    assert (counted.num_drafts, counted.num_accepted, counted.num_draft_tokens, counted.tau) == (
+        2,
+        4,
+        6,
+        3.0,
+    )
 
 
 # --- judging
@@ -126,7 +133,9 @@ def test_acceptance_is_counted_by_steps():
 @given(st.lists(st.booleans(), min_size=3, max_size=40), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_at_temperature_0_blocks_are_walked_as_the_engine_walks_them(matches, k):
-    """If every block has all of its rows, the counts equal those of `eval`'s walk over the same matches."""
+    """If every block has all of its rows, the counts equal those of `eval`'s walk over the same
+    matches.
+    """
     padded = matches + [False] * k
     scored = walk_stretches(np.arange(len(padded)), np.tile(np.array(padded, float), (k, 1)))
     table = torch.tensor([padded[t : t + k] for t in range(len(padded) - k + 1)])
@@ -136,7 +145,8 @@ def test_at_temperature_0_blocks_are_walked_as_the_engine_walks_them(matches, k)
 
 def test_blocks_are_expected_over_all_ways_to_get_there():
     scored = walk_stretches(np.arange(3), np.array([[0.5, 0.25, 0.8]]))
-    # Row 0 begins a block; row 1 if it was refused (0.5); row 2 if row 0 was accepted, or row 1 refused.
+    # Row 0 begins a block; row 1 if it was refused (0.5); row 2 if row 0 was accepted, or row 1
+    # refused.
     starts = [1.0, 0.5, 0.5 + 0.5 * 0.75]
     assert scored.num_drafts == pytest.approx(sum(starts))
     assert scored.num_accepted == pytest.approx(np.dot(starts, [0.5, 0.25, 0.8]))
@@ -166,14 +176,24 @@ def test_the_later_tokens_of_a_block_have_probabilities_of_their_own():
         (Sampling(top_k=2, top_p=0.6), [1, 0, 0]),
     ],
 )
-def test_the_served_distribution_is_the_recorded_one_after_the_requests_sampling(sampling, expected):
+def test_the_served_distribution_is_the_recorded_one_after_the_requests_sampling(
+    sampling, expected
+):
     log_probs_NK = torch.tensor([[0.5, 0.3, 0.1]]).log()
-    assert sampled_topk(log_probs_NK, sampling.served())[0].tolist() == pytest.approx(expected, abs=1e-6)
+    assert sampled_topk(log_probs_NK, sampling.served())[0].tolist() == pytest.approx(
+        expected, abs=1e-6
+    )
 
 
-@pytest.mark.parametrize(("method", "temperature"), [("greedy", 0.0), ("greedy", 1.0), ("probabilistic", 0.7)])
-def test_acceptance_is_that_of_the_drafts_own_distribution(random_target, tmp_path, method, temperature):
-    draft = StandaloneDraft.load(make_draft(random_target, tmp_path / "draft"), torch.float32).eval()
+@pytest.mark.parametrize(
+    ("method", "temperature"), [("greedy", 0.0), ("greedy", 1.0), ("probabilistic", 0.7)]
+)
+def test_acceptance_is_that_of_the_drafts_own_distribution(
+    random_target, tmp_path, method, temperature
+):
+    draft = StandaloneDraft.load(
+        make_draft(random_target, tmp_path / "draft"), torch.float32
+    ).eval()
     (record,) = make_records(random_target, 1, sampling=Sampling(temperature=temperature))
     text = training_sequence(record)
     (batch,) = make_batches([text], num_batches=1, sequence_length=64, seed=0)
@@ -181,7 +201,11 @@ def test_acceptance_is_that_of_the_drafts_own_distribution(random_target, tmp_pa
     with torch.no_grad():
         logits_RV = draft.model(torch.tensor([text.input_ids_T.tolist()])).logits[0, text.rows_R]
     p_RK = sampled_topk(torch.tensor(text.topk_log_probs_RK), record.sampling.served())
-    q_RV = F.one_hot(logits_RV.argmax(-1), 512).float() if method == "greedy" else (logits_RV / temperature).softmax(-1)
+    q_RV = (
+        F.one_hot(logits_RV.argmax(-1), 512).float()
+        if method == "greedy"
+        else (logits_RV / temperature).softmax(-1)
+    )
     ids_RK = torch.tensor(text.topk_ids_RK).long()
     expected_R = torch.minimum(p_RK, q_RV.gather(1, ids_RK)).sum(1)
     assert rows_R.tolist() == text.rows_R.tolist()
@@ -198,8 +222,12 @@ def test_the_target_itself_is_always_accepted_and_segments_of_a_request_are_adde
         num_drafts=scored[0].num_drafts + scored[1].num_drafts,
         num_accepted=scored[0].num_accepted + scored[1].num_accepted,
     )
-    found = score_requests(target, iter(records), num_speculative_tokens=3, method="greedy", sequence_length=64)
-    assert found == {("boot", records[0].request_id): RequestScore("code", whole, records[0].target)}
+    found = score_requests(
+        target, iter(records), num_speculative_tokens=3, method="greedy", sequence_length=64
+    )
+    assert found == {
+        ("boot", records[0].request_id): RequestScore("code", whole, records[0].target)
+    }
 
 
 # --- settings
@@ -208,7 +236,9 @@ def test_the_target_itself_is_always_accepted_and_segments_of_a_request_are_adde
 def test_the_printed_example_is_complete_and_says_the_defaults(tmp_path):
     (tmp_path / "learner.toml").write_text(render_example(LearnerConfig))
     config = load_config(tmp_path / "learner.toml")
-    default = LearnerConfig(target=config.target, registry=config.registry, spool=config.spool, folder=config.folder)
+    default = LearnerConfig(
+        target=config.target, registry=config.registry, spool=config.spool, folder=config.folder
+    )
     assert config == default
     keys = {
         f"{section}."
@@ -216,7 +246,9 @@ def test_the_printed_example_is_complete_and_says_the_defaults(tmp_path):
         if isinstance(value, dict)
     }
     assert keys == {
-        f"{f.name}." for f in dataclasses.fields(LearnerConfig) if dataclasses.is_dataclass(f.default_factory)
+        f"{f.name}."
+        for f in dataclasses.fields(LearnerConfig)
+        if dataclasses.is_dataclass(f.default_factory)
     }
 
 
@@ -251,8 +283,14 @@ def test_overrides_go_on_top_and_paths_begin_at_the_file(tmp_path):
     (tmp_path / "learner.toml").write_text(
         'target = "t"\nregistry = "/r"\nspool = "s"\n[training]\nlr = 1.0\nseed = 7\n'
     )
-    config = load_config(tmp_path / "learner.toml", ["training.lr=2e-3", "fleet.servers=['http://a']"])
-    assert (config.training.lr, config.training.seed, config.fleet.servers) == (2e-3, 7, ("http://a",))
+    config = load_config(
+        tmp_path / "learner.toml", ["training.lr=2e-3", "fleet.servers=['http://a']"]
+    )
+    assert (config.training.lr, config.training.seed, config.fleet.servers) == (
+        2e-3,
+        7,
+        ("http://a",),
+    )
     assert (config.target, str(config.registry)) == (tmp_path / "t", "/r")
     assert config.folder == tmp_path / "learner"
     assert config.buffer_config.folder == tmp_path / "learner" / "buffer"

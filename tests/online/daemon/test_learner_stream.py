@@ -77,7 +77,9 @@ def test_a_broker_that_goes_away_is_a_fault_that_heals(world, records, tmp_path)
                 await ship(broker, records[:10])
                 await until(lambda: stored(world) == 10, task)
                 broker.kill()
-                await until(lambda: "broker_unreachable" in [f.what for f in world.entries("fault")], task)
+                await until(
+                    lambda: "broker_unreachable" in [f.what for f in world.entries("fault")], task
+                )
                 broker.start()
                 await ship(broker, records[10:20])
                 await until(lambda: stored(world) == 20, task)

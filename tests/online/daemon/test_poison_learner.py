@@ -1,4 +1,7 @@
-"""A learner among ten thousand hostile records: it neither ends nor stalls, and its memory stays bounded."""
+"""A learner among ten thousand hostile records.
+
+It neither ends nor stalls, and its memory stays bounded.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ def peak_bytes(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_learner_trains_on_what_is_good_among_ten_thousand_hostile_records(random_target, tmp_path, monkeypatch):
+def test_a_learner_trains_on_what_is_good_among_ten_thousand_hostile_records(
+    random_target, tmp_path, monkeypatch
+):
     monkeypatch.setenv("REDRAFT_TOKEN", TOKEN)
     for name, capacity in CACHES.items():  # as `redraft learner` sets them
         monkeypatch.setenv(name, capacity)
@@ -41,13 +46,16 @@ def test_a_learner_trains_on_what_is_good_among_ten_thousand_hostile_records(ran
         async with world.fleet():
             process = start(world.config(gate=ANYTHING))
             for part in range(100):
-                # file names sort by time, so the learner meets an honest file after each hostile one
+                # file names sort by time, so the learner meets an honest file after each hostile
+                # one
                 (world.spool / f"{part:020d}-hostile-0.records").write_bytes(
                     b"".join(hostile[100 * part : 100 * part + 100])
                 )
                 ship(world.spool, honest[3 * part : 3 * part + 3])
             await until(lambda: not process.is_alive() or not spool_files(world.spool))
-            await until(lambda: not process.is_alive() or world.registry.current() not in (None, "v000001"))
+            await until(
+                lambda: not process.is_alive() or world.registry.current() not in (None, "v000001")
+            )
             assert process.is_alive()
             peak = peak_bytes(process.pid)
             print(f"the learner held {peak >> 20} MiB at most")
@@ -61,4 +69,10 @@ def test_a_learner_trains_on_what_is_good_among_ten_thousand_hostile_records(ran
     stored = world.entries("buffer")[-1]
     assert stored.held_out > 40
     assert sum(stored.dropped.values()) > 7_500
-    assert {"corrupt", "bad_identifier", "bad_sampling", "bad_probabilities", "not_finite"} <= stored.dropped.keys()
+    assert {
+        "corrupt",
+        "bad_identifier",
+        "bad_sampling",
+        "bad_probabilities",
+        "not_finite",
+    } <= stored.dropped.keys()

@@ -1,4 +1,7 @@
-"""The learner sleeps when there is nothing to gain, and wakes when its traffic changes. With a fake fleet."""
+"""The learner sleeps when there is nothing to gain, and wakes when its traffic changes.
+
+With a fake fleet.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,21 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def world(random_target: Path, tmp_path: Path) -> World:
     """The draft is the target itself, so nothing can be gained."""
-    return World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "copy", noise=0.0))
+    return World.make(
+        tmp_path, random_target, make_draft(random_target, tmp_path / "copy", noise=0.0)
+    )
 
 
 def settings(world: World, **changes: Any) -> dict[str, Any]:
-    training = replace(world.config().training, records_per_candidate=16, replay_per_step=4, patience=2)
+    training = replace(
+        world.config().training, records_per_candidate=16, replay_per_step=4, patience=2
+    )
     return {"training": training, "gate": GATE, **changes}
 
 
-def test_a_perfect_draft_puts_the_learner_to_sleep_and_a_new_domain_wakes_it(world: World, random_target: Path) -> None:
+def test_a_perfect_draft_puts_the_learner_to_sleep_and_a_new_domain_wakes_it(
+    world: World, random_target: Path
+) -> None:
     code = make_records(random_target, 160)
     prose = make_records(random_target, 60, seed=9, domain="prose")
 
@@ -56,19 +65,29 @@ def test_a_perfect_draft_puts_the_learner_to_sleep_and_a_new_domain_wakes_it(wor
                 assert status.is_asleep
                 assert "asleep" in (await live_lines(world.config()))[0]
                 steps = len(world.entries("training"))
-                ship(world.spool, code[80:110])  # a candidate's worth of training records, of the same traffic
+                ship(
+                    world.spool, code[80:110]
+                )  # a candidate's worth of training records, of the same traffic
                 await until(lambda: world.last("staleness", "steps_saved"), task)
                 assert len(world.entries("training")) == steps, "passed over, not trained"
                 assert is_asleep()
             saved = world.last("staleness", "steps_saved")
             async with world.learner(**settings(world)) as task:  # a restart does not wake it
-                await until(lambda: world.entries("state")[-1].reason.startswith("training goes on"), task)
-                assert (await control.ask(world.config().folder, control.Standing, do="status")).is_asleep
+                await until(
+                    lambda: world.entries("state")[-1].reason.startswith("training goes on"), task
+                )
+                assert (
+                    await control.ask(world.config().folder, control.Standing, do="status")
+                ).is_asleep
                 ship(world.spool, prose)
                 await until(lambda: len(world.entries("training")) > steps, task)
-                woken = next(entry for entry in world.entries("staleness") if "begins again" in entry.reason)
+                woken = next(
+                    entry for entry in world.entries("staleness") if "begins again" in entry.reason
+                )
                 assert re.search(r"\bprose\b.*\bnew\b", woken.reason)
-                assert woken.tau_then == woken.tau_now == 6, "the servers draft 5 tokens, all accepted"
+                assert woken.tau_then == woken.tau_now == 6, (
+                    "the servers draft 5 tokens, all accepted"
+                )
                 assert world.last("staleness", "steps_saved") >= saved
 
     asyncio.run(main())
@@ -78,12 +97,17 @@ def test_a_learner_that_may_not_sleep_trains_on(world: World, random_target: Pat
     records = make_records(random_target, 160)
 
     async def main() -> None:
-        async with world.fleet(), world.learner(**settings(world, sleep=SleepPolicy(enabled=False))) as task:
+        async with (
+            world.fleet(),
+            world.learner(**settings(world, sleep=SleepPolicy(enabled=False))) as task,
+        ):
             ship(world.spool, records[:60])
             await until(lambda: len(world.entries("gate")) >= 2, task)
             ship(world.spool, records[60:])
             await until(lambda: len(world.entries("gate")) >= 4, task)
             assert not any(entry.is_asleep for entry in world.entries("staleness"))
-            await until(lambda: world.last("staleness", "tau_then"), task)  # it still tells how stale the draft is
+            await until(
+                lambda: world.last("staleness", "tau_then"), task
+            )  # it still tells how stale the draft is
 
     asyncio.run(main())

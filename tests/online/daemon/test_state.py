@@ -8,7 +8,16 @@ import time
 import pytest
 
 from redraft.heads.files.sealed import DamagedError, write_sealed
-from redraft.online.daemon.state import TRANSITIONS, Event, IllegalEventError, Phase, State, advance, load, save
+from redraft.online.daemon.state import (
+    TRANSITIONS,
+    Event,
+    IllegalEventError,
+    Phase,
+    State,
+    advance,
+    load,
+    save,
+)
 
 
 def test_a_candidate_goes_all_the_way_and_back_to_idle():
@@ -50,15 +59,22 @@ def test_halt_is_possible_everywhere_and_only_resume_ends_it():
         assert advance(State(phase=phase), Event.HALT).phase is Phase.HALTED
     halted = State(phase=Phase.HALTED)
     assert advance(halted, Event.RESUME) == State()
-    assert {event for phase, event in TRANSITIONS if phase is Phase.HALTED} == {Event.HALT, Event.RESUME}
+    assert {event for phase, event in TRANSITIONS if phase is Phase.HALTED} == {
+        Event.HALT,
+        Event.RESUME,
+    }
 
 
 def test_every_phase_is_reachable_and_can_be_left():
     reached = {Phase.IDLE}
-    while more := {after for (before, _), after in TRANSITIONS.items() if before in reached} - reached:
+    while (
+        more := {after for (before, _), after in TRANSITIONS.items() if before in reached} - reached
+    ):
         reached |= more
     assert reached == set(Phase)
-    assert {before for (before, _), after in TRANSITIONS.items() if after is not before} == set(Phase)
+    assert {before for (before, _), after in TRANSITIONS.items() if after is not before} == set(
+        Phase
+    )
 
 
 def test_a_state_is_the_same_after_saving(tmp_path):
@@ -74,8 +90,15 @@ def test_looks_are_counted_until_a_version_is_rolled_out():
     state = advance(state, Event.PROMOTED)
     for event in (Event.PUBLISHED, Event.ROLLED_BACK):
         state = advance(state, event, candidate="v000002")
-    assert (state.phase, state.num_looks) == (Phase.IDLE, 3), "the incumbent is the same: its count goes on"
-    assert advance(State(phase=Phase.ROLLING, candidate="v000003", num_looks=3), Event.ROLLED_OUT).num_looks == 0
+    assert (state.phase, state.num_looks) == (Phase.IDLE, 3), (
+        "the incumbent is the same: its count goes on"
+    )
+    assert (
+        advance(
+            State(phase=Phase.ROLLING, candidate="v000003", num_looks=3), Event.ROLLED_OUT
+        ).num_looks
+        == 0
+    )
 
 
 def test_an_inconclusive_canary_ends_at_idle():
@@ -84,13 +107,20 @@ def test_an_inconclusive_canary_ends_at_idle():
 
 
 def test_a_state_of_an_earlier_redraft_has_no_looks(tmp_path):
-    (tmp_path / "state.json").write_text(json.dumps({"phase": "idle", "candidate": None, "reason": "why"}))
+    (tmp_path / "state.json").write_text(
+        json.dumps({"phase": "idle", "candidate": None, "reason": "why"})
+    )
     assert load(tmp_path / "state.json") == State(reason="why")
 
 
 def test_a_state_of_a_later_redraft_is_read_as_far_as_it_is_known(tmp_path):
-    write_sealed(tmp_path / "state.json", {"phase": "canary", "candidate": "v000003", "num_looks": 3, "mood": "good"})
-    assert load(tmp_path / "state.json") == State(phase=Phase.CANARY, candidate="v000003", num_looks=3)
+    write_sealed(
+        tmp_path / "state.json",
+        {"phase": "canary", "candidate": "v000003", "num_looks": 3, "mood": "good"},
+    )
+    assert load(tmp_path / "state.json") == State(
+        phase=Phase.CANARY, candidate="v000003", num_looks=3
+    )
 
 
 def write(content):
@@ -118,12 +148,16 @@ def test_a_file_that_holds_no_state_is_damaged(tmp_path, write):
 
 def test_no_flipped_bit_and_no_cut_makes_another_state(tmp_path):
     path = tmp_path / "state.json"
-    state = State(phase=Phase.CANARY, candidate="v000012", reason="gain +0.2 [0.1, 0.3]", num_looks=3)
+    state = State(
+        phase=Phase.CANARY, candidate="v000012", reason="gain +0.2 [0.1, 0.3]", num_looks=3
+    )
     save(state, path)
     whole = path.read_bytes()
     changed = [whole[:size] for size in range(len(whole))]
     changed += [
-        whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :] for at in range(len(whole)) for bit in range(8)
+        whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
+        for at in range(len(whole))
+        for bit in range(8)
     ]
     for content in changed:
         path.write_bytes(content)
@@ -144,7 +178,10 @@ def test_a_state_of_a_later_release_is_not_taken_for_damage(tmp_path):
 def save_forever(path):
     number = 0
     while True:
-        save(State(phase=Phase.CANARY, candidate=f"v{number:06d}", reason="x" * (number % 5000)), path)
+        save(
+            State(phase=Phase.CANARY, candidate=f"v{number:06d}", reason="x" * (number % 5000)),
+            path,
+        )
         number += 1
 
 

@@ -1,4 +1,7 @@
-"""Clients that try to steer a learner beside a real server: wild answers, opt-outs, repetition, invented domains."""
+"""Clients that try to steer a learner beside a real server.
+
+Wild answers, opt-outs, repetition, invented domains.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,25 @@ def world(served_world, monkeypatch):
 
 @contextlib.asynccontextmanager
 async def clients(server, count, make_request):
-    """Send requests while the block runs; `make_request(n)` returns prompt, headers and parameters."""
+    """Send requests while the block runs.
+
+    `make_request(n)` returns prompt, headers and parameters.
+    """
     numbers = itertools.count()
 
     async def client(http):
         while True:
             prompt, headers, parameters = make_request(next(numbers))
-            body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, **parameters}
-            (await http.post(f"{server.url}/v1/completions", json=body, headers=headers)).raise_for_status()
+            body = {
+                "model": "m",
+                "prompt": prompt,
+                "max_tokens": 24,
+                "temperature": 0,
+                **parameters,
+            }
+            (
+                await http.post(f"{server.url}/v1/completions", json=body, headers=headers)
+            ).raise_for_status()
 
     async with httpx.AsyncClient(timeout=60) as http:
         running = [asyncio.create_task(client(http)) for _ in range(count)]
@@ -87,7 +101,11 @@ def promote_copy(world, registry, version):
 
 def settings(world, server):
     changes = world.beside(server, records_per_candidate=100_000)
-    return {**changes, "gate": GATE, "buffer": replace(world.config().buffer, held_out_fraction=0.4)}
+    return {
+        **changes,
+        "gate": GATE,
+        "buffer": replace(world.config().buffer, held_out_fraction=0.4),
+    }
 
 
 def told(world, words):
@@ -99,13 +117,19 @@ def count_judges(world, settings):
     cfg = world.config(**settings)
     with Buffer(cfg.buffer_config, fingerprint(world.target)) as buffer:
         limits = {"at_least": GATE.min_requests, "at_least_of_domain": GATE.min_domain_requests}
-        stored = list(buffer.read(buffer.select_held_out(cfg.judging.held_out_per_domain, **limits)))
+        stored = list(
+            buffer.read(buffer.select_held_out(cfg.judging.held_out_per_domain, **limits))
+        )
     return Counter({one.record.request_id: one.record.tenant for one in stored}.values())
 
 
-def test_no_client_rolls_the_fleet_back_or_owns_the_evidence_and_a_bad_draft_still_goes(world, server):
+def test_no_client_rolls_the_fleet_back_or_owns_the_evidence_and_a_bad_draft_still_goes(
+    world, server
+):
     registry = Registry(server.registry)
-    provide_first_version(world.config(**settings(world, server)), registry, TargetFolder.open(world.target))
+    provide_first_version(
+        world.config(**settings(world, server)), registry, TargetFolder.open(world.target)
+    )
     good = promote_copy(world, registry, COPY)
 
     async def attack():

@@ -1,7 +1,9 @@
-"""The kernels of capture's hook, compiled for GPUs as they are launched. No GPU is needed, and nothing runs.
+"""The kernels of capture's hook, compiled for GPUs as they are launched.
 
-`test_capture_kernels.py` runs this file in a process that has Triton. B = requests, J = draft tokens of one request,
-V = vocabulary.
+No GPU is needed, and nothing runs.
+
+`test_capture_kernels.py` runs this file in a process that has Triton. B = requests, J = draft
+tokens of one request, V = vocabulary.
 """
 
 from __future__ import annotations

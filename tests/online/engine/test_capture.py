@@ -1,4 +1,6 @@
-"""Capture: the parts by hand, then records from the real engine against Hugging Face's forward pass."""
+"""Capture: the parts by hand, then records from the real engine against Hugging Face's forward
+pass.
+"""
 
 import multiprocessing
 import os
@@ -24,7 +26,14 @@ from redraft.online.engine.config import CaptureConfig
 from redraft.online.engine.feed import Batch, Feed, _copy_rows, _find_runs, _read_states
 from redraft.online.engine.one_pass import find_in_one_pass
 from redraft.online.engine.reduction import ScratchMemory, find_largest, reduce_logits
-from redraft.online.engine.request_log import KEPT_STATES, RequestInfo, RequestLog, Rows, States, VerifiedStep
+from redraft.online.engine.request_log import (
+    KEPT_STATES,
+    RequestInfo,
+    RequestLog,
+    Rows,
+    States,
+    VerifiedStep,
+)
 from redraft.online.engine.runner_v1 import install_capture
 from redraft.online.engine.runner_v2 import _Hooks
 from redraft.online.engine.steps import (
@@ -93,9 +102,17 @@ def segment(log):
     return None if record is None else decode_record(encode_record(record))
 
 
-def make_step(info, start, *, sampled, drafts, version="v000001", target="", logits_RV=None, proposer=0):
+def make_step(
+    info, start, *, sampled, drafts, version="v000001", target="", logits_RV=None, proposer=0
+):
     part = StepPart(
-        request=info, start=start, sampled_row=0, num_drafts=len(drafts), proposer=proposer, first_row=0, first_draft=0
+        request=info,
+        start=start,
+        sampled_row=0,
+        num_drafts=len(drafts),
+        proposer=proposer,
+        first_row=0,
+        first_draft=0,
     )
     return EngineStep(
         draft_version=version,
@@ -139,7 +156,9 @@ def test_steps_without_a_draft_have_rows_and_count_as_no_draft():
     np.testing.assert_array_equal(record.output_ids, [7, 8, 9, 10, 11, 12])
     np.testing.assert_array_equal(record.positions, [3, 4, 5, 6, 6, 7, 8])
     np.testing.assert_array_equal(record.draft_ids, [-1, 8, 50, -1, -1, -1, 12])
-    assert count_acceptance(record) == AcceptanceCounts(num_drafts=2, num_accepted=2, num_draft_tokens=3)
+    assert count_acceptance(record) == AcceptanceCounts(
+        num_drafts=2, num_accepted=2, num_draft_tokens=3
+    )
     bare = make_log(make_info(max_tokens=1))
     bare.append(3, [7], make_verified(3, [], 0))
     assert count_acceptance(segment(bare)) == AcceptanceCounts.zero()
@@ -161,16 +180,22 @@ def test_the_text_of_a_request_is_sent_once():
     whole = join_text(second, first.context + first.output)
     np.testing.assert_array_equal(whole.context_ids, [1, 2, 3, 7, 8, 9])
     assert encode_record(whole)[:4] == b"RDR1", "an earlier release can read it"
-    log.append(5, [20], make_verified(5, [60], 0))  # preempted: tokens 9 and 10 never counted, and 9 was sent
+    log.append(
+        5, [20], make_verified(5, [60], 0)
+    )  # preempted: tokens 9 and 10 never counted, and 9 was sent
     third = segment(log)
     assert (third.context_begin, third.previous_id) == (5, second.record_id)
     whole = join_text(third, whole.context + whole.output)
-    np.testing.assert_array_equal(np.concatenate([whole.context_ids, whole.output_ids]), [1, 2, 3, 7, 8, 20])
+    np.testing.assert_array_equal(
+        np.concatenate([whole.context_ids, whole.output_ids]), [1, 2, 3, 7, 8, 20]
+    )
     with pytest.raises(ValueError, match=r"\b5\b.*\b4\b"):
         join_text(third, whole.context[:16])
 
 
-@pytest.mark.parametrize("change", [{"max_tokens": 2}, {"stop_ids": frozenset({8})}], ids=["length", "stop"])
+@pytest.mark.parametrize(
+    "change", [{"max_tokens": 2}, {"stop_ids": frozenset({8})}], ids=["length", "stop"]
+)
 def test_the_record_ends_where_the_scheduler_cuts(change):
     log = make_log(make_info(**change))
     log.append(3, [7], None)
@@ -214,7 +239,9 @@ def test_the_full_queue_lets_the_oldest_go_and_counts_it():
 
 
 def make_light_step(info, start, **changes):
-    return replace(make_step(info, start, sampled=[7], drafts=[]), logits_RV=None, draft_ids_S=None, **changes)
+    return replace(
+        make_step(info, start, sampled=[7], drafts=[]), logits_RV=None, draft_ids_S=None, **changes
+    )
 
 
 def test_a_thousand_light_steps_wait_for_a_stuck_thread_without_a_gap(tmp_path):
@@ -238,7 +265,9 @@ def test_a_thousand_light_steps_wait_for_a_stuck_thread_without_a_gap(tmp_path):
     status = capture.status()
     assert (status["dropped_steps_queue_full"], status["steps_without_rows_queue_full"]) == (0, 0)
     assert not status.get("broken_requests_gap")
-    (record,) = [record for path in spool_files(tmp_path) for _, record in read_frames(path.read_bytes())]
+    (record,) = [
+        record for path in spool_files(tmp_path) for _, record in read_frames(path.read_bytes())
+    ]
     text = np.concatenate([record.context_ids, record.output_ids])
     np.testing.assert_array_equal(text, [1, 2, 3, *[7] * 1001, 8, 9])
     np.testing.assert_array_equal(record.positions, [1004, 1005])
@@ -298,7 +327,9 @@ def make_request(name="a", length=3, **changes):
         ({"watermarking": False}, ""),
     ],
 )
-def test_a_request_whose_tokens_are_not_the_plain_targets_is_counted_and_not_recorded(tmp_path, changes, reason):
+def test_a_request_whose_tokens_are_not_the_plain_targets_is_counted_and_not_recorded(
+    tmp_path, changes, reason
+):
     capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
     Feed(capture, max_model_len=100).add(make_request(**changes))
     assert capture.counts == {f"skipped_requests_{reason}" if reason else "captured_requests": 1}
@@ -311,7 +342,9 @@ def test_a_request_with_images_is_recorded_for_a_head_from_the_first_token_after
     without = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
     assert Feed(without, max_model_len=100).add(request) is None
     assert without.counts == {"skipped_requests_multimodal": 1}
-    capture = Capture(CaptureConfig(spool=tmp_path, hidden_states=True), "boot", "target", "v000001")
+    capture = Capture(
+        CaptureConfig(spool=tmp_path, hidden_states=True), "boot", "target", "v000001"
+    )
     log = make_log(Feed(capture, max_model_len=100).add(request))
     states_HLD = np.arange(21 * 8, dtype=np.uint16).reshape(-1, 2, 4)
     log.add_states([States(0, states_HLD[:8]), States(8, states_HLD[8:20])])
@@ -342,7 +375,12 @@ def test_a_step_tells_the_prompts_of_its_new_requests_once(tmp_path):
         starts=[4],
         is_partial=[False],
     )
-    tensors = {"sampled_BK": torch.tensor([[7]]), "logits_RV": None, "draft_ids_S": None, "draft_probs_S": None}
+    tensors = {
+        "sampled_BK": torch.tensor([[7]]),
+        "logits_RV": None,
+        "draft_ids_S": None,
+        "draft_probs_S": None,
+    }
     assert [feed.make_step(batch, **tensors).num_new_tokens for _ in range(2)] == [7, 0]
 
 
@@ -370,7 +408,9 @@ def test_the_queue_is_bounded_by_bytes_and_the_newest_steps_keep_their_rows():
 
 def test_steps_wait_until_there_are_enough_to_reduce_together():
     queue = StepQueue()
-    half = make_step(make_info(), 4, sampled=[7], drafts=[50], logits_RV=torch.empty(2, REDUCED_BYTES // 16))
+    half = make_step(
+        make_info(), 4, sampled=[7], drafts=[50], logits_RV=torch.empty(2, REDUCED_BYTES // 16)
+    )
     queue.put(half)
     assert not queue.is_due.is_set()
     queue.put(half)
@@ -382,7 +422,9 @@ def test_steps_wait_until_there_are_enough_to_reduce_together():
 @pytest.mark.parametrize("num_steps", range(1, 13))
 @pytest.mark.parametrize("steps_a_batch", [0, 3, 6])
 def test_the_bound_holds_whenever_steps_are_taken(num_steps, steps_a_batch):
-    one = make_step(make_info(), 4, sampled=[7], drafts=[50], logits_RV=torch.empty(2, REDUCED_BYTES // 8))
+    one = make_step(
+        make_info(), 4, sampled=[7], drafts=[50], logits_RV=torch.empty(2, REDUCED_BYTES // 8)
+    )
     queue = StepQueue(max_steps=8, max_bytes=3 * one.num_bytes, max_light_steps=8)
     for number in range(1, num_steps + 1):
         queue.put(one)
@@ -424,7 +466,10 @@ def test_rows_that_the_hook_has_reduced_become_the_same_records(tmp_path):
         make_step(info, 6, sampled=[10, 11], drafts=[10, 51]),
     ]
     steps[0] = replace(steps[0], logits_RV=None, draft_ids_S=None)
-    reduced = [replace(step, logits_RV=None, largest=find_in_one_pass(step.logits_RV, K)) for step in steps[1:]]
+    reduced = [
+        replace(step, logits_RV=None, largest=find_in_one_pass(step.logits_RV, K))
+        for step in steps[1:]
+    ]
     _, (wanted,) = run_capture(tmp_path / "all", steps)
     _, (found,) = run_capture(tmp_path / "largest", [steps[0], *reduced])
     np.testing.assert_array_equal(found.topk_ids, wanted.topk_ids)
@@ -486,7 +531,9 @@ def test_the_first_of_the_kept_ids_is_what_a_greedy_target_says():
 
 
 def run_capture(folder, steps, **config):
-    capture = Capture(CaptureConfig(spool=folder, logprobs=K, **config), "boot", "target", "v000001")
+    capture = Capture(
+        CaptureConfig(spool=folder, logprobs=K, **config), "boot", "target", "v000001"
+    )
     for step in steps:
         capture.queue.put(step)
     capture.start()
@@ -501,14 +548,19 @@ def test_steps_become_records_of_one_draft_version_each(tmp_path):
     steps = [
         make_step(info, 3, sampled=[7], drafts=[]),
         make_step(info, 4, sampled=[8, 9], drafts=[8, 50]),
-        make_step(info, 6, sampled=[10], drafts=[52, 51], version="v000002"),  # proposed before the swap
+        make_step(
+            info, 6, sampled=[10], drafts=[52, 51], version="v000002"
+        ),  # proposed before the swap
         make_step(info, 7, sampled=[11, 12], drafts=[11, 53], version="v000002"),
     ]
     capture, records = run_capture(tmp_path, steps)
     assert [record.draft_version for record in records] == ["v000001", "v000002"]
     assert [record.sequence for record in records] == [0, 1]
     assert (records[1].context_begin, len(records[1].context_ids)) == (7, 0)
-    assert [[i for i in record.draft_ids if i >= 0] for record in records] == [[8, 50, 52, 51], [11, 53]]
+    assert [[i for i in record.draft_ids if i >= 0] for record in records] == [
+        [8, 50, 52, 51],
+        [11, 53],
+    ]
     wanted = steps[1].logits_RV.double().log_softmax(-1).topk(K)
     np.testing.assert_allclose(records[0].topk_log_probs[1:4], wanted.values, atol=1e-5)
     assert capture.status()["records"] == 2
@@ -520,14 +572,20 @@ def test_a_record_names_the_weights_that_verified_it_and_none_is_of_unclear_ones
     steps = [
         make_step(info, 3, sampled=[7], drafts=[]),
         make_step(info, 4, sampled=[8, 9], drafts=[8, 50]),
-        make_step(info, 6, sampled=[10], drafts=[52, 51], target="17@0123456789ab"),  # proposed before the push
+        make_step(
+            info, 6, sampled=[10], drafts=[52, 51], target="17@0123456789ab"
+        ),  # proposed before the push
         make_step(info, 7, sampled=[11, 12], drafts=[11, 53]),
         make_step(other, 3, sampled=[7], drafts=[]),
         make_step(other, 4, sampled=[8, 9], drafts=[8, 50]),
         make_step(other, 6, sampled=[10], drafts=[52, 51], target=None),
         make_step(other, 7, sampled=[11, 12], drafts=[11, 53], target="18@123456789abc"),
     ]
-    steps.append(EngineStep(draft_version="v000001", parts=[], finished=["cmpl-1", info.request_id, "cmpl-b"]))
+    steps.append(
+        EngineStep(
+            draft_version="v000001", parts=[], finished=["cmpl-1", info.request_id, "cmpl-b"]
+        )
+    )
     capture, records = run_capture(tmp_path, steps)
     named = [
         (record.target_version, [i for i in record.draft_ids if i >= 0])
@@ -546,7 +604,9 @@ def read_after(step, begin, value, *, sampled=True):
     part = step.parts[0]
     num_read = part.start + part.num_drafts - begin
     part = msgspec.structs.replace(part, num_read=num_read, sampled_row=0 if sampled else None)
-    return replace(step, parts=[part], states_NLD=torch.full((num_read, 1, 8), value, dtype=torch.bfloat16))
+    return replace(
+        step, parts=[part], states_NLD=torch.full((num_read, 1, 8), value, dtype=torch.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("cached", [0, 4], ids=["read again", "from the prefix cache"])
@@ -561,13 +621,27 @@ def test_a_record_has_the_states_of_the_weights_that_it_names(tmp_path, cached, 
     begin = cached
     if in_chunks:
         begin = 6
-        steps.append(read_after(make_step(info, begin, sampled=[], drafts=[], target="17@a"), cached, 2, sampled=False))
+        steps.append(
+            read_after(
+                make_step(info, begin, sampled=[], drafts=[], target="17@a"),
+                cached,
+                2,
+                sampled=False,
+            )
+        )
     steps.append(read_after(make_step(info, 8, sampled=[10], drafts=[], target="17@a"), begin, 2))
     steps.append(read_after(make_step(info, 9, sampled=[11], drafts=[53], target="17@a"), 8, 2))
-    steps.append(EngineStep(draft_version="v000001", parts=[], finished=["cmpl-1", info.request_id]))
+    steps.append(
+        EngineStep(draft_version="v000001", parts=[], finished=["cmpl-1", info.request_id])
+    )
     _, records = run_capture(tmp_path, steps, hidden_states=True)
-    ones, twos = (torch.full((), value, dtype=torch.bfloat16).view(torch.int16).item() for value in (1.0, 2.0))
-    found = [(one.target_version, one.hidden_begin, one.num_hidden, set(one.hidden_words.ravel())) for one in records]
+    ones, twos = (
+        torch.full((), value, dtype=torch.bfloat16).view(torch.int16).item() for value in (1.0, 2.0)
+    )
+    found = [
+        (one.target_version, one.hidden_begin, one.num_hidden, set(one.hidden_words.ravel()))
+        for one in records
+    ]
     assert found == [("", 0, 7, {ones}), ("17@a", cached, 9 - cached, {twos})]
 
 
@@ -595,8 +669,12 @@ def test_a_record_tells_lookups_and_padding_from_the_versions_tokens_and_only_th
     _, (record,) = run_capture(tmp_path, steps)
     assert record.draft_version == "v000001"
     assert list(record.row_proposers) == [0] * 4 + [LOOKUP] * 3 + [PADDING] * 3
-    assert count_acceptance(record) == AcceptanceCounts(num_drafts=1, num_accepted=1, num_draft_tokens=2)
-    (plain,) = run_capture(tmp_path / "plain", [make_step(make_info(max_tokens=1), 3, sampled=[7], drafts=[8])])[1]
+    assert count_acceptance(record) == AcceptanceCounts(
+        num_drafts=1, num_accepted=1, num_draft_tokens=2
+    )
+    (plain,) = run_capture(
+        tmp_path / "plain", [make_step(make_info(max_tokens=1), 3, sampled=[7], drafts=[8])]
+    )[1]
     assert plain.row_proposers == b""
     assert plain.is_own.all()
 
@@ -622,7 +700,9 @@ def make_shared_step(starts, sampled, drafts, draft_probs=None):
         finished=[],
         sampled_BK=torch.tensor([sampled[0], [49] * len(sampled[0]), sampled[1]]),
         logits_RV=torch.randn(3 * (count + 1), V) if count else None,
-        draft_ids_S=torch.tensor([*drafts[0], *[49] * count, *drafts[1]], dtype=torch.int32) if count else None,
+        draft_ids_S=torch.tensor([*drafts[0], *[49] * count, *drafts[1]], dtype=torch.int32)
+        if count
+        else None,
         draft_probs_S=draft_probs,
     )
 
@@ -632,21 +712,29 @@ def test_steps_that_are_reduced_together_keep_their_own_rows_and_drafts(tmp_path
     steps = [
         make_shared_step((3, 2), ([7], [8]), ([], [])),
         make_shared_step((4, 3), ([9, 10, -1], [11, -1, -1]), ([9, 12], [13, 14])),
-        make_shared_step((6, 4), ([15, -1], [16, 17]), ([18], [16]), torch.tensor([0.25, 0.5, 0.75])),
+        make_shared_step(
+            (6, 4), ([15, -1], [16, 17]), ([18], [16]), torch.tensor([0.25, 0.5, 0.75])
+        ),
         EngineStep(draft_version="v000001", parts=[], finished=["cmpl-a", "cmpl-b"]),
     ]
     _, records = run_capture(tmp_path, steps)
     assert [record.request_id for record in records] == ["cmpl-a", "cmpl-b"]
     first, second = steps[1].logits_RV, steps[2].logits_RV
     for record, logits_RV in zip(
-        records, (torch.cat([first[:3], second[:2]]), torch.cat([first[6:], second[4:]])), strict=True
+        records,
+        (torch.cat([first[:3], second[:2]]), torch.cat([first[6:], second[4:]])),
+        strict=True,
     ):
         np.testing.assert_array_equal(record.topk_ids, logits_RV.topk(K).indices)
         np.testing.assert_allclose(record.log_sum_exp, logits_RV.logsumexp(-1), atol=1e-5)
     np.testing.assert_array_equal(records[0].draft_ids, [9, 12, -1, 18, -1])
     np.testing.assert_array_equal(records[1].draft_ids, [13, 14, -1, 16, -1])
-    np.testing.assert_array_equal(records[0].draft_probs, np.array([1, 1, np.nan, 0.25, np.nan], np.float32))
-    np.testing.assert_array_equal(records[1].draft_probs, np.array([1, 1, np.nan, 0.75, np.nan], np.float32))
+    np.testing.assert_array_equal(
+        records[0].draft_probs, np.array([1, 1, np.nan, 0.25, np.nan], np.float32)
+    )
+    np.testing.assert_array_equal(
+        records[1].draft_probs, np.array([1, 1, np.nan, 0.75, np.nan], np.float32)
+    )
     np.testing.assert_array_equal(records[1].accepted, [False, False, False, True, False])
 
 
@@ -668,7 +756,10 @@ def test_nothing_of_a_step_is_read_before_its_device_has_computed_it(tmp_path):
 def test_what_only_the_device_knows_of_a_step_is_read_by_the_thread(tmp_path):
     """Of steps that are scheduled ahead: where they begin, and how many tokens they sampled."""
     info = make_info(max_tokens=3)
-    first, second = make_step(info, 3, sampled=[7], drafts=[]), make_step(info, 4, sampled=[8, 9], drafts=[8, 50])
+    first, second = (
+        make_step(info, 3, sampled=[7], drafts=[]),
+        make_step(info, 4, sampled=[8, 9], drafts=[8, 50]),
+    )
     ahead = replace(
         second,
         parts=[msgspec.structs.replace(second.parts[0], start=99)],
@@ -677,7 +768,8 @@ def test_what_only_the_device_knows_of_a_step_is_read_by_the_thread(tmp_path):
         starts_B=torch.tensor([4]),
     )
     ((wanted,), (found,)) = (
-        run_capture(tmp_path / name, [first, step])[1] for name, step in (("a", second), ("b", ahead))
+        run_capture(tmp_path / name, [first, step])[1]
+        for name, step in (("a", second), ("b", ahead))
     )
     assert msgspec.structs.replace(found, time_s=wanted.time_s) == wanted
     np.testing.assert_array_equal(found.output_ids, [7, 8, 9])
@@ -686,12 +778,16 @@ def test_what_only_the_device_knows_of_a_step_is_read_by_the_thread(tmp_path):
 def test_at_temperature_zero_the_drafts_best_token_is_certain(tmp_path):
     """vLLM keeps logits in place of the probabilities."""
     info = make_info(max_tokens=3, sampling=Sampling(temperature=0.0))
-    second = replace(make_step(info, 4, sampled=[8, 9], drafts=[8, 50]), draft_probs_S=torch.tensor([17.5, -3.0]))
+    second = replace(
+        make_step(info, 4, sampled=[8, 9], drafts=[8, 50]), draft_probs_S=torch.tensor([17.5, -3.0])
+    )
     (record,) = run_capture(tmp_path, [make_step(info, 3, sampled=[7], drafts=[]), second])[1]
     np.testing.assert_array_equal(record.draft_probs, np.array([np.nan, 1, 1, np.nan], np.float32))
 
 
-@pytest.mark.parametrize(("kept", "num_runs"), [([0, 1, 2, 3], 1), ([1, 2], 1), ([0, 2, 3], 2), ([0, 2], 2)])
+@pytest.mark.parametrize(
+    ("kept", "num_runs"), [([0, 1, 2, 3], 1), ([1, 2], 1), ([0, 2, 3], 2), ([0, 2], 2)]
+)
 def test_states_of_the_recorded_requests_are_read_in_few_slices(kept, num_runs):
     counts, begins = [3, 1, 4, 2], [0, 3, 4, 8]
     parts = [
@@ -711,7 +807,14 @@ def test_states_of_the_recorded_requests_are_read_in_few_slices(kept, num_runs):
 def test_few_rows_of_many_are_copied_and_found_again():
     logits_RV = torch.randn(12, V)
     parts = [
-        StepPart(request=make_info(), start=3, sampled_row=row, num_drafts=drafts, first_row=first, first_draft=0)
+        StepPart(
+            request=make_info(),
+            start=3,
+            sampled_row=row,
+            num_drafts=drafts,
+            first_row=first,
+            first_draft=0,
+        )
         for row, (drafts, first) in enumerate([(2, 1), (0, 4), (1, 9)])
     ]
     moved, kept_RV = _copy_rows(parts, logits_RV)
@@ -720,11 +823,15 @@ def test_few_rows_of_many_are_copied_and_found_again():
 
 
 def test_of_a_long_text_no_more_hidden_states_are_kept_than_a_record_holds():
-    log = make_log(make_info(prompt_ids=[1] * 1000), max_bytes=100 * 2 * 8 + 4 * 1001 + 53)  # states, text, a row
+    log = make_log(
+        make_info(prompt_ids=[1] * 1000), max_bytes=100 * 2 * 8 + 4 * 1001 + 53
+    )  # states, text, a row
     states_HLD = np.arange(1001 * 8, dtype=np.uint16).reshape(-1, 2, 4)
     for begin in range(0, 1000, 500):  # a prompt, read in chunks larger than the kept states
         log.add_states([States(begin, states_HLD[begin : begin + 500])])
-        assert sum(states.words_HLD.base is None for states in log.states) == len(log.states), "no view of a whole step"
+        assert sum(states.words_HLD.base is None for states in log.states) == len(log.states), (
+            "no view of a whole step"
+        )
     for begin in range(960, 1000, 7):
         log.add_states([States(begin, states_HLD[begin : begin + 7].copy())])  # and read once more
     assert sum(states.num_bytes for states in log.states) <= 2 * log.max_bytes
@@ -738,14 +845,26 @@ def test_of_a_long_text_no_more_hidden_states_are_kept_than_a_record_holds():
 
 @pytest.mark.parametrize("hidden_format", ["bfloat16", "float8"])
 def test_records_of_the_largest_heads_fit_a_message_of_the_log_and_lose_no_row(hidden_format):
-    """A target of 8,192 numbers, of which a head reads three layers; NATS takes 8 MiB with the headers."""
-    config = CaptureConfig(ingest="nats://127.0.0.1:4222", hidden_states=True, hidden_format=hidden_format)
+    """A target of 8,192 numbers, of which a head reads three layers.
+
+    NATS takes 8 MiB with the headers.
+    """
+    config = CaptureConfig(
+        ingest="nats://127.0.0.1:4222", hidden_states=True, hidden_format=hidden_format
+    )
     state_bytes = 8192 + 4 if hidden_format == "float8" else 2 * 8192
     rng = np.random.default_rng(0)
 
     def make_states(begin, count):
         words = np.frombuffer(rng.bytes(3 * state_bytes * count), np.uint8)  # cannot be compressed
-        return [States(begin, (words if hidden_format == "float8" else words.view(np.uint16)).reshape(count, 3, -1))]
+        return [
+            States(
+                begin,
+                (words if hidden_format == "float8" else words.view(np.uint16)).reshape(
+                    count, 3, -1
+                ),
+            )
+        ]
 
     log = make_log(make_info(prompt_ids=list(range(1024)), max_tokens=1000), config.record_bytes)
     log.append(1024, [7], make_verified(1024, [], 0))
@@ -786,7 +905,10 @@ def test_a_dropped_step_ends_the_record_before_it(tmp_path):
 def test_a_spool_that_cannot_be_written_costs_records_only(tmp_path):
     (tmp_path / "spool").write_text("in the way")
     info = make_info(max_tokens=2)
-    steps = [make_step(info, 3, sampled=[7], drafts=[]), make_step(info, 4, sampled=[8], drafts=[50])]
+    steps = [
+        make_step(info, 3, sampled=[7], drafts=[]),
+        make_step(info, 4, sampled=[8], drafts=[50]),
+    ]
     capture, records = run_capture(tmp_path / "spool", steps)
     assert records == []
     assert capture.status()["dropped_records_spool"] == 1
@@ -862,7 +984,9 @@ def test_a_hook_that_fails_costs_records_and_nothing_else(tmp_path):
         propose_draft_token_ids=lambda *tensors: "drafts",
         max_model_len=256,
     )
-    capture = Capture(CaptureConfig(spool=tmp_path, hidden_states=True), "boot", "target", "v000001")
+    capture = Capture(
+        CaptureConfig(spool=tmp_path, hidden_states=True), "boot", "target", "v000001"
+    )
     install_capture(runner, capture)
     assert runner._sample(None, None) is sampled
     runner._sample.__self__.feed.unread = make_step(make_info(), 3, sampled=[7], drafts=[])
@@ -872,7 +996,9 @@ def test_a_hook_that_fails_costs_records_and_nothing_else(tmp_path):
 
 def test_logits_that_v1_changes_in_a_step_without_drafts_are_recorded_as_they_were(tmp_path):
     def sample(logits_RV, metadata):
-        logits_RV /= 0.5  # as vLLM's sampler does with float32; its rejection sampler changes a copy
+        logits_RV /= (
+            0.5  # as vLLM's sampler does with float32; its rejection sampler changes a copy
+        )
         return SimpleNamespace(sampled_token_ids=torch.tensor([[7]]))
 
     request = make_request()
@@ -884,7 +1010,9 @@ def test_logits_that_v1_changes_in_a_step_without_drafts_are_recorded_as_they_we
         max_model_len=100,
         requests={"a": request},
         query_start_loc=SimpleNamespace(np=np.array([0, 3])),
-        input_batch=SimpleNamespace(req_ids=["a"], num_reqs=1, num_computed_tokens_cpu=np.array([0])),
+        input_batch=SimpleNamespace(
+            req_ids=["a"], num_reqs=1, num_computed_tokens_cpu=np.array([0])
+        ),
         discard_request_mask=SimpleNamespace(np=np.array([False])),
     )
     capture = Capture(CaptureConfig(spool=tmp_path), "boot", "target", "v000001")
@@ -899,8 +1027,13 @@ def test_logits_that_v1_changes_in_a_step_without_drafts_are_recorded_as_they_we
 
 
 @pytest.mark.parametrize("recorded_is_last", [False, True])
-def test_the_end_of_a_request_is_known_at_once_when_the_engine_falls_idle(tmp_path, recorded_is_last):
-    """Whichever of two requests goes last, only one of them recorded: no step may follow for a long time."""
+def test_the_end_of_a_request_is_known_at_once_when_the_engine_falls_idle(
+    tmp_path, recorded_is_last
+):
+    """Whichever of two requests goes last, only one of them recorded.
+
+    No step may follow for a long time.
+    """
     runner = SimpleNamespace(
         _sample=None,
         _get_spec_decode_draft_probs=None,
@@ -920,13 +1053,18 @@ def test_the_end_of_a_request_is_known_at_once_when_the_engine_falls_idle(tmp_pa
 
 def make_broken_step(request_id, finished):
     step = make_step(make_info(request_id=request_id), 3, sampled=[7], drafts=[50])
-    return replace(step, parts=[msgspec.structs.replace(step.parts[0], sampled_row=5)], finished=finished)
+    return replace(
+        step, parts=[msgspec.structs.replace(step.parts[0], sampled_row=5)], finished=finished
+    )
 
 
 def test_a_step_that_cannot_be_reduced_costs_itself_only(tmp_path):
     info = make_info(max_tokens=2)
     broken = make_broken_step("cmpl-b", finished=["cmpl-c"])
-    steps = [make_step(info, 3, sampled=[7], drafts=[]), make_step(info, 4, sampled=[8], drafts=[50])]
+    steps = [
+        make_step(info, 3, sampled=[7], drafts=[]),
+        make_step(info, 4, sampled=[8], drafts=[50]),
+    ]
     capture = Capture(CaptureConfig(spool=tmp_path, logprobs=K), "boot", "target", "v000001")
     capture.queue.put(make_step(make_info(request_id="cmpl-c"), 3, sampled=[7], drafts=[]))
     capture.start()
@@ -943,9 +1081,14 @@ def test_a_step_that_cannot_be_reduced_costs_itself_only(tmp_path):
 
 @pytest.mark.parametrize("stage", ["encode", "spool"])
 def test_a_record_that_cannot_be_written_costs_itself_only(tmp_path, monkeypatch, stage):
-    """Whatever is raised, also when a failed reduction closes the requests that ended: the thread goes on."""
+    """Whatever is raised, also when a failed reduction closes the requests that ended.
+
+    The thread goes on.
+    """
     capture = Capture(CaptureConfig(spool=tmp_path, logprobs=K), "boot", "target", "v000001")
-    place, name = {"encode": (capture_module, "encode_frame"), "spool": (SpoolWriter, "write")}[stage]
+    place, name = {"encode": (capture_module, "encode_frame"), "spool": (SpoolWriter, "write")}[
+        stage
+    ]
     original, failures = getattr(place, name), iter([RuntimeError("cannot"), None])
 
     def fail_once(*arguments):
@@ -990,11 +1133,17 @@ def make_prompts(count, length, seed):
 
 @pytest.fixture(scope="module")
 def greedy(server):
-    """Responses to prompts of 20 and of 150 tokens (more than one step reads) under a half-good draft, and records."""
+    """Responses to prompts of 20 and of 150 tokens (more than one step reads) under a half-good
+    draft, and records.
+    """
     server.swap(server.noisy)
     prompts = [*make_prompts(3, 20, 0), *make_prompts(2, 150, 1)]
     with ThreadPoolExecutor() as pool:
-        responses = list(pool.map(lambda prompt: server.complete(prompt, max_tokens=40, ignore_eos=True), prompts))
+        responses = list(
+            pool.map(
+                lambda prompt: server.complete(prompt, max_tokens=40, ignore_eos=True), prompts
+            )
+        )
     return prompts, responses, server.records(responses)
 
 
@@ -1002,7 +1151,13 @@ def greedy(server):
 def sampled(server):
     """The same with temperature, top-p and penalties."""
     server.swap(server.noisy)
-    parameters = {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.5, "ignore_eos": True, "max_tokens": 40}
+    parameters = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "presence_penalty": 0.5,
+        "ignore_eos": True,
+        "max_tokens": 40,
+    }
     prompts = make_prompts(4, 30, 2)
     with ThreadPoolExecutor() as pool:
         responses = list(pool.map(lambda prompt: server.complete(prompt, **parameters), prompts))
@@ -1010,12 +1165,16 @@ def sampled(server):
 
 
 def by_request(responses, records):
-    return [[r for r in records if r.request_id.startswith(response["id"])] for response in responses]
+    return [
+        [r for r in records if r.request_id.startswith(response["id"])] for response in responses
+    ]
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("traffic", ["greedy", "sampled"])
-def test_the_captured_distribution_is_the_targets_before_sampling_parameters(traffic, request, reference):
+def test_the_captured_distribution_is_the_targets_before_sampling_parameters(
+    traffic, request, reference
+):
     _, _, records = request.getfixturevalue(traffic)
     num_rows = num_refused = 0
     for record in records:
@@ -1035,7 +1194,9 @@ def test_the_captured_distribution_is_the_targets_before_sampling_parameters(tra
 @pytest.mark.parametrize("traffic", ["greedy", "sampled"])
 def test_the_record_has_the_text_of_the_response_and_every_token_once(traffic, request):
     prompts, responses, records = request.getfixturevalue(traffic)
-    for prompt, response, segments in zip(prompts, responses, by_request(responses, records), strict=True):
+    for prompt, response, segments in zip(
+        prompts, responses, by_request(responses, records), strict=True
+    ):
         output = np.concatenate([record.output_ids for record in segments])
         np.testing.assert_array_equal(output, response["choices"][0]["token_ids"])
         np.testing.assert_array_equal(segments[0].context_ids, prompt)
@@ -1051,7 +1212,9 @@ def test_a_draft_token_is_accepted_exactly_where_it_is_the_texts_token(traffic, 
     for record in records:
         text = np.concatenate([record.context_ids, record.output_ids])
         rows = (record.branches == 0) & (record.draft_ids >= 0)
-        np.testing.assert_array_equal(record.accepted[rows], record.draft_ids[rows] == text[record.positions[rows]])
+        np.testing.assert_array_equal(
+            record.accepted[rows], record.draft_ids[rows] == text[record.positions[rows]]
+        )
         assert not record.accepted[~rows].any()
         accepted += record.accepted[rows].tolist()
     assert 0.1 < np.mean(accepted) < 0.95  # both cases occur
@@ -1060,7 +1223,8 @@ def test_a_draft_token_is_accepted_exactly_where_it_is_the_texts_token(traffic, 
 @pytest.mark.vllm
 def test_the_sampling_parameters_come_with_the_record(sampled):
     assert all(
-        record.sampling == Sampling(temperature=pytest.approx(0.7), top_p=pytest.approx(0.9), presence_penalty=0.5)
+        record.sampling
+        == Sampling(temperature=pytest.approx(0.7), top_p=pytest.approx(0.9), presence_penalty=0.5)
         for record in sampled[2]
     )
 
@@ -1070,7 +1234,10 @@ def test_above_temperature_zero_a_copy_of_the_target_is_always_accepted_and_its_
     server, reference
 ):
     server.swap(server.copy)
-    responses = [server.complete(prompt, temperature=0.7, ignore_eos=True) for prompt in make_prompts(3, 20, 3)]
+    responses = [
+        server.complete(prompt, temperature=0.7, ignore_eos=True)
+        for prompt in make_prompts(3, 20, 3)
+    ]
     records = server.records(responses)
     accepted = np.concatenate([record.accepted[record.draft_ids >= 0] for record in records])
     assert accepted.mean() > 0.99
@@ -1105,7 +1272,9 @@ def test_headers_label_the_record_and_keep_it_out(server):
     refused = server.complete(prompts[1], headers=labels | {"X-Redraft-Opt-Out": "1"})
     later = server.complete(prompts[0], headers={"X-Redraft-Opt-Out": "0"})
     records = server.records([labelled, spoofed, later])
-    assert {(r.tenant, r.domain) for r in records if r.request_id.startswith(labelled["id"])} == {("acme", "code")}
+    assert {(r.tenant, r.domain) for r in records if r.request_id.startswith(labelled["id"])} == {
+        ("acme", "code")
+    }
     assert {r.tenant for r in records if not r.request_id.startswith(labelled["id"])} == {""}
     assert not [r for r in server.all_records() if r.request_id.startswith(refused["id"])]
     assert server.status()["capture"]["skipped_requests_opt_out"] == opted_out + 1
@@ -1135,11 +1304,17 @@ PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_pena
 
 @pytest.mark.vllm
 def test_after_its_penalties_a_record_says_what_the_engine_writes_and_accepts(server):
-    """At temperature 0 the penalised target's best token is the engine's, so drafts are accepted as it is drafted."""
+    """At temperature 0 the penalised target's best token is the engine's, so drafts are accepted as
+    it is drafted.
+    """
     server.swap(server.noisy)
     prompts = make_prompts(6, 20, 7)
     with ThreadPoolExecutor() as pool:
-        responses = list(pool.map(lambda p: server.complete(p, max_tokens=40, ignore_eos=True, **PENALTIES), prompts))
+        responses = list(
+            pool.map(
+                lambda p: server.complete(p, max_tokens=40, ignore_eos=True, **PENALTIES), prompts
+            )
+        )
     records = server.records(responses)
     written, best, plain = [], [], []
     for record in records:
@@ -1169,24 +1344,34 @@ def test_serving_goes_on_without_a_spool_and_capture_resumes_by_itself(server):
 
 
 def test_v2_reads_the_probabilities_of_recorded_drafts_only():
-    """Two requests of three are recorded. The logits of the third are not numbers, and none is read."""
+    """Two requests of three are recorded.
+
+    The logits of the third are not numbers, and none is read.
+    """
     generator = torch.Generator().manual_seed(0)
     num_drafts, vocabulary = [40, 3, 50], 97
     logits_BJV = torch.randn(5, 50, vocabulary, generator=generator)
     slots, temperature_B = [4, 0, 2], torch.tensor([0.0, 9.0, 0.7, 9.0, 1.3])
     logits_BJV[0] = torch.nan
     first_rows = [0, 41, 45]
-    slots_R = [slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count + 1)]
+    slots_R = [
+        slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count + 1)
+    ]
     places_R = [place for count in num_drafts for place in range(count + 1)]
     ids_R = torch.randint(vocabulary, (len(slots_R),), generator=generator)
     batch = SimpleNamespace(
-        expanded_idx_mapping=torch.tensor(slots_R), expanded_local_pos=torch.tensor(places_R, dtype=torch.int32)
+        expanded_idx_mapping=torch.tensor(slots_R),
+        expanded_local_pos=torch.tensor(places_R, dtype=torch.int32),
     )
     known = SimpleNamespace(
-        infos=["recorded", None, "recorded"], first_drafts=[row + 1 for row in first_rows], num_drafts=num_drafts
+        infos=["recorded", None, "recorded"],
+        first_drafts=[row + 1 for row in first_rows],
+        num_drafts=num_drafts,
     )
     states = SimpleNamespace(temperature=SimpleNamespace(gpu=temperature_B))
-    runner = SimpleNamespace(runner=SimpleNamespace(sampler=SimpleNamespace(sampling_states=states)))
+    runner = SimpleNamespace(
+        runner=SimpleNamespace(sampler=SimpleNamespace(sampling_states=states))
+    )
     found_R = _Hooks._read_draft_probs(runner, batch, logits_BJV, ids_R, known)
     for row, (slot, place) in enumerate(zip(slots_R, places_R, strict=True)):
         if slot == 0 or place == 0:

@@ -1,4 +1,7 @@
-"""Counts by domain in the scheduler; test_fleet_engine.py compares them with a real engine's own counters."""
+"""Counts by domain in the scheduler.
+
+Test_fleet_engine.py compares them with a real engine's own counters.
+"""
 
 from redraft.online.engine.domains import MAX_DOMAINS, OTHER, add_draft, sum_counts
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin
@@ -20,7 +23,11 @@ def test_drafts_are_counted_by_domain_and_those_without_a_mark_have_none():
     ):
         add_draft(counts, extra_args, num_tokens, num_accepted)
     # tokens, then tried and accepted by position
-    assert counts == {"code": [7, 3, 3, 2, 1, 1, 1], "prose": [3, 1, 0, 0, 0, 0, 0], "": [5, 2, 2, 2, 1, 0, 0]}
+    assert counts == {
+        "code": [7, 3, 3, 2, 1, 1, 1],
+        "prose": [3, 1, 0, 0, 0, 0, 0],
+        "": [5, 2, 2, 2, 1, 0, 0],
+    }
 
 
 def test_invented_domains_take_no_memory():

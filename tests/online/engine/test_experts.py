@@ -1,4 +1,7 @@
-"""Replicas with shared experts, each with an API server of its own, in two real vLLMs: one of them is swapped alone."""
+"""Replicas with shared experts, each with an API server of its own, in two real vLLMs.
+
+One of them is swapped alone.
+"""
 
 import os
 import threading
@@ -20,7 +23,10 @@ POOR, GOOD = "v000001", "v000002"
 
 
 def make_models(vocabulary):
-    """A mixture of experts that add nothing, and a dense draft with the same weights besides: it proposes the same."""
+    """A mixture of experts that add nothing, and a dense draft with the same weights besides.
+
+    It proposes the same.
+    """
     shared = {
         "vocab_size": vocabulary, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512,
@@ -28,7 +34,10 @@ def make_models(vocabulary):
     }  # fmt: skip
     torch.manual_seed(0)
     experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    target, draft = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, **experts)), Qwen3ForCausalLM(Qwen3Config(**shared))
+    target, draft = (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, **experts)),
+        Qwen3ForCausalLM(Qwen3Config(**shared)),
+    )
     for model in (target, draft):
         for name, weight in model.named_parameters():
             if "down_proj" in name:
@@ -41,7 +50,9 @@ def make_models(vocabulary):
 
 @pytest.fixture(scope="module")
 def experts(small_tokenizer, tmp_path_factory):
-    """Folders of the target, and of a registry with a random draft and one that proposes what the target says."""
+    """Folders of the target, and of a registry with a random draft and one that proposes what the
+    target says.
+    """
     folder = tmp_path_factory.mktemp("experts")
     target, draft = make_models(len(small_tokenizer))
     torch.manual_seed(1)

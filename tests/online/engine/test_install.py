@@ -1,4 +1,7 @@
-"""The plugin never stops a server: whatever fails when a worker is set up, the engine starts and answers."""
+"""The plugin never stops a server.
+
+Whatever fails when a worker is set up, the engine starts and answers.
+"""
 
 import json
 import subprocess
@@ -8,7 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from redraft.heads.files.folder import fingerprint
 from redraft.online.engine import plugin
@@ -21,7 +29,9 @@ from redraft.online.records.origin import Origin, read_origin_arguments
 def run_install(target, draft, spool, *failures):
     spec = {"target": str(target), "draft": str(draft), "spool": str(spool), "failures": failures}
     script = Path(__file__).parents[2] / "helpers/run_install.py"
-    result = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=1500)
+    result = subprocess.run(
+        [sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=1500
+    )
     line = next((line for line in result.stdout.splitlines() if line.startswith("REPORT")), None)
     assert line, result.stderr[-3000:]
     return json.loads(line.removeprefix("REPORT"))
@@ -29,7 +39,9 @@ def run_install(target, draft, spool, *failures):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_whatever_fails_the_engine_starts_answers_and_says_what_is_off(random_target, registry, tmp_path):
+def test_whatever_fails_the_engine_starts_answers_and_says_what_is_off(
+    random_target, registry, tmp_path
+):
     failures = {
         "fingerprint": ("fingerprint is broken", "fingerprint is broken"),
         "unknown runner": ("V1 and V2 model runners are recorded, not", ""),
@@ -53,7 +65,9 @@ def test_whatever_fails_the_engine_starts_answers_and_says_what_is_off(random_ta
     assert (well["status"]["capture_off"], well["status"]["swap_off"]) == ("", "")
     assert well["status"]["target_fingerprint"] == fingerprint(random_target)
     # Recorded twice, because two captures are at work: the one of "checksum" was not taken away.
-    assert answer["recorded"] == [25, 25], "the other request had no mark: whether its client opted out is not known"
+    assert answer["recorded"] == [25, 25], (
+        "the other request had no mark: whether its client opted out is not known"
+    )
     assert answer["counts"]["skipped_requests_unmarked"] >= 1
 
 
@@ -66,9 +80,16 @@ def make_experts(kind, small_tokenizer, folder):
         "num_experts_per_tok": 2, "initializer_range": 0.3, "tie_word_embeddings": False,
     }  # fmt: skip
     if kind == "qwen":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, num_experts=4, num_key_value_heads=1, head_dim=32))
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**shared, num_experts=4, num_key_value_heads=1, head_dim=32)
+        )
     else:
-        latent = {"kv_lora_rank": 512, "q_lora_rank": 32, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16}
+        latent = {
+            "kv_lora_rank": 512,
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 16,
+        }
         routed = {
             "n_routed_experts": 4,
             "n_group": 1,
@@ -76,7 +97,9 @@ def make_experts(kind, small_tokenizer, folder):
             "first_k_dense_replace": 1,
             "topk_method": "noaux_tc",
         }
-        config = DeepseekV3Config(**shared, **latent, **routed, v_head_dim=32, num_key_value_heads=2)
+        config = DeepseekV3Config(
+            **shared, **latent, **routed, v_head_dim=32, num_key_value_heads=2
+        )
         model = DeepseekV3ForCausalLM(config)
     model.save_pretrained(folder)
     small_tokenizer.save_pretrained(folder)
@@ -86,10 +109,15 @@ def make_experts(kind, small_tokenizer, folder):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen", "deepseek"])
-def test_a_mixture_of_experts_is_recorded_like_any_other_target(kind, small_tokenizer, registry, tmp_path):
+def test_a_mixture_of_experts_is_recorded_like_any_other_target(
+    kind, small_tokenizer, registry, tmp_path
+):
     target = make_experts(kind, small_tokenizer, tmp_path / "target")
-    # On a CPU latent attention and the usual one have no block size in common, so that target has no draft model.
-    answer = run_install(target, "ngram" if kind == "deepseek" else registry / "v000002", tmp_path / "spool")
+    # On a CPU latent attention and the usual one have no block size in common, so that target has
+    # no draft model.
+    answer = run_install(
+        target, "ngram" if kind == "deepseek" else registry / "v000002", tmp_path / "spool"
+    )
     (report,) = answer["reports"]
     assert (report["status"]["capture_off"], report["status"]["swap_off"]) == ("", "")
     assert len(report["status"]["target_checksum"]) == 64
@@ -104,7 +132,9 @@ def test_a_step_of_the_plugin_that_fails_leaves_the_others(monkeypatch, caplog):
     def fix_cpu_sampling():
         raise ImportError("vLLM has no such name")
 
-    monkeypatch.setattr("redraft.eval.engine.wait.list_patches", lambda: [fix_cpu_sampling, fix_cpu_sampling])
+    monkeypatch.setattr(
+        "redraft.eval.engine.wait.list_patches", lambda: [fix_cpu_sampling, fix_cpu_sampling]
+    )
     plugin.register()
     assert registered == [1]
 
@@ -132,7 +162,9 @@ def test_a_lookup_before_a_head_learns_of_another_one():
 )
 def test_live_counts_learn_from_no_request_that_opts_out(origin, config, is_counted):
     arguments = {"redraft": origin._asdict()} if origin else None
-    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args=arguments), lora_request=None)
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(extra_args=arguments), lora_request=None
+    )
     assert may_count(config, request) == is_counted
     request.lora_request = "an adapter is another target"
     assert not may_count(config, request)
@@ -146,7 +178,10 @@ def test_live_counts_learn_from_no_request_that_opts_out(origin, config, is_coun
         ({"redraft": "nonsense"}, None),
         ({"redraft": {}}, None),
         ({"redraft": {"tenant": "a", "domain": "", "opt_out": False, "more": 1}}, None),
-        ({"redraft": Origin("a", "code", opt_out=True)._asdict()}, Origin("a", "code", opt_out=True)),
+        (
+            {"redraft": Origin("a", "code", opt_out=True)._asdict()},
+            Origin("a", "code", opt_out=True),
+        ),
     ],
 )
 def test_only_what_the_front_end_wrote_is_an_origin(written, origin):

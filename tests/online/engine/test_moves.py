@@ -23,7 +23,10 @@ NUM_TOKENS = 24
 
 @pytest.fixture
 def targets(random_target, tmp_path):
-    """Two targets with tied embeddings. The second has its table rolled by a row, which changes every answer."""
+    """Two targets with tied embeddings.
+
+    The second has its table rolled by a row, which changes every answer.
+    """
     config = LlamaConfig.from_pretrained(random_target, tie_word_embeddings=True)
     torch.manual_seed(3)
     model = LlamaForCausalLM(config)
@@ -53,7 +56,9 @@ def make_other(target):
     """Some tensors of the target, one of which has another shape."""
     tensors = load_file(target / "model.safetensors")
     (folder := target.parent / "other").mkdir()
-    narrow = {name: tensor[:, :-1].contiguous() for name, tensor in tensors.items() if "down_proj" in name}
+    narrow = {
+        name: tensor[:, :-1].contiguous() for name, tensor in tensors.items() if "down_proj" in name
+    }
     save_file(narrow, folder / "model.safetensors")
     return folder
 
@@ -67,7 +72,9 @@ def test_answers_names_and_records_follow_the_weights(targets, registry, tmp_pat
     for folder in targets:
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         models.append(model)
-        texts = model.generate(prompts, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+        texts = model.generate(
+            prompts, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+        )
         expected.append(texts[:, prompts.shape[1] :].tolist())
     assert all(old != new for old, new in zip(*expected, strict=True))
     torn = make_torn(targets[1])
@@ -81,7 +88,9 @@ def test_answers_names_and_records_follow_the_weights(targets, registry, tmp_pat
         "prompts": prompts.tolist(),
     }
     script = Path(__file__).parents[2] / "helpers/run_moves.py"
-    result = subprocess.run([sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=900)
+    result = subprocess.run(
+        [sys.executable, script, json.dumps(spec)], capture_output=True, text=True, timeout=900
+    )
     line = next((line for line in result.stdout.splitlines() if line.startswith("REPORT")), None)
     assert line, result.stderr[-3000:]
     reports = json.loads(line.removeprefix("REPORT"))
@@ -98,19 +107,35 @@ def test_answers_names_and_records_follow_the_weights(targets, registry, tmp_pat
         "awake": f"awake{digest}", "pushed": f"push_99{digest}",
         "begun": None, "finished": "", "no part": "", "no shape": "", "whole": "", "draft": "", "draft of before": "",
     }  # fmt: skip
-    assert [report["draft"] for report in reports] == ["start"] * 5 + ["v000003"] * 12 + ["pushed-1", "v000003"]
-    # The oracle of a record is the target that it names: the most probable token of each row of its text.
-    everything = [record for path in spool_files(Path(spec["spool"])) for _, record in read_frames(path.read_bytes())]
+    assert [report["draft"] for report in reports] == ["start"] * 5 + ["v000003"] * 12 + [
+        "pushed-1",
+        "v000003",
+    ]
+    # The oracle of a record is the target that it names: the most probable token of each row of its
+    # text.
+    everything = [
+        record
+        for path in spool_files(Path(spec["spool"]))
+        for _, record in read_frames(path.read_bytes())
+    ]
     records = [record for record in everything if not record.request_id.startswith("pushed-")]
     assert {record.target_version for record in records} == set(versions.values()) - {None}
     for record in records:
-        answers = dict(zip(map(tuple, prompts.tolist()), expected[record.target_version != ""], strict=True))
+        answers = dict(
+            zip(map(tuple, prompts.tolist()), expected[record.target_version != ""], strict=True)
+        )
         text = np.concatenate([record.context_ids, record.output_ids]).tolist()
         is_text = record.branches == 0
         answer = answers[tuple(text[:12])]
-        wanted = [answer[position - 12] for position in record.positions[is_text] if position - 12 < NUM_TOKENS]
+        wanted = [
+            answer[position - 12]
+            for position in record.positions[is_text]
+            if position - 12 < NUM_TOKENS
+        ]
         assert record.topk_ids[is_text, 0].tolist()[: len(wanted)] == wanted
-    pushed = sorted(set(everything) - set(records), key=lambda record: (record.request_id, record.sequence))
+    pushed = sorted(
+        set(everything) - set(records), key=lambda record: (record.request_id, record.sequence)
+    )
     assert len({record.target_version for record in pushed}) > 40
     right, swapped = [], []
     for record in join_segments(pushed):
@@ -127,5 +152,7 @@ def compare(record, model):
     """For each row of the text, whether the model's most probable token is the recorded one."""
     text = torch.tensor([[*record.context_ids.tolist(), *record.output_ids.tolist()]])
     is_text = record.branches == 0
-    most_probable = model(text).logits[0].argmax(-1)[torch.tensor(record.positions[is_text].tolist()) - 1]
+    most_probable = (
+        model(text).logits[0].argmax(-1)[torch.tensor(record.positions[is_text].tolist()) - 1]
+    )
     return (most_probable == torch.tensor(record.topk_ids[is_text, 0].tolist())).tolist()

@@ -1,4 +1,6 @@
-"""The names of vLLM that the plugin touches are in the next vLLM too, which has no CPU build to run."""
+"""The names of vLLM that the plugin touches are in the next vLLM too, which has no CPU build to
+run.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,31 @@ def unpack() -> str:
         partial.mkdir()
         asked = partial / "requirements.txt"
         asked.write_text(f"vllm=={VERSION} --hash=sha256:{SHA256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--require-hashes", "--platform=manylinux_2_28_x86_64", "--dest", str(partial), "-r", str(asked)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
+        command += [
+            "--require-hashes",
+            "--platform=manylinux_2_28_x86_64",
+            "--dest",
+            str(partial),
+            "-r",
+            str(asked),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=800)
         if done.returncode:
             return done.stderr.strip().splitlines()[-1]
         (wheel,) = partial.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(partial, [name for name in archive.namelist() if name.endswith(".py")])
+            archive.extractall(
+                partial, [name for name in archive.namelist() if name.endswith(".py")]
+            )
         wheel.unlink()
         partial.rename(SOURCES)
         return ""
@@ -83,8 +102,15 @@ def test_the_next_vllm_takes_the_same_parameters(next_vllm, installed_vllm):
 
 @pytest.mark.slow
 def test_the_next_vllm_has_neither_medusa_nor_mlp_speculators(next_vllm, installed_vllm):
-    """`redraft serve` refuses them by the table of families; if vLLM had them again, it should not."""
-    files = ["v1/spec_decode/medusa.py", "model_executor/models/medusa.py", "model_executor/models/mlp_speculator.py"]
+    """`redraft serve` refuses them by the table of families.
+
+    If vLLM had them again, it should not.
+    """
+    files = [
+        "v1/spec_decode/medusa.py",
+        "model_executor/models/medusa.py",
+        "model_executor/models/mlp_speculator.py",
+    ]
     assert [file for file in files if (next_vllm.folder / file).is_file()] == []
     assert (installed_vllm.folder / files[0]).is_file()
 
@@ -93,7 +119,10 @@ def test_the_next_vllm_has_neither_medusa_nor_mlp_speculators(next_vllm, install
 
 
 def test_what_the_hooks_touch_is_read_from_their_source():
-    touched = {(file.rpartition("/")[2], expression) for file, expression, _, _ in vllm_names.list_attributes()}
+    touched = {
+        (file.rpartition("/")[2], expression)
+        for file, expression, _, _ in vllm_names.list_attributes()
+    }
     assert ("runner_v1.py", "runner.input_batch.num_computed_tokens_cpu") in touched
     assert ("runner_v2.py", "runner.speculator.propose") in touched  # by getattr
     assert ("feed.py", "request.prompt_token_ids") in touched
@@ -108,7 +137,8 @@ SOURCE = {
     "__init__.py": "",
     "base.py": "class Base:\n    step: int\n    def wait(self, seconds, *, is_long=False): ...\n",
     "names.py": "from .base import Base as Parent\nfrom .base import *\n",
-    "engine.py": "from vllm.names import Parent\nclass Engine(Parent):\n    def start(self):\n        self.ready = 1\n",
+    "engine.py": "from vllm.names import Parent\nclass Engine(Parent):\n    def start(self):\n     "
+    "   self.ready = 1\n",
 }
 
 
@@ -164,7 +194,11 @@ def test_every_file_of_the_plugin_and_every_counter_is_checked():
     """A new file needs a line in OBJECTS, a new counter one in TEXTS."""
     assert {file for file, _ in vllm_names.list_imports()} <= vllm_names.OBJECTS.keys()
     texts = [text.strip('"') for texts in vllm_names.TEXTS.values() for text in texts]
-    read = [name for name in vars(counters).values() if isinstance(name, str) and name.startswith("vllm:")]
+    read = [
+        name
+        for name in vars(counters).values()
+        if isinstance(name, str) and name.startswith("vllm:")
+    ]
     stems = [name.removesuffix("_total").rstrip("_") for name in read]
     assert [stem for stem in stems if not any(text.startswith(stem) for text in texts)] == []
     assert len(stems) >= 6

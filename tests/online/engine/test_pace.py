@@ -1,4 +1,7 @@
-"""The hooks of `--pace` on objects with the attributes of vLLM's; test_runners.py has the engine."""
+"""The hooks of `--pace` on objects with the attributes of vLLM's.
+
+Test_runners.py has the engine.
+"""
 
 from __future__ import annotations
 
@@ -74,17 +77,29 @@ STAGES = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=2)
         (make_config(), ""),
         (make_config("ngram"), ""),
         (make_config(**{TABLE: [[1, 16, 3], [17, 64, 1]]}), f"{TABLE} decides"),
-        (make_config(**{TABLE: None}), f'give "{TABLE}": [[1, 1, 3], [2, 2, 0], [3, 3, 1], [4, 4, 2], [5, 5, 3]]'),
+        (
+            make_config(**{TABLE: None}),
+            f'give "{TABLE}": [[1, 1, 3], [2, 2, 0], [3, 3, 1], [4, 4, 2], [5, 5, 3]]',
+        ),
         # vLLM drops the table then
-        (make_config(parallel_config=SimpleNamespace(data_parallel_size=2), **{TABLE: None}), "data-parallel"),
+        (
+            make_config(parallel_config=SimpleNamespace(data_parallel_size=2), **{TABLE: None}),
+            "data-parallel",
+        ),
         (make_config(parallel_config=STAGES), "pipeline stages"),
-        (make_config(enable_adaptive_verification=True, use_v2_model_runner=True), "adaptive verification decides"),
+        (
+            make_config(enable_adaptive_verification=True, use_v2_model_runner=True),
+            "adaptive verification decides",
+        ),
         (make_config(use_v2_model_runner=True), ""),
         (make_config("ngram_gpu"), "ngram_gpu must see every step"),
         (make_config("ngram_gpu", use_v2_model_runner=True), ""),
         (make_config(model_config=SLEEPS), ""),
         (make_config("ngram", draft_sample_method="probabilistic", model_config=SLEEPS), ""),
-        (make_config(draft_sample_method="probabilistic", model_config=SLEEPS), "--enable-sleep-mode"),
+        (
+            make_config(draft_sample_method="probabilistic", model_config=SLEEPS),
+            "--enable-sleep-mode",
+        ),
         (SimpleNamespace(speculative_config=None), "nothing is drafted"),
     ],
 )
@@ -135,13 +150,23 @@ class Server:
 
     def __init__(self, pacer: Pacer, **prompts: int) -> None:
         self.pacer, self.now_s = pacer, 0.0
-        self.requests = {name: SimpleNamespace(num_tokens=size, num_output_tokens=0) for name, size in prompts.items()}
+        self.requests = {
+            name: SimpleNamespace(num_tokens=size, num_output_tokens=0)
+            for name, size in prompts.items()
+        }
 
     def step(self, seconds: float = 1.0, finished: tuple[str, ...] = (), **new: int) -> None:
-        """A step that answers so many tokens of each request. The first reads the prompt, the others the draft."""
+        """A step that answers so many tokens of each request.
+
+        The first reads the prompt, the others the draft.
+        """
         verified = self.pacer._drafted
         self.pacer[len(new)]
-        drafts = {name: [-1] * verified for name in new if self.requests[name].num_output_tokens and verified}
+        drafts = {
+            name: [-1] * verified
+            for name in new
+            if self.requests[name].num_output_tokens and verified
+        }
         read = {
             name: 1 + len(drafts.get(name, ())) if request.num_output_tokens else request.num_tokens
             for name, request in self.requests.items()
@@ -150,7 +175,9 @@ class Server:
         output = SimpleNamespace(
             finished_req_ids=set(finished),
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=name) for name in new if not self.requests[name].num_output_tokens
+                SimpleNamespace(req_id=name)
+                for name in new
+                if not self.requests[name].num_output_tokens
             ],
             num_scheduled_tokens=read,
             scheduled_spec_decode_tokens=drafts,
@@ -226,8 +253,12 @@ def test_a_request_whose_text_the_draft_has_not_read_counts_in_no_probe():
     server.step(b=1)
     server.step(b=1)
     assert not spy.is_read
-    scheduler = SimpleNamespace(requests=server.requests, redraft_foreign=frozenset(), redraft_pacer=pacer)
-    assert (is_counted(scheduler, "a"), is_counted(scheduler, "b")) == (True, False), "nor by domain"
+    scheduler = SimpleNamespace(
+        requests=server.requests, redraft_foreign=frozenset(), redraft_pacer=pacer
+    )
+    assert (is_counted(scheduler, "a"), is_counted(scheduler, "b")) == (True, False), (
+        "nor by domain"
+    )
     del scheduler.redraft_pacer
     assert is_counted(scheduler, "b"), "without a pace all is read"
     scheduler.redraft_foreign = frozenset("b")
@@ -274,7 +305,10 @@ def test_a_swap_reaches_the_policy_by_a_call_of_the_same_signature():
 
     pacer, swaps = make_pacer(0)[0], []
     pacer.policy.swapped = lambda: swaps.append(1)  # type: ignore[method-assign]
-    engine, call = SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer)), note_swaps(collective_rpc)
+    engine, call = (
+        SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=pacer)),
+        note_swaps(collective_rpc),
+    )
     assert call(engine, "redraft_load", None, (1,), None) == ["redraft_load", (1,)]
     assert not swaps
     assert call(engine, "redraft_commit", None, (), None) == ["redraft_commit", ()]
@@ -282,7 +316,9 @@ def test_a_swap_reaches_the_policy_by_a_call_of_the_same_signature():
         call(engine, change, None, (), None)
     assert len(swaps) == 5
     assert call(SimpleNamespace(scheduler=SimpleNamespace(redraft_pacer=None)), "redraft_commit")
-    assert len(inspect.signature(call).parameters) == 5, "vLLM counts them before it converts arguments"
+    assert len(inspect.signature(call).parameters) == 5, (
+        "vLLM counts them before it converts arguments"
+    )
 
 
 def test_the_status_has_the_batch_sizes_that_were_seen():
@@ -293,7 +329,8 @@ def test_the_status_has_the_batch_sizes_that_were_seen():
     assert pacer.status() == {
         "pace": "auto",
         "sizes": [
-            {"requests": size, "tokens": 0, "steps": 1, "speed": 1.0, "low": 1.0, "high": 1.0} for size in (1, 2)
+            {"requests": size, "tokens": 0, "steps": 1, "speed": 1.0, "low": 1.0, "high": 1.0}
+            for size in (1, 2)
         ],
         "explored": 0.0,
     }
@@ -330,7 +367,9 @@ def test_the_status_of_a_server_has_the_pace(monkeypatch):
     async def ask_all(method, new=""):
         return [{"redraft_pace": STATUS}[method]]
 
-    calls = EngineCalls(SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=ask_all), errored=False))
+    calls = EngineCalls(
+        SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=ask_all), errored=False)
+    )
     monkeypatch.setattr(hooks, "is_asked", lambda: False)
     assert asyncio.run(calls.read_pace()) is None
     monkeypatch.setattr(hooks, "is_asked", lambda: True)
@@ -408,10 +447,16 @@ def make_runner(method: str, **changes: Any) -> SimpleNamespace:
     ],
 )
 def test_at_0_a_draft_is_called_only_for_keys_of_a_prompt(method, number, read, asked):
-    runner = make_runner("eagle3", parallel_drafting=True) if method == "p-eagle" else make_runner(method)
+    runner = (
+        make_runner("eagle3", parallel_drafting=True)
+        if method == "p-eagle"
+        else make_runner(method)
+    )
     install(runner)
     install(runner)  # once is enough
-    sampled = torch.tensor([[7], [7]]) if method in ("eagle3", "draft_model", "p-eagle") else [[7], [7]]
+    sampled = (
+        torch.tensor([[7], [7]]) if method in ("eagle3", "draft_model", "p-eagle") else [[7], [7]]
+    )
     found = runner.propose_draft_token_ids(
         Scheduled(number, **({"num_scheduled_tokens": read} if read else {})), sampled
     )
@@ -454,7 +499,9 @@ def test_live_counts_learn_at_0_too():
      ("ngram_gpu", 0, 10, False), ("ngram_gpu", 1, 2, True), ("gemma4", 0, 10, False), ("draft_model", 0, 10, True),
      ("draft_model", 2, 2, True)],
 )  # fmt: skip
-def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(method, number, num_tokens, is_called):
+def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(
+    method, number, num_tokens, is_called
+):
     """Of two requests; with four tokens, one of them verifies two."""
     config = make_config(method, use_v2_model_runner=True)
     drafts = torch.full((8, 3), 5, dtype=torch.int32)
@@ -462,7 +509,8 @@ def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(method, 
         vllm_config=config,
         speculative_config=config.speculative_config,
         speculator=SimpleNamespace(
-            propose=lambda input_batch, states, **options: drafts[: input_batch.num_reqs], num_speculative_steps=3
+            propose=lambda input_batch, states, **options: drafts[: input_batch.num_reqs],
+            num_speculative_steps=3,
         ),
         req_states=SimpleNamespace(draft_tokens=drafts),
         num_speculative_steps=3,
@@ -476,7 +524,9 @@ def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(method, 
     assert found.dtype == torch.int32
     assert runner.redraft_skipped_steps == (not is_called)
     drafted = max(1, number) if method == "draft_model" else 3
-    assert runner.speculator.num_speculative_steps == drafted, "a standalone draft would make the most"
+    assert runner.speculator.num_speculative_steps == drafted, (
+        "a standalone draft would make the most"
+    )
     # vLLM's own runs before it serves, all by name and without a number
     found = runner.speculator.propose(input_batch=batch, states="states", dummy_run=True)
     assert found.tolist() == [[5] * 3] * 2
@@ -484,14 +534,24 @@ def test_the_second_runner_calls_a_draft_at_0_only_for_keys_of_a_prompt(method, 
 
 
 def find_graphs(cls, most: int) -> set[tuple[int, int]]:
-    """(requests, draft tokens) of the steps of at most 32 requests with a full graph of vLLM, in a server of 64."""
+    """(requests, draft tokens) of the steps of at most 32 requests with a full graph of vLLM, in a
+    server of 64.
+    """
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import _is_compatible
 
-    tiers = [(1 + arm, 64 if arm == most else 1 + list_arms(most).index(arm)) for arm in list_arms(most)]
-    sizes = {n * length for length, requests in tiers for n in (1, 2, 4, *range(8, 65, 8)) if n <= requests}
+    tiers = [
+        (1 + arm, 64 if arm == most else 1 + list_arms(most).index(arm)) for arm in list_arms(most)
+    ]
+    sizes = {
+        n * length
+        for length, requests in tiers
+        for n in (1, 2, 4, *range(8, 65, 8))
+        if n <= requests
+    }
     speculative = SimpleNamespace(
-        num_speculative_tokens_per_batch_size=make_table(most), uses_dynamic_speculative_decoding=lambda: True
+        num_speculative_tokens_per_batch_size=make_table(most),
+        uses_dynamic_speculative_decoding=lambda: True,
     )
     config = SimpleNamespace(
         speculative_config=speculative,
@@ -499,10 +559,14 @@ def find_graphs(cls, most: int) -> set[tuple[int, int]]:
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
     )
     if cls.__name__.startswith("DFlash"):
-        speculative.uses_dynamic_speculative_decoding = lambda: bool(speculative.num_speculative_tokens_per_batch_size)
+        speculative.uses_dynamic_speculative_decoding = lambda: bool(
+            speculative.num_speculative_tokens_per_batch_size
+        )
     manager = SimpleNamespace(
         vllm_config=config,
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)),
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)
+        ),
         cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
         max_num_reqs=64,
         decode_query_len=1 + most,
@@ -536,10 +600,14 @@ def test_steps_of_any_number_have_a_full_graph_on_the_second_runner(most, monkey
     every = {(number, arm) for number in range(1, 33) for arm in list_arms(most)}
     assert (9, 0) in every - find_graphs(CudaGraphManager, most), "vLLM alone leaves holes"
     monkeypatch.setattr(CudaGraphManager, "_init_candidates", CudaGraphManager._init_candidates)
-    monkeypatch.setattr(DFlashCudaGraphManager, "_init_candidates", DFlashCudaGraphManager._init_candidates)
+    monkeypatch.setattr(
+        DFlashCudaGraphManager, "_init_candidates", DFlashCudaGraphManager._init_candidates
+    )
     runner_v2.patch_graphs()
     assert find_graphs(CudaGraphManager, most) == every
-    assert find_graphs(DFlashCudaGraphManager, most) == {(number, most) for number in range(1, 33)}, "whole blocks"
+    assert find_graphs(DFlashCudaGraphManager, most) == {
+        (number, most) for number in range(1, 33)
+    }, "whole blocks"
 
 
 def test_a_head_behind_a_lookup_is_asked_for_one_token_at_least():
@@ -575,7 +643,11 @@ def test_vllm_prepares_for_each_number_of_the_policy(most):
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     found = build_dynamic_sd_schedule_lookup(make_table(most), 64, most)
-    assert set(found[1:]) == set(list_arms(most)) == set(Pacer(most, 64, "auto", has_keys=True).policy.arms)
+    assert (
+        set(found[1:])
+        == set(list_arms(most))
+        == set(Pacer(most, 64, "auto", has_keys=True).policy.arms)
+    )
     assert found[64] == most, "the widest graphs are those of the most tokens"
     assert build_dynamic_sd_schedule_lookup(make_table(most), 1, most)[1] == most
 
@@ -585,7 +657,9 @@ def test_vllm_prepares_for_each_number_of_the_policy(most):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_server_shows_the_pace_and_records_what_it_answers_without_a_draft(random_target, registry, tmp_path):
+def test_a_server_shows_the_pace_and_records_what_it_answers_without_a_draft(
+    random_target, registry, tmp_path
+):
     prompt = list(range(20, 60))
     with running_server(random_target, registry, tmp_path, ["--pace", "auto"]) as server:
         answers = [server.complete(prompt, ignore_eos=True) for _ in range(4)]

@@ -38,7 +38,10 @@ CLIENTS: dict[str, Callable[[int], Callable[[int], int]]] = {
 
 
 class Machine:
-    """Step times unlike the policy's formula: free tokens, then linear, tiles of 16, and the draft."""
+    """Step times unlike the policy's formula.
+
+    Free tokens, then linear, tiles of 16, and the draft.
+    """
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(100 + seed)
@@ -63,10 +66,20 @@ class Outcome:
     policy: Policy
 
 
-def simulate(draft: str, clients: str, noise: float, seed: int, steps: int = STEPS, pushes: int = 0) -> Outcome:
-    """One load. Its speeds are those expected, without the noise that the policy sees. Every so many `pushes` steps a
-    trainer moves the target, by too little to change what is accepted."""
-    rng, machine, policy, rates = random.Random(seed), Machine(seed), Policy(MOST, 64), DRAFTS[draft]
+def simulate(
+    draft: str, clients: str, noise: float, seed: int, steps: int = STEPS, pushes: int = 0
+) -> Outcome:
+    """One load.
+
+    Its speeds are those expected, without the noise that the policy sees. Every so many `pushes`
+    steps a trainer moves the target, by too little to change what is accepted.
+    """
+    rng, machine, policy, rates = (
+        random.Random(seed),
+        Machine(seed),
+        Policy(MOST, 64),
+        DRAFTS[draft],
+    )
     taus = {arm: 1 + sum(math.prod(rates[: i + 1]) for i in range(arm)) for arm in policy.arms}
     size_of, verified, drift, stall = CLIENTS[clients](seed), 0, 0.0, 0
     spent, late, off = 0.0, 0.0, 0.0
@@ -125,10 +138,14 @@ def test_a_lookup_that_proposes_less_in_large_batches_is_judged_by_batch_size() 
     for _ in range(400):
         policy.observe(1, 3, 3, 0.01, [3], is_clean=True)
         policy.observe(8, 3, 3, 0.01, [0] * 8, is_clean=True)
-    taus = [policy.speed(place, 3).mean * policy._times[place][2][0] for place in (alone, between, many)]
+    taus = [
+        policy.speed(place, 3).mean * policy._times[place][2][0] for place in (alone, between, many)
+    ]
     assert taus[0] > 3.2
     assert taus[2] < 1.1
-    assert taus[1] == pytest.approx(1 + 3 * 400 / 3600, rel=0.05), "a size never seen has the rate of all"
+    assert taus[1] == pytest.approx(1 + 3 * 400 / 3600, rel=0.05), (
+        "a size never seen has the rate of all"
+    )
 
 
 def test_a_swap_opens_the_question_again() -> None:
@@ -150,7 +167,9 @@ def test_a_swap_opens_the_question_again() -> None:
 def test_frequent_pushes_of_a_target_give_no_more_time_for_probes(draft: str, pushes: int) -> None:
     outcome = simulate(draft, "1", 0.25, 0, 3 * STEPS, pushes)
     policy = outcome.policy
-    assert policy.lost_s <= (SHARE + 2 * MOST_STEPS / (3 * STEPS)) * policy.busy_s  # and what the account begins with
+    assert (
+        policy.lost_s <= (SHARE + 2 * MOST_STEPS / (3 * STEPS)) * policy.busy_s
+    )  # and what the account begins with
     assert outcome.off >= 0.985
 
 

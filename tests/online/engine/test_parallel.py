@@ -1,4 +1,7 @@
-"""Several replicas in one server (data parallelism), in a real vLLM: all of them swap, or none, and all can sleep."""
+"""Several replicas in one server (data parallelism), in a real vLLM.
+
+All of them swap, or none, and all can sleep.
+"""
 
 import os
 import threading
@@ -30,7 +33,9 @@ def replicas(random_target, registry, marker, tmp_path_factory):
     }
     folder = tmp_path_factory.mktemp("replicas")
     arguments = ["--data-parallel-size", "2"]
-    with running_server(random_target, registry, folder, [], arguments=arguments, environment=environment) as server:
+    with running_server(
+        random_target, registry, folder, [], arguments=arguments, environment=environment
+    ) as server:
         yield server
 
 
@@ -44,7 +49,10 @@ def ask(server, replica, prompt):
 
 def accepted(responses):
     """Accepted tokens per step, of 3, of each response."""
-    return [response["metrics"]["speculative_decoding"]["mean_acceptance_length"] - 1 for response in responses]
+    return [
+        response["metrics"]["speculative_decoding"]["mean_acceptance_length"] - 1
+        for response in responses
+    ]
 
 
 def texts(responses):
@@ -57,11 +65,16 @@ class Clients:
     def __init__(self, server):
         self.server = server
         self.prompts = make_prompts(0, 2)
-        self.responses = [[ask(server, replica, prompt)] for replica, prompt in enumerate(self.prompts)]
+        self.responses = [
+            [ask(server, replica, prompt)] for replica, prompt in enumerate(self.prompts)
+        ]
 
     @contextmanager
     def busy(self):
-        """Ask while the block runs. Every answer is right, and at least one to each client ended meanwhile."""
+        """Ask while the block runs.
+
+        Every answer is right, and at least one to each client ended meanwhile.
+        """
         is_over = threading.Event()
 
         def go_on(replica):
@@ -107,9 +120,16 @@ def test_a_swap_is_done_in_all_replicas_or_in_none(replicas, marker):
     with clients.busy():
         answer = replicas.http.post("/redraft/swap", json={"version": NOISY})
     assert not marker.exists(), "the load did not fail"
-    assert (answer.status_code, f"the disk went away; {COPY} was restored" in answer.text) == (500, True), answer.text
+    assert (answer.status_code, f"the disk went away; {COPY} was restored" in answer.text) == (
+        500,
+        True,
+    ), answer.text
     status = replicas.status()
-    assert (status["draft_version"], status["draft_intact"], status["target_intact"]) == (COPY, True, True)
+    assert (status["draft_version"], status["draft_intact"], status["target_intact"]) == (
+        COPY,
+        True,
+        True,
+    )
     assert status["num_swaps"] == 1
     assert min(low for low, _ in measure(3)) > 2.8, "both replicas have the last good draft"
 
@@ -130,7 +150,10 @@ def test_a_swap_is_done_in_all_replicas_or_in_none(replicas, marker):
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_server_that_sleeps_is_not_swapped_and_wakes_up_with_its_draft(replicas):
-    """Level 2 drops the draft's parameters: 20 times, because a push that is late would fail now and then."""
+    """Level 2 drops the draft's parameters.
+
+    20 times, because a push that is late would fail now and then.
+    """
     replicas.swap(COPY)
     for number, (level, is_intact) in enumerate([(1, True), *[(2, False)] * 20]):
         assert replicas.http.post("/sleep", params={"level": level}).status_code == 200
@@ -138,14 +161,25 @@ def test_a_server_that_sleeps_is_not_swapped_and_wakes_up_with_its_draft(replica
         assert (status["asleep"], status["draft_intact"]) == (True, is_intact)
         answer = replicas.http.post("/redraft/swap", json={"version": NOISY})
         assert (answer.status_code, "sleeps" in answer.text) == (409, True), answer.text
-        assert replicas.http.get("/is_sleeping").json() == {"is_sleeping": True}, "the swap resumed it"
+        assert replicas.http.get("/is_sleeping").json() == {"is_sleeping": True}, (
+            "the swap resumed it"
+        )
         replicas.http.post("/wake_up").raise_for_status()
         status = replicas.status()
-        assert (status["asleep"], status["draft_intact"], status["draft_version"]) == (False, True, COPY)
+        assert (status["asleep"], status["draft_intact"], status["draft_version"]) == (
+            False,
+            True,
+            COPY,
+        )
         for replica, prompt in enumerate(make_prompts(5 + number, 2)):
             assert accepted([ask(replicas, replica, prompt)])[0] > 2.8
     replicas.http.post("/pause", params={"mode": "keep"}).raise_for_status()
     replicas.swap(NOISY)
     assert replicas.http.get("/is_paused").json() == {"is_paused": True}, "the swap resumed it"
     replicas.http.post("/resume").raise_for_status()
-    assert min(accepted([ask(replicas, i % 2, prompt) for i, prompt in enumerate(make_prompts(40, 4))])) < 2.8
+    assert (
+        min(
+            accepted([ask(replicas, i % 2, prompt) for i, prompt in enumerate(make_prompts(40, 4))])
+        )
+        < 2.8
+    )

@@ -1,5 +1,6 @@
-"""The plugin's routes over a fake engine of two ranks that fail as told, which no real engine here can be made to
-do."""
+"""The plugin's routes over a fake engine of two ranks that fail as told, which no real engine here
+can be made to do.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,11 @@ class Engine:
         if method in ("redraft_stage", "redraft_discard"):
             self.swappers.add(args[-1])
         status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True}
-        status |= {"target_fingerprint": "target", "target_lineage": self.lineage, "target_version": "17@a"}
+        status |= {
+            "target_fingerprint": "target",
+            "target_lineage": self.lineage,
+            "target_version": "17@a",
+        }
         status |= {"capture": None, "asleep": self.is_asleep, "swap_cache": self.cache}
         if method in ("redraft_load_target", "redraft_name_target"):
             self.told.append(args[0])
@@ -131,18 +136,29 @@ class Engine:
         self.calls.append(name)
         if self.refuses.get(name, 0):
             self.refuses[name] -= 1
-            raise Exception(f"Call to {name} method failed:\nnot now.")  # as vLLM's client raises what its engine said
+            raise Exception(
+                f"Call to {name} method failed:\nnot now."
+            )  # as vLLM's client raises what its engine said
 
 
 @pytest.fixture
 def registry(tmp_path):
-    publish(tmp_path / "v000002", lambda folder: (folder / "weights").touch(), {"target_fingerprint": "target"})
+    publish(
+        tmp_path / "v000002",
+        lambda folder: (folder / "weights").touch(),
+        {"target_fingerprint": "target"},
+    )
     return tmp_path
 
 
 def staged(registry, version="v000002", **changes):
     """A rank's answer about a version in memory."""
-    read = {"done": True, "error": "", "damaged": False, "manifest_sha256": hash_manifest(registry / version)}
+    read = {
+        "done": True,
+        "error": "",
+        "damaged": False,
+        "manifest_sha256": hash_manifest(registry / version),
+    }
     return read | changes
 
 
@@ -166,7 +182,9 @@ def swap(registry, load_s=0.0, body=None, **answers):
 @pytest.mark.parametrize("method", ["redraft_status", "redraft_stage", "redraft_load"])
 def test_no_request_outlives_the_engine(registry, method):
     """A server that waits for such a request never ends, and is never started again."""
-    engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}, dies_in=method)
+    engine = Engine(
+        {"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}, dies_in=method
+    )
     client, began_s = make_client(registry, engine), time.monotonic()
     answer = client.post("/redraft/swap", json={"version": "v000002"})
     assert answer.status_code == 503
@@ -184,14 +202,21 @@ def test_a_swap_pauses_loads_on_all_ranks_and_names_the_version(registry):
 def test_the_ranks_can_tell_one_api_process_from_another(registry):
     engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2})
     for number in (1, 2):
-        assert make_client(registry, engine).post("/redraft/swap", json={"version": "v000002"}).status_code == 200
+        assert (
+            make_client(registry, engine)
+            .post("/redraft/swap", json={"version": "v000002"})
+            .status_code
+            == 200
+        )
         assert len(engine.swappers) == number
 
 
 @pytest.mark.parametrize("cache", ["keep", "draft", "clear"])
 @pytest.mark.parametrize("can_pause", [True, False])
 def test_the_target_reads_again_only_if_asked(registry, cache, can_pause):
-    engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}, cache=cache)
+    engine = Engine(
+        {"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}, cache=cache
+    )
     client = make_client(registry, engine, can_pause=can_pause)
     assert client.post("/redraft/swap", json={"version": "v000002"}).is_success
     assert ("pause" in engine.calls) is can_pause  # which has asserted whether it clears
@@ -203,14 +228,24 @@ def test_where_a_rank_fails_half_way_every_rank_gets_the_last_good_draft_back(re
     answer, calls = swap(registry, redraft_load=ranks, redraft_restore=[LOADED, LOADED])
     assert answer.status_code == 500
     assert "v000001 was restored" in answer.text
-    assert calls == [*READ, "pause", "redraft_load", *READ, "redraft_restore", "resume", "redraft_discard"]
+    assert calls == [
+        *READ,
+        "pause",
+        "redraft_load",
+        *READ,
+        "redraft_restore",
+        "resume",
+        "redraft_discard",
+    ]
 
 
 def test_stages_of_a_pipeline_without_the_draft_do_not_stop_a_swap(registry):
     with_draft = {"redraft_stage": [None, {"ok": True}], "redraft_staged": [None, staged(registry)]}
     answer, calls = swap(registry, redraft_load=[None, LOADED], **with_draft)
     assert (answer.status_code, answer.json()["load_ms"]) == (200, LOADED["load_ms"])
-    answer, calls = swap(registry, redraft_load=[None, BROKEN], redraft_restore=[None, LOADED], **with_draft)
+    answer, calls = swap(
+        registry, redraft_load=[None, BROKEN], redraft_restore=[None, LOADED], **with_draft
+    )
     assert (answer.status_code, "v000001 was restored" in answer.text) == (500, True)
     answer, calls = swap(registry, redraft_stage=[None, None])
     assert (answer.status_code, "no rank" in answer.text) == (409, True)
@@ -218,7 +253,10 @@ def test_stages_of_a_pipeline_without_the_draft_do_not_stop_a_swap(registry):
 
 
 class Replicas(Engine):
-    """Two engines of two ranks each, as with data parallelism: the second one answers as told, the first one well."""
+    """Two engines of two ranks each, as with data parallelism.
+
+    The second one answers as told, the first one well.
+    """
 
     @property
     def engine_core(self) -> Replicas:
@@ -243,7 +281,12 @@ def test_a_rank_that_fails_in_another_replica_fails_the_swap(registry):
 
 def test_the_counters_of_all_replicas_are_added_up(registry, monkeypatch):
     monkeypatch.setattr(domains, "are_counted", lambda: True)
-    status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
+    status = {
+        "draft_version": "v000001",
+        "draft_intact": True,
+        "target_intact": True,
+        "target_fingerprint": "target",
+    }
     status |= {"asleep": False}
     capture = {"records": 3, "last_error": "", "spool_files": 1}
     ranks = [status | {"capture": capture}, status | {"capture": None}]
@@ -257,21 +300,48 @@ def test_the_counters_of_all_replicas_are_added_up(registry, monkeypatch):
 
 def test_replicas_of_different_weights_have_no_version_in_common(registry):
     def ask(*versions):
-        status = {"draft_version": "", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
-        ranks = [status | {"asleep": False, "capture": {}, "target_version": version} for version in versions]
+        status = {
+            "draft_version": "",
+            "draft_intact": True,
+            "target_intact": True,
+            "target_fingerprint": "target",
+        }
+        ranks = [
+            status | {"asleep": False, "capture": {}, "target_version": version}
+            for version in versions
+        ]
         # only one rank of each replica records, and the others have parts of the weights
         ranks = [
-            part for rank in ranks for part in (rank | {"capture": {"records": 1}}, rank | {"target_version": "@part"})
+            part
+            for rank in ranks
+            for part in (rank | {"capture": {"records": 1}}, rank | {"target_version": "@part"})
         ]
-        return make_client(registry, Engine({"redraft_status": ranks})).get("/redraft/status").json()["target_version"]
+        return (
+            make_client(registry, Engine({"redraft_status": ranks}))
+            .get("/redraft/status")
+            .json()["target_version"]
+        )
 
-    assert (ask("17@a", "17@a"), ask("17@a", ""), ask("17@a", None), ask("")) == ("17@a", None, None, "")
+    assert (ask("17@a", "17@a"), ask("17@a", ""), ask("17@a", None), ask("")) == (
+        "17@a",
+        None,
+        None,
+        "",
+    )
 
 
 def test_weights_that_are_unclear_on_one_rank_have_no_version(registry):
-    status = {"draft_version": "", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
+    status = {
+        "draft_version": "",
+        "draft_intact": True,
+        "target_intact": True,
+        "target_fingerprint": "target",
+    }
     status |= {"asleep": False, "target_version": "17@a"}
-    ranks = [status | {"capture": {"records": 1}}, status | {"capture": None, "target_version": None}]
+    ranks = [
+        status | {"capture": {"records": 1}},
+        status | {"capture": None, "target_version": None},
+    ]
     engine = Engine({"redraft_status": ranks})
     assert make_client(registry, engine).get("/redraft/status").json()["target_version"] is None
 
@@ -292,7 +362,15 @@ def test_a_load_that_no_rank_answers_is_a_line_and_puts_the_last_good_draft_back
     answer, calls = swap(registry, redraft_load=[], redraft_restore=[LOADED, LOADED])
     told = "a rank gave no answer: the engine died; v000001 was restored"
     assert (answer.status_code, answer.json()["detail"]) == (500, told)
-    assert calls == [*READ, "pause", "redraft_load", *READ, "redraft_restore", "resume", "redraft_discard"]
+    assert calls == [
+        *READ,
+        "pause",
+        "redraft_load",
+        *READ,
+        "redraft_restore",
+        "resume",
+        "redraft_discard",
+    ]
     answer, calls = swap(registry, redraft_load=[], redraft_restore=[])
     assert (answer.status_code, "and v000001 could not be restored" in answer.text) == (500, True)
     assert calls[-2:] == ["resume", "redraft_discard"]
@@ -354,8 +432,12 @@ def test_replicas_with_shared_experts_pause_only_together():
     from vllm.config import ParallelConfig
 
     def make(is_moe, **changes):
-        parallel = ParallelConfig(**{"data_parallel_size": 2, "data_parallel_size_local": 1} | changes)
-        return SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=is_moe))
+        parallel = ParallelConfig(
+            **{"data_parallel_size": 2, "data_parallel_size_local": 1} | changes
+        )
+        return SimpleNamespace(
+            parallel_config=parallel, model_config=SimpleNamespace(is_moe=is_moe)
+        )
 
     for balancer in ("data_parallel_external_lb", "data_parallel_hybrid_lb"):
         assert not swap_transaction.can_pause(make(is_moe=True, **{balancer: True}))
@@ -385,8 +467,16 @@ def test_tokens_are_compared_in_constant_time(registry, monkeypatch):
 @pytest.mark.parametrize(
     ("rank", "code", "told"),
     [
-        ({"error": "model.safetensors is corrupt", "damaged": True}, 422, "v000002 is damaged: model.safetensors"),
-        ({"error": "v000002 differs in config.json"}, 409, "differs in config.json; still serving v000001"),
+        (
+            {"error": "model.safetensors is corrupt", "damaged": True},
+            422,
+            "v000002 is damaged: model.safetensors",
+        ),
+        (
+            {"error": "v000002 differs in config.json"},
+            409,
+            "differs in config.json; still serving v000001",
+        ),
         ({"manifest_sha256": "0" * 64}, 409, "changed while it was read"),
     ],
 )
@@ -415,17 +505,23 @@ def hanging(read, hangs):
     return read_version
 
 
-def test_a_version_that_hangs_in_the_api_process_leaves_other_routes_and_versions_alone(registry, monkeypatch):
+def test_a_version_that_hangs_in_the_api_process_leaves_other_routes_and_versions_alone(
+    registry, monkeypatch
+):
     """Also its event loop, and the threads that vLLM shares with asyncio."""
     publish(registry / "v000003", lambda folder: (folder / "weights").touch(), {})
     monkeypatch.setattr(swap_transaction, "STAGE_TIMEOUT_S", 0.3)
     hangs, read = threading.Event(), swap_transaction._read_version
     monkeypatch.setattr(swap_transaction, "_read_version", hanging(read, hangs))
-    engine = Engine({"redraft_staged": [staged(registry, "v000003")] * 2, "redraft_load": [LOADED] * 2})
+    engine = Engine(
+        {"redraft_staged": [staged(registry, "v000003")] * 2, "redraft_load": [LOADED] * 2}
+    )
     codes = []
     with make_client(registry, engine) as client:
         for _ in range(6):
-            asked = threading.Thread(target=lambda: codes.append(client.post(SWAP, json=BODY).status_code))
+            asked = threading.Thread(
+                target=lambda: codes.append(client.post(SWAP, json=BODY).status_code)
+            )
             asked.start()
             began_s = time.monotonic()
             assert client.get("/redraft/status").status_code == 200
@@ -469,11 +565,17 @@ async def test_a_version_that_hangs_gives_way_to_the_next_one_and_to_the_way_bac
         assert engine.calls.count("redraft_stage") == 1 + is_swapped, "those behind it read nothing"
 
 
-@pytest.mark.parametrize("asked", [{"version": "v000099"}, {"version": "v000004"}, {"manifest_sha256": "0" * 64}])
+@pytest.mark.parametrize(
+    "asked", [{"version": "v000099"}, {"version": "v000004"}, {"manifest_sha256": "0" * 64}]
+)
 @in_event_loop
 async def test_what_cannot_be_served_displaces_no_version_that_is_being_read(registry, asked):
     publish(registry / "v000003", lambda folder: (folder / "weights").touch(), {})
-    publish(registry / "v000004", lambda folder: (folder / "weights").touch(), {"target_fingerprint": "another"})
+    publish(
+        registry / "v000004",
+        lambda folder: (folder / "weights").touch(),
+        {"target_fingerprint": "another"},
+    )
     engine = HungVersion({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2})
     swaps = Swaps(registry, engine)
     reading = asyncio.ensure_future(swaps.swap(Asked(version="v000002")))
@@ -485,11 +587,15 @@ async def test_what_cannot_be_served_displaces_no_version_that_is_being_read(reg
 
 
 @in_event_loop
-async def test_of_two_versions_the_one_asked_for_later_wins_although_it_was_found_first(registry, monkeypatch):
+async def test_of_two_versions_the_one_asked_for_later_wins_although_it_was_found_first(
+    registry, monkeypatch
+):
     publish(registry / "v000003", lambda folder: (folder / "weights").touch(), {})
     hangs, read = threading.Event(), swap_transaction._read_version
     monkeypatch.setattr(swap_transaction, "_read_version", hanging(read, hangs))
-    engine = Engine({"redraft_staged": [staged(registry, "v000003")] * 2, "redraft_load": [LOADED] * 2})
+    engine = Engine(
+        {"redraft_staged": [staged(registry, "v000003")] * 2, "redraft_load": [LOADED] * 2}
+    )
     swaps = Swaps(registry, engine)
     earlier = asyncio.ensure_future(swaps.swap(Asked(version="v000002")))
     await until(lambda: swaps._reads)
@@ -520,15 +626,20 @@ def test_a_load_that_hangs_is_given_up_and_generation_resumed(registry, monkeypa
 
 
 CLEAR_OR_KEEP = (
-    "swap again when no request waits for keys of another server, or restart this one with --swap.cache keep"
+    "swap again when no request waits for keys of another server, or restart this one "
+    "with --swap.cache keep"
 )
-REFUSED_RESET = "the engine could not empty its cache: Call to reset_prefix_cache method failed: not now"
+REFUSED_RESET = (
+    "the engine could not empty its cache: Call to reset_prefix_cache method failed: not now"
+)
 
 
 def swap_refused(registry, refuses=None, *, can_pause=True, restored=LOADED, **engine):
     """The answer of an engine that refuses, in a line, and its calls after the draft was read."""
     answers = {"redraft_load": [LOADED] * 2, "redraft_restore": [restored] * 2}
-    engine = Engine({"redraft_staged": [staged(registry)] * 2, **answers}, refuses=dict(refuses or {}), **engine)
+    engine = Engine(
+        {"redraft_staged": [staged(registry)] * 2, **answers}, refuses=dict(refuses or {}), **engine
+    )
     answer = make_client(registry, engine, can_pause=can_pause).post(SWAP, json=BODY)
     assert "\n" not in answer.text
     assert engine.calls.pop() == "redraft_discard"
@@ -546,24 +657,38 @@ def test_a_pause_that_is_refused_leaves_the_draft_and_goes_on(registry, cache, p
     assert calls == ["pause", "resume"]
 
 
-@pytest.mark.parametrize("changes", [{"refuses": {"reset_prefix_cache": 1}}, {"keeps_external": True}])
+@pytest.mark.parametrize(
+    "changes", [{"refuses": {"reset_prefix_cache": 1}}, {"keeps_external": True}]
+)
 @pytest.mark.parametrize("restored", [LOADED, BROKEN])
-def test_where_the_cache_cannot_be_emptied_the_last_good_draft_is_restored(registry, changes, restored):
-    code, told, calls = swap_refused(registry, can_pause=False, restored=restored, cache="clear", **changes)
+def test_where_the_cache_cannot_be_emptied_the_last_good_draft_is_restored(
+    registry, changes, restored
+):
+    code, told, calls = swap_refused(
+        registry, can_pause=False, restored=restored, cache="clear", **changes
+    )
     assert calls == ["redraft_load", "reset_prefix_cache", *READ, "redraft_restore"]
     problem = (
-        REFUSED_RESET if "refuses" in changes else "the engine could not empty its cache: its KV connector did not"
+        REFUSED_RESET
+        if "refuses" in changes
+        else "the engine could not empty its cache: its KV connector did not"
     )
     assert told.startswith(problem)
     if restored is LOADED:
         assert (code, told.endswith(f"; v000001 was restored: {CLEAR_OR_KEEP}")) == (503, True)
     else:
-        assert (code, told.endswith("; and v000001 could not be restored: swap to a good version")) == (500, True)
+        assert (
+            code,
+            told.endswith("; and v000001 could not be restored: swap to a good version"),
+        ) == (500, True)
 
 
 def test_generation_is_resumed_as_soon_as_the_pause_is_complete(registry, monkeypatch):
     monkeypatch.setattr(swap_transaction, "RESUME_POLL_S", 0.01)
-    engine = Engine({"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2}, refuses={"resume": 3})
+    engine = Engine(
+        {"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2},
+        refuses={"resume": 3},
+    )
     assert make_client(registry, engine).post(SWAP, json=BODY).is_success
     assert engine.calls[-5:] == [*["resume"] * 4, "redraft_discard"]
 
@@ -597,7 +722,10 @@ def owned(tmp_path):
     with registry.owned():
         for _ in range(2):
             registry.publish(
-                lambda folder: (folder / "w").touch(), target_fingerprint="target", provenance={}, evaluation={}
+                lambda folder: (folder / "w").touch(),
+                target_fingerprint="target",
+                provenance={},
+                evaluation={},
             )
     return registry
 
@@ -631,10 +759,23 @@ def test_a_server_whose_registry_has_no_id_stays_with_the_first_learner(registry
 
 
 def test_the_same_name_with_other_bytes_is_not_served_already(registry):
-    publish(registry / "v000001", lambda folder: (folder / "weights").touch(), {"target_fingerprint": "target"})
-    status = {"draft_version": "v000001", "draft_intact": True, "target_intact": True, "target_fingerprint": "target"}
+    publish(
+        registry / "v000001",
+        lambda folder: (folder / "weights").touch(),
+        {"target_fingerprint": "target"},
+    )
+    status = {
+        "draft_version": "v000001",
+        "draft_intact": True,
+        "target_intact": True,
+        "target_fingerprint": "target",
+    }
     status |= {"asleep": False}
-    for manifest, is_swapped in ((hash_manifest(registry / "v000001"), False), ("0" * 64, True), ("", False)):
+    for manifest, is_swapped in (
+        (hash_manifest(registry / "v000001"), False),
+        ("0" * 64, True),
+        ("", False),
+    ):
         ranks = [status | {"capture": None, "manifest_sha256": manifest}]
         answer, _ = swap(
             registry, body={"version": "v000001"}, redraft_status=ranks, redraft_load=[LOADED],
@@ -644,7 +785,10 @@ def test_the_same_name_with_other_bytes_is_not_served_already(registry):
 
 
 def make_layout(name, **changes):
-    return Layout(folder=Path(name), **{"settings": {"hidden_size": 4}, "tensors": {"w": "[4] of floats"}} | changes)
+    return Layout(
+        folder=Path(name),
+        **{"settings": {"hidden_size": 4}, "tensors": {"w": "[4] of floats"}} | changes,
+    )
 
 
 REFUSALS = {
@@ -652,7 +796,9 @@ REFUSALS = {
     "another target": lambda registry: swap_transaction._require_target(
         swap_transaction._read_version(registry / "v000002"), "x", "lineage"
     ),
-    "other settings": lambda _: require_same_layout(make_layout("v1"), make_layout("v2", settings={"hidden_size": 8})),
+    "other settings": lambda _: require_same_layout(
+        make_layout("v1"), make_layout("v2", settings={"hidden_size": 8})
+    ),
     "other tensors": lambda _: require_same_layout(
         make_layout("v1"), make_layout("v2", tensors={"w": "[8] of floats"})
     ),
@@ -760,7 +906,10 @@ def test_a_pace_is_taken_while_the_server_runs(registry, monkeypatch, body, pace
 
 
 def test_a_server_without_pace_takes_none(registry):
-    assert make_client(registry, Engine({})).post("/redraft/pace", json={"pace": "off"}).status_code == 409
+    assert (
+        make_client(registry, Engine({})).post("/redraft/pace", json={"pace": "off"}).status_code
+        == 409
+    )
 
 
 # --- the target weights
@@ -792,17 +941,32 @@ def move(registry, checkpoint):
 
 
 def make_moving(registry, checkpoint, kind=Engine, **fields):
-    answers = {"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2} | fields.pop("answers", {})
+    answers = {"redraft_staged": [staged(registry)] * 2, "redraft_load": [LOADED] * 2} | fields.pop(
+        "answers", {}
+    )
     return kind(answers, **{"moves": True, "lineage": lineage(checkpoint)} | fields)
 
 
 def test_target_and_draft_are_loaded_in_one_pause(move, checkpoint):
     target = ["redraft_load_target", "redraft_name_target"]
-    for body, staging, draft in (({}, [], []), ({"draft": "v000002"}, READ, ["redraft_load", "redraft_commit"])):
+    for body, staging, draft in (
+        ({}, [], []),
+        ({"draft": "v000002"}, READ, ["redraft_load", "redraft_commit"]),
+    ):
         answer, engine = move(**body)
         assert answer.status_code == 200, answer.text
-        assert (answer.json()["target_version"], answer.json()["draft_version"]) == ("17@a", "v000001")
-        assert engine.calls == [*staging, "pause", *target, *draft, "resume", *(["redraft_discard"] if draft else [])]
+        assert (answer.json()["target_version"], answer.json()["draft_version"]) == (
+            "17@a",
+            "v000001",
+        )
+        assert engine.calls == [
+            *staging,
+            "pause",
+            *target,
+            *draft,
+            "resume",
+            *(["redraft_discard"] if draft else []),
+        ]
         assert engine.told == [str(checkpoint), "17"]
 
 
@@ -813,7 +977,9 @@ def test_a_name_alone_touches_nothing(registry):
 
 
 @pytest.mark.parametrize("draft", [{}, {"draft": "v000002"}])
-def test_a_trainers_pause_stays_and_no_key_of_the_old_weights_does(move, registry, checkpoint, draft):
+def test_a_trainers_pause_stays_and_no_key_of_the_old_weights_does(
+    move, registry, checkpoint, draft
+):
     answer, engine = move(make_moving(registry, checkpoint, num_pauses=1), **draft)
     assert (answer.status_code, engine.num_pauses) == (200, 1)
     calls = [call for call in engine.calls if call not in READ]
@@ -837,8 +1003,13 @@ def test_where_a_rank_fails_all_get_the_weights_of_before(move, registry, checkp
 
 
 def test_half_new_weights_serve_nobody_until_a_load_succeeds(registry, checkpoint):
-    engine = make_moving(registry, checkpoint, answers={"redraft_load_target": [{"ok": True}, TORN]})
-    client, body = make_client(registry, engine, targets=(checkpoint.parent,)), {"path": str(checkpoint)}
+    engine = make_moving(
+        registry, checkpoint, answers={"redraft_load_target": [{"ok": True}, TORN]}
+    )
+    client, body = (
+        make_client(registry, engine, targets=(checkpoint.parent,)),
+        {"path": str(checkpoint)},
+    )
     answer = client.post(MOVE, json=body)
     assert (answer.status_code, "paused" in answer.text) == (500, True)
     assert engine.num_pauses == 1
@@ -847,7 +1018,9 @@ def test_half_new_weights_serve_nobody_until_a_load_succeeds(registry, checkpoin
     assert engine.num_pauses == 0
 
 
-def test_a_draft_that_fails_after_the_target_is_told_with_the_new_weights(move, registry, checkpoint):
+def test_a_draft_that_fails_after_the_target_is_told_with_the_new_weights(
+    move, registry, checkpoint
+):
     engine = make_moving(registry, checkpoint, answers={"redraft_load": [REFUSED] * 2})
     answer, _ = move(engine, draft="v000002")
     assert answer.status_code == 409
@@ -861,17 +1034,24 @@ async def test_two_trainers_at_once_take_turns(registry, checkpoint):
     shutil.copytree(checkpoint, other)
     engine = make_moving(registry, checkpoint, load_s=0.01)
     swaps = Swaps(registry, engine, targets=(checkpoint.parent,))
-    moves = [Move(folder=str(path), label=path.name, draft="v000002") for path in (checkpoint, other) * 3]
+    moves = [
+        Move(folder=str(path), label=path.name, draft="v000002") for path in (checkpoint, other) * 3
+    ]
     await asyncio.gather(*map(swaps.move, moves))
     assert engine.num_pauses == 0
     turns = " ".join(engine.calls).split("redraft_stage ")
-    turn = "redraft_staged pause redraft_load_target redraft_name_target redraft_load redraft_commit resume"
+    turn = (
+        "redraft_staged pause redraft_load_target redraft_name_target redraft_load "
+        "redraft_commit resume"
+    )
     assert [each.strip() for each in turns] == ["", *[f"{turn} redraft_discard"] * 6]
     assert [Path(folder).name for folder in engine.told[::2]] == engine.told[1::2]
 
 
 @in_event_loop
-async def test_a_trainer_that_is_killed_between_target_and_draft_leaves_a_whole_move(registry, checkpoint):
+async def test_a_trainer_that_is_killed_between_target_and_draft_leaves_a_whole_move(
+    registry, checkpoint
+):
     engine = make_moving(registry, checkpoint, load_s=0.05)
     swaps = Swaps(registry, engine, targets=(checkpoint.parent,))
     asked = Move(folder=str(checkpoint), label="17", draft="v000002")
@@ -919,17 +1099,23 @@ def test_a_move_to_nothing_is_the_callers_mistake(registry, body):
 def test_a_server_without_folders_loads_no_target(registry, checkpoint):
     answer = make_client(registry, Engine({})).post(MOVE, json={"path": str(checkpoint)})
     assert (answer.status_code, "REDRAFT_TARGETS=FOLDER" in answer.text) == (503, True)
-    answer = make_client(registry, Engine({})).post(MOVE, json={"version": "1"}, headers={"Authorization": "Bearer x"})
+    answer = make_client(registry, Engine({})).post(
+        MOVE, json={"version": "1"}, headers={"Authorization": "Bearer x"}
+    )
     assert answer.status_code == 401
 
 
 def test_the_origin_of_each_kind_of_connection_reaches_the_engine() -> None:
     given: list[Any] = []
-    engine = SimpleNamespace(generate=lambda prompt, sampling_params: given.append(sampling_params.extra_args))
+    engine = SimpleNamespace(
+        generate=lambda prompt, sampling_params: given.append(sampling_params.extra_args)
+    )
     forward_origin(engine)
 
     def generate() -> None:
-        params = SimpleNamespace(extra_args={"other": 1, EXTRA_ARGS_KEY: Origin("forged")._asdict()})
+        params = SimpleNamespace(
+            extra_args={"other": 1, EXTRA_ARGS_KEY: Origin("forged")._asdict()}
+        )
         engine.generate("a", sampling_params=params)
 
     app = FastAPI()

@@ -1,4 +1,7 @@
-"""After a swap the draft reads the text again: which blocks, against a model of every slot, and in the real engine."""
+"""After a swap the draft reads the text again.
+
+Which blocks, against a model of every slot, and in the real engine.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ SIZE = 4
 
 
 class Slots:
-    """Keys of a draft, as the draft that wrote them and the text before them, and a scheduler with a prefix cache."""
+    """Keys of a draft, as the draft that wrote them and the text before them, and a scheduler with
+    a prefix cache.
+    """
 
     def __init__(self, seed, num_blocks=40):
         self.rng = np.random.default_rng(seed)
@@ -49,7 +54,12 @@ class Slots:
         while (end := SIZE * (len(blocks) + 1)) < len(text) and tuple(text[:end]) in self.cached:
             blocks.append(self.cached[tuple(text[:end])])
         self.count += 1
-        request = {"id": f"r{self.count}", "text": text, "blocks": blocks, "computed": SIZE * len(blocks)}
+        request = {
+            "id": f"r{self.count}",
+            "text": text,
+            "blocks": blocks,
+            "computed": SIZE * len(blocks),
+        }
         request["new"] = True
         return request
 
@@ -102,7 +112,10 @@ class Slots:
         return output, planned
 
     def run(self, max_tokens):
-        """Run a step. Returns its requests that would draft from keys of an old draft, and the tokens read again."""
+        """Run a step.
+
+        Returns its requests that would draft from keys of an old draft, and the tokens read again.
+        """
         output, planned = self.step()
         spans = self.ledger.choose(self.ledger.follow(output), max_tokens)
         for span in spans:
@@ -111,13 +124,18 @@ class Slots:
         stale = [
             request["id"]
             for request, begin, _ in planned
-            if any(self.written[request["blocks"][p // SIZE], p % SIZE] != self.draft for p in range(begin))
+            if any(
+                self.written[request["blocks"][p // SIZE], p % SIZE] != self.draft
+                for p in range(begin)
+            )
         ]
         for request, begin, end in planned:
             self.write(request, begin, end)
             request["computed"] = end
             for last in range(SIZE, end + 1, SIZE):
-                self.cached.setdefault(tuple(request["text"][:last]), request["blocks"][last // SIZE - 1])
+                self.cached.setdefault(
+                    tuple(request["text"][:last]), request["blocks"][last // SIZE - 1]
+                )
         return stale, sum(span.end - span.begin for span in spans)
 
 
@@ -176,12 +194,17 @@ PARALLEL = {
 
 def make_rereader(parallel=PARALLEL, agree=None, **changes):
     config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8), parallel_config=SimpleNamespace(**parallel)
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+        parallel_config=SimpleNamespace(**parallel),
     )
-    spec = SimpleNamespace(block_size=SIZE, num_kv_heads=1, sliding_window=changes.pop("window", None))
+    spec = SimpleNamespace(
+        block_size=SIZE, num_kv_heads=1, sliding_window=changes.pop("window", None)
+    )
     groups = [SimpleNamespace(kv_cache_group_id=0, kv_cache_spec=spec, layer_names=["layer"])]
     runner = SimpleNamespace(execute_model=lambda scheduler_output, *rest: ("done", rest))
-    return runner, Rereader(runner, SimpleNamespace(vllm_config=config, **changes), groups, lambda *_: [], agree)
+    return runner, Rereader(
+        runner, SimpleNamespace(vllm_config=config, **changes), groups, lambda *_: [], agree
+    )
 
 
 def test_an_error_ends_the_reading_and_not_the_server():
@@ -251,7 +274,12 @@ def test_the_setting_is_read_and_a_wrong_one_is_told():
     ("asked", "method", "error", "chosen"),
     [
         ("auto", "draft_model", None, "draft"),
-        ("auto", "draft_model", "a draft with sliding windows is not read again after a swap", "clear"),
+        (
+            "auto",
+            "draft_model",
+            "a draft with sliding windows is not read again after a swap",
+            "clear",
+        ),
         ("auto", "an unknown method", None, "clear"),
         ("auto", "eagle3", None, "keep"),
         ("auto", "medusa", None, "keep"),
@@ -291,20 +319,41 @@ def test_by_default_the_cache_is_kept_for_heads_of_one_layer_and_read_again_by_d
 
 @pytest.fixture(scope="module")
 def turned(served_pair, tmp_path_factory):
-    """The draft of `served_pair` as another draft: it computes the same, and all its keys have the other sign."""
+    """The draft of `served_pair` as another draft.
+
+    It computes the same, and all its keys have the other sign.
+    """
     folder = tmp_path_factory.mktemp("turned")
     shutil.copytree(served_pair[1], folder, dirs_exist_ok=True)
-    save_file(turn_keys(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        turn_keys(load_file(folder / "model.safetensors")),
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     return folder
 
 
 def run(pair, swap, runner, cache, folder, **changes):
     rng = np.random.default_rng(0)
-    cached, running = ([rng.integers(8, 500, length).tolist() for length in (150, 70, 97)] for _ in range(2))
-    spec = {"target": str(pair[0]), "draft": str(pair[1]), "method": "draft_model", "swap": swap and str(swap)}
+    cached, running = (
+        [rng.integers(8, 500, length).tolist() for length in (150, 70, 97)] for _ in range(2)
+    )
+    spec = {
+        "target": str(pair[0]),
+        "draft": str(pair[1]),
+        "method": "draft_model",
+        "swap": swap and str(swap),
+    }
     spec |= {"cached": cached, "running": running} | changes
-    environment = model_runners.environment(runner) | {"REDRAFT_REGISTRY": str(folder), "REDRAFT_SWAP_CACHE": cache}
-    command = [sys.executable, Path(__file__).parents[2] / "helpers/run_kept_cache.py", json.dumps(spec)]
+    environment = model_runners.environment(runner) | {
+        "REDRAFT_REGISTRY": str(folder),
+        "REDRAFT_SWAP_CACHE": cache,
+    }
+    command = [
+        sys.executable,
+        Path(__file__).parents[2] / "helpers/run_kept_cache.py",
+        json.dumps(spec),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
     line = next((line for line in done.stdout.splitlines() if line.startswith("REPORT")), None)
     assert line, done.stderr[-4000:]
@@ -317,7 +366,9 @@ ROUNDS = ("first", "again", "running", "after")
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_with_its_text_read_again_a_draft_accepts_as_if_it_had_always_served(runner, served_pair, turned, tmp_path):
+def test_with_its_text_read_again_a_draft_accepts_as_if_it_had_always_served(
+    runner, served_pair, turned, tmp_path
+):
     """Running requests and cached prompts alike. Without it, the old keys cost both."""
     without = run(served_pair, None, runner, "draft", tmp_path)
     again = run(served_pair, turned, runner, "draft", tmp_path)
@@ -326,9 +377,13 @@ def test_with_its_text_read_again_a_draft_accepts_as_if_it_had_always_served(run
     assert again["status"]["swap_cache"] == "draft"
     for name in ROUNDS:
         assert {**again[name], "accepted": 0} == {**without[name], "accepted": 0}, name
-        assert again[name]["accepted"] >= 0.95 * without[name]["accepted"], name  # 95 of 98 in the running requests
+        assert again[name]["accepted"] >= 0.95 * without[name]["accepted"], (
+            name
+        )  # 95 of 98 in the running requests
         assert not again["status"]["reread_error"]
-        assert kept[name]["answers"] == narrow[name]["answers"] == without[name]["answers"], "nothing else changes text"
+        assert kept[name]["answers"] == narrow[name]["answers"] == without[name]["answers"], (
+            "nothing else changes text"
+        )
         assert kept[name]["found"] == without[name]["found"], name
     assert again["after"]["found"] == again["again"]["found"] > 200
     assert kept["after"]["accepted"] < 0.8 * again["after"]["accepted"]
@@ -345,5 +400,7 @@ def test_with_its_text_read_again_a_draft_accepts_as_if_it_had_always_served(run
 def test_a_cleared_cache_is_read_again_by_the_target(served_pair, turned, tmp_path):
     without, cleared = (run(served_pair, swap, "v1", "clear", tmp_path) for swap in (None, turned))
     assert cleared["after"]["found"] == 0 < without["after"]["found"]
-    assert [cleared[name]["answers"] for name in ROUNDS] == [without[name]["answers"] for name in ROUNDS]
+    assert [cleared[name]["answers"] for name in ROUNDS] == [
+        without[name]["answers"] for name in ROUNDS
+    ]
     assert cleared["status"]["reread_tokens"] == 0

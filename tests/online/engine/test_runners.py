@@ -1,4 +1,7 @@
-"""vLLM's two model runners give the same records, bit for bit; V2 runs here in Triton's interpreter."""
+"""vLLM's two model runners give the same records, bit for bit.
+
+V2 runs here in Triton's interpreter.
+"""
 
 import json
 import subprocess
@@ -43,14 +46,24 @@ from redraft.online.records.spool import spool_files
             {},
             "V1 model runner: only this one serves drafts that propose in parallel",
         ),
-        ("v1", {"method": "dflash", "parallel_drafting": True}, {}, "V1 model runner: chosen by vLLM"),
+        (
+            "v1",
+            {"method": "dflash", "parallel_drafting": True},
+            {},
+            "V1 model runner: chosen by vLLM",
+        ),
         (
             "v1",
             {"use_heterogeneous_vocab": True},
             {},
             "V1 model runner: only this one serves drafts with another vocab",
         ),
-        ("v1", {}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V1 model runner: VLLM_USE_V2_MODEL_RUNNER=0"),
+        (
+            "v1",
+            {},
+            {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+            "V1 model runner: VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
         ("v1", {}, {}, "V1 model runner: chosen by vLLM"),
         (None, {}, {}, "unknown model runner"),
     ],
@@ -72,7 +85,9 @@ def test_a_runner_of_another_name_is_not_recorded():
 
 @pytest.mark.parametrize("part", ["adaptive_verification", "batch_sharder", "pcp_manager"])
 def test_batches_that_v2_arranges_on_the_device_are_not_recorded(part):
-    parts = {"adaptive_verification": None, "batch_sharder": None, "pcp_manager": None} | {part: object()}
+    parts = {"adaptive_verification": None, "batch_sharder": None, "pcp_manager": None} | {
+        part: object()
+    }
     with pytest.raises(ValueError, match="recorded"):
         runner_v2.install_capture(SimpleNamespace(**parts), None)
 
@@ -81,10 +96,17 @@ def test_v2_hidden_states_are_those_of_real_steps_however_vllm_calls():
     """Its start-up runs pass arguments by keyword, its steps by position."""
     proposed, put = [], []
     hooks = runner_v2._Hooks.__new__(runner_v2._Hooks)
-    hooks._propose, hooks.feed = lambda *args, **options: proposed.append((args, options)), SimpleNamespace()
+    hooks._propose, hooks.feed = (
+        lambda *args, **options: proposed.append((args, options)),
+        SimpleNamespace(),
+    )
     hooks.feed.put_states = put.append
-    hooks.capture = SimpleNamespace(reporting=lambda stage: nullcontext())  # an exception ends the test
-    hooks.propose(input_batch="batch", last_hidden_states="last", aux_hidden_states=["one"], dummy_run=True)
+    hooks.capture = SimpleNamespace(
+        reporting=lambda stage: nullcontext()
+    )  # an exception ends the test
+    hooks.propose(
+        input_batch="batch", last_hidden_states="last", aux_hidden_states=["one"], dummy_run=True
+    )
     assert put == []
     step = ("batch", "attention", "slots", "last", ["one", "two"], "sampled")
     hooks.propose(*step, num_speculative_tokens=2)
@@ -97,7 +119,10 @@ class Runner:
     """The part of vLLM's V1 runner in which draft tokens are verified and proposed."""
 
     def __init__(self, method="eagle3"):
-        self.input_batch, self.speculative_config = SimpleNamespace(req_ids=[]), SimpleNamespace(method=method)
+        self.input_batch, self.speculative_config = (
+            SimpleNamespace(req_ids=[]),
+            SimpleNamespace(method=method),
+        )
         self.requests = dict.fromkeys("abcd")
         self.execute_model_state = None
         self.redraft_lookup = SimpleNamespace(looked_up=frozenset(), skip=lambda: None)
@@ -112,7 +137,10 @@ class Runner:
 
     def step(self, requests, *, looked_up="", proposes=True):
         """The requests whose drafts this step's output names as another proposer's."""
-        self.input_batch.req_ids, self.redraft_lookup.looked_up = list(requests), frozenset(looked_up)
+        self.input_batch.req_ids, self.redraft_lookup.looked_up = (
+            list(requests),
+            frozenset(looked_up),
+        )
         return "".join(sorted(getattr(self.sample_tokens(proposes), "redraft_foreign", "")))
 
 
@@ -150,7 +178,9 @@ def test_drafts_of_a_request_that_joins_are_padding():
     runner = Runner()
     runner_v1.install_proposers(runner)
     runner.step("a")
-    drafts = {name: [-1, -1] for name in "abd"}  # "c" has none; of "a" the scheduler does not know them yet
+    drafts = {
+        name: [-1, -1] for name in "abd"
+    }  # "c" has none; of "a" the scheduler does not know them yet
     scheduled = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in "bc"],
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids={"d"}),
@@ -168,7 +198,9 @@ def test_drafts_of_a_request_that_joins_are_padding():
 def run_capture(runner, spool, schedules_ahead=False, more_env=None, preempts=False, **spec):
     """Answers, status and records of a real engine with this runner."""
     script = Path(__file__).parents[2] / "helpers/run_capture.py"
-    environment = model_runners.environment(runner, schedules_ahead=schedules_ahead) | (more_env or {})
+    environment = model_runners.environment(runner, schedules_ahead=schedules_ahead) | (
+        more_env or {}
+    )
     command = [sys.executable, script, json.dumps(spec | {"spool": str(spool)})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     line = next((line for line in done.stdout.splitlines() if line.startswith("REPORT")), None)
@@ -177,15 +209,22 @@ def run_capture(runner, spool, schedules_ahead=False, more_env=None, preempts=Fa
     assert (report["batches_at_once"] > 1) is schedules_ahead
     assert (report["preemptions"] > 0) is preempts
     assert report["status"]["runner"].lower().startswith(f"{runner} model runner")
-    counts = report["status"]["capture"] | {name: report[name] for name in ("counted_drafts", "seen", "pace")}
-    assert not [name for name in counts if name.startswith(("errors", "broken")) and counts[name]], counts
+    counts = report["status"]["capture"] | {
+        name: report[name] for name in ("counted_drafts", "seen", "pace")
+    }
+    assert not [
+        name for name in counts if name.startswith(("errors", "broken")) and counts[name]
+    ], counts
     assert not counts["last_error"]
     frames = [frame for path in spool_files(spool) for frame in read_frames(path.read_bytes())]
     return report["answers"], counts, [record for _, record in frames]
 
 
 def strip(record):
-    """A record's content, without what differs from run to run: vLLM appends a random part to a request's id."""
+    """A record's content, without what differs from run to run.
+
+    VLLM appends a random part to a request's id.
+    """
     request = record.request_id.rpartition("-")[0]
     return msgspec.structs.replace(record, time_s=0.0, server_id="", request_id=request)
 
@@ -224,8 +263,8 @@ def make_prompts(*lengths, seed=0):
 CASES = {
     "plain": {},
     "prompts in chunks": {"prompts": make_prompts(150, 20, 33)},
-    # Of 129 tokens, 128 are cached: vLLM pads the draft of a request that joins with one token to read. Beside heads
-    # it reads the last cached block again, so there is none.
+    # Of 129 tokens, 128 are cached: vLLM pads the draft of a request that joins with one token to
+    # read. Beside heads it reads the last cached block again, so there is none.
     "cached prompts": {"prompts": [make_prompts(150)[0][:129], *make_prompts(150)]},
     "a seed without sampling, penalties, logprobs, stop tokens": {
         "prompts": make_prompts(20, 12, 33, seed=1),
@@ -236,10 +275,16 @@ CASES = {
         ],
     },
     "n = 2": {"prompts": make_prompts(16, seed=2), "sampling": [{"n": 2, "temperature": 0.01}]},
-    "an abort": {"prompts": make_prompts(20, 12, seed=3), "sampling": [{"max_tokens": 60}] * 2, "aborted": [1]},
+    "an abort": {
+        "prompts": make_prompts(20, 12, seed=3),
+        "sampling": [{"max_tokens": 60}] * 2,
+        "aborted": [1],
+    },
     "more requests than run at once": {"prompts": make_prompts(*range(10, 16), seed=4)},
 }
-"""Rounds of one engine, at temperature 0 unless they set another; with `plain` the prompts are PLAIN."""
+"""Rounds of one engine, at temperature 0 unless they set another; with `plain` the prompts are
+PLAIN.
+"""
 
 PLAIN = make_prompts(20, 12, 33, seed=5)
 
@@ -264,7 +309,9 @@ def both(request, drafts, tmp_path_factory):
         "rounds": [{"prompts": PLAIN} | case for case in CASES.values()],
     }
     folder = tmp_path_factory.mktemp("spools")
-    return [run_capture(runner, folder / runner, schedules_ahead, **spec) for runner in ("v1", "v2")]
+    return [
+        run_capture(runner, folder / runner, schedules_ahead, **spec) for runner in ("v1", "v2")
+    ]
 
 
 @pytest.mark.vllm
@@ -274,7 +321,9 @@ def test_both_runners_give_the_same_records(both, case, request):
     answers, records = [], []
     for all_answers, _, all_records in both:
         answers.append(all_answers[number])
-        records.append(by_request(record for record in all_records if f"round{number}-" in record.request_id))
+        records.append(
+            by_request(record for record in all_records if f"round{number}-" in record.request_id)
+        )
     assert answers[0] == answers[1]
     assert list_differences(*records) == []
     assert sum(len(record.positions) for record in records[0]) > 20
@@ -287,16 +336,26 @@ def test_both_runners_give_the_same_records(both, case, request):
 @pytest.mark.vllm
 def test_both_runners_count_the_same(both):
     is_of_time = {"shipped_bytes", "spool_files"}  # when a file is cut, and how well it compresses
-    first, second = [{name: counts[name] for name in counts.keys() - is_of_time} for _, counts, _ in both]
+    first, second = [
+        {name: counts[name] for name in counts.keys() - is_of_time} for _, counts, _ in both
+    ]
     assert first == second
-    assert first["captured_requests"] == sum(len(case.get("prompts", PLAIN)) for case in CASES.values()) + 1
+    assert (
+        first["captured_requests"]
+        == sum(len(case.get("prompts", PLAIN)) for case in CASES.values()) + 1
+    )
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "schedules_ahead"), [("eagle3", True), ("eagle3", False), ("draft_model", False)])
+@pytest.mark.parametrize(
+    ("method", "schedules_ahead"), [("eagle3", True), ("eagle3", False), ("draft_model", False)]
+)
 def test_preempted_requests_give_the_same_records(drafts, tmp_path, method, schedules_ahead):
-    """Four answers want 20 blocks of the 14 there are: a request loses its keys, and is computed again later."""
+    """Four answers want 20 blocks of the 14 there are.
+
+    A request loses its keys, and is computed again later.
+    """
     target, draft = drafts[method]
     prompts = make_prompts(60, 61, 62, 63, seed=6)
     spec = {
@@ -306,7 +365,10 @@ def test_preempted_requests_give_the_same_records(drafts, tmp_path, method, sche
         "engine": {"async_scheduling": schedules_ahead, "num_gpu_blocks_override": 14},
         "rounds": [{"prompts": prompts, "sampling": [{"max_tokens": 80}] * 4}],
     }
-    runs = [run_capture(runner, tmp_path / runner, schedules_ahead, preempts=True, **spec) for runner in ("v1", "v2")]
+    runs = [
+        run_capture(runner, tmp_path / runner, schedules_ahead, preempts=True, **spec)
+        for runner in ("v1", "v2")
+    ]
     assert runs[0][0] == runs[1][0]
     first, second = [by_request(records) for _, _, records in runs]
     assert list_differences(first, second) == []
@@ -318,10 +380,19 @@ def test_preempted_requests_give_the_same_records(drafts, tmp_path, method, sche
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_sampled_drafts_are_recorded_with_their_probability(runner, random_target, registry, tmp_path):
+def test_sampled_drafts_are_recorded_with_their_probability(
+    runner, random_target, registry, tmp_path
+):
     """With a copy of the target as draft it is the target's; at temperature 0 it is 1."""
-    asked = {"prompts": make_prompts(20, 12, 33), "sampling": [{"temperature": 0.7, "seed": 5}] * 2 + [{}]}
-    spec = {"target": str(random_target), "draft": str(registry / "v000002"), "method": "draft_model"}
+    asked = {
+        "prompts": make_prompts(20, 12, 33),
+        "sampling": [{"temperature": 0.7, "seed": 5}] * 2 + [{}],
+    }
+    spec = {
+        "target": str(random_target),
+        "draft": str(registry / "v000002"),
+        "method": "draft_model",
+    }
     spec |= {"speculative": {"draft_sample_method": "probabilistic"}, "rounds": [asked]}
     _, _, records = run_capture(runner, tmp_path / "spool", **spec)
     model = LlamaForCausalLM.from_pretrained(random_target, dtype=torch.float32).eval()
@@ -334,7 +405,11 @@ def test_sampled_drafts_are_recorded_with_their_probability(runner, random_targe
         assert record.accepted[drafted].all()
         found_R = np.log(record.draft_probs[drafted])
         temperature = record.sampling.temperature
-        log_probs_TV = (logits_TV / temperature).log_softmax(-1).numpy() if temperature else np.zeros_like(logits_TV)
+        log_probs_TV = (
+            (logits_TV / temperature).log_softmax(-1).numpy()
+            if temperature
+            else np.zeros_like(logits_TV)
+        )
         wanted_R = log_probs_TV[text.rows_R[drafted], record.draft_ids[drafted]]
         np.testing.assert_allclose(found_R, wanted_R, atol=2e-3)
         assert drafted.sum() > 8
@@ -351,7 +426,13 @@ def test_ngrams_before_a_head_change_no_answer_and_no_text_of_a_record(drafts, t
     spec = {"target": str(target), "draft": str(head), "method": "eagle3"}
     spec["rounds"] = [{"prompts": PLAIN} | case for case in CASES.values()]
     runs = [
-        run_capture("v1", tmp_path / name, speculative=vllm_keys(config), more_env=lookup_env(config), **spec)
+        run_capture(
+            "v1",
+            tmp_path / name,
+            speculative=vllm_keys(config),
+            more_env=lookup_env(config),
+            **spec,
+        )
         for name, config in (("alone", alone), ("mixed", mixed))
     ]
     assert runs[0][0] == runs[1][0]
@@ -361,13 +442,17 @@ def test_ngrams_before_a_head_change_no_answer_and_no_text_of_a_record(drafts, t
         texts.append([(r.request_id, training_sequence(r).input_ids_T.tolist()) for r in records])
         assert all(record.hidden for record in records)
         own = [count_acceptance(record).num_drafts for record in records]
-        assert sum(own) == counts["counted_drafts"], "the scheduler counts the head's drafts only, as records do"
+        assert sum(own) == counts["counted_drafts"], (
+            "the scheduler counts the head's drafts only, as records do"
+        )
         # Each ends with a row without a draft token, and so does the prefill.
         all_drafts = [int((record.draft_ids == -1).sum()) - 1 for record in records]
         assert (sum(own) < sum(all_drafts)) is (len(drafts) == 1), "only beside lookups"
         drafts.append([record.draft_ids.tolist() for record in records])
     assert texts[0] == texts[1]
-    assert sum(one != other for one, other in zip(*drafts, strict=True)) > 8, "n-grams drafted in most answers"
+    assert sum(one != other for one, other in zip(*drafts, strict=True)) > 8, (
+        "n-grams drafted in most answers"
+    )
 
 
 # --- a number of draft tokens that changes
@@ -375,8 +460,12 @@ def test_ngrams_before_a_head_change_no_answer_and_no_text_of_a_record(drafts, t
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize(("runner", "schedules_ahead"), [("v1", True), ("v1", False), ("v2", True), ("v2", False)])
-def test_the_number_changes_live_and_at_0_the_draft_reads_prompts_alone(drafts, tmp_path, runner, schedules_ahead):
+@pytest.mark.parametrize(
+    ("runner", "schedules_ahead"), [("v1", True), ("v1", False), ("v2", True), ("v2", False)]
+)
+def test_the_number_changes_live_and_at_0_the_draft_reads_prompts_alone(
+    drafts, tmp_path, runner, schedules_ahead
+):
     target, draft = drafts["eagle3"]
     asked = {"prompts": PLAIN, "sampling": [{"max_tokens": 40}] * 3}
     spec = {
@@ -387,17 +476,22 @@ def test_the_number_changes_live_and_at_0_the_draft_reads_prompts_alone(drafts, 
         "speculative": {TABLE: make_table(3)},
         "rounds": [asked | {"pace": pace} for pace in ("0", "3", "1", "auto")],
     }
-    answers, told, records = run_capture(runner, tmp_path, schedules_ahead, {"REDRAFT_PACE": "auto"}, **spec)
+    answers, told, records = run_capture(
+        runner, tmp_path, schedules_ahead, {"REDRAFT_PACE": "auto"}, **spec
+    )
     off, most, one, auto = told["seen"]
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     for prompt, found in zip(PLAIN, zip(*answers, strict=True), strict=True):
-        ids = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=-1)
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=-1
+        )
         assert found == ([ids[0, len(prompt) :].tolist()],) * 4, "the text is the target's"
     assert [off["numbers"], most["numbers"], one["numbers"]] == [[0], [3], [1]]
     assert off["calls"] <= 3 < 10 < most["calls"]
     assert 0 in auto["numbers"]
     assert next(row["steps"] for row in told["pace"]["sizes"] if row["requests"] == 3) > 10
-    # A step without a draft is recorded like any other: distribution and hidden states of each token.
+    # A step without a draft is recorded like any other: distribution and hidden states of each
+    # token.
     by_request = {record.request_id.rpartition("-")[0]: record for record in records}
     for number in range(3):
         bare, drafted = (by_request[f"round{pace}-{number}"] for pace in (0, 1))

@@ -1,4 +1,6 @@
-"""The slices of a draft that a tensor-parallel rank reads, found by running vLLM's own loaders without memory."""
+"""The slices of a draft that a tensor-parallel rank reads, found by running vLLM's own loaders
+without memory.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,12 @@ def one_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM takes this process for rank 3 of 8."""
     from vllm.distributed import parallel_state
 
-    group = SimpleNamespace(world_size=RANKS, rank_in_group=RANK, is_first_rank=True, is_last_rank=True, rank=RANK)
-    alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True, rank=0)
+    group = SimpleNamespace(
+        world_size=RANKS, rank_in_group=RANK, is_first_rank=True, is_last_rank=True, rank=RANK
+    )
+    alone = SimpleNamespace(
+        world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True, rank=0
+    )
     monkeypatch.setattr(parallel_state, "_TP", group)
     monkeypatch.setattr(parallel_state, "_PP", alone)
 
@@ -74,19 +80,28 @@ def header_of(config: LlamaConfig) -> dict[str, dict[str, object]]:
     header: dict[str, dict[str, object]] = {}
     at = 0
     for name, tensor in tensors.items():
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
         at += tensor.nbytes
     return header
 
 
 @pytest.mark.usefixtures("one_of_eight")
 def test_each_rank_of_eight_reads_and_pins_an_eighth_of_an_8b_draft(tmp_path: Path) -> None:
-    """Bytes pinned, read and copied in the pause are those of the parts. Whole, the draft has 16.06 GB."""
+    """Bytes pinned, read and copied in the pause are those of the parts.
+
+    Whole, the draft has 16.06 GB.
+    """
     config = make_config()
     draft = make_vllm_llama(config, tmp_path)
     header = header_of(config)
     whole = plan_parts(header, {}, set())
-    weights = {part.name: torch.empty(*part.whole, dtype=part.dtype, device="meta") for part in whole}
+    weights = {
+        part.name: torch.empty(*part.whole, dtype=part.dtype, device="meta") for part in whole
+    }
     slices = trace_slices(draft, nn.Module(), weights)
     parts = plan_parts(header, slices, set())
     assert whole[-1].end == 16_060_522_496
@@ -103,15 +118,21 @@ def test_each_rank_of_eight_reads_and_pins_an_eighth_of_an_8b_draft(tmp_path: Pa
     HostMemory(lambda buffer: pinned.append(len(buffer))).reserve(count_bytes({tmp_path: parts}))
     assert pinned == [2_008_031_232]
     assert count_copied_bytes(draft, parts) == 2_008_031_232
-    assert all(not parameter.is_meta or parameter.numel() for parameter in draft.parameters()), "left as it was"
+    assert all(not parameter.is_meta or parameter.numel() for parameter in draft.parameters()), (
+        "left as it was"
+    )
 
 
 def count_copied_bytes(draft: nn.Module, parts: list[Part]) -> int:
-    """Bytes that vLLM's loaders copy into a draft from these parts, which is all that they do in the pause."""
+    """Bytes that vLLM's loaders copy into a draft from these parts, which is all that they do in
+    the pause.
+    """
     copied = 0
 
     class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             nonlocal copied
             # By the source: this draft is made in float32, and the checkpoint is in bfloat16.
             copied += args[1].nbytes if func is torch.ops.aten.copy_.default else 0
@@ -121,7 +142,10 @@ def count_copied_bytes(draft: nn.Module, parts: list[Part]) -> int:
         for part in parts:
             shape = part.whole if part.slice is None else part.slice.shape(part.whole)
             values = torch.empty(*shape, dtype=part.dtype, device="meta")
-            yield part.name, values if part.slice is None else Sliced.holding(values, part.slice, part.whole)
+            yield (
+                part.name,
+                values if part.slice is None else Sliced.holding(values, part.slice, part.whole),
+            )
 
     with Copies(), torch.no_grad():
         draft.load_weights(load())  # type: ignore[operator]
@@ -133,7 +157,9 @@ def make_vllm_llama(config: LlamaConfig, folder: Path) -> nn.Module:
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     config.save_pretrained(folder)
-    settings = VllmConfig(model_config=ModelConfig(str(folder), dtype="bfloat16", skip_tokenizer_init=True))
+    settings = VllmConfig(
+        model_config=ModelConfig(str(folder), dtype="bfloat16", skip_tokenizer_init=True)
+    )
     with set_current_vllm_config(settings), torch.device("meta"):
         return LlamaForCausalLM(vllm_config=settings)
 

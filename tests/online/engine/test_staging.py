@@ -1,4 +1,7 @@
-"""Drafts read into memory: compared with the manifest, given up, freed, and never in the way of the engine's thread."""
+"""Drafts read into memory.
+
+Compared with the manifest, given up, freed, and never in the way of the engine's thread.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,11 @@ from redraft.online.engine.swap import Layout
 from redraft.online.engine.target_watch import TargetWatch
 from redraft.online.fleet.registry import hash_manifest
 
-TENSORS = {"a.weight": torch.randn(8, 4), "embed.weight": torch.randn(16, 4), "b": torch.randn(3).to(torch.bfloat16)}
+TENSORS = {
+    "a.weight": torch.randn(8, 4),
+    "embed.weight": torch.randn(16, 4),
+    "b": torch.randn(3).to(torch.bfloat16),
+}
 
 
 def write_draft(folder, tensors=TENSORS):
@@ -37,7 +44,11 @@ def write_draft(folder, tensors=TENSORS):
 def folders(tmp_path):
     """The served draft, and one with other weights in the same layout."""
     publish(tmp_path / "v000001", write_draft, {})
-    publish(tmp_path / "v000002", lambda folder: write_draft(folder, TENSORS | {"a.weight": torch.ones(8, 4)}), {})
+    publish(
+        tmp_path / "v000002",
+        lambda folder: write_draft(folder, TENSORS | {"a.weight": torch.ones(8, 4)}),
+        {},
+    )
     return tmp_path / "v000001", tmp_path / "v000002"
 
 
@@ -88,7 +99,9 @@ def test_for_a_gpu_one_buffer_is_pinned_once_and_used_by_every_swap(folders):
     for version, value in ((folder, torch.ones(8, 4)), (current, TENSORS["a.weight"])):
         staging = stage(version, current, {"embed"}, memory)
         assert staging.error == ""
-        assert staging.tensors.keys() == {"a.weight", "b"}, "the target's embedding stays on the disk"
+        assert staging.tensors.keys() == {"a.weight", "b"}, (
+            "the target's embedding stays on the disk"
+        )
         assert torch.equal(staging.tensors["a.weight"], value)
         for tensor in staging.tensors.values():
             assert 0 <= tensor.data_ptr() - pinned[0].data_ptr() < len(pinned[0])
@@ -157,11 +170,20 @@ def flip(path):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda folder: flip(folder / "model.safetensors"), "model.safetensors is corrupt (its SHA-256 differs)"),
-        (lambda folder: flip(folder / "config.json"), "config.json is corrupt (its SHA-256 differs)"),
+        (
+            lambda folder: flip(folder / "model.safetensors"),
+            "model.safetensors is corrupt (its SHA-256 differs)",
+        ),
+        (
+            lambda folder: flip(folder / "config.json"),
+            "config.json is corrupt (its SHA-256 differs)",
+        ),
         (lambda folder: os.truncate(folder / "model.safetensors", 100), "100 bytes instead of"),
         (lambda folder: (folder / "model.safetensors").unlink(), "is missing"),
-        (lambda folder: save_file({"x": torch.ones(1)}, folder / "more.safetensors"), "is not in the manifest"),
+        (
+            lambda folder: save_file({"x": torch.ones(1)}, folder / "more.safetensors"),
+            "is not in the manifest",
+        ),
         (lambda folder: (folder / "manifest.json").write_text("{"), "is corrupt"),
     ],
 )
@@ -176,7 +198,9 @@ def test_damage_is_told_and_holds_no_memory(folders, damage, told):
     assert MEMORY.num_lent == before
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError("no memory")])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError("no memory")]
+)
 def test_too_little_memory_is_told_and_is_no_damage(folders, monkeypatch, error):
     def refuse(*args):
         raise error
@@ -191,10 +215,24 @@ def test_too_little_memory_is_told_and_is_no_damage(folders, monkeypatch, error)
 
 def test_another_layout_or_other_shared_tensors_are_told(folders, tmp_path):
     current, _ = folders
-    publish(tmp_path / "v000003", lambda folder: write_draft(folder, TENSORS | {"b": torch.ones(4)}), {})
-    publish(tmp_path / "v000004", lambda folder: write_draft(folder, TENSORS | {"embed.weight": torch.ones(16, 4)}), {})
-    publish(tmp_path / "v000005", lambda folder: write_draft(folder, TENSORS | {"b": torch.ones(3).long()}), {})
-    publish(tmp_path / "v000006", lambda folder: write_draft(folder, TENSORS | {"b": torch.ones(3).bfloat16()}), {})
+    publish(
+        tmp_path / "v000003", lambda folder: write_draft(folder, TENSORS | {"b": torch.ones(4)}), {}
+    )
+    publish(
+        tmp_path / "v000004",
+        lambda folder: write_draft(folder, TENSORS | {"embed.weight": torch.ones(16, 4)}),
+        {},
+    )
+    publish(
+        tmp_path / "v000005",
+        lambda folder: write_draft(folder, TENSORS | {"b": torch.ones(3).long()}),
+        {},
+    )
+    publish(
+        tmp_path / "v000006",
+        lambda folder: write_draft(folder, TENSORS | {"b": torch.ones(3).bfloat16()}),
+        {},
+    )
     assert re.search(r"\bb .*\[3\].*\bI64\b.*\[3\]", stage(tmp_path / "v000005", current).error)
     assert stage(tmp_path / "v000006", current).error == "", "a load turns one float into another"
     wider = stage(tmp_path / "v000003", current)
@@ -237,9 +275,15 @@ def worker(folders):
     )
     target, draft = nn.Linear(2, 2), nn.Linear(2, 2)
     runner = SimpleNamespace(get_model=lambda: target, get_draft_model=lambda: draft)
-    config = SimpleNamespace(speculative_config=SimpleNamespace(method="draft_model", parallel_drafting=False))
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="draft_model", parallel_drafting=False)
+    )
     return SimpleNamespace(
-        redraft=state, model_runner=runner, vllm_config=config, device=torch.device("cpu"), _weight_update_active=False
+        redraft=state,
+        model_runner=runner,
+        vllm_config=config,
+        device=torch.device("cpu"),
+        _weight_update_active=False,
     )
 
 
@@ -265,11 +309,15 @@ def test_only_a_draft_that_is_whole_in_memory_is_loaded(worker, folders, monkeyp
     assert state.manifest_sha256 == hash_manifest(folder)
     plugin_worker.redraft_discard(worker, "me")
     assert (len(loaded), state.staging, state.stuck) == (1, None, [])
-    assert state.is_target_intact, "compared with itself before the load: replicas move experts since the start"
+    assert state.is_target_intact, (
+        "compared with itself before the load: replicas move experts since the start"
+    )
     assert state.target_checksum == plugin_worker.checksum(worker.model_runner.get_model()) != "c"
 
 
-def test_a_stage_of_a_pipeline_without_the_draft_takes_part_in_nothing_but_the_version(worker, folders, monkeypatch):
+def test_a_stage_of_a_pipeline_without_the_draft_takes_part_in_nothing_but_the_version(
+    worker, folders, monkeypatch
+):
     group = SimpleNamespace(is_last_rank=False)
     monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: group)
     worker.model_runner.get_draft_model = lambda: None
@@ -304,7 +352,9 @@ def test_after_a_failed_load_the_last_good_draft_is_read_and_restored(worker, fo
     monkeypatch.setattr(plugin_worker, "load_draft", lambda *args: 1 / 0)
     plugin_worker.redraft_stage(worker, str(folders[1]), "me")
     wait(worker)
-    assert plugin_worker.redraft_load(worker, str(folders[1]))["error"].startswith("ZeroDivisionError")
+    assert plugin_worker.redraft_load(worker, str(folders[1]))["error"].startswith(
+        "ZeroDivisionError"
+    )
     monkeypatch.setattr(plugin_worker, "load_draft", lambda *args: None)
     plugin_worker.redraft_stage(worker, None, "me")
     wait(worker)
@@ -342,7 +392,11 @@ def test_an_open_update_of_the_target_takes_no_draft(worker, folders):
     wait(worker)
     worker._weight_update_active = True  # some layers have no values now
     loaded = plugin_worker.redraft_load(worker, str(folders[1]))
-    assert (loaded["ok"], loaded["touched"], loaded["error"]) == (False, False, plugin_worker.UPDATING)
+    assert (loaded["ok"], loaded["touched"], loaded["error"]) == (
+        False,
+        False,
+        plugin_worker.UPDATING,
+    )
     refused = plugin_worker.redraft_stage(worker, str(folders[0]), "me")
     assert (refused["ok"], refused["error"]) == (False, plugin_worker.UPDATING)
     plugin_worker.redraft_discard(worker, "me")
@@ -350,26 +404,49 @@ def test_an_open_update_of_the_target_takes_no_draft(worker, folders):
 
 def test_a_trainer_that_holds_the_engine_has_all_of_it_in_one_call(worker, folders, monkeypatch):
     loaded = []
-    monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, tensors: loaded.append(sorted(tensors)))
-    monkeypatch.setattr(plugin_worker, "load_target", lambda worker, folder: loaded.append(folder) or {"ok": True})
+    monkeypatch.setattr(
+        plugin_worker, "load_draft", lambda worker, tensors: loaded.append(sorted(tensors))
+    )
+    monkeypatch.setattr(
+        plugin_worker, "load_target", lambda worker, folder: loaded.append(folder) or {"ok": True}
+    )
     monkeypatch.setattr(plugin_worker, "name_target", lambda worker, label: loaded.append(label))
     moved = plugin_worker.redraft_move(worker, "17", "/new", str(folders[1]))
     assert moved == {"error": "", "target_version": "", "draft_version": folders[1].name}
     assert loaded[:2] == ["/new", "17"]
     assert len(loaded) == 3
-    assert (worker.redraft.staging, worker.redraft.swapper, worker.redraft.is_draft_intact) == (None, "", True)
-    monkeypatch.setattr(plugin_worker, "load_target", lambda worker, folder: {"ok": False, "error": "no disk"})
-    for asked, error in ((("18", "/new", str(folders[0])), "no disk"), (("", "", "/nowhere"), "/nowhere")):
+    assert (worker.redraft.staging, worker.redraft.swapper, worker.redraft.is_draft_intact) == (
+        None,
+        "",
+        True,
+    )
+    monkeypatch.setattr(
+        plugin_worker, "load_target", lambda worker, folder: {"ok": False, "error": "no disk"}
+    )
+    for asked, error in (
+        (("18", "/new", str(folders[0])), "no disk"),
+        (("", "", "/nowhere"), "/nowhere"),
+    ):
         moved = plugin_worker.redraft_move(worker, *asked)
-        assert (error in moved["error"], moved["draft_version"], len(loaded)) == (True, folders[1].name, 3)
+        assert (error in moved["error"], moved["draft_version"], len(loaded)) == (
+            True,
+            folders[1].name,
+            3,
+        )
     assert worker.redraft.staging is None
 
 
-def test_a_draft_whose_folder_has_left_the_registry_can_still_be_replaced(worker, folders, tmp_path, monkeypatch):
+def test_a_draft_whose_folder_has_left_the_registry_can_still_be_replaced(
+    worker, folders, tmp_path, monkeypatch
+):
     monkeypatch.setattr(plugin_worker, "load_draft", lambda worker, tensors: None)
     monkeypatch.setattr(plugin_worker, "shared_modules", lambda draft, target: {"embed"})
     served, second = folders
-    publish(tmp_path / "v000003", lambda folder: write_draft(folder, TENSORS | {"embed.weight": torch.ones(16, 4)}), {})
+    publish(
+        tmp_path / "v000003",
+        lambda folder: write_draft(folder, TENSORS | {"embed.weight": torch.ones(16, 4)}),
+        {},
+    )
     publish(tmp_path / "v000004", write_draft, {})
 
     def swap(folder):

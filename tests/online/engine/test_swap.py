@@ -27,7 +27,13 @@ from redraft.heads.target import Target
 from redraft.online.engine.config import PluginConfig, read_config
 from redraft.online.engine.copies import refill_columns, refill_projections
 from redraft.online.engine.routes import authorize
-from redraft.online.engine.swap import Layout, checksum, count_cache, require_same_layout, without_shared_modules
+from redraft.online.engine.swap import (
+    Layout,
+    checksum,
+    count_cache,
+    require_same_layout,
+    without_shared_modules,
+)
 
 # --- the parts
 
@@ -62,7 +68,10 @@ def test_the_shared_modules_come_back_after_an_exception():
 def test_a_shared_tensor_in_a_module_of_its_own_is_refused():
     target, draft = Model(), Model()
     draft.embed_tokens.weight = target.embed_tokens.weight
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight"), without_shared_modules(draft, target):
+    with (
+        pytest.raises(ValueError, match=r"embed_tokens\.weight"),
+        without_shared_modules(draft, target),
+    ):
         pass
 
 
@@ -85,7 +94,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **kwargs or {})
-        held = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)}
+        held = {
+            x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)
+        }
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in held:
                 self.num_bytes = max(self.num_bytes, x.untyped_storage().nbytes())
@@ -111,7 +122,9 @@ def test_the_checksum_copies_no_weight_however_it_lies_in_memory(view):
     with Largest() as largest:
         before = checksum(model)
     assert largest.num_bytes <= 64 << 10
-    model.weight.view(-1)[-1:].add_(1) if model.weight.is_contiguous() else model.weight[-1, -1].add_(1)
+    model.weight.view(-1)[-1:].add_(1) if model.weight.is_contiguous() else model.weight[
+        -1, -1
+    ].add_(1)
     assert checksum(model) != before
 
 
@@ -150,17 +163,24 @@ def test_another_layout_is_told_before_anything_is_touched(registry):
 
 def test_a_changed_setting_is_told(registry, tmp_path):
     (start,) = registry.glob("v000001")
-    config = json.loads((start / "config.json").read_text()) | {"rms_norm_eps": 0.5, "use_cache": "whatever"}
+    config = json.loads((start / "config.json").read_text()) | {
+        "rms_norm_eps": 0.5,
+        "use_cache": "whatever",
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"config.json \(rms_norm_eps\): "):
         require_same_layout(Layout.read(start), Layout.read(tmp_path))
 
 
 @pytest.mark.parametrize("is_served", [True, False])
-def test_a_draft_that_is_not_quantised_as_the_served_one_is_refused_with_the_cure(registry, tmp_path, is_served):
+def test_a_draft_that_is_not_quantised_as_the_served_one_is_refused_with_the_cure(
+    registry, tmp_path, is_served
+):
     (start,) = registry.glob("v000001")
     config = json.loads((start / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
     current, candidate = (tmp_path, start) if is_served else (start, tmp_path)
     found, served = ("not quantised", "fp8") if is_served else ("fp8", "not quantised")
     told = f"{candidate.name} .*{found}.*{served}"
@@ -170,7 +190,10 @@ def test_a_draft_that_is_not_quantised_as_the_served_one_is_refused_with_the_cur
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_copies_of_keys_and_values_are_refilled_in_place_for_each_rank(rank):
-    """Of two layers with four heads of size 3, of which a rank holds two; a bias is copied as well."""
+    """Of two layers with four heads of size 3, of which a rank holds two.
+
+    A bias is copied as well.
+    """
     names = [f"layers.{i}.self_attn.{name}" for i in range(2) for name in ("k_proj", "v_proj")]
     tensors = {f"{name}.weight": torch.randn(12, 5) for name in names}
     tensors |= {f"{name}.bias": torch.randn(12) for name in names}
@@ -190,7 +213,9 @@ def test_the_copies_of_keys_and_values_are_refilled_in_place_for_each_rank(rank)
     for buffer, kind in zip(buffers, ("weight", "bias"), strict=False):
         wanted = [tensors[f"{name}.{kind}"].chunk(2)[rank] for name in names]
         assert torch.equal(buffer, torch.cat(wanted))
-    assert torch.equal(buffers[2], torch.stack([tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in range(2)]))
+    assert torch.equal(
+        buffers[2], torch.stack([tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in range(2)])
+    )
     made._fused_kv_weight = made._fused_kv_bias = None  # quantised: vLLM makes no copy
     refill_projections(made, tensors, rank, 2)
     made._k_norm_weights = torch.zeros(3, 3)
@@ -246,14 +271,19 @@ def test_the_token_comes_from_a_file_and_stays_out_of_logs(tmp_path):
 def test_target_weights_are_loaded_from_folders_that_are_there(tmp_path):
     (tmp_path / "second").mkdir()
     assert read_config({}).targets == ()
-    assert read_config({"REDRAFT_TARGETS": f"{tmp_path}:{tmp_path}/second"}).targets == (tmp_path, tmp_path / "second")
+    assert read_config({"REDRAFT_TARGETS": f"{tmp_path}:{tmp_path}/second"}).targets == (
+        tmp_path,
+        tmp_path / "second",
+    )
     with pytest.raises(FileNotFoundError, match="third"):
         read_config({"REDRAFT_TARGETS": f"{tmp_path}:{tmp_path}/third"})
 
 
 def test_nothing_is_captured_unless_asked_for(tmp_path):
     assert not read_config({}).capture.is_on
-    capture = read_config({"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_TENANTS": "a,b"}).capture
+    capture = read_config(
+        {"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_TENANTS": "a,b"}
+    ).capture
     assert (capture.is_on, capture.tenants) == (True, ("a", "b"))
     with pytest.raises(ValueError, match=r"\b0 and 1\b"):
         read_config({"REDRAFT_CAPTURE_SPOOL": str(tmp_path), "REDRAFT_CAPTURE_FRACTION": "3"})
@@ -305,7 +335,10 @@ class Stream(NamedTuple):
 
 
 def stream(server, prompt, started=None):
-    """A streamed completion of 400 tokens; `started` is released once the first tokens are there."""
+    """A streamed completion of 400 tokens.
+
+    `started` is released once the first tokens are there.
+    """
     body = {"model": "m", "prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
@@ -319,11 +352,20 @@ def stream(server, prompt, started=None):
             lines.append(line)
             if len(lines) == 5 and started is not None:
                 started.release()
-    events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
+    events = [
+        json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")
+    ]
     parts = [event["choices"][0]["token_ids"] or [] for event in events]
-    finish = [event["choices"][0]["finish_reason"] for event in events if event["choices"][0]["finish_reason"]]
+    finish = [
+        event["choices"][0]["finish_reason"]
+        for event in events
+        if event["choices"][0]["finish_reason"]
+    ]
     return Stream(
-        events[0]["id"], [token for part in parts for token in part], finish[0], [len(part) for part in parts]
+        events[0]["id"],
+        [token for part in parts for token in part],
+        finish[0],
+        [len(part) for part in parts],
     )
 
 
@@ -345,7 +387,9 @@ def test_streams_that_run_during_a_swap_end_well_and_with_the_same_text(server):
     assert {result.finish for result in results} == {"length"}
     assert np.mean([result.sizes[-6:-1] for result in results]) > 3.8  # of 4 tokens per step
     # Captured meanwhile: records of two versions, which together hold the text.
-    records = server.records([{"id": result.id, "choices": [{"token_ids": result.token_ids}]} for result in results])
+    records = server.records(
+        [{"id": result.id, "choices": [{"token_ids": result.token_ids}]} for result in results]
+    )
     assert {record.draft_version for record in records} == {server.random, server.copy}
     for result in results:
         parts = [record.output_ids for record in records if record.request_id.startswith(result.id)]
@@ -383,7 +427,9 @@ def test_a_request_with_any_sampling_parameter_leaves_the_engine_alive(server):
     codes = {}
     for parameters in SAMPLINGS:
         body = {"model": "m", "prompt": make_prompt(30, 20), "max_tokens": 4, "temperature": 1}
-        codes[str(parameters)] = server.http.post("/v1/completions", json=body | parameters).status_code
+        codes[str(parameters)] = server.http.post(
+            "/v1/completions", json=body | parameters
+        ).status_code
     # Beside a draft vLLM refuses some, as `min_p`.
     assert {parameters: code for parameters, code in codes.items() if code not in (200, 400)} == {}
     assert codes["{'top_k': 5}"] == 200
@@ -418,13 +464,21 @@ def test_an_invalid_version_is_refused_and_the_old_draft_goes_on(server, body, c
     answer = server.http.post("/redraft/swap", json=body)
     assert (answer.status_code, reason in answer.text) == (code, True), answer.text
     status = server.status()
-    assert (status["draft_version"], status["draft_intact"], status["target_intact"]) == (server.copy, True, True)
+    assert (status["draft_version"], status["draft_intact"], status["target_intact"]) == (
+        server.copy,
+        True,
+        True,
+    )
     assert acceptance(server.complete(make_prompt(30), ignore_eos=True)) > 2.8
 
 
 @pytest.mark.vllm
 def test_without_the_token_nobody_swaps_or_looks(server):
-    for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": ""}, {"Authorization": server.token}):
+    for headers in (
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": ""},
+        {"Authorization": server.token},
+    ):
         assert server.http.get("/redraft/status", headers=headers).status_code == 401
         answer = server.http.post("/redraft/swap", json={"version": server.random}, headers=headers)
         assert answer.status_code == 401
@@ -448,13 +502,19 @@ def half_way_and_asleep(request, random_target, registry):
         noisy: [["forget", random], ["load", copy], ["sleep", 1, random], ["sleep", 2, random]],
     }
     served = {"target": str(random_target), "method": "draft_model"}
-    return run_engines([served | {"draft": draft, "swaps": each} for draft, each in swaps.items()], request.param)
+    return run_engines(
+        [served | {"draft": draft, "swaps": each} for draft, each in swaps.items()], request.param
+    )
 
 
 @pytest.mark.vllm
 def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(half_way_and_asleep):
     start, failed, restored = half_way_and_asleep[0]
-    assert failed["result"] == {"ok": False, "touched": True, "error": "OSError: the disk went away"}
+    assert failed["result"] == {
+        "ok": False,
+        "touched": True,
+        "error": "OSError: the disk went away",
+    }
     assert failed["status"]["draft_intact"] is False
     assert restored["result"]["ok"]
     assert restored["status"]["draft_intact"] is True
@@ -466,7 +526,9 @@ def test_a_load_that_fails_half_way_puts_the_last_good_draft_back(half_way_and_a
 @pytest.mark.vllm
 def test_the_draft_is_there_again_after_sleep(half_way_and_asleep):
     start, forgotten, swapped, light, deep = half_way_and_asleep[1]
-    assert forgotten["accepted"] < start["accepted"] < swapped["accepted"], "what level 2 would do without us"
+    assert forgotten["accepted"] < start["accepted"] < swapped["accepted"], (
+        "what level 2 would do without us"
+    )
     for level, report in enumerate((light, deep), 1):
         assert report["accepted"] == swapped["accepted"]
         assert report["output"] == start["output"]
@@ -476,9 +538,14 @@ def test_the_draft_is_there_again_after_sleep(half_way_and_asleep):
         assert (told["staged"]["ok"], "sleeps" in told["staged"]["error"]) == (False, True)
         is_intact = [told["asleep"]["draft_intact"], told["half_awake"]["draft_intact"]]
         assert is_intact == [level == 1, True]
-        asleep = [status["asleep"] for status in (told["asleep"], told["half_awake"], report["status"])]
+        asleep = [
+            status["asleep"] for status in (told["asleep"], told["half_awake"], report["status"])
+        ]
         assert asleep == [True, True, False]
-        assert (report["status"]["draft_version"], report["status"]["draft_intact"]) == ("swapped", True)
+        assert (report["status"]["draft_version"], report["status"]["draft_intact"]) == (
+            "swapped",
+            True,
+        )
 
 
 @pytest.mark.slow
@@ -498,7 +565,10 @@ def test_a_draft_that_cannot_be_loaded_after_sleep_is_told(random_target, regist
 
 @pytest.fixture
 def eagles(random_target, tmp_path):
-    """EAGLE-3 heads with the target's embedding and head: one, another, and one with a different embedding."""
+    """EAGLE-3 heads with the target's embedding and head.
+
+    One, another, and one with a different embedding.
+    """
     target = Target.from_folder(random_target)
     folders = []
     for name, seed in (("first", 0), ("second", 1), ("own", 1)):
@@ -506,7 +576,11 @@ def eagles(random_target, tmp_path):
         Eagle3(Config(aux_layer_ids=(0, 1, 2)), target).export(tmp_path / name)
         file = tmp_path / name / "model.safetensors"
         embed_VD = target.embed_VD if name != "own" else torch.randn_like(target.embed_VD)
-        save_file(load_file(file) | {"embed_tokens.weight": embed_VD.clone()}, file, metadata={"format": "pt"})
+        save_file(
+            load_file(file) | {"embed_tokens.weight": embed_VD.clone()},
+            file,
+            metadata={"format": "pt"},
+        )
         folders.append(tmp_path / name)
     return folders
 

@@ -1,5 +1,7 @@
-"""A draft that has been swapped, or pushed by vLLM's own update, drafts exactly as one loaded at the start, and goes on
-as it would beside a target that vLLM has reloaded: every family, on each of vLLM's model runners."""
+"""A draft that has been swapped, or pushed by vLLM's own update, drafts exactly as one loaded at
+the start, and goes on as it would beside a target that vLLM has reloaded: every family, on each
+of vLLM's model runners.
+"""
 
 import functools
 import shutil
@@ -34,7 +36,9 @@ HEADS = {
     "standalone: tied": make_tied,
     "eagle1": lambda target, ids: eagle1.Eagle1(eagle1.Config(num_steps=3), target),
     # with the target's head: one of its own could be swapped only for another one of its own
-    "eagle3": lambda target, ids: eagle3.Eagle3(eagle3.Config(aux_layer_ids=(0, 1, 2), own_head=False), target),
+    "eagle3": lambda target, ids: eagle3.Eagle3(
+        eagle3.Config(aux_layer_ids=(0, 1, 2), own_head=False), target
+    ),
     "mtp": lambda target, ids: mtp.Mtp(mtp.Config(num_steps=3), target),
     "medusa": lambda target, ids: medusa.Medusa(medusa.Config(), target),
     "peagle": lambda target, ids: peagle.PEagle(
@@ -75,7 +79,10 @@ class Pair:
             shutil.copytree(self.target, folder)
             torch.manual_seed(1)
             for path in folder.glob("*.safetensors"):
-                tensors = {name: x + 0.1 * x.std() * torch.randn_like(x) for name, x in load_file(path).items()}
+                tensors = {
+                    name: x + 0.1 * x.std() * torch.randn_like(x)
+                    for name, x in load_file(path).items()
+                }
                 save_file(tensors, path, {"format": "pt"})
         return folder
 
@@ -96,7 +103,9 @@ def answer_of(model):
     """The text of `run_swaps`, and some more: prompt and answer."""
     prompt = torch.arange(10, 40)[None]
     with torch.no_grad():
-        return model.generate(prompt, max_new_tokens=60, min_new_tokens=60, do_sample=False)[0].tolist()
+        return model.generate(prompt, max_new_tokens=60, min_new_tokens=60, do_sample=False)[
+            0
+        ].tolist()
 
 
 def learn_by_heart(head, model, text):
@@ -105,7 +114,9 @@ def learn_by_heart(head, model, text):
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(80):
         optimizer.zero_grad()
-        distill_loss(head.draft_steps(batch, signal), batch, signal, Divergence(), scale=0.01).loss.backward()
+        distill_loss(
+            head.draft_steps(batch, signal), batch, signal, Divergence(), scale=0.01
+        ).loss.backward()
         optimizer.step()
 
 
@@ -123,19 +134,27 @@ def make_pair(name, target, folder):
         torch.manual_seed(0)
         head = HEADS[name](Target.from_model(model), torch.tensor(ids))
         for parameter_name, parameter in head.named_parameters():
-            if "norm" in parameter_name:  # a norm of ones in every layer would hide that a row is taken for another
+            if (
+                "norm" in parameter_name
+            ):  # a norm of ones in every layer would hide that a row is taken for another
                 parameter.data += 0.2 * torch.randn_like(parameter)
         if which == "good":
             learn_by_heart(head, model, text)
         # A standalone draft takes the tokenizer of the target, and a head has none.
-        head.export(folder / which, **({"tokenizer": load_tokenizer(target)} if name.startswith("standalone") else {}))
+        head.export(
+            folder / which,
+            **({"tokenizer": load_tokenizer(target)} if name.startswith("standalone") else {}),
+        )
     return Pair(target, folder / "poor", folder / "good")
 
 
 @pytest.fixture(scope="module")
 def pairs(random_target, registry, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
-    made = {name: make_pair(name, random_target, make_folder(folder / str(i))) for i, name in enumerate(HEADS)}
+    made = {
+        name: make_pair(name, random_target, make_folder(folder / str(i)))
+        for i, name in enumerate(HEADS)
+    }
     return made | {"standalone": Pair(random_target, registry / "v000001", registry / "v000003")}
 
 
@@ -146,15 +165,24 @@ def make_folder(folder):
 
 @pytest.fixture(scope="module")
 def swapped(pairs):
-    """By runner and family: the reports of an engine that swaps from the poor draft to the good one and back, gets the
-    good one pushed, and reloads another target; and those of two that started with the good draft, on each target."""
+    """By runner and family.
+
+    The reports of an engine that swaps from the poor draft to the good one and back, gets the good
+    one pushed, and reloads another target; and those of two that started with the good draft, on
+    each target.
+    """
 
     @functools.cache  # a fixture with a parameter would run all families again for each test
     def run(runner):
         names, specs = [name for name in DRAFTS if runner in decoders(name)], []
         for name in names:
             pair = pairs[name]
-            swaps = [("load", pair.good), ("load", pair.poor), ("push", pair.good), ("reload", pair.moved)]
+            swaps = [
+                ("load", pair.good),
+                ("load", pair.poor),
+                ("push", pair.good),
+                ("reload", pair.moved),
+            ]
             specs.append(pair.spec(name, pair.target, pair.poor, *swaps))
             specs += [pair.spec(name, target, pair.good) for target in (pair.target, pair.moved)]
         engines = iter(run_engines(specs, runner))
@@ -181,11 +209,21 @@ def test_a_swapped_draft_drafts_as_one_loaded_at_the_start(swapped, runner, name
     assert start["accepted"] < forth["accepted"], "the drafts must differ, or nothing is proven"
     # vLLM's own update would write the target's modules and leave copies of weights as they were.
     assert (pushed["output"], pushed["drafted"]) == (fresh["output"], fresh["drafted"])
-    assert (pushed["status"]["draft_version"], pushed["status"]["draft_intact"]) == ("pushed-1", True)
+    assert (pushed["status"]["draft_version"], pushed["status"]["draft_intact"]) == (
+        "pushed-1",
+        True,
+    )
     assert moved["output"] != start["output"]
-    assert (moved["output"], moved["drafted"]) == (fresh_on_moved["output"], fresh_on_moved["drafted"])
+    assert (moved["output"], moved["drafted"]) == (
+        fresh_on_moved["output"],
+        fresh_on_moved["drafted"],
+    )
 
 
 def test_every_family_that_vllm_serves_is_here():
-    served = {family.name for family in FAMILIES if not family.is_lookup and {"v1", "v2"} & set(family.decoders)}
+    served = {
+        family.name
+        for family in FAMILIES
+        if not family.is_lookup and {"v1", "v2"} & set(family.decoders)
+    }
     assert {name.partition(":")[0] for name in DRAFTS} == served

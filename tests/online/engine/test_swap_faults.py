@@ -1,4 +1,7 @@
-"""Faults in the middle of a swap, in real servers: they answer or end, never hang, and say which draft they serve."""
+"""Faults in the middle of a swap, in real servers.
+
+They answer or end, never hang, and say which draft they serve.
+"""
 
 import asyncio
 import os
@@ -39,12 +42,16 @@ def environment(fault):
 
 def start_replicas(target, registry, environment, folder):
     arguments = ["--data-parallel-size", "2"]
-    return running_server(target, registry, folder, [], arguments=arguments, environment=environment)
+    return running_server(
+        target, registry, folder, [], arguments=arguments, environment=environment
+    )
 
 
 @pytest.fixture(scope="module")
 def replicas(random_target, registry, environment, tmp_path_factory):
-    with start_replicas(random_target, registry, environment, tmp_path_factory.mktemp("replicas")) as server:
+    with start_replicas(
+        random_target, registry, environment, tmp_path_factory.mktemp("replicas")
+    ) as server:
         yield server
 
 
@@ -54,13 +61,16 @@ def find_process(url):
     (found,) = (
         process
         for process in psutil.process_iter(["cmdline"])
-        if {"--port", port} <= set(process.info["cmdline"] or ()) and "vllm" in " ".join(process.info["cmdline"])
+        if {"--port", port} <= set(process.info["cmdline"] or ())
+        and "vllm" in " ".join(process.info["cmdline"])
     )
     return found
 
 
 def ask(server, replica):
-    response = server.complete(PROMPT, ignore_eos=True, headers={"X-data-parallel-rank": str(replica)})
+    response = server.complete(
+        PROMPT, ignore_eos=True, headers={"X-data-parallel-rank": str(replica)}
+    )
     accepted = response["metrics"]["speculative_decoding"]["mean_acceptance_length"] - 1
     return response["choices"][0]["token_ids"], accepted
 
@@ -102,8 +112,10 @@ def test_a_pause_that_never_ends_is_given_up_and_generation_goes_on(replicas, fa
 def test_a_replica_killed_in_a_swap_ends_the_server_and_no_request_hangs(
     random_target, registry, environment, fault, killed, tmp_path, monkeypatch
 ):
-    """Killed while it loads the draft, or while it reads it. Whoever watches the server sees none, and not the new
-    version."""
+    """Killed while it loads the draft, or while it reads it.
+
+    Whoever watches the server sees none, and not the new version.
+    """
     with start_replicas(random_target, registry, environment, tmp_path) as replicas:
         kill_in_swap(replicas, fault, killed, monkeypatch)
 

@@ -1,4 +1,7 @@
-"""The watch on the target's weights: whatever replaces them, the next step has the name of the new ones."""
+"""The watch on the target's weights.
+
+Whatever replaces them, the next step has the name of the new ones.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ class Worker:
     """vLLM's, as far as weights go."""
 
     def __init__(self, model, **parallel):
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), additional_config={})
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(**parallel), additional_config={}
+        )
         self.model_runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: None)
         self.redraft = WorkerState(server_id="boot", capture=SimpleNamespace(target_version=""))
         self._weight_update_active = False
@@ -100,7 +105,11 @@ def worker():
 def version_of(worker):
     worker.execute_model()
     version = worker.steps[-1]
-    assert version == worker.redraft.target_version == worker.vllm_config.additional_config.get(TARGET_VERSION, "")
+    assert (
+        version
+        == worker.redraft.target_version
+        == worker.vllm_config.additional_config.get(TARGET_VERSION, "")
+    )
     return version
 
 
@@ -198,7 +207,9 @@ def test_weights_written_in_place_are_found_by_looks(worker, monkeypatch):
 def test_steps_and_status_look_once_in_a_while(worker, monkeypatch):
     clock, looks = [0.0], []
     monkeypatch.setattr(target_watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(worker.redraft.target_watch, "is_changed", lambda: bool(looks.append(clock[0])))
+    monkeypatch.setattr(
+        worker.redraft.target_watch, "is_changed", lambda: bool(looks.append(clock[0]))
+    )
     for clock[0] in (100.0, 100.5, 101.0, 101.9, 102.1):
         worker.execute_model()
     assert looks == [100.0, 101.0, 102.1]
@@ -218,10 +229,15 @@ def test_all_of_the_weights_are_compared_piece_by_piece(monkeypatch):
 
 
 def test_a_transposed_weight_is_read_in_the_order_of_memory(monkeypatch):
-    """As vLLM keeps those of float8: read row by row, one of 112 MiB would take 28,672 passes a look."""
+    """As vLLM keeps those of float8.
+
+    Read row by row, one of 112 MiB would take 28,672 passes a look.
+    """
     monkeypatch.setattr(target_watch, "PIECE_BYTES", 1024)
     compute, num_nested = swap.compute_sums, []
-    monkeypatch.setattr(swap, "compute_sums", lambda tensor: num_nested.append(1) or compute(tensor))
+    monkeypatch.setattr(
+        swap, "compute_sums", lambda tensor: num_nested.append(1) or compute(tensor)
+    )
     memory = torch.randint(-8, 8, (64, 64), dtype=torch.int8)
     model = nn.Module()
     model.weight = nn.Parameter(memory.t(), requires_grad=False)
@@ -325,7 +341,9 @@ def test_another_backends_push_of_a_draft_is_loaded_at_its_end_as_in_a_swap(work
         buffer += 1  # the memory is the backend's
     assert (at_once, loaded) == (["swapped"], [])
     worker.finish_weight_update()
-    assert [{name: tensor.tolist() for name, tensor in one.items()} for one in loaded] == [{"a": [1, 1], "b": [2, 2]}]
+    assert [{name: tensor.tolist() for name, tensor in one.items()} for one in loaded] == [
+        {"a": [1, 1], "b": [2, 2]}
+    ]
     assert (at_once, state.draft_version, state.is_draft_intact) == (["swapped"], "pushed-1", True)
     monkeypatch.setattr(swap, "load_draft", lambda worker, tensors: {}["k_proj"])
     with pytest.raises(KeyError):
@@ -334,21 +352,31 @@ def test_another_backends_push_of_a_draft_is_loaded_at_its_end_as_in_a_swap(work
 
 
 class Loader(Worker):
-    """Loads folders as vLLM does, whose next reload is from the last one. A folder's name says how much
-    to add to the weights of the start."""
+    """Loads folders as vLLM does, whose next reload is from the last one.
+
+    A folder's name says how much to add to the weights of the start.
+    """
 
     def __init__(self):
         super().__init__(make_model())
-        self.start = [weight.detach().clone() for weight in self.model_runner.get_model().parameters()]
-        self.vllm_config.model_config = SimpleNamespace(model="0", model_weights="", revision="main")
+        self.start = [
+            weight.detach().clone() for weight in self.model_runner.get_model().parameters()
+        ]
+        self.vllm_config.model_config = SimpleNamespace(
+            model="0", model_weights="", revision="main"
+        )
 
     @torch.no_grad()
     def reload_weights(self, *, weights_path=None):
         source = self.vllm_config.model_config
         if weights_path is not None:
             source.model, source.revision = weights_path, None
-        for weight, start in zip(self.model_runner.get_model().parameters(), self.start, strict=True):
-            weight.copy_(start + float(Path(source.model.rstrip("!")).name))  # raises ValueError if it is no number
+        for weight, start in zip(
+            self.model_runner.get_model().parameters(), self.start, strict=True
+        ):
+            weight.copy_(
+                start + float(Path(source.model.rstrip("!")).name)
+            )  # raises ValueError if it is no number
             if source.model.endswith("!"):
                 raise OSError("the disk went away")
 
@@ -361,7 +389,11 @@ def test_a_folder_is_loaded_and_those_of_before_return():
     assert new.startswith("@")
     assert load_target(worker, None) == {"ok": True}
     assert version_of(worker) == ""
-    assert vars(worker.vllm_config.model_config) == {"model": "0", "model_weights": "", "revision": "main"}
+    assert vars(worker.vllm_config.model_config) == {
+        "model": "0",
+        "model_weights": "",
+        "revision": "main",
+    }
     for folder, is_touched in (("missing", False), ("17!", True)):
         failed = load_target(worker, folder)
         assert (failed["ok"], failed["touched"]) == (False, is_touched)
@@ -376,7 +408,11 @@ def test_no_folder_is_loaded_within_an_update():
     watch_target(worker)
     worker.start_weight_update()
     failed = load_target(worker, "17")
-    assert (failed["ok"], failed["touched"], worker.vllm_config.model_config.model) == (False, False, "0")
+    assert (failed["ok"], failed["touched"], worker.vllm_config.model_config.model) == (
+        False,
+        False,
+        "0",
+    )
 
 
 def test_a_folder_is_loaded_before_the_cache_wakes_up_and_not_before_the_weights_do():
@@ -401,8 +437,16 @@ def test_a_name_is_that_of_weights_written_in_place_just_before(worker):
 class Rank(Loader):
     """One of several ranks, which fails as told."""
 
-    redraft_update_rank, redraft_doubt_target, redraft_move = update_rank, doubt_target, redraft_move
-    redraft_load_target, redraft_name_target, redraft_status = load_target, name_target, redraft_status
+    redraft_update_rank, redraft_doubt_target, redraft_move = (
+        update_rank,
+        doubt_target,
+        redraft_move,
+    )
+    redraft_load_target, redraft_name_target, redraft_status = (
+        load_target,
+        name_target,
+        redraft_status,
+    )
     fails, _weight_update_is_draft = "", False
 
     def __init__(self):
@@ -421,7 +465,9 @@ class Rank(Loader):
     def reload_weights(self, *, weights_path=None):
         if self.fails == "at once" and weights_path:
             raise OSError("no such folder")
-        super().reload_weights(weights_path=weights_path and weights_path + "!" * (self.fails == "half-way"))
+        super().reload_weights(
+            weights_path=weights_path and weights_path + "!" * (self.fails == "half-way")
+        )
 
     def update_weights(self, weights_path):
         self._weight_update_active = False  # as vLLM after a failed part
@@ -430,7 +476,10 @@ class Rank(Loader):
 
 
 class Ranks:
-    """An engine of two ranks, as vLLM's: the first failure ends a call, and the next one gets the answers left."""
+    """An engine of two ranks, as vLLM's.
+
+    The first failure ends a call, and the next one gets the answers left.
+    """
 
     def __init__(self):
         self.all = [Rank(), Rank()]
@@ -459,7 +508,11 @@ class Ranks:
             if how == "reload":
                 self.call("reload_weights", kwargs={"weights_path": path})
             else:
-                for method, *args in (("start_weight_update",), ("update_weights", path), ("finish_weight_update",)):
+                for method, *args in (
+                    ("start_weight_update",),
+                    ("update_weights", path),
+                    ("finish_weight_update",),
+                ):
                     self.call(method, args=tuple(args))
         except RuntimeError:
             return False
@@ -520,7 +573,9 @@ def test_ranks_that_all_keep_their_weights_keep_their_name(how):
 
 
 @in_event_loop
-async def test_of_100_pushes_those_that_fail_on_one_server_leave_it_whole_and_the_others_go_on(tmp_path):
+async def test_of_100_pushes_those_that_fail_on_one_server_leave_it_whole_and_the_others_go_on(
+    tmp_path,
+):
     start = tmp_path / "0"
     start.mkdir()
     (start / "config.json").write_text('{"model_type": "llama"}')
@@ -528,7 +583,10 @@ async def test_of_100_pushes_those_that_fail_on_one_server_leave_it_whole_and_th
     servers = {name: Ranks() for name in ("good", "failing")}
     swaps = {name: Swaps(None, server, targets=(tmp_path,)) for name, server in servers.items()}
     for rank in (rank for server in servers.values() for rank in server.all):
-        rank.redraft.target_lineage, rank.redraft.capture.status = lineage(start), lambda: {"records": 0}
+        rank.redraft.target_lineage, rank.redraft.capture.status = (
+            lineage(start),
+            lambda: {"records": 0},
+        )
     digests, refused = {0: ""}, []
     for step in range(1, 101):
         start = start.rename(tmp_path / str(step))

@@ -14,7 +14,13 @@ from learner_world import World, make_draft
 from waiting import until
 
 from redraft.heads.files.folder import fingerprint
-from redraft.online.fleet.discovery import FleetConfig, Members, discover, read_fleet, resolve_addresses
+from redraft.online.fleet.discovery import (
+    FleetConfig,
+    Members,
+    discover,
+    read_fleet,
+    resolve_addresses,
+)
 from redraft.online.fleet.server import FleetServer
 
 
@@ -26,7 +32,9 @@ def token(monkeypatch):
 def write_fleet(path, *servers):
     """A fleet.toml with these (url, domain) pairs."""
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(f'[[servers]]\nurl = "{url}"\ndomain = "{domain}"\n' for url, domain in servers))
+    partial.write_text(
+        "".join(f'[[servers]]\nurl = "{url}"\ndomain = "{domain}"\n' for url, domain in servers)
+    )
     os.replace(partial, path)
 
 
@@ -53,7 +61,9 @@ def test_what_can_be_no_servers_address_is_told_before_it_is_asked(tmp_path, url
         FleetConfig(servers=("http://fine:8000", url))
 
 
-@pytest.mark.parametrize("text", ["[[server]]\nurl = 'x'", "[[servers]]\ndomain = 'code'", "[[servers]]\nurl = 1", "="])
+@pytest.mark.parametrize(
+    "text", ["[[server]]\nurl = 'x'", "[[servers]]\ndomain = 'code'", "[[servers]]\nurl = 1", "="]
+)
 def test_a_file_that_lists_no_servers_is_told_by_name(tmp_path, text):
     (tmp_path / "fleet.toml").write_text(text)
     with pytest.raises(ValueError, match=r"fleet\.toml"):
@@ -65,11 +75,20 @@ def test_every_address_behind_a_name_is_a_server(monkeypatch):
         assert (host, port) == ("vllm.default.svc", 8000)
         addresses = ["10.0.0.7", "10.0.0.5", "10.0.0.5"]
         six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", port, 0, 0))
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses] + [six]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses
+        ] + [six]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    found = asyncio.run(discover(FleetConfig(servers=("http://fixed:1/",), name="http://vllm.default.svc:8000")))
-    assert list(found) == ["http://fixed:1", "http://10.0.0.5:8000", "http://10.0.0.7:8000", "http://[fd00::1]:8000"]
+    found = asyncio.run(
+        discover(FleetConfig(servers=("http://fixed:1/",), name="http://vllm.default.svc:8000"))
+    )
+    assert list(found) == [
+        "http://fixed:1",
+        "http://10.0.0.5:8000",
+        "http://10.0.0.7:8000",
+        "http://[fd00::1]:8000",
+    ]
     assert set(found.values()) == {TOKEN}
 
 
@@ -79,7 +98,9 @@ def test_a_name_that_nobody_knows_is_an_error_and_localhost_is_not():
     assert "http://127.0.0.1:8000" in asyncio.run(resolve_addresses("http://localhost:8000"))
 
 
-@pytest.mark.parametrize("name", ["vllm.default.svc:8000", "http://vllm:80OO", "http://vllm", "http://:8000"])
+@pytest.mark.parametrize(
+    "name", ["vllm.default.svc:8000", "http://vllm:80OO", "http://vllm", "http://:8000"]
+)
 def test_a_name_without_host_or_port_is_refused(name):
     with pytest.raises(ValueError, match=r"fleet\.name"):
         FleetConfig(name=name)
@@ -95,7 +116,10 @@ def test_members_come_and_go_in_one_list():
         assert [server.url for server in servers] == ["http://b:1", "http://c:1"]
         assert servers[0] is b, "its connections are kept"
         assert members.update({"http://b:1": "a new token", "http://c:1": "t"}) == [b]
-        assert {server.url: server.token for server in servers} == {"http://b:1": "a new token", "http://c:1": "t"}
+        assert {server.url: server.token for server in servers} == {
+            "http://b:1": "a new token",
+            "http://c:1": "t",
+        }
         await members.aclose()
         assert not servers
 
@@ -104,12 +128,20 @@ def test_members_come_and_go_in_one_list():
 
 @pytest.fixture
 def world(random_target, tmp_path):
-    return World.make(tmp_path, random_target, make_draft(random_target, tmp_path / "draft"), servers=2)
+    return World.make(
+        tmp_path, random_target, make_draft(random_target, tmp_path / "draft"), servers=2
+    )
 
 
-def test_a_learner_brings_late_joiners_along_reports_laggards_and_leaves_other_domains_alone(world, tmp_path):
-    late = FakeServer(world.traffic, started_with="start", target_fingerprint=fingerprint(world.target))
-    other = FakeServer(world.traffic, started_with="start", target_fingerprint=fingerprint(world.target))
+def test_a_learner_brings_late_joiners_along_reports_laggards_and_leaves_other_domains_alone(
+    world, tmp_path
+):
+    late = FakeServer(
+        world.traffic, started_with="start", target_fingerprint=fingerprint(world.target)
+    )
+    other = FakeServer(
+        world.traffic, started_with="start", target_fingerprint=fingerprint(world.target)
+    )
     path = tmp_path / "fleet.toml"
 
     def listed(*servers):
@@ -118,7 +150,9 @@ def test_a_learner_brings_late_joiners_along_reports_laggards_and_leaves_other_d
     async def main():
         async with running(*world.fakes, late, other):
             listed(*world.fakes)
-            async with world.learner(fleet=FleetConfig(file=path, poll_s=0.1), domain="code") as task:
+            async with world.learner(
+                fleet=FleetConfig(file=path, poll_s=0.1), domain="code"
+            ) as task:
                 await until(lambda: {fake.version for fake in world.fakes} == {"v000001"}, task)
                 listed(*world.fakes, late)
                 await until(lambda: late.version == "v000001", task)

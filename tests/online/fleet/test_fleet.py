@@ -43,9 +43,16 @@ from redraft.online.journal import Journal
 OLD, NEW = "v000001", "v000002"
 
 QUICK = RolloutPolicy(
-    warm_up_s=0.01, poll_s=0.01, watch_s=0.01, window_timeout_s=60, swap_timeout_s=30, rollback_timeout_s=30
+    warm_up_s=0.01,
+    poll_s=0.01,
+    watch_s=0.01,
+    window_timeout_s=60,
+    swap_timeout_s=30,
+    rollback_timeout_s=30,
 )
-"""Long timeouts, because a busy machine takes its time. Tests that wait for a timeout use IMPATIENT."""
+"""Long timeouts, because a busy machine takes its time. Tests that wait for a timeout use
+IMPATIENT.
+"""
 
 IMPATIENT = replace(QUICK, window_timeout_s=0.3, swap_timeout_s=0.3, rollback_timeout_s=0.3)
 
@@ -88,7 +95,10 @@ async def test_a_canary_worse_than_the_control_group_is_taken_back():
 
 @in_event_loop
 async def test_a_lone_server_is_measured_until_a_domain_can_be_compared():
-    """Its counts before the swap do not grow afterwards: with too few in each domain, no look would decide."""
+    """Its counts before the swap do not grow afterwards.
+
+    With too few in each domain, no look would decide.
+    """
     policy = replace(QUICK, min_drafts=100, max_loss=0.5)
     async with running(FakeServer(Traffic(drafts_per_reading=12), easy_share=0.5)) as servers:
         outcome = await try_canary(servers, NEW, OLD, policy)
@@ -99,13 +109,18 @@ async def test_a_lone_server_is_measured_until_a_domain_can_be_compared():
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("line", ["pace auto: 0 tokens at 1; 0.1% explored", "pace 0"])
 async def test_where_a_pace_keeps_drafting_off_a_candidate_passes_without_a_comparison(count, line):
-    """16 polls have 192 drafts, too few to compare. A pace that nobody measures is compared once there are more."""
+    """16 polls have 192 drafts, too few to compare.
+
+    A pace that nobody measures is compared once there are more.
+    """
     traffic, pace = Traffic(drafts_per_reading=12), {"pace": {"line": line}}
     fakes = [FakeServer(traffic, easy_share=0.5, drafting=pace) for _ in range(count)]
     async with running(*fakes) as servers:
         outcome = await try_canary(servers, "worse", OLD, replace(QUICK, min_drafts=100))
     is_auto = line.startswith("pace auto")
-    assert (outcome.passed, fakes[0].version) == ((True, "worse") if is_auto else (False, OLD)), outcome.reason
+    assert (outcome.passed, fakes[0].version) == ((True, "worse") if is_auto else (False, OLD)), (
+        outcome.reason
+    )
     assert not outcome.is_inconclusive
 
 
@@ -117,15 +132,22 @@ async def test_servers_with_little_traffic_that_pace_themselves_take_the_candida
     traffic, pace = Traffic(drafts_per_reading=30), {"pace": {"line": line}}
     fakes = [FakeServer(traffic, drafting=pace) for _ in range(count)]
     async with running(*fakes) as servers:
-        outcome = await try_canary(servers, NEW, OLD, replace(QUICK, min_drafts=10**6, window_timeout_s=0.5))
+        outcome = await try_canary(
+            servers, NEW, OLD, replace(QUICK, min_drafts=10**6, window_timeout_s=0.5)
+        )
     is_auto = line.startswith("pace auto")
-    assert (outcome.passed, fakes[0].version) == ((True, NEW) if is_auto else (False, OLD)), outcome.reason
+    assert (outcome.passed, fakes[0].version) == ((True, NEW) if is_auto else (False, OLD)), (
+        outcome.reason
+    )
     assert outcome.is_inconclusive is not is_auto
 
 
 @in_event_loop
 async def test_traffic_that_gets_harder_at_the_swap_is_not_held_against_the_canary():
-    """Compared before and after, the good candidate would look 0.5 worse; over the same window it is 0.5 better."""
+    """Compared before and after, the good candidate would look 0.5 worse.
+
+    Over the same window it is 0.5 better.
+    """
     traffic = Traffic()
     fakes = [FakeServer(traffic) for _ in range(4)]
     async with running(*fakes) as servers:
@@ -140,7 +162,10 @@ async def test_traffic_that_gets_harder_at_the_swap_is_not_held_against_the_cana
 
 @in_event_loop
 async def test_the_warm_up_is_not_counted():
-    """Right after the swap the canary is bad: running requests hold keys and values of the previous draft."""
+    """Right after the swap the canary is bad.
+
+    Running requests hold keys and values of the previous draft.
+    """
     traffic = Traffic()
     fakes = [FakeServer(traffic) for _ in range(3)]
     async with running(*fakes) as servers:
@@ -207,13 +232,18 @@ async def test_a_canary_that_may_stay_ends_where_no_server_is_left_to_compare_wi
 
 
 def test_the_finding_on_a_loss_follows_its_interval():
-    policy = RolloutPolicy(max_loss=0.1, confidence=0.95)  # at this many degrees of freedom, 1.96 errors each way
+    policy = RolloutPolicy(
+        max_loss=0.1, confidence=0.95
+    )  # at this many degrees of freedom, 1.96 errors each way
     findings = {
         (0.0, 0.05): Finding.PASSED,  # -0.098 to 0.098
         (0.0, 0.06): Finding.INCONCLUSIVE,  # -0.118 to 0.118
         (0.2, 0.05): Finding.WORSE,  # 0.102 to 0.298
         (0.2, 0.06): Finding.INCONCLUSIVE,
-        (0.09, 0.02): Finding.PASSED,  # 0.051 to 0.129: as narrow as it gets, so the estimate decides
+        (
+            0.09,
+            0.02,
+        ): Finding.PASSED,  # 0.051 to 0.129: as narrow as it gets, so the estimate decides
         (0.11, 0.02): Finding.WORSE,
     }
     for (value, error), finding in findings.items():
@@ -221,7 +251,10 @@ def test_the_finding_on_a_loss_follows_its_interval():
 
 
 def test_a_requests_drafts_are_not_taken_for_independent():
-    """Each request of 16 polls has one tau; 64 polls are four requests, and no interval of four is narrow."""
+    """Each request of 16 polls has one tau.
+
+    64 polls are four requests, and no interval of four is narrow.
+    """
     canary = [[(100.0, 100.0 * rate)] for rate in (0.3, 0.7, 0.4, 0.6) for _ in range(16)]
     control = [[(100.0, 100.0 * rate)] for rate in (0.6, 0.4, 0.7, 0.3) for _ in range(16)]
     loss = estimate_loss(np.array(canary), np.array(control))
@@ -237,7 +270,9 @@ def test_a_requests_drafts_are_not_taken_for_independent():
 )
 async def test_unlike_traffic_does_not_decide(tau, easy_on_canary, is_passed, loss):
     traffic = Traffic(tau={OLD: 2.0, NEW: tau}, drafts_per_reading=500)
-    fakes = [FakeServer(traffic, easy_share=share) for share in (easy_on_canary, 1 - easy_on_canary)]
+    fakes = [
+        FakeServer(traffic, easy_share=share) for share in (easy_on_canary, 1 - easy_on_canary)
+    ]
     async with running(*fakes) as servers:
         outcome = await try_canary(servers, NEW, OLD, QUICK)
     assert outcome.passed is is_passed, outcome.reason
@@ -247,7 +282,11 @@ async def test_unlike_traffic_does_not_decide(tau, easy_on_canary, is_passed, lo
 
 @in_event_loop
 async def test_a_group_with_a_server_of_an_earlier_release_is_compared_by_totals():
-    fakes = [FakeServer(Traffic(), easy_share=0.2), FakeServer(Traffic(), easy_share=0.8), FakeServer(Traffic())]
+    fakes = [
+        FakeServer(Traffic(), easy_share=0.2),
+        FakeServer(Traffic(), easy_share=0.8),
+        FakeServer(Traffic()),
+    ]
     async with running(*fakes) as servers:
         outcome = await try_canary(servers, NEW, OLD, QUICK)
     assert "interval of the loss by position " in outcome.reason
@@ -258,23 +297,36 @@ async def test_a_group_with_a_server_of_an_earlier_release_is_compared_by_totals
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
     ("tau", "tokens", "is_passed", "loss"),
-    # By tau, the first would be 0.67 worse and the second 0.1 better. Each token has a third of tau - 1.
-    [(2.0, {OLD: 3, NEW: 1}, True, 0.0), (1.4, {OLD: 1, NEW: 3}, False, 0.2), (1.7, {OLD: 2, NEW: 3}, False, 0.2)],
+    # By tau, the first would be 0.67 worse and the second 0.1 better. Each token has a third of tau
+    # - 1.
+    [
+        (2.0, {OLD: 3, NEW: 1}, True, 0.0),
+        (1.4, {OLD: 1, NEW: 3}, False, 0.2),
+        (1.7, {OLD: 2, NEW: 3}, False, 0.2),
+    ],
 )
 async def test_the_number_of_draft_tokens_does_not_decide(count, tau, tokens, is_passed, loss):
     traffic = Traffic(tau={OLD: 2.0, NEW: tau}, drafts_per_reading=600)
     pace = {"pace": {"line": "pace auto: 3 tokens at 1"}}
-    fakes = [FakeServer(traffic, easy_share=0.5, tokens=tokens, drafting=pace) for _ in range(count)]
+    fakes = [
+        FakeServer(traffic, easy_share=0.5, tokens=tokens, drafting=pace) for _ in range(count)
+    ]
     async with running(*fakes) as servers:
         outcome = await try_canary(servers, NEW, OLD, QUICK)
     assert outcome.passed is is_passed, outcome.reason
-    interval = re.search(r"interval of the loss by position and domain ([-+.\d]+) to ([-+.\d]+)", outcome.reason)
-    assert [float(end) for end in interval.groups()] == pytest.approx([loss] * 2, abs=1e-3), outcome.reason
+    interval = re.search(
+        r"interval of the loss by position and domain ([-+.\d]+) to ([-+.\d]+)", outcome.reason
+    )
+    assert [float(end) for end in interval.groups()] == pytest.approx([loss] * 2, abs=1e-3), (
+        outcome.reason
+    )
 
 
 def test_a_position_counts_as_far_as_both_groups_had_it():
-    """Each poll: 100 drafts with one token or two, of which the canary accepts half and a fifth, the control group
-    half and two fifths. The canary has a second token in half of its drafts, the control group in a quarter."""
+    """Each poll: 100 drafts with one token or two, of which the canary accepts half and a fifth,
+    the control group half and two fifths. The canary has a second token in half of its drafts,
+    the control group in a quarter.
+    """
     canary = np.array([[(100, 50), (25, 5)]] * 16, float)
     control = np.array([[(100, 50), (12.5, 5)]] * 16, float)
     # 1 / (1/50 + 1/25) = 16.7 of 1 / (1/100 + 1/100) = 50 drafts lose 0.5 (0.4 - 0.2)
@@ -306,10 +358,17 @@ def test_a_domain_counts_as_far_as_both_groups_had_it():
     def polls(drafts, tau):
         return np.array([[(drafts, drafts * (tau - 1))]] * 16)
 
-    canary = {"code": polls(90, 2.0), "prose": polls(30, 1.5), "rare": polls(1, 1.0), "only here": polls(50, 1.0)}
+    canary = {
+        "code": polls(90, 2.0),
+        "prose": polls(30, 1.5),
+        "rare": polls(1, 1.0),
+        "only here": polls(50, 1.0),
+    }
     control = {"code": polls(18, 2.1), "prose": polls(70, 1.9), "rare": polls(90, 3.0)}
     # 90 * 18 / 108 = 15 and 30 * 70 / 100 = 21
-    assert estimate_loss_by_domain(canary, control).value == pytest.approx((15 * 0.1 + 21 * 0.4) / 36)
+    assert estimate_loss_by_domain(canary, control).value == pytest.approx(
+        (15 * 0.1 + 21 * 0.4) / 36
+    )
     nothing_in_common = estimate_loss_by_domain({"code": polls(90, 2.0)}, {"prose": polls(90, 1.0)})
     assert decide(nothing_in_common, RolloutPolicy()) is Finding.INCONCLUSIVE
 
@@ -321,7 +380,9 @@ async def test_one_server_of_two_that_refuses_leaves_both_on_the_incumbent():
         async with running(*fakes) as servers:
             outcome = await roll_out(servers, NEW)
             assert (outcome.passed, outcome.version, outcome.refused) == (False, OLD, {})
-            assert re.search(rf"{fakes[refusing].url} .*POST /redraft/swap\b.*\b500\b", outcome.reason)
+            assert re.search(
+                rf"{fakes[refusing].url} .*POST /redraft/swap\b.*\b500\b", outcome.reason
+            )
             assert [fake.version for fake in fakes] == [OLD, OLD]
 
 
@@ -342,7 +403,9 @@ async def test_a_fleet_of_one_is_compared_with_itself_before():
 
 
 class Trainer:
-    """Moves the target at every 13th reading, of whichever server, so that some polls fall into a move."""
+    """Moves the target at every 13th reading, of whichever server, so that some polls fall into a
+    move.
+    """
 
     def __init__(self):
         self.num_readings = 0
@@ -561,15 +624,22 @@ async def test_a_killed_rollout_can_be_run_again_from_any_point():
     async with running(*fakes) as servers:
         for interrupt_s in (0.005, 0.02, 0.05, 0.1, 0.2):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(roll_out(servers, NEW, replace(QUICK, watch_s=5)), interrupt_s)
+                await asyncio.wait_for(
+                    roll_out(servers, NEW, replace(QUICK, watch_s=5)), interrupt_s
+                )
         assert (await roll_out(servers, NEW)).passed
         assert {fake.version for fake in fakes} == {NEW}
 
 
-@pytest.mark.parametrize(("num_servers", "num_rollouts"), [pytest.param(200, 3, marks=pytest.mark.slow), (12, 4)])
+@pytest.mark.parametrize(
+    ("num_servers", "num_rollouts"), [pytest.param(200, 3, marks=pytest.mark.slow), (12, 4)]
+)
 @in_event_loop
 async def test_unreliable_servers_end_on_one_version_every_time(num_servers, num_rollouts):
-    """One swap in ten is cut off or ends in a restart; every other candidate is also refused by some servers."""
+    """One swap in ten is cut off or ends in a restart.
+
+    Every other candidate is also refused by some servers.
+    """
     rng = random.Random(4)
     versions = [f"v{i:06d}" for i in range(1, num_rollouts + 2)]
     traffic = Traffic(tau=dict.fromkeys(versions, 2.0), registry=set(versions))
@@ -581,7 +651,9 @@ async def test_unreliable_servers_end_on_one_version_every_time(num_servers, num
             for fake in fakes:
                 fake.failure_rate = 0.1
                 fake.faults = ("500", "cut before", "cut after", "restart")[1 - number % 2 :]
-                fake.refuses = {candidate} if number % 2 and rng.random() < 3 / num_servers else set()
+                fake.refuses = (
+                    {candidate} if number % 2 and rng.random() < 3 / num_servers else set()
+                )
             outcome = await roll_out(servers, candidate, policy, incumbent=current)
             for fake in fakes:
                 fake.failure_rate = 0.0
@@ -610,13 +682,17 @@ async def test_a_wrong_token_is_a_refusal_and_never_shown():
 async def test_a_page_that_repeats_the_headers_does_not_show_the_token(code):
     async def echo(reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (code, len(head)))
+        writer.write(
+            b"HTTP/1.1 %d X\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (code, len(head))
+        )
         writer.write(head)
         writer.close()
 
     listener = await asyncio.start_server(echo, "127.0.0.1", 0)
     async with listener, httpx.AsyncClient() as http:
-        server = FleetServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN, http)
+        server = FleetServer(
+            f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN, http
+        )
         with pytest.raises(RefusedError) as refusal:
             await server.status()
         assert TOKEN not in str(refusal.value)
@@ -662,7 +738,9 @@ async def test_another_service_on_the_address_is_a_refusal():
 
     listener = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with listener, httpx.AsyncClient() as http:
-        server = FleetServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN, http)
+        server = FleetServer(
+            f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", TOKEN, http
+        )
         assert (await converge([server], NEW, 0)).refused
         with pytest.raises(NonsenseError, match=rf"{server.url} .*status"):
             await server.status()
@@ -680,7 +758,9 @@ async def test_the_journal_takes_the_swap_of_a_server_that_came_without_a_draft(
     assert found == [(None, NEW, "swapped"), (NEW, OLD, "rolled_back")]
 
 
-@pytest.mark.parametrize(("drafts", "accepted", "alarming"), [(1000, 10, True), (1000, 500, False), (50, 0, False)])
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "alarming"), [(1000, 10, True), (1000, 500, False), (50, 0, False)]
+)
 def test_the_alarm_needs_both_enough_drafts_and_hardly_any_acceptance(drafts, accepted, alarming):
     assert is_alarming(AcceptanceCounts(num_drafts=drafts, num_accepted=accepted)) is alarming
 
@@ -694,7 +774,12 @@ def test_waves_must_reach_the_whole_fleet():
 
 @in_event_loop
 async def test_the_counts_of_a_status_are_those_of_the_plugin():
-    status = {"server_id": "boot", "draft_version": "v000001", "draft_intact": True, "target_intact": True}
+    status = {
+        "server_id": "boot",
+        "draft_version": "v000001",
+        "draft_intact": True,
+        "target_intact": True,
+    }
     status |= {
         "target_fingerprint": "f",
         "positions": {"code": [[10, 6], [5, 2]]},
@@ -710,10 +795,14 @@ async def test_the_counts_of_a_status_are_those_of_the_plugin():
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         server = FleetServer("http://a", TOKEN, http)
         found = await server.status()
-    wanted = AcceptanceCounts(num_drafts=10, num_accepted=8, accepted_per_position=(6, 2), tried_per_position=(10, 5))
+    wanted = AcceptanceCounts(
+        num_drafts=10, num_accepted=8, accepted_per_position=(6, 2), tried_per_position=(10, 5)
+    )
     assert (found.total, found.by_domain, found.notes) == (wanted, {"code": wanted}, ("a flag",))
     assert found.pace == "pace auto: 0 tokens at 8"
-    del status["positions"]  # as from a server of an earlier release: all drafts count as equally long
+    del status[
+        "positions"
+    ]  # as from a server of an earlier release: all drafts count as equally long
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         found = await FleetServer("http://a", TOKEN, http).status()
     assert (found.total, found.by_domain) == (replace(wanted, tried_per_position=(10, 6)), {})

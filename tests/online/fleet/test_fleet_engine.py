@@ -1,4 +1,6 @@
-"""The fleet's client against the plugin in a real vLLM, to justify the fake servers of test_fleet.py."""
+"""The fleet's client against the plugin in a real vLLM, to justify the fake servers of
+test_fleet.py.
+"""
 
 import asyncio
 import re
@@ -28,7 +30,9 @@ async def roll_out_under_traffic(server, candidate, incumbent):
         requests = asyncio.ensure_future(traffic(server))
         try:
             outcome = await try_canary(servers, candidate, incumbent, POLICY)
-            return await roll_waves(servers, candidate, incumbent, POLICY) if outcome.passed else outcome, outcome
+            return await roll_waves(
+                servers, candidate, incumbent, POLICY
+            ) if outcome.passed else outcome, outcome
         finally:
             requests.cancel()
 
@@ -38,9 +42,13 @@ def test_a_real_engines_counters_over_a_window_agree_with_the_responses(server):
         async with connected({server.url: TOKEN}) as servers:
             assert (await converge(servers, COPY, timeout_s=0)).is_complete
             window = await Window.open(servers)
-            answers = [server.complete([9, 8, 7 + n])["metrics"]["speculative_decoding"] for n in range(4)]
+            answers = [
+                server.complete([9, 8, 7 + n])["metrics"]["speculative_decoding"] for n in range(4)
+            ]
             answers += [
-                server.complete([9, 8, 7], headers={"X-Redraft-Domain": "code"})["metrics"]["speculative_decoding"]
+                server.complete([9, 8, 7], headers={"X-Redraft-Domain": "code"})["metrics"][
+                    "speculative_decoding"
+                ]
             ]
             return (await window.read())[servers[0]], answers
 
@@ -53,7 +61,10 @@ def test_a_real_engines_counters_over_a_window_agree_with_the_responses(server):
     assert counted.tried_per_position == (counted.num_drafts, *counted.accepted_per_position[:-1])
     code = histograms[-1]
     found = by_domain["code"]
-    assert (found.num_drafts, found.num_accepted) == (sum(code), sum(n * times for n, times in enumerate(code)))
+    assert (found.num_drafts, found.num_accepted) == (
+        sum(code),
+        sum(n * times for n, times in enumerate(code)),
+    )
     assert sum(counts.num_drafts for counts in by_domain.values()) == counted.num_drafts
     assert sum(counts.num_accepted for counts in by_domain.values()) == counted.num_accepted
 

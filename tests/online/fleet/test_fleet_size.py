@@ -1,4 +1,7 @@
-"""Whole fleets over real HTTP: servers of two domains that fail, restart, vanish and join while drafts change."""
+"""Whole fleets over real HTTP.
+
+Servers of two domains that fail, restart, vanish and join while drafts change.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("two_polls")
 
 FAULTS = ("500", "cut before", "cut after", "restart")
 RESTART_S = 0.05
-POLICY = replace(QUICK, min_drafts=500, waves=(0.1, 0.5, 1.0), swap_timeout_s=0.5, rollback_timeout_s=2)
+POLICY = replace(
+    QUICK, min_drafts=500, waves=(0.1, 0.5, 1.0), swap_timeout_s=0.5, rollback_timeout_s=2
+)
 
 
 @pytest.fixture
@@ -67,7 +72,10 @@ class Fleet:
         assert not self.members.update({fake.url: TOKEN for fake in self.up})
 
     async def swap_under_fire(self) -> None:
-        """One rollout while servers fail at random; sometimes one is away, sometimes some refuse the candidate."""
+        """One rollout while servers fail at random.
+
+        Sometimes one is away, sometimes some refuse the candidate.
+        """
         candidate = self.publish()
         is_refused = self.rng.random() < 0.3
         away = [self.rng.choice(self.up)] if self.rng.random() < 0.2 else []
@@ -75,7 +83,9 @@ class Fleet:
             fake.stop()
         for fake in self.up:
             fake.failure_rate, fake.faults = 0.05, FAULTS[not is_refused :]
-            fake.refuses = {candidate} if is_refused and self.rng.random() < 3 / len(self.up) else set()
+            fake.refuses = (
+                {candidate} if is_refused and self.rng.random() < 3 / len(self.up) else set()
+            )
         outcome = await roll_out(self.members.servers, candidate, POLICY, incumbent=self.current)
         assert outcome.version == (candidate if outcome.passed else self.current)
         for fake in self.up:
@@ -87,7 +97,10 @@ class Fleet:
         self.current = outcome.version
 
     async def come_together(self) -> None:
-        """Do the work of the learner's watch: find all servers, and push to those with a different draft."""
+        """Do the work of the learner's watch.
+
+        Find all servers, and push to those with a different draft.
+        """
         self.look_around()
         assert (await converge(self.members.servers, self.current, 30)).is_complete
         assert {fake.version for fake in self.up} == {self.current}
@@ -99,7 +112,9 @@ class Fleet:
 
 
 async def simulate(num_servers: int, num_swaps: int) -> list[Fleet]:
-    fleets = [make_fleet(name, num_servers // 2, seed) for seed, name in enumerate(("code", "prose"))]
+    fleets = [
+        make_fleet(name, num_servers // 2, seed) for seed, name in enumerate(("code", "prose"))
+    ]
     for fleet in fleets:
         await fleet.open(share=0.8)
     try:
@@ -112,7 +127,10 @@ async def simulate(num_servers: int, num_swaps: int) -> list[Fleet]:
 
 def make_fleet(name: str, size: int, seed: int) -> Fleet:
     traffic = Traffic(tau={}, registry=set())
-    fakes = [FakeServer(traffic, rng=random.Random(100 * seed + i), down_s=RESTART_S) for i in range(size)]
+    fakes = [
+        FakeServer(traffic, rng=random.Random(100 * seed + i), down_s=RESTART_S)
+        for i in range(size)
+    ]
     return Fleet(name, fakes, random.Random(seed))
 
 
@@ -148,7 +166,9 @@ async def test_a_version_that_is_not_in_the_registry_is_refused_by_every_server(
     fleet = make_fleet("code", 8, 0)
     await fleet.open(share=1.0)
     try:
-        outcome = await roll_out(fleet.members.servers, "prose-000001", POLICY, incumbent=fleet.current)
+        outcome = await roll_out(
+            fleet.members.servers, "prose-000001", POLICY, incumbent=fleet.current
+        )
         assert not outcome.passed
         assert "404" in outcome.reason
         assert {fake.version for fake in fleet.fakes} == {fleet.current}

@@ -1,4 +1,6 @@
-"""One server that hangs, drips, lies or belongs to another registry, and what it does to the looks at the others."""
+"""One server that hangs, drips, lies or belongs to another registry, and what it does to the looks
+at the others.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,11 @@ async def test_looks_at_the_others_return_after_the_patience_and_count_every_dra
             looked = await watch.look()
             assert time.monotonic() - began_s < server.STATUS_TIMEOUT_S
             assert [one.fault for one in looked] == ["", "server_unreachable", ""]
-            assert [one.since_last.num_drafts for one in looked] == [500 * (number > 0), 0, 500 * (number > 0)]
+            assert [one.since_last.num_drafts for one in looked] == [
+                500 * (number > 0),
+                0,
+                500 * (number > 0),
+            ]
         fakes[1].trouble.clear()
         fakes[1].stop()
         await fakes[1].start()
@@ -103,7 +109,11 @@ async def test_a_window_is_read_over_the_same_time_also_beside_a_server_that_han
 @pytest.mark.parametrize("path", [STATUS, SWAP])
 @in_event_loop
 async def test_a_push_to_all_waits_for_no_minority_and_ends_at_once_when_told(path, trouble):
-    fakes = [FakeServer(Traffic()), FakeServer(Traffic(), trouble={path: trouble}), FakeServer(Traffic())]
+    fakes = [
+        FakeServer(Traffic()),
+        FakeServer(Traffic(), trouble={path: trouble}),
+        FakeServer(Traffic()),
+    ]
     async with running(*fakes) as servers:
         pushes = Reconciler()
         began_s = time.monotonic()
@@ -215,7 +225,9 @@ async def test_nonsense_is_the_fault_of_its_server_alone(answer, tmp_path):
     async with running(*fakes) as servers:
         lying, other = await Watch(servers).look()
         assert (lying.fault, other.fault) == ("server_nonsense", "")
-        Journal(tmp_path).write(FaultEntry(what=lying.fault, detail=servers[0].url, reason=lying.reason))
+        Journal(tmp_path).write(
+            FaultEntry(what=lying.fault, detail=servers[0].url, reason=lying.reason)
+        )
         assert lying.status is None
         assert list((await converge(servers, OLD, 0)).refused) == [servers[0].url]
         assert not (await converge([servers[1]], OLD, 0)).refused
@@ -224,7 +236,11 @@ async def test_nonsense_is_the_fault_of_its_server_alone(answer, tmp_path):
 @in_event_loop
 async def test_fuzzed_answers_are_counts_or_a_fault(tmp_path):
     rng = random.Random(7)
-    page, found, journal = status(drafts=[500, 1500, 300, 150, 50]), {"counts": 0, "fault": 0}, Journal(tmp_path)
+    page, found, journal = (
+        status(drafts=[500, 1500, 300, 150, 50]),
+        {"counts": 0, "fault": 0},
+        Journal(tmp_path),
+    )
     counts_at = page.index(b"[500")
 
     def answer(request):
@@ -248,7 +264,9 @@ async def test_fuzzed_answers_are_counts_or_a_fault(tmp_path):
                 continue
             found["counts"] += 1
             entry = {"drafts": total.num_drafts, "accepted": total.num_accepted, "tau": total.tau}
-            journal.write(AcceptanceEntry(draft_version=OLD, accepted_at=total.accepted_per_position, **entry))
+            journal.write(
+                AcceptanceEntry(draft_version=OLD, accepted_at=total.accepted_per_position, **entry)
+            )
     assert min(found.values()) > 100, found
 
 
@@ -268,9 +286,14 @@ def make_registry(folder, *contents):
 
 @in_event_loop
 async def test_a_version_is_known_by_name_and_bytes(tmp_path):
-    ours, theirs = make_registry(tmp_path / "ours", b"1", b"2"), make_registry(tmp_path / "theirs", b"1", b"two")
+    ours, theirs = (
+        make_registry(tmp_path / "ours", b"1", b"2"),
+        make_registry(tmp_path / "theirs", b"1", b"two"),
+    )
     manifests = {version: ours.identify(version).manifest_sha256 for version in ours.versions()}
-    fake = FakeServer(Traffic(), manifests=manifests, registry_id=ours.identify(OLD).registry, started_with=NEW)
+    fake = FakeServer(
+        Traffic(), manifests=manifests, registry_id=ours.identify(OLD).registry, started_with=NEW
+    )
     async with running(fake) as ([plain]):
         async with connected({fake.url: TOKEN}, ours) as (one,):
             assert (await converge([one], NEW, 0)).is_complete
@@ -278,11 +301,15 @@ async def test_a_version_is_known_by_name_and_bytes(tmp_path):
             assert (await converge([one], OLD, 0)).is_complete
             assert fake.bodies == [{"version": OLD, **vars(ours.identify(OLD))}]
         async with connected({fake.url: TOKEN}, theirs) as (one,):
-            assert (await converge([one], OLD, 0)).is_complete, "the same bytes are the same version"
+            assert (await converge([one], OLD, 0)).is_complete, (
+                "the same bytes are the same version"
+            )
             refused = (await converge([one], NEW, 0)).refused
             assert "registry" in refused[fake.url]
         assert fake.swaps == [OLD], "the second learner swaps nothing"
-        assert (await converge([plain], NEW, 0)).refused, "a learner of an earlier release says no hash"
+        assert (await converge([plain], NEW, 0)).refused, (
+            "a learner of an earlier release says no hash"
+        )
 
 
 @in_event_loop

@@ -1,4 +1,6 @@
-"""A server that cannot be reached is named with the reason and the cure, by learner, router, tap and `watch` alike."""
+"""A server that cannot be reached is named with the reason and the cure, by learner, router, tap
+and `watch` alike.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,18 @@ from redraft.recipes.serve import tap
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
     command += ["-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
     subprocess.run(command, check=True, capture_output=True)
@@ -68,11 +81,18 @@ async def ask_all(url):
     await until(lambda: checks.problems)
     checking.cancel()
     with contextlib.suppress(NoServerError, BrokenError):
-        reply = await pools.send(ForwardedRequest(method="GET", path=b"/health", headers=[], body=b""), "")
+        reply = await pools.send(
+            ForwardedRequest(method="GET", path=b"/health", headers=[], body=b""), ""
+        )
         await reply.aclose()
     with pytest.raises(ConnectionError) as by_watch:
         await asyncio.to_thread(read_server, url)
-    return str(by_learner.value), pools.upstreams[0].problem, checks.problems[url], str(by_watch.value)
+    return (
+        str(by_learner.value),
+        pools.upstreams[0].problem,
+        checks.problems[url],
+        str(by_watch.value),
+    )
 
 
 def reserve_port():
@@ -83,7 +103,9 @@ def reserve_port():
 
 @in_event_loop
 async def test_a_port_without_a_server_and_an_unknown_name_are_told_apart():
-    assert all(reach.REFUSED in said for said in await ask_all(f"http://127.0.0.1:{reserve_port()}"))
+    assert all(
+        reach.REFUSED in said for said in await ask_all(f"http://127.0.0.1:{reserve_port()}")
+    )
     assert all(reach.UNKNOWN_NAME in said for said in await ask_all("http://nobody.invalid:8000"))
 
 
@@ -112,7 +134,9 @@ async def test_a_log_in_before_the_server_is_told(head, caplog):
     assert caplog.text.count(f"127.0.0.1:{port}: {reach.FOREIGN}") == 1, "once by the router"
 
 
-@pytest.mark.parametrize("url", ["unix:/run/vllm.sock", "/run/vllm.sock", "http+unix://%2Frun%2Fvllm.sock"])
+@pytest.mark.parametrize(
+    "url", ["unix:/run/vllm.sock", "/run/vllm.sock", "http+unix://%2Frun%2Fvllm.sock"]
+)
 def test_a_unix_socket_is_refused_with_the_cure_by_all(url, tmp_path):
     fleet = tmp_path / "fleet.toml"
     fleet.write_text(f'[[servers]]\nurl = "{url}"\n')
@@ -135,7 +159,9 @@ async def test_a_certificate_of_ssl_cert_file_is_trusted_by_all(certificate, mon
     async with listening(context) as port:
         url = f"https://127.0.0.1:{port}"
         pools = Pools(lambda: [(url, "")])
-        reply = await pools.send(ForwardedRequest(method="GET", path=b"/health", headers=[], body=b""), "")
+        reply = await pools.send(
+            ForwardedRequest(method="GET", path=b"/health", headers=[], body=b""), ""
+        )
         assert reply.status == 204
         await reply.aclose()
         async with make_client(trusted_certificates()) as http:
@@ -165,7 +191,10 @@ def make_tls_error(kind, **fields):
         (make_tls_error(ssl.SSLCertVerificationError, verify_code=62), reach.OTHER_NAME),
         (make_tls_error(ssl.SSLCertVerificationError, verify_code=10), reach.EXPIRED),
         (make_tls_error(ssl.SSLCertVerificationError, verify_code=18), reach.UNTRUSTED),
-        (make_tls_error(ssl.SSLError, reason="TLSV13_ALERT_CERTIFICATE_REQUIRED"), reach.WANTS_CERTIFICATE),
+        (
+            make_tls_error(ssl.SSLError, reason="TLSV13_ALERT_CERTIFICATE_REQUIRED"),
+            reach.WANTS_CERTIFICATE,
+        ),
         (TimeoutError(), reach.SILENT),
         (httpx.ReadTimeout(""), reach.SILENT),
         (OSError(113, "No route to host"), reach.NO_ROUTE),

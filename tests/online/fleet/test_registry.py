@@ -35,7 +35,12 @@ def registry(tmp_path):
 def test_a_version_holds_everything_and_verifies(registry):
     assert publish(registry, tau=2.5) == "v000001"
     folder = registry.path("v000001")
-    assert set(artifact.verify(folder)) == {"model.safetensors", "provenance.json", "evaluation.json", "STABLE"}
+    assert set(artifact.verify(folder)) == {
+        "model.safetensors",
+        "provenance.json",
+        "evaluation.json",
+        "STABLE",
+    }
     provenance = json.loads((folder / "provenance.json").read_text())
     assert (provenance["target_fingerprint"], provenance["checkpoint"]) == ("target", "step-1")
     assert json.loads((folder / "evaluation.json").read_text()) == {"tau": 2.5}
@@ -128,15 +133,23 @@ def test_pruning_keeps_the_newest_the_current_and_the_way_back(registry):
 def test_pruning_keeps_what_a_server_that_is_away_may_still_serve(registry):
     for _ in range(5):
         registry.promote(publish(registry))
-    assert registry.prune(keep=1, in_use={"v000002", "a draft of its command line"}) == ["v000001", "v000003"]
+    assert registry.prune(keep=1, in_use={"v000002", "a draft of its command line"}) == [
+        "v000001",
+        "v000003",
+    ]
     assert registry.versions() == ["v000002", "v000004", "v000005"]
 
 
 def test_a_second_learner_is_refused_with_the_first_ones_process(registry):
     with registry.owned():
-        imports = "import sys, pathlib\nfrom redraft.online.fleet.registry import Identity, Registry, read_id\n"
+        imports = (
+            "import sys, pathlib\nfrom redraft.online.fleet.registry import Identity, "
+            "Registry, read_id\n"
+        )
         code = f"{imports}with Registry(pathlib.Path(sys.argv[1])).owned(): pass"
-        second = subprocess.run([sys.executable, "-c", code, registry.folder], capture_output=True, text=True)
+        second = subprocess.run(
+            [sys.executable, "-c", code, registry.folder], capture_output=True, text=True
+        )
         assert second.returncode != 0
         assert f"learner (process {os.getpid()} on {os.uname().nodename})" in second.stderr
     with registry.owned():
@@ -266,7 +279,10 @@ def test_a_deleted_version_does_not_give_its_number_again(registry, was_promoted
 def test_versions_are_told_apart_by_bytes_and_registry(registry, tmp_path):
     other = Registry(tmp_path / "other")
     with registry.owned(), other.owned():
-        ours, theirs = registry.identify(publish(registry)), other.identify(publish(other, weights=b"others"))
+        ours, theirs = (
+            registry.identify(publish(registry)),
+            other.identify(publish(other, weights=b"others")),
+        )
     assert ours.manifest_sha256 != theirs.manifest_sha256
     assert ours.registry != theirs.registry
     assert len(ours.manifest_sha256) == 64
@@ -289,8 +305,13 @@ def test_a_server_of_another_user_may_read_a_version(registry):
         for name in ("model.safetensors", "part/more.safetensors"):
             (folder / name).touch(0o600)  # as safetensors writes it
 
-    version = registry.path(registry.publish(write, target_fingerprint="target", provenance={}, evaluation={}))
-    modes = {path.relative_to(version).as_posix(): path.stat().st_mode & 0o777 for path in version.rglob("*")}
+    version = registry.path(
+        registry.publish(write, target_fingerprint="target", provenance={}, evaluation={})
+    )
+    modes = {
+        path.relative_to(version).as_posix(): path.stat().st_mode & 0o777
+        for path in version.rglob("*")
+    }
     assert modes.pop("part") == 0o755
     assert set(modes.values()) == {0o644}
     assert (registry.folder / "registry.json").stat().st_mode & 0o777 == 0o644
@@ -299,7 +320,10 @@ def test_a_server_of_another_user_may_read_a_version(registry):
 @needs_root
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_a_server_of_another_user_reads_the_registry_whatever_the_learners_umask(umask):
-    """All that a server and a copy without links read: the link, the list, the id, and every byte of a version."""
+    """All that a server and a copy without links read.
+
+    The link, the list, the id, and every byte of a version.
+    """
 
     def read() -> str:
         seen = Registry(root / "drafts" / "llama")
@@ -318,7 +342,9 @@ def test_a_server_of_another_user_reads_the_registry_whatever_the_learners_umask
             registry = Registry(root / "drafts" / "llama")
             with registry.owned():
                 for _ in range(2):
-                    version = registry.publish(publish_privately, target_fingerprint="t", provenance={}, evaluation={})
+                    version = registry.publish(
+                        publish_privately, target_fingerprint="t", provenance={}, evaluation={}
+                    )
                     registry.promote(version)
                 promoted = call_as_other(read)
                 registry.rollback()

@@ -1,4 +1,7 @@
-"""The buffer with real files: what is kept and forgotten, and the effect of a crash, a full disk and damage."""
+"""The buffer with real files.
+
+What is kept and forgotten, and the effect of a crash, a full disk and damage.
+"""
 
 import multiprocessing
 import os
@@ -30,11 +33,15 @@ def i32(*values):
 
 
 def make_record(number, *, wrong=0, drafted=4, prompt=None, size_bytes=0, **changes):
-    """A record of `drafted` verified draft tokens, of which the last `wrong` are refused; about `size_bytes` as a
-    frame."""
+    """A record of `drafted` verified draft tokens, of which the last `wrong` are refused.
+
+    About `size_bytes` as a frame.
+    """
     rows = max(drafted, 1)
     begin = random.Random(number).randrange(len(NOISE) - size_bytes)
-    context = (prompt if prompt is not None else i32(7, number)) + NOISE[begin : begin + size_bytes // 4 * 4]
+    context = (prompt if prompt is not None else i32(7, number)) + NOISE[
+        begin : begin + size_bytes // 4 * 4
+    ]
     fields = {
         "server_id": "boot",
         "request_id": f"cmpl-{number}",
@@ -70,13 +77,24 @@ def open_buffer(folder, **config):
 
 
 def numbers_of(records):
-    return [int(getattr(stored, "record", stored).request_id.removeprefix("cmpl-")) for stored in records]
+    return [
+        int(getattr(stored, "record", stored).request_id.removeprefix("cmpl-"))
+        for stored in records
+    ]
 
 
 def make_segment(sequence, tokens, context_begin=0, **changes):
-    """A segment of request 1 that samples `tokens`; the text before it is i32(7, 1) and the numbers from 100 on."""
+    """A segment of request 1 that samples `tokens`.
+
+    The text before it is i32(7, 1) and the numbers from 100 on.
+    """
     begin = 2 if not sequence else context_begin
-    rows = {"row_positions": i32(begin), "output": i32(*tokens), "sequence": sequence, "context_begin": context_begin}
+    rows = {
+        "row_positions": i32(begin),
+        "output": i32(*tokens),
+        "sequence": sequence,
+        "context_begin": context_begin,
+    }
     context = b"" if sequence else i32(7, 1)
     return make_record(1, drafted=1, context=context, **rows, **changes)
 
@@ -92,7 +110,9 @@ def folder(request, tmp_path):
 
 def test_records_come_back_in_order_of_arrival_and_only_behind_the_cursor(folder):
     with open_buffer(folder) as buffer:
-        assert buffer.append(frames_of(make_record(3), make_record(1), make_record(2)), 0.0) == {"stored": 3}
+        assert buffer.append(frames_of(make_record(3), make_record(1), make_record(2)), 0.0) == {
+            "stored": 3
+        }
         first = buffer.fresh(0, 2)
         assert numbers_of(first) == [3, 1]
         assert first[0].record == make_record(3)
@@ -105,7 +125,9 @@ def test_a_second_delivery_is_stored_once_also_across_files_and_within_a_batch(f
         assert buffer.status().num_files == 1
         fill(buffer, 41, size_bytes=40_000)
         assert buffer.status().num_files == 2
-        assert buffer.append(frames_of(make_record(0), make_record(40), make_record(41), make_record(41)), 0.0) == {
+        assert buffer.append(
+            frames_of(make_record(0), make_record(40), make_record(41), make_record(41)), 0.0
+        ) == {
             "stored": 1,
             "duplicate": 3,
         }
@@ -160,10 +182,14 @@ def test_a_bit_flipped_on_the_disk_is_found_on_reading_and_never_trained(tmp_pat
         assert numbers_of(buffer.fresh(0, 9)) == [0, 2]
         assert buffer.status().counts == {"corrupt_on_disk": 1}
         assert numbers_of(buffer.fresh(0, 9)) == [0, 2]
-        assert buffer.append(frames_of(make_record(1)), 0.0) == {"stored": 1}, "a sender may deliver it again"
+        assert buffer.append(frames_of(make_record(1)), 0.0) == {"stored": 1}, (
+            "a sender may deliver it again"
+        )
 
 
-@pytest.mark.parametrize("where", [0, PAGE_BYTES, 6 * PAGE_BYTES], ids=["header", "root of a table", "frame"])
+@pytest.mark.parametrize(
+    "where", [0, PAGE_BYTES, 6 * PAGE_BYTES], ids=["header", "root of a table", "frame"]
+)
 def test_a_damaged_file_costs_its_own_records_and_no_others(tmp_path, where):
     with open_buffer(tmp_path, max_bytes=2 << 20) as buffer:
         for number in range(8):
@@ -205,7 +231,9 @@ def test_records_of_another_target_are_kept_aside_and_counted(folder):
         foreign = make_record(1, target_fingerprint="other")
         assert buffer.append(frames_of(make_record(0), foreign), 0.0) == {"stored": 1, "foreign": 1}
         assert numbers_of(buffer.fresh(0, 9)) == [0]
-        assert buffer.replay(9, [], through=9, now_s=0.0, seed=0, policy=Replay()) == [make_record(0)]
+        assert buffer.replay(9, [], through=9, now_s=0.0, seed=0, policy=Replay()) == [
+            make_record(0)
+        ]
         assert (buffer.status().num_foreign, buffer.status().num_training) == (1, {"code": 1})
 
 
@@ -219,10 +247,17 @@ def test_after_an_upgrade_of_the_target_the_old_records_are_the_foreign_ones(tmp
 OLD, NEW = "@0123456789ab", "17@ba9876543210"
 
 
-def test_records_of_weights_that_are_left_behind_count_no_longer_until_these_are_served_again(folder):
+def test_records_of_weights_that_are_left_behind_count_no_longer_until_these_are_served_again(
+    folder,
+):
     def seqs(buffer):
-        fresh, replayed = buffer.fresh(0, 99), buffer.replay(99, [], through=99, now_s=0.0, seed=0, policy=Replay())
-        assert Counter(numbers_of(fresh)) == Counter(int(one.request_id.removeprefix("cmpl-")) for one in replayed)
+        fresh, replayed = (
+            buffer.fresh(0, 99),
+            buffer.replay(99, [], through=99, now_s=0.0, seed=0, policy=Replay()),
+        )
+        assert Counter(numbers_of(fresh)) == Counter(
+            int(one.request_id.removeprefix("cmpl-")) for one in replayed
+        )
         return numbers_of(fresh)
 
     with open_buffer(folder) as buffer:
@@ -250,7 +285,9 @@ def test_records_of_weights_that_are_left_behind_count_no_longer_until_these_are
 def test_held_out_requests_of_weights_that_are_left_behind_judge_nobody(folder):
     with open_buffer(folder, held_out_fraction=0.99) as buffer:
         versions = ["", OLD, NEW]
-        buffer.append(frames_of(*(make_record(n, target_version=versions[n // 20]) for n in range(60))), 0.0)
+        buffer.append(
+            frames_of(*(make_record(n, target_version=versions[n // 20]) for n in range(60))), 0.0
+        )
         whole = buffer.select_held_out(99)
         buffer.leave_behind(["target", "target@0123456789ab"])
         assert buffer.select_held_out(99) == [seq for seq in whole if seq > 40]
@@ -260,10 +297,15 @@ def test_to_a_release_without_versions_other_weights_are_another_target(tmp_path
     with open_buffer(tmp_path) as buffer:
         buffer.append(frames_of(make_record(0), make_record(1, target_version=NEW)), 0.0)
     (path,) = (
-        path for path in tmp_path.iterdir() if path.suffix not in (".key", ".json") and b"records" in path.read_bytes()
+        path
+        for path in tmp_path.iterdir()
+        if path.suffix not in (".key", ".json") and b"records" in path.read_bytes()
     )
     with closing(sqlite3.connect(path)) as file:
-        found = [target for (target,) in file.execute("SELECT target_fingerprint FROM records ORDER BY seq")]
+        found = [
+            target
+            for (target,) in file.execute("SELECT target_fingerprint FROM records ORDER BY seq")
+        ]
     assert found == ["target", "target@ba9876543210"]
 
 
@@ -307,7 +349,9 @@ def test_a_sequence_number_is_never_used_again_even_after_everything_expired(tmp
 
 def test_held_out_prompts_never_train_whatever_the_segment(folder):
     with open_buffer(folder, held_out_fraction=0.3) as buffer:
-        records = [make_record(number, sequence=segment) for number in range(200) for segment in range(2)]
+        records = [
+            make_record(number, sequence=segment) for number in range(200) for segment in range(2)
+        ]
         buffer.append(frames_of(*records), 0.0)
         trained, judged = buffer.fresh(0, 999), [*buffer.read(buffer.select_held_out(999))]
         assert len(trained) + len(judged) == 400
@@ -325,7 +369,8 @@ def test_after_a_change_of_the_fraction_no_prompt_that_trains_judges(folder, bef
         buffer.config = replace(buffer.config, held_out_fraction=after)
         buffer.append(frames_of(*(make_record(number, sequence=1) for number in range(200))), 1.0)
         trained, judged = (
-            set(numbers_of(records)) for records in (buffer.fresh(0, 999), buffer.read(buffer.select_held_out(999)))
+            set(numbers_of(records))
+            for records in (buffer.fresh(0, 999), buffer.read(buffer.select_held_out(999)))
         )
         assert not trained & judged
         # a prompt that was held out before and is now, or, with a larger fraction, was and still is
@@ -344,7 +389,9 @@ def test_held_out_keeps_every_domain_in_view(folder):
 def test_deleting_a_tenant_leaves_none_of_its_bytes_on_the_disk(tmp_path):
     record = make_record(1, tenant="acme", size_bytes=5_000)
     with open_buffer(tmp_path) as buffer:
-        buffer.append(frames_of(make_record(0, tenant="other"), record, make_record(2, tenant="acme")), 0.0)
+        buffer.append(
+            frames_of(make_record(0, tenant="other"), record, make_record(2, tenant="acme")), 0.0
+        )
         buffer.append(frames_of(make_record(3, tenant="acme", target_fingerprint="foreign")), 0.0)
         needle = encode_record(record)[1000:1100]
         assert any(needle in path.read_bytes() for path in tmp_path.iterdir())
@@ -354,7 +401,9 @@ def test_deleting_a_tenant_leaves_none_of_its_bytes_on_the_disk(tmp_path):
 
 
 def test_what_was_recorded_of_a_forgotten_tenant_is_not_stored_later_either(tmp_path):
-    before, after = (make_record(n, tenant="acme", time_s=100 + n * (CLOCK_SLACK_S + 1)) for n in range(2))
+    before, after = (
+        make_record(n, tenant="acme", time_s=100 + n * (CLOCK_SLACK_S + 1)) for n in range(2)
+    )
     with open_buffer(tmp_path) as buffer:
         assert buffer.delete_tenant("acme", 100.0) == 0
     with open_buffer(tmp_path) as buffer:
@@ -386,7 +435,11 @@ def test_zero_retention_writes_no_file(tmp_path, monkeypatch):
     with open_buffer(None) as buffer:
         fill(buffer, 50, size_bytes=10_000)
         assert len(buffer.fresh(0, 99)) == 50
-        open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_exists(fd)]
+        open_files = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if fd_exists(fd)
+        ]
         assert not [name for name in open_files if "records" in name or "cursor" in name]
     assert list(tmp_path.iterdir()) == []
 
@@ -398,8 +451,12 @@ def fd_exists(descriptor):
 def test_replay_draws_by_the_documented_weights(folder):
     """Oracle: weights computed by hand, draws counted over many seeds."""
     with open_buffer(folder) as buffer:
-        buffer.append(frames_of(make_record(0, wrong=0, drafted=8), make_record(1, wrong=8, drafted=8)), 0.0)
-        buffer.append(frames_of(make_record(2, wrong=0, drafted=8), make_record(3, drafted=0)), 100.0)
+        buffer.append(
+            frames_of(make_record(0, wrong=0, drafted=8), make_record(1, wrong=8, drafted=8)), 0.0
+        )
+        buffer.append(
+            frames_of(make_record(2, wrong=0, drafted=8), make_record(3, drafted=0)), 100.0
+        )
         policy = Replay(half_life_s=100, surprise=4)
         weights = np.array([0.5 * (1 + 4 * 0.1), 0.5 * (1 + 4 * 0.9), 1 + 4 * 0.1, 1 + 4 * 0.5])
         draws = Counter(
@@ -411,7 +468,10 @@ def test_replay_draws_by_the_documented_weights(folder):
 
 
 def test_surprise_counts_verified_positions_not_those_behind_a_rejection(folder):
-    """One of the four rows is a refused draft token and three follow it: one wrong of one, not four of four."""
+    """One of the four rows is a refused draft token and three follow it.
+
+    One wrong of one, not four of four.
+    """
     record = make_record(0, wrong=4, row_branches=i32(0, 1, 2, 3))
     with open_buffer(folder) as buffer:
         buffer.append(frames_of(record), 0.0)
@@ -423,7 +483,10 @@ def test_replay_is_repeatable_distinct_and_never_runs_ahead_of_training(folder):
     with open_buffer(folder) as buffer:
         fill(buffer, 100)
         through = buffer.fresh(0, 60)[-1].seq
-        draw = [buffer.replay(30, [], through=through, now_s=0.0, seed=s, policy=Replay()) for s in (1, 1, 2)]
+        draw = [
+            buffer.replay(30, [], through=through, now_s=0.0, seed=s, policy=Replay())
+            for s in (1, 1, 2)
+        ]
         assert draw[0] == draw[1] != draw[2]
         assert len(set(numbers_of(draw[0]))) == 30
         assert max(numbers_of(draw[0])) < 60
@@ -433,15 +496,23 @@ def test_a_share_of_every_replay_is_anchors(folder):
     anchors = [make_record(number, domain="anchor") for number in range(1000, 1020)]
     with open_buffer(folder) as buffer:
         fill(buffer, 100)
-        records = buffer.replay(32, anchors, through=10**6, now_s=0.0, seed=3, policy=Replay(anchor_share=0.25))
+        records = buffer.replay(
+            32, anchors, through=10**6, now_s=0.0, seed=3, policy=Replay(anchor_share=0.25)
+        )
         assert Counter(record.domain for record in records) == {"anchor": 8, "code": 24}
-        assert buffer.replay(4, anchors, through=0, now_s=0.0, seed=3, policy=Replay(anchor_share=1.0)) != []
+        assert (
+            buffer.replay(4, anchors, through=0, now_s=0.0, seed=3, policy=Replay(anchor_share=1.0))
+            != []
+        )
 
 
 def test_very_old_records_still_have_weights(folder):
     with open_buffer(folder, max_age_s=1e12) as buffer:
         fill(buffer, 10)
-        assert len(buffer.replay(10, [], through=99, now_s=1e9, seed=0, policy=Replay(half_life_s=1))) == 10
+        assert (
+            len(buffer.replay(10, [], through=99, now_s=1e9, seed=0, policy=Replay(half_life_s=1)))
+            == 10
+        )
 
 
 def test_a_slow_learner_skips_to_a_bounded_lag(folder):
@@ -458,7 +529,10 @@ def test_what_counts_as_trained_is_committed_together_with_its_checkpoint(folder
         assert buffer.commits() == []
         buffer.commit_trained("step-1", 10)
         buffer.commit_trained("step-2", 20)
-        assert [(t.checkpoint_id, t.through) for t in buffer.commits()] == [("step-2", 20), ("step-1", 10)]
+        assert [(t.checkpoint_id, t.through) for t in buffer.commits()] == [
+            ("step-2", 20),
+            ("step-1", 10),
+        ]
 
 
 def test_a_second_process_is_refused_by_name(tmp_path):
@@ -471,7 +545,8 @@ def test_ingest_and_training_may_run_in_two_threads(tmp_path):
     with open_buffer(tmp_path, max_bytes=3 << 20) as buffer:
         writer = threading.Thread(
             target=lambda: [
-                buffer.append(frames_of(make_record(n, size_bytes=20_000)), time.time()) for n in range(150)
+                buffer.append(frames_of(make_record(n, size_bytes=20_000)), time.time())
+                for n in range(150)
             ]
         )
         writer.start()
@@ -489,7 +564,9 @@ def test_ingest_and_training_may_run_in_two_threads(tmp_path):
 def write_until_killed(folder, number, acknowledge):
     buffer = open_buffer(folder, max_bytes=16 << 20)
     while True:
-        buffer.append(frames_of(*(make_record(n, size_bytes=2_000) for n in range(number, number + 4))), 0.0)
+        buffer.append(
+            frames_of(*(make_record(n, size_bytes=2_000) for n in range(number, number + 4))), 0.0
+        )
         if number % 40 == 0:
             buffer.commit_trained(f"step-{number}", number)
         number += 4
@@ -537,7 +614,9 @@ def test_a_full_disk_has_a_name_and_passes_by_itself(small_disk):
         with pytest.raises(BufferFullError):
             buffer.append(frames_of(make_record(number, size_bytes=20_000)), 0.0)
         (small_disk / "ballast").unlink()
-        assert buffer.append(frames_of(make_record(number, size_bytes=20_000)), 0.0) == {"stored": 1}
+        assert buffer.append(frames_of(make_record(number, size_bytes=20_000)), 0.0) == {
+            "stored": 1
+        }
         buffer.commit_trained("step", stored[-1].seq)
         assert numbers_of(buffer.fresh(0, 9999)) == list(range(number + 1))
 
@@ -557,7 +636,9 @@ def small_disk(tmp_path):
     """A disk of 4 MB, half of it taken by a file `ballast`."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     (disk / "ballast").write_bytes(bytes(2 << 20))
     yield disk
@@ -572,11 +653,16 @@ def test_config_refuses_invalid_values():
 
 
 def test_the_control_plane_imports_no_torch():
-    modules = "records.record learning.buffer learning.gate fleet.registry daemon.state fleet.server"
-    code = (
-        f"import sys\nfor m in {modules.split()}: __import__('redraft.online.' + m)\nassert 'torch' not in sys.modules"
+    modules = (
+        "records.record learning.buffer learning.gate fleet.registry daemon.state fleet.server"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
+    code = (
+        f"import sys\nfor m in {modules.split()}: __import__('redraft.online.' + m)\nassert "
+        "'torch' not in sys.modules"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
+    )
 
 
 # --- segments
@@ -594,18 +680,33 @@ def test_a_later_segment_is_stored_with_the_text_of_those_before(tmp_path, is_re
     with open_buffer(tmp_path) as buffer:
         assert buffer.append(frames_of(first, second), 0.0) == {"stored": 2}
         if not is_restarted:
-            assert buffer.append(frames_of(third, second, after_preemption), 0.0) == {"stored": 2, "duplicate": 1}
+            assert buffer.append(frames_of(third, second, after_preemption), 0.0) == {
+                "stored": 2,
+                "duplicate": 1,
+            }
     with open_buffer(tmp_path) as buffer:
         if is_restarted:
-            assert buffer.append(frames_of(third, second, after_preemption), 0.0) == {"stored": 2, "duplicate": 1}
+            assert buffer.append(frames_of(third, second, after_preemption), 0.0) == {
+                "stored": 2,
+                "duplicate": 1,
+            }
         text = [7, 1, 100, 101]
-        assert texts_of(buffer) == [text, [*text, 102], [*text, 102, 103, 104], [*text, 102, 103, 200]]
+        assert texts_of(buffer) == [
+            text,
+            [*text, 102],
+            [*text, 102, 103, 104],
+            [*text, 102, 103, 200],
+        ]
         assert [one.record.context_begin for one in buffer.fresh(0, 99)] == [0] * 4
         assert len(set(buffer._training()["prompt"].tolist())) == 1, "one prompt, held out or not"
 
 
 def test_a_segment_whose_text_was_lost_is_counted_and_not_stored():
-    first, second, third = make_segment(0, [100, 101]), make_segment(1, [102], 4), make_segment(2, [103], 5)
+    first, second, third = (
+        make_segment(0, [100, 101]),
+        make_segment(1, [102], 4),
+        make_segment(2, [103], 5),
+    )
     with open_buffer(None) as buffer:
         assert buffer.append(frames_of(second, third), 0.0) == {"textless": 2}
         assert buffer.append(frames_of(first), 0.0) == {"stored": 1}
@@ -616,7 +717,10 @@ def test_a_segment_whose_text_was_lost_is_counted_and_not_stored():
         assert buffer.append(frames_of(wrong), 0.0) == {"corrupt": 1}
         buffer.delete_tenant("acme", 0.0)
         later = make_segment(4, [104], 6, time_s=CLOCK_SLACK_S + 1)
-        assert buffer.append(frames_of(later, make_segment(4, [104], 6)), 0.0) == {"textless": 1, "forgotten": 1}
+        assert buffer.append(frames_of(later, make_segment(4, [104], 6)), 0.0) == {
+            "textless": 1,
+            "forgotten": 1,
+        }
 
 
 def test_a_learner_that_ended_while_it_began_has_damaged_nothing(tmp_path):

@@ -1,4 +1,7 @@
-"""A wall clock that jumps deletes no record and makes none younger; one that stays is believed after 10 minutes."""
+"""A wall clock that jumps deletes no record and makes none younger.
+
+One that stays is believed after 10 minutes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class Machine:
     def start(self, last_s: float | None = None) -> SteadyClock:
         """The clock of a process that begins now."""
         return SteadyClock(
-            lambda: START_S + self.passed_s + self.shift_s, lambda: 77 + self.passed_s, last_s, MAX_AGE_S / 2
+            lambda: START_S + self.passed_s + self.shift_s,
+            lambda: 77 + self.passed_s,
+            last_s,
+            MAX_AGE_S / 2,
         )
 
     def look(self, clock: SteadyClock, seconds: float) -> None:
@@ -135,7 +141,9 @@ def test_a_process_that_starts_after_a_pause_believes_the_clock(machine: Machine
 # --- with a buffer
 
 
-def test_eight_days_ahead_for_a_minute_delete_nothing_and_for_ten_minutes_they_do(machine: Machine) -> None:
+def test_eight_days_ahead_for_a_minute_delete_nothing_and_for_ten_minutes_they_do(
+    machine: Machine,
+) -> None:
     clock = machine.start()
     with opened() as buffer:
         fill(buffer, 5, clock.now_s())
@@ -153,7 +161,9 @@ def test_eight_days_ahead_for_a_minute_delete_nothing_and_for_ten_minutes_they_d
         assert count(buffer) == 0
 
 
-def test_records_that_arrive_while_the_clock_is_a_day_behind_get_their_full_age(machine: Machine) -> None:
+def test_records_that_arrive_while_the_clock_is_a_day_behind_get_their_full_age(
+    machine: Machine,
+) -> None:
     clock = machine.start()
     with opened() as buffer:
         machine.shift_s = -DAY_S
@@ -174,7 +184,10 @@ def test_a_tenant_forgotten_while_the_clock_is_ahead_is_not_forgotten_for_days(
         machine.shift_s = 8 * DAY_S
         (tmp_path / "spool").mkdir(mode=0o700)
         reach = Reach(
-            buffer=buffer, registry=Registry(tmp_path), spool=Spool(tmp_path / "spool", buffer, 100), now_s=clock.now_s
+            buffer=buffer,
+            registry=Registry(tmp_path),
+            spool=Spool(tmp_path / "spool", buffer, 100),
+            now_s=clock.now_s,
         )
         asyncio.run(reach.forget("globex"))
         machine.shift_s = 0
@@ -183,7 +196,9 @@ def test_a_tenant_forgotten_while_the_clock_is_ahead_is_not_forgotten_for_days(
         assert buffer.append(read_frames(encode_record(later)), clock.now_s()) == {"stored": 1}
 
 
-def test_a_restart_with_a_clock_eight_days_ahead_deletes_nothing_at_once(machine: Machine, tmp_path: Path) -> None:
+def test_a_restart_with_a_clock_eight_days_ahead_deletes_nothing_at_once(
+    machine: Machine, tmp_path: Path
+) -> None:
     with opened(tmp_path) as buffer:
         assert buffer.last_arrival_s() is None
         fill(buffer, 5, machine.start().now_s())
@@ -221,7 +236,9 @@ def test_examples_in_the_quarantine_age_by_the_same_clock(machine: Machine, tmp_
 def test_records_of_the_log_arrive_by_the_given_clock() -> None:
     async def take(buffer: Buffer) -> None:
         limits = StreamLimits(max_bytes=1 << 30)
-        source = StreamSource("nats://127.0.0.1:1", Nats(), limits, buffer, 512, now_s=lambda: 1234.0)
+        source = StreamSource(
+            "nats://127.0.0.1:1", Nats(), limits, buffer, 512, now_s=lambda: 1234.0
+        )
 
         async def following() -> list[Any]:
             return [FakeMessage(encode_record(make_record(1)))]

@@ -25,12 +25,17 @@ def make_scored(accepted_per_draft: list[float], drafts: float = 40) -> Scored:
 
 
 def make_requests(rng: np.random.Generator, num: int, gain: float) -> tuple[Scored, Scored]:
-    """Candidate and incumbent on the same requests, of very unequal length and difficulty; `gain` is the true gain."""
+    """Candidate and incumbent on the same requests, of very unequal length and difficulty.
+
+    `gain` is the true gain.
+    """
     drafts = np.maximum(1, rng.lognormal(3, 0.8, num).round())
     difficulty = 3 * rng.beta(6, 4, num)
 
     def scored(shift: float) -> Scored:
-        accepted = drafts * (difficulty + shift + rng.normal(0, 0.3, num)) + rng.normal(0, 1.2, num) * np.sqrt(drafts)
+        accepted = drafts * (difficulty + shift + rng.normal(0, 0.3, num)) + rng.normal(
+            0, 1.2, num
+        ) * np.sqrt(drafts)
         return [make_counts(d, a) for d, a in zip(drafts, np.maximum(accepted, 0), strict=True)]
 
     return scored(gain), scored(0)
@@ -41,7 +46,10 @@ def promotion_rate(policy: Policy, gain: float, num_requests: int, trials: int) 
     promoted = 0
     for _ in range(trials):
         candidate, incumbent = make_requests(rng, num_requests, gain)
-        promoted += judge(candidate, incumbent, ["chat"] * num_requests, policy).decision is Decision.PROMOTE
+        promoted += (
+            judge(candidate, incumbent, ["chat"] * num_requests, policy).decision
+            is Decision.PROMOTE
+        )
     return promoted / trials
 
 
@@ -93,12 +101,16 @@ def test_a_gain_right_at_the_bar_passes_at_the_first_look_about_one_time_in_sixt
 def test_the_errors_of_all_looks_sum_to_the_policys() -> None:
     assert spent_confidence(0.95, 1) == pytest.approx(1 - 0.05 / 3)
     assert spent_confidence(0.95, 2) == pytest.approx(1 - 0.05 / 6)
-    assert sum(1 - spent_confidence(0.95, look) for look in range(1, 10_000)) == pytest.approx(0.05, abs=2e-5)
+    assert sum(1 - spent_confidence(0.95, look) for look in range(1, 10_000)) == pytest.approx(
+        0.05, abs=2e-5
+    )
 
 
 def test_a_later_look_needs_more_evidence_to_promote_and_no_more_to_reject() -> None:
     candidate, incumbent = make_requests(np.random.default_rng(0), 80, 0.25)
-    gains = [judge(candidate, incumbent, ["chat"] * 80, Policy(), look).overall for look in (1, 2, 10)]
+    gains = [
+        judge(candidate, incumbent, ["chat"] * 80, Policy(), look).overall for look in (1, 2, 10)
+    ]
     first, second, tenth = (gain for gain in gains if gain is not None)
     assert first.lower > second.lower > tenth.lower
     assert first.upper == second.upper == tenth.upper
@@ -115,7 +127,10 @@ def test_a_worse_candidate_is_rejected_with_its_numbers() -> None:
     verdict = judge(candidate, incumbent, ["chat"] * 80, Policy())
     assert verdict.decision is Decision.REJECT
     assert verdict.overall is not None
-    assert f"tau {verdict.overall.tau_incumbent:.3f} -> {verdict.overall.tau_candidate:.3f}" in verdict.reason
+    assert (
+        f"tau {verdict.overall.tau_incumbent:.3f} -> {verdict.overall.tau_candidate:.3f}"
+        in verdict.reason
+    )
     assert "over 80 requests" in verdict.reason
 
 
@@ -136,7 +151,9 @@ def test_few_requests_are_inconclusive_however_large_the_gain() -> None:
 
 def test_requests_without_drafts_are_no_evidence() -> None:
     idle = [make_counts(0, 0)] * 40
-    verdict = judge([*make_scored([2.0] * 12), *idle], [*make_scored([1.0] * 12), *idle], ["chat"] * 52, LENIENT)
+    verdict = judge(
+        [*make_scored([2.0] * 12), *idle], [*make_scored([1.0] * 12), *idle], ["chat"] * 52, LENIENT
+    )
     assert verdict.overall is not None
     assert verdict.overall.num_requests == 12
 
@@ -160,16 +177,21 @@ def test_a_domain_that_may_lose_is_inconclusive() -> None:
 
 
 def test_a_domain_without_new_requests_does_not_block_for_good() -> None:
-    # Forty requests of a domain whose traffic has ended: true change 0, spread 0.25, so +-0.067 at 95% at every look.
+    # Forty requests of a domain whose traffic has ended: true change 0, spread 0.25, so +-0.067 at
+    # 95% at every look.
     domains = ["prose"] * 90 + ["code"] * 40
     candidate = make_scored([1.3] * 90 + [0.75, 1.25] * 20)
-    verdicts = [judge(candidate, make_scored([1.0] * 130), domains, LENIENT, look) for look in (1, 15)]
+    verdicts = [
+        judge(candidate, make_scored([1.0] * 130), domains, LENIENT, look) for look in (1, 15)
+    ]
     assert [verdict.decision for verdict in verdicts] == [Decision.PROMOTE, Decision.PROMOTE]
     first, late = (verdict.domains["code"] for verdict in verdicts)
     assert (
         first.lower
         == late.lower
-        == pytest.approx(-stats.t.ppf(0.95, 39) * 0.25 * math.sqrt(40 / 39) / math.sqrt(40), rel=0.02)
+        == pytest.approx(
+            -stats.t.ppf(0.95, 39) * 0.25 * math.sqrt(40 / 39) / math.sqrt(40), rel=0.02
+        )
     )
 
 
@@ -204,7 +226,9 @@ def test_sequences_must_pair_up() -> None:
 
 def test_the_same_numbers_give_the_same_verdict() -> None:
     candidate, incumbent = make_requests(np.random.default_rng(5), 60, 0.05)
-    assert judge(candidate, incumbent, ["a"] * 60, Policy()) == judge(candidate, incumbent, ["a"] * 60, Policy())
+    assert judge(candidate, incumbent, ["a"] * 60, Policy()) == judge(
+        candidate, incumbent, ["a"] * 60, Policy()
+    )
 
 
 # --- a promoted version against the one before
@@ -221,7 +245,8 @@ def test_equal_versions_are_hardly_ever_found_worse_however_often_one_looks() ->
     """Bounded by 5% over all looks of a campaign."""
     rng = np.random.default_rng(4)
     campaigns = [
-        any(find_loss(*make_requests(rng, 60, 0.0), Policy(), look)[0] for look in range(1, 11)) for _ in range(200)
+        any(find_loss(*make_requests(rng, 60, 0.0), Policy(), look)[0] for look in range(1, 11))
+        for _ in range(200)
     ]
     assert np.mean(campaigns) <= 0.08  # 0.05 and two standard errors
 
@@ -242,7 +267,9 @@ def test_domains_that_nobody_vouches_for_block_no_candidate() -> None:
     incumbent = make_scored([0.5] * 100 + [0.5] * 40)
     domains = ["code"] * 100 + ["invented"] * 40
     assert judge(candidate, incumbent, domains, Policy()).decision is Decision.REJECT
-    verdict = judge(candidate, incumbent, [name.replace("invented", OTHER) for name in domains], Policy())
+    verdict = judge(
+        candidate, incumbent, [name.replace("invented", OTHER) for name in domains], Policy()
+    )
     assert verdict.decision is Decision.PROMOTE
     assert set(verdict.domains) == {"code"}
     assert verdict.reason.endswith(": other (40)")

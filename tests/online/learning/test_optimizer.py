@@ -19,7 +19,9 @@ def test_a_candidate_continues_also_if_the_settings_name_another_optimizer(
 ) -> None:
     records = [with_states(make_record(), random_target, "eagle3")] * 3
     version = make_head("eagle3", random_target, tmp_path / "v000001")
-    candidate = Candidate(Training(sequence_length=64, optimizer="muon", lr=1e-2), "eagle3", random_target)
+    candidate = Candidate(
+        Training(sequence_length=64, optimizer="muon", lr=1e-2), "eagle3", random_target
+    )
     candidate.begin(version)
     first, *_ = losses = [candidate.step(records, seed).loss for seed in range(4)]
     assert losses[-1] < first
@@ -30,7 +32,8 @@ def test_a_candidate_continues_also_if_the_settings_name_another_optimizer(
 
     again = Candidate(Training(sequence_length=64, optimizer=then), "eagle3", random_target)
     again.resume(version, tmp_path / "checkpoint")
-    # The state of the same optimizer goes on. Another one begins with the draft, which is stored in bfloat16 here.
+    # The state of the same optimizer goes on. Another one begins with the draft, which is stored in
+    # bfloat16 here.
     assert again.distillation.step_index == (4 if then == "muon" else 0)
     kept = again.load(tmp_path / "checkpoint" / DRAFT).state_dict()
     for name, tensor in again.distillation.weights().items():

@@ -24,7 +24,9 @@ PENALTIES = [
 ]
 
 
-def make_record(target, sampling: Sampling, *, top_k: int = 512, seed: int = 0) -> tuple[Record, torch.Tensor]:
+def make_record(
+    target, sampling: Sampling, *, top_k: int = 512, seed: int = 0
+) -> tuple[Record, torch.Tensor]:
     """A record of made-up logits with much repetition, and the logits of its rows."""
     rng = np.random.default_rng(seed)
     (record,) = make_records(target, 1, sampling=sampling)
@@ -72,7 +74,9 @@ def test_a_record_of_the_whole_vocabulary_is_penalised_as_in_vllm(random_target,
     expected_RK = np.take_along_axis(expected_RV, found.topk_ids.astype(np.int64), 1)
     np.testing.assert_allclose(found.topk_log_probs, expected_RK, atol=2e-5)
     assert (np.diff(found.topk_log_probs, axis=1) <= 0).all()
-    assert abs(expected_RV - logits_RV.log_softmax(-1).numpy()).max() > 0.1, "the penalties change something"
+    assert abs(expected_RV - logits_RV.log_softmax(-1).numpy()).max() > 0.1, (
+        "the penalties change something"
+    )
 
 
 @pytest.mark.parametrize("sampling", PENALTIES)
@@ -90,7 +94,11 @@ def test_with_the_most_probable_ids_only_the_error_is_that_of_the_rest(random_ta
 def test_ids_are_counted_before_the_row():
     tokens = np.array([5, 6, 5, 5, 7], np.int32)
     ids = np.array([[5, 6], [5, 7], [7, 5]], np.int32)
-    assert count_before(tokens, np.array([0, 3, 5], np.int32), ids).tolist() == [[0, 0], [2, 0], [1, 3]]
+    assert count_before(tokens, np.array([0, 3, 5], np.int32), ids).tolist() == [
+        [0, 0],
+        [2, 0],
+        [1, 3],
+    ]
 
 
 def test_without_penalties_nothing_changes(random_target):
@@ -99,7 +107,9 @@ def test_without_penalties_nothing_changes(random_target):
 
 
 def test_a_forecast_knows_the_penalties(random_target):
-    """The greedy target itself is always accepted, but not where penalties make the server write something else."""
+    """The greedy target itself is always accepted, but not where penalties make the server write
+    something else.
+    """
     target = StandaloneDraft.load(random_target, torch.float32).eval()
     (record,) = make_records(random_target, 1)
     penalised = msgspec.structs.replace(
@@ -118,13 +128,19 @@ def test_a_forecast_knows_the_penalties(random_target):
     assert (scored.num_drafts, scored.num_accepted) == (drafts, accepted)
 
 
-def test_a_held_out_record_whose_penalty_cannot_be_applied_is_counted_and_not_stored(random_target, tmp_path):
+def test_a_held_out_record_whose_penalty_cannot_be_applied_is_counted_and_not_stored(
+    random_target, tmp_path
+):
     """A tap knows no logits. Such a record still trains."""
     records = make_records(random_target, 40, sampling=Sampling(repetition_penalty=1.05))
     assert all(map(is_undecided, records))
-    assert not any(map(is_undecided, make_records(random_target, 1, sampling=Sampling(presence_penalty=1))))
+    assert not any(
+        map(is_undecided, make_records(random_target, 1, sampling=Sampling(presence_penalty=1)))
+    )
     fingerprint = records[0].target_fingerprint
-    with Buffer(BufferConfig(folder=tmp_path, held_out_fraction=0.5), target_fingerprint=fingerprint) as buffer:
+    with Buffer(
+        BufferConfig(folder=tmp_path, held_out_fraction=0.5), target_fingerprint=fingerprint
+    ) as buffer:
         counts = buffer.append([(encode_record(record), record) for record in records], now_s=0.0)
         assert counts["unknown_penalty"] + counts["stored"] == 40
         assert 8 < counts["unknown_penalty"] < 32

@@ -1,4 +1,7 @@
-"""Hostile spools and logs: whatever bytes arrive, the learner goes on, loses no good record and holds little memory."""
+"""Hostile spools and logs.
+
+Whatever bytes arrive, the learner goes on, loses no good record and holds little memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,16 @@ import torch
 from transformers import LlamaForCausalLM
 
 from benchmarks.soak import poison
-from benchmarks.soak.poison import SHAPE, TARGET, VOCAB, frame_around, i32, make_later, make_record, pack
+from benchmarks.soak.poison import (
+    SHAPE,
+    TARGET,
+    VOCAB,
+    frame_around,
+    i32,
+    make_later,
+    make_record,
+    pack,
+)
 from redraft.eval.counts import AcceptanceCounts
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.online.journal import AcceptanceEntry, Journal
@@ -142,9 +154,14 @@ def test_a_hidden_state_that_is_not_finite_is_refused(word):
 def test_sampling_parameters_are_taken_as_vllm_takes_them(name, refused, taken):
     floats = (float("nan"), float("inf"), float("-inf")) if name != "top_k" else ()
     for value in (*refused, *floats):
-        assert find_reason(encode_record(make_record(sampling=Sampling(**{name: value})))) == "bad_sampling", value
+        assert (
+            find_reason(encode_record(make_record(sampling=Sampling(**{name: value}))))
+            == "bad_sampling"
+        ), value
     for value in taken:
-        assert find_reason(encode_record(make_record(sampling=Sampling(**{name: value})))) == "", value
+        assert find_reason(encode_record(make_record(sampling=Sampling(**{name: value})))) == "", (
+            value
+        )
 
 
 @pytest.mark.parametrize(
@@ -171,10 +188,17 @@ def test_a_frame_with_a_right_crc_raises_nothing_but_corrupt_record_error(frame)
 def test_every_record_that_decodes_can_be_journaled(tmp_path):
     """The learner journals the domain and the version of every record."""
     journal, rng = Journal(tmp_path), random.Random(3)
-    for name in (*poison.STRINGS, *("".join(map(chr, rng.choices(range(1, 0x3000), k=5))) for _ in range(500))):
+    for name in (
+        *poison.STRINGS,
+        *("".join(map(chr, rng.choices(range(1, 0x3000), k=5))) for _ in range(500)),
+    ):
         record = make_record(draft_version=name, domain=name)
         if not find_reason(encode_record(record)):
-            journal.write(AcceptanceEntry(draft_version=name or "none", domain=name, drafts=1, accepted=1, tau=2.0))
+            journal.write(
+                AcceptanceEntry(
+                    draft_version=name or "none", domain=name, drafts=1, accepted=1, tau=2.0
+                )
+            )
 
 
 # --- many bytes
@@ -208,7 +232,9 @@ def test_eight_megabytes_of_anything_are_read_in_two_seconds(stretch):
 
 
 def test_reading_takes_time_in_proportion_to_the_bytes():
-    """Compared as the number of bytes that are looked at, because time on a busy machine says little."""
+    """Compared as the number of bytes that are looked at, because time on a busy machine says
+    little.
+    """
     header = b"RDR1" + (1 << 18).to_bytes(4, "little") + b"abcd"
     looked_at = []
     for size in (1 << 20, 4 << 20):
@@ -233,7 +259,9 @@ class CountingFile:
 
 
 def test_good_records_between_any_bytes_are_all_found():
-    """Also where garbage, a flipped bit or half a frame lies across the pieces in which a file is read."""
+    """Also where garbage, a flipped bit or half a frame lies across the pieces in which a file is
+    read.
+    """
     rng, parts = random.Random(1), []
     frames = [encode_record(make_record(number)) for number in range(3000)]
     for frame in frames:
@@ -248,7 +276,9 @@ def test_good_records_between_any_bytes_are_all_found():
             parts.append(make_later(0))
         parts.append(frame)
     found = [record for _, record in read_frames(b"".join(parts))]
-    assert [record.request_id for record in found if isinstance(record, Record)] == [f"cmpl-{n}" for n in range(3000)]
+    assert [record.request_id for record in found if isinstance(record, Record)] == [
+        f"cmpl-{n}" for n in range(3000)
+    ]
 
 
 def test_a_bad_frame_whose_crc_is_right_is_passed_over_as_a_whole():
@@ -269,7 +299,9 @@ def fuzzed():
     return [poison.fuzz(rng, number) for number in range(10_000)]
 
 
-def test_ten_thousand_hostile_records_from_the_spool_cost_only_themselves(fuzzed, buffer, spool, random_target):
+def test_ten_thousand_hostile_records_from_the_spool_cost_only_themselves(
+    fuzzed, buffer, spool, random_target
+):
     good = [encode_record(make_record(number, server_id="good")) for number in range(100)]
     for file, begin in enumerate(range(0, 10_000, 100)):
         put(spool, b"".join([*fuzzed[begin : begin + 100], good[file]]), file)
@@ -281,7 +313,14 @@ def test_ten_thousand_hostile_records_from_the_spool_cost_only_themselves(fuzzed
         f"cmpl-{number}" for number in range(100)
     }
     assert set(counts) <= {"stored", "duplicate", "foreign", *DROP_REASONS}
-    wanted = {"corrupt", "bad_identifier", "bad_sampling", "bad_probabilities", "not_finite", "outside_vocabulary"}
+    wanted = {
+        "corrupt",
+        "bad_identifier",
+        "bad_sampling",
+        "bad_probabilities",
+        "not_finite",
+        "outside_vocabulary",
+    }
     assert wanted <= set(counts)
     assert counts.total() > 9_000, "each one is counted; adjoining fragments of frames are one"
     assert not list(spool.iterdir())
@@ -291,7 +330,12 @@ def test_ten_thousand_hostile_records_from_the_spool_cost_only_themselves(fuzzed
 def with_states(record):
     """The record with a state of zeros for every token but the last."""
     hidden = bytes(2 * math.prod(SHAPE) * (record.num_tokens - 1))
-    states = {"hidden_begin": 0, "hidden_shape": SHAPE, "hidden_format": "bfloat16", "hidden": hidden}
+    states = {
+        "hidden_begin": 0,
+        "hidden_shape": SHAPE,
+        "hidden_format": "bfloat16",
+        "hidden": hidden,
+    }
     return msgspec.structs.replace(record, **states)
 
 
@@ -331,7 +375,9 @@ def take_messages(messages, buffer):
     """`take` of a learner's end of the log to which these messages have arrived."""
 
     async def take():
-        source = StreamSource("nats://127.0.0.1:1", Nats(), StreamLimits(max_bytes=1 << 30), buffer, VOCAB)
+        source = StreamSource(
+            "nats://127.0.0.1:1", Nats(), StreamLimits(max_bytes=1 << 30), buffer, VOCAB
+        )
 
         async def following():
             return messages
@@ -346,7 +392,9 @@ def test_ten_thousand_hostile_messages_of_the_log_cost_only_themselves(fuzzed, b
     counts = Counter()
     for begin in range(0, 10_000, 250):
         good = make_record(begin, server_id="good")
-        messages = [FakeMessage(data) for data in (*fuzzed[begin : begin + 250], encode_record(good))]
+        messages = [
+            FakeMessage(data) for data in (*fuzzed[begin : begin + 250], encode_record(good))
+        ]
         counts += take_messages(messages, buffer).counts
         assert all(message.answers == ["ack"] for message in messages)
     assert counts["stored"] >= 40
@@ -355,7 +403,10 @@ def test_ten_thousand_hostile_messages_of_the_log_cost_only_themselves(fuzzed, b
 
 
 def test_invented_domains_and_versions_are_counted_together_beyond_a_number(buffer):
-    frames = [encode_record(make_record(n, domain=f"d{n % 50}", draft_version=f"v{n}")) for n in range(400)]
+    frames = [
+        encode_record(make_record(n, domain=f"d{n % 50}", draft_version=f"v{n}"))
+        for n in range(400)
+    ]
     taken = store(read_frames(b"".join(frames)), buffer, VOCAB, 0.0)
     assert len(taken.accepted) == 257
     assert len((taken + taken).accepted) == 257
@@ -384,7 +435,9 @@ def test_bombs_are_not_unpacked(buffer):
 
 
 def make_large(number, num_bytes=8 << 20):
-    """A record with this much of hidden states that compress to about a tenth, which is within the bound."""
+    """A record with this much of hidden states that compress to about a tenth, which is within the
+    bound.
+    """
     tokens = num_bytes // 2 // SHAPE[1]
     words = np.random.default_rng(number).choice(np.array([0x3F80, 0x3C00], "<u2"), num_bytes // 2)
     return make_record(number, context=i32(5, 6, number, 10) + bytes(4 * tokens), hidden=words.tobytes(),
@@ -413,7 +466,10 @@ def test_steps_and_the_gate_read_a_bounded_number_of_bytes_at_a_time(tmp_path):
     assert records[0].num_bytes > 40_000
     with Buffer(config, TARGET, SHAPE) as buffer:
         store(read_frames(b"".join(map(encode_record, records))), buffer, VOCAB, 0.0)
-        first, replayed = buffer.fresh(0, 32), buffer.replay(28, [], through=99, now_s=0, seed=0, policy=Replay())
+        first, replayed = (
+            buffer.fresh(0, 32),
+            buffer.replay(28, [], through=99, now_s=0, seed=0, policy=Replay()),
+        )
         assert len(first) == len(replayed) == 2
         assert len(buffer.fresh(first[-1].seq, 32)) == 2, "the others come with the next step"
         seqs = buffer.select_held_out(200)
@@ -422,7 +478,9 @@ def test_steps_and_the_gate_read_a_bounded_number_of_bytes_at_a_time(tmp_path):
     with Buffer(replace(config, max_read_bytes=1), TARGET, SHAPE) as buffer:
         assert len(buffer.fresh(0, 32)) == 1, "a record above the bound is read all the same"
     with Buffer(config, TARGET) as buffer:
-        assert len(buffer.fresh(0, 32)) == 6, "a draft that reads no hidden states is not slowed down by them"
+        assert len(buffer.fresh(0, 32)) == 6, (
+            "a draft that reads no hidden states is not slowed down by them"
+        )
 
 
 LARGEST = """
@@ -454,9 +512,13 @@ def test_the_largest_records_and_bombs_stay_below_a_gibibyte(tmp_path, spool):
         for number in range(12):
             file.write(encode_record(make_large(number, 40 << 20)))
         file.write(poison.make_bomb() * 256)
-    run = subprocess.run([sys.executable, "-c", LARGEST, str(tmp_path)], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", LARGEST, str(tmp_path)], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
-    assert sum(map(int, run.stdout.split())) < GIB, "intake and training may be at their peaks at the same time"
+    assert sum(map(int, run.stdout.split())) < GIB, (
+        "intake and training may be at their peaks at the same time"
+    )
 
 
 # --- the spool's files
@@ -471,7 +533,9 @@ def test_what_is_no_file_of_records_stalls_nothing(buffer, spool, tmp_path):
     put(spool, encode_record(make_record(1)), 5)
     source = Spool(spool, buffer, VOCAB)
     taken = source.take(0.0)
-    assert taken.counts == {"spool_unreadable": 4, "stored": 1, "corrupt": 1}, "an empty file is told, and goes"
+    assert taken.counts == {"spool_unreadable": 4, "stored": 1, "corrupt": 1}, (
+        "an empty file is told, and goes"
+    )
     assert buffer.status().counts["spool_unreadable"] == 4
     assert not source.take(0.0).counts, "they are counted once"
     put(spool, encode_record(make_record(2)), 6)
@@ -501,7 +565,9 @@ def test_a_file_that_cannot_be_removed_does_not_hold_up_the_next(buffer, spool, 
 
 @pytest.mark.parametrize("name", ["9-x.records", ".9-x.records.partial"])
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "pipe", "folder"])
-def test_whatever_lies_in_the_spool_nothing_outside_of_it_is_overwritten(buffer, spool, tmp_path, kind, name):
+def test_whatever_lies_in_the_spool_nothing_outside_of_it_is_overwritten(
+    buffer, spool, tmp_path, kind, name
+):
     """Who may write to the spool must not reach the other files of the learner's user."""
     precious = tmp_path / "precious.key"
     precious.write_bytes(b"secret" * 100)
@@ -534,14 +600,18 @@ def test_a_later_layout_waits_in_the_spool_and_everything_else_is_taken(buffer, 
     assert not source.take(1.0).counts
     assert len(list(spool.iterdir())) == 2
     put(spool, encode_record(make_record(7)), 9)
-    assert source.take(1.0, max_files=1).counts == {"stored": 1}, "a waiting file takes no other's turn"
+    assert source.take(1.0, max_files=1).counts == {"stored": 1}, (
+        "a waiting file takes no other's turn"
+    )
 
 
 def test_a_learner_of_the_later_release_takes_what_waited(buffer, spool, monkeypatch):
     """The later layout of this test differs in nothing but the magic."""
     put(spool, b"RDR4" + encode_record(make_record(2))[4:], 1)
     assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"later_layout": 1}
-    assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"later_layout": 1}, "a restart looks again"
+    assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"later_layout": 1}, (
+        "a restart looks again"
+    )
     monkeypatch.setattr("redraft.online.records.record.MAGIC_3", b"RDR4")
     monkeypatch.setattr("redraft.online.records.record._LATER_MAGIC", re.compile(rb"RDR[5-9]"))
     assert Spool(spool, buffer, VOCAB).take(1.0).counts == {"stored": 1}
@@ -560,7 +630,11 @@ def test_waiting_files_go_when_records_do(buffer, spool):
 
 
 def test_a_later_layout_goes_back_to_the_log_with_growing_delays(buffer):
-    messages = [FakeMessage(make_later(1)), FakeMessage(encode_record(make_record(1))), FakeMessage(make_later(2), 3)]
+    messages = [
+        FakeMessage(make_later(1)),
+        FakeMessage(encode_record(make_record(1))),
+        FakeMessage(make_later(2), 3),
+    ]
     assert take_messages(messages, buffer).counts == {"stored": 1, "later_layout": 1}
     assert [message.answers for message in messages] == [["nak 60.0"], ["ack"], ["nak 240.0"]]
     assert take_messages([FakeMessage(make_later(1), 10**6)], buffer).counts == {}
@@ -584,7 +658,9 @@ def publish_raw(broker, subject, header, data):
         connection.sendall(b'CONNECT {"verbose":false,"pedantic":false,"headers":true}\r\n')
         sizes = f"{len(header)} {len(header) + len(data)}" if header else f"{len(data)}"
         command = b"HPUB " if header else b"PUB "
-        connection.sendall(command + subject + b" " + sizes.encode() + b"\r\n" + header + data + b"\r\nPING\r\n")
+        connection.sendall(
+            command + subject + b" " + sizes.encode() + b"\r\n" + header + data + b"\r\nPING\r\n"
+        )
         answer = connection.recv(4096)
         assert b"PONG" in answer
         assert b"-ERR" not in answer
@@ -603,7 +679,9 @@ def publish_raw(broker, subject, header, data):
     ],
     ids=["status", "status-header", "no-line-end", "no-text", "description", "name", "subject"],
 )
-def test_a_message_that_is_no_record_does_not_end_the_connection(broker, buffer, header, data, suffix, monkeypatch):
+def test_a_message_that_is_no_record_does_not_end_the_connection(
+    broker, buffer, header, data, suffix, monkeypatch
+):
     monkeypatch.setattr("redraft.online.learning.stream.REQUEST_EXPIRES_S", 2.0)
     monkeypatch.setattr("redraft.online.learning.stream.SILENCE_S", 1.0)
 
@@ -628,7 +706,9 @@ def test_a_message_that_is_no_record_does_not_end_the_connection(broker, buffer,
         return counts
 
     counts = asyncio.run(asyncio.wait_for(script(), 300))
-    assert counts == Counter({"stored": 1, "later_layout": 2, "corrupt": 1 if data else 0}) + Counter()
+    assert (
+        counts == Counter({"stored": 1, "later_layout": 2, "corrupt": 1 if data else 0}) + Counter()
+    )
 
 
 # --- the quarantine
@@ -650,7 +730,9 @@ def test_a_bad_record_is_set_aside_with_its_error_so_that_a_person_can_look(buff
     assert path.parent.parent == buffer.config.folder
 
 
-def test_the_quarantine_is_bounded_and_a_flood_of_one_reason_leaves_the_others(tmp_path, monkeypatch):
+def test_the_quarantine_is_bounded_and_a_flood_of_one_reason_leaves_the_others(
+    tmp_path, monkeypatch
+):
     now = [1000.0]
     quarantine = Quarantine(tmp_path / "q", 3600.0, clock=lambda: now[0])
     rare = CorruptRecordError("rare", "not_finite")
@@ -666,7 +748,9 @@ def test_the_quarantine_is_bounded_and_a_flood_of_one_reason_leaves_the_others(t
     assert b"torn\nnew" in contents
     assert b"torn\n0" not in contents
     assert len(contents) == 17
-    again = Quarantine(tmp_path / "q", 3600.0, clock=lambda: now[0])  # after a restart the bounds hold too
+    again = Quarantine(
+        tmp_path / "q", 3600.0, clock=lambda: now[0]
+    )  # after a restart the bounds hold too
     again.keep(b"newer", CorruptRecordError("torn"))
     assert len(list((tmp_path / "q").iterdir())) == 17
     monkeypatch.setattr(quarantine_module, "MAX_BYTES", 3_000_000)
@@ -729,9 +813,13 @@ def test_a_tiny_temperature_is_scored_as_the_engine_samples_it(random_target):
     scored = []
     for temperature in (1e-40, 0.01):
         record = make_record(sampling=Sampling(temperature=temperature))
-        scored += score(draft, [record], num_speculative_tokens=2, method="probabilistic", sequence_length=64)
+        scored += score(
+            draft, [record], num_speculative_tokens=2, method="probabilistic", sequence_length=64
+        )
     assert scored[0] == scored[1]
-    assert all(torch.isfinite(torch.tensor([one.num_drafts, one.num_accepted])).all() for one in scored)
+    assert all(
+        torch.isfinite(torch.tensor([one.num_drafts, one.num_accepted])).all() for one in scored
+    )
 
 
 def test_a_request_that_is_not_finite_counts_only_against_the_candidate():
@@ -740,8 +828,12 @@ def test_a_request_that_is_not_finite_counts_only_against_the_candidate():
         AcceptanceCounts(num_drafts=2, num_accepted=1),
     )
     keys = [("boot", str(number)) for number in range(4)]
-    incumbent = dict(zip(keys, [RequestScore("code", counts) for counts in (fine, nan, nan, fine)], strict=True))
-    candidate = dict(zip(keys[:3], [RequestScore("code", counts) for counts in (nan, nan, fine)], strict=True))
+    incumbent = dict(
+        zip(keys, [RequestScore("code", counts) for counts in (fine, nan, nan, fine)], strict=True)
+    )
+    candidate = dict(
+        zip(keys[:3], [RequestScore("code", counts) for counts in (nan, nan, fine)], strict=True)
+    )
     assert pair_scores(candidate, incumbent, {"code": "code"}) == ([nan], [fine], ["code"])
 
 

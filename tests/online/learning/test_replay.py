@@ -41,17 +41,25 @@ def test_no_step_shows_a_draft_more_than_a_server_does(
 ) -> None:
     target = Path(shutil.copytree(random_target, tmp_path / "target"))
     config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "model_type": "mistral", "sliding_window": 4}))
+    (target / "config.json").write_text(
+        json.dumps({**config, "model_type": "mistral", "sliding_window": 4})
+    )
     record = with_states(make_record(), random_target, "eagle3")
     longest = []
     for folder in (random_target, target):
         candidate = Candidate(Training(sequence_length=64), "eagle3", folder)
-        candidate.begin(head := make_head("eagle3", random_target, tmp_path / folder.name / "v000001"))
+        candidate.begin(
+            head := make_head("eagle3", random_target, tmp_path / folder.name / "v000001")
+        )
         steps: list[list[RecordedBatch]] = []
         monkeypatch.setattr(candidate.distillation, "step", steps.append)
         candidate.step([record], 0)
-        judge = Judge(SimpleNamespace(judging=Judging()), None, SimpleNamespace(read=lambda _: []), candidate)
-        monkeypatch.setattr(judging, "score_requests", lambda *_, sequence_length, **__: sequence_length)
+        judge = Judge(
+            SimpleNamespace(judging=Judging()), None, SimpleNamespace(read=lambda _: []), candidate
+        )
+        monkeypatch.setattr(
+            judging, "score_requests", lambda *_, sequence_length, **__: sequence_length
+        )
         assert judge._score(head, []) == (4 if folder == target else 64)
         candidate.distillation.close()
         longest.append(max(int((batch.document_BT >= 0).sum()) for batch in steps[0]))

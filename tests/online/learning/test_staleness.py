@@ -23,7 +23,9 @@ def make_rows(tau: float, count: int, seed: int, domain: str = "code") -> list[R
     rng = np.random.default_rng(seed)
     drafts_N = np.maximum(rng.lognormal(np.log(24), 0.6, count).round(), 2.0)
     rate_N = np.maximum(tau - 1 + 0.4 * rng.standard_normal(count), 0)
-    return [(domain, n, n * rate) for n, rate in zip(drafts_N.tolist(), rate_N.tolist(), strict=True)]
+    return [
+        (domain, n, n * rate) for n, rate in zip(drafts_N.tolist(), rate_N.tolist(), strict=True)
+    ]
 
 
 def test_unchanged_traffic_is_not_stale_and_the_loss_has_an_interval_around_zero() -> None:
@@ -37,7 +39,9 @@ def test_unchanged_traffic_is_not_stale_and_the_loss_has_an_interval_around_zero
 def test_the_interval_of_the_loss_holds_the_truth() -> None:
     held = []
     for seed in range(400):
-        found = compare(make_rows(2.0, 60, 2 * seed), make_rows(1.8, 60, 2 * seed + 1), POLICY, GATE)
+        found = compare(
+            make_rows(2.0, 60, 2 * seed), make_rows(1.8, 60, 2 * seed + 1), POLICY, GATE
+        )
         assert found is not None
         held.append(found.low <= 0.2 <= found.high)
     assert np.mean(held) >= 0.92
@@ -52,7 +56,9 @@ def test_the_interval_holds_the_truth_where_three_requests_of_a_domain_carry_mos
     held, alarms = [], []
     for seed in range(0, 2000, 4):
         then = make_equal_rows(60, 20, seed, "code") + make_equal_rows(3, 2000, seed + 1, "prose")
-        now = make_equal_rows(60, 20, seed + 2, "code") + make_equal_rows(3, 2000, seed + 3, "prose")
+        now = make_equal_rows(60, 20, seed + 2, "code") + make_equal_rows(
+            3, 2000, seed + 3, "prose"
+        )
         found = compare(then, now, POLICY, GATE)
         assert found is not None
         held.append(found.low <= 0 <= found.high)
@@ -88,13 +94,17 @@ def test_a_rare_domain_neither_blinds_the_comparison_nor_wakes_the_learner() -> 
     assert quiet.reason == ""
 
 
-def test_requests_from_before_a_fine_tune_are_past_and_those_from_before_small_moves_are_not() -> None:
+def test_requests_from_before_a_fine_tune_are_past_and_those_from_before_small_moves_are_not() -> (
+    None
+):
     moves = {f"t{i}": make_rows(1.72 - 0.01 * i, 100, i) for i in range(4)}
     assert find_past(moves, POLICY, GATE) == []
     before = {f"base{i}": make_rows(2.2, 100, 10 + i) for i in range(2)}
     assert find_past(moves | before, POLICY, GATE) == ["base0", "base1"]
     easier = {"base": make_rows(1.3, 100, 20)}
-    assert find_past(moves | easier, POLICY, GATE) == ["base"], "a draft looked worse on them: no evidence either"
+    assert find_past(moves | easier, POLICY, GATE) == ["base"], (
+        "a draft looked worse on them: no evidence either"
+    )
 
 
 def test_targets_with_few_requests_are_taken_together() -> None:
@@ -105,12 +115,15 @@ def test_targets_with_few_requests_are_taken_together() -> None:
     past = find_past(many | before, POLICY, GATE)
     assert set(past) >= set(list(before)[5:]), "all but those compared together with later ones"
     assert len(past) <= 60 + 5
-    assert find_past({"t": make_rows(1.7, 100, 0), "base": make_rows(2.4, 3, 1)}, POLICY, GATE) == [], "too few to tell"
+    assert (
+        find_past({"t": make_rows(1.7, 100, 0), "base": make_rows(2.4, 3, 1)}, POLICY, GATE) == []
+    ), "too few to tell"
 
 
 def test_weights_are_rarely_left_behind_for_nothing() -> None:
     found = [
-        find_past({f"t{i}": make_rows(1.7, 60, 10 * seed + i) for i in range(2)}, POLICY, GATE) for seed in range(400)
+        find_past({f"t{i}": make_rows(1.7, 60, 10 * seed + i) for i in range(2)}, POLICY, GATE)
+        for seed in range(400)
     ]
     assert sum(map(bool, found)) <= 400 * 0.03
 
@@ -123,7 +136,9 @@ def test_another_mix_of_domains_or_a_new_one_leaves_no_weights_behind() -> None:
 
 
 def test_a_new_domain_is_something_to_learn() -> None:
-    found = compare(make_rows(2.0, 100, 0), make_rows(2.0, 60, 1) + make_rows(1.2, 30, 2, "prose"), POLICY, GATE)
+    found = compare(
+        make_rows(2.0, 100, 0), make_rows(2.0, 60, 1) + make_rows(1.2, 30, 2, "prose"), POLICY, GATE
+    )
     assert found is not None
     assert re.search(r"\bprose\b.*\bnew\b", found.reason)
     alone = compare(make_rows(2.0, 100, 0), make_rows(1.2, 30, 2, "prose"), POLICY, GATE)
@@ -157,7 +172,9 @@ def test_the_pauses_grow_while_training_leads_nowhere_and_end_at_the_longest() -
         for found, pauses in ((None, quiet), (fallen, stale)):
             pauses.append(
                 next(
-                    n for n in range(1, 99) if replace(sleep, num_passed=n - 1).find_reason_to_wake(found, 1, POLICY, 1)
+                    n
+                    for n in range(1, 99)
+                    if replace(sleep, num_passed=n - 1).find_reason_to_wake(found, 1, POLICY, 1)
                 )
             )
         sleep = sleep.wake()
@@ -171,13 +188,20 @@ def test_a_reference_for_another_number_of_draft_tokens_wakes_nobody() -> None:
     sleep = Sleep().refer("v1", 500, rows, "3 greedy").fall_asleep(rows).pass_over(64)
     other = sleep.refer("v1", 900, rows[:50], "5 greedy")
     assert (other.through, other.then, other.drafting) == (900, tuple(rows[:50]), "5 greedy")
-    assert (other.is_asleep_at("v1"), other.num_attempts, other.num_passed, other.num_saved) == (True, 1, 64, 64)
+    assert (other.is_asleep_at("v1"), other.num_attempts, other.num_passed, other.num_saved) == (
+        True,
+        1,
+        64,
+        64,
+    )
 
 
 def test_a_domain_that_training_has_seen_is_new_no_longer() -> None:
     then, now = make_rows(2.0, 100, 0), make_rows(2.0, 60, 1) + make_rows(1.2, 30, 2, "prose")
     sleep = Sleep().refer("v1", 0, then).fall_asleep(now)
-    found = compare(sleep.then, make_rows(2.0, 60, 3) + make_rows(1.2, 30, 4, "prose"), POLICY, GATE)
+    found = compare(
+        sleep.then, make_rows(2.0, 60, 3) + make_rows(1.2, 30, 4, "prose"), POLICY, GATE
+    )
     assert found is not None
     assert found.reason == ""
 
@@ -196,7 +220,13 @@ def test_a_damaged_sleep_is_told(tmp_path: Path) -> None:
     path = tmp_path / "sleep.json"
     save_sleep(Sleep().refer("v000002", 500, make_rows(2.0, 30, 0)), path)
     whole = path.read_text()
-    for damaged in (whole[: len(whole) // 2], "", "[]", '{"version": 2}', whole.replace("500", "501")):
+    for damaged in (
+        whole[: len(whole) // 2],
+        "",
+        "[]",
+        '{"version": 2}',
+        whole.replace("500", "501"),
+    ):
         path.write_text(damaged)
         with pytest.raises(DamagedError, match=r"sleep\.json"):
             load_sleep(path)

@@ -1,4 +1,6 @@
-"""The acceptance that float8 states cost, by the forecast on held-out answers of the small target. Prints the figures:
+"""The acceptance that float8 states cost, by the forecast on held-out answers of the small target.
+
+Prints the figures:
 
 pytest -s tests/online/learning/test_states_loss.py
 """
@@ -34,18 +36,27 @@ PROMPT, ANSWER, TRAINED, HELD_OUT, STEPS = 24, 40, 96, 64, 48
 
 
 def make_records(model, target):
-    """Greedy answers to pieces of Python, with the target's states of every token in bfloat16 and in float8."""
+    """Greedy answers to pieces of Python, with the target's states of every token in bfloat16 and
+    in float8.
+    """
     ids = load_tokenizer(target)(Path(ast.__file__).read_text())["input_ids"]
     prompts_BT = torch.tensor(ids[: PROMPT * (TRAINED + HELD_OUT)]).view(-1, PROMPT)
     texts_BT = model.generate(prompts_BT, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
     mask_T = np.arange(texts_BT.shape[1]) >= PROMPT
     samples = [
-        Sample(input_ids=text.numpy().astype(np.int32), loss_mask=mask_T, conversation=str(i), domain="code")
+        Sample(
+            input_ids=text.numpy().astype(np.int32),
+            loss_mask=mask_T,
+            conversation=str(i),
+            domain="code",
+        )
         for i, text in enumerate(texts_BT)
     ]
     source = InProcessTarget(model, LAYERS)
     records = make_anchors(samples, InProcessTarget(model), fingerprint(target), k=32)
-    records = [msgspec.structs.replace(record, sampling=Sampling(temperature=0)) for record in records]
+    records = [
+        msgspec.structs.replace(record, sampling=Sampling(temperature=0)) for record in records
+    ]
     by_format = {"bfloat16": [], "float8": []}
     for record, sample in zip(records, samples, strict=True):
         states_HLD = source(collate([[sample]], len(sample.input_ids))).aux_BTLD[0, :-1].bfloat16()
@@ -59,7 +70,14 @@ def make_records(model, target):
 
 def count(head, records):
     """Accepted tokens and drafts of every record, [N, 2]."""
-    found = score(head, records, num_speculative_tokens=3, method="greedy", sequence_length=128, reads="layers")
+    found = score(
+        head,
+        records,
+        num_speculative_tokens=3,
+        method="greedy",
+        sequence_length=128,
+        reads="layers",
+    )
     return np.array([(one.num_accepted, one.num_drafts) for one in found])
 
 
@@ -78,7 +96,9 @@ def gain(ours_N2, theirs_N2):
 def test_float8_costs_less_than_a_hundredth_of_the_acceptance(tiny_target, tmp_path):
     torch.manual_seed(0)
     model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
-    head = eagle3.Eagle3(eagle3.Config(aux_layer_ids=LAYERS, num_steps=3, own_head=False), Target.from_model(model))
+    head = eagle3.Eagle3(
+        eagle3.Config(aux_layer_ids=LAYERS, num_steps=3, own_head=False), Target.from_model(model)
+    )
     head.init_from_layers([model.base_model.layers[-1]], model.base_model.norm)
     head.export(tmp_path / "head")
     with torch.no_grad():
@@ -100,6 +120,9 @@ def test_float8_costs_less_than_a_hundredth_of_the_acceptance(tiny_target, tmp_p
     print(f"untrained: tau {untrained:.3f}")
     for (name, other), counts in found.items():
         low, high = gain(counts, exact)
-        print(f"trained on {name}, read as {other}: tau {tau(counts):.3f}, {low:+.3f} to {high:+.3f} against bfloat16")
+        print(
+            f"trained on {name}, read as {other}: tau {tau(counts):.3f}, {low:+.3f} to {high:+.3f} "
+            "against bfloat16"
+        )
         assert abs(tau(counts) - tau(exact)) < 0.01 * tau(exact)
     assert tau(exact) - 1 > 1.5 * (untrained - 1), "a useless head would lose nothing"

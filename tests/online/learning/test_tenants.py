@@ -36,7 +36,9 @@ def send(buffer: Buffer, *records: Record, now_s: float = 0.0) -> None:
 
 def traffic(first: int, count: int, tenants: Any, **changes: Any) -> list[Record]:
     """Records of distinct prompts, by turns of these tenants."""
-    return [make_record(first + n, tenant=tenants[n % len(tenants)], **changes) for n in range(count)]
+    return [
+        make_record(first + n, tenant=tenants[n % len(tenants)], **changes) for n in range(count)
+    ]
 
 
 def judges(buffer: Buffer, per_domain: int = 200, **limits: Any) -> Counter[str]:
@@ -54,13 +56,18 @@ def greatest_share(counts: Counter[str], tenant: str) -> float:
 
 def test_the_side_of_a_prompt_depends_on_prompt_and_key_alone() -> None:
     key = PromptKey.make()
-    same = [make_record(n, prompt=i32(1, 2), domain=str(n), tenant=str(n), sequence=n) for n in range(50)]
+    same = [
+        make_record(n, prompt=i32(1, 2), domain=str(n), tenant=str(n), sequence=n)
+        for n in range(50)
+    ]
     assert len({key.hash(record).prompt for record in same}) == 1
     share = np.mean([key.hash(make_record(n)).is_held_out(0.25) for n in range(2000)])
     assert share == pytest.approx(0.25, abs=0.05)
 
 
-def test_a_client_that_knows_everything_but_the_key_chooses_no_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_knows_everything_but_the_key_chooses_no_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Prompts picked for another key, or for none, are held out as often as any others."""
     monkeypatch.setattr(prompt_key, "make_secret", MAKE_SECRET)
     guesses = [PromptKey.make(), PromptKey(b""), PromptKey(bytes(32))]
@@ -90,7 +97,9 @@ def test_the_key_is_secret_and_stays(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     assert len({MAKE_SECRET() for _ in range(100)}) == 100
 
 
-def test_without_a_folder_the_key_reaches_no_disk(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_the_key_reaches_no_disk(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with opened(None, held_out_fraction=0.5) as buffer:
         send(buffer, *traffic(0, 40, HONEST))
@@ -113,7 +122,8 @@ def cut_key(folder: Any) -> None:
 
 LOSSES = {
     drop_key: "held-out.key was missing: a new key holds out other prompts",
-    flip_key: "held-out.key was not the key that was made here (it is now held-out.key.damaged): a new key",
+    flip_key: "held-out.key was not the key that was made here (it is now held-out.key.damaged): a "
+    "new key",
     cut_key: "held-out.key did not hold a key (it is now held-out.key.damaged): a new key",
 }
 
@@ -243,10 +253,14 @@ def test_a_key_without_a_note_is_of_an_earlier_release(tmp_path: Any) -> None:
 def test_a_prompt_sent_a_thousand_times_is_one_piece_of_evidence() -> None:
     with opened(held_out_fraction=0.999999) as buffer:
         send(buffer, *traffic(0, 30, ["monitoring"]))
-        repeated = [make_record(100 + n, prompt=i32(1, 2), tenant="monitoring") for n in range(1000)]
+        repeated = [
+            make_record(100 + n, prompt=i32(1, 2), tenant="monitoring") for n in range(1000)
+        ]
         send(buffer, *repeated)
         assert judges(buffer) == {"monitoring": 31}
-        (newest,) = [s for s in buffer.read(buffer.select_held_out(200)) if s.record.context == i32(1, 2)]
+        (newest,) = [
+            s for s in buffer.read(buffer.select_held_out(200)) if s.record.context == i32(1, 2)
+        ]
         assert newest.record.request_id == "cmpl-1099"
 
 
@@ -333,8 +347,14 @@ def test_the_same_holds_for_a_learner_of_one_domain() -> None:
 def test_invented_domains_give_a_tenant_no_more_evidence_and_no_place_in_the_table() -> None:
     """6,000 made-up domains brought all of the tenant's held-out records into every verdict."""
     with opened(held_out_fraction=0.999999) as buffer:
-        send(buffer, *traffic(0, 300, HONEST, domain="code"), *traffic(300, 300, HONEST, domain="prose"))
-        invented = [make_record(1000 + n, tenant="flood", domain=f"invented-{n % 600}") for n in range(2000)]
+        send(
+            buffer,
+            *traffic(0, 300, HONEST, domain="code"),
+            *traffic(300, 300, HONEST, domain="prose"),
+        )
+        invented = [
+            make_record(1000 + n, tenant="flood", domain=f"invented-{n % 600}") for n in range(2000)
+        ]
         send(buffer, *invented, now_s=1.0)
         found, names = judges(buffer), buffer.refresh_names()
     assert set(names.values()) == {"code", "prose", OTHER}
@@ -344,7 +364,10 @@ def test_invented_domains_give_a_tenant_no_more_evidence_and_no_place_in_the_tab
 
 def test_domains_of_a_single_tenant_keep_their_names_up_to_a_number() -> None:
     with opened(held_out_fraction=0.5) as buffer:
-        send(buffer, *(make_record(n, tenant="", domain=f"d{min(n % 400, 100)}") for n in range(2000)))
+        send(
+            buffer,
+            *(make_record(n, tenant="", domain=f"d{min(n % 400, 100)}") for n in range(2000)),
+        )
         names = buffer.refresh_names()
     assert len(names) == 101
     assert len(set(names.values())) == MAX_DOMAINS + 1

@@ -30,8 +30,12 @@ from redraft.online.page.headline import Headline, format_duration, shorten_vers
 from redraft.online.page.history import History
 from redraft.online.page.overview import MAX_CURVES, Overview, build_overview
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium"
+)
 
 NOW_S = 1_800_000_000.0
 TIMEOUT_S = 180
@@ -49,18 +53,29 @@ def make_empty(folder: Path, now_s: float = NOW_S) -> tuple[Journal, Clock]:
     return Journal(folder, clock=clock), clock
 
 
-def accept(journal: Journal, version: str, drafts: float, tau: float, server: str | None = SERVERS[0], **fields: Any):
+def accept(
+    journal: Journal,
+    version: str,
+    drafts: float,
+    tau: float,
+    server: str | None = SERVERS[0],
+    **fields: Any,
+):
     accepted = drafts * (tau - 1)
     counts = {"drafts": drafts, "accepted": accepted, "tau": tau if drafts else None}
     journal.write(AcceptanceEntry(server=server, draft_version=version, **counts, **fields))
 
 
-def swap(journal: Journal, version: str, before: str, outcome: str = "swapped", server: str = SERVERS[0]):
+def swap(
+    journal: Journal, version: str, before: str, outcome: str = "swapped", server: str = SERVERS[0]
+):
     journal.write(SwapEntry(server=server, version=version, from_version=before, outcome=outcome))
 
 
 def sentence(headline: Headline) -> str:
-    return " ".join(filter(None, (headline.before, headline.number, headline.after, headline.change)))
+    return " ".join(
+        filter(None, (headline.before, headline.number, headline.after, headline.change))
+    )
 
 
 def test_the_answer_comes_first(tmp_path: Path):
@@ -74,13 +89,22 @@ def test_the_answer_comes_first(tmp_path: Path):
     headline = look(journal, clock.now_s).headline
     assert sentence(headline) == "Draft v12 emits 2.90 tokens per target step, +0.30 since v11."
     assert headline.tone == "good"
-    assert headline.below == "Learner: judging step-7. Its server runs it; measured over 400 target steps."
+    assert (
+        headline.below
+        == "Learner: judging step-7. Its server runs it; measured over 400 target steps."
+    )
 
 
 def test_nothing_measured_is_said(tmp_path: Path):
     view = look(Journal(tmp_path / "absent"))
     assert sentence(view.headline) == "Nothing has been measured yet."
-    assert (view.servers, view.domains, view.marks, view.positions, view.state) == ([], [], [], [], None)
+    assert (view.servers, view.domains, view.marks, view.positions, view.state) == (
+        [],
+        [],
+        [],
+        [],
+        None,
+    )
     journal, _ = make_empty(tmp_path)
     accept(journal, "v000001", 0, 1.0)
     assert sentence(look(journal).headline) == "Nothing has been measured yet.", (
@@ -203,7 +227,9 @@ def test_curves_stay_few_and_short(tmp_path: Path):
     servers = look(journal, clock.now_s).servers
     assert max(len(curve.points) for curve in servers) <= 240
     names = [curve.name for curve in servers]
-    assert names == [f"http://s{number}" for number in range(43, 50)] + ["44 others"], "the worst are shown"
+    assert names == [f"http://s{number}" for number in range(43, 50)] + ["44 others"], (
+        "the worst are shown"
+    )
     assert len(names) == MAX_CURVES
     assert sum(point.drafts for point in servers[-1].points) == 20000 + 430
 
@@ -236,7 +262,14 @@ def test_marks_are_one_for_every_rollout_and_way_back(tmp_path: Path):
 
 def test_attempts_that_fail_again_and_again_are_one_line(tmp_path: Path):
     journal, clock = make_empty(tmp_path)
-    for outcome in ("unreachable", "unreachable", "refused", "unreachable", "swapped", "unreachable"):
+    for outcome in (
+        "unreachable",
+        "unreachable",
+        "refused",
+        "unreachable",
+        "swapped",
+        "unreachable",
+    ):
         clock.now_s += 1
         swap(journal, "v000002", "v000001", outcome)
     shown = look(journal, clock.now_s).swaps
@@ -261,7 +294,13 @@ def test_positions_show_the_version_served_and_the_one_before(tmp_path: Path):
 
 def test_drops_are_differences_and_a_restart_is_no_drop(tmp_path: Path):
     journal, clock = make_empty(tmp_path)
-    for counts in ({"evicted": 5}, {"evicted": 8, "corrupt": 1}, {"evicted": 8, "corrupt": 1}, {}, {"evicted": 2}):
+    for counts in (
+        {"evicted": 5},
+        {"evicted": 8, "corrupt": 1},
+        {"evicted": 8, "corrupt": 1},
+        {},
+        {"evicted": 2},
+    ):
         journal.write(BufferEntry(records=1, bytes=1, held_out=0, dropped=counts))
         clock.now_s += 5
     drops = [counts for _, counts in look(journal, clock.now_s).drops]
@@ -269,7 +308,8 @@ def test_drops_are_differences_and_a_restart_is_no_drop(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5400, "2 h"), (180000, "2 days")]
+    ("seconds", "said"),
+    [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5400, "2 h"), (180000, "2 days")],
 )
 def test_durations_are_in_the_largest_unit_that_fits(seconds: float, said: str):
     assert format_duration(seconds) == said
@@ -292,7 +332,9 @@ def test_the_application_serves_the_page_the_numbers_and_the_metrics(tmp_path: P
         assert client.get(f"/{name}").status_code == 200, name
     first = client.get("/overview.json").json()
     accept(journal, "v000099", 1e9, 2.0)
-    assert client.get("/overview.json").json()["headline"] != first["headline"], "later entries are seen"
+    assert client.get("/overview.json").json()["headline"] != first["headline"], (
+        "later entries are seen"
+    )
     assert client.get("/overview.json?range_s=soon").status_code == 400
     assert "redraft_test 7.0" in client.get("/metrics").text
     assert client.get("/page.py").status_code == client.get("/..%2fpage.py").status_code == 404
@@ -326,7 +368,9 @@ def test_the_daemon_keeps_its_signals_and_its_life(tmp_path: Path):
             async with httpx.AsyncClient() as client:
                 assert (await client.get(f"{url}overview.json")).status_code == 200
             with pytest.raises(OSError, match=r"127.0.0.1.*\d+.*page.port"):
-                async with serve_in_background(build_app(tmp_path), "127.0.0.1", int(url.split(":")[-1].strip("/"))):
+                async with serve_in_background(
+                    build_app(tmp_path), "127.0.0.1", int(url.split(":")[-1].strip("/"))
+                ):
                     pass
             os.kill(os.getpid(), signal.SIGTERM)
             await until(lambda: said)
@@ -380,14 +424,35 @@ class Tab:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         assert CHROMIUM is not None
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-        command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-        command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={folder / 'profile'}"]
-        command += ["--remote-debugging-port=0", f"--log-net-log={folder / 'net.json'}", *flags, "about:blank"]
+        command = [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+        ]
+        command += [
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+        ]
+        command += [
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+            f"--user-data-dir={folder / 'profile'}",
+        ]
+        command += [
+            "--remote-debugging-port=0",
+            f"--log-net-log={folder / 'net.json'}",
+            *flags,
+            "about:blank",
+        ]
         self._net_log = folder / "net.json"
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
-        address = next(line for line in self._process.stderr if "DevTools listening on" in line).split()[-1]
+        address = next(
+            line for line in self._process.stderr if "DevTools listening on" in line
+        ).split()[-1]
         port = int(re.findall(r":(\d+)/", address)[0])
         pages = httpx.get(f"http://127.0.0.1:{port}/json").json()
         from websockets.sync.client import connect
@@ -404,28 +469,40 @@ class Tab:
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": params}))
         while True:
             message = json.loads(self._socket.recv(timeout=TIMEOUT_S))
-            if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+            if message.get("method") in (
+                "Runtime.exceptionThrown",
+                "Runtime.consoleAPICalled",
+                "Log.entryAdded",
+            ):
                 self.console.append(json.dumps(message["params"]))
             if message.get("id") == self._number:
                 assert "error" not in message, message
                 return message["result"]
 
     def value(self, expression: str) -> Any:
-        result = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        result = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def wait_for(self, expression: str, timeout_s: float = TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not self.value(expression):
-            assert time.monotonic() < deadline, f"{expression} did not become true; console: {self.console}"
+            assert time.monotonic() < deadline, (
+                f"{expression} did not become true; console: {self.console}"
+            )
             time.sleep(0.1)
 
     def open(self, url: str, width: int = 1400, dark: bool = False) -> None:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=1000, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=1000,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         self.call("Page.navigate", url=url)
         self.wait_for("document.body?.dataset.ready === 'yes'")
@@ -434,8 +511,14 @@ class Tab:
         """The addresses requested by pages."""
         self.call("Browser.close")
         self._process.wait(timeout=TIMEOUT_S)
-        events = (event.get("params", {}) for event in json.loads(self._net_log.read_text())["events"])
-        return [e["url"] for e in events if "url" in e and e.get("initiator", "not an origin") != "not an origin"]
+        events = (
+            event.get("params", {}) for event in json.loads(self._net_log.read_text())["events"]
+        )
+        return [
+            e["url"]
+            for e in events
+            if "url" in e and e.get("initiator", "not an origin") != "not an origin"
+        ]
 
     def kill(self) -> None:
         self._process.kill()
@@ -456,8 +539,13 @@ def test_every_chart_is_drawn_in_both_colours_and_widths(tmp_path: Path, tab: Ta
         for dark, width in ((False, 1400), (True, 1400), (False, 420), (True, 420)):
             tab.open(url, width, dark)
             for chart, lines in (("servers", 2), ("domains", 3), ("buffer", 1), ("training", 2)):
-                assert tab.value(f"document.querySelectorAll('#{chart} path.line').length") == lines, chart
-                assert tab.value(f"document.querySelector('#{chart} path.line').getBBox().width") > width / 8
+                assert (
+                    tab.value(f"document.querySelectorAll('#{chart} path.line').length") == lines
+                ), chart
+                assert (
+                    tab.value(f"document.querySelector('#{chart} path.line').getBBox().width")
+                    > width / 8
+                )
             assert tab.value("document.querySelectorAll('#servers .mark').length") == 3
             assert tab.value("document.querySelectorAll('#positions .bar').length") == 8
             assert tab.value("document.querySelectorAll('#gates tbody tr').length") == 4
@@ -465,7 +553,9 @@ def test_every_chart_is_drawn_in_both_colours_and_widths(tmp_path: Path, tab: Ta
             assert "v12 emits" in tab.value("document.getElementById('headline').textContent")
             background = tab.value("getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, re.findall(r"\d+", background))) < 150) == dark
-            assert tab.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the window"
+            assert tab.value("document.documentElement.scrollWidth <= innerWidth"), (
+                "nothing is wider than the window"
+            )
         asked = tab.close()
     assert tab.console == []
     assert {address.startswith(url) for address in asked} == {True}
@@ -477,18 +567,27 @@ def test_the_page_follows_the_journal_and_outlives_the_learner(tmp_path: Path, t
     folder, port = tmp_path / "journal", free_port()
     with serving(folder, port) as url:
         tab.open(url)
-        assert tab.value("document.getElementById('headline').textContent").startswith("Nothing has been measured yet.")
+        assert tab.value("document.getElementById('headline').textContent").startswith(
+            "Nothing has been measured yet."
+        )
         assert tab.value("document.querySelectorAll('.none').length") == 7
         tab.value("window.neverReloaded = true")
         journal = Journal(folder)
         accept(journal, "v000001", 100, 2.5, domain=None)
         accept(journal, "v000001", 100, 2.5, None, domain="<img src=x onerror=alert(1)>")
-        tab.wait_for("document.getElementById('headline').textContent.startsWith('Draft v1 emits 2.50 tokens')")
-        assert "<img" in tab.value("document.getElementById('domains').textContent"), "a label is text, never markup"
+        tab.wait_for(
+            "document.getElementById('headline').textContent.startsWith('Draft v1 emits 2.50 "
+            "tokens')"
+        )
+        assert "<img" in tab.value("document.getElementById('domains').textContent"), (
+            "a label is text, never markup"
+        )
         assert tab.value("document.querySelectorAll('img').length") == 0
     assert tab.console == []
     tab.wait_for("document.getElementById('live').textContent.includes('no answer')")
-    assert "2.50" in tab.value("document.getElementById('headline').textContent"), "what was shown stays"
+    assert "2.50" in tab.value("document.getElementById('headline').textContent"), (
+        "what was shown stays"
+    )
     with serving(folder, port):
         journal.write(StateEntry(phase="halted", reason="the disk is full"))
         tab.wait_for("document.getElementById('live').textContent === 'live'")
@@ -502,7 +601,8 @@ def test_a_pointer_reads_every_curve_and_stays_over_an_update(tmp_path: Path, ta
     with serving(tmp_path / "journal") as url:
         tab.open(url)
         x, y = tab.value(
-            "(b => [b.left + b.width / 2, b.top + 99])(document.querySelector('#servers svg').getBoundingClientRect())"
+            "(b => [b.left + b.width / 2, b.top + 99])(document.querySelector('#servers "
+            "svg').getBoundingClientRect())"
         )
         tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         shown = tab.value("document.getElementById('tooltip').textContent")
@@ -516,12 +616,16 @@ def test_a_pointer_reads_every_curve_and_stays_over_an_update(tmp_path: Path, ta
     assert tab.console == []
 
 
-@pytest.mark.parametrize("sent", [b"GET / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc", b""])
+@pytest.mark.parametrize(
+    "sent", [b"GET / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc", b""]
+)
 def test_a_client_that_keeps_its_connection_does_not_keep_the_page(tmp_path: Path, sent: bytes):
     async def main() -> None:
         app = build_app(make_journal(tmp_path, NOW_S, minutes=1).folder)
         async with serve_in_background(app, "127.0.0.1", 0) as url:
-            _, client = await asyncio.open_connection("127.0.0.1", int(url.split(":")[-1].strip("/")))
+            _, client = await asyncio.open_connection(
+                "127.0.0.1", int(url.split(":")[-1].strip("/"))
+            )
             client.write(sent)
             await client.drain()
         client.close()

@@ -38,7 +38,9 @@ from redraft.online.records.record import CorruptRecordError
 NOW_S = 1_800_000_000.0
 GRAFANA = Path(__file__).parents[3] / "recipes" / "deploy" / "grafana"
 PROMTOOL = shutil.which("promtool")
-promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool is installed: apt-get install prometheus")
+promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="no promtool is installed: apt-get install prometheus"
+)
 
 Key = tuple[str, frozenset[tuple[str, str]]]
 
@@ -46,7 +48,11 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 def samples(telemetry: Telemetry) -> dict[Key, float]:
     """The values that a scrape sees."""
     families = text_string_to_metric_families(generate_latest(telemetry.registry).decode())
-    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+    return {
+        (s.name, frozenset(s.labels.items())): s.value
+        for family in families
+        for s in family.samples
+    }
 
 
 def value(telemetry: Telemetry, name: str, **labels: str) -> float | None:
@@ -75,12 +81,19 @@ def test_every_count_is_the_sum_over_the_journal(tmp_path: Path):
         assert drafts == sum(entry.drafts for entry in of_server)
         assert accepted == sum(entry.accepted for entry in of_server)
         at = [
-            value(telemetry, "redraft_accepted_tokens_at_position_total", server=server, position=str(position))
+            value(
+                telemetry,
+                "redraft_accepted_tokens_at_position_total",
+                server=server,
+                position=str(position),
+            )
             for position in range(1, 5)
         ]
         assert sum(filter(None, at)) == accepted
     code = [e for e in entries if isinstance(e, AcceptanceEntry) and e.domain == "code"]
-    assert value(telemetry, "redraft_domain_drafts_total", domain="code") == sum(entry.drafts for entry in code)
+    assert value(telemetry, "redraft_domain_drafts_total", domain="code") == sum(
+        entry.drafts for entry in code
+    )
     swaps = [entry for entry in entries if isinstance(entry, SwapEntry)]
     assert value(telemetry, "redraft_swaps_total", outcome="rolled_back") == 1
     assert value(telemetry, "redraft_swaps_total", outcome="refused") == 0
@@ -96,13 +109,18 @@ def test_gauges_are_the_last_entry_of_their_kind(tmp_path: Path):
     assert value(telemetry, "redraft_gate_gain_tokens", bound="low") == last_gate.low
     assert value(telemetry, "redraft_buffer_records") == 24000
     assert value(telemetry, "redraft_phase", phase="training") == 1
-    assert sum(number for (name, _), number in samples(telemetry).items() if name == "redraft_phase") == 1
+    assert (
+        sum(number for (name, _), number in samples(telemetry).items() if name == "redraft_phase")
+        == 1
+    )
     assert value(telemetry, "redraft_last_entry_timestamp_seconds") == NOW_S
 
 
 def test_a_server_has_one_version(tmp_path: Path):
     _, telemetry = make_hour(tmp_path)
-    versions = [dict(labels) for name, labels in samples(telemetry) if name == "redraft_server_draft_info"]
+    versions = [
+        dict(labels) for name, labels in samples(telemetry) if name == "redraft_server_draft_info"
+    ]
     assert sorted(row["server"] for row in versions) == sorted(SERVERS)
     assert {row["version"] for row in versions} == {"v000012"}
 
@@ -115,10 +133,17 @@ def test_a_server_that_has_left_leaves_no_series_and_may_come_again(tmp_path: Pa
         journal.write(AcceptanceEntry(server=server, draft_version="v000003", **look))
     journal.write(ServerEntry(server="http://a:1", change="left"))
     journal.write(ServerEntry(server="http://never-looked-at:1", change="left"))
-    assert {dict(labels)["server"] for _, labels in samples(telemetry) if "server" in dict(labels)} == {"http://b:1"}
+    assert {
+        dict(labels)["server"] for _, labels in samples(telemetry) if "server" in dict(labels)
+    } == {"http://b:1"}
     journal.write(AcceptanceEntry(server="http://a:1", draft_version="v000004", **look))
-    assert value(telemetry, "redraft_server_draft_info", server="http://a:1", version="v000004") == 1
-    assert value(telemetry, "redraft_server_draft_info", server="http://a:1", version="v000003") is None
+    assert (
+        value(telemetry, "redraft_server_draft_info", server="http://a:1", version="v000004") == 1
+    )
+    assert (
+        value(telemetry, "redraft_server_draft_info", server="http://a:1", version="v000003")
+        is None
+    )
 
 
 def test_what_is_not_known_is_not_zero(tmp_path: Path):
@@ -183,7 +208,10 @@ def expressions() -> list[str]:
     found = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     found += [annotation["expr"] for annotation in board["annotations"]["list"]]
     found += [rule["expr"] for rule in alerts()]
-    return [re.sub(r"\$__\w+", "5m", expr).replace("$instance", ".*").replace("$server", ".*") for expr in found]
+    return [
+        re.sub(r"\$__\w+", "5m", expr).replace("$instance", ".*").replace("$server", ".*")
+        for expr in found
+    ]
 
 
 def test_every_expression_asks_for_metrics_and_labels_that_exist(tmp_path: Path):
@@ -198,7 +226,9 @@ def test_every_expression_asks_for_metrics_and_labels_that_exist(tmp_path: Path)
         assert asked, expr
         assert set(asked) <= names, expr
         asked_labels = re.findall(r"[{,]\s*(\w+)\s*=", expr)
-        asked_labels += [name for group in re.findall(r"by \(([^)]*)\)", expr) for name in group.split(", ")]
+        asked_labels += [
+            name for group in re.findall(r"by \(([^)]*)\)", expr) for name in group.split(", ")
+        ]
         assert set(asked_labels) <= labels, expr
         for label, wanted in re.findall(r'(\w+)=~?"([\w|]+)"', expr):
             there = {dict(pairs).get(label) for name, pairs in scraped if name in asked}
@@ -210,14 +240,20 @@ def test_every_metric_is_on_the_dashboard(tmp_path: Path):
     shown = set(re.findall(r"\bredraft_\w+", " ".join(expressions())))
     for family in text_string_to_metric_families(generate_latest(telemetry.registry).decode()):
         names = {family.name, f"{family.name}_total", f"{family.name}_bucket"}
-        assert names & shown or family.name.endswith("_created") or family.name == "redraft_train_step", family.name
+        assert (
+            names & shown or family.name.endswith("_created") or family.name == "redraft_train_step"
+        ), family.name
 
 
 def test_panels_do_not_overlap_and_every_one_has_a_source():
     cells: set[tuple[int, int]] = set()
     for panel in dashboard()["panels"]:
         at = panel["gridPos"]
-        its = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        its = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
         assert not its & cells, panel["title"]
         assert max(x for x, _ in its) < 24
         assert panel["datasource"]["uid"] == "${datasource}"
@@ -236,14 +272,22 @@ def test_every_alert_says_what_it_means():
 @promtool
 def test_promtool_takes_every_expression_and_the_exposition(tmp_path: Path):
     assert PROMTOOL is not None
-    rules = [{"record": f"test:e{number}", "expr": expr} for number, expr in enumerate(expressions())]
-    (tmp_path / "dashboard.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
+    rules = [
+        {"record": f"test:e{number}", "expr": expr} for number, expr in enumerate(expressions())
+    ]
+    (tmp_path / "dashboard.yaml").write_text(
+        yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]})
+    )
     for path in (tmp_path / "dashboard.yaml", GRAFANA / "alerts.yaml"):
-        done = subprocess.run([PROMTOOL, "check", "rules", path], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [PROMTOOL, "check", "rules", path], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     _, telemetry = make_hour(tmp_path / "journal")
     text = generate_latest(telemetry.registry)
-    done = subprocess.run([PROMTOOL, "check", "metrics"], input=text, capture_output=True, check=False)
+    done = subprocess.run(
+        [PROMTOOL, "check", "metrics"], input=text, capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
 
 
@@ -292,10 +336,17 @@ def fired(changes: dict[str, str], folder: Path) -> set[str]:
     names = [rule["alert"] for rule in alerts() if "alert" in rule]
     tests = [{"interval": "1m", "input_series": series,
               "alert_rule_test": [{"eval_time": "10h", "alertname": name} for name in names]}]  # fmt: skip
-    unit = {"rule_files": [str(GRAFANA / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}
+    unit = {
+        "rule_files": [str(GRAFANA / "alerts.yaml")],
+        "evaluation_interval": "1m",
+        "tests": tests,
+    }
     (folder / "unit.yaml").write_text(yaml.safe_dump(unit))
     done = subprocess.run(
-        [PROMTOOL, "test", "rules", folder / "unit.yaml"], capture_output=True, text=True, check=False
+        [PROMTOOL, "test", "rules", folder / "unit.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return set(re.findall(r"alertname:\s*(\w+)", done.stdout + done.stderr))
 
@@ -307,7 +358,9 @@ def test_a_learner_that_works_raises_no_alert(tmp_path: Path):
 
 @promtool
 def test_one_of_several_learners_that_cannot_be_scraped_is_missed(tmp_path: Path):
-    assert fired({'up{job="redraft",instance="another"}': "1x500 0x100"}, tmp_path / "one") == {"RedraftSilent"}
+    assert fired({'up{job="redraft",instance="another"}': "1x500 0x100"}, tmp_path / "one") == {
+        "RedraftSilent"
+    }
 
 
 @promtool
@@ -345,7 +398,9 @@ def test_wandb_is_offline_unless_netrc_has_its_login(
     os.environ.pop("WANDB_MODE", None)
 
 
-def test_wandb_offline_gets_every_number_and_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_offline_gets_every_number_and_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -354,7 +409,9 @@ def test_wandb_offline_gets_every_number_and_no_reason(tmp_path: Path, monkeypat
     journal = Journal(tmp_path / "journal", [to_wandb("redraft", tmp_path / "wandb")])
     journal.write(TrainingEntry(step=3, loss=0.5, alpha=0.625, records_seen=8))
     journal.write(StateEntry(phase="halted", reason="the disk is full"))
-    journal.write(AcceptanceEntry(server="http://a:1", draft_version="v000001", drafts=4, accepted=6, tau=2.5))
+    journal.write(
+        AcceptanceEntry(server="http://a:1", draft_version="v000001", drafts=4, accepted=6, tau=2.5)
+    )
     summary = dict(wandb.run.summary)
     wandb.finish()
     assert summary["training/alpha"] == 0.625
@@ -370,7 +427,14 @@ def test_wandb_offline_gets_every_number_and_no_reason(tmp_path: Path, monkeypat
 def test_a_sleeping_learner_tells_its_staleness_and_the_steps_it_saved(tmp_path: Path):
     telemetry = Telemetry()
     journal = Journal(tmp_path, observers=[telemetry.observe])
-    numbers = {"tau_then": 2.0, "tau_now": 1.9, "loss": 0.1, "low": -0.05, "high": 0.25, "requests": 60}
+    numbers = {
+        "tau_then": 2.0,
+        "tau_now": 1.9,
+        "loss": 0.1,
+        "low": -0.05,
+        "high": 0.25,
+        "requests": 60,
+    }
     journal.write(StalenessEntry(version="v000002", is_asleep=True, steps_saved=48, **numbers))
     text = generate_latest(telemetry.registry).decode()
     assert 'redraft_staleness_tokens{bound="mean"} 0.1' in text

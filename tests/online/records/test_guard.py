@@ -1,4 +1,6 @@
-"""A defect in a periodic task of router, tap, learner or plugin ends neither the task nor the process."""
+"""A defect in a periodic task of router, tap, learner or plugin ends neither the task nor the
+process.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ async def test_the_router_looks_for_servers_and_checks_them_after_a_defect(tmp_p
             "server-list": 3,
             "server-checks": 3,
         }
-        assert 'redraft_failed_rounds_total{task="server-checks"} 3.0' in operator.get("/metrics").text
+        assert (
+            'redraft_failed_rounds_total{task="server-checks"} 3.0' in operator.get("/metrics").text
+        )
 
 
 @in_event_loop
@@ -173,7 +177,9 @@ def test_the_learner_looks_takes_and_expires_after_a_defect(world, monkeypatch):
     async def main():
         port = free_port()
         async with world.fleet(), world.learner(page=Page(port=port)) as task:
-            await until(lambda: looks.num_calls, task)  # without a first look nothing may be trained
+            await until(
+                lambda: looks.num_calls, task
+            )  # without a first look nothing may be trained
             looks.times = looks.num_calls + 3
             counts = {"ingest": 3, "watch": 3, "expiry": 3}
 
@@ -183,7 +189,9 @@ def test_the_learner_looks_takes_and_expires_after_a_defect(world, monkeypatch):
 
             await until(lambda: min(looks.num_calls, takes.num_calls, expiries.num_calls) > 8, task)
             assert await failed() == counts
-            faults = [entry.detail for entry in world.entries("fault") if entry.what == "task_failed"]
+            faults = [
+                entry.detail for entry in world.entries("fault") if entry.what == "task_failed"
+            ]
             assert sorted(faults) == sorted(counts)
             async with httpx.AsyncClient() as http:
                 metrics = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
@@ -207,7 +215,10 @@ async def test_the_alarm_and_the_orders_to_other_ranks_survive_a_defect(monkeypa
         cycle=SimpleNamespace(in_thread=orders),
         trainer=SimpleNamespace(ranks=SimpleNamespace(do=None)),
     )
-    tasks = [asyncio.create_task(ringing.run()), asyncio.create_task(Learner._keep_ranks_awake(awake))]
+    tasks = [
+        asyncio.create_task(ringing.run()),
+        asyncio.create_task(Learner._keep_ranks_awake(awake)),
+    ]
 
     def ring():
         ringing.report("server", "v000001")

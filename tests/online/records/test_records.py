@@ -36,9 +36,12 @@ def f32(*values):
 
 
 def make_record(**changes):
-    """Context 10 11 12, then two steps of 2 draft tokens: the first rejects its first, the second accepts both.
+    """Context 10 11 12, then two steps of 2 draft tokens.
 
-    Step 1 begins after 12 with drafts 90 91: target says 20 at position 3. Step 2: drafts 21 22 accepted, bonus 23.
+    The first rejects its first, the second accepts both.
+
+    Step 1 begins after 12 with drafts 90 91: target says 20 at position 3. Step 2: drafts 21 22
+    accepted, bonus 23.
     """
     fields = {
         "server_id": "boot",
@@ -83,7 +86,8 @@ def test_the_id_follows_from_server_request_and_sequence_alone():
     assert len({record.record_id, *(other.record_id for other in others)}) == 4
     # The parts are kept apart, not concatenated.
     assert (
-        make_record(server_id="ab", request_id="c").record_id != make_record(server_id="a", request_id="bc").record_id
+        make_record(server_id="ab", request_id="c").record_id
+        != make_record(server_id="a", request_id="bc").record_id
     )
 
 
@@ -130,7 +134,12 @@ def test_a_record_that_disagrees_with_itself_is_rejected_though_its_crc_is_right
 
 
 def frame_around(payload):
-    return MAGIC + len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
+    return (
+        MAGIC
+        + len(payload).to_bytes(4, "little")
+        + zlib.crc32(payload).to_bytes(4, "little")
+        + payload
+    )
 
 
 def test_a_payload_that_is_no_record_is_rejected():
@@ -161,7 +170,10 @@ def test_a_bad_frame_costs_itself_only():
 
 def test_a_torn_tail_leaves_the_records_before_it():
     found = [
-        record for _, record in read_frames(encode_record(make_record()) + encode_record(make_record(sequence=1))[:-3])
+        record
+        for _, record in read_frames(
+            encode_record(make_record()) + encode_record(make_record(sequence=1))[:-3]
+        )
     ]
     assert isinstance(found[0], Record)
     assert isinstance(found[1], CorruptRecordError)
@@ -176,7 +188,9 @@ def test_frames_come_back_as_they_were_written():
 def test_training_rows_are_those_of_the_text():
     text = training_sequence(make_record())
     np.testing.assert_array_equal(text.input_ids_T, [10, 11, 12, 20, 21, 22, 23])
-    np.testing.assert_array_equal(text.rows_R, [2, 3, 4, 5])  # the row after 12 predicts 20, and so on
+    np.testing.assert_array_equal(
+        text.rows_R, [2, 3, 4, 5]
+    )  # the row after 12 predicts 20, and so on
     np.testing.assert_array_equal(text.topk_ids_RK[:, 0], text.input_ids_T[text.rows_R + 1])
 
 
@@ -191,15 +205,22 @@ def test_float8_is_that_of_torch_and_no_state_is_farther_off_than_a_sixteenth():
     expected[expected.isnan()] = torch.nan
     np.testing.assert_array_equal(found, expected.view(torch.int16).numpy().view(np.uint16))
     generator = torch.Generator().manual_seed(0)
-    states_HLD = (torch.randn(50, 3, 64, generator=generator) * 10.0 ** torch.arange(-2, 1)[:, None]).bfloat16()
+    states_HLD = (
+        torch.randn(50, 3, 64, generator=generator) * 10.0 ** torch.arange(-2, 1)[:, None]
+    ).bfloat16()
     states_HLD[:, :, 5] *= 30  # channels that stand out, as in large models
     states_HLD[7] = 0
     codes_HLX = encode_float8(states_HLD)
     assert (codes_HLX.shape, codes_HLX.dtype) == ((50, 3, 64 + SCALE_BYTES), torch.uint8)
     again = torch.from_numpy(decode_float8(codes_HLX.numpy()).view(np.int16)).view(torch.bfloat16)
-    codes, scale = codes_HLX[..., :64].view(torch.float8_e4m3fn), codes_HLX[..., 64:].contiguous().view(torch.float32)
+    codes, scale = (
+        codes_HLX[..., :64].view(torch.float8_e4m3fn),
+        codes_HLX[..., 64:].contiguous().view(torch.float32),
+    )
     assert torch.equal(again, (codes.float() * scale).bfloat16())
-    assert torch.equal(again, float8.decode_float8(codes_HLX, torch.bfloat16)), "the trainer reads the same"
+    assert torch.equal(again, float8.decode_float8(codes_HLX, torch.bfloat16)), (
+        "the trainer reads the same"
+    )
     largest = states_HLD.float().abs().amax(-1, keepdim=True)
     error = (again.float() - states_HLD.float()).abs()
     assert (error <= states_HLD.float().abs() / 15 + largest / 2**17).all()
@@ -216,7 +237,11 @@ def test_states_in_float8_survive_the_wire_and_what_is_not_finite_does_not():
     assert (again, again.num_hidden, again.hidden_words.shape) == (record, 5, (5, 2, 8))
     with pytest.raises(CorruptRecordError, match="hidden"):
         decode_record(encode_record(msgspec.structs.replace(record, hidden=record.hidden[:-1])))
-    for place, byte in ((3, 0x7F), (8 + 2, 0x80), (8 + 3, 0x7F)):  # a code of NaN; an infinite scale, byte by byte
+    for place, byte in (
+        (3, 0x7F),
+        (8 + 2, 0x80),
+        (8 + 3, 0x7F),
+    ):  # a code of NaN; an infinite scale, byte by byte
         hidden = bytearray(record.hidden)
         hidden[place] = byte
         if place > 8:
@@ -229,7 +254,10 @@ def test_a_record_of_other_weights_is_one_that_an_earlier_release_sets_aside():
     plain, moved = make_record(), make_record(target_version="step_17@0123456789ab")
     assert (encode_record(plain)[:4], encode_record(moved)[:4]) == (b"RDR1", b"RDR3")
     assert decode_record(encode_record(moved)) == moved
-    assert (plain.target, moved.target) == (plain.target_fingerprint, f"{plain.target_fingerprint}@0123456789ab")
+    assert (plain.target, moved.target) == (
+        plain.target_fingerprint,
+        f"{plain.target_fingerprint}@0123456789ab",
+    )
     with pytest.raises(CorruptRecordError) as error:
         decode_record(encode_record(make_record(target_version="step 17@0123456789ab")))
     assert error.value.reason == "bad_identifier"
@@ -241,9 +269,17 @@ def test_a_text_that_travels_once_is_checked_as_a_whole_one():
     assert decode_record(encode_record(record)) == record
     assert join_text(record, i32(10, 11)) == whole
     assert join_text(record, i32(10, 11, 99)) == whole, "the rest of that text was thrown away"
-    for change in ({"sequence": 0}, {"context_begin": -1}, {"num_prompt_tokens": 4}, {"context_begin": 2**31}):
+    for change in (
+        {"sequence": 0},
+        {"context_begin": -1},
+        {"num_prompt_tokens": 4},
+        {"context_begin": 2**31},
+    ):
         with pytest.raises(CorruptRecordError, match="inconsistent"):
             decode_record(encode_record(msgspec.structs.replace(record, **change)))
     with pytest.raises(CorruptRecordError, match="oversized") as error:
-        join_text(msgspec.structs.replace(record, context_begin=MAX_RECORD_BYTES // 4), bytes(MAX_RECORD_BYTES))
+        join_text(
+            msgspec.structs.replace(record, context_begin=MAX_RECORD_BYTES // 4),
+            bytes(MAX_RECORD_BYTES),
+        )
     assert error.value.reason == "oversized"

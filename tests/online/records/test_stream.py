@@ -48,14 +48,18 @@ def buffer():
 
 
 def make_source(broker, config, buffer, **limits):
-    return StreamSource(broker.url, config, StreamLimits(**{"max_bytes": 64 << 20} | limits), buffer, VOCAB)
+    return StreamSource(
+        broker.url, config, StreamLimits(**{"max_bytes": 64 << 20} | limits), buffer, VOCAB
+    )
 
 
 async def publish(broker, config, *records):
     """Wait until all of them are acknowledged."""
     publisher = Publisher(broker.url, config)
     publisher.write([encode_frame(record) for record in records])
-    await until(lambda: publisher.counts["published_records"] == len(records), about=publisher.status)
+    await until(
+        lambda: publisher.counts["published_records"] == len(records), about=publisher.status
+    )
     await asyncio.to_thread(publisher.close)
 
 
@@ -77,7 +81,9 @@ async def stream_state(broker, config):
 
 
 @in_event_loop
-async def test_records_arrive_in_order_and_leave_the_log_once_they_are_stored(broker, nats_config, buffer):
+async def test_records_arrive_in_order_and_leave_the_log_once_they_are_stored(
+    broker, nats_config, buffer
+):
     records = [make_record(number, rows=4) for number in range(300)]
     source = make_source(broker, nats_config, buffer)
     assert not (await source.take()).counts, "there is a stream now, and nothing in it"
@@ -86,7 +92,9 @@ async def test_records_arrive_in_order_and_leave_the_log_once_they_are_stored(br
     await source.take()  # acknowledgements are sent, not waited for
     assert (await stream_state(broker, nats_config)).messages == 0
     await source.close()
-    assert [encode_record(s.record) for s in buffer.fresh(0, 1000)] == [encode_record(record) for record in records]
+    assert [encode_record(s.record) for s in buffer.fresh(0, 1000)] == [
+        encode_record(record) for record in records
+    ]
 
 
 @in_event_loop
@@ -99,7 +107,9 @@ async def test_a_record_that_is_sent_twice_is_stored_once(broker, nats_config, b
     assert (await stream_state(broker, nats_config)).messages == 1, "the log knows it by its id"
     assert await take_all(source, 1) == {"stored": 1}
     client = await nats.connect(broker.url)
-    await client.jetstream().publish(nats_config.subject("code"), encode_record(record))  # without a message id
+    await client.jetstream().publish(
+        nats_config.subject("code"), encode_record(record)
+    )  # without a message id
     await client.close()
     assert await take_all(source, 1) == {"duplicate": 1}
     await source.close()
@@ -126,7 +136,9 @@ async def test_what_was_taken_and_not_stored_comes_again(broker, nats_config, bu
 
 
 @in_event_loop
-async def test_after_a_full_disk_no_segment_comes_before_its_text(broker, nats_config, buffer, monkeypatch):
+async def test_after_a_full_disk_no_segment_comes_before_its_text(
+    broker, nats_config, buffer, monkeypatch
+):
     source = make_source(broker, nats_config, buffer)
     await source.take()
     first = [make_record(number) for number in range(20)]
@@ -153,7 +165,11 @@ async def test_after_a_full_disk_no_segment_comes_before_its_text(broker, nats_c
     taking = asyncio.ensure_future(take_all(source, 1))
     await publish(broker, nats_config, *first)
     await publish(broker, nats_config, *second)
-    await until(lambda: source._pull._arrived and source._pull._arrived[-1].data == encode_record(second[-1]))
+    await until(
+        lambda: (
+            source._pull._arrived and source._pull._arrived[-1].data == encode_record(second[-1])
+        )
+    )
     may_fail.set()
     with pytest.raises(BufferFullError):
         await taking
@@ -165,13 +181,20 @@ async def test_after_a_full_disk_no_segment_comes_before_its_text(broker, nats_c
 
 
 @in_event_loop
-async def test_damaged_and_strange_messages_are_counted_and_do_not_come_again(broker, nats_config, buffer):
+async def test_damaged_and_strange_messages_are_counted_and_do_not_come_again(
+    broker, nats_config, buffer
+):
     source = make_source(broker, nats_config, buffer)
     await source.take()
     frame = bytearray(encode_record(make_record(1)))
     frame[-5] ^= 1
     client = await nats.connect(broker.url)
-    for payload in (bytes(frame), b"not a record", encode_record(make_record(2, target_fingerprint="another")), b""):
+    for payload in (
+        bytes(frame),
+        b"not a record",
+        encode_record(make_record(2, target_fingerprint="another")),
+        b"",
+    ):
         await client.jetstream().publish(nats_config.subject("a.b c*"), payload)
     await client.close()
     assert await take_all(source, 3) == {"corrupt": 2, "foreign": 1}
@@ -181,10 +204,15 @@ async def test_damaged_and_strange_messages_are_counted_and_do_not_come_again(br
 
 
 @in_event_loop
-async def test_a_server_that_publishes_before_there_is_a_stream_waits_for_it(broker, nats_config, buffer):
+async def test_a_server_that_publishes_before_there_is_a_stream_waits_for_it(
+    broker, nats_config, buffer
+):
     publisher = Publisher(broker.url, nats_config)
     publisher.write([encode_frame(make_record(number)) for number in range(5)])
-    await until(lambda: "NoStreamResponse" in publisher.last_error or publisher.last_error, about=publisher.status)
+    await until(
+        lambda: "NoStreamResponse" in publisher.last_error or publisher.last_error,
+        about=publisher.status,
+    )
     assert publisher.counts["published_records"] == 0
     source = make_source(broker, nats_config, buffer)
     assert await take_all(source, 5) == {"stored": 5}
@@ -229,7 +257,9 @@ async def test_the_subject_says_fleet_and_domain(broker, nats_config, buffer):
     subscription = await client.subscribe("redraft.>")
     await client.flush()  # the broker knows of the subscription before the first record is sent
     domains = ["code", "", "a.b *>\n"]
-    await publish(broker, nats_config, *(make_record(i, domain=domain) for i, domain in enumerate(domains)))
+    await publish(
+        broker, nats_config, *(make_record(i, domain=domain) for i, domain in enumerate(domains))
+    )
     for _ in domains:
         message = await subscription.next_msg(timeout=120)
         seen.append((message.subject, decode_record(message.data).domain))
@@ -244,7 +274,9 @@ async def test_the_subject_says_fleet_and_domain(broker, nats_config, buffer):
 
 
 @in_event_loop
-async def test_a_record_above_the_brokers_payload_is_dropped_and_the_others_are_not(broker, nats_config, buffer):
+async def test_a_record_above_the_brokers_payload_is_dropped_and_the_others_are_not(
+    broker, nats_config, buffer
+):
     source = make_source(broker, nats_config, buffer)
     await source.take()
     huge = make_record(1, context=os.urandom(9 << 20), num_prompt_tokens=0)
@@ -271,8 +303,12 @@ async def test_records_around_the_brokers_payload_hold_nobody_up(tmp_path, buffe
         source = make_source(broker, Nats(), buffer)
         await source.take()
         publisher = Publisher(broker.url, Nats())
-        publisher.write([of_size(limit + 1) for _ in range(4100)])  # more than nats-py allows to be in flight
-        publisher.write([of_size(limit - header) for header in (0, 30, 60)])  # the broker counts a header too
+        publisher.write(
+            [of_size(limit + 1) for _ in range(4100)]
+        )  # more than nats-py allows to be in flight
+        publisher.write(
+            [of_size(limit - header) for header in (0, 30, 60)]
+        )  # the broker counts a header too
         publisher.write([encode_frame(make_record(2, rows=1))])
         assert await take_all(source, 1) == {"stored": 1}
         await until(lambda: publisher.counts["dropped_records_too_large"] == 4103)
@@ -290,7 +326,9 @@ async def test_learners_by_domain_take_over_from_one_for_all_and_back(broker, na
         with pytest.raises(BrokerError, match=r"\bredraft-.*\brecords\b"):
             await by_domain.take()
         await source.close()  # the pending pull request expires, or ends with the connection
-        await publish(broker, nats_config, make_record(1, domain="code"), make_record(2, domain="prose"))
+        await publish(
+            broker, nats_config, make_record(1, domain="code"), make_record(2, domain="prose")
+        )
         assert await take_when_free(by_domain) == {"stored": 1}
         with pytest.raises(BrokerError, match=r"\blearner-code of redraft-"):
             await source.take()
@@ -300,7 +338,9 @@ async def test_learners_by_domain_take_over_from_one_for_all_and_back(broker, na
 
 
 @in_event_loop
-async def test_learners_of_two_registries_do_not_take_each_others_records(broker, nats_config, buffer):
+async def test_learners_of_two_registries_do_not_take_each_others_records(
+    broker, nats_config, buffer
+):
     def make(registry_id):
         limits = StreamLimits(max_bytes=64 << 20)
         return StreamSource(broker.url, nats_config, limits, buffer, VOCAB, registry_id=registry_id)
@@ -337,48 +377,73 @@ async def test_a_tenant_is_erased_among_what_no_learner_takes(broker, nats_confi
         records = [
             make_record(number, domain=domain, tenant=tenant)
             for number, (domain, tenant) in enumerate(
-                (domain, tenant) for domain in ("prose", "", "all", "code") for tenant in ("acme", "other")
+                (domain, tenant)
+                for domain in ("prose", "", "all", "code")
+                for tenant in ("acme", "other")
             )
         ]
         await publish(broker, nats_config, *records)
         client = await nats.connect(broker.url)
         await client.jetstream().publish(nats_config.subject("prose"), b"RDR4 of a later release")
         await client.close()
-        assert await source.erase_unread("acme") == 4, "three records, and one that may be anybody's"
+        assert await source.erase_unread("acme") == 4, (
+            "three records, and one that may be anybody's"
+        )
         assert (await stream_state(broker, nats_config)).messages == 5
-        assert await take_all(source, 2) == {"stored": 2}, "those of its own domain are not passed over"
+        assert await take_all(source, 2) == {"stored": 2}, (
+            "those of its own domain are not passed over"
+        )
         await source.close()
 
 
 def count_on_disk(broker, config, texts):
     """The number of texts that stand in the broker's files of the stream."""
-    files = [path.read_bytes() for path in (broker.folder / "jetstream").rglob(f"{config.stream}/msgs/*")]
+    files = [
+        path.read_bytes() for path in (broker.folder / "jetstream").rglob(f"{config.stream}/msgs/*")
+    ]
     assert files
     return sum(any(text in content for content in files) for text in texts)
 
 
 @in_event_loop
 async def test_a_record_that_was_taken_leaves_no_byte_on_the_brokers_disk(broker, nats_config):
-    """Acknowledged messages stayed readable in a file as long as it held an unread one of another domain."""
+    """Acknowledged messages stayed readable in a file as long as it held an unread one of another
+    domain.
+    """
     records = [make_record(number, domain="code", rows=4) for number in range(60)]
     unread = [make_record(100 + number, domain="prose", rows=4) for number in range(3)]
     parts = [encode_record(record)[100:200] for record in records]
     with Buffer(BufferConfig(held_out_fraction=0), TARGET, domain="code") as of_code:
         source = make_source(broker, nats_config, of_code)
         await source.take()
-        await publish(broker, nats_config, *unread[:1], *records[:30], *unread[1:2], *records[30:], *unread[2:])
+        await publish(
+            broker,
+            nats_config,
+            *unread[:1],
+            *records[:30],
+            *unread[1:2],
+            *records[30:],
+            *unread[2:],
+        )
         assert count_on_disk(broker, nats_config, parts) == 60
         assert await take_all(source, 60) == {"stored": 60}
         await source.take()
         state = await stream_state(broker, nats_config)
         assert (state.messages, source.faults) == (3, [])
         assert count_on_disk(broker, nats_config, parts) == 0
-        assert count_on_disk(broker, nats_config, [encode_record(record)[100:200] for record in unread]) == 3
+        assert (
+            count_on_disk(
+                broker, nats_config, [encode_record(record)[100:200] for record in unread]
+            )
+            == 3
+        )
         await source.close()
 
 
 @in_event_loop
-async def test_a_release_of_nats_that_loses_records_is_told(broker, nats_config, buffer, monkeypatch):
+async def test_a_release_of_nats_that_loses_records_is_told(
+    broker, nats_config, buffer, monkeypatch
+):
     monkeypatch.setattr("redraft.online.learning.stream.SAFE_BROKER", (99, 1))
     source = make_source(broker, nats_config, buffer)
     await source.take()
@@ -389,7 +454,9 @@ async def test_a_release_of_nats_that_loses_records_is_told(broker, nats_config,
 
 
 @in_event_loop
-async def test_a_broker_that_refuses_to_overwrite_costs_no_record_and_is_told(broker, nats_config, buffer, monkeypatch):
+async def test_a_broker_that_refuses_to_overwrite_costs_no_record_and_is_told(
+    broker, nats_config, buffer, monkeypatch
+):
     source = make_source(broker, nats_config, buffer)
     await source.take()
     client = await nats.connect(broker.url)
@@ -430,7 +497,9 @@ async def test_after_one_delete_that_was_not_answered_the_next_records_are_overw
 
         source._client.request = time_out
         for record in (first, second):
-            await publish(broker, nats_config, record, make_record(9, domain="prose"))  # the unread one keeps the file
+            await publish(
+                broker, nats_config, record, make_record(9, domain="prose")
+            )  # the unread one keeps the file
             assert await take_all(source, 1) == {"stored": 1}
         await source.take()
         ((name, reason), ended) = source.faults
@@ -448,28 +517,40 @@ async def test_without_the_right_to_overwrite_the_deadline_is_waited_for_once(
     monkeypatch.setattr("redraft.online.learning.stream.ERASE_TIMEOUT_S", 0.5)
     monkeypatch.setattr("redraft.online.learning.stream.ERASE_PAUSE_S", 0)
     rights = 'publish: {allow: ">", deny: "$JS.API.STREAM.MSG.DELETE.>"}'
-    settings = f"authorization {{ users: [ {{user: learner, password: secret, permissions: {{{rights}}}}} ] }}"
+    settings = (
+        f"authorization {{ users: [ {{user: learner, password: secret, permissions: "
+        f"{{{rights}}}}} ] }}"
+    )
     with running_broker(tmp_path / "store", settings) as broker:
         url = broker.url.replace("nats://", "nats://learner:secret@")
         source = StreamSource(url, nats_config, StreamLimits(max_bytes=1 << 20), buffer, VOCAB)
         await source.take()
         for number in range(3):
-            await source._client.jetstream().publish(nats_config.subject("code"), encode_record(make_record(number)))
+            await source._client.jetstream().publish(
+                nats_config.subject("code"), encode_record(make_record(number))
+            )
             assert await take_all(source, 1) == {"stored": 1}
         ((name, reason),) = source.faults
-        assert (name, reason.endswith("the learner needs $JS.API.STREAM.>")) == ("log_not_erased", True)
+        assert (name, reason.endswith("the learner needs $JS.API.STREAM.>")) == (
+            "log_not_erased",
+            True,
+        )
         await source.close()
 
 
 @in_event_loop
-async def test_a_rolling_upgrade_loses_no_record_of_the_log(broker, nats_config, buffer, monkeypatch):
+async def test_a_rolling_upgrade_loses_no_record_of_the_log(
+    broker, nats_config, buffer, monkeypatch
+):
     """Servers of the later release come first; its layout differs in nothing but the magic."""
     source = make_source(broker, nats_config, buffer)
     await source.take()
     client = await nats.connect(broker.url)
     for number in range(20):
         magic = b"RDR4" if number % 2 else b"RDR1"
-        await client.jetstream().publish(nats_config.subject("code"), magic + encode_record(make_record(number))[4:])
+        await client.jetstream().publish(
+            nats_config.subject("code"), magic + encode_record(make_record(number))[4:]
+        )
     await client.close()
     assert await take_all(source, 20) == {"stored": 10, "later_layout": 10}
     await source.close()
@@ -484,12 +565,16 @@ async def test_a_rolling_upgrade_loses_no_record_of_the_log(broker, nats_config,
 
 
 @in_event_loop
-async def test_later_layouts_wait_for_their_release_but_not_for_a_tenant_that_is_forgotten(broker, nats_config, buffer):
+async def test_later_layouts_wait_for_their_release_but_not_for_a_tenant_that_is_forgotten(
+    broker, nats_config, buffer
+):
     source = make_source(broker, nats_config, buffer)
     await source.take()
     client = await nats.connect(broker.url)
     for number in range(3):
-        await client.jetstream().publish(nats_config.subject("code"), b"RDR4 whose text is this? %d" % number)
+        await client.jetstream().publish(
+            nats_config.subject("code"), b"RDR4 whose text is this? %d" % number
+        )
     await client.close()
     assert await take_all(source, 3) == {"later_layout": 3}
     await source.close()
@@ -505,11 +590,16 @@ async def test_later_layouts_wait_for_their_release_but_not_for_a_tenant_that_is
 def test_no_two_domains_share_a_subject():
     domains = ["", "all", "a.b", "a_b", "a b", "a*b", "code"]
     assert len({Nats().subject(domain) for domain in domains}) == len(domains)
-    assert (Nats().subject(""), Nats().subject("code")) == ("redraft.default.all", "redraft.default.code")
+    assert (Nats().subject(""), Nats().subject("code")) == (
+        "redraft.default.all",
+        "redraft.default.code",
+    )
 
 
 @in_event_loop
-async def test_a_stream_that_is_deleted_under_the_learner_is_made_again(broker, nats_config, buffer):
+async def test_a_stream_that_is_deleted_under_the_learner_is_made_again(
+    broker, nats_config, buffer
+):
     source = make_source(broker, nats_config, buffer)
     await source.take()
     client = await nats.connect(broker.url)
@@ -528,8 +618,12 @@ async def publish_while_taking(broker, config, source):
 
 
 @in_event_loop
-async def test_a_broker_that_is_not_there_is_told_in_one_line_without_a_password(nats_config, buffer, tmp_path):
-    source = StreamSource("nats://user:secret@127.0.0.1:1", nats_config, StreamLimits(), buffer, VOCAB)
+async def test_a_broker_that_is_not_there_is_told_in_one_line_without_a_password(
+    nats_config, buffer, tmp_path
+):
+    source = StreamSource(
+        "nats://user:secret@127.0.0.1:1", nats_config, StreamLimits(), buffer, VOCAB
+    )
     with pytest.raises(BrokerError, match=r"^nats://127\.0\.0\.1:1: ") as raised:
         await source.take()
     assert "secret" not in str(raised.value)
@@ -537,14 +631,19 @@ async def test_a_broker_that_is_not_there_is_told_in_one_line_without_a_password
         await probe("nats://127.0.0.1:1", nats_config)
 
 
-@pytest.mark.parametrize("ingest", ["http://host:4222", "host:4222", "nats://", "nats://a:4222,ftp://b"])
+@pytest.mark.parametrize(
+    "ingest", ["http://host:4222", "host:4222", "nats://", "nats://a:4222,ftp://b"]
+)
 def test_an_address_of_another_kind_is_refused(ingest):
     with pytest.raises(ValueError, match="nats://HOST:4222"):
         parse_addresses(ingest)
 
 
 def test_an_address_is_shown_without_its_password():
-    assert hide_credentials("nats://user:secret@one:4222, tls://two:4222") == "nats://one:4222,tls://two:4222"
+    assert (
+        hide_credentials("nats://user:secret@one:4222, tls://two:4222")
+        == "nats://one:4222,tls://two:4222"
+    )
 
 
 @pytest.mark.parametrize("fleet", ["", "a.b", "a b", "*"])
@@ -558,7 +657,8 @@ def test_a_file_of_credentials_that_is_not_there_is_named(tmp_path):
         Nats(ca=tmp_path / "ca.pem")
 
 
-# ------------------------------------------------------------------------------------------------- who may connect
+# -------------------------------------------------------------------------------------------------
+# who may connect
 
 
 def certificate(folder, name, *, ca=None):
@@ -570,7 +670,15 @@ def certificate(folder, name, *, ca=None):
         run("openssl", "req", "-x509", *curve, *subject, "-out", str(signed), "-days", "2")
     else:
         run("openssl", "req", *curve, *subject, "-out", str(request))
-        by = ["-CA", str(ca[0]), "-CAkey", str(ca[1]), "-CAcreateserial", "-copy_extensions", "copy"]
+        by = [
+            "-CA",
+            str(ca[0]),
+            "-CAkey",
+            str(ca[1]),
+            "-CAcreateserial",
+            "-copy_extensions",
+            "copy",
+        ]
         run("openssl", "x509", "-req", "-in", str(request), *by, "-out", str(signed), "-days", "2")
     return signed, key
 
@@ -585,7 +693,10 @@ async def test_the_broker_and_the_client_know_each_other_by_their_certificates(t
     server, client = certificate(tmp_path, "server", ca=ca), certificate(tmp_path, "client", ca=ca)
     both = tmp_path / "both.pem"
     both.write_text("".join(path.read_text() for path in client))
-    settings = f'tls {{ cert_file: "{server[0]}", key_file: "{server[1]}", ca_file: "{ca[0]}", verify: true }}'
+    settings = (
+        f'tls {{ cert_file: "{server[0]}", key_file: "{server[1]}", ca_file: "{ca[0]}", '
+        f"verify: true }}"
+    )
     with running_broker(tmp_path / "store", settings) as broker:
         url = broker.url.replace("nats://", "tls://")
         for known in (Nats(), Nats(ca=ca[0])):
@@ -602,7 +713,10 @@ async def test_the_broker_and_the_client_know_each_other_by_their_certificates(t
 @in_event_loop
 async def test_where_tls_is_asked_for_nothing_goes_over_a_connection_without(broker, tmp_path):
     ca, _ = certificate(tmp_path, "ca")
-    for url, config in ((broker.url.replace("nats://", "tls://"), Nats()), (broker.url, Nats(ca=ca))):
+    for url, config in (
+        (broker.url.replace("nats://", "tls://"), Nats()),
+        (broker.url, Nats(ca=ca)),
+    ):
         with pytest.raises(BrokerError, match="TLS"):
             await connect(url, config)
 
@@ -614,12 +728,17 @@ async def test_users_are_known_by_password_or_by_the_seed_of_an_nkey(tmp_path):
     file = tmp_path / "seed"
     file.write_bytes(seed)
     file.chmod(0o600)
-    settings = f"authorization {{ users: [ {{user: learner, password: secret}}, {{nkey: {public}}} ] }}"
+    settings = (
+        f"authorization {{ users: [ {{user: learner, password: secret}}, {{nkey: {public}}} ] }}"
+    )
     with running_broker(tmp_path / "store", settings) as broker:
         with pytest.raises(BrokerError, match="Authorization"):
             await connect(broker.url, Nats())
         with_password = broker.url.replace("nats://", "nats://learner:secret@")
-        for client in (await connect(with_password, Nats()), await connect(broker.url, Nats(credentials=file))):
+        for client in (
+            await connect(with_password, Nats()),
+            await connect(broker.url, Nats(credentials=file)),
+        ):
             assert client.is_connected
             await client.close()
 
@@ -629,12 +748,19 @@ async def test_a_file_of_credentials_with_a_signed_token_opens_an_account(tmp_pa
     operator, system, account, user = (new_key(kind) for kind in (b"O", b"A", b"A", b"U"))
     limits = dict.fromkeys(("subs", "data", "payload", "conn", "leaf", "imports", "exports"), -1)
     stores = dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1)
-    account_token = sign_token(operator, account, {"type": "account", "version": 2, "limits": limits | stores})
+    account_token = sign_token(
+        operator, account, {"type": "account", "version": 2, "limits": limits | stores}
+    )
     user_token = sign_token(
-        account, user, {"type": "user", "version": 2} | dict.fromkeys(("subs", "data", "payload"), -1)
+        account,
+        user,
+        {"type": "user", "version": 2} | dict.fromkeys(("subs", "data", "payload"), -1),
     )
     operator_token = sign_token(operator, operator, {"type": "operator", "version": 2})
-    tokens = {account: account_token, system: sign_token(operator, system, {"type": "account", "version": 2})}
+    tokens = {
+        account: account_token,
+        system: sign_token(operator, system, {"type": "account", "version": 2}),
+    }
     preloaded = ", ".join(f"{key.public_key.decode()}: {token}" for key, token in tokens.items())
     settings = (
         f"operator: {operator_token}\nsystem_account: {system.public_key.decode()}\n"
@@ -649,13 +775,19 @@ async def test_a_file_of_credentials_with_a_signed_token_opens_an_account(tmp_pa
     with running_broker(tmp_path / "store", settings) as broker:
         with pytest.raises(BrokerError):
             await connect(broker.url, Nats())
-        source = StreamSource(broker.url, Nats(credentials=file), StreamLimits(max_bytes=1 << 20), buffer, VOCAB)
+        source = StreamSource(
+            broker.url, Nats(credentials=file), StreamLimits(max_bytes=1 << 20), buffer, VOCAB
+        )
         assert not (await source.take()).counts
         await source.close()
 
 
 def new_key(kind):
-    prefix = {b"O": nkeys.PREFIX_BYTE_OPERATOR, b"A": nkeys.PREFIX_BYTE_ACCOUNT, b"U": nkeys.PREFIX_BYTE_USER}[kind]
+    prefix = {
+        b"O": nkeys.PREFIX_BYTE_OPERATOR,
+        b"A": nkeys.PREFIX_BYTE_ACCOUNT,
+        b"U": nkeys.PREFIX_BYTE_USER,
+    }[kind]
     return nkeys.from_seed(bytearray(nkeys.encode_seed(os.urandom(32), prefix)))
 
 
@@ -672,11 +804,14 @@ def sign_token(issuer, subject, claims):
     return f"{content}.{encoded(issuer.sign(content.encode()))}"
 
 
-# ------------------------------------------------------------------------------------------------- the probe
+# -------------------------------------------------------------------------------------------------
+# the probe
 
 
 @in_event_loop
-async def test_the_probe_publishes_for_real_and_its_message_is_no_record(broker, nats_config, buffer):
+async def test_the_probe_publishes_for_real_and_its_message_is_no_record(
+    broker, nats_config, buffer
+):
     await probe(broker.url, nats_config)  # no stream yet
     client = await nats.connect(broker.url)
     with pytest.raises(NotFoundError):

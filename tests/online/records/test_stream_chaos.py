@@ -1,5 +1,7 @@
-"""kill -9 of both ends of the ingest log and of the broker between them; a lost broker, and a broker with a full
-disk."""
+"""kill -9 of both ends of the ingest log and of the broker between them.
+
+A lost broker, and a broker with a full disk.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,11 @@ async def test_whatever_is_killed_no_acknowledged_record_is_lost_and_none_is_sto
             await until(lambda before=before: len(ends.acknowledged()) > before or before == count)
             time.sleep(rng.random() * 0.3)
             strikes[number % 3]()
-        await until(lambda: len(ends.acknowledged()) == count, timeout_s=600, about=lambda: len(ends.acknowledged()))
+        await until(
+            lambda: len(ends.acknowledged()) == count,
+            timeout_s=600,
+            about=lambda: len(ends.acknowledged()),
+        )
         await until_empty(own_broker)
     finally:
         ends.close()
@@ -69,9 +75,13 @@ async def until_empty(broker):
     await until(is_empty)
 
 
-@pytest.mark.parametrize(("sent", "gone_s"), [(200, 0), pytest.param(3000, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("sent", "gone_s"), [(200, 0), pytest.param(3000, 60, marks=pytest.mark.slow)]
+)
 @in_event_loop
-async def test_while_the_broker_is_gone_memory_is_bounded_and_the_newest_records_are_kept(own_broker, sent, gone_s):
+async def test_while_the_broker_is_gone_memory_is_bounded_and_the_newest_records_are_kept(
+    own_broker, sent, gone_s
+):
     kept = 30
     publisher = Publisher(own_broker.url, Nats(), max_waiting_bytes=kept * (FRAME_BYTES + 200))
     with Buffer(BufferConfig(held_out_fraction=0), "target") as buffer:
@@ -99,7 +109,10 @@ async def test_while_the_broker_is_gone_memory_is_bounded_and_the_newest_records
         numbers = [int(s.record.request_id.removeprefix("cmpl-")) for s in buffer.fresh(1, 1000)]
         assert sorted(numbers) == list(range(dropped + 1, sent + 1)), "the oldest were dropped"
         # counted after the broker's receipt, which may follow the delivery
-        await until(lambda: publisher.counts["published_records"] >= 1 + sent - dropped, about=publisher.status)
+        await until(
+            lambda: publisher.counts["published_records"] >= 1 + sent - dropped,
+            about=publisher.status,
+        )
         assert publisher.status()["published_records"] == 1 + sent - dropped
         await source.close()
     publisher.close()
@@ -110,7 +123,9 @@ def small_disk(tmp_path):
     """A folder on a disk of 24 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting a small disk needs root")
     yield folder
@@ -119,8 +134,14 @@ def small_disk(tmp_path):
 
 @in_event_loop
 async def test_a_full_disk_costs_records_and_capture_resumes_with_the_space(small_disk):
-    """The broker falls silent and stays silent when there is space again; the probe says to restart it."""
-    with running_broker(small_disk / "store") as broker, Buffer(BufferConfig(held_out_fraction=0), "target") as buffer:
+    """The broker falls silent and stays silent when there is space again.
+
+    The probe says to restart it.
+    """
+    with (
+        running_broker(small_disk / "store") as broker,
+        Buffer(BufferConfig(held_out_fraction=0), "target") as buffer,
+    ):
         source = make_source(broker, Nats(), buffer, max_bytes=16 << 20)
         publisher = Publisher(broker.url, Nats(), max_waiting_bytes=20 * FRAME_BYTES)
         await source.take()
@@ -151,7 +172,9 @@ async def test_a_full_disk_costs_records_and_capture_resumes_with_the_space(smal
         publisher.write([encode_frame(make_record(number + 1))])
         await until(lambda: publisher.status()["waiting_bytes"] == 0, about=publisher.status)
         await until_stored(source, buffer, f"cmpl-{number + 1}")
-        assert len(buffer.fresh(0, 1000)) == publisher.counts["published_records"], "acknowledged, and not stored"
+        assert len(buffer.fresh(0, 1000)) == publisher.counts["published_records"], (
+            "acknowledged, and not stored"
+        )
         await source.close()
         publisher.close()
 

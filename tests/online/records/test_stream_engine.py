@@ -35,16 +35,23 @@ async def take_until(source, buffer, request_ids):
 
 
 @in_event_loop
-async def test_serving_goes_on_without_the_log_and_capture_with_it(random_target, registry, tmp_path):
+async def test_serving_goes_on_without_the_log_and_capture_with_it(
+    random_target, registry, tmp_path
+):
     config = BufferConfig(held_out_fraction=0)
-    with running_broker(tmp_path / "nats") as broker, Buffer(config, fingerprint(random_target)) as buffer:
+    with (
+        running_broker(tmp_path / "nats") as broker,
+        Buffer(config, fingerprint(random_target)) as buffer,
+    ):
         source = StreamSource(broker.url, Nats(), StreamLimits(max_bytes=1 << 28), buffer, VOCAB)
         await source.take()
         with running_server(random_target, registry, tmp_path, [], ingest=broker.url) as server:
             before = server.complete([5, 6, 7])
             await take_until(source, buffer, [before["id"]])
             broker.kill()
-            answers = [server.complete([5, 6, 7, number]) for number in range(8)]  # each is asserted to succeed
+            answers = [
+                server.complete([5, 6, 7, number]) for number in range(8)
+            ]  # each is asserted to succeed
             assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["length"] * 8
             broker.start()
             await take_until(source, buffer, [answer["id"] for answer in answers])

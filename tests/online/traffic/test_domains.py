@@ -22,14 +22,19 @@ from redraft.online.traffic.domains import (
 )
 from redraft.recipes.serve.domains import read_prompts
 
-CODE = [f"def function_{n}(self, value): return self.{name}(value)" for n, name in enumerate("abcdefghij")]
+CODE = [
+    f"def function_{n}(self, value): return self.{name}(value)"
+    for n, name in enumerate("abcdefghij")
+]
 ANIMALS = ["fox", "wolf", "bear", "owl", "deer"]
 PROSE = [f"Once upon a time there was a {name} who lived in the forest" for name in ANIMALS]
 
 
 @pytest.fixture(scope="module")
 def clusters():
-    return Clusters.fit(CODE + PROSE, 2).named_after(CODE + PROSE, ["code"] * len(CODE) + ["prose"] * len(PROSE))
+    return Clusters.fit(CODE + PROSE, 2).named_after(
+        CODE + PROSE, ["code"] * len(CODE) + ["prose"] * len(PROSE)
+    )
 
 
 @pytest.mark.slow
@@ -38,7 +43,9 @@ def test_the_two_shipped_domains_are_told_apart_without_labels():
     train = train[::8]
     clusters = Clusters.fit(read_prompts(train)[0], 2).named_after(*read_prompts(train))
     texts, labels = read_prompts(held_out)
-    right = np.mean([found == label for found, label in zip(clusters.assign(texts), labels, strict=True)])
+    right = np.mean(
+        [found == label for found, label in zip(clusters.assign(texts), labels, strict=True)]
+    )
     assert sorted(clusters.names) == ["code", "prose"]
     assert len(texts) > 2000
     assert right >= 0.95
@@ -46,7 +53,10 @@ def test_the_two_shipped_domains_are_told_apart_without_labels():
 
 def test_a_request_is_of_the_nearest_cluster(clusters):
     domains = Domains(clusters=clusters)
-    for domain, text in (("code", "def another(self): return self.value"), ("prose", "There lived an old bear")):
+    for domain, text in (
+        ("code", "def another(self): return self.value"),
+        ("prose", "There lived an old bear"),
+    ):
         assert domains.detect(Origin(), {"prompt": text}) == domain
         assert domains.detect(Origin(), {"messages": [{"role": "user", "content": text}]}) == domain
 
@@ -69,10 +79,25 @@ def test_a_label_counts_before_the_models_name_and_that_before_the_text(clusters
         ({"prompt": [[1, 2]]}, ""),
         ({"prompt": None}, ""),
         (
-            {"messages": [{"role": "system", "content": "s" * 999}, {"role": "user", "content": "why?"}]},
+            {
+                "messages": [
+                    {"role": "system", "content": "s" * 999},
+                    {"role": "user", "content": "why?"},
+                ]
+            },
             "s" * 256 + "\nwhy?",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]}, "a"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "a"}, {"type": "image_url"}],
+                    }
+                ]
+            },
+            "a",
+        ),
         ({"messages": [{"role": "assistant", "content": None}, "odd"]}, ""),
         ({"prompt": "x" * 9999}, "x" * 512),
     ],
@@ -88,7 +113,9 @@ def test_an_unreadable_prompt_has_no_domain(clusters):
         assert domains.detect(Origin(), question) == ""
 
 
-def test_prompts_of_token_ids_are_read_with_the_targets_tokenizer(clusters, random_target, small_tokenizer):
+def test_prompts_of_token_ids_are_read_with_the_targets_tokenizer(
+    clusters, random_target, small_tokenizer
+):
     domains = Domains(clusters=clusters, decode=load_token_decoder(random_target))
     for domain, text in (("code", CODE[0]), ("prose", PROSE[0])):
         assert domains.detect(Origin(), {"prompt": small_tokenizer(text)["input_ids"]}) == domain
@@ -117,7 +144,8 @@ def test_the_same_prompts_give_the_same_clusters(clusters):
 def test_features_are_the_trigrams_of_words():
     row_F, again_F, empty_F = features(["To be", "be to  BE", ""])
     hashed = [
-        sum(ord(c) * int(f) for c, f in zip(trigram, FACTORS, strict=True)) for trigram in (" to", "to ", " be", "be ")
+        sum(ord(c) * int(f) for c, f in zip(trigram, FACTORS, strict=True))
+        for trigram in (" to", "to ", " be", "be ")
     ]
     expected = {number % 2**32 // (2**32 // NUM_FEATURES) for number in hashed}
     assert len(expected) == 4
@@ -130,7 +158,9 @@ def test_features_are_the_trigrams_of_words():
 
 def test_every_script_has_features_of_its_own():
     texts = ["быть или не быть", "生存还是毁灭", "to be or not to be", "a"]
-    assert [np.count_nonzero(row_F) for row_F in features(texts)] == [len(trigrams(text)) for text in texts]
+    assert [np.count_nonzero(row_F) for row_F in features(texts)] == [
+        len(trigrams(text)) for text in texts
+    ]
 
 
 def trigrams(text):
@@ -155,7 +185,10 @@ def flip_a_byte(folder):
     ("damage", "message"),
     [
         (flip_a_byte, r"centroids\.safetensors.*corrupt"),
-        (lambda folder: (folder / "centroids.safetensors").unlink(), r"centroids\.safetensors.*missing"),
+        (
+            lambda folder: (folder / "centroids.safetensors").unlink(),
+            r"centroids\.safetensors.*missing",
+        ),
         (lambda folder: (folder / "domains.json").write_text("{"), r"domains\.json.*\b1 bytes"),
         (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json"),
     ],
@@ -171,7 +204,9 @@ def test_damage_is_told_by_name(clusters, tmp_path, damage, message):
     "change",
     [
         lambda folder: (folder / "domains.json").write_text("[]"),
-        lambda folder: (folder / "domains.json").write_text(json.dumps({"names": ["a", "b"], "features": {}})),
+        lambda folder: (folder / "domains.json").write_text(
+            json.dumps({"names": ["a", "b"], "features": {}})
+        ),
         lambda folder: Clusters(("a", "b"), np.zeros((3, NUM_FEATURES), np.float32)).write(folder),
         lambda folder: Clusters(("a", "a"), np.zeros((2, NUM_FEATURES), np.float32)).write(folder),
         lambda folder: (folder / "centroids.safetensors").write_bytes(b"not at all"),

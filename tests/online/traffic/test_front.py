@@ -1,4 +1,7 @@
-"""The sockets of the router: what a client can occupy, what it is shown, and how much it can send."""
+"""The sockets of the router.
+
+What a client can occupy, what it is shown, and how much it can send.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ from redraft.online.traffic.tap import TapConfig
 
 
 class Front(FrontServer):
-    """The clients' server, which leaves signals to the test and looks at connections only when told to."""
+    """The clients' server, which leaves signals to the test and looks at connections only when told
+    to.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -69,7 +74,9 @@ async def fronted(folder, **settings):
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started, serving)
     if "tap" in settings:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(admin), base_url="http://admin") as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(admin), base_url="http://admin"
+        ) as http:
 
             async def is_checked():
                 return (await http.get("/redraft/tap")).json()["checked_servers"]
@@ -100,7 +107,9 @@ def send(server, writer, data):
 
 async def settle(server, count):
     """Wait until `count` connections are open and all that was sent has been read."""
-    await until(lambda: len(server.server_state.connections) == count and server.num_read >= server.num_sent)
+    await until(
+        lambda: len(server.server_state.connections) == count and server.num_read >= server.num_sent
+    )
 
 
 def is_open(reader):
@@ -109,7 +118,10 @@ def is_open(reader):
 
 async def ask(server, body=b"{}", version="1.1", method="POST", path=PATH):
     """The whole answer to a request after which the connection ends."""
-    head = f"{method} {path} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = (
+        f"{method} {path} HTTP/{version}\r\nHost: x\r\nContent-Length: "
+        f"{len(body)}\r\nConnection: close\r\n\r\n"
+    )
     reader, writer = await connect(server, head.encode() + body)
     answer = await reader.read()
     writer.close()
@@ -123,18 +135,29 @@ async def ask(server, body=b"{}", version="1.1", method="POST", path=PATH):
 @in_event_loop
 async def test_half_a_request_is_waited_for_only_so_long(tmp_path):
     async with fronted(tmp_path) as (server, _):
-        silent, half_head = await connect(server), await connect(server, b"POST /v1/x HTTP/1.1\r\nHost:")
-        half_body = await connect(server, b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
+        silent, half_head = (
+            await connect(server),
+            await connect(server, b"POST /v1/x HTTP/1.1\r\nHost:"),
+        )
+        half_body = await connect(
+            server, b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc"
+        )
         answering = asyncio.create_task(ask(server, b'{"do": "wait"}'))
         await settle(server, 4)
         now_s = time.monotonic()
         server.close_unfinished(now_s)
-        send(server, half_head[1], b" dripped")  # a drop does not buy time for a head, but it does for a body
+        send(
+            server, half_head[1], b" dripped"
+        )  # a drop does not buy time for a head, but it does for a body
         send(server, half_body[1], b"d")
         await settle(server, 4)
         server.close_unfinished(now_s + front.HEAD_TIMEOUT_S + 1)
         await settle(server, 2)
-        assert (is_open(silent[0]), is_open(half_head[0]), is_open(half_body[0])) == (False, False, True)
+        assert (is_open(silent[0]), is_open(half_head[0]), is_open(half_body[0])) == (
+            False,
+            False,
+            True,
+        )
         server.close_unfinished(now_s + front.HEAD_TIMEOUT_S + front.BODY_PAUSE_S + 2)
         await settle(server, 1)
         assert not is_open(half_body[0])
@@ -200,17 +223,23 @@ async def test_an_answer_without_an_end_is_cut_at_the_end_and_its_record_is_ship
         server.should_exit = True
         await until(lambda: server.lifespan.shutdown_event.is_set(), timeout_s=300)
         assert not upstream.gate.is_set(), "the server still answers"
-    (record,) = (r for path in spool_files(tmp_path / "spool") for _, r in read_frames(path.read_bytes()))
+    (record,) = (
+        r for path in spool_files(tmp_path / "spool") for _, r in read_frames(path.read_bytes())
+    )
     np.testing.assert_array_equal(record.output_ids, [7, 8])
 
 
 def test_garbage_behind_a_request_leaves_nothing_in_the_log(tmp_path, caplog):
-    uvloop = pytest.importorskip("uvloop", reason="asyncio's own transports take what is sent after their end")
+    uvloop = pytest.importorskip(
+        "uvloop", reason="asyncio's own transports take what is sent after their end"
+    )
 
     async def send_garbage():
         async with fronted(tmp_path) as (server, upstream):
             body = b'{"do": "wait"}'
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            head = (
+                f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            )
             reader, writer = await connect(server, head + body)
             await until(lambda: upstream.seen)
             send(server, writer, b"\x00garbage\r\n\r\n")
@@ -223,7 +252,9 @@ def test_garbage_behind_a_request_leaves_nothing_in_the_log(tmp_path, caplog):
 
 
 @in_event_loop
-async def test_a_failing_look_at_unfinished_requests_ends_no_stream_and_is_logged_once(tmp_path, caplog):
+async def test_a_failing_look_at_unfinished_requests_ends_no_stream_and_is_logged_once(
+    tmp_path, caplog
+):
     async with fronted(tmp_path) as (server, _):
         server.close_unfinished = None  # calling it raises a TypeError
         for _ in range(3):
@@ -285,7 +316,9 @@ def test_a_request_sent_while_the_process_stood_still_is_answered(head_timeout_s
                 client.sendall(REQUEST)
                 assert read_text(answers) == b"well"
                 answered_s = time.monotonic()
-                next(line for line in server.stdout if float(line) > answered_s)  # it has looked at the idle connection
+                next(
+                    line for line in server.stdout if float(line) > answered_s
+                )  # it has looked at the idle connection
                 server.send_signal(signal.SIGSTOP)
                 wait_until(lambda: psutil.Process(server.pid).status() == psutil.STATUS_STOPPED)
                 client.sendall(REQUEST)
@@ -307,7 +340,9 @@ async def test_one_clients_halves_do_not_take_all_descriptors(tmp_path):
             halves.append(await connect(server, b"POST / HT"))
             await settle(server, number + 1)
             server.close_unfinished(0.1 * number)
-        await settle(server, 8)  # a burst of honest clients looks the same, until they have had a moment
+        await settle(
+            server, 8
+        )  # a burst of honest clients looks the same, until they have had a moment
         server.close_unfinished(0.7 + front.MIN_WAIT_S)
         await settle(server, 5)
         assert [is_open(reader) for reader, _ in halves] == [False] * 3 + [True] * 5
@@ -420,7 +455,9 @@ async def test_a_body_above_the_limit_is_refused(tmp_path, size, has_length):
             assert "max_body_bytes" in refused.json()["error"]["message"]
             assert (await post(10_000)).status_code == 200
         assert [len(body) for _, body in upstream.seen] == [size, 10_000]
-        assert upstream.seen[0][0].get("content-length") == (str(size) if has_length or size < 1 << 20 else None)
+        assert upstream.seen[0][0].get("content-length") == (
+            str(size) if has_length or size < 1 << 20 else None
+        )
 
 
 @in_event_loop

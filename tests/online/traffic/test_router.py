@@ -1,4 +1,7 @@
-"""The router in front of servers on real sockets: where requests go, what clients receive, and the effect of faults."""
+"""The router in front of servers on real sockets.
+
+Where requests go, what clients receive, and the effect of faults.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,20 @@ class Routed:
 
     def __init__(self, folder):
         self.folder = folder
-        self.code, self.prose, self.general = Upstream("code"), Upstream("prose"), Upstream("general")
+        self.code, self.prose, self.general = (
+            Upstream("code"),
+            Upstream("prose"),
+            Upstream("general"),
+        )
         self.servers = [(self.code, "code"), (self.prose, "prose"), (self.general, "")]
         self.http: httpx.AsyncClient
         self.admin: httpx.AsyncClient
 
     def write_fleet(self):
-        lines = (f'[[servers]]\nurl = "{server.url}"\ndomain = "{domain}"\n' for server, domain in self.servers)
+        lines = (
+            f'[[servers]]\nurl = "{server.url}"\ndomain = "{domain}"\n'
+            for server, domain in self.servers
+        )
         (self.folder / "fleet.toml").write_text("".join(lines))
 
     async def ask(self, domain="", path=PATH, headers=None, **body):
@@ -57,9 +67,13 @@ class Routed:
         return answer.json()["choices"][0]["text"]
 
     async def metric(self, name, **labels):
-        wanted = "{" + ",".join(f'{label}="{value}"' for label, value in sorted(labels.items())) + "}"
+        wanted = (
+            "{" + ",".join(f'{label}="{value}"' for label, value in sorted(labels.items())) + "}"
+        )
         lines = (await self.admin.get("/metrics")).text.splitlines()
-        return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name}{wanted} ")), None)
+        return next(
+            (float(line.split()[-1]) for line in lines if line.startswith(f"{name}{wanted} ")), None
+        )
 
     async def shown(self):
         return (await self.admin.get("/redraft/router")).json()["servers"]
@@ -71,7 +85,9 @@ class Routed:
         """Wait until the tap has checked every server, and forget its questions."""
 
         async def are_checked():
-            return len((await self.admin.get("/redraft/tap")).json()["checked_servers"]) == len(self.servers)
+            return len((await self.admin.get("/redraft/tap")).json()["checked_servers"]) == len(
+                self.servers
+            )
 
         await until(are_checked)
         for server, _ in self.servers:
@@ -96,7 +112,9 @@ async def routed(folder, **config):
         them.port = front.port
         async with (
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", timeout=120) as them.http,
-            httpx.AsyncClient(transport=httpx.ASGITransport(admin_app), base_url="http://admin") as them.admin,
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(admin_app), base_url="http://admin"
+            ) as them.admin,
         ):
             if config.tap.is_on:
                 await them.until_checked()
@@ -119,7 +137,9 @@ def clusters(tmp_path_factory):
         f"Tell me a tale of {n} bears in the woods." for n in range(6)
     ]
     folder = tmp_path_factory.mktemp("clusters") / "domains"
-    publish(folder, Clusters.fit(texts, 2).named_after(texts, ["code"] * 9 + ["prose"] * 6).write, {})
+    publish(
+        folder, Clusters.fit(texts, 2).named_after(texts, ["code"] * 9 + ["prose"] * 6).write, {}
+    )
     return folder
 
 
@@ -127,7 +147,9 @@ def clusters(tmp_path_factory):
 
 
 @in_event_loop
-async def test_a_request_goes_to_the_servers_of_its_domain_which_learn_its_domain(tmp_path, clusters):
+async def test_a_request_goes_to_the_servers_of_its_domain_which_learn_its_domain(
+    tmp_path, clusters
+):
     async with routed(tmp_path, clusters=clusters, aliases={"m-prose": "prose"}) as them:
         assert await them.answered_by("prose", prompt=CODE) == "prose"
         assert them.prose.last()["x-redraft-domain"] == "prose"
@@ -135,7 +157,9 @@ async def test_a_request_goes_to_the_servers_of_its_domain_which_learn_its_domai
         assert them.prose.last()["x-redraft-domain"] == "prose"
         assert await them.answered_by(prompt=CODE) == "code"
         assert them.code.last()["x-redraft-domain"] == "code"
-        answer = await them.ask(path="/v1/chat/completions", messages=[{"role": "user", "content": TALE}])
+        answer = await them.ask(
+            path="/v1/chat/completions", messages=[{"role": "user", "content": TALE}]
+        )
         assert answer.headers["x-redraft-pool"] == "prose"
         assert await them.metric("redraft_router_requests_total", domain="prose", pool="prose") == 3
 
@@ -183,7 +207,11 @@ async def test_the_server_with_the_fewest_requests_under_way_is_asked(tmp_path):
         await until_answered_by(them, "code", "code-2")
         waiting = [asyncio.create_task(them.ask("code", do="wait"))]
         await until(lambda: any(b"wait" in body for _, body in them.code.seen + second.seen))
-        busy, free = (them.code, "code-2") if any(b"wait" in body for _, body in them.code.seen) else (second, "code")
+        busy, free = (
+            (them.code, "code-2")
+            if any(b"wait" in body for _, body in them.code.seen)
+            else (second, "code")
+        )
         assert [await them.answered_by("code") for _ in range(4)] == [free] * 4
         busy.gate.set()
         await asyncio.gather(*waiting)
@@ -194,19 +222,24 @@ async def test_the_server_with_the_fewest_requests_under_way_is_asked(tmp_path):
 @in_event_loop
 async def test_the_servers_routes_for_their_learner_are_not_passed_on(tmp_path):
     async with routed(tmp_path) as them:
-        assert (await them.http.post("/redraft/swap", json={"version": "v000001"})).status_code == 404
+        assert (
+            await them.http.post("/redraft/swap", json={"version": "v000001"})
+        ).status_code == 404
         assert (await them.http.get("/redraft/tap")).status_code == 404
 
 
 @in_event_loop
 @pytest.mark.parametrize(
-    "path", ["/v1/../redraft/swap", "/./redraft/swap", "/v1/%2e%2e/redraft/swap", "/%3f/../redraft/swap"]
+    "path",
+    ["/v1/../redraft/swap", "/./redraft/swap", "/v1/%2e%2e/redraft/swap", "/%3f/../redraft/swap"],
 )
 async def test_no_detour_leads_to_them(tmp_path, path):
     async with routed(tmp_path) as them:
         front = them.http.base_url
         reader, writer = await asyncio.open_connection(front.host, front.port)
-        writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+        )
         assert (await reader.read()).startswith((b"HTTP/1.1 400", b"HTTP/1.1 404"))
         writer.close()
 
@@ -235,8 +268,12 @@ async def test_events_arrive_as_they_are_sent(tmp_path):
     async with routed(tmp_path) as them:
         async with them.http.stream("POST", PATH, json={"stream": True}) as answer:
             chunks = answer.aiter_raw()
-            first = await asyncio.wait_for(anext(chunks), 120)  # the server holds back the second chunk
-            assert first == event({"id": "cmpl-1", "model": None, "choices": [make_choice("general")]})
+            first = await asyncio.wait_for(
+                anext(chunks), 120
+            )  # the server holds back the second chunk
+            assert first == event(
+                {"id": "cmpl-1", "model": None, "choices": [make_choice("general")]}
+            )
             them.general.gate.set()
             rest = b"".join([chunk async for chunk in chunks])
         assert rest == first + b"data: [DONE]\n\n"
@@ -297,7 +334,9 @@ async def test_a_pool_that_is_down_is_stood_in_for_until_it_is_back(tmp_path):
         assert await them.metric("redraft_router_fallbacks_total", domain="code") == 4
         assert await them.metric("redraft_router_server_up", server=them.code.url, pool="code") == 0
         # passed over, not tried for every request
-        assert await them.metric("redraft_router_refused_connections_total", server=them.code.url) <= 2
+        assert (
+            await them.metric("redraft_router_refused_connections_total", server=them.code.url) <= 2
+        )
         await them.code.start()
         await until_answered_by(them, "code", "code")
         assert await them.metric("redraft_router_server_up", server=them.code.url, pool="code") == 1
@@ -321,13 +360,17 @@ async def test_a_stream_that_breaks_says_why_before_the_client_sees_it_break(tmp
     async with routed(tmp_path) as them:
         heard = b""
         body = {"do": "break within", "stream": True}
-        async with them.http.stream("POST", PATH, json=body, headers={"X-Redraft-Domain": "code"}) as answer:
+        async with them.http.stream(
+            "POST", PATH, json=body, headers={"X-Redraft-Domain": "code"}
+        ) as answer:
             with contextlib.suppress(httpx.RemoteProtocolError):
                 async for chunk in answer.aiter_bytes():
                     heard += chunk
                     them.code.gate.set()  # the first part has arrived
                 pytest.fail("the stream ended as if it were whole")
-        whole, last = [json.loads(line.removeprefix(b"data: ")) for line in heard.splitlines() if line]
+        whole, last = [
+            json.loads(line.removeprefix(b"data: ")) for line in heard.splitlines() if line
+        ]
         assert whole["choices"][0]["text"] == "code"
         assert last["error"]["code"] == 502
         assert "connection" in last["error"]["message"]
@@ -352,7 +395,9 @@ async def test_a_machine_that_does_not_answer_holds_nobody_up_for_long(tmp_path,
     monkeypatch.setattr(upstream, "CONNECT_TIMEOUT_S", 0.1)
     async with routed(tmp_path) as them:
         text = (tmp_path / "fleet.toml").read_text()
-        (tmp_path / "fleet.toml").write_text(text + '[[servers]]\nurl = "http://192.0.2.1:9"\ndomain = "far"\n')
+        (tmp_path / "fleet.toml").write_text(
+            text + '[[servers]]\nurl = "http://192.0.2.1:9"\ndomain = "far"\n'
+        )
         await them.until_known("http://192.0.2.1:9")
         began_s = time.monotonic()
         assert await them.answered_by("far") == "general"
@@ -371,7 +416,9 @@ async def test_servers_come_and_go_with_the_file(tmp_path, caplog):
             them.write_fleet()
             await until_answered_by(them, "code", "general")
             them.code.gate.set()
-            assert b"[DONE]" in b"".join([chunk async for chunk in chunks]), "it ends what it had begun"
+            assert b"[DONE]" in b"".join([chunk async for chunk in chunks]), (
+                "it ends what it had begun"
+            )
         (tmp_path / "fleet.toml").write_text("not TOML")
         await until(lambda: caplog.records)
         assert await them.answered_by("prose") == "prose"
@@ -385,7 +432,9 @@ async def test_servers_come_and_go_with_the_file(tmp_path, caplog):
 
 @in_event_loop
 async def test_a_wish_for_records_is_only_taken_back_where_it_was_refused(tmp_path, random_target):
-    async with routed(tmp_path, tap=TapConfig(spool=tmp_path / "spool"), target=random_target) as them:
+    async with routed(
+        tmp_path, tap=TapConfig(spool=tmp_path / "spool"), target=random_target
+    ) as them:
         assert (await them.ask("code", prompt="x", metadata={"do": 503})).status_code == 503
         assert len(them.code.seen) == 1
         assert not them.general.seen, "a server had it, and may have failed by it"
@@ -401,16 +450,24 @@ async def test_it_is_itself_the_tap(tmp_path, random_target):
         plain = (await them.ask("code", model="code", prompt="x")).json()
         asked = json.loads(them.code.seen[0][1])
         assert (asked["return_token_ids"], asked["logprobs"]) == (True, 2)
-        assert plain["choices"] == [make_choice("code") | {"token_ids": None, "prompt_token_ids": None}]
+        assert plain["choices"] == [
+            make_choice("code") | {"token_ids": None, "prompt_token_ids": None}
+        ]
         them.prose.gate.set()
         stream = (await them.ask("prose", prompt="x", stream=True)).text
         assert stream.endswith("data: [DONE]\n\n")
         assert "token_id:" not in stream
-        assert (await them.ask("code", prompt="x", headers={"X-Redraft-Opt-Out": "1"})).status_code == 200
+        assert (
+            await them.ask("code", prompt="x", headers={"X-Redraft-Opt-Out": "1"})
+        ).status_code == 200
         counts = (await them.admin.get("/redraft/tap")).json()
         assert counts["captured_requests"] == 2
         assert counts["skipped_requests_opt_out"] == 1
-    frames = [frame for path in spool_files(tmp_path / "spool") for frame in read_frames(path.read_bytes())]
+    frames = [
+        frame
+        for path in spool_files(tmp_path / "spool")
+        for frame in read_frames(path.read_bytes())
+    ]
     records = [record for _, record in frames if isinstance(record, Record)]
     assert sorted(record.domain for record in records) == ["code", "prose"]
     assert {record.target_fingerprint for record in records} == {fingerprint(random_target)}
@@ -449,12 +506,19 @@ async def test_the_end_of_a_stream_costs_the_same_however_many_there_are(tmp_pat
 
 
 @in_event_loop
-async def test_a_request_without_a_free_descriptor_waits_and_no_server_is_blamed(tmp_path, monkeypatch):
-    connect, failures = httpcore.AsyncHTTPConnection._connect, [OSError(errno.EMFILE, "Too many open files")] * 3
+async def test_a_request_without_a_free_descriptor_waits_and_no_server_is_blamed(
+    tmp_path, monkeypatch
+):
+    connect, failures = (
+        httpcore.AsyncHTTPConnection._connect,
+        [OSError(errno.EMFILE, "Too many open files")] * 3,
+    )
 
     async def connect_if_it_can(connection, request):
         if failures and request.headers and (b"x-own", b"1") in request.headers:
-            raise httpcore.ConnectError("All connection attempts failed") from ExceptionGroup("", [failures.pop()])
+            raise httpcore.ConnectError("All connection attempts failed") from ExceptionGroup(
+                "", [failures.pop()]
+            )
         return await connect(connection, request)
 
     monkeypatch.setattr(httpcore.AsyncHTTPConnection, "_connect", connect_if_it_can)
@@ -462,7 +526,10 @@ async def test_a_request_without_a_free_descriptor_waits_and_no_server_is_blamed
         assert (await them.ask(headers={"X-Own": "1"})).status_code == 200
         assert not failures
         assert await them.metric("redraft_router_server_up", server=them.general.url, pool="") == 1
-        assert await them.metric("redraft_router_refused_connections_total", server=them.general.url) == 0
+        assert (
+            await them.metric("redraft_router_refused_connections_total", server=them.general.url)
+            == 0
+        )
         monkeypatch.setattr(pools, "OUT_OF_FILES_TIMEOUT_S", 0)
         failures += [OSError(errno.ENFILE, "Too many open files in system")] * 9
         for upstream_ in them.general, them.code, them.prose:
@@ -470,7 +537,9 @@ async def test_a_request_without_a_free_descriptor_waits_and_no_server_is_blamed
         answer = await them.ask("prose", headers={"X-Own": "1"})
         assert answer.status_code == 503
         assert "LimitNOFILE" in answer.json()["error"]["message"]
-        assert await them.metric("redraft_router_server_up", server=them.prose.url, pool="prose") == 1
+        assert (
+            await them.metric("redraft_router_server_up", server=them.prose.url, pool="prose") == 1
+        )
 
 
 @in_event_loop
@@ -479,7 +548,10 @@ async def test_a_server_that_refuses_at_once_gets_no_more_requests_until_it_is_h
     async with routed(tmp_path) as them:
 
         async def is_up(server):
-            return await them.metric("redraft_router_server_up", server=server.url, pool=server.name) == 1
+            return (
+                await them.metric("redraft_router_server_up", server=server.url, pool=server.name)
+                == 1
+            )
 
         async def prose_is_down():
             return not await is_up(them.prose)
@@ -504,20 +576,28 @@ async def test_a_server_that_refuses_at_once_gets_no_more_requests_until_it_is_h
 
 @in_event_loop
 @pytest.mark.parametrize("is_patient", [True, False])
-async def test_a_server_that_takes_requests_and_never_answers_is_passed_over(tmp_path, monkeypatch, is_patient):
+async def test_a_server_that_takes_requests_and_never_answers_is_passed_over(
+    tmp_path, monkeypatch, is_patient
+):
     monkeypatch.setattr(upstream, "SILENT_S", 0.05)
     monkeypatch.setattr(upstream, "HEALTH_TIMEOUT_S", 1.0)
     async with routed(tmp_path) as them:
-        hung = await asyncio.start_server(lambda reader, writer: asyncio.sleep(3600), "127.0.0.1", 0)
+        hung = await asyncio.start_server(
+            lambda reader, writer: asyncio.sleep(3600), "127.0.0.1", 0
+        )
         port = hung.sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         text = (tmp_path / "fleet.toml").read_text()
         (tmp_path / "fleet.toml").write_text(f'{text}[[servers]]\nurl = "{url}"\ndomain = "hung"\n')
-        waits = asyncio.create_task(them.ask("code", do="wait"))  # a long answer of a healthy server
+        waits = asyncio.create_task(
+            them.ask("code", do="wait")
+        )  # a long answer of a healthy server
 
         async def until_up_is(value):
             async def is_so():
-                return await them.metric("redraft_router_server_up", server=url, pool="hung") == value
+                return (
+                    await them.metric("redraft_router_server_up", server=url, pool="hung") == value
+                )
 
             await until(is_so)
 
@@ -527,7 +607,10 @@ async def test_a_server_that_takes_requests_and_never_answers_is_passed_over(tmp
         else:
             with pytest.raises(httpx.ReadTimeout):
                 await them.http.post(
-                    PATH, json={}, headers={"X-Redraft-Domain": "hung"}, timeout=httpx.Timeout(10, read=0.03)
+                    PATH,
+                    json={},
+                    headers={"X-Redraft-Domain": "hung"},
+                    timeout=httpx.Timeout(10, read=0.03),
                 )
         await until_up_is(0)
         assert [await them.answered_by("hung") for _ in range(5)] == ["general"] * 5
@@ -572,7 +655,9 @@ APIS = [
 
 @pytest.mark.parametrize("path", APIS)
 @in_event_loop
-async def test_an_alias_counts_in_every_api_and_what_is_not_recorded_is_counted(tmp_path, path, random_target):
+async def test_an_alias_counts_in_every_api_and_what_is_not_recorded_is_counted(
+    tmp_path, path, random_target
+):
     tap = TapConfig(spool=tmp_path / "spool", logprobs=2)
     config = {"aliases": {"llama-code": "code"}, "tap": tap, "target": random_target}
     async with routed(tmp_path, **config) as them:
@@ -581,13 +666,19 @@ async def test_an_alias_counts_in_every_api_and_what_is_not_recorded_is_counted(
         counts = (await them.admin.get("/redraft/tap")).json()
         is_read = path in ("/v1/completions", "/v1/chat/completions")
         assert counts.get("captured_requests", 0) == 0
-        assert counts["skipped_requests_unknown_field" if is_read else "skipped_requests_other_api"] == 1
+        assert (
+            counts["skipped_requests_unknown_field" if is_read else "skipped_requests_other_api"]
+            == 1
+        )
 
 
 @in_event_loop
 async def test_text_of_every_api_has_a_domain(tmp_path, clusters):
     async with routed(tmp_path, clusters=clusters) as them:
-        for content in (TALE, [{"role": "user", "content": [{"type": "input_text", "text": TALE}]}]):
+        for content in (
+            TALE,
+            [{"role": "user", "content": [{"type": "input_text", "text": TALE}]}],
+        ):
             answer = await them.http.post("/v1/responses", json={"input": content})
             assert answer.headers["x-redraft-pool"] == "prose"
 
@@ -595,7 +686,14 @@ async def test_text_of_every_api_has_a_domain(tmp_path, clusters):
 @pytest.mark.parametrize(
     "path",
     [
-        *("/sleep", "/collective_rpc", "/reset_prefix_cache", "/pause", "/server_info", "/start_profile"),
+        *(
+            "/sleep",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/pause",
+            "/server_info",
+            "/start_profile",
+        ),
         *("/%73leep", "//sleep", "/sleep/", "/v1/load_lora_adapter", "/docs"),
     ],
 )
@@ -603,7 +701,9 @@ async def test_text_of_every_api_has_a_domain(tmp_path, clusters):
 async def test_clients_do_not_reach_routes_for_developers(tmp_path, path):
     async with routed(tmp_path) as them:
         reader, writer = await asyncio.open_connection("127.0.0.1", them.port)
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{{}}"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{{}}"
+        )
         writer.write(head.encode())
         answer = await reader.read()
         writer.close()
@@ -628,7 +728,9 @@ async def test_headers_of_a_single_connection_are_not_passed_on(tmp_path):
         assert (await them.ask(headers=headers)).status_code == 200
         seen = them.general.last()
         assert seen["x-end"] == "2"
-        assert not {"connection", "x-hop", "proxy-authorization", "proxy-connection", "te"} & set(seen)
+        assert not {"connection", "x-hop", "proxy-authorization", "proxy-connection", "te"} & set(
+            seen
+        )
 
 
 @in_event_loop
@@ -650,10 +752,14 @@ def test_one_opt_out_of_several_is_enough(values):
 
 @in_event_loop
 async def test_a_header_that_http_forbids_is_the_clients_fault_and_not_quoted(tmp_path, caplog):
-    pytest.importorskip("httptools", reason="h11, which uvicorn takes in its place, lets this one pass")
+    pytest.importorskip(
+        "httptools", reason="h11, which uvicorn takes in its place, lets this one pass"
+    )
     async with routed(tmp_path) as them:
         reader, writer = await asyncio.open_connection("127.0.0.1", them.port)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Odd: hunter2\x01\r\nConnection: close\r\n\r\n")
+        writer.write(
+            b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Odd: hunter2\x01\r\nConnection: close\r\n\r\n"
+        )
         answer = await reader.read()
         assert answer.split(b" ")[1] == b"400"
         assert b"hunter2" not in answer
@@ -675,7 +781,9 @@ async def shipped(folder, them, count):
 
 
 @in_event_loop
-async def test_what_cannot_be_recorded_is_counted_and_the_next_is_recorded(tmp_path, random_target, monkeypatch):
+async def test_what_cannot_be_recorded_is_counted_and_the_next_is_recorded(
+    tmp_path, random_target, monkeypatch
+):
     monkeypatch.setattr(tap_module, "SHIP_INTERVAL_S", 0.02)
     odd = [
         {"repetition_penalty": 10**20},
@@ -686,7 +794,9 @@ async def test_what_cannot_be_recorded_is_counted_and_the_next_is_recorded(tmp_p
         {"min_p": [1]},
         {"seed": "\ud800"},
     ]
-    async with routed(tmp_path, tap=TapConfig(spool=tmp_path / "spool"), target=random_target) as them:
+    async with routed(
+        tmp_path, tap=TapConfig(spool=tmp_path / "spool"), target=random_target
+    ) as them:
         for fields in odd:
             body = json.dumps({"prompt": "x"} | fields)
             assert (await them.http.post(PATH, content=body)).status_code == 200

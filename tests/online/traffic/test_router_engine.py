@@ -1,4 +1,7 @@
-"""The router in front of a real vLLM: clients notice nothing, and the plugin's records carry the detected domain."""
+"""The router in front of a real vLLM.
+
+Clients notice nothing, and the plugin's records carry the detected domain.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,13 @@ from redraft.online.traffic.router import RouterConfig, build_router
 
 __all__ = ["clusters"]
 
-BODY = {"model": "m", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+BODY = {
+    "model": "m",
+    "max_tokens": 12,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
 
 
 async def streamed(http, url, body):
@@ -25,7 +34,9 @@ async def streamed(http, url, body):
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
                 answer_id = event["id"]
-                token_ids += [token for choice in event["choices"] for token in choice.get("token_ids") or []]
+                token_ids += [
+                    token for choice in event["choices"] for token in choice.get("token_ids") or []
+                ]
     return {"id": answer_id, "choices": [{"token_ids": token_ids}]}
 
 
@@ -44,12 +55,19 @@ def test_the_plugins_records_carry_the_domain_that_the_router_found(server, clus
                 answer = await http.post(f"{url}{PATH}", json=BODY | {"prompt": prompt})
                 assert answer.headers["x-redraft-pool"] == "code"
                 through += [answer.json(), await streamed(http, url, BODY | {"prompt": prompt})]
-                direct += [(await http.post(f"{server.url}{PATH}", json=BODY | {"prompt": prompt})).json()] * 2
+                direct += [
+                    (await http.post(f"{server.url}{PATH}", json=BODY | {"prompt": prompt})).json()
+                ] * 2
             return through, direct
 
     through, direct = asyncio.run(main())
-    tokens = [[answer["choices"][0]["token_ids"] for answer in answers] for answers in (through, direct)]
+    tokens = [
+        [answer["choices"][0]["token_ids"] for answer in answers] for answers in (through, direct)
+    ]
     assert tokens[0] == tokens[1]
     domains = {record.request_id: record.domain for record in server.records(through)}
-    found = [next(domain for name, domain in domains.items() if name.startswith(answer["id"])) for answer in through]
+    found = [
+        next(domain for name, domain in domains.items() if name.startswith(answer["id"]))
+        for answer in through
+    ]
     assert found == ["code", "code", "prose", "prose"]

@@ -1,4 +1,6 @@
-"""The tap records nothing of a server whose answers are not the plain target's, and names what to change."""
+"""The tap records nothing of a server whose answers are not the plain target's, and names what to
+change.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def sample(mode, question):
 
 
 def draw(question, defaults, watermarks):
-    """First tokens for each prompt by an exponential race, as vLLM samples: a cut changes those that it takes away."""
+    """First tokens for each prompt by an exponential race, as vLLM samples.
+
+    A cut changes those that it takes away.
+    """
     taken = {name: question.get(name, defaults.get(name, value)) for name, value in NEUTRAL.items()}
     log_probs = log_softmax(LOGITS / taken["temperature"])
     probs = np.exp(log_probs)
@@ -63,7 +68,9 @@ def draw(question, defaults, watermarks):
             yield [int(np.argmax(np.where(is_kept, log_probs - np.log(race), -math.inf)))]
 
 
-def make_server(mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingProxyType({}), watermarks=False):
+def make_server(
+    mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingProxyType({}), watermarks=False
+):
     """A vLLM with these flags, which serves the target `m` and its adapter `a`."""
 
     async def models(request):
@@ -77,7 +84,9 @@ def make_server(mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingPr
         question = json.loads(await request.body())
         if isinstance(question["prompt"], list):
             tokens = draw(question, defaults, watermarks)
-            return JSONResponse({"choices": [{"index": i, "token_ids": ids} for i, ids in enumerate(tokens)]})
+            return JSONResponse(
+                {"choices": [{"index": i, "token_ids": ids} for i, ids in enumerate(tokens)]}
+            )
         count = question.get("logprobs") or 0
         if count > max_logprobs:
             return JSONResponse({"error": "too many"}, 400)
@@ -93,7 +102,9 @@ def make_server(mode="raw_logprobs", max_logprobs=20, key="", defaults=MappingPr
             choice |= {"token_ids": [0], "prompt_token_ids": [1, 2]}
         return JSONResponse({"id": "cmpl-1", "choices": [choice]})
 
-    return Starlette(routes=[Route("/v1/models", models), Route("/v1/completions", complete, methods=["POST"])])
+    return Starlette(
+        routes=[Route("/v1/models", models), Route("/v1/completions", complete, methods=["POST"])]
+    )
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +112,9 @@ async def tapped(folder, server, **config):
     """The tap in front of the server, and a client of it."""
     async with served(server) as upstream:
         tap = Tap(TapConfig(spool=folder, logprobs=5, **config), "target", CONFIGURED)
-        proxy = Proxy(Pools(lambda: [(f"http://127.0.0.1:{upstream.port}", "")], poll_s=0.02), tap=tap)
+        proxy = Proxy(
+            Pools(lambda: [(f"http://127.0.0.1:{upstream.port}", "")], poll_s=0.02), tap=tap
+        )
         async with (
             served(proxy.app()) as front,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}") as client,
@@ -132,7 +145,9 @@ def records_in(folder):
     ],
 )
 @in_event_loop
-async def test_a_server_with_an_unfit_flag_is_named_with_the_cure_and_not_recorded(tmp_path, caplog, flags, cure):
+async def test_a_server_with_an_unfit_flag_is_named_with_the_cure_and_not_recorded(
+    tmp_path, caplog, flags, cure
+):
     async with tapped(tmp_path, make_server(**flags)) as (tap, client):
         await until(lambda: tap.checks.verdicts)
         await ask(client)
@@ -155,7 +170,9 @@ async def test_the_target_is_recorded_and_its_adapter_is_counted(tmp_path):
         assert tap.counts["skipped_requests_adapter"] == 2
     records = records_in(tmp_path)
     assert len(records) == 2
-    np.testing.assert_allclose(records[0].topk_log_probs[0], log_softmax(LOGITS)[: records[0].top_k], atol=1e-5)
+    np.testing.assert_allclose(
+        records[0].topk_log_probs[0], log_softmax(LOGITS)[: records[0].top_k], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("defaults", [CONFIGURED, {}])

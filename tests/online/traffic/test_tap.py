@@ -66,7 +66,10 @@ from redraft.online.traffic.tap_messages import (
         ({"prompt": "x", "a_field_of_a_later_vllm": 1}, False),
         ({"prompt": "x", "a_field_of_a_later_vllm": None}, True),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, False),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            False,
+        ),
         ([], False),
     ],
 )
@@ -84,13 +87,19 @@ def test_every_field_of_vllms_requests_is_decided_on(file, name):
         pytest.skip("vLLM is not installed")
     source = Path(spec.submodule_search_locations[0], "entrypoints", "openai", file, "protocol.py")
     (request,) = (n for n in ast.parse(source.read_text()).body if getattr(n, "name", "") == name)
-    fields = {n.target.id for n in request.body if isinstance(n, ast.AnnAssign) and n.target.id[0] != "_"}
+    fields = {
+        n.target.id for n in request.body if isinstance(n, ast.AnnAssign) and n.target.id[0] != "_"
+    }
     assert len(fields) > 40
     assert fields <= KNOWN
 
 
 def test_an_event_that_is_only_there_for_the_tap_is_not_sent():
-    event = {"choices": [{"delta": {}, "finish_reason": None, "token_ids": [5], "logprobs": {"content": []}}]}
+    event = {
+        "choices": [
+            {"delta": {}, "finish_reason": None, "token_ids": [5], "logprobs": {"content": []}}
+        ]
+    }
     assert strip_added(event) is False
     last = {"choices": [{"delta": {}, "finish_reason": "stop", "token_ids": [5]}]}
     assert strip_added(last) is True
@@ -101,7 +110,9 @@ def test_an_event_that_is_only_there_for_the_tap_is_not_sent():
 
 
 def test_the_likeliest_tokens_are_kept_whatever_was_sampled():
-    answer = Answer(request_id="a", prompt_ids=[1, 2], output_ids=[9], top=[{9: -5.0, 3: -0.5, 4: -1.5}])
+    answer = Answer(
+        request_id="a", prompt_ids=[1, 2], output_ids=[9], top=[{9: -5.0, 3: -0.5, 4: -1.5}]
+    )
     record = answer.record({"temperature": 0.5}, Origin(tenant="t"), "boot", "target", 2)
     np.testing.assert_array_equal(record.topk_ids, [[3, 4]])
     np.testing.assert_allclose(record.topk_log_probs, [[-0.5, -1.5]])
@@ -134,7 +145,9 @@ class RunningTap:
         """Stop the tap and return its records."""
         self.server.should_exit = True
         self.thread.join(20)
-        frames = [frame for path in spool_files(self.spool) for frame in read_frames(path.read_bytes())]
+        frames = [
+            frame for path in spool_files(self.spool) for frame in read_frames(path.read_bytes())
+        ]
         return [record for _, record in frames]
 
 
@@ -154,7 +167,10 @@ def make_bodies():
         "text": ("/v1/completions", text),
         "chat": ("/v1/chat/completions", chat),
         "text stream": ("/v1/completions", text | {"stream": True}),
-        "chat stream": ("/v1/chat/completions", chat | {"stream": True, "stream_options": {"include_usage": True}}),
+        "chat stream": (
+            "/v1/chat/completions",
+            chat | {"stream": True, "stream_options": {"include_usage": True}},
+        ),
         "logprobs": ("/v1/completions", text | {"logprobs": 2}),
         "two": ("/v1/completions", text | {"prompt": [prompt, prompt[:5]]}),
     }
@@ -186,7 +202,9 @@ def test_the_client_gets_what_it_would_have_got(server, tap, kind):
     path, body = make_bodies()[kind]
     direct = answer_of(httpx.Client(base_url=server.url, timeout=600), path, body)
     tapped = answer_of(tap.http, path, body)
-    if body.get("stream"):  # How the text is cut into events depends on timing; the content does not.
+    if body.get(
+        "stream"
+    ):  # How the text is cut into events depends on timing; the content does not.
         assert joined(tapped) == joined(direct)
         assert [set(event) for event in tapped[:1]] == [set(event) for event in direct[:1]]
     else:
@@ -197,8 +215,12 @@ def test_the_client_gets_what_it_would_have_got(server, tap, kind):
 def joined(events):
     """Text, finish reasons, usage, and every non-null field of a streamed answer."""
     choices = [choice for event in events for choice in event["choices"]]
-    text = "".join(choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices)
-    fields = {key for part in (*events, *choices) for key, value in part.items() if value is not None}
+    text = "".join(
+        choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices
+    )
+    fields = {
+        key for part in (*events, *choices) for key, value in part.items() if value is not None
+    }
     finish = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
     return text, fields, finish, [event["usage"] for event in events if event.get("usage")]
 
@@ -220,7 +242,9 @@ def test_what_it_records_is_the_targets_distribution(server, tap, random_target)
         assert len(record.output_ids) == 20
         text = torch.tensor(np.concatenate([record.context_ids, record.output_ids]))[None].long()
         with torch.no_grad():
-            log_probs_TV = model(input_ids=text).logits[0].double().log_softmax(-1)[record.positions - 1]
+            log_probs_TV = (
+                model(input_ids=text).logits[0].double().log_softmax(-1)[record.positions - 1]
+            )
         assert record.top_k >= 11
         wanted = log_probs_TV.topk(record.top_k)
         np.testing.assert_allclose(record.topk_log_probs, wanted.values, atol=1e-3)
@@ -229,7 +253,10 @@ def test_what_it_records_is_the_targets_distribution(server, tap, random_target)
 @pytest.mark.vllm
 def test_errors_and_other_routes_pass_through(server, tap):
     direct = httpx.Client(base_url=server.url, timeout=600)
-    for path, body in (("/v1/completions", {"model": "nobody", "prompt": "x"}), ("/v1/completions", {"model": "m"})):
+    for path, body in (
+        ("/v1/completions", {"model": "nobody", "prompt": "x"}),
+        ("/v1/completions", {"model": "m"}),
+    ):
         wanted, got = direct.post(path, json=body), tap.http.post(path, json=body)
         assert got.status_code == wanted.status_code >= 400
         assert got.json() == wanted.json()
@@ -242,7 +269,9 @@ def test_errors_and_other_routes_pass_through(server, tap):
 def test_a_server_that_refuses_the_taps_wish_still_answers_the_client(server, tmp_path):
     running = RunningTap(server.url, tmp_path, logprobs=41)  # above the server's --max-logprobs
     path, body = make_bodies()["text"]
-    assert answer_of(running.http, path, body) == answer_of(httpx.Client(base_url=server.url), path, body)
+    assert answer_of(running.http, path, body) == answer_of(
+        httpx.Client(base_url=server.url), path, body
+    )
     assert running.counts()["skipped_requests_unfit_server"] == 1
     assert running.stop() == []
 
@@ -265,19 +294,29 @@ def make_tap(folder):
 
 
 def checked(tap):
-    tap.checks.verdicts["http://server"] = Verdict(models=frozenset({"m"}), defaults=tap.checks.defaults)
+    tap.checks.verdicts["http://server"] = Verdict(
+        models=frozenset({"m"}), defaults=tap.checks.defaults
+    )
     return tap
 
 
 def make_answer(**changes):
-    return Answer(request_id="cmpl-trace", prompt_ids=[1, 2], output_ids=[9], top=[{9: -0.5, 3: -1.5}], **changes)
+    return Answer(
+        request_id="cmpl-trace",
+        prompt_ids=[1, 2],
+        output_ids=[9],
+        top=[{9: -0.5, 3: -1.5}],
+        **changes,
+    )
 
 
 def make_message(**changes):
     """A server's answer of one token, as JSON."""
     top = {"token_id:9": -0.5, "token_id:3": -1.5}
     choice = {"index": 0, "text": "x", "token_ids": [9], "logprobs": {"top_logprobs": [top]}}
-    return json.dumps({"id": "cmpl-trace", "prompt_token_ids": [1, 2], "choices": [choice]} | changes).encode()
+    return json.dumps(
+        {"id": "cmpl-trace", "prompt_token_ids": [1, 2], "choices": [choice]} | changes
+    ).encode()
 
 
 class Arrived:
@@ -355,7 +394,13 @@ def test_what_vllm_refuses_is_what_we_refuse():
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
-    for given in ({"temperature": 2.1}, {"top_p": 0.0}, {"min_p": 1.1}, {"presence_penalty": 2.1}, {"top_k": -2}):
+    for given in (
+        {"temperature": 2.1},
+        {"top_p": 0.0},
+        {"min_p": 1.1},
+        {"presence_penalty": 2.1},
+        {"top_k": -2},
+    ):
         with pytest.raises(VLLMValidationError, match=next(iter(given))):
             SamplingParams(**given)
     assert SamplingParams(temperature=1e-40).temperature == 0.01
@@ -364,7 +409,9 @@ def test_what_vllm_refuses_is_what_we_refuse():
 
 
 @in_event_loop
-async def test_shipping_survives_a_record_that_cannot_be_encoded_and_a_spool_that_fails(tmp_path, monkeypatch):
+async def test_shipping_survives_a_record_that_cannot_be_encoded_and_a_spool_that_fails(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(tap_module, "SHIP_INTERVAL_S", 0.01)
     spool = tmp_path / "spool"
     tap = make_tap(spool)
@@ -387,7 +434,9 @@ def test_answers_of_one_trace_are_records_of_their_own():
     records = [make_answer().record({}, Origin(), "boot", "target", 2) for _ in range(10)]
     assert len({record.record_id for record in records}) == 10
     assert all(record.request_id.startswith("cmpl-trace-") for record in records)
-    long_id = Answer(**(vars(make_answer()) | {"request_id": "a" * 10**6})).record({}, Origin(), "boot", "target", 2)
+    long_id = Answer(**(vars(make_answer()) | {"request_id": "a" * 10**6})).record(
+        {}, Origin(), "boot", "target", 2
+    )
     assert len(long_id.request_id) < 200
 
 
@@ -406,7 +455,9 @@ async def test_words_of_a_user_are_neither_logged_nor_left_in_the_answer(tmp_pat
     assert "hunter2" not in caplog.text
 
 
-@pytest.mark.parametrize("odd", ["5", "[1]", '"text"', "null", '{"choices": 5}', '{"choices": [5, null]}', "{"])
+@pytest.mark.parametrize(
+    "odd", ["5", "[1]", '"text"', "null", '{"choices": 5}', '{"choices": [5, null]}', "{"]
+)
 @in_event_loop
 async def test_an_answer_of_any_form_reaches_the_client(tmp_path, odd):
     got = await relay(make_tap(tmp_path), odd.encode())

@@ -35,35 +35,57 @@ def make_costs() -> StepCosts:
     return StepCosts.from_json(make_serving_report()["drafts"]["runs/good/draft"]["costs"])
 
 
-def test_it_prints_table_sentence_and_what_to_paste(serving: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_table_sentence_and_what_to_paste(
+    serving: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(Config(serving=serving))
     shown = capsys.readouterr().out
     advice = advise(ACCEPTED, make_costs())
     assert advice.sentence in shown
     tau = 1 + sum(ACCEPTED[:3])
-    assert f"{tau * step_s(4, 0) / step_s(4, 3):.2f}x" in shown, "by hand: tau over how much longer a step takes"
+    assert f"{tau * step_s(4, 0) / step_s(4, 3):.2f}x" in shown, (
+        "by hand: tau over how much longer a step takes"
+    )
     best = [line.split() for line in shown.splitlines() if re.match(r"\s+(1|4|16) ", line)]
     assert [[i for i, cell in enumerate(cells) if cell.endswith("*")] for cells in best] == [
         [advice.best(b)] if advice.best(b) else [] for b in (1, 4, 16)
     ]
     flag, pasted = shlex.split(shown.splitlines()[-1])
     assert flag == "--speculative-config"
-    assert json.loads(pasted) == advice.speculative_config({"method": "draft_model", "model": "runs/good/draft"})
+    assert json.loads(pasted) == advice.speculative_config(
+        {"method": "draft_model", "model": "runs/good/draft"}
+    )
 
 
-def test_the_draft_that_was_measured_fastest_is_advised_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_draft_that_was_measured_fastest_is_advised_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     head, mixed = "runs/good/draft", "ngram+runs/good/draft:2"
-    speeds = {(head, 1): 1.3, (mixed, 1): 1.5, (head, 4): 1.1, (mixed, 4): 1.2, (head, 16): 0.9, (mixed, 16): 1.05}
-    config = mix(Ngram().speculative_config, {"method": "eagle3", "model": head}, HeadLimits(tokens=2))
+    speeds = {
+        (head, 1): 1.3,
+        (mixed, 1): 1.5,
+        (head, 4): 1.1,
+        (mixed, 4): 1.2,
+        (head, 16): 0.9,
+        (mixed, 16): 1.05,
+    }
+    config = mix(
+        Ngram().speculative_config, {"method": "eagle3", "model": head}, HeadLimits(tokens=2)
+    )
     report = make_serving_report(make_sweep(drafts=(head, mixed)), {mixed: config})
     for row in report["tables"]["tokens"]:
         if row["draft"]:
-            row["speedup"] = speeds[row["draft"], row["concurrency"]] - 0.01 * abs(row["num_speculative_tokens"] - 3)
+            row["speedup"] = speeds[row["draft"], row["concurrency"]] - 0.01 * abs(
+                row["num_speculative_tokens"] - 3
+            )
             row["speedup_interval"] = [row["speedup"] - 0.08, row["speedup"] + 0.08]
     write_serving(tmp_path, report)
     main(Config(serving=tmp_path / "serving.json", output=tmp_path / "advice.json"))
     shown = capsys.readouterr().out
-    assert "at 1 request: ngram+good:2 with k = 3, 1.50x as fast (95% interval 1.42x to 1.58x)" in shown
+    assert (
+        "at 1 request: ngram+good:2 with k = 3, 1.50x as fast (95% interval 1.42x to 1.58x)"
+        in shown
+    )
     assert "measured fastest at 16 requests: no draft" in shown, "1.05x is not shown to be above 1"
     written = json.loads((tmp_path / "advice.json").read_text())
     assert (written["draft"], written["fastest"]) == (mixed, {"1": mixed, "4": mixed, "16": None})
@@ -79,9 +101,19 @@ def test_the_draft_that_was_measured_fastest_is_advised_on(tmp_path: Path, capsy
 def test_counted_answers_get_no_advice_beside_what_was_measured_fastest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1, "retrieval": "answers"}
-    write_serving(tmp_path, make_serving_report(make_sweep(drafts=("runs/good/draft", "answers")), {"answers": config}))
-    assert dispatch(["advise", "--serving", str(tmp_path / "serving.json"), "--draft", "answers"]) == 2
+    config = {
+        "method": "ngram",
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 1,
+        "retrieval": "answers",
+    }
+    write_serving(
+        tmp_path,
+        make_serving_report(make_sweep(drafts=("runs/good/draft", "answers")), {"answers": config}),
+    )
+    assert (
+        dispatch(["advise", "--serving", str(tmp_path / "serving.json"), "--draft", "answers"]) == 2
+    )
     shown, error = capsys.readouterr()
     assert shown.count("measured fastest at") == 3
     assert "expected speed-up" not in shown
@@ -93,11 +125,16 @@ def test_another_reports_acceptance_takes_the_place_of_the_benchmarks(
 ) -> None:
     report = {"draft": "d", "offline": {"forecast_per_position": [0.05, 0.01]}}
     (tmp_path / "report.json").write_text(json.dumps(report))
-    cfg = Config(serving=serving, acceptance=tmp_path / "report.json", output=tmp_path / "advice.json")
+    cfg = Config(
+        serving=serving, acceptance=tmp_path / "report.json", output=tmp_path / "advice.json"
+    )
     with pytest.raises(ValueError, match=r"report\.json .*temperature 0\b.*--temperature"):
         main(cfg)
     main(replace(cfg, temperature=0.0))
-    assert "speculation does not pay at any batch size up to 16: leave it off" in capsys.readouterr().out
+    assert (
+        "speculation does not pay at any batch size up to 16: leave it off"
+        in capsys.readouterr().out
+    )
     written = json.loads((tmp_path / "advice.json").read_text())
     assert (written["advice"]["off_from"], written["draft"]) == (1, "runs/good/draft")
 
@@ -105,18 +142,40 @@ def test_another_reports_acceptance_takes_the_place_of_the_benchmarks(
 def test_acceptance_without_the_penalties_of_the_benchmark_is_refused(
     serving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`redraft eval` leaves a target's penalties out; another benchmark has them, and gives its own rates."""
-    (tmp_path / "trained.json").write_text(json.dumps({"draft": "d", "offline": {"forecast_per_position": [0.9]}}))
+    """`redraft eval` leaves a target's penalties out.
+
+    Another benchmark has them, and gives its own rates.
+    """
+    (tmp_path / "trained.json").write_text(
+        json.dumps({"draft": "d", "offline": {"forecast_per_position": [0.9]}})
+    )
     for name, penalties in {"same": 1.05, "other": 1.2}.items():
         report = make_serving_report()
         report["settings"]["penalties"] = {"repetition_penalty": penalties}
         report["drafts"]["ngram"]["acceptance_per_position"] = [0.8, 0.7]
         write_serving(tmp_path / name, report)
     same, other = (tmp_path / name / "serving.json" for name in ("same", "other"))
-    flags = ("--acceptance-draft", "ngram", "--draft", "ngram", "--output", str(tmp_path / "advice.json"))
-    for served, acceptance, status in ((same, other, 2), (serving, same, 2), (other, serving, 2), (same, same, 0)):
-        assert dispatch(["advise", "--serving", str(served), "--acceptance", str(acceptance), *flags]) == status
-    assert json.loads((tmp_path / "advice.json").read_text())["advice"]["acceptance_per_position"] == [0.8, 0.7]
+    flags = (
+        "--acceptance-draft",
+        "ngram",
+        "--draft",
+        "ngram",
+        "--output",
+        str(tmp_path / "advice.json"),
+    )
+    for served, acceptance, status in (
+        (same, other, 2),
+        (serving, same, 2),
+        (other, serving, 2),
+        (same, same, 0),
+    ):
+        assert (
+            dispatch(["advise", "--serving", str(served), "--acceptance", str(acceptance), *flags])
+            == status
+        )
+    assert json.loads((tmp_path / "advice.json").read_text())["advice"][
+        "acceptance_per_position"
+    ] == [0.8, 0.7]
     with pytest.raises(ValueError, match=r"\bpenalties\b"):
         main(Config(serving=same, acceptance=tmp_path / "trained.json", temperature=0.0))
 
@@ -124,7 +183,9 @@ def test_acceptance_without_the_penalties_of_the_benchmark_is_refused(
 def test_the_draft_of_another_report_is_not_the_benchmarks(
     serving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "report.json").write_text(json.dumps({"draft": "d", "offline": {"forecast_per_position": [0.95, 0.9]}}))
+    (tmp_path / "report.json").write_text(
+        json.dumps({"draft": "d", "offline": {"forecast_per_position": [0.95, 0.9]}})
+    )
     main(Config(serving=serving, acceptance=tmp_path / "report.json", temperature=0.0))
     _, pasted = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert json.loads(pasted)["model"] == "DRAFT"
@@ -134,13 +195,24 @@ def test_the_draft_of_another_report_is_not_the_benchmarks(
 def test_the_advice_is_of_the_forecast_that_is_served(
     serving: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], is_sampled: bool
 ) -> None:
-    """`redraft eval` gives the acceptance at the benchmark's sampling, and the way of drafting to paste."""
+    """`redraft eval` gives the acceptance at the benchmark's sampling, and the way of drafting to
+    paste.
+    """
 
     def row(temperature: float, *rates: float) -> dict[str, Any]:
         told = [{"value": rate} for rate in rates]
-        entry = {"num_speculative_tokens": len(rates), "forecast": {"acceptance_per_position": told}, "engine": None}
+        entry = {
+            "num_speculative_tokens": len(rates),
+            "forecast": {"acceptance_per_position": told},
+            "engine": None,
+        }
         entries = [entry | {"other_sample_method": None}]
-        return {"draft": "v2", "temperature": temperature, "domain": None, "by_num_speculative_tokens": entries}
+        return {
+            "draft": "v2",
+            "temperature": temperature,
+            "domain": None,
+            "by_num_speculative_tokens": entries,
+        }
 
     filters = {name: value for name, value in asdict(SAMPLING).items() if name != "temperature"}
     report = {
@@ -149,20 +221,31 @@ def test_the_advice_is_of_the_forecast_that_is_served(
         "settings": filters,
     }
     (tmp_path / "report.json").write_text(json.dumps(report))
-    main(Config(serving=serving, acceptance=tmp_path / "report.json", output=tmp_path / "advice.json"))
+    main(
+        Config(
+            serving=serving, acceptance=tmp_path / "report.json", output=tmp_path / "advice.json"
+        )
+    )
     shown = capsys.readouterr().out
-    assert json.loads((tmp_path / "advice.json").read_text())["advice"]["acceptance_per_position"] == [0.7, 0.5]
+    assert json.loads((tmp_path / "advice.json").read_text())["advice"][
+        "acceptance_per_position"
+    ] == [0.7, 0.5]
     method = "sampled" if is_sampled else "greedy"
     assert f"for requests at temperature 0.7, top_p 0.8, top_k 20, with {method} drafts" in shown
     assert ("the step times are those of greedy drafts" in shown) == is_sampled
     _, pasted = shlex.split(shown.splitlines()[-1])
-    assert json.loads(pasted).get("draft_sample_method") == ("probabilistic" if is_sampled else None)
+    assert json.loads(pasted).get("draft_sample_method") == (
+        "probabilistic" if is_sampled else None
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--serving", "nowhere.json"], "nowhere.json does not exist: `redraft bench` measures one"),
+        (
+            ["--serving", "nowhere.json"],
+            "nowhere.json does not exist: `redraft bench` measures one",
+        ),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--draft", "other"], "has no draft 'other': choose one of ngram, runs/good/draft"),
         (["--temperature", "0"], "and the served requests are sampled at temperature 0: measure"),

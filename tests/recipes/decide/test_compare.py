@@ -66,14 +66,18 @@ def test_bad_flags_are_one_line(changes: dict[str, Any], message: str) -> None:
         Config(**changes)
 
 
-def make_making(output: Path, target: Path, answers: str | None = "answers.jsonl", **changes: Any) -> Making:
+def make_making(
+    output: Path, target: Path, answers: str | None = "answers.jsonl", **changes: Any
+) -> Making:
     cfg = Config(output=output, minutes=0.5, rounds=1, prompts_many=8, max_tokens=16, **changes)
     opened = TargetFolder.open(target)
     return Making(cfg=cfg, target=opened, answers=answers, prompts=output / "prompts.jsonl")
 
 
 @pytest.mark.parametrize("name", ["layers-2", "medusa", "eagle3-4k", "dflash-4k", "peagle-4k"])
-def test_every_family_takes_the_flags_of_its_training(name: str, tiny_target: Path, tmp_path: Path) -> None:
+def test_every_family_takes_the_flags_of_its_training(
+    name: str, tiny_target: Path, tmp_path: Path
+) -> None:
     _, module, *args = training_command(make_making(tmp_path, tiny_target), name)
     assert module == "redraft.recipes.train"
     parsed = parse_recipe(*train.choose_recipe(args, module))
@@ -122,11 +126,16 @@ def test_a_draft_made_of_answers_or_prompts_that_have_changed_is_refused_or_made
 
     def prepare(question: str, *, overwrite: bool = False) -> Making:
         questions = [{"messages": [{"role": "user", "content": question}], "domain": "all"}] * 4
-        cfg = Config(target=str(tiny_target), data=str(answers), output=tmp_path, overwrite=overwrite)
+        cfg = Config(
+            target=str(tiny_target), data=str(answers), output=tmp_path, overwrite=overwrite
+        )
         return compare.prepare(cfg, TargetFolder.open(tiny_target), questions)
 
     def make(name: str, making: Making) -> str:
-        folder, read = tmp_path / name, [answers] if name == "retrieval" else [answers, making.prompts]
+        folder, read = (
+            tmp_path / name,
+            [answers] if name == "retrieval" else [answers, making.prompts],
+        )
         command = [str(script), str(folder), *map(str, read)]
         run_once(folder, folder / "report.json", command, making)
         return (folder / "report.json").read_text().partition(" ")[0]
@@ -147,10 +156,13 @@ def test_a_draft_made_of_answers_or_prompts_that_have_changed_is_refused_or_made
             make(name, prepare("a", overwrite=True))
 
 
-def test_an_interrupted_training_starts_again_or_is_resumed(tmp_path: Path, tiny_target: Path) -> None:
+def test_an_interrupted_training_starts_again_or_is_resumed(
+    tmp_path: Path, tiny_target: Path
+) -> None:
     folder = tmp_path / "layers-2"
     script = tmp_path / "recipe.py"
-    # The first run is interrupted after its checkpoint; later ones finish, and report their arguments.
+    # The first run is interrupted after its checkpoint; later ones finish, and report their
+    # arguments.
     script.write_text(
         "import pathlib, sys\n"
         f"folder = pathlib.Path({str(folder)!r})\n"
@@ -160,7 +172,12 @@ def test_an_interrupted_training_starts_again_or_is_resumed(tmp_path: Path, tiny
     )
 
     def run(**changes: Any) -> None:
-        run_once(folder, folder / "report.json", [str(script)], make_making(tmp_path, tiny_target, **changes))
+        run_once(
+            folder,
+            folder / "report.json",
+            [str(script)],
+            make_making(tmp_path, tiny_target, **changes),
+        )
 
     with pytest.raises(ValueError, match="layers-2"):
         run()
@@ -187,14 +204,19 @@ def test_a_head_behind_two_lookups_is_trained_once(tmp_path: Path, tiny_target: 
 
 
 class Servers:
-    """Servers that do not start, and rounds of them; the group with the draft `broken` is interrupted."""
+    """Servers that do not start, and rounds of them.
+
+    The group with the draft `broken` is interrupted.
+    """
 
     def __init__(self) -> None:
         self.started: list[list[str]] = []
         self.broken = ""
 
     @contextlib.contextmanager
-    def start(self, target: str, drafts: Mapping[str, Any], logs: Path, **options: Any) -> Iterator[dict[str, str]]:
+    def start(
+        self, target: str, drafts: Mapping[str, Any], logs: Path, **options: Any
+    ) -> Iterator[dict[str, str]]:
         self.started.append(list(drafts))
         if self.broken in drafts:
             raise KeyboardInterrupt
@@ -260,19 +282,30 @@ def test_rounds_that_several_drafts_share_count_once(
     servers = Servers()
     monkeypatch.setattr(compare, "start_servers", servers.start)
     monkeypatch.setattr(compare, "run_rounds", servers.run)
-    rounds = Rounds(Config(together=3, output=tmp_path), TargetFolder.open(tiny_target), "compiled", {})
+    rounds = Rounds(
+        Config(together=3, output=tmp_path), TargetFolder.open(tiny_target), "compiled", {}
+    )
     best: list[Any] = [
-        SimpleNamespace(candidate=Candidate(name, name, {"method": "ngram"}, 2), speculative_config={"method": "ngram"})
+        SimpleNamespace(
+            candidate=Candidate(name, name, {"method": "ngram"}, 2),
+            speculative_config={"method": "ngram"},
+        )
         for name in ("a", "b", "c")
     ]
     confirmed = rounds.confirm(best, [Prompt(token_ids=[1, 2])])
     assert servers.started == [["none", "a", "b"], ["none", "c"]]
     assert confirmed["a"] is confirmed["b"]
-    assert [{name for name, _ in group} for group in rounds.groups] == [{"none", "a", "b"}, {"none", "c"}]
+    assert [{name for name, _ in group} for group in rounds.groups] == [
+        {"none", "a", "b"},
+        {"none", "c"},
+    ]
 
 
 def test_no_prompt_that_chooses_confirms_too(tiny_target: Path) -> None:
-    questions = [{"messages": [{"role": "user", "content": f"question {i % 10}"}], "domain": "all"} for i in range(64)]
+    questions = [
+        {"messages": [{"role": "user", "content": f"question {i % 10}"}], "domain": "all"}
+        for i in range(64)
+    ]
     first, rest = compare.render_prompts(Config(), TargetFolder.open(tiny_target), questions)
     chosen, confirming = ([tuple(prompt.token_ids) for prompt in some] for some in (first, rest))
     # Every fourth of them asks an even question: 0, 4, 8, 2, 6.
@@ -283,8 +316,12 @@ def test_no_prompt_that_chooses_confirms_too(tiny_target: Path) -> None:
 def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
     tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_file({"hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
+    save_file(
+        {"hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4})
+    )
     monkeypatch.setattr(compare, "load_questions", lambda *_: [])
     monkeypatch.setattr(compare, "render_prompts", lambda *_: ([], []))
     monkeypatch.setattr(made_drafts, "run_once", lambda *_: pytest.fail("a training was started"))
@@ -297,7 +334,9 @@ def test_a_finished_draft_that_proposes_less_is_refused_before_the_trainings(
 def test_a_target_that_cannot_be_had_is_told_before_the_trainings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name, *patterns: "no network")
+    monkeypatch.setattr(
+        "redraft.heads.files.folder._download", lambda name, *patterns: "no network"
+    )
     monkeypatch.setattr(made_drafts, "run_once", lambda *_: pytest.fail("a training was started"))
     with pytest.raises(FileNotFoundError, match="redraft-tests/none"):
         main(Config(target="redraft-tests/none", data="answers.jsonl", output=tmp_path))
@@ -322,7 +361,10 @@ def test_the_answers_in_redraft_are_for_the_target_in_it(
 
     assert names() == ["ngram", "retrieval"]
     assert names(target="t", data="mine.jsonl") == ["ngram", "retrieval"]
-    assert [command[command.index("--data") + 1] for command in counted] == [str(ANSWERS), "mine.jsonl"]
+    assert [command[command.index("--data") + 1] for command in counted] == [
+        str(ANSWERS),
+        "mine.jsonl",
+    ]
     for flag, module, name, *args in counted:
         parsed = parse_recipe(*find_recipe(name, args))
         assert (flag, module) == ("-m", "redraft.recipes.cli")
@@ -337,7 +379,10 @@ def test_trainings_without_answers_of_the_target_are_refused_with_the_command_th
 ) -> None:
     assert dispatch(["compare", "--target", "models/t"]) == 2
     error = capsys.readouterr().err
-    assert "`redraft regenerate --target models/t --prompts stdlib-functions --output answers.jsonl`" in error
+    assert (
+        "`redraft regenerate --target models/t --prompts stdlib-functions --output answers.jsonl`"
+        in error
+    )
     assert error.count("\n") == 1
 
 
@@ -406,6 +451,9 @@ def test_the_command_makes_serves_and_compares_drafts(tiny_target: Path, tmp_pat
     assert report["speed"]["by_draft"].keys() >= {"none", "ngram"}
     assert report["served"]["lossless"]
     # The forecast is of the prompts that the engine answered.
-    forecast, engine = report["offline"]["forecast_per_position"], report["engine"]["acceptance_per_position"]
+    forecast, engine = (
+        report["offline"]["forecast_per_position"],
+        report["engine"]["acceptance_per_position"],
+    )
     assert engine == pytest.approx(forecast, abs=0.15)
     assert (cfg.output / "report.html").is_file()

@@ -32,7 +32,9 @@ Speeds = Mapping[str, tuple[float, float]]
 """Ratio to no draft at one and at eight requests, by draft."""
 
 NGRAM = Candidate("ngram", "n-grams", {"method": "ngram"}, 2)
-HEAD = Candidate("eagle3-8k", "EAGLE-3, 8k ids", {"method": "eagle3", "model": "x"}, 2, 10_000_000, {"steps": 9})
+HEAD = Candidate(
+    "eagle3-8k", "EAGLE-3, 8k ids", {"method": "eagle3", "model": "x"}, 2, 10_000_000, {"steps": 9}
+)
 MIX = Candidate(
     "retrieval+eagle3-8k:2",
     "counted answers before EAGLE-3",
@@ -43,7 +45,9 @@ MIX = Candidate(
 
 def make_run(speed: float, accepted: int, *prompts: int) -> Measurement:
     """Answers of 41 tokens, each with 20 draft tokens accepted in 20 steps if `accepted`."""
-    counts = AcceptanceCounts(num_drafts=20, num_accepted=accepted, accepted_per_position=(accepted, 0))
+    counts = AcceptanceCounts(
+        num_drafts=20, num_accepted=accepted, accepted_per_position=(accepted, 0)
+    )
     return Measurement(
         prompts=[Prompt(token_ids=[prompt]) for prompt in prompts],
         outputs=[Output(token_ids=[7] * 41, counts=counts if accepted else None)] * len(prompts),
@@ -125,27 +129,40 @@ def make_report(first: Speeds, last: Speeds, target: Path, **baseline: Any) -> d
     }
 
 
-def test_the_report_names_the_draft_that_pays_as_measured_on_other_prompts(random_target: Path, tmp_path: Path) -> None:
+def test_the_report_names_the_draft_that_pays_as_measured_on_other_prompts(
+    random_target: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("altair")
     last = {"ngram": (1.36, 1.1), "eagle3-8k": (0.9, 0.9)}
     report = make_report({"ngram": (1.3, 1.1), "eagle3-8k": (0.9, 0.9)}, last, random_target)
     speed = report["speed"]
     assert (speed["served"], speed["rounds"]) == ("ngram", 6)
-    assert [speed[key] for key in ("ratio_1", "ratio_1_low", "ratio_8", "ngram_ratio_1")] == pytest.approx(
-        [1.36, 1.36, 1.1, 1.36]
-    )
+    assert [
+        speed[key] for key in ("ratio_1", "ratio_1_low", "ratio_8", "ngram_ratio_1")
+    ] == pytest.approx([1.36, 1.36, 1.1, 1.36])
     assert speed["head_tau"] == pytest.approx(2.0)
     assert speed["pilot"]["ngram"]["1"]["ratio"] == pytest.approx(1.3)
     assert report["served"]["lossless"]
     json.dumps(report, allow_nan=False)
     page = write_page(tmp_path, report, TEMPLATES / "compare.html.j2", build_charts).read_text()
-    assert "With n-grams, this model answers <em>1.36×</em> as fast at one request, 1.10× at eight." in page
+    assert (
+        "With n-grams, this model answers <em>1.36×</em> as fast at one request, 1.10× at eight."
+        in page
+    )
     assert all(f'id="{name}"' in page for name in ("pays-1", "pays-8", "tokens-1", "tokens-8"))
     assert "an abacus" in page
-    tie = {"prompt": 3, "position": 9, "token_with": 1, "token_without": 2, "logit_gap": 0.01, "is_tie": True}
+    tie = {
+        "prompt": 3,
+        "position": 9,
+        "token_with": 1,
+        "token_without": 2,
+        "logit_gap": 0.01,
+        "is_tie": True,
+    }
     report["served"]["ties"] = [tie]
     assert (
-        "5 of 6 outputs equal" in write_page(tmp_path, report, TEMPLATES / "compare.html.j2", build_charts).read_text()
+        "5 of 6 outputs equal"
+        in write_page(tmp_path, report, TEMPLATES / "compare.html.j2", build_charts).read_text()
     )
 
 
@@ -162,20 +179,32 @@ def test_no_draft_is_served_that_is_not_proven_faster(random_target: Path, tmp_p
     )
 
 
-def test_a_baseline_with_two_speeds_is_named_in_every_answer(random_target: Path, tmp_path: Path) -> None:
+def test_a_baseline_with_two_speeds_is_named_in_every_answer(
+    random_target: Path, tmp_path: Path
+) -> None:
     report = make_report({"ngram": (1.3, 1.1)}, {"ngram": (1.3, 1.1)}, random_target, speeds=2)
     assert any("2 speeds" in line for line in compose_answer(report))
-    assert "2 speeds" in write_page(tmp_path, report, TEMPLATES / "compare.html.j2", build_charts).read_text()
+    assert (
+        "2 speeds"
+        in write_page(tmp_path, report, TEMPLATES / "compare.html.j2", build_charts).read_text()
+    )
 
 
 def test_a_limit_that_is_not_known_is_left_out(random_target: Path, tmp_path: Path) -> None:
     for share, is_named in ((0.8, True), (None, False)):
-        report = make_report({"ngram": (1.3, 1.1)}, {"ngram": (1.3, 1.1)}, random_target, limit_share=share)
+        report = make_report(
+            {"ngram": (1.3, 1.1)}, {"ngram": (1.3, 1.1)}, random_target, limit_share=share
+        )
         page = write_page(tmp_path, report, TEMPLATES / "compare.html.j2", build_charts).read_text()
-        assert [any("80%" in line for line in compose_answer(report)), "80% of the limit" in page] == [is_named] * 2
+        assert [
+            any("80%" in line for line in compose_answer(report)),
+            "80% of the limit" in page,
+        ] == [is_named] * 2
 
 
-def test_a_trained_head_is_reported_as_measured_beside_its_forecast(random_target: Path, tmp_path: Path) -> None:
+def test_a_trained_head_is_reported_as_measured_beside_its_forecast(
+    random_target: Path, tmp_path: Path
+) -> None:
     speeds = {"ngram": (1.3, 1.1), "eagle3-8k": (0.9, 0.9)}
     choices = make_choices(speeds, NGRAM, HEAD)
     found = find_head(choices)
@@ -194,7 +223,8 @@ def test_a_trained_head_is_reported_as_measured_beside_its_forecast(random_targe
     fewer = AcceptanceCounts(num_drafts=20, num_accepted=10, accepted_per_position=(10,))
     last = make_results(speeds | {"eagle3-8k": (0.8, 0.8)})
     last["eagle3-8k", 1] = [
-        replace(run, outputs=[replace(output, counts=fewer) for output in run.outputs]) for run in last["eagle3-8k", 1]
+        replace(run, outputs=[replace(output, counts=fewer) for output in run.outputs])
+        for run in last["eagle3-8k", 1]
     ]
     first, confirmed = [make_results(speeds)], {"eagle3-8k": last}
     sections = describe_head(str(random_target), tmp_path, choices, first, confirmed)
@@ -204,10 +234,15 @@ def test_a_trained_head_is_reported_as_measured_beside_its_forecast(random_targe
     assert sections["by_domain"]["all"]["tau"] == 2.0
     assert sections["train"]["steps"] == 9
     speed = sections["engine"]["speed"]
-    assert (speed["rounds"], speed["tokens_per_s_without_draft"]) == (6, pytest.approx((100 / 3 + 100 / 4) / 2))
+    assert (speed["rounds"], speed["tokens_per_s_without_draft"]) == (
+        6,
+        pytest.approx((100 / 3 + 100 / 4) / 2),
+    )
     assert (speed["speedup"], *speed["speedup_interval"]) == pytest.approx((0.8, 0.8, 0.8))
-    # 41 tokens are one of the prefill, 20 steps that accept 10, and 10 steps without a draft: tau 4 / 3. At 0.8 times
-    # the speed such a step takes 5 / 3 steps of the target alone.
+    # 41 tokens are one of the prefill, 20 steps that accept 10, and 10 steps without a draft: tau 4
+    # / 3. At 0.8 times the speed such a step takes 5 / 3 steps of the target alone.
     assert speed["draft_token_cost"] == pytest.approx(2 / 3)
-    assert describe_head(str(random_target), tmp_path, choices, first, {})["engine"]["speed"] is None
+    assert (
+        describe_head(str(random_target), tmp_path, choices, first, {})["engine"]["speed"] is None
+    )
     assert describe_head(str(random_target), tmp_path, choices[:1], [], {}) == {}

@@ -1,4 +1,7 @@
-"""`redraft eval` as its user runs it: killed, repeated, given bad input, and beside the real engine."""
+"""`redraft eval` as its user runs it.
+
+Killed, repeated, given bad input, and beside the real engine.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +78,24 @@ def run(served_pair: tuple[Path, Path], data: Path, tmp_path: Path) -> Run:
 
 
 def drafts_of(pair: tuple[Path, Path], *more: str) -> list[str]:
-    return [part for draft in (f"noisy={pair[1]}", f"copy={pair[0]}", *more) for part in ("--draft", draft)]
+    return [
+        part
+        for draft in (f"noisy={pair[1]}", f"copy={pair[0]}", *more)
+        for part in ("--draft", draft)
+    ]
 
 
-FORECAST = ("--no-engine", "--domain-column", "topic", "--temperature", "0", "1", "--num-speculative-tokens", "1", "3")
+FORECAST = (
+    "--no-engine",
+    "--domain-column",
+    "topic",
+    "--temperature",
+    "0",
+    "1",
+    "--num-speculative-tokens",
+    "1",
+    "3",
+)
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -86,9 +103,15 @@ def report_of(folder: Path) -> dict[str, Any]:
     return report
 
 
-def row_of(report: dict[str, Any], draft: str, domain: str | None = None, temperature: float = 0) -> dict[str, Any]:
+def row_of(
+    report: dict[str, Any], draft: str, domain: str | None = None, temperature: float = 0
+) -> dict[str, Any]:
     rows = report["results"]
-    return next(r for r in rows if (r["draft"], r["domain"], r["temperature"]) == (draft, domain, temperature))
+    return next(
+        r
+        for r in rows
+        if (r["draft"], r["domain"], r["temperature"]) == (draft, domain, temperature)
+    )
 
 
 def test_drafts_of_every_kind_stand_side_by_side(run: Run, served_pair, tmp_path: Path) -> None:
@@ -113,14 +136,24 @@ def test_drafts_of_every_kind_stand_side_by_side(run: Run, served_pair, tmp_path
         assert copy["alpha"]["value"] == pytest.approx(1, abs=1e-4)
         told = [e["forecast"]["tau"]["value"] for e in copy["by_num_speculative_tokens"]]
         assert told == pytest.approx([2, 4], abs=1e-3), "k + 1"
-    assert 1 < row_of(report, "noisy")["by_num_speculative_tokens"][1]["forecast"]["tau"]["value"] < 4
-    assert [e["num_speculative_tokens"] for e in row_of(report, "medusa")["by_num_speculative_tokens"]] == [1]
+    assert (
+        1 < row_of(report, "noisy")["by_num_speculative_tokens"][1]["forecast"]["tau"]["value"] < 4
+    )
+    assert [
+        e["num_speculative_tokens"] for e in row_of(report, "medusa")["by_num_speculative_tokens"]
+    ] == [1]
     assert "medusa was trained to draft 2 tokens: k = 3 is left out." in report["notes"]
     assert report["domains"] == ["code", "prose"]
-    assert {draft["name"] for draft in report["drafts"] if draft["is_sampled"]} == {"noisy", "copy", "eagle1"}
+    assert {draft["name"] for draft in report["drafts"] if draft["is_sampled"]} == {
+        "noisy",
+        "copy",
+        "eagle1",
+    }
 
 
-def test_the_same_command_gives_the_same_bytes_in_another_folder(run: Run, served_pair, tmp_path: Path) -> None:
+def test_the_same_command_gives_the_same_bytes_in_another_folder(
+    run: Run, served_pair, tmp_path: Path
+) -> None:
     for name in ("one", "other"):
         assert run(*FORECAST, *drafts_of(served_pair, "ngram"), output=name) == 0
     for file in ("report.json", "report.html", "report.md"):
@@ -128,11 +161,16 @@ def test_the_same_command_gives_the_same_bytes_in_another_folder(run: Run, serve
     assert (tmp_path / "one/run.json").is_file()
 
 
-def test_a_report_names_its_type_and_another_is_measured_again(run: Run, served_pair, tmp_path: Path) -> None:
+def test_a_report_names_its_type_and_another_is_measured_again(
+    run: Run, served_pair, tmp_path: Path
+) -> None:
     stored = tmp_path / "stored"
     LlamaForCausalLM.from_pretrained(served_pair[0], dtype=torch.bfloat16).save_pretrained(stored)
     load_tokenizer(served_pair[0]).save_pretrained(stored)
-    flags, kept = ("--no-engine", "--target", str(stored), "--draft", "ngram"), tmp_path / "out" / "kept"
+    flags, kept = (
+        ("--no-engine", "--target", str(stored), "--draft", "ngram"),
+        tmp_path / "out" / "kept",
+    )
     for named in ((), ("--target-dtype", "float32"), ("--target-dtype", "bfloat16")):
         chosen = named[1] if named else default_target_dtype(stored, on_cpu=True)
         assert run(*flags, *named) == 0
@@ -146,7 +184,11 @@ def test_a_report_names_its_type_and_another_is_measured_again(run: Run, served_
 
 
 def test_a_killed_run_goes_on_with_the_batch_it_was_killed_in(
-    run: Run, served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run,
+    served_pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(*FORECAST, *drafts_of(served_pair), output="whole") == 0
     evaluate, calls = teacher_forced.evaluate_batch, []
@@ -162,12 +204,18 @@ def test_a_killed_run_goes_on_with_the_batch_it_was_killed_in(
     assert "redraft: interrupted" in capsys.readouterr().err
     assert run(*FORECAST, *drafts_of(served_pair), output="broken") == 0
     assert len(calls) == 3 + 2, "four batches, two of which were done"
-    assert (tmp_path / "whole/report.json").read_bytes() == (tmp_path / "broken/report.json").read_bytes()
+    assert (tmp_path / "whole/report.json").read_bytes() == (
+        tmp_path / "broken/report.json"
+    ).read_bytes()
 
 
-def test_a_further_draft_reuses_the_targets_answers(run: Run, served_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_draft_reuses_the_targets_answers(
+    run: Run, served_pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(*FORECAST, "--draft", str(served_pair[1])) == 0
-    monkeypatch.setattr(teacher_forced, "generate_answers", lambda *_, **__: pytest.fail("it answers again"))
+    monkeypatch.setattr(
+        teacher_forced, "generate_answers", lambda *_, **__: pytest.fail("it answers again")
+    )
     assert run(*FORECAST, "--draft", str(served_pair[1]), "--draft", "ngram") == 0
 
 
@@ -201,11 +249,19 @@ def test_what_fell_against_the_baseline_is_exit_status_1(
         (("--draft", "TARGET", "--baseline", "nowhere.json"), "does not exist"),
         (("--draft", "OTHER"), "logits"),
         (("--draft", "HEAD"), "was trained for another target"),
-        (("--draft", "ngram", "--no-forecast"), "--no-forecast and --no-engine leave nothing to measure"),
+        (
+            ("--draft", "ngram", "--no-forecast"),
+            "--no-forecast and --no-engine leave nothing to measure",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_one_line_and_leaves_what_is_there(
-    flags: tuple[str, ...], said: str, run: Run, served_pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...],
+    said: str,
+    run: Run,
+    served_pair,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/report.json").write_text("earlier")
@@ -232,8 +288,12 @@ def make_smaller(target: Path, folder: Path) -> Path:
 
 
 def make_foreign_head(target: Path, folder: Path) -> Path:
-    medusa.Medusa(medusa.Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target))).export(folder)
-    (folder / "provenance.json").write_text(json.dumps({"target_fingerprint": "00", "target": "somebody else's"}))
+    medusa.Medusa(
+        medusa.Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target))
+    ).export(folder)
+    (folder / "provenance.json").write_text(
+        json.dumps({"target_fingerprint": "00", "target": "somebody else's"})
+    )
     return folder
 
 
@@ -241,13 +301,24 @@ def test_a_baseline_of_another_target_is_refused(
     run: Run, served_pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--no-engine", "--draft", "ngram", output="before") == 0
-    flags = ("--target", str(served_pair[1]), "--draft", "ngram", "--baseline", str(tmp_path / "before/report.json"))
+    flags = (
+        "--target",
+        str(served_pair[1]),
+        "--draft",
+        "ngram",
+        "--baseline",
+        str(tmp_path / "before/report.json"),
+    )
     assert run("--no-engine", *flags) == 2
     assert re.search(r"before/report\.json .*\bbaseline\b.*\btarget\b", capsys.readouterr().err)
 
 
 def test_a_baseline_without_a_temperature_is_refused_before_anything_is_measured(
-    run: Run, served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run,
+    served_pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run("--no-engine", "--draft", "ngram", output="before") == 0
     monkeypatch.setattr(teacher_forced, "evaluate_batch", lambda *_: pytest.fail("it forecasts"))
@@ -299,18 +370,30 @@ def test_sampled_answers_follow_the_target_and_do_not_depend_on_their_batch(serv
     }
     (alone,) = generate_answers(target, [prompt], **options, seed=1)
     others = [Prompt(token_ids=[60 + i] * (3 + i)) for i in range(3)]
-    assert generate_answers(target, [*others, prompt], **options, seed=1)[-1].output_ids == alone.output_ids
-    log_p_V = (target(torch.tensor([prompt.token_ids])).logits[0, -1].double() / 0.7).log_softmax(-1)
+    assert (
+        generate_answers(target, [*others, prompt], **options, seed=1)[-1].output_ids
+        == alone.output_ids
+    )
+    log_p_V = (target(torch.tensor([prompt.token_ids])).logits[0, -1].double() / 0.7).log_softmax(
+        -1
+    )
     p_V, options["max_tokens"] = log_p_V.exp(), 1
-    drawn = [generate_answers(target, [prompt], **options, seed=s)[0].output_ids[0] for s in range(300)]
-    mean, spread = float((p_V * log_p_V).sum()), float((p_V * log_p_V**2).sum() - (p_V * log_p_V).sum() ** 2) ** 0.5
+    drawn = [
+        generate_answers(target, [prompt], **options, seed=s)[0].output_ids[0] for s in range(300)
+    ]
+    mean, spread = (
+        float((p_V * log_p_V).sum()),
+        float((p_V * log_p_V**2).sum() - (p_V * log_p_V).sum() ** 2) ** 0.5,
+    )
     assert abs(float(log_p_V[drawn].mean()) - mean) < 3 * spread / 300**0.5
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An engine whose answers of 64 tokens take 57 steps: 4 with a draft, of which 6 tokens are accepted, and 53 in
-    which nothing was found. The requests in flight of every measurement.
+    """An engine whose answers of 64 tokens take 57 steps.
+
+    4 with a draft, of which 6 tokens are accepted, and 53 in which nothing was found. The requests
+    in flight of every measurement.
     """
     concurrencies: list[int] = []
 
@@ -318,18 +401,31 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def start(*_: Any, **__: Any) -> Iterator[None]:
         yield None
 
-    def count(server: None, prompts: Sequence[Prompt], *, concurrency: int, **_: Any) -> Measurement:
+    def count(
+        server: None, prompts: Sequence[Prompt], *, concurrency: int, **_: Any
+    ) -> Measurement:
         concurrencies.append(concurrency)
-        counts = AcceptanceCounts(num_drafts=4, num_accepted=6, num_draft_tokens=12, accepted_per_position=(3, 2, 1))
+        counts = AcceptanceCounts(
+            num_drafts=4, num_accepted=6, num_draft_tokens=12, accepted_per_position=(3, 2, 1)
+        )
         outputs = [Output(token_ids=list(range(64)), counts=counts)] * len(prompts)
-        return Measurement(prompts=prompts, outputs=outputs, full_s=1.0, full_tokens=64, dtype="float32", counts=None)
+        return Measurement(
+            prompts=prompts,
+            outputs=outputs,
+            full_s=1.0,
+            full_tokens=64,
+            dtype="float32",
+            counts=None,
+        )
 
     monkeypatch.setattr(served, "vllm_server", start)
     monkeypatch.setattr(served, "measure", count)
     return concurrencies
 
 
-def test_without_forecasts_the_engines_steps_without_a_draft_count(run: Run, asked: list[int], tmp_path: Path) -> None:
+def test_without_forecasts_the_engines_steps_without_a_draft_count(
+    run: Run, asked: list[int], tmp_path: Path
+) -> None:
     flags = ("--draft", "ngram", "--num-speculative-tokens", "3", "--max-tokens", "64")
     taus = []
     # In one folder: counts beside a forecast, which are by draft, must not pass for counts by step.
@@ -338,7 +434,9 @@ def test_without_forecasts_the_engines_steps_without_a_draft_count(run: Run, ask
         (entry,) = row_of(report_of(tmp_path / "out"), "ngram")["by_num_speculative_tokens"]
         taus.append(entry["engine"]["tau"])
     assert taus == pytest.approx([1 + 6 / 4, 1 + 6 / 57], abs=1e-6)
-    assert entry["engine"]["acceptance_per_position"] == pytest.approx([3 / 57, 2 / 57, 1 / 57], abs=1e-6)
+    assert entry["engine"]["acceptance_per_position"] == pytest.approx(
+        [3 / 57, 2 / 57, 1 / 57], abs=1e-6
+    )
 
 
 def test_counted_answers_are_counted_at_the_load_of_their_forecast(
@@ -355,7 +453,11 @@ def test_counted_answers_are_counted_at_the_load_of_their_forecast(
     flags = [part for draft in drafts for part in ("--draft", draft)]
     assert run(*flags, "--concurrency", "8") == 0
     assert asked == [8, 1, 1]
-    noted = {note.split()[0] for note in report_of(tmp_path / "out")["notes"] if note.startswith("answers")}
+    noted = {
+        note.split()[0]
+        for note in report_of(tmp_path / "out")["notes"]
+        if note.startswith("answers")
+    }
     assert noted == {"answers", "answers+head:1"}
     assert run(*flags, "--concurrency", "8", "--no-forecast") == 0
     assert asked[3:] == [8, 8, 8], "nothing to compare with"
@@ -363,10 +465,22 @@ def test_counted_answers_are_counted_at_the_load_of_their_forecast(
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_real_engine_counts_what_was_forecast_greedy_and_sampled(run: Run, served_pair, tmp_path: Path) -> None:
-    flags = ("--temperature", "0", "1", "--num-speculative-tokens", "3", "--draft-sample-method", "probabilistic")
+def test_the_real_engine_counts_what_was_forecast_greedy_and_sampled(
+    run: Run, served_pair, tmp_path: Path
+) -> None:
+    flags = (
+        "--temperature",
+        "0",
+        "1",
+        "--num-speculative-tokens",
+        "3",
+        "--draft-sample-method",
+        "probabilistic",
+    )
     sizes = ("--num-prompts", "16", "--max-tokens", "48")
-    assert run("--draft", f"noisy={served_pair[1]}", "--domain-column", "topic", *flags, *sizes) == 0
+    assert (
+        run("--draft", f"noisy={served_pair[1]}", "--domain-column", "topic", *flags, *sizes) == 0
+    )
     report = report_of(tmp_path / "out")
     for domain in (None, "code", "prose"):
         (entry,) = row_of(report, "noisy", domain)["by_num_speculative_tokens"]
@@ -375,7 +489,9 @@ def test_the_real_engine_counts_what_was_forecast_greedy_and_sampled(run: Run, s
         assert entry["engine"]["acceptance_per_position"] == pytest.approx(told, abs=1e-6)
     (sampled,) = row_of(report, "noisy", temperature=1)["by_num_speculative_tokens"]
     difference = sampled["engine"]["difference"]
-    width = difference["high"] - difference["low"]  # nearly four standard errors: the engine draws anew every time
+    width = (
+        difference["high"] - difference["low"]
+    )  # nearly four standard errors: the engine draws anew every time
     assert abs(difference["value"]) < width < 0.5 * sampled["engine"]["tau"]
 
     # Without a forecast only the engine loads the target's layers.
@@ -394,21 +510,31 @@ def test_the_real_engine_counts_what_was_forecast_greedy_and_sampled(run: Run, s
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_an_engine_that_does_not_start_is_one_line_and_the_forecast_is_kept(
-    run: Run, served_pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run,
+    served_pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ("--draft", f"noisy={served_pair[1]}", "--num-speculative-tokens", "2")
     assert run(*flags, "--", "--no-such-flag") == 2
     assert re.search(r"redraft: noisy: .*--no-such-flag", capsys.readouterr().err)
-    monkeypatch.setattr(teacher_forced, "evaluate_batch", lambda *_: pytest.fail("it forecasts again"))
+    monkeypatch.setattr(
+        teacher_forced, "evaluate_batch", lambda *_: pytest.fail("it forecasts again")
+    )
     assert run(*flags, "--no-engine") == 0
 
 
 @pytest.mark.vllm
-def test_the_engines_counters_by_position_are_the_sum_of_its_requests(engine_with_draft: VllmServer) -> None:
+def test_the_engines_counters_by_position_are_the_sum_of_its_requests(
+    engine_with_draft: VllmServer,
+) -> None:
     prompts = [Prompt(token_ids=[20 + i, 40, 60]) for i in range(8)]
     before = read_counters(engine_with_draft)
     counted = measure(engine_with_draft, prompts, max_tokens=24, concurrency=4).counts
-    warm_up = measure(engine_with_draft, prompts[:4], max_tokens=WARM_UP_TOKENS, concurrency=4).counts
+    warm_up = measure(
+        engine_with_draft, prompts[:4], max_tokens=WARM_UP_TOKENS, concurrency=4
+    ).counts
     assert counted is not None
     assert warm_up is not None
     assert counted.accepted_per_position[0] > counted.accepted_per_position[2] > 0
@@ -418,13 +544,29 @@ def test_the_engines_counters_by_position_are_the_sum_of_its_requests(engine_wit
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_real_engine_looks_up_what_the_forecast_does(run: Run, tiny_target: Path, tmp_path: Path) -> None:
-    """One request at a time. With several, vLLM 0.32 now and then proposes once where nothing occurred before: of these
-    16 prompts, at 2 to 4 requests, one to three gain a draft of which nothing is accepted.
+def test_the_real_engine_looks_up_what_the_forecast_does(
+    run: Run, tiny_target: Path, tmp_path: Path
+) -> None:
+    """One request at a time.
+
+    With several, vLLM 0.32 now and then proposes once where nothing occurred before: of these 16
+    prompts, at 2 to 4 requests, one to three gain a draft of which nothing is accepted.
     """
-    flags = ("--target", str(tiny_target), "--prompts", "stdlib", "--held-out", "0.05", "--draft", "ngram")
+    flags = (
+        "--target",
+        str(tiny_target),
+        "--prompts",
+        "stdlib",
+        "--held-out",
+        "0.05",
+        "--draft",
+        "ngram",
+    )
     flags += ("--concurrency", "1", "--target-dtype", "float32")
-    assert run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "16") == 0
+    assert (
+        run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "16")
+        == 0
+    )
     (entry,) = row_of(report_of(tmp_path / "out"), "ngram")["by_num_speculative_tokens"]
     assert entry["engine"]["num_drafts"] > 20
     assert entry["engine"]["tau"] == pytest.approx(entry["forecast"]["tau_per_draft"], abs=1e-6)
@@ -439,32 +581,78 @@ def test_the_real_engine_drafts_from_counted_answers_as_forecast(
     rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
     code = "import ast\n\n\ndef f(self):\n    return self.value\n" * 4
     answers.write_text(
-        "".join(json.dumps({"messages": [*row, {"role": "assistant", "content": code}]}) + "\n" for row in rows)
+        "".join(
+            json.dumps({"messages": [*row, {"role": "assistant", "content": code}]}) + "\n"
+            for row in rows
+        )
     )
     flags = ["--target", str(tiny_target), "--data", str(answers), "--output", str(counted)]
     assert dispatch(["retrieval", *flags, "--retrieval.verify-cost", "0.01"]) == 0
-    more = ("--target", str(tiny_target), "--concurrency", "1", "--max-tokens", "96", "--draft", str(counted))
+    more = (
+        "--target",
+        str(tiny_target),
+        "--concurrency",
+        "1",
+        "--max-tokens",
+        "96",
+        "--draft",
+        str(counted),
+    )
     more += ("--target-dtype", "float32")
     assert run(*more, "--num-speculative-tokens", "4") == 0
     (entry,) = row_of(report_of(tmp_path / "out"), "counted")["by_num_speculative_tokens"]
     assert entry["engine"]["num_drafts"] > 20
     assert entry["engine"]["tau"] == pytest.approx(entry["forecast"]["tau_per_draft"], abs=1e-6)
     mixed = f"{counted}+{tiny_target.parent / 'tiny-eagle3'}:1"
-    assert run(*more[:-4], "--draft", mixed, *more[-2:], "--num-speculative-tokens", "4", output="mixed") == 0
-    (both,) = row_of(report_of(tmp_path / "mixed"), "counted+tiny-eagle3:1")["by_num_speculative_tokens"]
-    assert both["engine"]["num_drafts"] > entry["engine"]["num_drafts"], "the head drafts if nothing is counted"
+    assert (
+        run(
+            *more[:-4],
+            "--draft",
+            mixed,
+            *more[-2:],
+            "--num-speculative-tokens",
+            "4",
+            output="mixed",
+        )
+        == 0
+    )
+    (both,) = row_of(report_of(tmp_path / "mixed"), "counted+tiny-eagle3:1")[
+        "by_num_speculative_tokens"
+    ]
+    assert both["engine"]["num_drafts"] > entry["engine"]["num_drafts"], (
+        "the head drafts if nothing is counted"
+    )
     assert both["engine"]["tau"] == pytest.approx(both["forecast"]["tau"]["value"], abs=1e-6)
-    assert both["engine"]["tau"] > entry["forecast"]["tau"]["value"], "more than the counted answers alone"
+    assert both["engine"]["tau"] > entry["forecast"]["tau"]["value"], (
+        "more than the counted answers alone"
+    )
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_real_engine_asks_the_head_where_no_ngram_matches(run: Run, tiny_target: Path, tmp_path: Path) -> None:
-    """The head's keys are whole: were a step with n-grams not read by it, later tokens would be others."""
+def test_the_real_engine_asks_the_head_where_no_ngram_matches(
+    run: Run, tiny_target: Path, tmp_path: Path
+) -> None:
+    """The head's keys are whole.
+
+    Were a step with n-grams not read by it, later tokens would be others.
+    """
     head = tiny_target.parent / "tiny-eagle3"
-    flags = ("--target", str(tiny_target), "--prompts", "stdlib", "--held-out", "0.05", "--concurrency", "1")
+    flags = (
+        "--target",
+        str(tiny_target),
+        "--prompts",
+        "stdlib",
+        "--held-out",
+        "0.05",
+        "--concurrency",
+        "1",
+    )
     flags += ("--draft", f"ngram+{head}", "--draft", f"ngram+{head}:1", "--target-dtype", "float32")
-    assert run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "8") == 0
+    assert (
+        run(*flags, "--num-speculative-tokens", "4", "--max-tokens", "96", "--num-prompts", "8")
+        == 0
+    )
     report = report_of(tmp_path / "out")
     names = ("ngram+tiny-eagle3", "ngram+tiny-eagle3:1")
     mixed, limited = (row_of(report, name)["by_num_speculative_tokens"][0] for name in names)

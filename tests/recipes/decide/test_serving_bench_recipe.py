@@ -1,4 +1,6 @@
-"""`redraft bench` from flags to reports, interrupted and resumed, and what it says of drafts that cannot be served."""
+"""`redraft bench` from flags to reports, interrupted and resumed, and what it says of drafts that
+cannot be served.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,19 @@ def opened(cfg: Config) -> TargetFolder:
 
 
 class Servers:
-    """Starts that are answered by a server that runs already; one told to accept everything is refused."""
+    """Starts that are answered by a server that runs already.
+
+    One told to accept everything is refused.
+    """
 
     def __init__(self, running: VllmServer, dies_at: int | None = None) -> None:
         self.running, self.dies_at = running, dies_at
         self.started: list[dict[str, Any] | None] = []
 
     @contextlib.contextmanager
-    def __call__(self, target: str, *, speculative_config: dict[str, Any] | None, **_: Any) -> Iterator[VllmServer]:
+    def __call__(
+        self, target: str, *, speculative_config: dict[str, Any] | None, **_: Any
+    ) -> Iterator[VllmServer]:
         if speculative_config and "rejection_sample_method" in speculative_config:
             raise ChildProcessError("vLLM did not start: no synthetic acceptance")
         self.started.append(speculative_config)
@@ -79,7 +86,10 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.vllm
 def test_a_run_that_was_interrupted_measures_what_is_missing(
-    engine_with_draft: VllmServer, served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_with_draft: VllmServer,
+    served_pair: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cfg = make_config(served_pair, tmp_path)
     monkeypatch.setattr(bench, "vllm_server", Servers(engine_with_draft, dies_at=1))
@@ -91,7 +101,9 @@ def test_a_run_that_was_interrupted_measures_what_is_missing(
     again = Servers(engine_with_draft)
     monkeypatch.setattr(bench, "vllm_server", again)
     main(cfg, engine_has_ideal=True)
-    assert [bool(config) for config in again.started] == [False, True], "the draft, and the target alone beside it"
+    assert [bool(config) for config in again.started] == [False, True], (
+        "the draft, and the target alone beside it"
+    )
     report = json.loads((tmp_path / "serving.json").read_text())
     schema = json.loads((Path(serving_report.__file__).parent / "serving.schema.json").read_text())
     jsonschema.validate(report, schema)
@@ -100,7 +112,10 @@ def test_a_run_that_was_interrupted_measures_what_is_missing(
         "reason": "vLLM did not start: no synthetic acceptance",
     }
     assert report["refused"] == [refused]
-    assert set(StepCosts.from_json(report["drafts"][str(served_pair[1])]["costs"]).batch_sizes) == {1, 2}
+    assert set(StepCosts.from_json(report["drafts"][str(served_pair[1])]["costs"]).batch_sizes) == {
+        1,
+        2,
+    }
 
     third = Servers(engine_with_draft)
     monkeypatch.setattr(bench, "vllm_server", third)
@@ -118,7 +133,9 @@ def test_a_draft_that_is_added_on_another_day_is_compared_with_the_target_of_tha
     started: list[str | None] = []
 
     @contextlib.contextmanager
-    def serve(target: str, *, speculative_config: dict[str, Any] | None, **_: Any) -> Iterator[str | None]:
+    def serve(
+        target: str, *, speculative_config: dict[str, Any] | None, **_: Any
+    ) -> Iterator[str | None]:
         if speculative_config and "rejection_sample_method" in speculative_config:
             raise ChildProcessError("vLLM did not start: no synthetic acceptance")
         method = speculative_config["method"] if speculative_config else None
@@ -134,7 +151,8 @@ def test_a_draft_that_is_added_on_another_day_is_compared_with_the_target_of_tha
     cfg = make_config(served_pair, tmp_path, repeats=2)
     main(cfg, engine_has_ideal=True)
     assert started == [None, "draft_model"] * 2
-    # Nothing new, but the ideal: the target is not measured for a draft that the engine refuses again.
+    # Nothing new, but the ideal: the target is not measured for a draft that the engine refuses
+    # again.
     main(cfg, engine_has_ideal=True)
     assert started == [None, "draft_model"] * 2
     # a machine with nothing else to do
@@ -162,7 +180,9 @@ def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
     model.save_pretrained(tmp_path / "draft")
     cfg = make_config((served_pair[0], tmp_path / "draft"), tmp_path / "bench", concurrency=(1,))
     # the target alone was measured by an earlier run
-    cells = bench.group_by_variant(cell for some in bench.plan(bench.sweep(cfg, opened(cfg))).values() for cell in some)
+    cells = bench.group_by_variant(
+        cell for some in bench.plan(bench.sweep(cfg, opened(cfg))).values() for cell in some
+    )
     results = bench.Results(cfg.output, bench.served(cfg, opened(cfg), "compiled"))
     for cell in cells[Variant()]:
         results.add(cell, 0, make_load_result(), make_load_result())
@@ -177,7 +197,9 @@ def test_a_draft_that_the_engine_refuses_is_one_line_with_its_cure(
 def test_a_copy_of_the_target_drafts_what_is_sampled(
     served_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sampled drafts of the same distribution are all accepted, unless the engine cannot sample beside a draft."""
+    """Sampled drafts of the same distribution are all accepted, unless the engine cannot sample
+    beside a draft.
+    """
     target = shutil.copytree(served_pair[0], tmp_path / "target")
     named = json.loads((target / "generation_config.json").read_text()) | {"temperature": 0.8}
     (target / "generation_config.json").write_text(json.dumps(named))
@@ -192,26 +214,42 @@ def test_a_copy_of_the_target_drafts_what_is_sampled(
     )
     main(cfg)
     report = json.loads((tmp_path / "bench/serving.json").read_text())
-    assert report["settings"]["sampling"] == {"temperature": 0.8, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    assert report["settings"]["sampling"] == {
+        "temperature": 0.8,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+    }
     draft = report["drafts"][str(target)]
     assert draft["config"]["draft_sample_method"] == "probabilistic"
     assert draft["acceptance_per_position"][0] > 0.95, "blocks at an answer's end are cut off"
-    assert "Requests were sampled at temperature 0.8, drafts probabilistic." in capsys.readouterr().out
-    assert "load generator at temperature 0.8, drafts probabilistic" in (tmp_path / "bench/serving.html").read_text()
+    assert (
+        "Requests were sampled at temperature 0.8, drafts probabilistic." in capsys.readouterr().out
+    )
+    assert (
+        "load generator at temperature 0.8, drafts probabilistic"
+        in (tmp_path / "bench/serving.html").read_text()
+    )
 
 
-def test_requests_that_vllm_refuses_beside_a_draft_are_refused_before(served_pair: tuple[Path, Path]) -> None:
+def test_requests_that_vllm_refuses_beside_a_draft_are_refused_before(
+    served_pair: tuple[Path, Path],
+) -> None:
     cfg = make_config(served_pair, Path("nowhere"), temperature=1.0, min_p=0.1)
     with pytest.raises(ValueError, match=r"min_p 0\.1.*--min-p 0\."):
         bench.sweep(cfg, opened(cfg))
 
 
 def test_another_sampling_is_measured_again(served_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    greedy, sampled = (make_config(served_pair, tmp_path, temperature=value) for value in (0.0, 0.5))
+    greedy, sampled = (
+        make_config(served_pair, tmp_path, temperature=value) for value in (0.0, 0.5)
+    )
     paths = set()
     for cfg in (greedy, sampled, replace(sampled, draft_sample_method="probabilistic")):
         cell = bench.plan(bench.sweep(cfg, opened(cfg)))["draft"][1]
-        paths.add(bench.Results(cfg.output, bench.served(cfg, opened(cfg), "compiled")).path(cell, 0))
+        paths.add(
+            bench.Results(cfg.output, bench.served(cfg, opened(cfg), "compiled")).path(cell, 0)
+        )
     assert len(paths) == 3
 
 
@@ -232,7 +270,11 @@ def test_another_type_of_the_target_is_measured_again_also_by_default(
 def test_a_draft_that_only_v2_serves_is_refused_before_any_server_starts(
     served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_file({"markov_head.markov_w1.weight": torch.zeros(1, 1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {"markov_head.markov_w1.weight": torch.zeros(1, 1)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.setattr(bench, "vllm_server", lambda *_, **__: pytest.fail("a server was started"))
     with pytest.raises(ValueError, match=r"V2.*DSpark.*VLLM_USE_V2_MODEL_RUNNER=0"):
@@ -242,12 +284,19 @@ def test_a_draft_that_only_v2_serves_is_refused_before_any_server_starts(
 def test_more_tokens_than_a_draft_proposes_are_refused_before_any_server_starts(
     served_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_file({"hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4}))
+    save_file(
+        {"hidden_norm.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["DFlashDraftModel"], "block_size": 4})
+    )
     monkeypatch.setattr(bench, "vllm_server", lambda *_, **__: pytest.fail("a server was started"))
     drafts = (str(served_pair[1]), str(tmp_path))
     # All numbers are asked of the first draft, and of the others only the first number.
-    for changes in ({"draft": drafts[::-1], "num_speculative_tokens": (3, 5)}, {"num_speculative_tokens": (5, 3)}):
+    for changes in (
+        {"draft": drafts[::-1], "num_speculative_tokens": (3, 5)},
+        {"num_speculative_tokens": (5, 3)},
+    ):
         with pytest.raises(ValueError, match=r"5.*DFlash.*3"):
             main(make_config(served_pair, tmp_path / "bench", **{"draft": drafts, **changes}))
 
@@ -264,7 +313,9 @@ def test_the_ideal_is_asked_of_the_engine_in_its_own_words() -> None:
     config = speculative_config(ideal, {"d": {"method": "draft_model", "model": "d"}})
     assert config is not None
     assert config["rejection_sample_method"] == "synthetic"
-    rates = SpeculativeConfig._resolve_synthetic_acceptance_rates(3, None, config["synthetic_acceptance_length"])
+    rates = SpeculativeConfig._resolve_synthetic_acceptance_rates(
+        3, None, config["synthetic_acceptance_length"]
+    )
     assert rates == [1.0, 1.0, 1.0]
     assert speculative_config(Variant(), {}) is None
 
@@ -288,7 +339,10 @@ def test_variants_are_told_apart() -> None:
             "/nowhere.jsonl, the file of the jsonl prompts, does not exist",
         ),
         (["--draft", "ngram", "--prompts-per-client", "0"], "at least 1"),
-        (["--draft", "ngram", "--input-tokens", "4000"], "4256 tokens of input and output do not fit"),
+        (
+            ["--draft", "ngram", "--input-tokens", "4000"],
+            "4256 tokens of input and output do not fit",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_one_line_and_2(

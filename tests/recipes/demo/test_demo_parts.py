@@ -19,8 +19,13 @@ FILES = {
 
 def make_target(endpoint: str, folder: Path) -> CompletedProcess[str]:
     """Run it with the hub at `endpoint`, and no wheel to be had."""
-    code = "import sys; from pathlib import Path; from redraft.recipes.demo.parts import make_target as make; "
-    return run_with_hub(code + "print(make(Path(sys.argv[1])))", endpoint, folder / "home", str(folder / "parts"))
+    code = (
+        "import sys; from pathlib import Path; from redraft.recipes.demo.parts import "
+        "make_target as make; "
+    )
+    return run_with_hub(
+        code + "print(make(Path(sys.argv[1])))", endpoint, folder / "home", str(folder / "parts")
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +39,12 @@ def test_the_model_comes_from_the_hub_and_is_kept(tmp_path: Path) -> None:
         done = make_target(hub, tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "parts" / "smollm2-135m-instruct"
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", MANIFEST, PROVENANCE}
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        MANIFEST,
+        PROVENANCE,
+    }
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert f"{ON_HUB} from the hub" in done.stdout
     assert read_origin(folder) == f"{ON_HUB} at 01234567"

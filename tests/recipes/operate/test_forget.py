@@ -1,4 +1,7 @@
-"""`redraft fleet forget`: everything it reaches, what it tells, and the way back from drafts that learned."""
+"""`redraft fleet forget`.
+
+Everything it reaches, what it tells, and the way back from drafts that learned.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,12 @@ from redraft.online.learning.anchors import read_anchors
 from redraft.online.learning.buffer import CLOCK_SLACK_S, Buffer
 from redraft.online.learning.cursor import SERVED
 from redraft.online.learning.forget import Forgotten
-from redraft.online.records.origin import MAX_LABEL_CHARS, read_origin_headers, stored_name, to_label
+from redraft.online.records.origin import (
+    MAX_LABEL_CHARS,
+    read_origin_headers,
+    stored_name,
+    to_label,
+)
 from redraft.online.records.outlet import Recording
 from redraft.online.records.record import encode_record
 from redraft.recipes.cli.run import dispatch
@@ -48,7 +56,8 @@ def some(random_target):
 def of(tenant, records, **changes):
     """Copies of the records that belong to the tenant."""
     return [
-        msgspec.structs.replace(record, tenant=tenant, server_id=f"boot-{tenant[:20]}", **changes) for record in records
+        msgspec.structs.replace(record, tenant=tenant, server_id=f"boot-{tenant[:20]}", **changes)
+        for record in records
     ]
 
 
@@ -65,7 +74,11 @@ def fill(world, records):
 
 def publish(world, *, through=None, copied=False):
     """A version that learned from the first `through` records of the buffer; None does not say."""
-    says = {} if through is None else {"trained_through": through, "trained_until_s": time.time() + 1e6}
+    says = (
+        {}
+        if through is None
+        else {"trained_through": through, "trained_until_s": time.time() + 1e6}
+    )
     provenance = {"copied_from": "somewhere"} if copied else {"trained_from": "v000001", **says}
     version = world.registry.publish(
         lambda folder: shutil.copytree(world.draft, folder, dirs_exist_ok=True),
@@ -81,7 +94,16 @@ def publish(world, *, through=None, copied=False):
 
 
 @pytest.mark.parametrize(
-    "name", ["acme", "Zürich AG", "株式会社", "t" * MAX_LABEL_CHARS, "tenant-" + 64 * "a", "ü" * 64, 40 * "株"]
+    "name",
+    [
+        "acme",
+        "Zürich AG",
+        "株式会社",
+        "t" * MAX_LABEL_CHARS,
+        "tenant-" + 64 * "a",
+        "ü" * 64,
+        40 * "株",
+    ],
 )
 def test_the_command_and_the_header_agree_on_a_name(name):
     header = name.encode().decode("latin-1")  # as HTTP libraries read the client's UTF-8
@@ -106,11 +128,20 @@ def test_every_place_is_reached_without_a_learner(world, some):
     ship(world.spool, of("acme", some[6:9]) + of("other", some[9:10]))
     anchors = world.root / "anchors"
     target = fingerprint(world.target)
-    anchors.write_bytes(b"".join(encode_record(record) for record in of("acme", some[10:11]) + of("", some[11:])))
-    (world.spool / "00000000000000000001-x-00000000.records").write_bytes(b"RDR4 of a later release, of anybody")
+    anchors.write_bytes(
+        b"".join(encode_record(record) for record in of("acme", some[10:11]) + of("", some[11:]))
+    )
+    (world.spool / "00000000000000000001-x-00000000.records").write_bytes(
+        b"RDR4 of a later release, of anybody"
+    )
     (world.spool / "00000000000000000002-x-00000000.records").write_bytes(b"torn, of anybody")
     forgotten = delete(world, "acme", anchors=anchors)
-    assert (forgotten.buffer, forgotten.arriving, forgotten.anchors, forgotten.unattributed) == (4, 3, 1, 1)
+    assert (forgotten.buffer, forgotten.arriving, forgotten.anchors, forgotten.unattributed) == (
+        4,
+        3,
+        1,
+        1,
+    )
     assert not list(world.spool.iterdir())
     quarantine = world.root / "learner" / "buffer" / "quarantine"
     assert not list(quarantine.iterdir())
@@ -138,12 +169,16 @@ def test_a_server_whose_clock_is_ahead_brings_nothing_back(world, some, ahead_s)
     delete(world, "acme")
     late = of("acme", some[1:3], time_s=time.time() + ahead_s)
     with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
-        assert buffer.append([(encode_record(record), record) for record in late], time.time()) == {"forgotten": 2}
+        assert buffer.append([(encode_record(record), record) for record in late], time.time()) == {
+            "forgotten": 2
+        }
 
 
 def test_through_a_learner_the_same_is_reached_and_anchors_are_not_mixed_in_any_more(world, some):
     anchors = world.root / "anchors"
-    anchors.write_bytes(b"".join(encode_record(record) for record in of("acme", some[:2]) + of("", some[2:3])))
+    anchors.write_bytes(
+        b"".join(encode_record(record) for record in of("acme", some[:2]) + of("", some[2:3]))
+    )
 
     async def main():
         async with world.fleet(), world.learner(anchors=anchors) as task:
@@ -167,7 +202,10 @@ def test_through_a_learner_the_same_is_reached_and_anchors_are_not_mixed_in_any_
 
 
 def test_versions_that_may_have_learned_are_named_with_the_way_back(world, some, capsys):
-    """By numbers of records: the clock was set back after `before`, whose training ended later than `after`'s."""
+    """By numbers of records.
+
+    The clock was set back after `before`, whose training ended later than `after`'s.
+    """
     publish(world, copied=True)
     fill(world, of("other", some[:3]))
     before = publish(world, through=3)
@@ -176,8 +214,13 @@ def test_versions_that_may_have_learned_are_named_with_the_way_back(world, some,
     forgotten = delete(world, "acme")
     assert forgotten.learned == tuple(after)
     assert (forgotten.clean, forgotten.is_in_training) == (before, False)
-    lines = forget.describe(forgotten, forget.Config(tenant="acme", config=world.root / "learner.toml"))
-    assert any(f"redraft fleet rollback --to {before} --config {world.root}/learner.toml" in line for line in lines)
+    lines = forget.describe(
+        forgotten, forget.Config(tenant="acme", config=world.root / "learner.toml")
+    )
+    assert any(
+        f"redraft fleet rollback --to {before} --config {world.root}/learner.toml" in line
+        for line in lines
+    )
     assert delete(world, "acme").learned == (), "the records are gone, and nobody knows any more"
 
 
@@ -189,7 +232,10 @@ def test_no_name_deletes_nothing(world, some, name):
         delete(world, name)
     with Buffer(world.config().buffer_config, fingerprint(world.target)) as buffer:
         assert buffer.find_tenant("acme").num_records == 0
-        assert sum(buffer.status().num_training.values()) + sum(buffer.status().num_held_out.values()) == 3
+        assert (
+            sum(buffer.status().num_training.values()) + sum(buffer.status().num_held_out.values())
+            == 3
+        )
 
 
 def test_records_that_only_judge_taught_nothing(world, some):
@@ -211,7 +257,9 @@ def test_the_printed_command_serves_the_version_before_and_trains_on_from_it(wor
             told = await control.ask(learner, Forgotten, do="forget", tenant="acme")
             assert (told.is_in_training, list(told.learned), told.clean) == (True, [], "v000001")
             await control.ask(learner, control.WentBack, do="rollback", to=told.clean)
-            await until(lambda: "training begins again from v000001" in str(world.entries("state")), task)
+            await until(
+                lambda: "training begins again from v000001" in str(world.entries("state")), task
+            )
 
     asyncio.run(main())
     trained = json.loads((world.root / "learner/buffer/cursor.json").read_text())["trained"]
@@ -273,7 +321,10 @@ def test_the_command_tells_and_ends_with_1_if_there_was_nothing(world, some, cap
     assert dispatch(["fleet", "forget", "acme", "--dry-run"]) == 0
     assert "4 records of acme would be deleted: 4 in the buffer" in capsys.readouterr().out
     assert dispatch(["fleet", "forget", "acme"]) == 0
-    assert re.match(r"4 records of acme were deleted: 4 in the buffer\nrecords still on", capsys.readouterr().out)
+    assert re.match(
+        r"4 records of acme were deleted: 4 in the buffer\nrecords still on",
+        capsys.readouterr().out,
+    )
     with pytest.raises(SystemExit) as ended:
         dispatch(["fleet", "forget", "acme"])
     assert ended.value.code == 1

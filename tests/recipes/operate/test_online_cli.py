@@ -56,7 +56,10 @@ def test_the_printed_settings_can_be_read_back(capsys, tmp_path):
         (["fleet", "swap", "v000007"], "has no version v000007: the newest are v000001"),
         (["fleet", "rollback"], "has no version before v000001"),
         (["fleet", "forget", "acme", "--config", "absent.toml"], "redraft learner --print-config"),
-        (["tap", "localhost:8000", "--target", "t"], "is not the address of a server: it must be like http://"),
+        (
+            ["tap", "localhost:8000", "--target", "t"],
+            "is not the address of a server: it must be like http://",
+        ),
     ],
 )
 def test_a_mistake_is_told_in_one_line(args, message, capsys, tmp_path, monkeypatch, world):
@@ -108,7 +111,9 @@ def test_without_a_learner_the_command_itself_goes_by_way_of_the_canary(world):
 
 
 @pytest.mark.parametrize("has_gone_back", [True, False])
-def test_a_learner_killed_during_a_rollback_leaves_the_fleet_one_version_back(has_gone_back, world, monkeypatch):
+def test_a_learner_killed_during_a_rollback_leaves_the_fleet_one_version_back(
+    has_gone_back, world, monkeypatch
+):
     async def die(folder, answer, **request):
         if has_gone_back:
             world.registry.rollback(request["to"])
@@ -127,7 +132,9 @@ def test_a_learner_killed_during_a_rollback_leaves_the_fleet_one_version_back(ha
 
 
 @pytest.mark.parametrize(("to", "served"), [("", "v000002"), ("v000001", "v000001")])
-def test_without_the_learner_that_rolled_it_out_a_candidate_is_taken_back_and_not_tried_again(to, served, world):
+def test_without_the_learner_that_rolled_it_out_a_candidate_is_taken_back_and_not_tried_again(
+    to, served, world
+):
     for _ in range(3):
         publish(world)
     world.registry.promote("v000001")
@@ -138,7 +145,9 @@ def test_without_the_learner_that_rolled_it_out_a_candidate_is_taken_back_and_no
 
     async def main():
         async with world.fleet():
-            assert await rollback.roll_back(world.config(), to) == world.registry.current() == served
+            assert (
+                await rollback.roll_back(world.config(), to) == world.registry.current() == served
+            )
             assert [fake.version for fake in world.fakes] == [served, served]
 
     asyncio.run(main())
@@ -156,7 +165,9 @@ def test_without_the_learner_that_rolled_it_out_a_candidate_is_taken_back_and_no
     ],
     ids=lambda state: state.phase.value,
 )
-def test_without_a_learner_a_chosen_version_ends_the_candidate_of_one_that_was_killed(state, choose, world):
+def test_without_a_learner_a_chosen_version_ends_the_candidate_of_one_that_was_killed(
+    state, choose, world
+):
     for _ in range(3):
         publish(world)
     for version in ("v000001", "v000002"):
@@ -201,12 +212,18 @@ def test_with_a_learner_the_commands_ask_it(world):
             cfg = world.config()
             await until(lambda: world.entries("state"), task)
             outcome = await swap.roll_out(cfg, publish(world))
-            assert (outcome.passed, outcome.version, world.registry.current()) == (True, "v000002", "v000002")
+            assert (outcome.passed, outcome.version, world.registry.current()) == (
+                True,
+                "v000002",
+                "v000002",
+            )
             assert (await versions.live_lines(cfg))[0] == "learner: idle"
             assert (await forget.delete_records(cfg, "nobody")).num_records == 0
             assert await rollback.roll_back(cfg) == "v000001"
             assert [fake.version for fake in world.fakes] == ["v000001", "v000001"]
             with pytest.raises(AlreadyOwnedError):
-                await swap.roll_out(replace(cfg, folder=world.root), "v000002")  # it does not find the learner
+                await swap.roll_out(
+                    replace(cfg, folder=world.root), "v000002"
+                )  # it does not find the learner
 
     asyncio.run(main())

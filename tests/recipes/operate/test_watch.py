@@ -1,4 +1,6 @@
-"""Watching real HTTP servers that serve real metrics text, through restarts and absences, and the real vLLM."""
+"""Watching real HTTP servers that serve real metrics text, through restarts and absences, and the
+real vLLM.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from redraft.eval.counts import AcceptanceCounts
 from redraft.eval.engine.measure import read_counters
 from redraft.eval.engine.server import VllmServer
 from redraft.recipes.cli.run import dispatch
-from redraft.recipes.operate.watch import Config, format_counts, format_poll, main, poll_servers, read_server
+from redraft.recipes.operate.watch import (
+    Config,
+    format_counts,
+    format_poll,
+    main,
+    poll_servers,
+    read_server,
+)
 
 
 def make_metrics(drafts: int, accepted: tuple[int, ...]) -> str:
@@ -26,7 +35,9 @@ def make_metrics(drafts: int, accepted: tuple[int, ...]) -> str:
     for engine in (0, 1):
         mine = labels.format(engine)
         text.append(f"vllm:spec_decode_num_drafts_total{{{mine}}} {drafts / 2}")
-        text.append(f"vllm:spec_decode_num_draft_tokens_total{{{mine}}} {drafts / 2 * len(accepted)}")
+        text.append(
+            f"vllm:spec_decode_num_draft_tokens_total{{{mine}}} {drafts / 2 * len(accepted)}"
+        )
         text.append(f"vllm:spec_decode_num_accepted_tokens_total{{{mine}}} {sum(accepted) / 2}")
         for position, count in enumerate(accepted):
             name = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{mine},position="{position}"}}'
@@ -88,7 +99,9 @@ redraft_pace_explored_ratio 0.004
 """
 
 
-def test_a_server_that_chooses_the_number_of_tokens_has_a_second_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_chooses_the_number_of_tokens_has_a_second_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with serving(make_metrics(100, (60, 30)) + PACE) as url:
         main(make_config(url, polls=1))
     first, second, *_ = capsys.readouterr().out.splitlines()
@@ -111,15 +124,26 @@ def test_after_a_restart_everything_counts(after: tuple[int, tuple[int, ...]]) -
 
 def test_a_line_has_bars_numbers_and_pace() -> None:
     counts = AcceptanceCounts(
-        num_drafts=1000, num_draft_tokens=3000, num_accepted=1500, accepted_per_position=(1000, 500, 0)
+        num_drafts=1000,
+        num_draft_tokens=3000,
+        num_accepted=1500,
+        accepted_per_position=(1000, 500, 0),
     )
-    assert format_counts(counts, 100.0) == "2.50 tokens per drafted step  |█▄ |  1.00 0.50 0.00  100 drafts/s"
-    assert format_counts(counts, None) == "2.50 tokens per drafted step  |█▄ |  1.00 0.50 0.00  1,000 drafts so far"
+    assert (
+        format_counts(counts, 100.0)
+        == "2.50 tokens per drafted step  |█▄ |  1.00 0.50 0.00  100 drafts/s"
+    )
+    assert (
+        format_counts(counts, None)
+        == "2.50 tokens per drafted step  |█▄ |  1.00 0.50 0.00  1,000 drafts so far"
+    )
     assert format_counts(AcceptanceCounts.zero(), 10.0) == "no drafts"
 
 
 def test_acceptance_is_shown_over_time() -> None:
-    with serving(make_metrics(100, (60, 30)), make_metrics(200, (160, 120)), make_metrics(200, (160, 120))) as url:
+    with serving(
+        make_metrics(100, (60, 30)), make_metrics(200, (160, 120)), make_metrics(200, (160, 120))
+    ) as url:
         first, second, third = poll_servers(make_config(url, polls=2))
     assert first.counts[url].tau == pytest.approx(1.9)
     assert second.counts[url].tau == pytest.approx(1 + 1.0 + 0.9), "of these 100 drafts alone"
@@ -175,7 +199,9 @@ def assert_ends_with_1(cfg: Config) -> None:
 def test_a_tau_that_is_high_enough_ends_with_0() -> None:
     with serving(make_metrics(100, (60,)), make_metrics(400, (360,))) as url:
         main(make_config(url, min_tau=1.9, min_drafts=200))
-        main(replace(make_config(url, min_tau=5.0), min_drafts=1))  # its counters stand still: nothing to judge
+        main(
+            replace(make_config(url, min_tau=5.0), min_drafts=1)
+        )  # its counters stand still: nothing to judge
 
 
 @pytest.mark.parametrize(
@@ -212,8 +238,13 @@ def test_the_real_servers_counters_are_read(engine_with_draft: VllmServer) -> No
     while (now := read_server(engine_with_draft.url).counts) == before:
         time.sleep(0.05)  # statistics follow the tokens
     counts = read_counters(engine_with_draft)
-    assert (now.num_drafts, now.accepted_per_position) == (counts.num_drafts, counts.accepted_per_position)
+    assert (now.num_drafts, now.accepted_per_position) == (
+        counts.num_drafts,
+        counts.accepted_per_position,
+    )
     counted = now.since(before)
     assert counted is not None
     assert len(counted.accepted_per_position) == 3
-    assert 23 <= counted.num_drafts + counted.num_accepted <= 23 + 3, "the last block may go beyond the end"
+    assert 23 <= counted.num_drafts + counted.num_accepted <= 23 + 3, (
+        "the last block may go beyond the end"
+    )

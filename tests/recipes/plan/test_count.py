@@ -1,4 +1,6 @@
-"""The counts against counting by hand, against the same step on real tensors, and against memory that was measured."""
+"""The counts against counting by hand, against the same step on real tensors, and against memory
+that was measured.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,14 @@ from redraft.distill.plan.counted_step import (
     count_step,
     count_target,
 )
-from redraft.distill.plan.held import DRAFT_WEIGHTS, GRADIENTS, STATE, TARGET_WEIGHTS, DraftSize, Sharing
+from redraft.distill.plan.held import (
+    DRAFT_WEIGHTS,
+    GRADIENTS,
+    STATE,
+    TARGET_WEIGHTS,
+    DraftSize,
+    Sharing,
+)
 from redraft.distill.plan.roofs import (
     DEVICES,
     HOST_BYTES_PER_S,
@@ -110,7 +119,9 @@ def plan_for(family: str, **changes: Any) -> Plan:
         head = dspark.Config(num_layers=2, block_size=3, num_anchors=6, markov_rank=8)
     vocabulary = 128 if family in ("eagle3", "peagle", "dflash", "dspark") else 0
     target = MIMO if family == "mtp" else TARGET
-    return replace(PLAN, family=family, target=target, head=head, **{"draft_vocab_size": vocabulary, **changes})
+    return replace(
+        PLAN, family=family, target=target, head=head, **{"draft_vocab_size": vocabulary, **changes}
+    )
 
 
 @pytest.fixture
@@ -119,21 +130,38 @@ def tiny_target(tmp_path: Any) -> str:
     return str(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------- FLOPs
+# ----------------------------------------------------------------------------------------------------------------
+# FLOPs
 
 
 def test_the_flops_of_an_eagle3_step_are_those_of_a_count_by_hand() -> None:
-    batch, tokens, steps, hidden, inner, heads, key_heads, size, vocabulary, kept = 2, 24, 3, 64, 96, 4, 2, 16, 512, 128
+    batch, tokens, steps, hidden, inner, heads, key_heads, size, vocabulary, kept = (
+        2,
+        24,
+        3,
+        64,
+        96,
+        4,
+        2,
+        16,
+        512,
+        128,
+    )
     rows = batch * tokens
     mix = 2 * rows * (3 * hidden) * hidden
-    layer = 2 * rows * (2 * hidden * (heads + 2 * key_heads) * size + heads * size * hidden + 3 * hidden * inner)
-    # every step sees the keys up to its own; those of later steps on its diagonal are no matrix product
+    layer = (
+        2
+        * rows
+        * (2 * hidden * (heads + 2 * key_heads) * size + heads * size * hidden + 3 * hidden * inner)
+    )
+    # every step sees the keys up to its own; those of later steps on its diagonal are no matrix
+    # product
     attention = steps * 2 * batch * heads * 2 * size * (tokens * (tokens + 1) // 2)
     labelled = [batch * (tokens - 2 - k) for k in range(steps)]
     target_logits = 2 * batch * (tokens - 2) * hidden * vocabulary
     draft_logits = sum(2 * n * hidden * kept for n in labelled)
-    # of the mix only the weights have a gradient; attention's backward has five products for the forward's two, which
-    # are repeated
+    # of the mix only the weights have a gradient; attention's backward has five products for the
+    # forward's two, which are repeated
     backward = mix + 2 * steps * layer + 7 * attention // 2
     by_hand = mix + steps * layer + attention + target_logits + 3 * draft_logits + backward
     assert count_flops(count_step(replace(PLAN, signal="endpoint"))) == by_hand
@@ -145,7 +173,9 @@ def test_the_flops_of_the_target_are_those_of_a_count_by_hand() -> None:
     attention = 2 * 2 * 4 * (24 * 25 // 2) * (16 + 16)
     served = count_target(PLAN)
     assert count_flops(served) == 8 * (layer + attention)
-    assert served.memory[TARGET_WEIGHTS] == pytest.approx(2 * _parameters(TARGET), rel=1e-3)  # beside a few buffers
+    assert served.memory[TARGET_WEIGHTS] == pytest.approx(
+        2 * _parameters(TARGET), rel=1e-3
+    )  # beside a few buffers
 
 
 def _parameters(config: LlamaConfig) -> int:
@@ -161,20 +191,26 @@ def test_causal_attention_computes_the_scores_up_to_the_diagonal() -> None:
     assert attention_flops(q, q, q, is_causal=False, backward=True) == full * 5 // 2
 
 
-# ------------------------------------------------------------------------------------------- with and without weights
+# ------------------------------------------------------------------------------------------- with
+# and without weights
 
 
 @pytest.mark.parametrize("signal", ["model", "endpoint"])
 @pytest.mark.parametrize(
     "family",
     [
-        name if name in ("standalone", "eagle3", "dflash") else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name in ("standalone", "eagle3", "dflash")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in get_args(FamilyName)
     ],
 )
 def test_without_weights_the_same_is_counted_as_with_them(family: str, signal: SignalKind) -> None:
     plan = plan_for(family, signal=signal, documents=3)
-    weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
+    weightless, real = (
+        count_step(plan, shown_on=torch.device("cpu")),
+        count_step(plan, weightless=False),
+    )
     assert weightless.operations == real.operations
     assert weightless.memory == real.memory
     assert count_flops(real) > 0
@@ -182,20 +218,30 @@ def test_without_weights_the_same_is_counted_as_with_them(family: str, signal: S
 
 def test_a_count_in_float32_is_the_same_too() -> None:
     plan = replace(PLAN, dtype=torch.float32, autocast=False, keeps_gradients=True)
-    weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
+    weightless, real = (
+        count_step(plan, shown_on=torch.device("cpu")),
+        count_step(plan, weightless=False),
+    )
     assert (weightless.operations, weightless.memory) == (real.operations, real.memory)
-    assert real.memory[GRADIENTS] == real.gradient_bytes == real.memory[DRAFT_WEIGHTS] - 128 * 8  # beside the ids
+    assert (
+        real.memory[GRADIENTS] == real.gradient_bytes == real.memory[DRAFT_WEIGHTS] - 128 * 8
+    )  # beside the ids
 
 
 @pytest.mark.slow
 def test_a_count_with_muon_is_the_same_too() -> None:
     plan = plan_for("eagle3", optimizer="muon")
-    weightless, real = count_step(plan, shown_on=torch.device("cpu")), count_step(plan, weightless=False)
+    weightless, real = (
+        count_step(plan, shown_on=torch.device("cpu")),
+        count_step(plan, weightless=False),
+    )
     assert (weightless.operations, weightless.memory) == (real.operations, real.memory)
     assert real.memory[STATE] < count_step(plan_for("eagle3")).memory[STATE]
 
 
-def test_the_targets_signal_is_in_memory_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_targets_signal_is_in_memory_during_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """`Distillation.step` holds it in a local variable."""
     make_source, run_backward = bench_step.make_source, torch.autograd.backward
     signals: list[Any] = []
@@ -233,19 +279,35 @@ def test_seven_steps_of_32k_tokens_take_less_than_twice_the_activations_of_one()
         return count_step(make_plan(asked)).memory
 
     one, seven = long(1, 32_768), long(7, 32_768)
-    print(f"activations: {one[ACTIVATIONS] / 1e9:.1f} GB of one step, {seven[ACTIVATIONS] / 1e9:.1f} GB of seven")
+    print(
+        f"activations: {one[ACTIVATIONS] / 1e9:.1f} GB of one step, {seven[ACTIVATIONS] / 1e9:.1f} "
+        "GB of seven"
+    )
     assert seven[ACTIVATIONS] < 2 * one[ACTIVATIONS]
     assert long(7, 65_536).total() < 80e9
 
 
 @pytest.mark.parametrize(
-    ("family", "kept"), [("standalone", 0), ("eagle3", 4096), pytest.param("eagle3", 0, marks=pytest.mark.slow)]
+    ("family", "kept"),
+    [("standalone", 0), ("eagle3", 4096), pytest.param("eagle3", 0, marks=pytest.mark.slow)],
 )
-def test_the_kernels_move_hardly_more_than_the_logits_once_and_the_gradients_once(family: str, kept: int) -> None:
+def test_the_kernels_move_hardly_more_than_the_logits_once_and_the_gradients_once(
+    family: str, kept: int
+) -> None:
     target = LlamaConfig(**{**TARGET.to_dict(), "vocab_size": 16_384})
-    head = LlamaConfig(**{**DRAFT.to_dict(), "vocab_size": 16_384}) if family == "standalone" else PLAN.head
+    head = (
+        LlamaConfig(**{**DRAFT.to_dict(), "vocab_size": 16_384})
+        if family == "standalone"
+        else PLAN.head
+    )
     plan = replace(
-        PLAN, family=family, target=target, head=head, draft_vocab_size=kept, sequence_length=256, batch_size=4
+        PLAN,
+        family=family,
+        target=target,
+        head=head,
+        draft_vocab_size=kept,
+        sequence_length=256,
+        batch_size=4,
     )
     forms = {
         form: count_step(replace(plan, divergence=replace(plan.divergence, form=form))).operations
@@ -266,7 +328,10 @@ def test_the_kernels_move_hardly_more_than_the_logits_once_and_the_gradients_onc
 
 @pytest.mark.slow
 def test_an_accelerator_takes_other_branches_than_the_cpu() -> None:
-    cpu, accelerator = count_step(PLAN, shown_on=torch.device("cpu")), count_step(PLAN, shown_on=META)
+    cpu, accelerator = (
+        count_step(PLAN, shown_on=torch.device("cpu")),
+        count_step(PLAN, shown_on=META),
+    )
     # the CPU's attention computes the later steps' few scores without products
     assert count_flops(accelerator) > count_flops(cpu)
 
@@ -299,7 +364,9 @@ def test_bytes_are_what_a_kernel_reads_and_writes() -> None:
             torch.addmm(z, x, y, beta=beta, out=z)
     moved = [work.num_bytes for work in counting.operations.elements() if work.num_bytes]
     gathered = 3 * 16 * 4
-    assert sorted(moved) == sorted([2 * gathered + 3 * 8, 512, 2 * 512, 512 + 256 + 128, 512 + 256 + 2 * 128])
+    assert sorted(moved) == sorted(
+        [2 * gathered + 3 * 8, 512, 2 * 512, 512 + 256 + 128, 512 + 256 + 2 * 128]
+    )
 
 
 def test_a_view_keeps_the_memory_of_the_whole() -> None:
@@ -321,7 +388,9 @@ HEADS = {
 
 
 def peak_of_second_step(family: str) -> int:
-    """Resident memory at the worst moment of a step that finds an optimizer state, above that of the libraries."""
+    """Resident memory at the worst moment of a step that finds an optimizer state, above that of
+    the libraries.
+    """
     build = functools.partial(bench_heads.build_head, family, "float32", OURS, "cpu")
     build()()  # loads the code of all kernels
     gc.collect()
@@ -344,7 +413,9 @@ def resident_bytes_from_now() -> int:
 def test_the_peak_is_within_15_percent_of_memory_measured_on_this_cpu(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))  # a freed tensor leaves the process at once
+    monkeypatch.setenv(
+        "MALLOC_MMAP_THRESHOLD_", str(1 << 16)
+    )  # a freed tensor leaves the process at once
     name, head = HEADS[family]
     plan = Plan(
         family=name,
@@ -363,7 +434,8 @@ def test_the_peak_is_within_15_percent_of_memory_measured_on_this_cpu(
     assert counted == pytest.approx(measured, rel=0.15)
 
 
-# ------------------------------------------------------------------------------------------------------- time and money
+# -------------------------------------------------------------------------------------------------------
+# time and money
 
 H100 = DEVICES[0]
 
@@ -392,10 +464,16 @@ def test_devices_are_split_so_that_the_slower_side_is_fastest() -> None:
     assert run is not None
     assert (run.targets, run.trainers) == (4, 4)
     assert run.tokens_per_s == pytest.approx(16000)
-    assert plan_run(replace(cfg, devices=4), plan, counted_target(0.012, 141 * 10**9), 5000.0, H100) is None
+    assert (
+        plan_run(replace(cfg, devices=4), plan, counted_target(0.012, 141 * 10**9), 5000.0, H100)
+        is None
+    )
     small = plan_run(cfg, plan, counted_target(0.012, 16 * 10**9), 20000.0, H100)
     assert small is not None
-    assert (small.targets, small.trainers) == (6, 2)  # 24,000 and 40,000 tokens/s; with 7, 28,000 and 20,000
+    assert (small.targets, small.trainers) == (
+        6,
+        2,
+    )  # 24,000 and 40,000 tokens/s; with 7, 28,000 and 20,000
 
 
 def test_a_cache_is_written_first_and_trained_from_then() -> None:
@@ -418,29 +496,49 @@ def test_only_the_devices_that_train_share_out(tiny_target: str) -> None:
     result = count(replace(cfg, sharding="fsdp2"))
     for on in result.on.values():
         assert on.run is not None
-        assert on.memory_bytes == sum(Sharing.of("fsdp2", on.run.trainers).share_out(result.step.memory).values())
+        assert on.memory_bytes == sum(
+            Sharing.of("fsdp2", on.run.trainers).share_out(result.step.memory).values()
+        )
 
 
 def test_a_target_in_shards_is_gathered_layer_by_layer(tiny_target: str) -> None:
     cfg = Counting(target=tiny_target, **SMALL, devices=4)
     whole, shared = count(cfg), count(replace(cfg, shard=True))
     config = AutoConfig.from_pretrained(tiny_target)
-    layer = sum(w.numel() for w in AutoModelForCausalLM.from_config(config).model.layers[0].parameters()) * 2
+    layer = (
+        sum(
+            w.numel() for w in AutoModelForCausalLM.from_config(config).model.layers[0].parameters()
+        )
+        * 2
+    )
     layers = config.num_hidden_layers * layer
     for device in DEVICES:
         before, after = whole.on[device.name], shared.on[device.name]
         # A quarter of the layers stays, and two whole layers are there in a pass.
-        assert before.memory_bytes - after.memory_bytes == pytest.approx(0.75 * layers - 2 * layer, abs=2)
-        assert after.step_s - before.step_s == pytest.approx(0.75 * layers / device.link_bytes_per_s)
+        assert before.memory_bytes - after.memory_bytes == pytest.approx(
+            0.75 * layers - 2 * layer, abs=2
+        )
+        assert after.step_s - before.step_s == pytest.approx(
+            0.75 * layers / device.link_bytes_per_s
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("column", "target"), [(0, {"signal": "endpoint"}), (1, {"shard": True})])
-def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(column: int, target: dict[str, Any]) -> None:
-    """The table of docs/measurements.md: draft, optimizer and gradients, activations, target, all of it; in GB."""
+def test_the_memory_of_a_70b_target_in_the_docs_is_the_one_that_is_counted(
+    column: int, target: dict[str, Any]
+) -> None:
+    """The table of docs/measurements.md.
+
+    Draft, optimizer and gradients, activations, target, all of it; in GB.
+    """
     table = MEASUREMENTS.partition("| on each GPU that trains |")[2].partition("tokens/s")[0]
-    told = re.findall(r"([\d.]+) GB", "".join(line.split("|")[2 + column] for line in table.splitlines()[2:-1]))
-    cfg = Counting(target="llama-3.3-70b", family="standalone", devices=8, batch_size=2, sharding="zero2")
+    told = re.findall(
+        r"([\d.]+) GB", "".join(line.split("|")[2 + column] for line in table.splitlines()[2:-1])
+    )
+    cfg = Counting(
+        target="llama-3.3-70b", family="standalone", devices=8, batch_size=2, sharding="zero2"
+    )
     result = count(replace(cfg, gradient_checkpointing=True, **target))
     on = result.on["H100"]
     assert on.run is not None
@@ -478,12 +576,24 @@ def test_the_steps_in_the_docs_are_the_ones_that_are_counted(row: list[str]) -> 
 @pytest.mark.parametrize("row", read_rows("draft steps"), ids=lambda row: row[0])
 def test_the_activations_in_the_docs_are_the_ones_that_are_counted(row: list[str]) -> None:
     steps, _, flag = row[0].replace("`", "").partition(", with ")
-    asked = ["--signal", "endpoint", "--batch-size", "1", "--sequence-length", "32768", "--documents", "1"]
-    cfg = parse(Counting, None, {}, [*asked, "--num-steps", steps, *flag.split()], prog="redraft plan")
+    asked = [
+        "--signal",
+        "endpoint",
+        "--batch-size",
+        "1",
+        "--sequence-length",
+        "32768",
+        "--documents",
+        "1",
+    ]
+    cfg = parse(
+        Counting, None, {}, [*asked, "--num-steps", steps, *flag.split()], prog="redraft plan"
+    )
     assert row[1] == f"{count_step(make_plan(cfg)).memory[ACTIVATIONS] / 1e9:.1f} GB"
 
 
-# ---------------------------------------------------------------------------------------------------------- the command
+# ----------------------------------------------------------------------------------------------------------
+# the command
 
 
 def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> None:
@@ -493,7 +603,10 @@ def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> 
     step = count_step(make_plan(cfg))
     assert told["tokens_per_step"] == 8 * 32
     assert told["flops"] == count_flops(step) / 256
-    assert told["bytes"] == sum(work.num_bytes * times for work, times in step.operations.items()) / 256
+    assert (
+        told["bytes"]
+        == sum(work.num_bytes * times for work, times in step.operations.items()) / 256
+    )
     assert told["memory_bytes"] == step.memory.total() == sum(told["memory"].values())
     for name, rate in told["tokens_per_s"].items():
         device = next(d for d in DEVICES if d.name == name)
@@ -501,7 +614,9 @@ def test_the_command_writes_what_it_counts(tiny_target: str, tmp_path: Path) -> 
         assert told["hours"][name] == pytest.approx(1e6 / (2 * rate) / 3600)
         assert told["fits"][name]
     seconds = sum(work.seconds(H100) * times for work, times in step.operations.items())
-    assert told["tokens_per_s"]["H100"] == pytest.approx(256 / (seconds + all_reduce_s(step.gradient_bytes, 2, H100)))
+    assert told["tokens_per_s"]["H100"] == pytest.approx(
+        256 / (seconds + all_reduce_s(step.gradient_bytes, 2, H100))
+    )
 
 
 @pytest.mark.slow
@@ -516,17 +631,25 @@ def test_the_tables_say_what_does_not_fit_and_what_would() -> None:
     assert "to fit H100: --signal endpoint or cache" in text
 
 
-def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted_apart(tiny_target: str) -> None:
+def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted_apart(
+    tiny_target: str,
+) -> None:
     cfg = Counting(target=tiny_target, **SMALL, signal="endpoint", devices=4)
     result = count(cfg)
-    assert result.step.signal_bytes == 256 * 4 * 64 * 2  # the last state and three layers, in bfloat16
+    assert (
+        result.step.signal_bytes == 256 * 4 * 64 * 2
+    )  # the last state and three layers, in bfloat16
     assert "target" not in {work.part for work in result.step.operations}
     assert result.served is not None
     total = sum(work.seconds(H100) * times for work, times in result.step.operations.items())
     reduced = all_reduce_s(result.step.gradient_bytes, 4, H100)
-    assert result.step.signal_bytes / HOST_BYTES_PER_S < total, "the copy is done before the step is"
+    assert result.step.signal_bytes / HOST_BYTES_PER_S < total, (
+        "the copy is done before the step is"
+    )
     assert result.on["H100"].step_s == pytest.approx(total + reduced)
-    slow = on_device(cfg, result.plan, replace(result.step, signal_bytes=20_000_000_000), None, 1, H100)
+    slow = on_device(
+        cfg, result.plan, replace(result.step, signal_bytes=20_000_000_000), None, 1, H100
+    )
     assert slow.step_s == pytest.approx(20e9 / HOST_BYTES_PER_S + reduced)
     text = "\n".join(as_text(cfg, result, {}))
     assert "the target elsewhere" in text
@@ -535,7 +658,11 @@ def test_served_hidden_states_are_copied_from_the_host_and_the_target_is_counted
 
 def test_a_standalone_draft_is_counted_with_the_vocabulary_of_its_target(tiny_target: str) -> None:
     plan = make_plan(Counting(family="standalone", target=tiny_target, checkpoint="llama-3.2-1b"))
-    assert (plan.head.vocab_size, plan.divergence.name, plan.sequence_length) == (512, "lk_hybrid", 4096)
+    assert (plan.head.vocab_size, plan.divergence.name, plan.sequence_length) == (
+        512,
+        "lk_hybrid",
+        4096,
+    )
     small = replace(plan, head=DRAFT, batch_size=1, sequence_length=64)
     kept, recomputed = count_step(small), count_step(replace(small, gradient_checkpointing=True))
     assert count_flops(recomputed) > count_flops(kept)
@@ -549,7 +676,9 @@ def test_known_sizes_are_those_of_the_models() -> None:
         models = {"llama-3.1-8b": 8.030, "llama-3.2-3b": 3.213, "qwen3-8b": 8.191, "mimo-7b": 7.623}
         for name, billions in models.items():
             model = AutoModelForCausalLM.from_config(find_sizes(name))
-            assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
+            assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(
+                billions, abs=1e-3
+            )
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
@@ -570,13 +699,21 @@ def test_a_target_with_images_is_counted_whole(tmp_path: Path, model_type: str) 
         ({"quant_method": "mxfp4"}, 4),
         ({"quant_method": "awq", "bits": 4}, 4),
         ({"quant_method": "gptq", "bits": 8}, 8),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+            },
+            4,
+        ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, 8),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
     ],
 )
-def test_a_quantised_target_is_served_at_its_size(tmp_path: Path, about: dict[str, Any], bits: int) -> None:
+def test_a_quantised_target_is_served_at_its_size(
+    tmp_path: Path, about: dict[str, Any], bits: int
+) -> None:
     def served(**more: Any) -> int:
         folder = tmp_path / str(len(more))
         folder.mkdir()
@@ -596,7 +733,8 @@ def test_a_quantised_target_is_served_at_its_size(tmp_path: Path, about: dict[st
 def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer() -> None:
     told = report(Counting(family="mtp", batch_size=1, sequence_length=64))[1]
     assert (told["target"], told["family"]) == ("mimo-7b", "mtp")
-    # The released model has 7.83 billion weights: the target's 7.62, and the layer's, here in float32.
+    # The released model has 7.83 billion weights: the target's 7.62, and the layer's, here in
+    # float32.
     assert told["memory"]["draft's weights"] == pytest.approx(4 * 0.211e9, rel=0.01)
     assert (Counting().target_name, Counting(family="mtp", target="qwen3-8b").target_name) == (
         "llama-3.1-8b",
@@ -612,7 +750,10 @@ def test_mtp_is_counted_for_a_target_with_a_place_for_its_layer() -> None:
         ({"target": "./llama-3.1-80b"}, r"\bllama-3\.1-8b\b"),
         ({"family": "standalone", "num_steps": 3}, r"--num-steps\b.*standalone"),
         ({"family": "medusa", "draft_vocab_size": 100}, r"--draft-vocab-size\b.*medusa"),
-        ({"family": "medusa", "gradient_checkpointing": True}, r"--gradient-checkpointing\b.*Medusa"),
+        (
+            {"family": "medusa", "gradient_checkpointing": True},
+            r"--gradient-checkpointing\b.*Medusa",
+        ),
         ({"documents": 2000}, r"\b2000\b.*\b2048\b"),
     ],
 )
@@ -670,7 +811,10 @@ def test_a_step_that_does_not_fit_computes_activations_again_and_then_has_fewer_
     tiny_target: str,
 ) -> None:
     cfg = Counting(target=tiny_target, draft_vocab_size=128, sequence_length=64, batch_size=8)
-    whole, again = (count(one).on["H100"].memory_bytes for one in (cfg, replace(cfg, gradient_checkpointing=True)))
+    whole, again = (
+        count(one).on["H100"].memory_bytes
+        for one in (cfg, replace(cfg, gradient_checkpointing=True))
+    )
     assert again < whole
 
     def fit_in(num_bytes: float) -> Counting:
@@ -693,23 +837,32 @@ def test_a_step_that_does_not_fit_computes_activations_again_and_then_has_fewer_
     ],
 )
 def test_the_number_of_steps_changes_one_option(family: str, option: str) -> None:
-    usual, changed = (make_plan(Counting(family=family, num_steps=steps)).head for steps in (None, 5))
+    usual, changed = (
+        make_plan(Counting(family=family, num_steps=steps)).head for steps in (None, 5)
+    )
     assert changed == replace(usual, **{option: 5}) != usual
 
 
 def test_every_family_with_weights_can_be_counted() -> None:
-    assert set(get_args(FamilyName)) == {family.name.replace("_", "-") for family in FAMILIES if not family.is_lookup}
+    assert set(get_args(FamilyName)) == {
+        family.name.replace("_", "-") for family in FAMILIES if not family.is_lookup
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------- a GPU
+# ----------------------------------------------------------------------------------------------------------------
+# a GPU
 
 
-@pytest.mark.parametrize("family", ["standalone", "mtp", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["standalone", "mtp", pytest.param("eagle3", marks=pytest.mark.slow)]
+)
 def test_the_step_that_is_counted_is_the_one_that_is_run(family: str, tiny_target: str) -> None:
     """On the CPU, because every line but the memory's is the same; the sheet is that of an H100."""
     plan, sheet = plan_for(family), gpu.find_device("NVIDIA H100 80GB HBM3")
     assert sheet is not None
-    result = gpu.measure_plan(gpu.Config(target=tiny_target), plan, torch.device("cpu"), sheet, rounds=1)
+    result = gpu.measure_plan(
+        gpu.Config(target=tiny_target), plan, torch.device("cpu"), sheet, rounds=1
+    )
     assert result.tokens == 48
     per_token = result.flops_per_s / result.tokens_per_s
     assert per_token * result.tokens == pytest.approx(count_flops(count_step(plan)))
@@ -724,7 +877,9 @@ def test_a_step_runs_with_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> No
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    timed = gpu.time_step(plan_for("eagle3"), torch.device("cpu"), rounds=1, warm_up=1, compiles=True)
+    timed = gpu.time_step(
+        plan_for("eagle3"), torch.device("cpu"), rounds=1, warm_up=1, compiles=True
+    )
     assert timed.seconds > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
     torch._dynamo.reset()
@@ -732,7 +887,10 @@ def test_a_step_runs_with_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
-    tiny_target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_target: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, cpu = tmp_path / "gpu.json", torch.device("cpu")
     time_step, written = gpu.time_step, []
@@ -745,7 +903,9 @@ def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
 
     monkeypatch.setattr(gpu, "time_step", run)
     cfg = gpu.Config(target=tiny_target, batch_size=1, sequence_length=32, documents=1)
-    gpu.measure_all(cfg, ("medusa", "mtp", "eagle1", "mlp-speculator"), cpu, "a CPU", rounds=1, output=out)
+    gpu.measure_all(
+        cfg, ("medusa", "mtp", "eagle1", "mlp-speculator"), cpu, "a CPU", rounds=1, output=out
+    )
     report = json.loads(out.read_text())
     assert [result["family"] for result in report["results"]] == ["medusa", "mlp_speculator"]
     assert written == [0, 1, 1], "the file is written after every family"
@@ -763,7 +923,9 @@ def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
 
 
 @pytest.mark.slow
-def test_on_a_gpu_mtp_gets_a_target_with_a_place_for_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_mtp_gets_a_target_with_a_place_for_its_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plans: list[Plan] = []
     monkeypatch.setattr(gpu, "measure_plan", lambda cfg, plan, *_: plans.append(plan))
     cfg = gpu.Config(batch_size=1, sequence_length=64)
@@ -798,9 +960,13 @@ def test_a_measured_step_names_the_flags_that_count_it(family: FamilyName) -> No
 
 @pytest.mark.parametrize("family", ["eagle3", "dflash"])
 def test_a_draft_is_wholly_on_the_device_of_the_measurement(family: str) -> None:
-    target, draft = bench_step.make_models(plan_for(family, draft_vocab_size=64), torch.device("meta"))
+    target, draft = bench_step.make_models(
+        plan_for(family, draft_vocab_size=64), torch.device("meta")
+    )
     for model in (target, draft):
-        assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
+        assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {
+            "meta"
+        }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -25,12 +25,21 @@ def count(family: str, *, recomputed: bool) -> Counted:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "share"),
-    [("eagle1", 0.9), ("eagle3", 0.5), ("mtp", 0.9), ("peagle", 0.5), ("dflash", 0.5), ("dspark", 0.6)],
+    [
+        ("eagle1", 0.9),
+        ("eagle3", 0.5),
+        ("mtp", 0.9),
+        ("peagle", 0.5),
+        ("dflash", 0.5),
+        ("dspark", 0.6),
+    ],
 )
 def test_a_head_that_computes_again_keeps_less(family: str, share: float) -> None:
     kept, again = (count(family, recomputed=recomputed) for recomputed in (False, True))
     before, after = (step.memory[ACTIVATIONS] / 1e9 for step in (kept, again))
     print(f"{family}: {before:.1f} GB of activations, {after:.1f} GB computed again")
     assert after < share * before
-    flops = [sum(work.flops * times for work, times in step.operations.items()) for step in (kept, again)]
+    flops = [
+        sum(work.flops * times for work, times in step.operations.items()) for step in (kept, again)
+    ]
     assert flops[0] < flops[1] < 1.5 * flops[0]

@@ -16,9 +16,18 @@ from redraft.recipes.cli.run import dispatch
 
 def make_prompts(path, *, with_labels=True):
     """Two kinds of prompts that nobody could mix up."""
-    rows = [{"prompt": f"def f{n}(self): return self.value_{n}", "topic": "code"} for n in range(60)]
-    rows += [{"prompt": f"Tell me a tale of {n} bears in the woods.", "topic": "tales"} for n in range(30)]
-    path.write_text("".join(json.dumps(row if with_labels else {"prompt": row["prompt"]}) + "\n" for row in rows))
+    rows = [
+        {"prompt": f"def f{n}(self): return self.value_{n}", "topic": "code"} for n in range(60)
+    ]
+    rows += [
+        {"prompt": f"Tell me a tale of {n} bears in the woods.", "topic": "tales"}
+        for n in range(30)
+    ]
+    path.write_text(
+        "".join(
+            json.dumps(row if with_labels else {"prompt": row["prompt"]}) + "\n" for row in rows
+        )
+    )
     return str(path)
 
 
@@ -34,14 +43,29 @@ def test_it_says_how_large_and_how_pure_the_domains_are(tmp_path, capsys):
     assert dispatch(["data", "domains", "--prompts", data, "--output", output]) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert (
-        dispatch(["data", "domains", "--prompts", data, "--output", output, "--overwrite", "--num-domains", "3"]) == 0
+        dispatch(
+            [
+                "data",
+                "domains",
+                "--prompts",
+                data,
+                "--output",
+                output,
+                "--overwrite",
+                "--num-domains",
+                "3",
+            ]
+        )
+        == 0
     )
     assert len(Clusters.read(tmp_path / "domains").names) == 3
 
 
 def test_without_labels_it_says_nothing_of_purity(tmp_path, capsys):
     data = make_prompts(tmp_path / "prompts.jsonl", with_labels=False)
-    assert dispatch(["data", "domains", "--prompts", data, "--output", str(tmp_path / "domains")]) == 0
+    assert (
+        dispatch(["data", "domains", "--prompts", data, "--output", str(tmp_path / "domains")]) == 0
+    )
     said = capsys.readouterr().out
     assert "domain-0" in said
     assert "purity" not in said
@@ -51,7 +75,9 @@ def test_the_printed_settings_can_be_read_back(tmp_path, capsys):
     assert dispatch(["router", "--print-config"]) == 0
     (tmp_path / "router.toml").write_text(capsys.readouterr().out)
     (tmp_path / "fleet.toml").write_text("")
-    read = read_toml(tmp_path / "router.toml", RouterConfig, ['aliases.m-code="code"', "tap.logprobs=5"])
+    read = read_toml(
+        tmp_path / "router.toml", RouterConfig, ['aliases.m-code="code"', "tap.logprobs=5"]
+    )
     assert read.fleet == tmp_path / "fleet.toml"
     assert (read.aliases, read.tap.logprobs, read.tap.is_on) == ({"m-code": "code"}, 5, False)
 

@@ -67,7 +67,18 @@ def write_answers(folder):
 
 def test_what_stands_behind_the_dashes_goes_to_vllm_as_it_is(tmp_path):
     write_draft(tmp_path)
-    cfg = parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "5", "--", "--port", "81", "-tp", "2")
+    cfg = parse(
+        "target",
+        "--draft",
+        str(tmp_path),
+        "--num-speculative-tokens",
+        "5",
+        "--",
+        "--port",
+        "81",
+        "-tp",
+        "2",
+    )
     command = server_command(cfg)
     assert command[-4:] == ["--port", "81", "-tp", "2"]
     assert command[command.index("--model") + 1] == "target"
@@ -81,8 +92,12 @@ def test_a_server_that_records_ships_its_records_before_it_ends(tmp_path):
     write_draft(tmp_path)
     given = ("target", "--draft", str(tmp_path))
     assert "--shutdown-timeout" not in server_command(parse(*given))
-    command = server_command(parse(*given, "--capture.spool", str(tmp_path), "--", "--shutdown-timeout", "5"))
-    assert [value for flag, value in itertools.pairwise(command) if flag == "--shutdown-timeout"] == ["30", "5"]
+    command = server_command(
+        parse(*given, "--capture.spool", str(tmp_path), "--", "--shutdown-timeout", "5")
+    )
+    assert [
+        value for flag, value in itertools.pairwise(command) if flag == "--shutdown-timeout"
+    ] == ["30", "5"]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +116,9 @@ def test_a_server_that_records_ships_its_records_before_it_ends(tmp_path):
         (["--config", "vllm.yaml"], "--enable-prompt-embeds"),
     ],
 )
-def test_a_flag_of_vllm_that_draft_or_records_contradict_is_refused(tmp_path, monkeypatch, arguments, named):
+def test_a_flag_of_vllm_that_draft_or_records_contradict_is_refused(
+    tmp_path, monkeypatch, arguments, named
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "vllm.yaml").write_text("port: 8001\nenable-prompt-embeds: true\n")
     draft = write_draft(tmp_path / "draft", "eagle3")
@@ -134,7 +151,9 @@ def test_a_server_of_lookups_takes_prompt_embeddings():
 
 def test_arguments_override_the_file_and_negative_numbers_are_values(tmp_path):
     (tmp_path / "v.yaml").write_text("port: 1\nenforce-eager: false\ndtype: half\n")
-    flags = read_flags(["--config", str(tmp_path / "v.yaml"), "--port", "2", "--seed", "-1", "--no-enable-lora"])
+    flags = read_flags(
+        ["--config", str(tmp_path / "v.yaml"), "--port", "2", "--seed", "-1", "--no-enable-lora"]
+    )
     assert flags == {
         "config": str(tmp_path / "v.yaml"),
         "port": "2",
@@ -156,7 +175,10 @@ def test_what_is_probably_not_meant_is_warned_of_before_the_server_starts(random
         return list(list_warnings(flags, str(random_target), draft, speculative))
 
     before = warnings()
-    assert len(warnings(disable_log_stats="", uds="/run/vllm.sock", ssl_cert_reqs="2")) == len(before) + 3
+    assert (
+        len(warnings(disable_log_stats="", uds="/run/vllm.sock", ssl_cert_reqs="2"))
+        == len(before) + 3
+    )
     assert warnings(ssl_cert_reqs="0") == before
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
@@ -164,12 +186,16 @@ def test_what_is_probably_not_meant_is_warned_of_before_the_server_starts(random
 
 
 def test_the_target_is_served_in_the_type_of_training_unless_the_user_names_one(tmp_path):
-    """A CPU without instructions for bfloat16 computes it a hundred times slower, and vLLM would still do so."""
+    """A CPU without instructions for bfloat16 computes it a hundred times slower, and vLLM would
+    still do so.
+    """
     write_draft(tmp_path, dtype="bfloat16")
     asked = default_target_dtype(tmp_path, on_cpu=ENGINE_IS_CPU) or "auto"
     for command in (
         server_command(parse(str(tmp_path), "--draft", str(tmp_path), "--", "--dtype", "half")),
-        serve_features.server_command(serve_features.Config(target=str(tmp_path), vllm_args=("--dtype", "half")), 4),
+        serve_features.server_command(
+            serve_features.Config(target=str(tmp_path), vllm_args=("--dtype", "half")), 4
+        ),
     ):
         given = [value for flag, value in itertools.pairwise(command) if flag == "--dtype"]
         assert given == [asked, "half"], "vLLM takes the last one"
@@ -202,9 +228,17 @@ def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path
 
 
 def write_dspark(folder, **changed):
-    names = ["markov_head.markov_w1.weight", *(["confidence_head.proj.weight"] if changed.get("tensors", True) else [])]
-    save_file({name: torch.zeros(1, 1) for name in names}, folder / "model.safetensors", {"format": "pt"})
-    config = {"architectures": ["Qwen3DSparkModel"], "enable_confidence_head": changed.get("enabled", True)}
+    names = [
+        "markov_head.markov_w1.weight",
+        *(["confidence_head.proj.weight"] if changed.get("tensors", True) else []),
+    ]
+    save_file(
+        {name: torch.zeros(1, 1) for name in names}, folder / "model.safetensors", {"format": "pt"}
+    )
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        "enable_confidence_head": changed.get("enabled", True),
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -228,8 +262,12 @@ def test_a_draft_of_v1_is_refused_in_a_line_where_v2_is_asked_for(tmp_path, monk
 
 def test_more_tokens_than_the_draft_proposes_are_refused_in_a_line(tmp_path):
     write_draft(tmp_path, "dflash", block_size=4)
-    assert "dflash" in str(server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "3")))
-    with pytest.raises(ValueError, match=rf"^4 .*{tmp_path}.*DFlash.* 3\b.*--num-speculative-tokens 3\b"):
+    assert "dflash" in str(
+        server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "3"))
+    )
+    with pytest.raises(
+        ValueError, match=rf"^4 .*{tmp_path}.*DFlash.* 3\b.*--num-speculative-tokens 3\b"
+    ):
         server_command(parse("target", "--draft", str(tmp_path), "--num-speculative-tokens", "4"))
 
 
@@ -241,7 +279,9 @@ def test_ngrams_go_before_a_head(tmp_path):
     speculative = json.loads(command[command.index("--speculative-config") + 1])
     assert (speculative["method"], speculative["num_speculative_tokens"]) == ("eagle3", 4)
     assert speculative["model"] == head
-    assert not {"prompt_lookup_max", "head_tokens"} & speculative.keys(), "vLLM would refuse them, or set them to 0"
+    assert not {"prompt_lookup_max", "head_tokens"} & speculative.keys(), (
+        "vLLM would refuse them, or set them to 0"
+    )
     told = {"NGRAM_MIN": "2", "NGRAM_MAX": "4", "HEAD_TOKENS": "2", "HEAD_REQUESTS": "6"}
     environment = {f"REDRAFT_{name}": value for name, value in told.items()}
     assert lookup_env(speculative_config(mixed)) == {"VLLM_USE_V2_MODEL_RUNNER": "0", **environment}
@@ -303,7 +343,9 @@ def test_a_flag_without_an_effect_on_the_draft_is_refused(tmp_path, draft, flags
 def test_a_draft_that_is_not_there_is_told_before_vllm_starts(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=str(tmp_path / "none")):
         server_command(parse("target", "--draft", str(tmp_path / "none")))
-    monkeypatch.setattr("redraft.heads.files.folder._download", lambda name, *patterns: "no network")
+    monkeypatch.setattr(
+        "redraft.heads.files.folder._download", lambda name, *patterns: "no network"
+    )
     with pytest.raises(FileNotFoundError, match="owner/name"):
         server_command(parse("target", "--draft", "owner/name"))
 
@@ -323,9 +365,24 @@ def test_the_plugin_reads_back_what_the_command_was_told(tmp_path):
     (tmp_path / "token").write_text("secret")
     (tmp_path / "token").chmod(0o600)
     cfg = parse(
-        *("target", "--registry", str(tmp_path), "--token-file", str(tmp_path / "token"), "--allow-remote"),
+        *(
+            "target",
+            "--registry",
+            str(tmp_path),
+            "--token-file",
+            str(tmp_path / "token"),
+            "--allow-remote",
+        ),
         *("--targets", str(tmp_path), str(tmp_path.parent)),
-        *("--capture.spool", str(tmp_path / "spool"), "--capture.fraction", "0.1", "--capture.tenants", "a", "b"),
+        *(
+            "--capture.spool",
+            str(tmp_path / "spool"),
+            "--capture.fraction",
+            "0.1",
+            "--capture.tenants",
+            "a",
+            "b",
+        ),
     )
     environment = plugin_environment(cfg, {})
     config = read_config(environment)
@@ -357,7 +414,13 @@ def test_the_plugin_reads_back_what_the_command_was_told_of_the_log(tmp_path):
     seed.write_text("a seed")
     seed.chmod(0o600)
     cfg = parse(
-        *("target", "--capture.ingest", "tls://user:secret@log:4222", "--capture.nats.fleet", "llama"),
+        *(
+            "target",
+            "--capture.ingest",
+            "tls://user:secret@log:4222",
+            "--capture.nats.fleet",
+            "llama",
+        ),
         *("--capture.nats.credentials", str(seed), "--capture.nats.ca", str(seed)),
     )
     capture = read_config(plugin_environment(cfg, {})).capture
@@ -369,9 +432,15 @@ def test_the_plugin_reads_back_what_the_command_was_told_of_the_log(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"REDRAFT_CAPTURE_SPOOL": "s", "REDRAFT_CAPTURE_INGEST": "nats://log:4222"}, "spool.*ingest"),
+        (
+            {"REDRAFT_CAPTURE_SPOOL": "s", "REDRAFT_CAPTURE_INGEST": "nats://log:4222"},
+            "spool.*ingest",
+        ),
         ({"REDRAFT_CAPTURE_INGEST": "log:4222"}, "nats://HOST:4222"),
-        ({"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_FLEET": "a b"}, r"nats\.fleet"),
+        (
+            {"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_FLEET": "a b"},
+            r"nats\.fleet",
+        ),
         ({"REDRAFT_CAPTURE_INGEST": "nats://log:4222", "REDRAFT_NATS_CA": "absent"}, "absent"),
     ],
 )
@@ -381,9 +450,13 @@ def test_a_mistake_about_the_log_is_told_before_vllm_starts(variables, message):
 
 
 def test_plugins_that_were_allowed_stay_allowed():
-    assert plugin_environment(parse("t"), {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,redraft"
+    assert (
+        plugin_environment(parse("t"), {"VLLM_PLUGINS": "mine"})["VLLM_PLUGINS"] == "mine,redraft"
+    )
     # unset allows every installed plugin: naming one would switch the others off
-    assert "lora_filesystem_resolver" in plugin_environment(parse("t"), {})["VLLM_PLUGINS"].split(",")
+    assert "lora_filesystem_resolver" in plugin_environment(parse("t"), {})["VLLM_PLUGINS"].split(
+        ","
+    )
 
 
 @pytest.mark.parametrize(
@@ -399,10 +472,17 @@ def test_prefixes_that_ray_workers_got_stay(given, told):
 def test_ray_workers_get_the_variables_of_the_plugin(tmp_path):
     cfg = parse("t", "--registry", str(tmp_path), "--capture.spool", str(tmp_path / "spool"))
     plugin = plugin_environment(cfg, {RAY_PREFIXES: "MY_"})
-    ask = "from vllm.ray.ray_env import get_env_vars_to_copy; print('COPIED', *get_env_vars_to_copy())"
+    ask = (
+        "from vllm.ray.ray_env import get_env_vars_to_copy; print('COPIED', "
+        "*get_env_vars_to_copy())"
+    )
     environment = os.environ | plugin | {"MY_VARIABLE": "1"}
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=environment)
-    copied = next((line for line in done.stdout.splitlines() if line.startswith("COPIED")), done.stderr).split()
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, env=environment
+    )
+    copied = next(
+        (line for line in done.stdout.splitlines() if line.startswith("COPIED")), done.stderr
+    ).split()
     assert {*plugin, "MY_VARIABLE"} <= set(copied)
     assert {"VLLM_PLUGINS", "REDRAFT_REGISTRY", "REDRAFT_CAPTURE_SPOOL"} <= plugin.keys()
 
@@ -416,11 +496,19 @@ def test_a_pace_gives_vllm_a_table_of_all_numbers_and_the_plugin_the_pace(tmp_pa
     for pace in ("auto", "5", "0"):
         paced = parse("target", "--draft", draft, "--num-speculative-tokens", "5", "--pace", pace)
         command = server_command(paced)
-        assert json.loads(command[command.index("--speculative-config") + 1])[table] == make_table(5)
+        assert json.loads(command[command.index("--speculative-config") + 1])[table] == make_table(
+            5
+        )
         assert plugin_environment(paced, {})[variable] == pace
-    for pace, said in (("6", r"\b6\b.*--num-speculative-tokens\b.*\b5\b"), ("fast", "fast"), ("-1", r"-1\b")):
+    for pace, said in (
+        ("6", r"\b6\b.*--num-speculative-tokens\b.*\b5\b"),
+        ("fast", "fast"),
+        ("-1", r"-1\b"),
+    ):
         with pytest.raises(ValueError, match=said):
-            server_command(parse("target", "--draft", draft, "--num-speculative-tokens", "5", "--pace", pace))
+            server_command(
+                parse("target", "--draft", draft, "--num-speculative-tokens", "5", "--pace", pace)
+            )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from transformers import AutoConfig
 from redraft.recipes.serve.serve_features import Config, main
 
 
-def test_layers_that_the_target_does_not_have_are_refused_before_a_server_starts(random_target: Path) -> None:
+def test_layers_that_the_target_does_not_have_are_refused_before_a_server_starts(
+    random_target: Path,
+) -> None:
     with pytest.raises(ValueError, match=r"\[3\].*2"):
         main(Config(target=str(random_target), layers=(1, 3)))
 

@@ -77,13 +77,17 @@ def target(tmp_path):
 class Running:
     """A `redraft up` in a process of its own."""
 
-    def __init__(self, log: Path, command: list[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, log: Path, command: list[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         self.log = log
         with log.open("wb") as output:
             # a shell's job in the background ignores SIGINT, and so would this process
             heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
             env = {**os.environ, **(environment or {})}
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=heeds, env=env)
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, preexec_fn=heeds, env=env
+            )
 
     def until(self, text: str, timeout_s: float = PATIENCE_S) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -134,7 +138,9 @@ def test_one_command_begins_continues_and_ends_in_order(start, target, tmp_path)
         up.main(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", port)))
 
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
-    wait_until(lambda: {"learner ends", f"server {port} ends"} <= {*events(folder)})  # the kernel told them
+    wait_until(
+        lambda: {"learner ends", f"server {port} ends"} <= {*events(folder)}
+    )  # the kernel told them
     token = (folder / "token").read_text()
     (folder / "events").unlink()
     again = start(*command)
@@ -146,14 +152,27 @@ def test_one_command_begins_continues_and_ends_in_order(start, target, tmp_path)
     assert "5 requests done, 2 running" in again.log.read_text()
 
 
-def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others_join(start, target, tmp_path):
+def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others_join(
+    start, target, tmp_path
+):
     folder, port, other = tmp_path / "all", str(free_port()), str(free_port())
-    run = start(target, "--folder", str(folder), "--draft", write_draft(tmp_path / "draft"), "--", "--port", port)
+    run = start(
+        target,
+        "--folder",
+        str(folder),
+        "--draft",
+        write_draft(tmp_path / "draft"),
+        "--",
+        "--port",
+        port,
+    )
     run.until("ready: ")
     begun = [line.split() for line in events(folder) if line.startswith("learner")]
     os.kill(int(begun[0][-1]), signal.SIGKILL)
     run.until("learner: ended, and starts again in 1 s; serving goes on")
-    wait_until(lambda: len([line for line in events(folder) if line.startswith("learner begins")]) == 2)
+    wait_until(
+        lambda: len([line for line in events(folder) if line.startswith("learner begins")]) == 2
+    )
     assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
 
     joined = start(target, "--join", str(folder), "--", "--port", other)
@@ -162,7 +181,9 @@ def test_a_learner_that_dies_is_started_again_while_the_server_serves_and_others
     wait_until(lambda: up.read_fleet(folder) == urls)
     assert joined.end() == 0
     assert up.read_fleet(folder) == urls[:1]
-    server = next(line.split()[-1] for line in events(folder) if line.startswith(f"server {port} begins"))
+    server = next(
+        line.split()[-1] for line in events(folder) if line.startswith(f"server {port} begins")
+    )
     os.kill(int(server), signal.SIGKILL)
     assert run.process.wait(PATIENCE_S) == 2
     assert "redraft: the server ended" in run.log.read_text()
@@ -176,7 +197,14 @@ def test_a_draft_that_the_learner_refuses_ends_it_and_another_may_begin(start, t
     assert run.process.wait(PATIENCE_S) == 2
     assert "the learner ended: ValueError: the draft does not fit" in run.log.read_text()
     assert events(folder) == []
-    up.make_plan(Config(target=target, folder=folder, draft=write_draft(tmp_path / "good"), vllm_args=command[4:]))
+    up.make_plan(
+        Config(
+            target=target,
+            folder=folder,
+            draft=write_draft(tmp_path / "good"),
+            vllm_args=command[4:],
+        )
+    )
 
 
 def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, monkeypatch):
@@ -188,12 +216,18 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
 
     def refuse(error, said, *vllm_args, **changes):
         before = sorted(tmp_path.rglob("*"))
-        given = {"target": target, "vllm_args": ("--port", str(port), *vllm_args), "draft": draft} | changes
+        given = {
+            "target": target,
+            "vllm_args": ("--port", str(port), *vllm_args),
+            "draft": draft,
+        } | changes
         with pytest.raises(error, match=said):
             up.make_plan(Config(**given))
         assert sorted(tmp_path.rglob("*")) == before
 
-    assert up.make_plan(Config(target=target, vllm_args=("--port", str(port)), draft=draft)).url.endswith(str(port))
+    assert up.make_plan(
+        Config(target=target, vllm_args=("--port", str(port)), draft=draft)
+    ).url.endswith(str(port))
     refuse(FileNotFoundError, "nowhere", target="./nowhere")
     refuse(FileNotFoundError, "nowhere", draft="./nowhere")
     refuse(FileExistsError, rf"{used} .*--folder", folder=used)
@@ -201,7 +235,12 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
     refuse(ValueError, "--join", join=used)
     refuse(ValueError, "--port abc", "--port", "abc")
     refuse(ValueError, rf"--draft ngram\+{draft}: .* {draft}\b", draft=f"ngram+{draft}")
-    for flags in (["--model", "x"], ["--speculative-config", "{}"], ["--uds", "/x"], ["--data-parallel-size", "2"]):
+    for flags in (
+        ["--model", "x"],
+        ["--speculative-config", "{}"],
+        ["--uds", "/x"],
+        ["--data-parallel-size", "2"],
+    ):
         refuse(ValueError, f"^{flags[0]} ", *flags)
     refuse(ValueError, "^--data-parallel-size ", "-dp", "2")
     refuse(ValueError, "^--pipeline-parallel-size ", "-pp=2")
@@ -217,12 +256,19 @@ def test_each_mistake_is_one_line_before_anything_is_written(target, tmp_path, m
         refuse(ValueError, rf"port {port}\b.*--port 8001")
 
     folder = tmp_path / "all"
-    plan = up.make_plan(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(port))))
+    plan = up.make_plan(
+        Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(port)))
+    )
     (folder / "registry" / "current").mkdir(parents=True)
     (folder / "learner.toml").write_text(up.render_settings(plan, plan.draft, 0))
     (folder / "token").touch()
     up.make_plan(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(port))))
-    refuse(ValueError, rf"{folder} .*{draft}: .*--draft", folder=folder, draft=write_draft(tmp_path / "another"))
+    refuse(
+        ValueError,
+        rf"{folder} .*{draft}: .*--draft",
+        folder=folder,
+        draft=write_draft(tmp_path / "another"),
+    )
     (other := tmp_path / "other").mkdir()
     (other / "config.json").write_text("{}")
     refuse(ValueError, rf"{folder} .*{target}: .*--folder", folder=folder, target=str(other))
@@ -234,10 +280,15 @@ def test_a_folder_follows_the_snapshot_of_the_hub_with_which_it_began(target, tm
     for folder in (old, new, elsewhere):
         shutil.copytree(target, folder)
     draft, folder = write_draft(tmp_path / "draft"), tmp_path / "all"
-    plan = up.make_plan(Config(target=str(old), folder=folder, draft=draft, vllm_args=("--port", port)))
+    plan = up.make_plan(
+        Config(target=str(old), folder=folder, draft=draft, vllm_args=("--port", port))
+    )
     (folder / "registry" / "current").mkdir(parents=True)
     (folder / "learner.toml").write_text(up.render_settings(plan, plan.draft, 0))
-    assert up.make_plan(Config(target=str(new), folder=folder, vllm_args=("--port", port))).target == old
+    assert (
+        up.make_plan(Config(target=str(new), folder=folder, vllm_args=("--port", port))).target
+        == old
+    )
     with pytest.raises(ValueError, match=rf"{folder} .*{old}\b.*--folder"):
         up.make_plan(Config(target=str(elsewhere), folder=folder, vllm_args=("--port", port)))
 
@@ -246,12 +297,24 @@ def test_what_the_user_gives_reaches_the_server(target, tmp_path):
     draft, folder = write_draft(tmp_path / "draft"), tmp_path / "all"
     capture = ServerSample(fraction=0.1, tenants=("a", "b"), hidden_format="float8")
     args = ("--port", str(free_port()), "--host", "10.0.0.5", "--served-model-name", "mine")
-    given = Config(target=target, folder=folder, draft=draft, vllm_args=args, capture=capture, num_speculative_tokens=5)
+    given = Config(
+        target=target,
+        folder=folder,
+        draft=draft,
+        vllm_args=args,
+        capture=capture,
+        num_speculative_tokens=5,
+    )
     plan = up.make_plan(given)
     folder.mkdir()
     (folder / "learner.toml").write_text(up.render_settings(plan, plan.draft, 0))
     before, after = (" ".join(part) for part in split_at(up.serve_command(plan, learns=True), "--"))
-    for said in ("--num-speculative-tokens 5", "--allow-remote", "--capture.fraction 0.1", "--capture.tenants a b"):
+    for said in (
+        "--num-speculative-tokens 5",
+        "--allow-remote",
+        "--capture.fraction 0.1",
+        "--capture.tenants a b",
+    ):
         assert said in before
     assert "--capture.hidden-format float8" in before
     assert after.count("--served-model-name") == 1
@@ -262,18 +325,24 @@ def test_what_the_user_gives_reaches_the_server(target, tmp_path):
     assert tyro.cli(ServeConfig, args=options[4:]).capture == CaptureConfig(spool=folder / "spool")
     options, _ = split_at(up.serve_command(replace(plan, draft=None), learns=False), "--")
     cfg = tyro.cli(ServeConfig, args=options[4:])
-    assert (cfg.draft, cfg.capture) == ("live", CaptureConfig(**vars(capture))), "live counts heed the tenants"
+    assert (cfg.draft, cfg.capture) == ("live", CaptureConfig(**vars(capture))), (
+        "live counts heed the tenants"
+    )
 
 
 @pytest.mark.parametrize(("family", "learns", "expected"), [
     ("eagle3", True, "live+CURRENT"), ("mtp", True, "live+CURRENT"), ("dflash", True, None),
     ("standalone", True, None), ("eagle3", False, "live"),
 ])  # fmt: skip
-def test_live_counts_go_before_a_head_if_a_lookup_costs_no_step_ahead(target, tmp_path, family, learns, expected):
+def test_live_counts_go_before_a_head_if_a_lookup_costs_no_step_ahead(
+    target, tmp_path, family, learns, expected
+):
     folder = tmp_path / "all"
     expected = expected and expected.replace("CURRENT", str(folder / "registry" / "current"))
     draft = write_draft(tmp_path / "draft") if learns else None
-    plan = up.make_plan(Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port()))))
+    plan = up.make_plan(
+        Config(target=target, folder=folder, draft=draft, vllm_args=("--port", str(free_port())))
+    )
     folder.mkdir()
     if plan.draft:
         settings = up.render_settings(plan, plan.draft, 0).replace('"standalone"', f'"{family}"')
@@ -331,8 +400,13 @@ def test_the_status_line_counts_since_the_last_reading():
 
     def metrics(tokens, drafts, accepted):
         named = {"drafts": drafts, "draft_tokens": 3 * drafts, "accepted_tokens": accepted}
-        lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value}' for name, value in named.items()]
-        return "\n".join([*lines, f"vllm:generation_tokens_total {tokens}", "vllm:request_success_total 7", page])
+        lines = [
+            f'vllm:spec_decode_num_{name}_total{{engine="0"}} {value}'
+            for name, value in named.items()
+        ]
+        return "\n".join(
+            [*lines, f"vllm:generation_tokens_total {tokens}", "vllm:request_success_total 7", page]
+        )
 
     meter = up_parts.Meter("http://127.0.0.1:1")
     assert meter.read(0) == "the server starts"
@@ -340,7 +414,8 @@ def test_the_status_line_counts_since_the_last_reading():
     meter.is_ready = True
     shown = meter.describe(metrics(1100, 140, 160), 12)
     assert shown.startswith(
-        "7 requests done, 0 running | 50.0 tokens/s | 2.50 tokens per drafted step | pace auto: 3 tokens (1.40x"
+        "7 requests done, 0 running | 50.0 tokens/s | 2.50 tokens per drafted step | pace auto: 3 "
+        "tokens (1.40x"
     )
 
 
@@ -369,13 +444,22 @@ def test_the_log_of_a_learner_tells_phase_version_and_fault(tmp_path, capsys):
             learned.read(line)
         return learned.phase, learned.version, learned.fault
 
-    for line in ("Traceback", "{", "[]", "3", '{"kind": "mood"}', '{"kind": "state", "phase": "cheerful"}'):
+    for line in (
+        "Traceback",
+        "{",
+        "[]",
+        "3",
+        '{"kind": "mood"}',
+        '{"kind": "state", "phase": "cheerful"}',
+    ):
         learned.read(line)
     assert tell() == ("starts", "", "")
     counts = {"drafts": 1.0, "accepted": 1.0, "tau": 2.0}
     told = AcceptanceEntry(server="http://a", draft_version="v000001", **counts)
     assert tell(StateEntry(phase="training"), told) == ("training", "v000001", "")
-    assert tell(AcceptanceEntry(draft_version="v000000", **counts))[1] == "v000001", "of records, not of a server"
+    assert tell(AcceptanceEntry(draft_version="v000000", **counts))[1] == "v000001", (
+        "of records, not of a server"
+    )
     refused, swapped = (
         SwapEntry(server="http://a", version=version, outcome=outcome)
         for version, outcome in (("v000003", "refused"), ("v000002", "swapped"))
@@ -386,11 +470,17 @@ def test_the_log_of_a_learner_tells_phase_version_and_fault(tmp_path, capsys):
         "v000002",
         "disk_full 28: no space",
     )
-    assert tell(SwapEntry(server="http://a", version="v000001", outcome="rolled_back"))[1] == "v000001"
+    assert (
+        tell(SwapEntry(server="http://a", version="v000001", outcome="rolled_back"))[1] == "v000001"
+    )
 
 
 def test_a_learner_that_keeps_dying_waits_longer_each_time(tmp_path):
-    part, restarts, said = up_parts.Part("learner", ["false"], tmp_path / "log"), up_parts.Restarts(), []
+    part, restarts, said = (
+        up_parts.Part("learner", ["false"], tmp_path / "log"),
+        up_parts.Restarts(),
+        [],
+    )
     starts = []
 
     class Dead:
@@ -417,12 +507,19 @@ def test_a_new_head_is_one_that_a_learner_begins_with(tiny_target, tmp_path):
     proposed = {*range(100), *TargetFolder.open(tiny_target).end_ids}
     assert set((tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()) == proposed
     folder = tmp_path / "all"
-    plan = up.make_plan(Config(target=str(tiny_target), folder=folder, vllm_args=("--port", str(free_port()))))
+    plan = up.make_plan(
+        Config(target=str(tiny_target), folder=folder, vllm_args=("--port", str(free_port())))
+    )
     folder.mkdir()
-    (folder / "learner.toml").write_text(up.render_settings(plan, up.DraftSource(source=str(tmp_path / "draft")), 0))
+    (folder / "learner.toml").write_text(
+        up.render_settings(plan, up.DraftSource(source=str(tmp_path / "draft")), 0)
+    )
     cfg = load_config(folder / "learner.toml")
     width = read_config(tiny_target)["hidden_size"]
-    assert (cfg.training.optimizer, cfg.training.lr) == ("muon", pytest.approx(min(2e-3, 1.15 / width), rel=0.05))
+    assert (cfg.training.optimizer, cfg.training.lr) == (
+        "muon",
+        pytest.approx(min(2e-3, 1.15 / width), rel=0.05),
+    )
     registry = Registry(cfg.registry)
     with registry.owned():
         provide_first_version(cfg, registry, TargetFolder.open(tiny_target))
@@ -441,7 +538,17 @@ def test_a_target_of_too_few_layers_has_live_counts(random_target, tmp_path, cap
 
 def up_command(target: Path, port: str, *options: str) -> list[str]:
     command = [sys.executable, "-m", "redraft.recipes.cli", "up", str(target), *options]
-    command += ["--", "--port", port, "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512"]
+    command += [
+        "--",
+        "--port",
+        port,
+        "--host",
+        "127.0.0.1",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+    ]
     command += ["--enforce-eager", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]
     return [*command, "--kv-cache-memory-bytes", str(64 << 20), "--served-model-name", "m"]
 
@@ -455,7 +562,9 @@ def answer(port: str, prompt: list[int], **headers: str) -> list[int]:
     """24 greedy tokens."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True}
-    found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, headers=headers, timeout=600)
+    found = httpx.post(
+        f"http://127.0.0.1:{port}/v1/completions", json=body, headers=headers, timeout=600
+    )
     assert found.status_code == 200, found.text
     return found.json()["choices"][0]["token_ids"]
 
@@ -478,14 +587,24 @@ def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_t
         weights = (folder / "registry" / "v000001" / "model.safetensors").stat().st_size
         assert status["draft_bytes"]["weights"] == pytest.approx(weights, rel=0.05)
         sizes = (size / 1e9 for size in status["draft_bytes"].values())
-        run.until("server: the draft takes {:.3f} GB for weights and {:.3f} GB of the KV cache".format(*sizes))
+        run.until(
+            "server: the draft takes {:.3f} GB for weights and {:.3f} GB of the KV cache".format(
+                *sizes
+            )
+        )
         run.until("server: --pace at 0 tokens: the draft only reads prompts")
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: read_server(url).pace)
         watch = [*command[:3], "fleet", "watch", url, "--polls", "1", "--interval-s", "0.1"]
         shown = subprocess.run(watch, capture_output=True, text=True, check=True).stdout
         assert shown.count("pace auto: ") == 2, shown
-        wait_until(lambda: [e for e in journal(folder) if isinstance(e, BufferEntry) and e.records + e.held_out >= 8])
+        wait_until(
+            lambda: [
+                e
+                for e in journal(folder)
+                if isinstance(e, BufferEntry) and e.records + e.held_out >= 8
+            ]
+        )
     finally:
         code = run.end()
     assert code == 0, run.log.read_text()
@@ -493,10 +612,20 @@ def test_from_an_empty_folder_a_head_is_served_paced_recorded_and_stopped(tiny_t
 
 
 @pytest.mark.vllm
-def test_live_counts_draft_what_was_answered_before_but_not_to_those_who_opt_out(tiny_target, tmp_path):
+def test_live_counts_draft_what_was_answered_before_but_not_to_those_who_opt_out(
+    tiny_target, tmp_path
+):
     port, drafts = str(free_port()), tmp_path / "drafts"
     up.write_new_head(tiny_target, drafts, 3)
-    command = [sys.executable, "-m", "redraft.recipes.cli", "serve", str(tiny_target), "--draft", f"live+{drafts}"]
+    command = [
+        sys.executable,
+        "-m",
+        "redraft.recipes.cli",
+        "serve",
+        str(tiny_target),
+        "--draft",
+        f"live+{drafts}",
+    ]
     run = Running(tmp_path / "log", [*command, *up_command(tiny_target, port)[5:]])
     asked = {"heard": list(range(20, 60)), "private": list(range(120, 160))}
     private = {"X-Redraft-Opt-Out": "1"}
@@ -516,10 +645,15 @@ def test_live_counts_draft_what_was_answered_before_but_not_to_those_who_opt_out
         for _ in range(4):  # later steps count finished answers
             again = accept(asked["heard"])
         later = accept(asked["private"], **private)
-        prompts = [list(range(first, first + 5 + 3 * number)) for number, first in enumerate(range(200, 2600, 200))]
+        prompts = [
+            list(range(first, first + 5 + 3 * number))
+            for number, first in enumerate(range(200, 2600, 200))
+        ]
         alone = [answer(port, prompt) for prompt in prompts]
         with ThreadPoolExecutor(6) as clients:  # drafts of different lengths in a step
-            together = [list(clients.map(functools.partial(answer, port), prompts)) for _ in range(3)]
+            together = [
+                list(clients.map(functools.partial(answer, port), prompts)) for _ in range(3)
+            ]
     finally:
         run.end()
     assert again[0] == first[0], "drafts change no answer"
@@ -561,13 +695,17 @@ def test_a_version_is_promoted_and_swapped_and_a_server_that_joins_serves_it(tin
     (folder / "learner.toml").write_text(settings)
 
     tokens = load_tokenizer(tiny_target)(Path(argparse.__file__).read_text())["input_ids"]
-    prompts = [Prompt(token_ids=tokens[i : i + 32], domain="code") for i in range(0, len(tokens) - 32, 11)]
+    prompts = [
+        Prompt(token_ids=tokens[i : i + 32], domain="code") for i in range(0, len(tokens) - 32, 11)
+    ]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     traffic = Traffic(urls[:1], {"code": prompts}, clients=4, max_tokens=24, pause_s=0.1)
 
     async def until_promoted() -> None:
         async with asyncio.timeout(900), traffic.flowing():
-            while (await asyncio.to_thread(read_status, folder, ports[0]))["draft_version"] == "v000001":
+            while (await asyncio.to_thread(read_status, folder, ports[0]))[
+                "draft_version"
+            ] == "v000001":
                 await asyncio.sleep(1)
 
     runs = [Running(tmp_path / "again", command, one_core[0])]
@@ -579,15 +717,26 @@ def test_a_version_is_promoted_and_swapped_and_a_server_that_joins_serves_it(tin
         runs.append(Running(tmp_path / "joined", joining, one_core[1]))
         runs[1].until("ready: ", START_TIMEOUT_S)
         registry = Registry(folder / "registry")
-        wait_until(lambda: {read_status(folder, port)["draft_version"] for port in ports} == {registry.current()})
+        wait_until(
+            lambda: (
+                {read_status(folder, port)["draft_version"] for port in ports}
+                == {registry.current()}
+            )
+        )
         assert registry.current() != "v000001"
-        assert urls[0] in {e.server for e in journal(folder) if isinstance(e, SwapEntry) and e.outcome == "swapped"}
+        assert urls[0] in {
+            e.server for e in journal(folder) if isinstance(e, SwapEntry) and e.outcome == "swapped"
+        }
         changes = [(e.server, e.change) for e in journal(folder) if isinstance(e, ServerEntry)]
         # a learner that starts again sees its server join again
         assert list(dict.fromkeys(changes)) == [(url, "joined") for url in urls]
         assert answer(ports[0], tokens[:32]) == answer(ports[1], tokens[:32])
     finally:
-        parts = [part for run in runs for part in psutil.Process(run.process.pid).children(recursive=True)]
+        parts = [
+            part
+            for run in runs
+            for part in psutil.Process(run.process.pid).children(recursive=True)
+        ]
         codes = [run.end() for run in reversed(runs)]
     assert codes == [0, 0], [run.log.read_text() for run in runs]
     assert len(parts) >= 5

@@ -1,4 +1,7 @@
-"""Every launch flag of vLLM is decided on: a flag that nobody has looked at may make records or drafts wrong."""
+"""Every launch flag of vLLM is decided on.
+
+A flag that nobody has looked at may make records or drafts wrong.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,11 @@ def test_every_launch_flag_of_vllm_is_decided_on() -> None:
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         pytest.skip("no vLLM is installed")
-    flags = {name for name in list_flags(Path(found.submodule_search_locations[0])) if not name.startswith("_")}
+    flags = {
+        name
+        for name in list_flags(Path(found.submodule_search_locations[0]))
+        if not name.startswith("_")
+    }
     decided = [name for names in DECISIONS.values() for name in names.split()]
     assert len(decided) == len(set(decided))
     assert flags - set(decided) == set()
@@ -147,7 +154,9 @@ def test_the_beginning_of_a_name_is_the_flag_that_argparse_takes_it_for() -> Non
     for name in names:
         parser.add_argument(f"--{name.replace('_', '-')}")
     checked = 0
-    for given in {name[:length] for name in READ for length in range(1, len(name) + 1)} - {"config"}:
+    for given in {name[:length] for name in READ for length in range(1, len(name) + 1)} - {
+        "config"
+    }:
         flag = f"--{given.rstrip('_').replace('_', '-')}"
         try:
             wanted = vars(parser.parse_args([flag, "2"]))

@@ -46,7 +46,14 @@ def moved_target(random_target: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def settings_of(name: str, old: Path, target: Path, data: Path, output: Path, **changes: Any) -> Any:  # noqa: F811
+def settings_of(
+    name: str,
+    old: Path,
+    target: Path,
+    data: Path,  # noqa: F811
+    output: Path,
+    **changes: Any,
+) -> Any:
     """The defaults of `redraft adapt`, cut to a few steps."""
     recipe, _ = choose_recipe([str(old)], "redraft adapt")
     small = make_settings("eagle1", target, data, output)
@@ -67,7 +74,10 @@ def run_once(name: str, target: Path, data: Path, output: Path) -> Path:  # noqa
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("eagle3", "medusa", "mtp") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    [
+        name if name in ("eagle3", "medusa", "mtp") else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
 )
 def test_a_head_of_every_family_is_adapted_to_other_weights(
     name: str,
@@ -82,7 +92,11 @@ def test_a_head_of_every_family_is_adapted_to_other_weights(
         base, moved = tmp_path / "rewritten/draft", tmp_path / "moved"
         shutil.copytree(base, moved)
         for path in moved.glob("*.safetensors"):
-            save_file({key: tensor * 1.01 for key, tensor in load_file(path).items()}, path, {"format": "pt"})
+            save_file(
+                {key: tensor * 1.01 for key, tensor in load_file(path).items()},
+                path,
+                {"format": "pt"},
+            )
         (moved / "manifest.json").unlink()
     old = run_once(name, base, data, tmp_path / "first")
     cfg = settings_of(name, old, moved, data, tmp_path / "run")
@@ -109,14 +123,18 @@ def test_the_better_start_is_trained_and_published_after_a_proven_gain(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # All layers of the target: the old draft is the old target, and the new start is the new one, which proposes what
-    # it accepts.
+    # All layers of the target: the old draft is the old target, and the new start is the new one,
+    # which proposes what it accepts.
     base = make_settings("eagle1", random_target, data, tmp_path / "first")
     cfg = choose_standalone(base, Standalone(layers=(0, 1)))
     cfg = replace(cfg, optim=replace(cfg.optim, lr=1e-9), data=replace(cfg.data, num_prompts=6))
     train(find_family("standalone"), cfg)
     old = tmp_path / "first/draft"
-    cfg = replace(settings_of("standalone", old, moved_target, data, tmp_path / "run"), optim=cfg.optim, data=cfg.data)
+    cfg = replace(
+        settings_of("standalone", old, moved_target, data, tmp_path / "run"),
+        optim=cfg.optim,
+        data=cfg.data,
+    )
     found = adapt(find_family("standalone"), cfg, old)
     assert found is not None
     assert found.start == "new"
@@ -132,7 +150,9 @@ def test_the_better_start_is_trained_and_published_after_a_proven_gain(
 
 
 def choose_standalone(base: Any, draft: Standalone) -> Any:
-    shared = {key: getattr(base, key) for key in ("target", "data", "output", "mixed_precision", "loop")}
+    shared = {
+        key: getattr(base, key) for key in ("target", "data", "output", "mixed_precision", "loop")
+    }
     cfg = make_config(find_family("standalone"))
     return replace(cfg, draft=draft, prove=replace(base.prove, engine=False), **shared)
 
@@ -149,10 +169,15 @@ def test_a_foreign_copy_of_the_old_embeddings_is_dropped(
     shutil.copy(old / "config.json", foreign)
     embeddings = load_file(random_target / "model.safetensors")["model.embed_tokens.weight"]
     save_file(
-        {**load_file(old / "model.safetensors"), "embed_tokens.weight": embeddings}, foreign / "model.safetensors"
+        {**load_file(old / "model.safetensors"), "embed_tokens.weight": embeddings},
+        foreign / "model.safetensors",
     )
     one, two = (
-        adapt(find_family("eagle3"), settings_of("eagle3", folder, moved_target, data, tmp_path / name), folder)
+        adapt(
+            find_family("eagle3"),
+            settings_of("eagle3", folder, moved_target, data, tmp_path / name),
+            folder,
+        )
         for folder, name in ((old, "one"), (foreign, "two"))
     )
     assert one is not None
@@ -160,14 +185,22 @@ def test_a_foreign_copy_of_the_old_embeddings_is_dropped(
     assert (one.tau_old, one.tau_adapted) == (two.tau_old, two.tau_adapted)
 
 
-def test_a_draft_of_another_lineage_is_refused(random_target: Path, data: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_draft_of_another_lineage_is_refused(
+    random_target: Path,
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     old = run_once("medusa", random_target, data, tmp_path / "first")
     model = LlamaForCausalLM.from_pretrained(random_target)
     model.resize_token_embeddings(model.config.vocab_size + 8)
     model.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(random_target).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=rf"{old}\b.*\bother\b"):
-        adapt(find_family("medusa"), settings_of("medusa", old, tmp_path / "other", data, tmp_path / "run"), old)
+        adapt(
+            find_family("medusa"),
+            settings_of("medusa", old, tmp_path / "other", data, tmp_path / "run"),
+            old,
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -191,7 +224,9 @@ def test_a_target_of_another_lineage_is_refused_before_it_answers(
     assert dispatch(["adapt", str(old), "--target", str(other), *flags]) == 2
     assert re.search(rf"{old}\b.*\bother\b", capsys.readouterr().err)
     assert not asked
-    assert dispatch(["adapt", str(old), "--target", str(moved_target), *flags]) == 2  # no answers were written
+    assert (
+        dispatch(["adapt", str(old), "--target", str(moved_target), *flags]) == 2
+    )  # no answers were written
     assert [(cfg.prompts, cfg.target) for cfg in asked] == [(str(data), str(moved_target))]
 
 
@@ -225,13 +260,18 @@ def test_every_target_is_adapted_to_by_its_own_answers(
     assert learned == [[f"of {targets[0]}"], [f"of {targets[1]}"], [f"of {targets[0]}"] * 2]
 
 
-def test_a_draft_fits_the_lineage_of_its_target(random_target: Path, moved_target: Path, tmp_path: Path) -> None:
+def test_a_draft_fits_the_lineage_of_its_target(
+    random_target: Path, moved_target: Path, tmp_path: Path
+) -> None:
     assert lineage(moved_target) == lineage(random_target)
     assert fingerprint(moved_target) != fingerprint(random_target)
     other = tmp_path / "other"
     shutil.copytree(random_target, other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
-    tokenizer["padding"], tokenizer["truncation"] = None, {"max_length": 7, "strategy": "LongestFirst", "stride": 0}
+    tokenizer["padding"], tokenizer["truncation"] = (
+        None,
+        {"max_length": 7, "strategy": "LongestFirst", "stride": 0},
+    )
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert lineage(other) == lineage(random_target)
     vocabulary = tokenizer["model"]["vocab"]
@@ -241,7 +281,11 @@ def test_a_draft_fits_the_lineage_of_its_target(random_target: Path, moved_targe
     assert lineage(other) != lineage(random_target)
     draft = tmp_path / "draft"
     draft.mkdir()
-    names = {"target_fingerprint": "f" * 64, "target_lineage": lineage(random_target), "target": "base"}
+    names = {
+        "target_fingerprint": "f" * 64,
+        "target_lineage": lineage(random_target),
+        "target": "base",
+    }
     (draft / "provenance.json").write_text(json.dumps(names))
     require_trained_for(draft, TargetFolder.open(moved_target))
     with pytest.raises(ValueError, match=rf"{draft} .*\bother: base$"):
@@ -250,8 +294,12 @@ def test_a_draft_fits_the_lineage_of_its_target(random_target: Path, moved_targe
 
 def test_the_start_is_chosen_again_for_another_target(tmp_path: Path) -> None:
     def choose(target: str, **taus: float) -> str:
-        run: Any = SimpleNamespace(folder=SimpleNamespace(folder=tmp_path), inputs={"target": target})
-        forecasts: Any = {name: SimpleNamespace(overall=SimpleNamespace(tau=tau)) for name, tau in taus.items()}
+        run: Any = SimpleNamespace(
+            folder=SimpleNamespace(folder=tmp_path), inputs={"target": target}
+        )
+        forecasts: Any = {
+            name: SimpleNamespace(overall=SimpleNamespace(tau=tau)) for name, tau in taus.items()
+        }
         return _choose(run, forecasts)
 
     assert choose("one", old=1.5, new=1.2) == "old"
@@ -261,17 +309,26 @@ def test_the_start_is_chosen_again_for_another_target(tmp_path: Path) -> None:
 
 def test_a_gain_in_tau_is_that_of_the_sums() -> None:
     ours, theirs = (
-        [AcceptanceCounts(num_drafts=10, num_accepted=a) for a in accepted] for accepted in ([9, 5], [4, 2])
+        [AcceptanceCounts(num_drafts=10, num_accepted=a) for a in accepted]
+        for accepted in ([9, 5], [4, 2])
     )
     assert estimate_tau_gain(ours, theirs).value == pytest.approx(14 / 20 - 6 / 20)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(["nowhere"], "no draft in nowhere"), (["OLD"], "--target TARGET"), (["OLD", "--target", "T"], "give --data")],
+    [
+        (["nowhere"], "no draft in nowhere"),
+        (["OLD"], "--target TARGET"),
+        (["OLD", "--target", "T"], "give --data"),
+    ],
 )
 def test_adapt_refuses_in_one_line(
-    args: list[str], message: str, random_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str],
+    message: str,
+    random_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     old = tmp_path / "old"
     old.mkdir()

@@ -46,18 +46,44 @@ def source(tmp_path: Path) -> Path:
     """40 good rows of two domains, one of them a copy, and four that cannot be learned from."""
     rows: list[dict[str, Any]] = []
     for i in range(40):
-        chat = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"answer {i}"}]
+        chat = [
+            {"role": "user", "content": f"question {i}"},
+            {"role": "assistant", "content": f"answer {i}"},
+        ]
         rows.append({"messages": chat * (1 + i % 2), "domain": ("chat", "law")[i % 4 == 0]})
-    bad = [{"messages": []}, {"title": "none"}, {"conversations": [{"from": "gpt", "value": "an opening"}]}]
+    bad = [
+        {"messages": []},
+        {"title": "none"},
+        {"conversations": [{"from": "gpt", "value": "an opening"}]},
+    ]
     path = tmp_path / "data.json"
     path.write_text(json.dumps([*rows, {**rows[0]}, *bad, {"prompt": "a question only"}]))
     return path
 
 
-def test_the_summary_counts_what_is_learned_and_what_is_not(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert dispatch(["data", str(source), "--target", TARGET, "--held-out", "0.3", "--sequence-length", "64"]) == 0
+def test_the_summary_counts_what_is_learned_and_what_is_not(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        dispatch(
+            [
+                "data",
+                str(source),
+                "--target",
+                TARGET,
+                "--held-out",
+                "0.3",
+                "--sequence-length",
+                "64",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    assert "data.json: 45 rows read, 43 used, 2 skipped: 1 without messages (first: row 42), 1 without a" in out
+    assert (
+        "data.json: 45 rows read, 43 used, 2 skipped: 1 without messages (first: row 42), 1 "
+        "without a" in out
+    )
     first, contents, turns, tokens = out.splitlines()[2:6]
     num_train, num_held_out = (int(first.split(": ")[1].split(", ")[i].split()[0]) for i in (0, 1))
     assert num_train + num_held_out == 43 - (out.count(" 1 repeated ones"))
@@ -78,7 +104,9 @@ def test_the_summary_counts_what_is_learned_and_what_is_not(source: Path, capsys
     assert "\x1b" not in out
 
 
-def test_everything_cut_or_refused_is_told_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_cut_or_refused_is_told_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
     chats = [
         [user("long"), say("one"), user("b"), say("two " * 99), user("c"), say("three")],
@@ -90,16 +118,29 @@ def test_everything_cut_or_refused_is_told_with_its_reason(tmp_path: Path, capsy
         [say("to nothing"), user("a"), say("one")],
     ]
     # the same conversations in both parts, told apart by a word
-    rows = [{"messages": [{**m, "content": f"{m['content']} {i}"} for m in chat]} for i in range(12) for chat in chats]
+    rows = [
+        {"messages": [{**m, "content": f"{m['content']} {i}"} for m in chat]}
+        for i in range(12)
+        for chat in chats
+    ]
     rows += [{"prompt": f"answered {i}", "completion": "one", "cut": True} for i in range(9)]
     path = tmp_path / "data.json"
     path.write_text(json.dumps(rows))
-    assert dispatch(["data", str(path), "--target", TARGET, "--held-out", "0.5", "--sequence-length", "96"]) == 0
+    assert (
+        dispatch(
+            ["data", str(path), "--target", TARGET, "--held-out", "0.5", "--sequence-length", "96"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert (
-        "  12 with several turns, 0 with a system prompt, 12 with reasoning, 12 with tool calls, 0 of plain text" in out
+        "  12 with several turns, 0 with a system prompt, 12 with reasoning, 12 with tool calls, 0 "
+        "of plain text" in out
     )
-    training, held_out = out.split("held out: ")[0], out.split("held out: ")[1].split("duplicates: ")[0]
+    training, held_out = (
+        out.split("held out: ")[0],
+        out.split("held out: ")[1].split("duplicates: ")[0],
+    )
     reasons = {
         "conversations without an assistant turn": 12,
         "opening answers with no question before them": 12,
@@ -127,14 +168,18 @@ def say(content: str, **fields: Any) -> dict[str, Any]:
 
 def test_a_held_out_part_with_nothing_to_judge_on_is_no_error(small_tokenizer: Any) -> None:
     """All of it may be refused by the template, or too long."""
-    samples, reason = held_out_part([], functools.partial(build_samples, tokenizer=small_tokenizer, max_length=64))
+    samples, reason = held_out_part(
+        [], functools.partial(build_samples, tokenizer=small_tokenizer, max_length=64)
+    )
     assert samples == []
     assert list(describe_held_out(reason)) == [
         "held out: nothing to judge on (0 conversations: 0 samples, 0 tokens (0 labels))"
     ]
 
 
-def test_strict_ends_at_the_first_row_that_cannot_be_used(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_ends_at_the_first_row_that_cannot_be_used(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert dispatch(["data", str(source), "--target", TARGET, "--strict"]) == 2
     assert "row 42: " in capsys.readouterr().err
 
@@ -153,7 +198,9 @@ def test_labels_are_green_on_a_terminal_unless_told_otherwise(
 
 def test_the_painted_labels_are_the_loss_mask(small_tokenizer: Any) -> None:
     chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "x\x1b[2Jy"}] * 2
-    (sample,), _ = build_samples([{"messages": chat, "domain": "all"}], small_tokenizer, max_length=256, progress=False)
+    (sample,), _ = build_samples(
+        [{"messages": chat, "domain": "all"}], small_tokenizer, max_length=256, progress=False
+    )
     shown = paint(sample, small_tokenizer, 256, in_color=True)
     assert [part.split(PLAIN)[0] for part in shown.split(GREEN)[1:]] == ["x�[2Jy<|end|>"] * 2
     plain = paint(sample, small_tokenizer, 256, in_color=False)
@@ -165,7 +212,11 @@ def test_the_painted_labels_are_the_loss_mask(small_tokenizer: Any) -> None:
 def test_coverage_is_judged_on_held_out_text() -> None:
     """Training shows ids 0 to 4,999 once, the upper ones twice: 4,096 ids keep 904 to 4,999."""
     train = [make_sample(list(range(5000))), make_sample(list(range(904, 5000)))]
-    held_out = [make_sample([0, 903, 904, 4999, 9000, 1000, 7], [True, True, True, True, True, False, False])]
+    held_out = [
+        make_sample(
+            [0, 903, 904, 4999, 9000, 1000, 7], [True, True, True, True, True, False, False]
+        )
+    ]
     first, small, large = describe_vocabulary(train, held_out, 9192)
     assert first.startswith("draft vocabulary, of the target's 9,192 ids")
     assert small.strip() == f"4,096  40.00% of held-out text, {8192 / 9096:.2%} of training text"
@@ -179,18 +230,32 @@ def test_samples_come_from_every_domain() -> None:
 
 
 def test_samples_show_the_kinds_of_turn_among_the_labels() -> None:
-    """Of a template that drops thoughts, each turn has a sample of its own; and a call follows a page of tools."""
+    """Of a template that drops thoughts, each turn has a sample of its own.
+
+    And a call follows a page of tools.
+    """
     tokenizer = make_tokenizer("qwen3")
     end_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
     call = {"type": "function", "function": {"name": "weigh", "arguments": {"thing": "cup"}}}
     tool = {"type": "function", "function": {"name": "weigh", "description": "Weighs. " * 200}}
     conversations: list[Any] = [
-        {"messages": [user("a"), say("one"), user("b"), say("two", reasoning="hm hm"), user("c"), say("three")]},
+        {
+            "messages": [
+                user("a"),
+                say("one"),
+                user("b"),
+                say("two", reasoning="hm hm"),
+                user("c"),
+                say("three"),
+            ]
+        },
         {"messages": [user("d"), say("", tool_calls=[call])], "tools": [tool]},
         {"messages": [user("e"), say("half")], "cut": True},
     ]
     conversations = [{**conversation, "domain": "all"} for conversation in conversations]
-    samples, _ = build_samples(conversations, tokenizer, max_length=4096, ends=end_ids, progress=False)
+    samples, _ = build_samples(
+        conversations, tokenizer, max_length=4096, ends=end_ids, progress=False
+    )
     by_hash = {conversation_hash(c["messages"]): c for c in conversations}
     possible = {key: possible_kinds(conversation) for key, conversation in by_hash.items()}
 
@@ -199,7 +264,9 @@ def test_samples_show_the_kinds_of_turn_among_the_labels() -> None:
 
     chosen = choose_samples(samples, possible, kinds_of, 1)
     assert [kinds_of(sample) for sample in chosen] == [{"cut"}, {"tools"}, {"reasoning"}, {"plain"}]
-    half, called, thought, plain = (paint(sample, tokenizer, 160, in_color=False) for sample in chosen)
+    half, called, thought, plain = (
+        paint(sample, tokenizer, 160, in_color=False) for sample in chosen
+    )
     assert half.endswith("half」")
     assert '{"name": "weigh", "arguments": {"thing": "cup"}}' in called.split("「")[1]
     assert " ... " in called
@@ -211,14 +278,28 @@ def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
-    rows: list[dict[str, Any]] = [{"prompt": f"plain {i}", "completion": f"answer {i}", "id": i} for i in range(40)]
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"plain {i}", "completion": f"answer {i}", "id": i} for i in range(40)
+    ]
     rows += [{"prompt": f"cut {i}", "completion": f"half {i}", "cut": True} for i in range(4)]
-    rows += [{"messages": [user(f"call {i}"), say("", tool_calls=[call]), user("b"), say(f"so {i}")]} for i in range(4)]
+    rows += [
+        {"messages": [user(f"call {i}"), say("", tool_calls=[call]), user("b"), say(f"so {i}")]}
+        for i in range(4)
+    ]
     rows += [{"text": f"a document of words {i}"} for i in range(4)]
     rows += [{"prompt": "a", "completion": "b", "label": False}, {"prompt": "a", "image": "x.jpg"}]
     source, report = tmp_path / "data.json", tmp_path / "report.json"
     source.write_text(json.dumps(rows))
-    arguments = ["--target", TARGET, "--held-out", "0.3", "--num-samples", "1", "--json", str(report)]
+    arguments = [
+        "--target",
+        TARGET,
+        "--held-out",
+        "0.3",
+        "--num-samples",
+        "1",
+        "--json",
+        str(report),
+    ]
     assert dispatch(["data", str(source), *arguments]) == 0
     out = capsys.readouterr().out
     for kind in ("plain", "cut", "text"):
@@ -226,7 +307,9 @@ def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
     assert "columns read: completion, cut, messages, prompt, text; not read: id" in out
     assert re.search(r"ends of turns: <\|end\|> \(id 2\) \d+, none, as cut \d", out)
     assert "template arguments: none" in out
-    assert "refused with tool calls that the chat template leaves out, e.g. the answer to 'call" in out
+    assert (
+        "refused with tool calls that the chat template leaves out, e.g. the answer to 'call" in out
+    )
     written = json.loads(report.read_text())
     assert written["columns"]["unread"] == {"id": 40}
     assert {reason: skipped["rows"] for reason, skipped in written["skipped"].items()} == {
@@ -234,7 +317,9 @@ def test_every_kind_of_turn_is_shown_and_all_counts_are_written(
         "with images or sound, which are not read": 1,
     }
     assert written["training"]["ends"].keys() == {"<|end|>", ""}
-    assert written["training"]["refused_answers"].keys() == {"with tool calls that the chat template leaves out"}
+    assert written["training"]["refused_answers"].keys() == {
+        "with tool calls that the chat template leaves out"
+    }
     assert written["template_arguments"] == {}
     assert written["end_ids"] == [2]
     assert [sample["kinds"] for sample in written["samples"]] == [["cut"], ["plain"], ["text"]]

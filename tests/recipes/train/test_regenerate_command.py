@@ -21,7 +21,11 @@ from redraft.recipes.data.regenerate import Config, main
 
 class Answering(Teacher):
     def reply(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        return 200, {"choices": [{"message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}]}
+        return 200, {
+            "choices": [
+                {"message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
+            ]
+        }
 
 
 @pytest.fixture
@@ -49,7 +53,15 @@ def test_the_engine_is_started_for_a_target_and_stopped(
 
     monkeypatch.setattr(regenerate, "vllm_server", serve)
     output, limit = tmp_path / "answers.jsonl", 512
-    main(Config(prompts=str(source), output=output, target=str(random_target), concurrency=5, vllm_args=("--x",)))
+    main(
+        Config(
+            prompts=str(source),
+            output=output,
+            target=str(random_target),
+            concurrency=5,
+            vllm_args=("--x",),
+        )
+    )
     assert read_answers(output) == ["yes"]
     assert json.loads(output.read_text())["settings"]["model"] == str(random_target)
     options, stopped = started
@@ -62,14 +74,22 @@ def test_the_engine_is_started_for_a_target_and_stopped(
 def test_answers_of_another_target_behind_the_same_name_are_not_continued(
     random_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, output, source = tmp_path / "target", tmp_path / "answers.jsonl", tmp_path / "questions.jsonl"
+    target, output, source = (
+        tmp_path / "target",
+        tmp_path / "answers.jsonl",
+        tmp_path / "questions.jsonl",
+    )
     shutil.copytree(random_target, target)
     source.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(4)))
     words = "old"
 
     class Versioned(Teacher):
         def reply(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-            return 200, {"choices": [{"message": {"role": "assistant", "content": words}, "finish_reason": "stop"}]}
+            return 200, {
+                "choices": [
+                    {"message": {"role": "assistant", "content": words}, "finish_reason": "stop"}
+                ]
+            }
 
     @contextmanager
     def serve(target: str, **_: Any) -> Iterator[VllmServer]:
@@ -77,7 +97,13 @@ def test_answers_of_another_target_behind_the_same_name_are_not_continued(
             yield VllmServer(url=teacher.url, model=target, dtype="auto", num_speculative_tokens=0)
 
     def run(num: int, *args: str, **changes: Any) -> list[str]:
-        cfg = Config(prompts=str(source), output=output, target=str(target), num_conversations=num, vllm_args=args)
+        cfg = Config(
+            prompts=str(source),
+            output=output,
+            target=str(target),
+            num_conversations=num,
+            vllm_args=args,
+        )
         main(replace(cfg, **changes))
         return sorted(read_answers(output))
 
@@ -92,7 +118,9 @@ def test_answers_of_another_target_behind_the_same_name_are_not_continued(
         ("chat_template.jinja", lambda path: path.write_text("{{ messages[0].content }}")),
         (
             "model.safetensors",
-            lambda path: save_file({name: 2 * tensor for name, tensor in weights.items()}, path, {"format": "pt"}),
+            lambda path: save_file(
+                {name: 2 * tensor for name, tensor in weights.items()}, path, {"format": "pt"}
+            ),
         ),
     ]
     for name, change in changes:
@@ -105,7 +133,9 @@ def test_answers_of_another_target_behind_the_same_name_are_not_continued(
         assert run(4, overwrite=True) == [name] * 4
 
 
-def test_a_running_server_is_asked_as_before(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_server_is_asked_as_before(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(regenerate, "vllm_server", None)
     with teaching(Answering()) as teacher:
         main(Config(prompts=str(source), output=tmp_path / "answers.jsonl", url=teacher.url))
@@ -116,7 +146,15 @@ def test_overwrite_answers_again_and_replaces_only_answers(source: Path, tmp_pat
     output = tmp_path / "answers.jsonl"
     with teaching(Answering()) as teacher:
         for limit in (5, 6):
-            main(Config(prompts=str(source), output=output, url=teacher.url, max_tokens=limit, overwrite=True))
+            main(
+                Config(
+                    prompts=str(source),
+                    output=output,
+                    url=teacher.url,
+                    max_tokens=limit,
+                    overwrite=True,
+                )
+            )
             assert [json.loads(line)["settings"]["max_tokens"] for line in output.open()] == [limit]
         with pytest.raises(ValueError, match="--overwrite"):
             main(Config(prompts=str(source), output=output, url=teacher.url))
@@ -128,14 +166,32 @@ def test_overwrite_answers_again_and_replaces_only_answers(source: Path, tmp_pat
 
 def test_a_target_and_a_url_are_one_too_many(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--target\b.*--url"):
-        main(Config(prompts=str(source), output=tmp_path / "x.jsonl", target="t", url="http://127.0.0.1:1"))
+        main(
+            Config(
+                prompts=str(source),
+                output=tmp_path / "x.jsonl",
+                target="t",
+                url="http://127.0.0.1:1",
+            )
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_a_real_engine_answers(source: Path, served_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_real_engine_answers(
+    source: Path, served_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     target, output = str(served_pair[0]), tmp_path / "answers.jsonl"
-    main(Config(prompts=str(source), output=output, target=target, temperature=0.0, max_tokens=8, concurrency=2))
+    main(
+        Config(
+            prompts=str(source),
+            output=output,
+            target=target,
+            temperature=0.0,
+            max_tokens=8,
+            concurrency=2,
+        )
+    )
     assert len(read_answers(output)) == 1
     settings = json.loads(output.read_text())["settings"]
     assert (settings["temperature"], settings["max_tokens"]) == (0.0, 8)

@@ -23,7 +23,12 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "answers.jsonl"
     ask = {"role": "user", "content": "What is the capital?"}
     rows = [
-        {"messages": [ask, {"role": "assistant", "content": f"The capital of land {i} is town {i}."}]}
+        {
+            "messages": [
+                ask,
+                {"role": "assistant", "content": f"The capital of land {i} is town {i}."},
+            ]
+        }
         for i in range(30)
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -54,8 +59,18 @@ def test_counted_answers_are_a_draft_for_every_command(
 
 
 def test_a_target_on_the_hub_is_there_before_the_counting(source: Path, tmp_path: Path) -> None:
-    code = "import sys; from redraft.recipes.cli.run import dispatch; sys.exit(dispatch(sys.argv[1:]))"
-    command = ["retrieval", "--target", NAME, "--data", str(source), "--output", str(tmp_path / "counted")]
+    code = (
+        "import sys; from redraft.recipes.cli.run import dispatch; sys.exit(dispatch(sys.argv[1:]))"
+    )
+    command = [
+        "retrieval",
+        "--target",
+        NAME,
+        "--data",
+        str(source),
+        "--output",
+        str(tmp_path / "counted"),
+    ]
     files = {path.name: path.read_bytes() for path in Path(TARGET).iterdir()}
     with serve_model(files, broken="model.safetensors") as hub:
         done = run_with_hub(code, hub, tmp_path / "home", *command)
@@ -67,4 +82,7 @@ def test_a_target_on_the_hub_is_there_before_the_counting(source: Path, tmp_path
         done = run_with_hub(code, hub, tmp_path / "home", *command)
     assert done.returncode == 0, done.stderr
     provenance = json.loads((tmp_path / "counted" / "provenance.json").read_text())
-    assert (provenance["target"], provenance["target_fingerprint"]) == (NAME, fingerprint(Path(TARGET)))
+    assert (provenance["target"], provenance["target_fingerprint"]) == (
+        NAME,
+        fingerprint(Path(TARGET)),
+    )

@@ -1,4 +1,7 @@
-"""TRL's GRPO on a real server with a draft: each policy is served, and records name the policy that verified them."""
+"""TRL's GRPO on a real server with a draft.
+
+Each policy is served, and records name the policy that verified them.
+"""
 
 from __future__ import annotations
 
@@ -67,12 +70,19 @@ def test_the_servers_refusal_of_a_policy_reaches_the_user(
     token.touch(mode=0o600)
     token.write_text(TOKEN)
     questions.write_text(
-        json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "-"}]})
+        json.dumps(
+            {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "-"}]}
+        )
     )
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         Session.base_url = f"http://127.0.0.1:{server.server_port}"
-        config = Config(target=str(tiny_target), token_file=token, prompts=str(questions), output=tmp_path / "policies")
+        config = Config(
+            target=str(tiny_target),
+            token_file=token,
+            prompts=str(questions),
+            output=tmp_path / "policies",
+        )
         with pytest.raises(ValueError, match=r"step-1: .*\bREDRAFT_TARGETS\b"):
             main(config)
         server.shutdown()
@@ -83,23 +93,49 @@ def test_the_servers_refusal_of_a_policy_reaches_the_user(
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99), ("bfloat16", 0.93)])
-def test_each_policy_is_served_and_named(tiny_target: Path, tmp_path: Path, dtype: str, least: float) -> None:
-    """Policies are pushed in bfloat16, the target's. One served in float32 computes what transformers does."""
+def test_each_policy_is_served_and_named(
+    tiny_target: Path, tmp_path: Path, dtype: str, least: float
+) -> None:
+    """Policies are pushed in bfloat16, the target's.
+
+    One served in float32 computes what transformers does.
+    """
     registry, policies, token = tmp_path / "registry", tmp_path / "policies", tmp_path / "token"
     head = tiny_target.parent / "tiny-eagle3"
-    publish(registry / "v000001", lambda folder: shutil.copytree(head, folder, dirs_exist_ok=True), {})
+    publish(
+        registry / "v000001", lambda folder: shutil.copytree(head, folder, dirs_exist_ok=True), {}
+    )
     (registry / "current").symlink_to("v000001")
     policies.mkdir()
     token.touch(mode=0o600)
     token.write_text(TOKEN)
     answer = {"role": "assistant", "content": "-"}
-    rows = [{"messages": [{"role": "user", "content": f"What does f{n} do?"}, answer]} for n in range(32)]
+    rows = [
+        {"messages": [{"role": "user", "content": f"What does f{n} do?"}, answer]}
+        for n in range(32)
+    ]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--logprobs-mode", "processed_logprobs", "--dtype", dtype]
     environment = {"REDRAFT_TARGETS": str(policies)}
-    with running_server(tiny_target, registry, tmp_path, [], arguments=arguments, environment=environment) as server:
-        command = [sys.executable, "recipes/rl_grpo.py", "--target", str(tiny_target), "--token-file", str(token)]
-        command += ["--prompts", str(tmp_path / "questions.jsonl"), "--url", server.url, "--output", str(policies)]
+    with running_server(
+        tiny_target, registry, tmp_path, [], arguments=arguments, environment=environment
+    ) as server:
+        command = [
+            sys.executable,
+            "recipes/rl_grpo.py",
+            "--target",
+            str(tiny_target),
+            "--token-file",
+            str(token),
+        ]
+        command += [
+            "--prompts",
+            str(tmp_path / "questions.jsonl"),
+            "--url",
+            server.url,
+            "--output",
+            str(policies),
+        ]
         command += ["--updates", str(UPDATES), "--lr", "3e-3", "--max-tokens", "24"]
         variables = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
@@ -110,17 +146,37 @@ def test_each_policy_is_served_and_named(tiny_target: Path, tmp_path: Path, dtyp
         prompt = list(range(20, 40))
         answered = server.complete(prompt, ignore_eos=True)["choices"][0]["token_ids"]
         wait_until(server.has_shipped)
-        records = list(join_segments(sorted(server.all_records(), key=lambda one: (one.request_id, one.sequence))))
-    kept = {path.name: LlamaForCausalLM.from_pretrained(path, dtype=torch.float32) for path in policies.glob("step-*")}
+        records = list(
+            join_segments(
+                sorted(server.all_records(), key=lambda one: (one.request_id, one.sequence))
+            )
+        )
+    kept = {
+        path.name: LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in policies.glob("step-*")
+    }
     assert set(kept) == {"step-2", "step-3"}
-    text = kept["step-3"].generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    text = kept["step-3"].generate(
+        torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None
+    )
     assert dtype == "bfloat16" or answered == text[0, len(prompt) :].tolist()
     kept[""] = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
     assert {record.target_version.partition("@")[0] for record in records} == set(kept)
-    right = [hit for record in records for hit in compare(record, kept[record.target_version.partition("@")[0]])]
-    others = [hit for record in records if record.target_version == served for hit in compare(record, kept[""])]
+    right = [
+        hit
+        for record in records
+        for hit in compare(record, kept[record.target_version.partition("@")[0]])
+    ]
+    others = [
+        hit
+        for record in records
+        if record.target_version == served
+        for hit in compare(record, kept[""])
+    ]
     assert sum(right) >= least * len(right) > 0
-    assert sum(others) < (least - 0.02) * len(others), "the policies are alike, and no wrong name could be seen"
+    assert sum(others) < (least - 0.02) * len(others), (
+        "the policies are alike, and no wrong name could be seen"
+    )
 
 
 @torch.no_grad()

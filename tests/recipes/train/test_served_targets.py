@@ -1,4 +1,6 @@
-"""Heads for targets of other architectures than Llama, from the training to the swap in the real vLLM."""
+"""Heads for targets of other architectures than Llama, from the training to the swap in the real
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,19 @@ def test_a_head_is_trained_proven_and_swapped_beside_its_target(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    target, run = save_served_target(model_type, tmp_path / "target", small_tokenizer), tmp_path / "run"
+    target, run = (
+        save_served_target(model_type, tmp_path / "target", small_tokenizer),
+        tmp_path / "run",
+    )
     demo: Any = make_preset("eagle3")
     settings = replace(
         demo,
         target=str(target),
         head=replace(demo.head, aux_layer_ids=(1, 2, 3), own_head=False, num_steps=3),
         draft_vocab_size=0,
-        data=replace(demo.data, source=str(data), held_out=0.2, num_prompts=4, max_prompt_tokens=128),
+        data=replace(
+            demo.data, source=str(data), held_out=0.2, num_prompts=4, max_prompt_tokens=128
+        ),
         prove=replace(demo.prove, max_tokens=16),
         loop=Loop(steps=8, batch_size=2, sequence_length=128, eval_every=8, eval_batches=1),
         output=run,
@@ -56,7 +63,11 @@ def test_a_head_is_trained_proven_and_swapped_beside_its_target(
     model = load_causal_lm(target, torch.float32)
     other = eagle3.Eagle3(settings.head, Target.from_model(model))
     other.export(tmp_path / "other")
-    spec = {"target": str(target), "method": "eagle3", "speculative": find_family("eagle3").speculative}
+    spec = {
+        "target": str(target),
+        "method": "eagle3",
+        "speculative": find_family("eagle3").speculative,
+    }
     heads = [str(run / "draft"), str(tmp_path / "other")]
     (start, forth, back), (fresh,) = run_engines(
         [

@@ -35,7 +35,9 @@ class Driver(DriverBase):
         return 0
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
-        def bench(kernel_call: Callable[[], Any], *, quantiles: list[float], **options: Any) -> list[float]:
+        def bench(
+            kernel_call: Callable[[], Any], *, quantiles: list[float], **options: Any
+        ) -> list[float]:
             began_s = time.perf_counter()
             kernel_call()
             return [1e3 * (time.perf_counter() - began_s)] * len(quantiles)

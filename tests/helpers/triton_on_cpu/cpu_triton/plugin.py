@@ -1,4 +1,7 @@
-"""What the interpreter cannot run, in PyTorch; and scheduling ahead, which vLLM switches off on a CPU."""
+"""What the interpreter cannot run, in PyTorch.
+
+And scheduling ahead, which vLLM switches off on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ def _replace_kernels() -> None:
 
 
 def _keep_async_scheduling() -> None:
-    """As on a GPU: the scheduler plans a step before it knows how many tokens the last one accepted."""
+    """As on a GPU: the scheduler plans a step before it knows how many tokens the last one
+    accepted.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config.__func__
