@@ -1,0 +1,220 @@
+"""Sizes of the code, counted: statements by room, names of vLLM that are wrapped, commands, flags.
+
+    python -m benchmarks.house              # the table of this tree
+    python -m benchmarks.house --json       # the same as JSON, to compare two trees
+
+Nothing checks these figures. They show in a review whether a change leaves fewer concepts.
+
+The target's walk is counted while a `Run` of the tiny target is made: a return is a call that enters
+a room of the package which the walk has entered before and left.
+"""
+
+import argparse
+import ast
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from redraft.heads.catalog import find_family, list_trained
+from redraft.recipes.cli.commands import COMMANDS
+from redraft.recipes.cli.run import dispatch, find_recipe, parse_recipe
+
+ROOT = Path(__file__).parents[1]
+
+ROOMS = ("distill", "eval", "heads", "online", "recipes", "redraft")
+
+
+def list_sources(*packages: str) -> Iterator[Path]:
+    """The Python files of these folders, without links."""
+    for package in packages:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if not any(parent.is_symlink() for parent in (path, *path.parents)):
+                yield path
+
+
+def count_statements(tree: ast.AST) -> int:
+    """Statements of a module, docstrings and the strings below fields left out."""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
+    return sum(
+        not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in nodes
+    )
+
+
+def find_wrapped(tree: ast.AST) -> list[str]:
+    """Names of vLLM that a module replaces by a function of its own, as `object.name`.
+
+    Counted is every assignment of a function that this module defines to an attribute of something
+    other than `self`, in a module that imports vLLM or is given objects of it.
+    """
+    functions = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            if (
+                isinstance(target, ast.Attribute)
+                and not (isinstance(target.value, ast.Name) and target.value.id in ("self", "cls"))
+                and names_function(node.value, functions)
+            ):
+                found.append(ast.unparse(target))
+    return found
+
+
+def names_function(value: ast.expr, functions: set[str]) -> bool:
+    if isinstance(value, ast.Name):
+        return value.id in functions
+    if isinstance(value, ast.Call):  # wraps(...)(f), partial(f, ...), wrap(f)
+        return any(names_function(each, functions) for each in (value.func, *value.args))
+    return isinstance(value, ast.Lambda)
+
+
+def count_rooms() -> dict[str, int]:
+    """Statements by package and room."""
+    counts: Counter[str] = Counter()
+    for path in list_sources(*ROOMS, "benchmarks", "tests"):
+        parts = path.relative_to(ROOT).parts
+        room = "/".join(parts[:2] if len(parts) > 2 and parts[0] not in ("tests",) else parts[:1])
+        counts[room] += count_statements(ast.parse(path.read_text(encoding="utf-8")))
+    return dict(counts)
+
+
+def count_wrapped() -> dict[str, list[str]]:
+    """Wrapped names of vLLM by file, of the rooms that touch vLLM."""
+    found = {}
+    for path in list_sources("online/engine", "eval", "redraft/engine", "distill/signal"):
+        source = path.read_text(encoding="utf-8")
+        if names := find_wrapped(ast.parse(source)):
+            found[str(path.relative_to(ROOT))] = names
+    return found
+
+
+def count_functions() -> dict[str, float]:
+    """The longest function in lines, and ignores of linters per 1,000 lines, of the packages."""
+    longest, ignores, lines = 0, 0, 0
+    for path in list_sources(*ROOMS):
+        source = path.read_text(encoding="utf-8")
+        ignores += len(re.findall(r"# (?:type: ignore|noqa)", source))
+        lines += source.count("\n")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                longest = max(longest, (node.end_lineno or node.lineno) - node.lineno + 1)
+    return {
+        "longest function": longest,
+        "ignores per 1,000 lines": round(1000 * ignores / lines, 2),
+    }
+
+
+def count_commands() -> dict[str, int]:
+    """Commands of `redraft`, and distinct flags over all help pages."""
+    os.environ["COLUMNS"] = "200"
+    pages = [
+        (*name.split(), *kind, "--help-all" if name == "train" else "--help")
+        for name, kind in list_pages()
+    ]
+    flags: set[str] = set()
+    for page in pages:
+        with redirect_stdout(io.StringIO()) as shown, suppress(SystemExit):
+            dispatch(page)
+        flags |= set(re.findall(r"--[a-z][\w.-]+", shown.getvalue()))
+    return {"commands": len(COMMANDS), "help pages": len(pages), "flags": len(flags)}
+
+
+def list_pages() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(command, further words) for each help page."""
+    for name, command in COMMANDS.items():
+        if command.parts:
+            yield from ((f"{name} {part}", ()) for part in command.parts)
+        elif name == "train":
+            yield from ((name, (family,)) for family in list_trained())
+        else:
+            yield name, ()
+
+
+def walk_target() -> dict[str, int]:
+    """Returns to a room, and entries of the module that opens folders, while a `Run` is made."""
+    from redraft.distill.run.training_run import Run  # imports torch
+
+    steps: list[tuple[str, str]] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not (name := frame.f_globals.get("__name__", "")).startswith(
+            "redraft."
+        ):
+            return
+        room = ".".join(name.split(".")[1:3])
+        if not steps or steps[-1] != (room, name):
+            steps.append((room, name))
+
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data.jsonl"
+        row = {"prompt": "Write a function.", "completion": "def f(): return 1"}
+        data.write_text(
+            "".join(json.dumps(row | {"prompt": f"{row['prompt']} {k}"}) + "\n" for k in range(400))
+        )
+        flags = ["eagle3", "--target", str(ROOT / "tests/assets/tiny-target")]
+        flags += ["--data.source", str(data), "--output", f"{folder}/out", "--prove.no-engine"]
+        flags += ["--draft-vocab-size", "0"]
+        recipe, rest = find_recipe("train", flags)
+        cfg = parse_recipe(recipe, rest)
+        sys.setprofile(trace)
+        try:
+            Run(find_family("eagle3"), cfg)
+        finally:
+            sys.setprofile(None)
+    rooms = [room for k, (room, _) in enumerate(steps) if not k or steps[k - 1][0] != room]
+    seen: set[str] = set()
+    returns = 0
+    for room in rooms:
+        returns += room in seen
+        seen.add(room)
+    opens = sum(name.endswith("files.folder") for _, name in steps)
+    return {"returns to a room": returns, "entries of files/folder.py": opens}
+
+
+def count_house() -> dict[str, Any]:
+    rooms = count_rooms()
+    package = sum(count for room, count in rooms.items() if room.split("/")[0] in ROOMS)
+    return {
+        "statements": {"package": package, **rooms},
+        "wrapped names of vLLM": count_wrapped(),
+        "functions": count_functions(),
+        "command line": count_commands(),
+        "target's walk": walk_target(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    house = count_house()
+    if args.json:
+        print(json.dumps(house, indent=2))
+        return
+    for title, counts in house.items():
+        print(f"{title}:")
+        for name, count in counts.items():
+            shown = (
+                f"{len(count):6}  {', '.join(count)}" if isinstance(count, list) else f"{count:6}"
+            )
+            print(f"  {name:32} {shown}")
+
+
+if __name__ == "__main__":
+    main()
