@@ -91,14 +91,59 @@ def make_later(number: int) -> bytes:
     )
 
 
+ONE_ROW: dict[str, Any] = {
+    "row_branches": i32(0),
+    "row_drafts": i32(-1),
+    "row_draft_probs": np.ones(1, "<f4").tobytes(),
+    "row_accepted": b"\0",
+    "row_topk_ids": i32(1, 2),
+    "row_topk_log_probs": np.log([0.5, 0.4]).astype("<f4").tobytes(),
+    "row_log_sum_exp": i32(0),
+}
+
+
 def make_bomb(number: int = 0) -> bytes:
     """About 2 kB that unpack to 60 MB of a record nothing else is wrong with."""
     tokens = 60_000_000 // (4 + 2 * SHAPE[1])  # an id and a hidden state each
     return encode_record(
-        make_record(number, context=bytes(4 * tokens), output=i32(1), hidden=bytes(2 * SHAPE[1] * tokens),
-                    row_positions=i32(*range(tokens, tokens + 1)), row_branches=i32(0), row_drafts=i32(-1),
-                    row_draft_probs=np.ones(1, "<f4").tobytes(), row_accepted=b"\0", row_topk_ids=i32(1, 2),
-                    row_topk_log_probs=np.log([0.5, 0.4]).astype("<f4").tobytes(), row_log_sum_exp=i32(0))
+        make_record(number, context=bytes(4 * tokens), output=i32(1), row_positions=i32(tokens),
+                    hidden=bytes(2 * SHAPE[1] * tokens), **ONE_ROW)
+    )  # fmt: skip
+
+
+def make_chain(
+    number: int, num_tokens: int, num_segments: int, num_random: int = 0, **changes: Any
+) -> list[bytes]:
+    """A long text, whose first ids are random, and segments of one token that continue it: about
+    400 bytes each, which become records of the whole text.
+    """
+    rest: dict[str, Any] = ONE_ROW | {"hidden": b"", "hidden_shape": (0, 0), "output": i32(5)}
+    rest |= changes
+    rows = len(rest["row_accepted"])
+    ids = np.zeros(num_tokens, "<i4")
+    ids[:num_random] = np.random.default_rng(number).integers(0, VOCAB, num_random)
+    first = make_record(
+        number, context=ids.tobytes(), row_positions=i32(*[num_tokens] * rows), **rest
+    )
+    later = (
+        make_record(number, sequence=sequence, context=b"", context_begin=num_tokens + sequence,
+                    row_positions=i32(*[num_tokens + sequence] * rows), **rest)
+        for sequence in range(1, num_segments + 1)
+    )  # fmt: skip
+    return [encode_record(record) for record in (first, *later)]
+
+
+def make_float8(number: int = 0, num_bytes: int = 60 << 20) -> bytes:
+    """A record with this much of hidden states in 8-bit floats: shrunk as far as is taken."""
+    size = 4096
+    tokens = num_bytes // (size + 4)
+    hidden = np.zeros((tokens, size + 4), np.uint8)
+    # a payload may unpack to 1 MiB plus 64 times its size: so much of it does not shrink
+    num_random = tokens // 60
+    hidden[:num_random, :size] = np.random.default_rng(number).integers(0, 0x70, (num_random, size))
+    return encode_record(
+        make_record(number, context=bytes(4 * tokens), output=i32(5), row_positions=i32(tokens),
+                    hidden=hidden.tobytes(), hidden_shape=(1, size), hidden_format="float8", **ONE_ROW)
     )  # fmt: skip
 
 

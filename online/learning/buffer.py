@@ -56,10 +56,9 @@ from redraft.online.learning.evidence import (
 from redraft.online.learning.penalties import is_undecided
 from redraft.online.learning.quarantine import Quarantine
 from redraft.online.learning.rolling_files import RollingFiles
+from redraft.online.learning.segments import Frames, Segments, Text
 from redraft.online.records.origin import stored_name
-from redraft.online.records.record import CorruptRecordError, Record, encode_record, join_text
-
-Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]  # as `read_frames` yields them
+from redraft.online.records.record import CorruptRecordError, Record
 
 RECENT = 32  # Newest records, whose most frequent target is the served one.
 
@@ -143,6 +142,7 @@ class Buffer(AbstractContextManager["Buffer"]):
         self.known_domains: frozenset[str] = frozenset({domain} - {""})
         """Domains that an operator named. Clients can send any name: see `name_domains`."""
         self.names: Mapping[str, str] = {}  # of domains, as judged and shown; `refresh_names`
+        self._segments = Segments(self._find_text)
         # Re-entrant, because public methods call one another: `append` expires, `delete_tenant`
         # clears the quarantine.
         self._lock = threading.RLock()
@@ -186,19 +186,17 @@ class Buffer(AbstractContextManager["Buffer"]):
         Raises:
             BufferFullError: if the disk is full.
         """
-        # Joining comes first: the key hashes the whole prompt, and a later segment arrives without
-        # it.
-        frames = list(self._join_texts(frames))
+        frames = list(frames)
         ids = [record.record_id for _, record in frames if isinstance(record, Record)]
         with self._lock:
             self.expire(now_s)
-            # The order of the checks decides which fate is counted: the first reason not to store a
-            # record wins.
             known = set[str]().union(*self._files.each(lambda file: file.find_known(ids)))
             forgotten = self._cursor.forgotten
             counts = Counter[str]()
             rows: list[tuple[int, Row, bytes]] = []
-            for frame, record in frames:
+            # Joining comes first: the key hashes the whole prompt, and a later segment arrives
+            # without it. After that, the first reason not to store a record is counted.
+            for frame, record in self._segments.join(frames, known):
                 if isinstance(record, CorruptRecordError):
                     counts[record.reason] += 1
                     if self.quarantine is not None:
@@ -223,8 +221,12 @@ class Buffer(AbstractContextManager["Buffer"]):
                     is_foreign = record.target_fingerprint != self.target_fingerprint
                     counts["foreign" if is_foreign else "stored"] += 1
             if rows:
-                with named_disk_full():
-                    self._files.insert(rows, now_s)
+                try:
+                    with named_disk_full():
+                        self._files.insert(rows, now_s)
+                except BufferFullError:
+                    self._segments.reset()  # sent again, they are joined again
+                    raise
                 self._next_seq += len(rows)
                 past = self._cursor.past
                 if (
@@ -461,33 +463,12 @@ class Buffer(AbstractContextManager["Buffer"]):
         read_R = record.positions - record.branches - 1 - record.hidden_begin
         return not ((read_R >= 0) & (read_R < record.num_hidden)).any()
 
-    def _join_texts(self, frames: Frames) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
-        """The frames, with a self-contained record in place of each that continues one of these, or
-        a stored one.
-        """
-        texts: dict[str, bytes] = {}
-        for frame, record in frames:
-            if isinstance(record, Record) and record.context_begin:
-                # A segment has one successor, so `pop` frees the text as soon as it is used.
-                text = texts.pop(record.previous_id, None) or self._find_text(record.previous_id)
-                if text is not None:
-                    try:
-                        record = join_text(record, text)
-                        # Stored self-contained too: the segment before may expire first.
-                        frame = encode_record(record)
-                    except CorruptRecordError as error:
-                        record = error
-            if isinstance(record, Record) and not record.context_begin:
-                texts[record.record_id] = record.context + record.output
-            yield frame, record
-
-    def _find_text(self, record_id: str) -> bytes | None:
-        """The text of a stored record, int32; None if there is no such record."""
-        with self._lock:
-            for seq in self._files.each(lambda file: file.find_seq(record_id)):
-                stored = None if seq is None else self._read_one(seq)
-                if stored is not None:
-                    return stored.record.context + stored.record.output
+    def _find_text(self, record_id: str) -> Text | None:
+        """The text of a stored record; None if there is no such record."""
+        for found in self._files.each(lambda file: file.find_frame(record_id)):
+            stored = None if found is None else self._read_one(found[0])
+            if found is not None and stored is not None:
+                return Text(stored.record.context + stored.record.output, found[1])
         return None
 
     def _row(self, record: Record, now_s: float) -> Row:

@@ -156,12 +156,13 @@ class BufferFile:
         )
         return {record_id for (record_id,) in found}
 
-    def find_seq(self, record_id: str) -> int | None:
-        """The number of the record with this id; None if it is not in this file."""
-        found = self.connection.execute(
-            "SELECT seq FROM records WHERE record_id = ?", (record_id,)
-        ).fetchone()
-        return None if found is None else int(found[0])
+    def find_frame(self, record_id: str) -> tuple[int, int] | None:
+        """Number and frame size in bytes of the record with this id; None if it is not in this
+        file.
+        """
+        query = "SELECT seq, length(frame) FROM records JOIN frames USING (seq) WHERE record_id = ?"
+        found = self.connection.execute(query, (record_id,)).fetchone()
+        return None if found is None else (int(found[0]), int(found[1]))
 
     def holds(self, seq: int) -> bool:
         seqs = self.index()["seq"]

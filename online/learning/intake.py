@@ -29,9 +29,10 @@ from typing import BinaryIO
 import numpy as np
 
 from redraft.eval.counts import AcceptanceCounts
-from redraft.online.learning.buffer import Buffer, Frames
+from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.evidence import OTHER
 from redraft.online.learning.quarantine import overwrite
+from redraft.online.learning.segments import Frames
 from redraft.online.records.checks import Fault
 from redraft.online.records.record import (
     CorruptRecordError,
@@ -216,11 +217,16 @@ def store(frames: Frames, buffer: Buffer, vocab_size: int, now_s: float) -> Take
 
 
 def _batches(frames: Frames) -> Iterator[list[tuple[bytes, Record | CorruptRecordError]]]:
-    """Lists of at most BATCH_RECORDS frames, and of BATCH_BYTES or one frame."""
+    """Lists of at most BATCH_RECORDS frames, and of BATCH_BYTES or one frame.
+
+    The text that a segment leaves out counts: `Buffer.append` puts it into the record and its frame.
+    """
     batch: list[tuple[bytes, Record | CorruptRecordError]] = []
     num_bytes = 0
     for frame, record in frames:
-        size = len(frame) + (record.num_bytes if isinstance(record, Record) else 0)
+        size = len(frame)
+        if isinstance(record, Record):
+            size += record.num_bytes + 2 * 4 * record.context_begin
         if batch and (len(batch) >= BATCH_RECORDS or num_bytes + size > BATCH_BYTES):
             yield batch
             batch, num_bytes = [], 0

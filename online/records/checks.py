@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from redraft.online.records.origin import MAX_LABEL_CHARS
-from redraft.online.records.states import state_bytes
+from redraft.online.records.states import BLOCK, state_bytes
 
 if TYPE_CHECKING:
     from redraft.online.records.record import Record, Sampling
@@ -190,5 +190,8 @@ def _find_bad_probability(record: Record) -> str:
 
 
 def _find_bad_state(record: Record) -> str:
-    is_finite = not (record.hidden_words & EXPONENT == EXPONENT).any()
-    return "" if is_finite else "hidden states that are not finite"
+    words = record.hidden_words.reshape(-1)
+    for begin in range(0, len(words), BLOCK):
+        if (words[begin : begin + BLOCK] & EXPONENT == EXPONENT).any():
+            return "hidden states that are not finite"
+    return ""

@@ -4,7 +4,8 @@
     float8     D codes of a byte (e4m3fn, arXiv 2209.05433), then a scale as float32, the factor of all D
 
 numpy has neither type: bfloat16 is handled as its bits, in uint16. H = tokens, L = states of one
-token, D = size of each. Written by `heads.nn.float8`, and decoded here without torch.
+token, D = size of each, N = states, X = bytes of a state. Written by `heads.nn.float8`, and decoded
+here without torch.
 """
 
 from typing import Literal
@@ -22,21 +23,34 @@ def state_bytes(hidden_format: HiddenFormat, size: int) -> int:
     return size + SCALE_BYTES if hidden_format == "float8" else 2 * size
 
 
+BLOCK = 1 << 20
+"""Numbers that are decoded at once: the temporary arrays of all take 16 times the record."""
+
+
 def decode_float8(codes_HLX: NDArray[np.uint8]) -> NDArray[np.uint16]:
     """Bits of the nearest bfloat16 numbers, [H, L, D], of states of D codes and a scale each."""
-    scale_HL1 = np.ascontiguousarray(codes_HLX[..., -SCALE_BYTES:]).view(
-        "<f4"
-    )  # [H, L, 4] bytes -> [H, L, 1]
-    values_HLD = _VALUES[codes_HLX[..., :-SCALE_BYTES]]
+    size = codes_HLX.shape[-1] - SCALE_BYTES
+    codes_NX = codes_HLX.reshape(-1, size + SCALE_BYTES)
+    words_ND = np.empty((len(codes_NX), size), np.uint16)
+    num_states = max(1, BLOCK // size)
+    for begin in range(0, len(codes_NX), num_states):
+        block = slice(begin, begin + num_states)
+        words_ND[block] = _decode_block(codes_NX[block])
+    return words_ND.reshape(*codes_HLX.shape[:-1], size)
+
+
+def _decode_block(codes_NX: NDArray[np.uint8]) -> NDArray[np.uint16]:
+    scale_N1 = np.ascontiguousarray(codes_NX[:, -SCALE_BYTES:]).view("<f4")  # [N, 4] bytes
+    values_ND = _VALUES[codes_NX[:, :-SCALE_BYTES]]
     with np.errstate(
         over="ignore", invalid="ignore"
     ):  # of a made-up record; infinite values are refused later
-        values_HLD *= scale_HL1
-        bits_HLD = values_HLD.view(np.uint32)
+        values_ND *= scale_N1
+        bits_ND = values_ND.view(np.uint32)
         # to the nearest, and of two equally near to the even one
-        words_HLD = ((bits_HLD + 0x7FFF + ((bits_HLD >> 16) & 1)) >> 16).astype(np.uint16)
-    words_HLD[np.isnan(values_HLD)] = NAN  # the addition may have made a number of it
-    return words_HLD
+        words_ND = ((bits_ND + 0x7FFF + ((bits_ND >> 16) & 1)) >> 16).astype(np.uint16)
+    words_ND[np.isnan(values_ND)] = NAN  # the addition may have made a number of it
+    return words_ND
 
 
 def _list_values() -> NDArray[np.float32]:

@@ -44,6 +44,7 @@ from redraft.heads.families.standalone import StandaloneDraft
 from redraft.online.journal import AcceptanceEntry, Journal
 from redraft.online.learning import quarantine as quarantine_module
 from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.buffer_file import BufferFullError
 from redraft.online.learning.config import BufferConfig, Replay
 from redraft.online.learning.intake import BATCH_BYTES, Spool, store
 from redraft.online.learning.quarantine import Quarantine
@@ -487,6 +488,7 @@ LARGEST = """
 import re, sys
 from pathlib import Path
 from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.buffer_file import BufferFullError
 from redraft.online.learning.config import BufferConfig, Replay
 from redraft.online.learning.intake import Spool
 folder = Path(sys.argv[1])
@@ -519,6 +521,110 @@ def test_the_largest_records_and_bombs_stay_below_a_gibibyte(tmp_path, spool):
     assert sum(map(int, run.stdout.split())) < GIB, (
         "intake and training may be at their peaks at the same time"
     )
+
+
+def make_every_layout():
+    """Frames of every layout whose memory is out of proportion to their bytes, the first and the
+    last of them good.
+    """
+    chain = poison.make_chain(1, (16 << 20) // 4, 100, 160_000)
+    assert sum(map(len, chain)) < 320_000, "joined they would have 1.6 GB"
+    yield encode_record(make_record(0, server_id="good"))
+    yield from chain
+    for number in range(2, 50):  # in each of these, 1 MiB of text is joined for 400 bytes
+        yield from poison.make_chain(number, (1 << 20) // 4 - 200, 1)
+    yield from poison.make_chain(
+        50, (60 << 20) // 4, 3, 600_000, target_version="step-3@0123456789ab"
+    )
+    yield poison.make_float8()
+    yield poison.make_bomb()
+    yield poison.make_nested(100_000)
+    yield make_later(1)
+    yield encode_record(make_record(99, server_id="good"))
+
+
+WITHIN = """
+import asyncio, re, resource, sys
+from pathlib import Path
+from types import SimpleNamespace
+from redraft.online.learning.buffer import Buffer
+from redraft.online.learning.config import BufferConfig
+from redraft.online.learning.intake import Spool
+from redraft.online.learning.stream import StreamSource
+from redraft.online.records.nats_config import Nats, StreamLimits
+folder, door = Path(sys.argv[1]), sys.argv[2]
+async def answer(delay=0):
+    pass
+async def take(buffer, frames):
+    source = StreamSource("nats://127.0.0.1:1", Nats(), StreamLimits(), buffer, 512)
+    async def arrived():
+        metadata = SimpleNamespace(num_delivered=1)
+        return [SimpleNamespace(data=data, metadata=metadata, ack=answer, nak=answer) for data in frames]
+    source._pull = SimpleNamespace(next=arrived)
+    await source.take()
+frames = [path.read_bytes() for path in sorted((folder / "frames").iterdir())] if door == "log" else []
+used = int(re.search(r"VmSize:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20),) * 2)
+with Buffer(BufferConfig(folder=folder / door, held_out_fraction=0), "target") as buffer:
+    if door == "log":
+        asyncio.run(take(buffer, frames))
+    else:
+        Spool(folder / "spool", buffer, 512).take(0.0)
+    seqs = buffer._training()["seq"].tolist()
+    print(sum(stored.record.server_id == "good" for stored in buffer.read(seqs)), len(seqs))
+    print(sum(path.stat().st_size for path in (folder / door).iterdir() if path.is_file()))
+"""
+
+
+@pytest.mark.parametrize("door", ["spool", "log"])
+def test_no_frame_of_any_layout_takes_more_than_half_a_gibibyte(tmp_path, spool, door):
+    frames = list(make_every_layout())
+    (tmp_path / "frames").mkdir()
+    for number, frame in enumerate(frames):
+        (tmp_path / "frames" / f"{number:04d}").write_bytes(frame)
+    put(spool, b"".join(frames))
+    run = subprocess.run(
+        [sys.executable, "-c", WITHIN, str(tmp_path), door], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    good, stored, num_bytes = map(int, run.stdout.split())
+    assert good == 2, "what lies before and behind is taken"
+    assert stored > 90, "a text of a MiB may be continued by a few bytes"
+    assert num_bytes < 80 << 20
+
+
+def test_the_segments_of_a_request_are_joined_in_proportion_to_its_frames(tmp_path):
+    tokens, rows = (1 << 20) // 4, 512  # as servers cut them
+    rng = np.random.default_rng(0)
+    served = {name: value * rows for name, value in poison.ONE_ROW.items()} | {
+        "top_k": 8,
+        "row_topk_ids": rng.integers(0, VOCAB, 8 * rows, "<i4").tobytes(),
+        "row_topk_log_probs": (-rng.random(8 * rows, "<f4")).tobytes(),
+    }
+    cheap = poison.make_chain(1, 4 * tokens, 60, 60_000, domain="cheap")
+    honest = poison.make_chain(2, tokens, 60, tokens, domain="honest", **served)
+    config = BufferConfig(folder=tmp_path / "buffer", held_out_fraction=0)
+    for begin in range(0, 61, 20):  # the room is counted over batches and a restart
+        with Buffer(config, TARGET) as buffer:
+            for frames in (cheap, honest):
+                store(read_frames(b"".join(frames[begin : begin + 20])), buffer, VOCAB, 0.0)
+    with Buffer(config, TARGET) as buffer:
+        assert buffer.status().num_training == {"cheap": 2, "honest": 61}
+
+
+def test_a_full_disk_takes_no_room_from_a_request(buffer, monkeypatch):
+    frames = list(read_frames(b"".join(poison.make_chain(1, (512 << 10) // 4, 3, 1000))))
+    buffer.append(frames[:1], 0.0)
+
+    def refuse(*_):
+        raise BufferFullError
+
+    with monkeypatch.context() as full:
+        full.setattr(buffer._files, "insert", refuse)
+        for _ in range(20):
+            with pytest.raises(BufferFullError):
+                buffer.append(frames[1:2], 0.0)
+    assert buffer.append(frames[1:2], 0.0) == {"stored": 1}
 
 
 # --- the spool's files

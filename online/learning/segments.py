@@ -1,0 +1,95 @@
+"""Later segments of a request, joined with the text of those before.
+
+A segment brings only the new part of its text, a few hundred bytes of which become a record with
+all of it, in memory and in the buffer. So the records joined from one request are bounded in
+proportion to its frames, as the content of a frame is to its payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from redraft.online.records.record import (
+    FREE_BYTES,
+    MAX_RATIO,
+    CorruptRecordError,
+    Record,
+    encode_record,
+    join_text,
+)
+
+Frames = Iterable[tuple[bytes, Record | CorruptRecordError]]  # as `read_frames` yields them
+
+MAX_REQUESTS = 4096
+"""Requests whose room is counted. The one without a segment for longest goes, and begins again from
+its stored segment.
+"""
+
+
+class Text(NamedTuple):
+    ids: bytes  # int32, context and output
+    frame_bytes: int  # size of the frame that brought it
+
+
+class Segments:
+    def __init__(self, find_text: Callable[[str], Text | None]) -> None:
+        """`find_text` gives the text of a stored record by its id."""
+        self._find_text = find_text
+        self._room: dict[int, int] = {}  # bytes that may still be joined, by hash of the request
+
+    def reset(self) -> None:
+        """Let every request begin again from its stored segment."""
+        self._room.clear()
+
+    def join(
+        self, frames: Frames, known: Collection[str]
+    ) -> Iterator[tuple[bytes, Record | CorruptRecordError]]:
+        """The frames, with a self-contained record in place of each that continues one of these, or
+        a stored one. Those with `known` ids stay as they are.
+        """
+        texts: dict[str, Text] = {}
+        for frame, record in frames:
+            if isinstance(record, Record) and record.record_id not in known:
+                try:
+                    if record.context_begin:
+                        # A segment has one successor, so `pop` frees the text once it is used.
+                        record = self._join(record, frame, texts.pop(record.previous_id, None))
+                        # Stored self-contained too: the segment before may expire first.
+                        frame = frame if record.context_begin else encode_record(record)
+                    if not record.context_begin:
+                        text = record.context + record.output
+                        texts[record.record_id] = Text(text, len(frame))
+                except CorruptRecordError as error:
+                    record = error
+            yield frame, record
+
+    def _join(self, record: Record, frame: bytes, before: Text | None) -> Record:
+        """The self-contained record; as it is if the text before it was lost.
+
+        Raises:
+            CorruptRecordError: if that text ends too early, or the request has no room left.
+        """
+        request = hash((record.server_id, record.request_id))
+        if request not in self._room:
+            before = before or self._find_text(record.previous_id)
+            if before is None:
+                return record
+            self._room[request] = FREE_BYTES + MAX_RATIO * before.frame_bytes
+        room = self._room.pop(request) + MAX_RATIO * len(frame)
+        self._room[request] = room  # at the end: the newest
+        if len(self._room) > MAX_REQUESTS:
+            del self._room[next(iter(self._room))]
+        # Before the text is read, which takes as long as the record itself.
+        size = record.num_bytes + 4 * record.context_begin
+        if size > room:
+            raise CorruptRecordError(
+                f"oversized record: {len(frame)} bytes continue {record.context_begin} tokens, and "
+                f"their request may have {max(0, room)} bytes more",
+                "oversized",
+            )
+        before = before or self._find_text(record.previous_id)
+        if before is None:
+            return record
+        self._room[request] = room - max(size, len(before.ids))
+        return join_text(record, before.ids)
