@@ -155,7 +155,12 @@ class Buffer(AbstractContextManager["Buffer"]):
                 self._cursor = Cursor(config.folder)
                 self.damage += self._cursor.damage
                 self._files = RollingFiles(
-                    config.folder, config.max_bytes, config.max_age_s, self.counts, self.damage
+                    config.folder,
+                    config.max_bytes,
+                    config.max_age_s,
+                    config.tenant_share,
+                    self.counts,
+                    self.damage,
                 )
                 # Commits count too: the records with the highest numbers may have expired, and no
                 # number is used twice.

@@ -32,6 +32,7 @@ CREATE TABLE IF NOT EXISTS records (
 CREATE TABLE IF NOT EXISTS frames (seq INTEGER PRIMARY KEY, frame BLOB NOT NULL);
 """
 
+_MARKS = {"records": ",".join("?" * 13), "frames": "?,?"}
 _EMPTY_FILE_BYTES = 4 * PAGE_BYTES  # a page each: the schema, two tables, the unique index
 
 INDEX_DTYPE = np.dtype(
@@ -93,6 +94,10 @@ class BufferFile:
         self._index: Index | None = None
         self._inserted: list[tuple[int, Row]] = []  # missing in the cached index, which is rare
         self._oldest_s: float | None = None
+        self._sizes: list[int] | None = None
+
+    def _forget_cached(self) -> None:
+        self._index = self._oldest_s = self._sizes = None
 
     def index(self) -> Index:
         """INDEX_DTYPE [records], by ascending sequence number.
@@ -136,15 +141,18 @@ class BufferFile:
         oldest_s = min(self.oldest_s(), *(row.time_s for _, row, _ in rows))
         with transaction(self.connection):
             self.connection.executemany(
-                "INSERT INTO records VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+                f"INSERT INTO records VALUES ({_MARKS['records']})",
                 [(seq, *row, _checksum(seq, row)) for seq, row, _ in rows],
             )
             self.connection.executemany(
-                "INSERT INTO frames VALUES (?,?)", [(seq, frame) for seq, _, frame in rows]
+                f"INSERT INTO frames VALUES ({_MARKS['frames']})",
+                [(seq, frame) for seq, _, frame in rows],
             )
         # after the commit: a transaction that failed must not leave rows in the cached index
         self._inserted += [(seq, row) for seq, row, _ in rows]
         self._oldest_s = oldest_s
+        if self._sizes is not None:
+            self._sizes += [len(frame) for _, _, frame in rows]
         return True
 
     def find_known(self, record_ids: list[str]) -> set[str]:
@@ -174,13 +182,39 @@ class BufferFile:
         found = self.connection.execute("SELECT frame FROM frames WHERE seq = ?", (seq,)).fetchone()
         return None if found is None else bytes(found[0])
 
+    def frame_sizes(self) -> NDArray[np.int64]:
+        """Bytes of each frame, [records], in the order of the index; kept up to date as that is."""
+        if self._sizes is None:
+            query = "SELECT length(frame) FROM records LEFT JOIN frames USING (seq) ORDER BY seq"
+            self._sizes = [size or 0 for (size,) in self.connection.execute(query)]
+        return np.array(self._sizes, np.int64)
+
+    def copy(self, seqs: Iterable[int], source: "BufferFile") -> None:
+        """Store records of another file, which come after those of this one."""
+        self._forget_cached()
+        with transaction(self.connection):
+            for seq in seqs:
+                for table, marks in _MARKS.items():
+                    found = source.connection.execute(
+                        f"SELECT * FROM {table} WHERE seq = ?", (seq,)
+                    )
+                    self.connection.executemany(f"INSERT INTO {table} VALUES ({marks})", found)
+
+    def move(self, path: Path) -> None:
+        """Take the place of the file `path`."""
+        assert self.path is not None
+        self.close()
+        self.path.replace(path)
+        unlink(self.path)  # its journal
+        self.path, self.connection = path, connect(path, _SCHEMA)
+
     def delete(self, seqs: Collection[int]) -> int:
         """Delete the records with these numbers, overwrite them on the disk.
 
         Returns the number of those found.
         """
         # forgotten first: if the transaction fails, the index is read again, and is never wrong
-        self._index = self._oldest_s = None
+        self._forget_cached()
         with transaction(self.connection):
             values = [(seq,) for seq in seqs]
             self.connection.executemany("DELETE FROM frames WHERE seq = ?", values)

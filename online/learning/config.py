@@ -116,7 +116,9 @@ class BufferConfig:
     folder: Path | None = field(default=None, metadata={"listed": False})
     """Folder of the buffer's files. None: records stay in this process's memory and end with it."""
     max_bytes: int = 8 << 30
-    """Total size of the buffer's files, in bytes. Beyond it the oldest records go."""
+    """Total size of the buffer's files, in bytes. Beyond it the oldest records go, first those that a
+    tenant has beyond `tenant_share` of the bytes.
+    """
     max_age_s: float = 7 * 86400
     """Records are deleted at the latest this many seconds after they arrived at the learner."""
     max_read_bytes: int = 192 << 20
@@ -132,9 +134,9 @@ class BufferConfig:
     """
     tenant_share: float = 0.2
     """Largest share of one tenant (X-Redraft-Tenant) among the held-out requests that judge a
-    candidate, and among replayed records. All requests without a tenant are one tenant's. If
-    there are fewer than 1 / tenant_share tenants, each may have an equal part, so a single one
-    has everything. Set this to 1 if you trust all your tenants.
+    candidate, among replayed records, and of the bytes of a full buffer. All requests without a
+    tenant are one tenant's. If there are fewer than 1 / tenant_share tenants, each may have an
+    equal part, so a single one has everything. Set this to 1 if you trust all your tenants.
     """
 
     def __post_init__(self) -> None:

@@ -24,9 +24,10 @@ from redraft.online.learning.config import Replay
 OTHER = "other"  # all domains not judged by themselves; it has no verdict
 MAX_DOMAINS = 32  # Domains told apart, apart from the known ones.
 
-FULL_TENANT = 20
-"""A tenant with this many requests counts in full, and smaller ones count together: a single stray
-request must not make two tenants of one, and halve the share of the first.
+FULL_TENANT, LEAST_FULL = 20, 5
+"""A tenant with FULL_TENANT requests counts in full, and smaller ones count together: a single stray
+request must not make two tenants of one, and halve the share of the first. If half of the tenants
+have fewer, theirs is the number, down to LEAST_FULL: many small ones are not one beside a large one.
 """
 
 
@@ -99,11 +100,29 @@ def name_domains(index: Index, known: Collection[str]) -> Mapping[str, str]:
 
 
 def count_tenants(tenants: Sequence[str]) -> int:
-    """Number of tenants with FULL_TENANT requests, all smaller ones taken together; at least 1."""
-    # E.g. 90, 15 and 10 requests: (20 + 15 + 10) // 20 = 2 tenants.
-    return max(
-        1, sum(min(count, FULL_TENANT) for count in Counter(tenants).values()) // FULL_TENANT
-    )
+    """Number of tenants with many requests, all smaller ones taken together; at least 1."""
+    # E.g. 90, 35 and 10 requests: (20 + 20 + 10) // 20 = 2 tenants. Of 90 and twelve times 2:
+    # (5 + 24) // 5 = 5.
+    counts = np.array(list(Counter(tenants).values()) or [0])
+    full = int(np.clip(np.median(counts), LEAST_FULL, FULL_TENANT))
+    return max(1, int(np.minimum(counts, full).sum()) // full)
+
+
+def find_excess(
+    tenants: NDArray[np.object_], sizes: NDArray[np.int64], share: float
+) -> NDArray[np.bool_]:
+    """Whether each record, oldest first, is among the oldest of a tenant that has more than `share`
+    of all bytes, and beyond that share.
+    """
+    used = Counter[str]()
+    for tenant, size in zip(tenants.tolist(), sizes.tolist(), strict=True):
+        used[tenant] += size
+    limit = max(share, 1 / max(1, len(used))) * used.total()
+    found = np.zeros(len(tenants), bool)
+    for tenant in [tenant for tenant, size in used.items() if size > limit]:
+        (rows,) = np.nonzero(tenants == tenant)
+        found[rows[np.cumsum(sizes[rows]) <= used[tenant] - limit]] = True
+    return found
 
 
 def take_fairly(tenants: Sequence[str], count: int, share: float, at_least: int) -> list[int]:

@@ -3,7 +3,8 @@
 A damaged file is dropped, and work continues.
 
 A file is dropped as a whole. The newest one takes records until it has one share of the bytes, or
-covers one share of the age.
+covers one share of the age. One that is mostly of tenants beyond their share is written again
+without those records, so that a tenant which sends most drives out its own.
 """
 
 import sqlite3
@@ -30,6 +31,7 @@ from redraft.online.learning.buffer_file import (
     named_disk_full,
     unlink,
 )
+from redraft.online.learning.evidence import find_excess
 from redraft.online.learning.prompt_key import Hashes, PromptKey, open_key
 from redraft.online.learning.quarantine import overwrite
 from redraft.online.records.record import CorruptRecordError, Record, decode_record
@@ -42,6 +44,9 @@ NUM_FILES = 16
 MAX_LATER_RECORDS = 1 << 24
 """More records than a file holds: numbers after one of a later release, which this one cannot read,
 begin beyond."""
+
+WRITTEN_AGAIN = "rewritten.db"
+"""Name of a file while it is written again; one that is there at the start was not finished."""
 
 REHASHED_DTYPE = np.dtype([("seq", "i8"), ("prompt", "i8"), ("request", "i8")])
 
@@ -58,19 +63,30 @@ class RollingFiles:
         folder: Path | None,
         max_bytes: int,
         max_age_s: float,
+        tenant_share: float,
         counts: Counter[str],
         damage: list[str],
     ) -> None:
         """Open the files of `folder`; dropped records count in `counts`, `damage` says why."""
         self.folder, self.max_bytes, self.max_age_s = folder, max_bytes, max_age_s
+        self.tenant_share = tenant_share
+        self._file_bytes, self._file_age_s = max_bytes / NUM_FILES, max_age_s / NUM_FILES
         self.counts, self.damage = counts, damage
         self.files: list[BufferFile] = []  # Oldest first.
         self.later: list[Path] = []  # of a later release; they wait, up to `max_age_s`
         self._rehashed: NDArray[np.void] = np.empty(0, REHASHED_DTYPE)
         """By ascending number, new hashes of records that another key had hashed."""
         paths = sorted(folder.glob("records-*.db")) if folder else []
+        if folder:
+            unlink(folder / WRITTEN_AGAIN)
         for path in paths:
             self._open(path, is_newest=path is paths[-1])
+        # After a kill within `_write_again`, the file before holds the records of this one already.
+        last = 0
+        for file, seqs in self.each(lambda file: (file, file.index()["seq"])):
+            if file.path is not None and last >= _first_number(file.path):
+                self._remove(file)
+            last = max(last, int(seqs.max(initial=0)))
 
     def _open(self, path: Path, *, is_newest: bool) -> None:
         try:
@@ -101,7 +117,7 @@ class RollingFiles:
 
     def last_number(self) -> int:
         """The highest number in a file, or that a later release's may have; 0 without any."""
-        later = [int(path.stem.removeprefix("records-")) + MAX_LATER_RECORDS for path in self.later]
+        later = [_first_number(path) + MAX_LATER_RECORDS for path in self.later]
         return max([int(self.index()["seq"].max(initial=0)), *later])
 
     def index(self) -> Index:
@@ -134,19 +150,71 @@ class RollingFiles:
         # Room first: it may drop the newest file as well, and then `_newest` begins another.
         num_bytes = estimate_bytes(frame for _, _, frame in rows)
         while self.files and self.num_bytes() + num_bytes > self.max_bytes:
-            self._drop(self.files[0], "evicted")
+            self._make_room()
         # A file that proves damaged is gone, so this ends with a new one.
         while not self.unless_damaged(
             self._newest(rows[0][0], now_s), lambda file: file.insert(rows), False
         ):
             pass
 
+    def _make_room(self) -> None:
+        """Drop what tenants have beyond their share from a file that is mostly theirs, or else the
+        oldest file.
+        """
+        found = list(self.each(lambda file: (file, file.index()["tenant"], file.frame_sizes())))
+        if not found:
+            return
+        files, tenants, sizes = zip(*found, strict=True)
+        leaves = find_excess(np.concatenate(tenants), np.concatenate(sizes), self.tenant_share)
+        ends = np.cumsum([len(part) for part in tenants])[:-1]
+        for file, size, leaving in zip(files, sizes, np.split(leaves, ends), strict=True):
+            if leaving.any() and leaving.all():
+                self._drop(file, "evicted")
+                return
+            if 2 * size[leaving].sum() > size.sum() and self._write_again(file, ~leaving):
+                self.counts["evicted"] += int(leaving.sum())
+                return
+        self._drop(self.files[0], "evicted")
+
+    def _write_again(self, file: BufferFile, kept: NDArray[np.bool_]) -> bool:
+        """Replace a file by one with the kept records; False if it cannot be.
+
+        What is left of it goes to the end of the file before, if that is small: else a flood would
+        leave more and more files.
+        """
+        at = self.files.index(file)
+        before, index = self.files[max(0, at - 1)], file.index()[kept]
+        is_small = before.num_bytes() + int(file.frame_sizes()[kept].sum()) < self._file_bytes
+        is_short = index["time_s"].max(initial=0.0) - before.oldest_s() < self._file_age_s
+        sources = [(file, index["seq"].tolist())]
+        if at and is_small and is_short:
+            sources.insert(0, (before, before.index()["seq"].tolist()))
+        path = sources[0][0].path
+        beside = path and path.with_name(WRITTEN_AGAIN)
+        try:
+            new = BufferFile(beside)
+            for source, seqs in sources:
+                new.copy(seqs, source)
+        except sqlite3.Error:  # a full disk, or a damaged file
+            if beside is not None:
+                unlink(beside)
+            return False
+        self.files[at + 1 - len(sources) : at + 1] = [new]
+        for source, _ in sources:
+            source.close()
+        if path is not None:
+            new.move(path)
+            # After a kill in between, the file before holds the records too: see `__init__`.
+            if file.path is not None and file.path != path:
+                unlink(file.path)
+        return True
+
     def _newest(self, next_seq: int, now_s: float) -> BufferFile:
         """The file to write to: the last one, until it has its share of bytes or age."""
         if self.files:
             newest = self.files[-1]
-            is_old = now_s - newest.oldest_s() >= self.max_age_s / NUM_FILES
-            if not is_old and newest.num_bytes() < self.max_bytes / NUM_FILES:
+            is_old = now_s - newest.oldest_s() >= self._file_age_s
+            if not is_old and newest.num_bytes() < self._file_bytes:
                 return newest
         # Named after the first number in it, so that sorting the names sorts the records.
         self.files.append(BufferFile(self.folder and self.folder / f"records-{next_seq:016d}.db"))
@@ -241,3 +309,7 @@ class RollingFiles:
     def _note_damage(self, path: Path | None, error: sqlite3.Error) -> None:
         self.counts["damaged_files"] += 1
         self.damage.append(f"{path} is damaged ({error}): its records are gone")
+
+
+def _first_number(path: Path) -> int:
+    return int(path.stem.removeprefix("records-"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,14 @@ from test_buffer import frames_of, i32, make_record
 from redraft.online.learning import prompt_key
 from redraft.online.learning.buffer import Buffer
 from redraft.online.learning.config import BufferConfig, Replay
-from redraft.online.learning.evidence import FULL_TENANT, MAX_DOMAINS, OTHER, take_fairly
+from redraft.online.learning.evidence import (
+    FULL_TENANT,
+    MAX_DOMAINS,
+    OTHER,
+    count_tenants,
+    find_excess,
+    take_fairly,
+)
 from redraft.online.learning.prompt_key import PromptKey
 from redraft.online.records.record import Record
 
@@ -86,12 +94,12 @@ def test_the_key_is_secret_and_stays(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "held-out.key"
     for _ in range(2):
         with opened(tmp_path, held_out_fraction=0.5) as buffer:
-            send(buffer, *traffic(0, 40, HONEST))
+            send(buffer, *traffic(0, 40, [""]))
             first = buffer.select_held_out(40)
             assert path.stat().st_mode & 0o777 == 0o600
     with opened(tmp_path, held_out_fraction=0.5) as buffer:
         assert buffer.select_held_out(40) == first
-        send(buffer, *traffic(0, 40, HONEST, server_id="another boot"))
+        send(buffer, *traffic(0, 40, [""], server_id="another boot"))
         assert sum(buffer.status().num_held_out.values()) == 2 * len(first)
         assert judges(buffer).total() == len(first)
     assert len({MAKE_SECRET() for _ in range(100)}) == 100
@@ -322,11 +330,106 @@ def test_a_share_is_kept_whatever_the_tenants() -> None:
         count, share = rng.randrange(1, 300), rng.choice([0.05, 0.2, 0.3, 1.0])
         taken = take_fairly(tenants, count, share, 0)
         found = Counter(tenants[position] for position in taken)
-        full = max(1, sum(min(n, FULL_TENANT) for n in Counter(tenants).values()) // FULL_TENANT)
+        full = count_tenants(tenants)
         assert len(taken) <= count
         assert taken == sorted(set(taken)), "the first ones of each"
         assert all(n <= max(share, 1 / full) * len(taken) + 1e-6 for n in found.values())
         assert len(take_fairly(tenants, count, share, count)) == min(count, len(tenants))
+
+
+@pytest.mark.parametrize(
+    ("counts", "wanted"),
+    [
+        ([300], 1),
+        ([300, 3], 1),
+        ([300, 1, 1, 1], 1),
+        ([300, 20], 2),
+        ([90, 35, 10], 2),
+        ([500, *[3] * 12], 8),
+        ([500, *[1] * 12], 3),
+        ([], 1),
+    ],
+)
+def test_many_small_tenants_are_not_one_beside_a_large_one(counts: list[int], wanted: int) -> None:
+    assert (
+        count_tenants([f"t{n}" for n, count in enumerate(counts) for _ in range(count)]) == wanted
+    )
+
+
+# --- eviction
+
+
+def test_what_a_tenant_has_beyond_its_share_is_its_oldest() -> None:
+    tenants = np.array([*"ababababcc"], object)
+    sizes = np.array([8, 1, 8, 1, 8, 1, 8, 1, 2, 2])  # a: 32 of 40
+    assert find_excess(tenants, sizes, 0.2).nonzero()[0].tolist() == [0, 2]  # at most a third
+    assert not find_excess(tenants, sizes, 1.0).any()
+    assert not find_excess(np.array(["a", "a"], object), np.array([1, 9]), 0.2).any()
+    assert not find_excess(np.array([], object), np.array([], int), 0.2).any()
+
+
+def flood(buffer: Buffer) -> tuple[Counter[str], Counter[str]]:
+    """Judges and records by tenant, where one tenant of 13 sends five sixths of the requests, with
+    answers eight times as long, and the buffer holds a fifth of it all.
+    """
+    for begin in range(0, 1200, 48):
+        sent = [
+            make_record(n, tenant=f"honest-{n // 6 % 12}", size_bytes=4_000)
+            if n % 6 == 0
+            else make_record(n, tenant="flood", size_bytes=32_000)
+            for n in range(begin, begin + 48)
+        ]
+        send(buffer, *sent, now_s=float(begin))
+    stored = buffer.read(range(1, buffer.newest() + 1))
+    return judges(buffer), Counter(one.record.tenant for one in stored)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_tenant_that_sends_most_drives_out_its_own_records(
+    tmp_path: Path, in_memory: bool
+) -> None:
+    config: dict[str, Any] = {"held_out_fraction": 0.5, "max_bytes": 8 << 20}
+    folder = None if in_memory else tmp_path
+    with opened(None, **config, tenant_share=1.0) as buffer:
+        _, found = flood(buffer)
+    assert found.total() - found["flood"] < 50, "the oldest go, whoever sent them"
+    with opened(folder, **config) as buffer:
+        evidence, found = flood(buffer)
+        status, index = buffer.status(), buffer._files.index()
+        assert found.total() - found["flood"] == 200, "all of the others' is there"
+        assert greatest_share(evidence, "flood") <= 0.2
+        assert evidence.total() > 80
+        assert status.num_bytes <= 8 << 20
+        assert status.num_files <= 24
+        assert status.counts["evicted"] == 1200 - len(index)
+        kept = index[index["tenant"] == "flood"]["time_s"]
+        assert kept.min() > 800, "the newest of the flood"
+        assert (np.diff(index["seq"]) > 0).all()
+    if folder is not None:
+        with opened(folder, **config) as buffer:
+            assert buffer._files.index().tolist() == index.tolist()
+            assert not buffer.damage
+
+
+def test_a_kill_while_a_file_is_written_again_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, held_out_fraction=0.5, max_bytes=1 << 30) as buffer:
+        files = buffer._files
+        for begin in (0, 100):
+            send(buffer, *traffic(begin, 100, HONEST))
+            files._file_bytes = 0  # the next ones begin another file
+        files._file_bytes = float(1 << 30)
+        paths = [file.path for file in files.files]
+        assert len(paths) == 2
+        removed = paths[1].read_bytes()
+        wanted = files.index()["seq"].tolist()
+        assert files._write_again(files.files[1], np.ones(100, bool))
+        assert len(files) == 1
+    paths[1].write_bytes(removed)
+    (tmp_path / "rewritten.db").write_bytes(removed[:5000])
+    with opened(tmp_path, held_out_fraction=0.5) as buffer:
+        assert buffer._files.index()["seq"].tolist() == wanted
+        assert len(buffer._files) == 1
+    assert not (tmp_path / "rewritten.db").exists()
 
 
 def test_the_same_holds_for_a_learner_of_one_domain() -> None:
