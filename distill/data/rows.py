@@ -8,6 +8,7 @@ whether to go on.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 SPLITS = "dataset_dict.json"  # File of `save_to_disk` with the names of splits.
 COMPRESSIONS = (".gz", ".zst")
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of record batches
+ZSTD_BLOCK = 1 << 14  # Small, because a block may grow ten thousandfold.
 TABLES = (".jsonl", ".json", ".parquet")
 TEXTS = (".txt", ".md")
 
@@ -113,6 +116,11 @@ def is_saved(folder: Path) -> bool:
 def _load_saved(folder: Path, split: str) -> datasets.Dataset:
     import datasets  # takes a second: not for --help
 
+    for file in folder.rglob("*.arrow"):  # pyarrow reads one cut between two batches as whole
+        with file.open("rb") as data:
+            data.seek(max(0, file.stat().st_size - len(ARROW_END)))
+            if data.read() != ARROW_END:
+                raise ValueError(f"{file} is truncated: save or fetch it again")
     saved = datasets.load_from_disk(str(folder))
     if isinstance(saved, datasets.Dataset):
         return saved
@@ -158,15 +166,65 @@ def table_format(path: Path, suffixes: tuple[str, ...] = TABLES) -> str | None:
     return suffix if suffix in suffixes else None
 
 
-def open_plain(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if path.suffix == ".zst":
-        stream = zstandard.ZstdDecompressor().stream_reader(
-            path.open("rb"), read_across_frames=True, closefd=True
-        )
-        return cast(BinaryIO, io.BufferedReader(stream))
-    return path.open("rb")
+@contextlib.contextmanager
+def open_plain(path: Path) -> Iterator[BinaryIO]:
+    """A file's content, uncompressed.
+
+    Raises:
+        ValueError: the content is corrupt, or its end is missing.
+    """
+    try:
+        with path.open("rb") as file:
+            if path.suffix == ".gz":
+                if not path.stat().st_size:  # read as the end of a whole file
+                    raise EOFError("it is empty")
+                yield cast(BinaryIO, gzip.GzipFile(fileobj=file))
+            elif path.suffix == ".zst":
+                yield io.BufferedReader(_Blocks(_zstd_blocks(file)))
+            else:
+                yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        raise ValueError(f"{path} is corrupt or truncated ({error}): fetch it again") from error
+
+
+def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The content of all frames.
+
+    zstandard's own reader ends at a frame without its end as at a whole one.
+
+    Raises:
+        EOFError: the last frame has no end.
+    """
+    block = file.read(ZSTD_BLOCK)
+    while True:
+        # The largest window: that of `zstd --long=31`.
+        frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        while not frame.eof:
+            if not block:
+                raise EOFError("the end of a zstd frame is missing")
+            yield frame.decompress(block)
+            block = frame.unused_data or file.read(ZSTD_BLOCK)
+        if not block:
+            return
+
+
+class _Blocks(io.RawIOBase):
+    """Blocks of bytes as a stream."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._rest = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            if (block := next(self._blocks, None)) is None:
+                return 0
+            self._rest = memoryview(block)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
@@ -174,11 +232,8 @@ def _file_rows(path: Path) -> Iterator[Row]:
     if kind == ".parquet":
         yield from _numbered(_parquet_rows(path))
         return
-    try:
-        with open_plain(path) as file:
-            yield from _json_rows(path, file) if kind == ".json" else _json_lines(file)
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
-        raise ValueError(f"{path} is corrupt or truncated ({error}): fetch it again") from error
+    with open_plain(path) as file:
+        yield from _json_rows(path, file) if kind == ".json" else _json_lines(file)
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[Row]:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -323,15 +325,39 @@ def test_sharegpt_is_read_as_a_list_or_as_lines_compressed_or_not(
     assert load_conversations(str(path)) == SHAREGPT_READ
 
 
-def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(
-        gzip.compress(json.dumps(SHAREGPT[0]).encode() * 99)[:-20]
-    )
-    with pytest.raises(ValueError, match=r"a\.jsonl\.gz"):
-        load_conversations(str(tmp_path / "a.jsonl.gz"))
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "text/a.txt"])
+def test_a_cut_archive_is_named_wherever_it_ends(
+    tmp_path: Path, name: str, compress: Callable[[bytes], bytes]
+) -> None:
+    suffix = {gzip.compress: ".gz", zstandard.compress: ".zst"}[compress]
+    path = tmp_path / f"{name}{suffix}"
+    path.parent.mkdir(exist_ok=True)
+    # Two frames, of which the first may be read whole.
+    lines = [json.dumps({**SHAREGPT[0], "id": i}).encode() + b"\n" for i in range(9)]
+    first, second = compress(b"".join(lines[:5])), compress(b"".join(lines[5:]))
+    whole = first + second
+    source = str(path.parent if "text" in name else path)
+    path.write_bytes(whole)
+    assert len(load_conversations(source)) == (1 if "text" in name else 9)
+    for size in (0, 1, len(first) // 2, len(first) + 1, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=re.escape(path.name)):
+            load_conversations(source)
+
+
+def test_a_cut_list_and_a_cut_saved_data_set_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(SHAREGPT)[:-9])
     with pytest.raises(ValueError, match=r"a\.json.*JSON"):
         load_conversations(str(tmp_path / "a.json"))
+    # Between two batches, pyarrow reads those before as the whole.
+    datasets.Dataset.from_list([{"prompt": "a"}] * 3).save_to_disk(tmp_path / "saved")
+    assert len(load_conversations(str(tmp_path / "saved"))) == 3
+    (data,) = (tmp_path / "saved").glob("*.arrow")
+    data.write_bytes(data.read_bytes()[:-8])
+    assert len(datasets.load_from_disk(str(tmp_path / "saved"))) == 3
+    with pytest.raises(ValueError, match=re.escape(data.name)):
+        load_conversations(str(tmp_path / "saved"))
 
 
 def test_a_folder_of_data_files_is_read_whole_with_its_folders_as_domains(tmp_path: Path) -> None:
