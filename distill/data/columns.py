@@ -12,6 +12,7 @@ from redraft.distill.data.messages import (
     Tool,
     begins_with_question,
     first_key,
+    join_turns,
     parse_list,
     read_messages,
     read_text,
@@ -67,7 +68,7 @@ class RowReader:
             UnusableRowError: without a conversation to learn.
         """
         self._refuse()
-        messages = self._messages()
+        messages = join_turns(self._messages())
         # Tools in a message, as ChatGLM's data has them, or in a column.
         tools = [
             tool

@@ -180,6 +180,38 @@ def read_message(raw: Any, unread: set[str] | None = None) -> Message:
     return message
 
 
+def join_turns(messages: Iterable[Message]) -> list[Message]:
+    """The messages, with those of an assistant in a row joined to the one turn that a server writes.
+
+    Some data has the thought, the text and each call of a turn in a message of its own.
+    """
+    joined: list[Message] = []
+    for message in messages:
+        if joined and _continues_turn(joined[-1], message):
+            joined[-1] = _join_messages(joined[-1], message)
+        else:
+            joined.append(message)
+    return joined
+
+
+def _continues_turn(first: Message, second: Message) -> bool:
+    if not first["role"] == second["role"] == "assistant":
+        return False
+    # Templates write a thought, then a text, then calls: in another order, they are turns.
+    is_text_after_call = "tool_calls" in first and second["content"].strip()
+    return not is_text_after_call and "reasoning" not in second
+
+
+def _join_messages(first: Message, second: Message) -> Message:
+    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    texts = [message["content"] for message in (first, second) if message["content"].strip()]
+    return {
+        **{key: value for key, value in first.items() if key != "parts"},
+        "content": "\n\n".join(texts),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
 def refuse_media(names: Iterable[str]) -> None:
     """Raise UnusableRowError if a column or key of these names has images or sound, about which the
     text then is.

@@ -150,6 +150,73 @@ def test_calls_are_read_in_every_spelling(call: Any) -> None:
     ]
 
 
+def call(thing: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "weigh", "arguments": {"thing": thing}}}
+
+
+def say(content: str = "", **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def speak(speaker: str, value: Any) -> dict[str, str]:
+    return {"from": speaker, "value": value if isinstance(value, str) else json.dumps(value)}
+
+
+RESULT = {"role": "tool", "content": "1 kg"}
+CUP, POT = call("cup"), call("pot")
+
+
+@pytest.mark.parametrize(
+    ("row", "turn"),
+    [
+        (
+            {
+                "conversations": [
+                    speak("human", "how tall?"),
+                    speak("gpt", "Let me weigh."),
+                    speak("function_call", CUP["function"]),
+                    speak("function_call", POT["function"]),
+                ]
+            },
+            say("Let me weigh.", tool_calls=[CUP, POT]),
+        ),
+        (
+            {"messages": [QUESTION, say("Let me weigh."), say(tool_calls=[CUP])]},
+            say("Let me weigh.", tool_calls=[CUP]),
+        ),
+        (
+            {"messages": [QUESTION, say(reasoning_content="hm"), say("so"), say(tool_calls=[CUP])]},
+            say("so", reasoning="hm", tool_calls=[CUP]),
+        ),
+        (
+            {
+                "prompt": [QUESTION],
+                "completion": [say(tool_calls=[CUP]), say(tool_calls=[POT])],
+            },
+            say(tool_calls=[CUP, POT]),
+        ),
+        ({"messages": [QUESTION, say("3 m"), say(""), say("high")]}, say("3 m\n\nhigh")),
+    ],
+    ids=["sharegpt", "chat", "thought-alone", "completion", "texts"],
+)
+def test_messages_of_an_assistant_in_a_row_are_one_turn(
+    row: dict[str, Any], turn: dict[str, Any]
+) -> None:
+    assert read_conversation(row)["messages"] == [QUESTION, turn]
+
+
+def test_a_text_after_a_call_and_a_second_thought_are_turns_of_their_own() -> None:
+    messages = [
+        QUESTION,
+        say(tool_calls=[CUP]),
+        say("3 m"),
+        RESULT,
+        say("one", reasoning="hm"),
+        say("two", reasoning="ah"),
+    ]
+    assert read_conversation({"messages": messages})["messages"] == messages
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
