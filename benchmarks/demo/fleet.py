@@ -37,7 +37,8 @@ from redraft.eval.engine.target_dtype import TargetDtype
 from redraft.eval.machine import ENGINE_IS_CPU, environment
 from redraft.eval.prompts import Prompt
 from redraft.heads.families.standalone import StandaloneDraft
-from redraft.heads.files.artifact import require_free, write_whole
+from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.replaced import find_obstacle
 from redraft.heads.progress import Progress
 from redraft.online.daemon import control
 
@@ -65,19 +66,25 @@ TRITON_BACKEND = Path("tests/helpers/triton_on_cpu")
 """With this backend, Triton's interpreter runs the kernels of V2 on a CPU."""
 
 
-def clear(folder: Path, *, overwrite: bool) -> None:
+def clear(folder: Path, reads: object = None, *, overwrite: bool) -> None:
     """Make an empty folder. With `overwrite`, an older demo in it is deleted.
 
     Raises:
-        FileExistsError: if the folder holds anything else.
+        FileExistsError: the folder holds anything else, or a path in `reads`, the settings.
     """
-    require_free(folder, overwrite=overwrite)
-    if folder.exists() and any(folder.iterdir()) and not (folder / SETTINGS).is_file():
-        raise FileExistsError(
-            f"{folder} holds files that do not belong to a demo: move them away first"
-        )
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not (folder / SETTINGS).is_file():
+            raise FileExistsError(
+                f"{folder} holds files that do not belong to a demo: move them away first"
+            )
+        if obstacle := find_obstacle([folder], reads, lambda _: None):
+            raise FileExistsError(f"{obstacle}: choose another --output")
+        if not overwrite:
+            raise FileExistsError(
+                f"{folder} holds another demo: choose another --output, or pass --overwrite"
+            )
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def begin_report(cfg: Any, day: datetime.date, *, resume: bool = False) -> dict[str, Any]:
@@ -100,7 +107,7 @@ def begin_report(cfg: Any, day: datetime.date, *, resume: bool = False) -> dict[
                 f"{cfg.output} holds a demo with other settings: repeat those, or give --overwrite"
             )
     else:
-        clear(cfg.output, overwrite=cfg.overwrite)
+        clear(cfg.output, cfg, overwrite=cfg.overwrite)
         write_whole(cfg.output / SETTINGS, json.dumps(settings, indent=2) + "\n")
     return {
         "target": cfg.target.name,

@@ -18,9 +18,15 @@ from redraft.distill.data.conversations import Conversation, is_plain_text
 from redraft.distill.data.messages import Message, Tool, conversation_hash, read_message, with_parts
 from redraft.distill.data.rows import UnusableRowError
 from redraft.distill.signal.endpoint import Endpoint, RequestRefusedError
+from redraft.heads.files.replaced import PREVIOUS, drop_previous, set_aside, undo_move
 from redraft.heads.progress import Progress
 
-SKIPPED_STATUS = {400, 413, 422}  # about one conversation only: it is skipped, the rest continues
+SKIPPED_STATUS = {
+    200,
+    400,
+    413,
+    422,
+}  # about one conversation only: it is skipped, the rest continues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +84,13 @@ def regenerate(
     output: Path,
     sampling: Sampling,
     target: str = "",
+    *,
+    overwrite: bool = False,
 ) -> RegenerationStats:
     """Answer every assistant turn again, in order, each on the regenerated history, and append to
     `output` (JSONL). Conversations already in `output` are skipped, so an interrupted run
     continues where it stopped. `target` identifies what answers, beyond the name of its model.
+    With `overwrite`, new answers replace those in `output`, which are set aside at the first one.
 
     Raises:
         ConnectionError: if the server does not answer; it names the URL and how many conversations
@@ -90,14 +99,19 @@ def regenerate(
             or if the server refuses everything.
     """
     settings = {**({"target": target} if target else {}), **asdict(sampling)}
-    return asyncio.run(_Regeneration(endpoint, output, sampling).run(conversations, settings))
+    work = _Regeneration(endpoint, output, sampling, replaces=overwrite)
+    return asyncio.run(work.run(conversations, settings))
 
 
 class _Regeneration:
     """One run: `concurrency` workers take conversations from one queue and append to one file."""
 
-    def __init__(self, endpoint: Endpoint, output: Path, sampling: Sampling) -> None:
+    def __init__(
+        self, endpoint: Endpoint, output: Path, sampling: Sampling, *, replaces: bool
+    ) -> None:
         self.endpoint, self.output, self.sampling = endpoint, output, sampling
+        self.replaces = replaces
+        self.file: TextIO | None = None  # opened for the first answer
         self.stats = RegenerationStats()
 
     async def run(
@@ -109,7 +123,8 @@ class _Regeneration:
         self.stats.without_question = sum(not _questions(c) for c in conversations)
         async with self.endpoint:
             settings = {"model": await self.endpoint.model(), **settings}
-            there = finished_keys(self.output, settings)
+            undo_move(previous_answers(self.output))
+            there = set() if self.replaces else finished_keys(self.output, settings)
             pending = {
                 key: conversation for key, conversation in wanted.items() if key not in there
             }
@@ -117,13 +132,14 @@ class _Regeneration:
             try:
                 await self._answer_all(pending, settings)
             except ConnectionError as error:
+                without = " without --overwrite" if self.replaces and self.stats.done else ""
                 raise ConnectionError(
                     f"{error}; {self._num_kept:,} of {len(wanted):,} conversations are in "
-                    f"{self.output}: "
-                    "run the same command again to continue"
+                    f"{self.output}: run the same command again{without} to continue"
                 ) from error
         if self._num_kept == 0:
             raise ValueError(f"nothing was regenerated: {self.stats}")
+        drop_previous(previous_answers(self.output))
         return self.stats
 
     @property
@@ -131,18 +147,14 @@ class _Regeneration:
         return self.stats.already_there + self.stats.done
 
     async def _answer_all(self, pending: dict[str, Conversation], settings: dict[str, Any]) -> None:
-        self.output.parent.mkdir(parents=True, exist_ok=True)
         kept = self.stats.already_there
-        with (
-            self.output.open("a", encoding="utf-8") as file,
-            Progress(
-                total=kept + len(pending), initial=kept, desc="regenerating", unit="conv"
-            ) as bar,
-        ):
+        with Progress(
+            total=kept + len(pending), initial=kept, desc="regenerating", unit="conv"
+        ) as bar:
             queue = iter(pending.items())
             # One iterator for all workers: each takes the next conversation when it is free.
             workers = [
-                asyncio.create_task(self._work(queue, settings, file, bar))
+                asyncio.create_task(self._work(queue, settings, bar))
                 for _ in range(self.endpoint.concurrency)
             ]
             clock = asyncio.create_task(_show_time(bar))
@@ -152,12 +164,13 @@ class _Regeneration:
                 for task in (*workers, clock):
                     task.cancel()
                 await asyncio.gather(*workers, clock, return_exceptions=True)
+                if self.file is not None:
+                    self.file.close()
 
     async def _work(
         self,
         queue: Iterator[tuple[str, Conversation]],
         settings: dict[str, Any],
-        file: TextIO,
         bar: Any,
     ) -> None:
         for key, conversation in queue:
@@ -173,7 +186,7 @@ class _Regeneration:
                 if "tools" in conversation:
                     row["tools"] = conversation["tools"]
                 if any(message["role"] == "assistant" for message in messages):
-                    self._append({**row, "settings": settings}, file)
+                    self._append({**row, "settings": settings})
                 else:
                     self._refuse("its answer is empty")
             bar.update()
@@ -214,19 +227,24 @@ class _Regeneration:
             options["chat_template_kwargs"] = self.sampling.template_options
         if tools:
             options["tools"] = tools
-        choice = (await self.endpoint.post("/v1/chat/completions", messages=messages, **options))[
-            "choices"
-        ][0]
+        path = "/v1/chat/completions"
+        reply = await self.endpoint.post(path, messages=messages, **options)
+        choice = _read_choice(reply, self.endpoint.url + path)
         # Raises as `_work` expects: parsers pass on a tool call with half a JSON, or half a
         # character in it.
         answer = read_message({"role": "assistant", **choice["message"]})
         json.dumps(answer, ensure_ascii=False).encode()
-        return answer, choice["finish_reason"] == "length"
+        return answer, choice.get("finish_reason") == "length"
 
-    def _append(self, row: dict[str, Any], file: TextIO) -> None:
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())  # an answer costs seconds of a server, a sync milliseconds
+    def _append(self, row: dict[str, Any]) -> None:
+        if self.file is None:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            if self.replaces:
+                set_aside([self.output], previous_answers(self.output))
+            self.file = self.output.open("a", encoding="utf-8")
+        self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())  # an answer costs seconds of a server, a sync milliseconds
         self.stats.done += 1
         self.stats.cut += row["cut"]
 
@@ -242,6 +260,23 @@ async def _show_time(bar: Progress) -> None:
         bar.refresh()
 
 
+def _read_choice(reply: dict[str, Any], url: str) -> dict[str, Any]:
+    """The first choice in a server's reply.
+
+    Raises:
+        RequestRefusedError: there is none, or a filter has cut it.
+    """
+    try:
+        choice: dict[str, Any] = reply["choices"][0]
+        is_filtered = choice.get("finish_reason") == "content_filter"
+        {**choice["message"]}
+    except (LookupError, TypeError, AttributeError):
+        raise RequestRefusedError(url, 200, f"no answer in {str(reply)[:100]}") from None
+    if is_filtered:
+        raise RequestRefusedError(url, 200, "a content filter has cut the answer")
+    return choice
+
+
 def _as_sent(message: Message) -> Message:
     message = with_parts(message)
     if "tool_calls" not in message:
@@ -253,6 +288,11 @@ def _as_sent(message: Message) -> Message:
         for call, function in zip(message["tool_calls"], sent, strict=True)
     ]
     return {**message, "tool_calls": calls}
+
+
+def previous_answers(output: Path) -> Path:
+    """Folder of the earlier answers while new ones replace them."""
+    return output.with_name(f".{output.name}{PREVIOUS}")
 
 
 def finished_keys(output: Path, settings: dict[str, Any] | None) -> set[str]:

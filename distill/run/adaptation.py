@@ -82,6 +82,7 @@ def adapt(
         check_num_tokens(cfg.prove.num_speculative_tokens, _options(drafts["old"]).num_tokens)
     if (new := _new_start(training, old, drafts["old"])) is not None:
         drafts["new"] = start(training, new)
+    training.folder.begin()
     forecasts = {name: training.forecast(draft) for name, draft in drafts.items()}
     chosen = training.folder.on_main(lambda: _choose(training, forecasts))
     trained, cost = training.train(drafts[chosen], cfg.divergence, cfg.loop)
@@ -109,6 +110,7 @@ def adapt(
     write_whole(training.folder.folder / VERDICT, json.dumps(asdict(found), indent=2) + "\n")
     if found.draft is None:
         shutil.rmtree(candidate)
+        training.folder.complete()
         leave(training.accelerator)
     else:
         shutil.rmtree(draft, ignore_errors=True)  # of this run before a kill

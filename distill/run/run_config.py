@@ -283,8 +283,9 @@ class TrainConfig:
     report.
     """
     overwrite: bool = False
-    """Delete the run in --output and start again. Otherwise a run with the same settings, target
-    and data continues from its newest checkpoint, and another is refused.
+    """Replace the run in --output. It is kept in --output/.previous until the new one is complete.
+    Otherwise a run with the same settings, target and data continues from its newest checkpoint,
+    and another is refused.
     """
     mixed_precision: Literal["no", "bf16"] | None = None
     """Precision of training; by default bf16 on a GPU with bfloat16 units, elsewhere as `accelerate

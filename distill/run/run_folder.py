@@ -6,7 +6,8 @@ outputs/NAME/
   metrics.jsonl             one line per logged step
   checkpoints/step-000100/  published with a manifest; the newest two are kept
   best/                     with --loop.stop-by acceptance: the checkpoint of the best evaluation
-  draft/                    the exported draft"""
+  draft/                    the exported draft
+  .previous/                with --overwrite: the earlier run, until this one is complete"""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from redraft.distill.data.day import choose_day
-from redraft.heads.files.artifact import publish, verify, write_whole
+from redraft.heads.files.artifact import find_foreign, publish, verify, write_whole
+from redraft.heads.files.lock import NO_LOCKS, describe_missing
+from redraft.heads.files.replaced import (
+    PREVIOUS,
+    drop_previous,
+    find_obstacle,
+    set_aside,
+    undo_move,
+)
 
 KEPT_CHECKPOINTS = 2
 MAY_CHANGE = {"overwrite", "output", "wandb", "prove"}
@@ -31,7 +40,20 @@ MAY_CHANGE = {"overwrite", "output", "wandb", "prove"}
 
 TOKENS = "tokens"  # Folder of the tokenised data in a run.
 LOCK = ".lock"  # File that is locked while a process writes the run.
+RUN = "run.json"
+CHECKPOINTS = "checkpoints"
+PUBLISHED = ("best", "draft", "candidate")
+RESULTS = (
+    *(RUN, "metrics.jsonl", "report.*", "adapt.json", "vllm-*.log"),
+    *("answers-*.json", "mode-*.json", "start-*.json", "without-draft-*.json"),
+    *(CHECKPOINTS, *PUBLISHED, "ce-baseline", "target-cache"),
+)
+"""Names of the results of a run, which --overwrite replaces. Anything else in the folder stays."""
 T = TypeVar("T")
+
+
+def _is_step(checkpoint: Path) -> bool:
+    return checkpoint.name.removeprefix("step-").isdigit()
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -55,6 +77,22 @@ def _lasting(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _find_foreign(folder: Path) -> Path | None:
+    """The first file that somebody else has put into a folder of a run, or None."""
+    if folder.name in ("target-cache", PREVIOUS):
+        return None
+    if folder.name not in (CHECKPOINTS, "ce-baseline"):
+        return find_foreign(folder)
+    for path in sorted(folder.iterdir()):
+        # A person's copy (step-000100-good) is not ours.
+        is_ours = _is_step(path) or path.name in (CHECKPOINTS, "metrics.jsonl")
+        if not is_ours and not path.name.startswith("."):
+            return path
+        if path.is_dir() and is_ours and (foreign := _find_foreign(path)) is not None:
+            return foreign
+    return None
+
+
 class RunFolder:
     """A run's folder, opened once by every rank; only the main process writes."""
 
@@ -63,6 +101,8 @@ class RunFolder:
         self.config: dict[str, Any] = {}
         self.date = choose_day()  # of the run's first start, for chat templates that write the date
         self.metrics: list[dict[str, Any]] = []
+        self.inputs: dict[str, str] = {}
+        self._replaces = False
 
     @classmethod
     def open(
@@ -70,23 +110,24 @@ class RunFolder:
     ) -> RunFolder:
         """The run in `folder`, new, or continued if it has this config.
 
+        With `overwrite` a new one, which replaces an earlier run from `begin` on.
+
         Raises:
-            ValueError: it holds another run and `overwrite` is not set, or not all ranks see it.
+            ValueError: it holds another run and `overwrite` is not set; or files that the run would
+                replace, and that it reads or has not written; or not all ranks see it.
         """
         run = cls(folder, accelerator)
         # As it will be read back: tuples are lists and paths are text, so an equal config compares
         # equal.
         run.config = json.loads(json.dumps(config, default=str))
-        run.on_main(lambda: run._claim(overwrite))
-        if not (folder / "run.json").exists():
+        # Read by all ranks: midnight may pass between two of them.
+        day = run.on_main(lambda: run._claim(overwrite))
+        if not (folder / LOCK).exists():
             raise ValueError(
                 f"{folder} is not seen by every machine of this launch: choose a shared one as "
                 "--output"
             )
-        # Read by all ranks: midnight may pass between two of them.
-        run.date = datetime.date.fromisoformat(
-            json.loads((folder / "run.json").read_text())["date"]
-        )
+        run.date = datetime.date.fromisoformat(day)
         return run
 
     def beside(self, name: str) -> RunFolder:
@@ -119,30 +160,37 @@ class RunFolder:
         result: T = told[1]
         return result
 
-    def _claim(self, overwrite: bool) -> None:
-        started = self.folder / "run.json"
+    def _claim(self, overwrite: bool) -> str:
+        """Own the folder, and return the date of the run's start."""
+        started = self.folder / RUN
         # A run that failed on a wrong flag left run.json and perhaps tokens: nothing is lost.
-        early = {started.name, TOKENS, LOCK}
+        previous = self.folder / PREVIOUS
+        early = {RUN, TOKENS, LOCK, PREVIOUS}
+        if self.folder.is_dir():
+            undo_move(previous)
         holds_work = self.folder.exists() and any(
             path.name not in early for path in self.folder.iterdir()
         )
         if holds_work and not started.exists():
             raise ValueError(
-                f"{self.folder} is not a run of ours (no run.json): choose another --output"
+                f"{self.folder} is not a run of ours (no {RUN}): choose another --output"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self._own()
-        for path in self.folder.iterdir() if overwrite else ():
-            if path.name != LOCK:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        # Without --overwrite, the end of a run publishes again, and removes the run before it.
+        published = [self.folder / name for name in PUBLISHED]
+        replaced = [*(self._results() if overwrite else published), previous]
+        if obstacle := find_obstacle(replaced, self.config, _find_foreign):
+            raise ValueError(f"{obstacle}: choose another --output")
+        self._replaces = overwrite and holds_work
+        if self._replaces:
+            return self.date.isoformat()
         if started.exists():
-            before, now = (
-                _lasting(json.loads(started.read_text()).get("config", {})),
-                _lasting(self.config),
-            )
+            about = json.loads(started.read_text())
+            before, now = _lasting(about.get("config", {})), _lasting(self.config)
             changed = [key for key in now if before.get(key) != now[key]]
             if not changed:
-                return
+                return str(about["date"])
             if holds_work:
                 key, was, is_now = changed[0], before.get(changed[0]), now[changed[0]]
                 while isinstance(was, dict) and isinstance(is_now, dict):
@@ -150,12 +198,40 @@ class RunFolder:
                         part for part in {**was, **is_now} if was.get(part) != is_now.get(part)
                     )
                     key, was, is_now = f"{key}.{part}", was.get(part), is_now.get(part)
-                was = f"{key} was {was!r} and is now {is_now!r}"
                 raise ValueError(
-                    f"{self.folder} holds another run, {was}: give --overwrite, or another --output"
+                    f"{self.folder} holds another run, {key} was {was!r} and is now {is_now!r}: "
+                    f"{self._way_out()}"
                 )
+        self._describe()
+        return self.date.isoformat()
+
+    def _results(self) -> list[Path]:
+        return sorted(path for name in RESULTS for path in self.folder.glob(name))
+
+    def _way_out(self) -> str:
+        obstacle = find_obstacle(self._results(), self.config, _find_foreign)
+        return "choose another --output" if obstacle else "give --overwrite, or another --output"
+
+    def _describe(self) -> None:
         about = {"command": sys.argv, "date": self.date.isoformat(), "config": self.config}
-        write_whole(started, json.dumps(about, indent=2) + "\n")
+        if self.inputs:
+            about["inputs"] = self.inputs
+        write_whole(self.folder / RUN, json.dumps(about, indent=2) + "\n")
+
+    def begin(self) -> None:
+        """Set an earlier run aside, which this one replaces: nothing can be refused any more."""
+        self.on_main(self._begin)
+
+    def _begin(self) -> None:
+        if self._replaces:
+            set_aside(self._results(), self.folder / PREVIOUS)
+            self._describe()
+            self._replaces = False
+
+    def complete(self) -> None:
+        """Remove the run that this one has replaced."""
+        if self.accelerator.is_main_process:
+            drop_previous(self.folder / PREVIOUS)
 
     def _own(self) -> None:
         # A lock of the process, which may open its run again; the kernel drops it when the process
@@ -167,6 +243,13 @@ class RunFolder:
             raise ValueError(
                 f"another process trains in {self.folder}: choose another --output"
             ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            print(
+                f"warning: {describe_missing(self.folder / LOCK, error)}: start no other process "
+                "with this --output"
+            )
 
     def confirm(self, inputs: dict[str, str]) -> None:
         """Note what the run reads, by hash, on the main process.
@@ -174,7 +257,10 @@ class RunFolder:
         Raises:
             ValueError: it was trained on others.
         """
-        about = json.loads((self.folder / "run.json").read_text())
+        self.inputs = inputs
+        if self._replaces:
+            return
+        about = json.loads((self.folder / RUN).read_text())
         changed = [
             name
             for name, value in inputs.items()
@@ -182,12 +268,9 @@ class RunFolder:
         ]
         if changed and self._checkpoints():
             raise ValueError(
-                f"the {changed[0]} of the run in {self.folder} has changed since: give "
-                "--overwrite, or another --output"
+                f"the {changed[0]} of the run in {self.folder} has changed since: {self._way_out()}"
             )
-        write_whole(
-            self.folder / "run.json", json.dumps({**about, "inputs": inputs}, indent=2) + "\n"
-        )
+        write_whole(self.folder / RUN, json.dumps({**about, "inputs": inputs}, indent=2) + "\n")
 
     def log(self, step: int, **values: float | int | bool | list[float]) -> None:
         entry = {"step": step, **values}
@@ -199,7 +282,7 @@ class RunFolder:
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """Publish a checkpoint of `step`, and delete all but the newest ones."""
-        self._publish(self.folder / "checkpoints" / f"step-{step:06d}", step, write)
+        self._publish(self.folder / CHECKPOINTS / f"step-{step:06d}", step, write)
         if self.accelerator.is_main_process:
             for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old)
@@ -241,10 +324,8 @@ class RunFolder:
     def _checkpoints(self) -> list[Path]:
         # By number: as text, step-1000000 comes before step-999999. A person's copy
         # (step-000100-good) is not ours.
-        named = (self.folder / "checkpoints").glob("step-*")
-        return sorted(
-            (path for path in named if path.name.removeprefix("step-").isdigit()), key=_step_of
-        )
+        named = (self.folder / CHECKPOINTS).glob("step-*")
+        return sorted(filter(_is_step, named), key=_step_of)
 
     def restore(self, read: Callable[[Path], None]) -> int:
         """Read the newest checkpoint and drop later metrics; returns its step, or 0.
@@ -255,7 +336,7 @@ class RunFolder:
         newest = self.on_main(self._verify_newest)  # another machine may not see it yet
         step = 0
         if newest:
-            read(self.folder / "checkpoints" / newest)
+            read(self.folder / CHECKPOINTS / newest)
             step = _step_of(Path(newest))
         self.metrics = self.on_main(lambda: self._cut_metrics(step))
         return step

@@ -85,6 +85,7 @@ def run(family: Family, cfg: Config, machine: Machine | None = None) -> None:
     started_s = time.perf_counter()
     training = Run(family, cfg, machine)
     draft = start(training)
+    training.folder.begin()
     before = training.forecast(draft)
     baseline = training.train_baseline(draft)
     trained, cost = training.train(draft, cfg.divergence, cfg.loop)
@@ -107,8 +108,7 @@ class Run:
         #    loaded.
         self.opened = refuse(family, cfg)
         self.shape = self.opened.text_config
-        # 2. The ranks, the memory, the folder: a run that is too large leaves no folder to
-        #    overwrite.
+        # 2. The ranks, the memory, the folder: a run that is too large leaves none.
         self.accelerator = make_accelerator(
             cfg.optim.accumulation, cfg.mixed_precision, cfg.wandb, machine
         )
@@ -378,6 +378,7 @@ class Run:
                 cost=cost,
                 started=started_s,
             )
+            self.folder.complete()
             print(f"draft: {draft}\nreport: {page}")
             if engine and engine.speed:
                 print(engine.speed.verdict())

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redraft.heads.files.lock import NO_LOCKS
+
 MANIFEST = "manifest.json"
 PROVENANCE = "provenance.json"
 
@@ -68,19 +70,14 @@ def publishing(
     """Create `folder` atomically.
 
     The block writes files and adds to the provenance, then come manifest and rename. After an
-    exception in the block `folder` is as before. With `overwrite`, only if it was not published by
-    redraft.
+    exception in the block `folder` is as before. With `overwrite`, it replaces one that redraft has
+    published.
 
     Raises:
-        FileExistsError: `folder` is not empty.
+        FileExistsError: `folder` is not empty, or holds files that redraft did not publish.
         OSError: the disk is full (ENOSPC).
     """
     require_free(folder, overwrite=overwrite)
-    if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
-        # a mistyped --output must not delete somebody's home folder
-        raise FileExistsError(
-            f"{folder} holds files that redraft did not publish: move them away by hand"
-        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
     with _partial_folder(folder) as partial:
@@ -139,18 +136,46 @@ def sync(path: Path) -> None:
 
 
 def require_free(folder: Path, *, overwrite: bool = False) -> None:
-    """Raise FileExistsError unless `folder` is absent or empty, or `overwrite` is set.
+    """Raise FileExistsError unless `folder` is absent or empty, or `overwrite` is set and redraft
+    has published all that it holds.
 
     Call it before hours of work, not after.
     """
-    if folder.is_dir() and not any(folder.iterdir()):
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if folder.exists() and not folder.is_dir():
+    if not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: choose another output folder")
-    if folder.exists() and not overwrite:
+    # A mistyped --output must not delete somebody's home folder.
+    if (foreign := find_foreign(folder)) is not None:
+        raise FileExistsError(
+            f"{foreign} was not published by redraft: move it away, or choose another output folder"
+        )
+    if not overwrite:
         raise FileExistsError(
             f"{folder} holds another run: choose another output folder, or pass --overwrite"
         )
+
+
+def find_foreign(folder: Path) -> Path | None:
+    """The first file of a folder that redraft did not publish in it, or None.
+
+    `folder` itself if it was not published at all, and is not empty.
+    """
+    if not (folder / MANIFEST).is_file():
+        return folder if any(folder.iterdir()) else None
+    try:
+        entries = manifest(folder)
+    except ValueError:  # the list of a folder of ours is damaged
+        return None
+    ours = {folder / name for name in (*entries, MANIFEST)}
+    return next(
+        (
+            path
+            for path in sorted(folder.rglob("*"))
+            if path not in ours and (path.is_symlink() or not path.is_dir())
+        ),
+        None,
+    )
 
 
 def require_space(path: Path, num_bytes: int) -> None:
@@ -335,10 +360,21 @@ def _make_locked(folder: Path) -> tuple[Path, int]:
             lock = os.open(partial, os.O_RDONLY)
             # The kernel releases it even after SIGKILL, so a lock tells a living writer from a dead
             # one.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with _suppress_missing_locks():
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.lexists(partial):
                 return partial, lock
             os.close(lock)
+
+
+@contextmanager
+def _suppress_missing_locks() -> Iterator[None]:
+    """Leave the block, without an error, at a lock that the file system does not have."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def _remove_abandoned(folder: Path) -> None:
@@ -349,10 +385,10 @@ def _remove_abandoned(folder: Path) -> None:
         except FileNotFoundError:
             continue  # its writer has published it meanwhile
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(partial, ignore_errors=True)
-        except BlockingIOError:
-            pass  # another process is writing there now
+            # Without locks, nothing shows whether another process is writing there now.
+            with _suppress_missing_locks(), suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(partial, ignore_errors=True)
         finally:
             os.close(lock)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +13,9 @@ from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import is_hub_name, model_folder
 
 T = TypeVar("T")
+
+KEPT = re.compile(r"(.+-)?[0-9a-f]{16}\.json")
+"""Names of kept values, with the first 64 bits of the hash of their key."""
 
 
 def compute_once(
@@ -29,6 +33,12 @@ def compute_once(
     value = compute()
     write_whole(path, msgspec.json.encode(value))
     return value
+
+
+def find_not_kept(folder: Path) -> Path | None:
+    """The first file under `folder` that is not named as a kept value, or None."""
+    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
+    return next((path for path in files if not KEPT.fullmatch(path.name)), None)
 
 
 def hash_key(key: object) -> str:

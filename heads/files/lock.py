@@ -3,12 +3,18 @@
 A lock, which the kernel releases when the owner ends, however it ends.
 """
 
+import errno
 import fcntl
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+NO_LOCKS = frozenset(
+    {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
+)
+"""Errors of file systems without locks: Lustre without `flock`, some FUSE and NFS mounts."""
 
 
 class AlreadyOwnedError(OSError):
@@ -21,7 +27,8 @@ def acquire(path: Path, purpose: str) -> int:
     The file stays.
 
     Raises:
-        AlreadyOwnedError
+        AlreadyOwnedError: another process holds it.
+        OSError: the file system has no locks.
     """
     # Never unlinked: two processes could then lock two files of one name. A program started by the
     # owner does not inherit the descriptor (PEP 446), so it cannot keep the lock alive.
@@ -34,10 +41,34 @@ def acquire(path: Path, purpose: str) -> int:
         raise AlreadyOwnedError(
             f"{path.parent} already has {purpose} ({owner}): stop it first"
         ) from None
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in NO_LOCKS:
+            raise
+        raise OSError(f"{describe_missing(path, error)}: choose a folder on a local disk") from None
     with suppress(OSError):  # on a full disk the owner cannot be noted, but the lock holds
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return descriptor
+
+
+def describe_missing(path: Path, error: OSError) -> str:
+    """A clause that names the lock and the file system, for an error of `NO_LOCKS`."""
+    mount, kind = find_mount(path)
+    return f"{path} cannot be locked, because {mount} ({kind}) has no file locks ({error.strerror})"
+
+
+def find_mount(path: Path) -> tuple[str, str]:
+    """(mount point, type) of the file system that holds an existing path."""
+    found = ("/", "unknown file system")
+    places = {str(place) for place in (path.resolve(), *path.resolve().parents)}
+    with suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, mount, kind, *_ = line.split(" ")
+            mount = mount.replace("\\040", " ")
+            if mount in places and len(mount) >= len(found[0]):
+                found = (mount, kind)
+    return found
 
 
 @contextmanager

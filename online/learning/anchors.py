@@ -20,6 +20,7 @@ from redraft.heads.draft import ExactTarget, label_rows
 from redraft.heads.files.artifact import sync, write_whole
 from redraft.online.learning.quarantine import overwrite
 from redraft.online.records.record import (
+    MAGIC,
     CorruptRecordError,
     Record,
     Sampling,
@@ -65,6 +66,12 @@ def read_anchors(
     if not records:
         raise ValueError(f"{path} holds no record: make the anchors again (redraft data anchors)")
     return records
+
+
+def is_record_file(path: Path) -> bool:
+    """Whether a file begins with a record, or is empty."""
+    with path.open("rb") as file:
+        return file.read(3) in (b"", MAGIC[:3])
 
 
 def forget_in_anchors(path: Path, name: str) -> int:

@@ -52,11 +52,12 @@ def main(cfg: Config) -> None:
     from redraft.distill.data.day import choose_day
     from redraft.distill.data.samples import build_samples
     from redraft.heads.families.retrieval import Text, count_answers
-    from redraft.heads.files.artifact import publish, require_free
+    from redraft.heads.files.artifact import publish
     from redraft.heads.files.folder import fetch_model
+    from redraft.heads.files.replaced import require_replaceable
     from redraft.heads.files.target_folder import TargetFolder
 
-    require_free(cfg.output, overwrite=cfg.overwrite)
+    require_replaceable(cfg.output, cfg, overwrite=cfg.overwrite)
     # Before the counting: the fingerprint reads the weights.
     fetch_model(cfg.target)
     target, day = TargetFolder.open(cfg.target), choose_day(cfg.date)

@@ -38,7 +38,7 @@ def main(cfg: Config) -> None:
             not read; or the `gguf` package is not installed.
     """
     # Here, because they import torch.
-    from redraft.heads.files.artifact import publish, require_free, sha256
+    from redraft.heads.files.artifact import publish, sha256
     from redraft.heads.files.gguf import (
         check_gguf,
         load_gguf,
@@ -47,9 +47,10 @@ def main(cfg: Config) -> None:
         require_space_for,
         save,
     )
+    from redraft.heads.files.replaced import require_replaceable
 
     check_gguf(cfg.file)
-    require_free(cfg.output, overwrite=cfg.overwrite)
+    require_replaceable(cfg.output, cfg, overwrite=cfg.overwrite)
     header = read_header(cfg.file)
     config = read_config(cfg.file, header.architecture)
     require_space_for(config, cfg.output)

@@ -7,13 +7,19 @@ from contextlib import contextmanager
 import psutil
 
 from redraft.distill.data.conversations import load_conversations
-from redraft.distill.data.target_answers import Sampling, finished_keys, regenerate
+from redraft.distill.data.target_answers import (
+    Sampling,
+    finished_keys,
+    previous_answers,
+    regenerate,
+)
 from redraft.distill.signal.endpoint import Endpoint
 from redraft.eval.engine.server import vllm_server
 from redraft.heads.files.artifact import sha256
 from redraft.heads.files.checkpoint import load_text_config
 from redraft.heads.files.folder import fetch_model, fingerprint
 from redraft.heads.files.kept import hash_key
+from redraft.heads.files.replaced import find_obstacle
 from redraft.recipes.data.regenerate_config import Config
 
 MAX_MODEL_LEN = 8192  # at most, in tokens: each running request reserves memory
@@ -31,10 +37,15 @@ def main(cfg: Config) -> None:
         raise ValueError(
             "give --target to start a server of it, or --url to ask a running one: not both"
         )
-    conversations = load_conversations(cfg.prompts, split=cfg.split)[: cfg.num_conversations]
+    if cfg.output.suffix != ".jsonl":
+        raise ValueError(
+            f"answers are written as JSON Lines, uncompressed: name --output {cfg.output} *.jsonl"
+        )
+    if obstacle := find_obstacle([cfg.output, previous_answers(cfg.output)], cfg, lambda _: None):
+        raise ValueError(f"{obstacle}: choose another --output")
     if cfg.overwrite:
         finished_keys(cfg.output, None)  # refuses a file that this command has not written
-        cfg.output.unlink(missing_ok=True)
+    conversations = load_conversations(cfg.prompts, split=cfg.split)[: cfg.num_conversations]
     sampling = Sampling(
         temperature=cfg.temperature,
         max_tokens=cfg.max_tokens,
@@ -44,7 +55,14 @@ def main(cfg: Config) -> None:
         endpoint = Endpoint(
             url, model=model, concurrency=cfg.concurrency, api_key=os.environ.get("OPENAI_API_KEY")
         )
-        stats = regenerate(conversations, endpoint, cfg.output, sampling, identify(cfg))
+        stats = regenerate(
+            conversations,
+            endpoint,
+            cfg.output,
+            sampling,
+            identify(cfg),
+            overwrite=cfg.overwrite,
+        )
         if stats.already_there and cfg.target is None:
             print(
                 "those already there are taken for this model's, by its name: after a change, give "

@@ -29,7 +29,9 @@ class Config(Sampling):
     output: Path
     """JSONL file to write, one line per finished conversation. Existing lines are kept."""
     overwrite: bool = False
-    """Answer everything again."""
+    """Answer everything again. The answers in --output are set aside at the first new one, and
+    deleted when all new ones are there.
+    """
     split: str = "train"
     """Split of a hub data set."""
     num_conversations: int | None = None

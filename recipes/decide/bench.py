@@ -2,7 +2,6 @@
 
 import contextlib
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Container, Mapping, Sequence
@@ -41,6 +40,7 @@ from redraft.eval.serving.sweep import (
     plan,
 )
 from redraft.heads.files.kept import fingerprint_path
+from redraft.heads.files.replaced import PREVIOUS, drop_previous, start_over
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
 from redraft.recipes.decide.bench_config import Config
@@ -64,7 +64,7 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
 
     # 2. the plain server to beat: compiled or eager, whichever is faster here
     if cfg.overwrite:
-        shutil.rmtree(cfg.output / "cells", ignore_errors=True)
+        start_over(cfg.output, "cells", cfg)
     mode, modes = choose_baseline(cfg, target, cells[ALONE][0].load)
     print(describe_modes(mode, modes), flush=True)
 
@@ -95,6 +95,7 @@ def main(cfg: Config, *, engine_has_ideal: bool = ENGINE_HAS_IDEAL) -> None:
         duration_s=round(time.monotonic() - started, 1),
     )
     page = write_serving(cfg.output, report)
+    drop_previous(cfg.output / PREVIOUS)
     unmeasured = (f"not measured: {entry['what']}: {entry['reason']}" for entry in refused)
     print(*compose_answer(report), *unmeasured, f"report: {page}", sep="\n")
 

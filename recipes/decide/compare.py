@@ -6,7 +6,6 @@ Make every kind of draft for a target, measure each in a real vLLM, and confirm 
 import functools
 import json
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from redraft.heads.families.retrieval import FOLDER
 from redraft.heads.files.artifact import write_whole
 from redraft.heads.files.folder import fetch_model
 from redraft.heads.files.kept import fingerprint_path
+from redraft.heads.files.replaced import PREVIOUS, drop_previous, start_over
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.heads.progress import Progress
 from redraft.recipes.decide.compare_config import LOOKUP_TOKENS, Config
@@ -66,8 +66,6 @@ ROWS_PROMPTS = 32  # compute as many rows as eight requests with three draft tok
 def main(cfg: Config) -> None:
     started = time.perf_counter()
     require_answers(cfg)
-    if cfg.overwrite:
-        shutil.rmtree(cfg.output / ROUNDS, ignore_errors=True)
     name = cfg.target or str(make_target(cfg.parts))
     # Before the trainings: what cannot be served must not be found out an hour later.
     fetch_model(name)
@@ -76,6 +74,8 @@ def main(cfg: Config) -> None:
     first, rest = render_prompts(cfg, target, questions)
     finished = list(finished_drafts(cfg.draft, cfg.train, cfg.num_speculative_tokens))
     making = prepare(cfg, target, questions)
+    if cfg.overwrite:
+        start_over(cfg.output, ROUNDS, cfg)
 
     # 1. the plain server to beat: compiled or eager, whichever is faster here
     rounds = Rounds(cfg, target, *choose_baseline(cfg, target, first))
@@ -129,6 +129,7 @@ def main(cfg: Config) -> None:
         "duration_s": round(time.perf_counter() - started, 1),
     }
     page = write_page(cfg.output, report, TEMPLATES / "compare.html.j2", build_charts)
+    drop_previous(cfg.output / PREVIOUS)
     print(*compose_answer(report), f"report: {page}", sep="\n")
 
 

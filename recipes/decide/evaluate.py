@@ -4,7 +4,6 @@ intervals.
 
 import datetime
 import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -39,8 +38,11 @@ from redraft.eval.report.acceptance import (
 )
 from redraft.eval.report.results import Measured
 from redraft.heads.files.artifact import write_whole
+from redraft.heads.files.replaced import PREVIOUS, drop_previous, find_obstacle, start_over
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.recipes.decide.evaluate_config import Config
+
+WRITTEN = ("report.json", "report.html", "report.md", "run.json")
 
 
 def main(cfg: Config) -> None:
@@ -56,8 +58,6 @@ def main(cfg: Config) -> None:
     if cfg.engine:
         require_served(sampling, way_out=", or forecast with --no-engine")
     target = LoadedTarget(opened=opened, model=load(opened, whole=cfg.forecast))
-    if cfg.overwrite:
-        shutil.rmtree(cfg.output / "kept", ignore_errors=True)
     # An empty name adds no folder.
     kept = cfg.output / "kept" / (cfg.target_dtype or "")
     baseline = None
@@ -96,6 +96,9 @@ def main(cfg: Config) -> None:
         asked = settings(cfg, opened, sampling) | {"temperatures": protocol.temperatures}
         regression.match_drafts(families, asked, baseline)
 
+    if cfg.overwrite:
+        start_over(cfg.output, "kept", cfg)
+
     # 3. forecast all drafts, then leave the whole GPU to the engine
     rows = forecast_all(target, drafts, prompts, protocol, kept) if cfg.forecast else {}
     torch.cuda.empty_cache()
@@ -126,6 +129,7 @@ def main(cfg: Config) -> None:
         report["baseline"] = asdict(comparison)
     page = write_acceptance_report(cfg.output, report)
     write_run(cfg, time.perf_counter() - started)
+    drop_previous(cfg.output / PREVIOUS)
     tell(report, comparison, page)
     # Last: the report is there when a pipeline stops at the status.
     if comparison and comparison.num_fell:
@@ -174,6 +178,11 @@ def check(cfg: Config) -> None:
         raise ValueError("--baseline is read together with forecasts: leave out --no-forecast")
     if not 0 < cfg.held_out <= 1:
         raise ValueError(f"--held-out is {cfg.held_out}: it must be above 0 and at most 1")
+    # A baseline is never replaced by the report that is compared with it.
+    if obstacle := find_obstacle([cfg.output / name for name in WRITTEN], cfg):
+        raise ValueError(f"{obstacle}: choose another --output")
+    if (cfg.output / "checkpoints").exists():
+        raise ValueError(f"{cfg.output} holds a training run: choose another --output")
 
 
 def load(target: TargetFolder, *, whole: bool = True) -> Any:

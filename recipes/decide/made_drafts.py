@@ -4,7 +4,6 @@ Lookups that need no training, finished drafts, and drafts that are trained here
 """
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -266,8 +265,8 @@ def run_once(folder: Path, result: Path, command: list[str], making: Making) -> 
             )
         print(f"{folder} is already done")
         return
-    if making.cfg.overwrite or not is_same:
-        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists() and (making.cfg.overwrite or not is_same):
+        command = [*command, "--overwrite"]  # of the recipe, which loses nothing if it fails
     # Before the run, so that an interrupted one is known by its flags.
     write_whole(kept, json.dumps(made))
     print(f"\nmake {folder.name}", flush=True)

@@ -62,10 +62,15 @@ def main(cfg: Config) -> None:
     from redraft.distill.signal.sources import InProcessTarget
     from redraft.eval.engine.target_dtype import open_target
     from redraft.heads.files.artifact import write_whole
+    from redraft.heads.files.replaced import find_obstacle
     from redraft.heads.files.served_target import visible_length
     from redraft.heads.progress import Progress
-    from redraft.online.learning.anchors import write_anchors
+    from redraft.online.learning.anchors import is_record_file, write_anchors
 
+    if obstacle := find_obstacle([cfg.output], cfg):
+        raise FileExistsError(f"{obstacle}: choose another --output")
+    if cfg.output.is_file() and not is_record_file(cfg.output):
+        raise FileExistsError(f"{cfg.output} does not hold anchors: choose another --output")
     if cfg.output.exists() and not cfg.overwrite:
         raise FileExistsError(
             f"{cfg.output} already exists: choose another --output, or pass --overwrite"

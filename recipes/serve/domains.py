@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from redraft.distill.data.conversations import Conversation, load_conversations, split_held_out
-from redraft.heads.files.artifact import publish, require_free
+from redraft.heads.files.artifact import publish
+from redraft.heads.files.replaced import require_replaceable
 from redraft.online.traffic.domains import Clusters, prompt_text
 
 
@@ -42,7 +43,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    require_free(cfg.output, overwrite=cfg.overwrite)
+    require_replaceable(cfg.output, cfg, overwrite=cfg.overwrite)
     train, held_out = split_held_out(
         load_conversations(cfg.prompts, domain_column=cfg.domain_column), cfg.held_out
     )

@@ -145,4 +145,58 @@ def test_a_run_has_one_process_that_writes_it(tmp_path: Path) -> None:
     assert run.restore(lambda folder: None) == 1
     del run
     assert open_elsewhere() == ["opened", "opened"]
-    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_is_replaced_when_it_begins_and_removed_when_the_new_one_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    old = open_run(folder, seed=1)
+    old.save(3, lambda partial: (partial / "step").write_text("old"))
+    (folder / "notes.md").write_text("mine")
+    before = sorted(folder.rglob("*"))
+
+    def reopen(**config: Any) -> RunFolder:
+        accelerator = make_accelerator(1, None, None)
+        return RunFolder.open(folder, config, accelerator, overwrite=True)
+
+    reopen(seed=2).confirm({"data": "b"})
+    assert sorted(folder.rglob("*")) == before, "whatever is refused from here on loses nothing"
+    assert open_run(folder, seed=1).restore(lambda _: None) == 3
+
+    for _ in range(2):  # the second one replaces an interrupted one
+        run = reopen(seed=2)
+        run.confirm({"data": "b"})
+        run.begin()
+        assert run.restore(lambda _: None) == 0
+        run.save(1, lambda partial: (partial / "step").write_text("new"))
+        previous = folder / ".previous"
+        assert str(previous) in capsys.readouterr().out
+        assert (previous / "checkpoints/step-000003/step").read_text() == "old"
+    about = json.loads((folder / "run.json").read_text())
+    assert (about["config"], about["inputs"]) == ({"seed": 2}, {"data": "b"})
+    resumed = RunFolder.open(folder, {"seed": 2}, make_accelerator(1, None, None), overwrite=False)
+    assert resumed.restore(lambda _: None) == 1
+    resumed.complete()
+    assert not previous.exists()
+    assert (folder / "notes.md").read_text() == "mine"
+
+
+def test_a_run_that_holds_its_input_or_files_of_others_is_not_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = open_run(folder, start_from=None)
+    run.save(3, lambda partial: (partial / "step").write_text("old"))
+    checkpoint = folder / "checkpoints" / "step-000003"
+
+    def refuse(match: str, **config: Any) -> None:
+        for overwrite in (True, False):
+            with pytest.raises(ValueError, match=match) as refused:
+                RunFolder.open(folder, config, make_accelerator(1, None, None), overwrite=overwrite)
+            assert "--overwrite" not in str(refused.value)
+        assert (checkpoint / "step").read_text() == "old"
+
+    (tmp_path / "link").symlink_to(checkpoint)
+    refuse("start_from|--start-from", start_from=str(checkpoint))
+    refuse("start_from|--start-from", start_from=str(tmp_path / "link"))
+    (folder / "checkpoints" / "step-000003-good").mkdir()
+    refuse("step-000003-good|another run", start_from="")

@@ -166,7 +166,7 @@ def test_an_interrupted_training_starts_again_or_is_resumed(
     script.write_text(
         "import pathlib, sys\n"
         f"folder = pathlib.Path({str(folder)!r})\n"
-        "new = not (folder / 'checkpoints').is_dir()\n"
+        "new = not (folder / 'checkpoints').is_dir() or '--overwrite' in sys.argv\n"
         "(folder / 'checkpoints').mkdir(parents=True, exist_ok=True)\n"
         "sys.exit(1) if new else (folder / 'report.json').write_text(' '.join(sys.argv[1:]))\n"
     )

@@ -176,11 +176,32 @@ def test_a_report_names_its_type_and_another_is_measured_again(
         assert run(*flags, *named) == 0
         assert report_of(tmp_path / "out")["settings"]["target_dtype"] == chosen
         assert list((kept / str(chosen)).iterdir())
-    (kept / "mark").touch()
+    mark = kept / "mark-0123456789abcdef.json"
+    mark.touch()
     assert run(*flags) == 0
-    assert (kept / "mark").exists()
+    assert mark.exists()
+    (kept / "notes").touch()
+    assert run(*flags, "--overwrite") == 2
+    (kept / "notes").unlink()
+    assert mark.exists()
     assert run(*flags, "--overwrite") == 0
-    assert not (kept / "mark").exists()
+    assert not mark.exists()
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_baseline_is_not_replaced_by_its_comparison(
+    run: Run, served_pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--no-engine", "--target", str(served_pair[0]), "--draft", "ngram")
+    assert run(*flags) == 0
+    report = tmp_path / "out" / "report.json"
+    before = report.read_bytes()
+    (tmp_path / "link.json").symlink_to(report)
+    for baseline in (report, tmp_path / "link.json"):
+        assert run(*flags, "--baseline", str(baseline)) == 2
+        assert f"--baseline {baseline} " in capsys.readouterr().err
+    assert report.read_bytes() == before
+    assert run(*flags, "--baseline", str(report), output="now") == 0
 
 
 def test_a_killed_run_goes_on_with_the_batch_it_was_killed_in(

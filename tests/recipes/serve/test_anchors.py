@@ -41,7 +41,7 @@ def test_every_label_of_the_data_is_a_row_that_the_learner_reads(
 def test_anchors_that_are_there_are_not_replaced_unasked(
     random_target: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "anchors").write_text("mine")
+    (tmp_path / "anchors").write_text("RDR1 and so on")
     flags = [
         "--target",
         str(random_target),
@@ -52,7 +52,14 @@ def test_anchors_that_are_there_are_not_replaced_unasked(
     ]
     assert dispatch(["data", "anchors", *flags]) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert (tmp_path / "anchors").read_text() == "mine"
+    assert (tmp_path / "anchors").read_text() == "RDR1 and so on"
+    (tmp_path / "letter").write_text("mine")
+    for name, read in (("letter", data), ("anchors", tmp_path / "anchors")):
+        flags[3:] = [str(read), "--output", str(tmp_path / name), "--overwrite"]
+        assert dispatch(["data", "anchors", *flags]) == 2
+        assert "--overwrite" not in capsys.readouterr().err
+    assert (tmp_path / "letter").read_text() == "mine"
+    assert (tmp_path / "anchors").read_text() == "RDR1 and so on"
 
 
 def test_an_interrupted_run_leaves_the_provenance_of_the_anchors_that_are_there(
@@ -62,7 +69,7 @@ def test_an_interrupted_run_leaves_the_provenance_of_the_anchors_that_are_there(
         raise ValueError("interrupted")
 
     monkeypatch.setattr("redraft.online.learning.anchors.write_anchors", fail)
-    (tmp_path / "anchors").write_text("mine")
+    (tmp_path / "anchors").write_text("RDR1 and so on")
     (tmp_path / "anchors.json").write_text("of mine")
     flags = [
         "--target",

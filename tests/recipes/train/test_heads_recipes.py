@@ -384,6 +384,15 @@ def test_a_run_is_not_continued_from_a_draft_that_has_changed(
     change_weights(start)
     with pytest.raises(ValueError, match=r"start .*--overwrite"):
         run("eagle1", random_target, data, tmp_path / "two", start_from=start)
+    draft = tmp_path / "two" / "draft" / "model.safetensors"
+    old = draft.read_bytes()
+    typo = data.with_name("mistyped.jsonl")
+    with pytest.raises(FileNotFoundError, match="mistyped"):
+        run("eagle1", random_target, typo, tmp_path / "two", start_from=start, overwrite=True)
+    assert draft.read_bytes() == old
+    run("eagle1", random_target, data, tmp_path / "two", start_from=start, overwrite=True)
+    assert draft.read_bytes() != old
+    assert not (tmp_path / "two" / ".previous").exists()
 
 
 def test_a_target_that_has_changed_is_rewritten_again(

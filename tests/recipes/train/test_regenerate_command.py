@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +159,76 @@ def test_overwrite_answers_again_and_replaces_only_answers(source: Path, tmp_pat
         with pytest.raises(ValueError, match="--overwrite"):
             main(Config(prompts=str(source), output=output, url=teacher.url))
         text = source.read_text()
+        other = tmp_path / "other.jsonl"
+        other.write_text(text)
         with pytest.raises(ValueError, match="line 1"):
-            main(Config(prompts=str(source), output=source, url=teacher.url, overwrite=True))
-    assert source.read_text() == text
+            main(Config(prompts=str(source), output=other, url=teacher.url, overwrite=True))
+    assert other.read_text() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "answers.jsonl",
+        "other.jsonl",
+        "questions.jsonl",
+    ]
+
+
+def test_answers_are_never_their_own_prompts(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    with teaching(Answering()) as teacher:
+        main(Config(prompts=str(source), output=output, url=teacher.url))
+        text = output.read_text()
+        (tmp_path / "link.jsonl").symlink_to(output)
+        for prompts in (output, tmp_path / "link.jsonl"):
+            for overwrite in (True, False):
+                cfg = Config(
+                    prompts=str(prompts), output=output, url=teacher.url, overwrite=overwrite
+                )
+                with pytest.raises(ValueError, match="--prompts") as refused:
+                    main(replace(cfg, max_tokens=7))
+                assert "--overwrite" not in str(refused.value)
+    assert output.read_text() == text
+
+
+def test_old_answers_stay_until_the_server_has_answered(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, rows = tmp_path / "answers.jsonl", [{"prompt": f"question {i}"} for i in range(3)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    @dataclass
+    class Failing(Teacher):
+        num_answers: int = 0
+
+        def reply(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            if len(self.requests) > self.num_answers:
+                return 401, {"error": {"message": "the key has expired"}}
+            message = {"role": "assistant", "content": "new"}
+            return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+    with teaching(Answering()) as teacher:
+        cfg = Config(
+            prompts=str(source), output=output, url=teacher.url, overwrite=True, concurrency=1
+        )
+        main(cfg)
+    with teaching(Failing()) as teacher, pytest.raises(ValueError, match="expired"):
+        main(replace(cfg, url=teacher.url))
+    with pytest.raises(FileNotFoundError):
+        main(replace(cfg, url=None, target=str(tmp_path / "no-such")))
+    assert read_answers(output) == ["yes"] * 3
+    with teaching(Failing(num_answers=2)) as teacher, pytest.raises(ValueError, match="expired"):
+        main(replace(cfg, url=teacher.url))
+    kept = tmp_path / ".answers.jsonl.previous" / "answers.jsonl"
+    assert str(kept.parent) in capsys.readouterr().out
+    assert (read_answers(output), read_answers(kept)) == (["new"] * 2, ["yes"] * 3)
+    with teaching(Answering()) as teacher:
+        main(replace(cfg, url=teacher.url, overwrite=False))
+    assert read_answers(output) == ["new", "new", "yes"]
+    assert not kept.parent.exists()
+
+
+@pytest.mark.parametrize("name", ["answers.jsonl.gz", "answers.parquet", "answers"])
+def test_answers_have_the_name_of_their_format(source: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"\.jsonl"):
+        main(Config(prompts=str(source), output=tmp_path / name, url="http://127.0.0.1:1"))
 
 
 def test_a_target_and_a_url_are_one_too_many(source: Path, tmp_path: Path) -> None:
