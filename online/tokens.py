@@ -3,7 +3,6 @@
 Others must not read them.
 """
 
-import ipaddress
 import os
 import re
 import secrets
@@ -63,11 +62,3 @@ def write_token(path: Path) -> None:
         # `open` applies the umask, which may leave less than 0600.
         os.fchmod(descriptor, 0o600)
         file.write(secrets.token_hex(32) + "\n")
-
-
-def is_local(host: str) -> bool:
-    """Whether this is an address of the loopback interface."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

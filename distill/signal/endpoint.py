@@ -6,6 +6,8 @@ from typing import Any, Self
 
 import httpx
 
+from redraft.eval.engine.proxies import describe_proxy, is_local_url
+
 RETRIED_STATUS = {408, 429, 500, 502, 503, 504}  # overloaded or restarting; others do not heal
 
 
@@ -51,7 +53,9 @@ class Endpoint:
         self._slots = asyncio.Semaphore(concurrency)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=concurrency)
-        self._client = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=timeout_s, limits=limits, trust_env=not is_local_url(url)
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -62,8 +66,20 @@ class Endpoint:
         await self._client.aclose()
 
     async def model(self) -> str:
+        """The name of the model.
+
+        Raises:
+            RequestRefusedError: the server lists none.
+        """
         if self._model is None:
-            self._model = str((await self._request("GET", "/v1/models"))["data"][0]["id"])
+            listed = await self._request("GET", "/v1/models")
+            try:
+                self._model = str(listed["data"][0]["id"])
+            except (LookupError, TypeError):
+                url = f"{self.url}/v1/models"
+                raise RequestRefusedError(
+                    url, 200, "it lists no model; redraft regenerate can name one with --model"
+                ) from None
         return self._model
 
     async def is_back(self, timeout_s: float) -> bool:
@@ -82,7 +98,8 @@ class Endpoint:
         """The server's answer about the model.
 
         Raises:
-            RequestRefusedError: ; ConnectionError, with the URL, after `attempts` tries.
+            RequestRefusedError: the server refuses this request.
+            ConnectionError: with the URL, after `attempts` tries, or if it has no such API.
         """
         return await self._request("POST", path, {"model": await self.model(), **body})
 
@@ -100,20 +117,40 @@ class Endpoint:
             except (httpx.TransportError, httpx.InvalidURL) as error:
                 failure = str(error) or type(error).__name__
                 continue
+            answer, status = _read(response), response.status_code
             if response.is_success:
-                answer: dict[str, Any] = response.json()
-                return answer
-            if response.status_code not in RETRIED_STATUS:
-                raise RequestRefusedError(url, response.status_code, _reason(response))
-            failure = f"HTTP {response.status_code}: {_reason(response)}"
+                if answer is None:
+                    kind = response.headers.get("content-type", "something else")
+                    raise ConnectionError(
+                        f"{url} answers {kind} instead of JSON: it has no OpenAI-compatible API"
+                    )
+                # Gateways send the error of a server behind them with the status 200.
+                refusal = answer.get("error")
+                if not refusal:
+                    return answer
+                code = refusal.get("code") if isinstance(refusal, dict) else None
+                status = code if isinstance(code, int) else status
+            if status not in RETRIED_STATUS:
+                raise RequestRefusedError(url, status, _reason(response))
+            failure = f"HTTP {status}: {_reason(response)}"
         tries = f" in {self.attempts} tries" if self.attempts > 1 else ""
-        raise ConnectionError(f"{url} did not answer{tries} ({failure})")
+        raise ConnectionError(f"{url} did not answer{tries} ({failure}{describe_proxy(url)})")
+
+
+def _read(response: httpx.Response) -> dict[str, Any] | None:
+    """The object in an answer, or None."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
 
 
 def _reason(response: httpx.Response) -> str:
     try:
         said = response.json()
-        text = str(said.get("error", said).get("message") or said)
+        said = said.get("error") or said
+        text = said if isinstance(said, str) else str(said.get("message") or said)
     except (ValueError, AttributeError):
         text = response.text
     return (text.strip().splitlines() or [response.reason_phrase])[0][:300]

@@ -191,7 +191,7 @@ async def complete_all(
     slots = asyncio.Semaphore(concurrency)
     # No timeout: the prefill of a long prompt takes minutes on a CPU.
     async with httpx.AsyncClient(
-        timeout=None, limits=httpx.Limits(max_connections=concurrency)
+        timeout=None, limits=httpx.Limits(max_connections=concurrency), trust_env=False
     ) as client:
         with Progress(total=len(prompts), desc=label, unit="prompt") as bar:
 
@@ -304,7 +304,7 @@ def wait_for_decode_time(server: VllmServer, at_least: int = 0) -> DecodeTime:
 
 def _read_metrics(server: VllmServer) -> str:
     try:
-        return httpx.get(f"{server.url}/metrics", timeout=30).text
+        return httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text
     except httpx.TransportError as error:
         raise ConnectionError(f"{server.url} went away: {error!r}") from error
 

@@ -281,7 +281,7 @@ def wait_until_healthy(
             if given_up is not None and given_up.is_set():
                 raise ChildProcessError(f"{name} was given up before it was ready: see {log}")
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health", timeout=5).is_success:
+                if httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success:
                     return
             time.sleep(0.25)
             bar.refresh()

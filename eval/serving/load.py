@@ -208,7 +208,7 @@ def _arrivals(result: Mapping[str, Any]) -> list[list[float]]:
 
 def _require_healthy(server: VllmServer) -> None:
     try:
-        httpx.get(f"{server.url}/health", timeout=30).raise_for_status()
+        httpx.get(f"{server.url}/health", timeout=30, trust_env=False).raise_for_status()
     except httpx.HTTPError as error:
         raise ConnectionError(f"cannot reach {server.url}: {error}") from error
 

@@ -18,13 +18,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
+from redraft.eval.engine.proxies import is_local
 from redraft.online.engine.config import PLUGIN_NAME, PluginConfig, check_pace, read_config
 from redraft.online.engine.domains import LOOKUP_METHODS
 from redraft.online.engine.engine_calls import RefusedError
 from redraft.online.engine.pace import PaceMetrics, is_asked
 from redraft.online.engine.swap_transaction import Asked, Move, Swaps, can_pause
 from redraft.online.records.origin import EXTRA_ARGS_KEY, Origin, read_origin_headers
-from redraft.online.tokens import is_local
 
 logger = logging.getLogger("vllm.redraft")
 

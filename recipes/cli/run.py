@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from redraft.eval.engine.proxies import reach_loopback
 from redraft.recipes.cli.commands import COMMANDS, Command, Group
 
 TRACEBACK_VARIABLE = "REDRAFT_TRACEBACK"
@@ -179,6 +180,7 @@ def run_guarded(run: Callable[[], object]) -> int:
 
     REDRAFT_TRACEBACK=1 raises it instead, as a defect of ours always is.
     """
+    reach_loopback(os.environ)
     try:
         run()
     except BrokenPipeError:

@@ -27,6 +27,7 @@ import psutil
 
 from redraft.eval.engine.draft_source import DraftSource
 from redraft.eval.engine.process import exiting_on_sigterm
+from redraft.eval.engine.proxies import is_local
 from redraft.eval.engine.server import last_error
 from redraft.eval.machine import ENGINE_IS_CPU
 from redraft.heads.catalog import find_family
@@ -40,7 +41,7 @@ from redraft.online.fleet.discovery import list_servers
 from redraft.online.page.config import Page
 from redraft.online.page.headline import shorten_version
 from redraft.online.settings import render_value
-from redraft.online.tokens import is_local, write_token
+from redraft.online.tokens import write_token
 from redraft.recipes.serve.serve import speculative_config
 from redraft.recipes.serve.serve_config import Config as ServeConfig
 from redraft.recipes.serve.up_config import Config

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from redraft.eval.engine.counters import EMBEDS_BESIDE_DRAFT, LOG_STATS_OFF
+from redraft.eval.engine.proxies import is_local
 from redraft.heads.doctor.pair import Pair
 from redraft.heads.files.target_folder import TargetFolder
 from redraft.online.fleet.reach import UNIX_SOCKET, WANTS_CERTIFICATE
-from redraft.online.tokens import is_local
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 

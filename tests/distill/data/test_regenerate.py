@@ -209,6 +209,59 @@ def test_a_conversation_that_the_server_refuses_is_counted_and_the_rest_goes_on(
             )
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"error": {"message": "the model is at its limit"}}, "the model is at its limit"),
+        ({"error": "no route to the model"}, "no route to the model"),
+        ({"error": {"message": "too long", "code": 400}}, "too long"),
+        ({"id": "x", "choices": None}, "choices"),
+        ({"choices": []}, "choices"),
+        ({"choices": [{"finish_reason": "stop"}]}, "choices"),
+        (
+            {"choices": [{"message": {"content": "half"}, "finish_reason": "content_filter"}]},
+            "filter",
+        ),
+    ],
+)
+def test_a_reply_without_an_answer_costs_one_conversation(
+    said: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    def gateway(request: dict[str, Any]) -> Reply:
+        return (200, said) if request["messages"][0]["content"] == "odd" else answer(request)
+
+    with serving(gateway) as (url, _):
+        stats = regenerate(
+            [make_conversation("odd"), make_conversation("fine")],
+            make_endpoint(url),
+            tmp_path / "a",
+            Sampling(),
+        )
+    assert (stats.done, stats.refused) == (1, 1)
+    assert reason in stats.refusal
+
+
+def test_an_overload_that_is_said_with_the_status_200_is_asked_again(tmp_path: Path) -> None:
+    replies = [(200, {"error": {"message": "slow down", "code": 429}})]
+
+    with serving(lambda request: replies.pop() if replies else answer(request)) as (url, requests):
+        stats = regenerate([make_conversation("a")], make_endpoint(url), tmp_path / "a", Sampling())
+    assert (stats.done, stats.refused, len(requests)) == (1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("listing", "reason"),
+    [(b'{"data": []}', "--model"), (b"<!doctype html>", "OpenAI"), (b'["a"]', "OpenAI")],
+)
+def test_an_address_without_a_model_or_an_api_is_named(
+    listing: bytes, reason: str, tmp_path: Path
+) -> None:
+    with teaching(Scripted(listing=listing)) as teacher:
+        url = teacher.url
+        with pytest.raises((ValueError, ConnectionError), match=f"{url}.*{reason}"):
+            regenerate([make_conversation("a")], make_endpoint(url), tmp_path / "a", Sampling())
+
+
 def test_a_wrong_model_name_ends_the_run(tmp_path: Path) -> None:
     def unknown(request: dict[str, Any]) -> Reply:
         return 404, {"error": {"message": f"no model {request['model']}"}}
