@@ -30,9 +30,12 @@ def _has_window_or_direction(config: Mapping[str, Any], method: str) -> bool:
     if not is_it or "redraft" in config:  # in an export of redraft, it is a fault
         return False
     section = config.get("dflash_config") or {}
-    layer_types = (config.get("transformer_layer_config") or config).get("layer_types") or ()
-    has_window = section.get("use_swa") or "sliding_attention" in layer_types
+    has_window = section.get("use_swa") or "sliding_attention" in _layer_types(config)
     return bool(has_window or section.get("causal") or config.get("is_causal"))
+
+
+def _layer_types(config: Mapping[str, Any]) -> Collection[str]:
+    return (config.get("transformer_layer_config") or config).get("layer_types") or ()
 
 
 def _is_dspark_of_other_layers(config: Mapping[str, Any]) -> bool:
@@ -103,6 +106,15 @@ FOREIGN: tuple[Foreign, ...] = (
         name="an EAGLE-3 head with a mixture of experts",
         method="eagle3",
         tensors=("hidden_norm", r"\.experts\."),
+    ),
+    Foreign(
+        name="an EAGLE-3 or P-EAGLE head with windows",
+        method="eagle3",
+        # DFlash's `hidden_norm` belongs to no layer.
+        matches=lambda config, names: (
+            "sliding_attention" in _layer_types(config)
+            and any(re.search(r"(midlayer|layers\.0)\.hidden_norm", name) for name in names)
+        ),
     ),
     Foreign(
         name="an EAGLE-3 head of several layers",

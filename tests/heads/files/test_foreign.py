@@ -115,6 +115,26 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         ("midlayer.hidden_norm.weight", "midlayer.mlp.experts.0.up_proj.weight"),
         "an EAGLE-3 head with a mixture of experts",
     ),
+    "EAGLE-3 with a window": (
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "layer_types": ["sliding_attention"],
+            "sliding_window": 2048,
+        },
+        EAGLE3_NAMES,
+        'an EAGLE-3 or P-EAGLE head with windows: vLLM serves it with "method": "eagle3"',
+    ),
+    "speculators P-EAGLE with a window": (
+        {
+            "speculators_model_type": "peagle",
+            "transformer_layer_config": {
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 2048,
+            },
+        },
+        ("layers.0.hidden_norm.weight", "layers.1.input_layernorm.weight", "mask_hidden"),
+        'an EAGLE-3 or P-EAGLE head with windows: vLLM serves it with "method": "eagle3"',
+    ),
     "ModelOpt, two layers": (
         {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2},
         ("layers.0.hidden_norm.weight", "layers.1.input_layernorm.weight"),
