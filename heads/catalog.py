@@ -159,26 +159,6 @@ FAMILIES: tuple[Family, ...] = (
         training=IN_PARALLEL,
     ),
     Family(
-        name="mlp_speculator",
-        title="MLPSpeculator",
-        draft="redraft.heads.families.mlp_speculator:MLPSpeculator",
-        method=None,
-        # vLLM 0.32 has the method without a model for it, 0.33 has neither.
-        decoders=(),
-        tensors=r"speculator\.emb\.0\.weight",
-        architectures=("MLPSpeculatorPreTrainedModel",),
-        reads="last",
-        fixed_tokens=FixedTokens(("n_predict",)),
-        options="redraft.heads.options:MLPSpeculator",
-        training=Training(
-            options={"num_stages": 4, "scale_input": True},
-            divergence="forward_kl",
-            lr=1e-3,
-            max_grad_norm=1.0,
-            loop={"steps": 21000},
-        ),
-    ),
-    Family(
         name="medusa",
         title="Medusa",
         draft="redraft.heads.families.medusa:Medusa",
@@ -281,7 +261,7 @@ def find_family(name: str) -> Family:
 
 def find_method(method: str | None, *, parallel_drafting: bool = False) -> Family | None:
     """The row with this vLLM method and `parallel_drafting` beside it; None if there is none."""
-    rows = [family for family in FAMILIES if family.method == method and method is not None]
+    rows = [family for family in FAMILIES if family.method == method]
     # Only the flag tells P-EAGLE from EAGLE-3. vLLM itself sets it for DFlash and DSpark, whose
     # rows do not ask for it.
     rows.sort(key=lambda family: family.is_parallel != parallel_drafting)
@@ -302,7 +282,7 @@ def list_lookups() -> list[str]:
 
 def list_methods() -> list[str]:
     """vLLM's methods for drafts with weights, in alphabetical order."""
-    return sorted({family.method for family in FAMILIES if family.method and not family.is_lookup})
+    return sorted({family.method for family in FAMILIES if not family.is_lookup})
 
 
 def list_trained() -> list[str]:

@@ -91,8 +91,8 @@ class Family:
     """The class that implements `Draft`, as "module:Class". Empty for a lookup in the text, which
     has no weights.
     """
-    method: str | None
-    """vLLM's name for it in --speculative-config; None if vLLM has no proposer."""
+    method: str
+    """vLLM's name for it in --speculative-config."""
     decoders: tuple[Decoder, ...]
     """Those of vLLM's model runners that serve it."""
     last_vllm: str = ""
@@ -158,11 +158,8 @@ class Family:
 
     @property
     def speculative(self) -> dict[str, Any]:
-        """The keys of vLLM's --speculative-config that choose the proposer.
-
-        Empty without a method.
-        """
-        chosen = {} if self.method is None else {"method": self.method}
+        """The keys of vLLM's --speculative-config that choose the proposer."""
+        chosen = {"method": self.method}
         return {**chosen, "parallel_drafting": True} if self.is_parallel else chosen
 
     @property
@@ -173,7 +170,7 @@ class Family:
         return self.is_head and self.varies_tokens and "v1" in self.decoders
 
     @property
-    def algorithm(self) -> str | None:
+    def algorithm(self) -> str:
         """The library `speculators` calls it so, in `speculators_model_type`."""
         return self.name if self.is_parallel else self.method
 

@@ -230,27 +230,6 @@ class Mtp(Unrolled):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPSpeculator:
-    num_stages: int = 3
-    """Number of stages: the most draft tokens per step."""
-    inner_dim: int = 0
-    """Width of the state; 0 takes the target's hidden size."""
-    tie_weights: bool = False
-    """Share one embedding, norm and head among all stages, and one projection among all but the
-    first.
-    """
-    scale_input: bool = False
-    """Normalise the target's hidden state, and halve the variance."""
-    step_decay: float = 1.0
-    """Weight of stage i in the loss is step_decay^i, with i from 0."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Draft tokens that the head learns."""
-        return self.num_stages
-
-
-@dataclass(frozen=True, kw_only=True)
 class Standalone:
     """The weights to start from. `layers` or `num_layers` replaces `checkpoint` if it is given."""
 

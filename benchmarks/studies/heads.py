@@ -37,9 +37,7 @@ from redraft.recipes.cli.run import run_recipe
 TEMPLATE = Path(__file__).parent / "templates" / "heads.html.j2"
 
 
-HeadName = Literal[
-    "eagle3", "peagle", "dflash", "dspark", "eagle1", "mtp", "medusa", "mlp_speculator"
-]
+HeadName = Literal["eagle3", "peagle", "dflash", "dspark", "eagle1", "mtp", "medusa"]
 NOTES: dict[HeadName, str] = {
     "eagle3": "",
     "peagle": "",
@@ -49,7 +47,6 @@ NOTES: dict[HeadName, str] = {
     "eagle1": "",
     "mtp": "one MTP layer in the target's weights in the MiMo layout",
     "medusa": "",
-    "mlp_speculator": "vLLM has no proposer for it, so its tau is the forecast",
 }
 """The families, and what a reader has to know about one."""
 

@@ -61,7 +61,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "medusa": {"num_heads": 3},
     "mtp": {"num_steps": 3, "as_mimo": True},
-    "mlp_speculator": {"num_stages": 3},
 }
 
 
@@ -93,8 +92,6 @@ def make_preset(family: str) -> HeadConfig[Any] | StandaloneConfig:
         changes["prove"] = replace(changes["prove"], engine=False, speed_rounds=0)
     if family == "mtp":
         changes["init"] = "last_layer"
-    if family == "mlp_speculator":
-        changes["optim"] = Optim(lr=1e-3)
     return replace(usual, **changes)
 
 

@@ -98,8 +98,6 @@ def _check_labels(pair: Pair, checked: Checked) -> None:
 
 
 def _may_run(pair: Pair, checked: Checked) -> bool:
-    if pair.family.method is None:
-        return False
     try:
         require_runner(pair.family.speculative)
     except ValueError as error:

@@ -293,7 +293,7 @@ class TrainConfig:
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, by layer or (EAGLE, MTP) by draft step: slower,
-    with far less memory. Not for Medusa and MLPSpeculator."""
+    with far less memory. Not for Medusa."""
     wandb: str | None = None
     """Weights & Biases project to log to; by default none. Without a login the log is kept offline.
     """

@@ -367,7 +367,7 @@ class Run:
         """Serve the published draft, write the report, and end this rank's part of the launch."""
         # On the main process only.
         if before is not None:
-            engine = self._serve(draft) if self.cfg.prove.engine and self.family.method else None
+            engine = self._serve(draft) if self.cfg.prove.engine else None
             page = report(
                 self.folder,
                 target=self.cfg.target,
@@ -418,7 +418,7 @@ def refuse(family: Family, cfg: Config) -> TargetFolder:
     """
     row = _training(family)
     require_no_engine(cfg.signal, engine=cfg.prove.engine)
-    if cfg.prove.engine and family.method is not None:
+    if cfg.prove.engine:
         require_runner(
             family.speculative, way_out=", or leave the engine out with --prove.no-engine"
         )

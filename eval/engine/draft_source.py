@@ -273,8 +273,6 @@ def choose_proposer(folder: Path) -> dict[str, Any]:
     family = match_tensors(names) or next(of_architecture, None)
     if family is None:
         return {"method": _guess_method(config) or detect_family(folder).method}
-    if family.method is None:
-        raise ValueError(f"vLLM has no proposer for {folder}, a draft of the family {family.name}")
     if family.is_in_target and any(WHOLE_MODEL.fullmatch(name) for name in names):
         raise ValueError(
             f"{folder} is a target with its {family.title} layer in it: serve it as the target, "

@@ -22,7 +22,6 @@ TUNED = {
 """Bytes of shared memory for sizes with tiles of their own, by (bytes of a number, head size)."""
 
 TILE_ROWS, NUM_TILES = 64, 5.25  # other sizes: rows of a tile, tiles in shared memory at a time
-WITHOUT_ATTENTION = ("medusa", "mlp_speculator")
 
 
 def head_size(config: Any) -> int:
@@ -78,5 +77,5 @@ def require_draft_heads(
 
     `config` is the target's for a head, whose layers have the same sizes.
     """
-    if family.name not in WITHOUT_ATTENTION:
+    if family.name != "medusa":  # the one family without attention
         (require_head_size if family.is_head else require_model_heads)(what, config, dtype, machine)

@@ -96,7 +96,7 @@ def make_model(draft: DraftSource, target: LoadedTarget, sampling: SampleMethod)
         folder=folder,
         fingerprint=fingerprint(folder),
         forecast=_make_forecast(pair, target, sampling == "probabilistic" and family.can_sample),
-        speculative=served.speculative(sampling) if family.method else None,
+        speculative=served.speculative(sampling),
         served=folder if family.is_in_target and not pair.is_own_target else None,
         notes=_notes(family, sampling),
     )
@@ -219,8 +219,6 @@ def _require_rows(folder: Path, draft: Any, target: Any) -> None:
 
 
 def _notes(family: Family, sampling: SampleMethod) -> tuple[str, ...]:
-    if family.method is None:
-        return ("vLLM has no proposer for it, so it is forecast only",)
     if sampling == "probabilistic" and not family.can_sample:
         return (f"{family.method} drafts are greedy whatever --draft-sample-method says",)
     return ()

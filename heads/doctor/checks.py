@@ -52,8 +52,6 @@ def first_cure(target: str | Path, draft: str | Path, num_speculative_tokens: in
 
 
 def notes(pair: Pair) -> Iterator[str]:
-    if pair.family.method is None:
-        yield f"vLLM has no proposer for {pair.family.title}: nothing but a forecast is known of it"
     if not (pair.draft / MANIFEST).is_file():
         yield f"{pair.draft} has no {MANIFEST}: it is not known whether its files are intact"
     if not (pair.draft / PROVENANCE).is_file():
@@ -198,8 +196,6 @@ methods. (`vllm.config.speculative`, in the order in which it looks.)
 def method_flag(pair: Pair, method: str | None) -> Iterator[Finding]:
     """The method asked for, the one in the config, and the one in the path are the family's."""
     family, right = pair.family.name, pair.family.method
-    if right is None:
-        return
     if method not in (None, right):
         yield Finding(
             f'method "{method}" does not run drafts of family {family}',

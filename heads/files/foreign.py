@@ -142,6 +142,12 @@ FOREIGN: tuple[Foreign, ...] = (
         ),
     ),
     Foreign(
+        name="an MLPSpeculator",
+        method=None,
+        architecture="MLPSpeculator",
+        tensors=(r"^speculator\.emb\.0\.weight",),
+    ),
+    Foreign(
         name="a Hydra head (Medusa heads that read each other)",
         method=None,
         architecture="(?i)hydra",

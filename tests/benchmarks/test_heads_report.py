@@ -19,7 +19,7 @@ from benchmarks.studies.heads import (
 )
 from redraft.eval.report.page import write_page
 
-TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa", "mlp_speculator": "MLPSpeculator"}
+TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa", "mtp": "MTP"}
 
 
 SEED_TAUS = [1.5, 1.51, 1.49]
@@ -86,8 +86,7 @@ def test_the_page_begins_with_the_best_head_and_the_worst_forecast(tmp_path: Pat
     html = write(tmp_path, make_heads_report()).read_text()
     heading = re.sub(r"<[^>]+>", "", html.split("<h1>")[1].split("</h1>")[0])
     assert (
-        heading
-        == "MLPSpeculator emits 1.70 tokens per target step; no forecast was off by more than 1.0%."
+        heading == "MTP emits 1.70 tokens per target step; no forecast was off by more than 1.0%."
     )
     assert "Every output is the target's own, token for token." in html
     assert (
@@ -117,7 +116,7 @@ def test_a_head_that_nothing_here_serves_is_told_by_the_forecast(tmp_path: Path)
         "note": "",
     }
     html = write(tmp_path, report).read_text()
-    assert "MLPSpeculator emits <em>1.70 tokens</em>" in html, "the best one is one that was served"
+    assert "MTP emits <em>1.70 tokens</em>" in html, "the best one is one that was served"
     assert re.search(
         r"DSpark</th><td>v2</td><td>0.100 → 0.400</td><td>1.900</td><td>not served</td>", html
     )

@@ -37,7 +37,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash": {**BLOCK, "block_size": 4},
     "dspark": {**BLOCK, "block_size": 3, "markov_rank": 6},
     "medusa": {},
-    "mlp_speculator": {},
 }
 """Options of all variants of a family, unless the variant says otherwise."""
 
@@ -79,11 +78,6 @@ VARIANTS: dict[str, Variants] = {
         "sizes of its own": (SIZES, None),
     },
     "medusa": {"two layers": ({"num_layers": 2}, None), "without biases": ({"bias": False}, None)},
-    "mlp_speculator": {
-        "plain": ({}, None),
-        "inner size": ({"inner_dim": 24}, None),
-        "tied": ({"tie_weights": True, "scale_input": True, "inner_dim": 24}, None),
-    },
 }
 
 

@@ -17,7 +17,6 @@ from redraft.heads.families.dflash import DFlash
 from redraft.heads.families.dspark import DSpark
 from redraft.heads.families.eagle3 import Eagle3
 from redraft.heads.families.medusa import Medusa
-from redraft.heads.families.mlp_speculator import MLPSpeculator
 from redraft.heads.families.peagle import PEagle
 from redraft.heads.families.standalone import StandaloneDraft
 from redraft.heads.nn.attention import _prepare
@@ -100,18 +99,6 @@ def of_medusa(
     return [draw_next(lm_head(block(hidden_D))) for block, lm_head in heads]
 
 
-def of_mlp_speculator(
-    head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any
-) -> Drafted:
-    row, token, drafted = len(prefix_ids) - 2, prefix_ids[-1], []
-    state_BTI = head._first_state(final_hidden(signal)[:, row : row + 1])
-    for i in range(num_tokens):
-        state_BTI = head.stage(i, state_BTI, torch.tensor([[token]]))
-        drafted.append(draw_next(head.head[i](state_BTI[0, 0])))
-        token = drafted[-1][0]
-    return drafted
-
-
 def of_peagle(
     head: Any, prefix_ids: Sequence[int], signal: Any, num_tokens: int, draw_next: Any
 ) -> Drafted:
@@ -173,7 +160,6 @@ def of_recurrent(
 DECODERS = {
     StandaloneDraft: of_standalone,
     Medusa: of_medusa,
-    MLPSpeculator: of_mlp_speculator,
     PEagle: of_peagle,
     DFlash: of_dflash,
 }

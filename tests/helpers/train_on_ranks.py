@@ -37,7 +37,6 @@ from redraft.heads.families import (
     eagle1,
     eagle3,
     medusa,
-    mlp_speculator,
     mtp,
     peagle,
 )
@@ -88,9 +87,6 @@ FAMILIES: dict[str, Callable[[Any], nn.Module]] = {
         EVERY_THIRD,
     ),
     "medusa": lambda target: medusa.Medusa(medusa.Config(), Target.from_model(target)),
-    "mlp_speculator": lambda target: mlp_speculator.MLPSpeculator(
-        mlp_speculator.Config(), Target.from_model(target)
-    ),
     "mtp": lambda target: mtp.Mtp(mtp.Config(), Target.from_model(target)),
     "mtp-moe": lambda target: mtp.Mtp(mtp.Config(), Target.from_model(target)),
 }

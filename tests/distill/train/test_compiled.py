@@ -187,10 +187,10 @@ def test_a_compiled_draft_has_the_names_of_any_other_and_its_export_loads(tmp_pa
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_has_layers_to_compile_but_one_of_single_matrices(name: str) -> None:
+def test_every_family_has_layers_to_compile(name: str) -> None:
     layers = draft_layers(make_draft(name, make_family_target(name)))
-    assert bool(layers) == (name != "mlp_speculator")
-    if name not in ("medusa", "mlp_speculator"):
+    assert layers
+    if name != "medusa":
         assert all(any("attn" in child for child, _ in layer.named_children()) for layer in layers)
     assert len(set(map(id, layers))) == len(layers)
 

@@ -27,7 +27,6 @@ FAMILIES = [
     "dspark",
     "peagle",
     "medusa",
-    "mlp_speculator",
     "mtp",
     "mtp-moe",
 ]

@@ -28,7 +28,6 @@ from redraft.heads.families import (
     eagle1,
     eagle3,
     medusa,
-    mlp_speculator,
     mtp,
     peagle,
 )
@@ -81,10 +80,6 @@ def make_dspark(target: Target, ids: Tensor | None = DRAFT_IDS, **options: Any) 
 
 def make_medusa(target: Target) -> Any:
     return medusa.Medusa(medusa.Config(), target)
-
-
-def make_speculator(target: Target) -> Any:
-    return mlp_speculator.MLPSpeculator(mlp_speculator.Config(), target)
 
 
 def make_pair(
@@ -206,7 +201,6 @@ UNBROKEN = {
         "eagle3",
     ),
     "medusa": (lambda folder: make_pair(folder, make_medusa), "medusa"),
-    "mlp_speculator": (lambda folder: make_pair(folder, make_speculator), None),
     "mtp, stitched": (lambda folder: make_mimo(folder, alone=False), "mtp"),
     "mtp, alone": (lambda folder: make_mimo(folder, alone=True), "mtp"),
     "standalone": (make_standalone, "draft_model"),
@@ -840,8 +834,7 @@ def test_a_standalone_draft_with_fewer_rows(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_checked_is_said(tmp_path: Path) -> None:
-    said = list(notes(read(*make_pair(tmp_path, make_speculator))))
-    assert any(re.search("proposer.*MLPSpeculator", each) for each in said)
+    said = list(notes(read(*make_pair(tmp_path, make_medusa))))
     assert any("manifest.json" in note for note in said)
     assert any("provenance.json" in note for note in said)
     folders = make_pair(tmp_path / "long", make_eagle3)

@@ -157,6 +157,11 @@ KNOWN: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         ("layers.0.hidden_norm.weight",),
         "an EAGLE-3 head narrower or wider than its target",
     ),
+    "MLPSpeculator": (
+        {"architectures": ["MLPSpeculatorPreTrainedModel"]},
+        ("speculator.emb.0.weight",),
+        "an MLPSpeculator: vLLM has no method to serve it",
+    ),
     "Hydra": ({"architectures": ["HydraModel"]}, ("hydra_head.0.weight",), "a Hydra head"),
     "ModelOpt, quantized": (
         {"architectures": ["LlamaForCausalLMEagle3"], "quantization_config": {"quant_algo": "FP8"}},

@@ -101,15 +101,14 @@ def test_the_next_vllm_takes_the_same_parameters(next_vllm, installed_vllm):
 
 
 @pytest.mark.slow
-def test_the_next_vllm_has_neither_medusa_nor_mlp_speculators(next_vllm, installed_vllm):
-    """`redraft serve` refuses them by the table of families.
+def test_the_next_vllm_has_no_medusa(next_vllm, installed_vllm):
+    """`redraft serve` refuses it by the table of families.
 
-    If vLLM had them again, it should not.
+    If vLLM had it again, it should not.
     """
     files = [
         "v1/spec_decode/medusa.py",
         "model_executor/models/medusa.py",
-        "model_executor/models/mlp_speculator.py",
     ]
     assert [file for file in files if (next_vllm.folder / file).is_file()] == []
     assert (installed_vllm.folder / files[0]).is_file()

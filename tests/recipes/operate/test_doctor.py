@@ -17,8 +17,6 @@ from redraft.distill.doctor.label_probe import label_probe
 from redraft.eval.machine import BREAK_CPU_ENGINE, Facts, describe, diagnose, gather
 from redraft.heads.families.eagle1 import Config as Eagle1Config
 from redraft.heads.families.eagle1 import Eagle1
-from redraft.heads.families.mlp_speculator import Config as SpeculatorConfig
-from redraft.heads.families.mlp_speculator import MLPSpeculator
 from redraft.heads.files.artifact import publish
 from redraft.heads.files.checkpoint import load_tokenizer
 from redraft.heads.files.folder import fingerprint
@@ -240,15 +238,6 @@ def test_problems_keep_the_engine_from_being_started(random_target, tmp_path, ca
     flags = make_head(random_target, tmp_path / "draft") | {"engine": True}
     assert status(**flags, method="medusa") == 1
     assert "not run in the engine" in capsys.readouterr().out
-
-
-def test_mlp_speculator_is_checked_without_the_engine(random_target, tmp_path, capsys):
-    head = MLPSpeculator(
-        SpeculatorConfig(), Target.from_model(LlamaForCausalLM.from_pretrained(random_target))
-    )
-    head.export(tmp_path / "draft")
-    assert status(target=str(random_target), draft=str(tmp_path / "draft")) == 0
-    assert re.search("proposer.*MLPSpeculator", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

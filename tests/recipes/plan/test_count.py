@@ -833,7 +833,7 @@ def test_a_step_that_does_not_fit_computes_activations_again_and_then_has_fewer_
     [
         *((name, "num_steps") for name in ("eagle1", "eagle3", "mtp", "peagle")),
         *((name, "block_size") for name in ("dflash", "dspark")),
-        *(("medusa", "num_heads"), ("mlp-speculator", "num_stages")),
+        ("medusa", "num_heads"),
     ],
 )
 def test_the_number_of_steps_changes_one_option(family: str, option: str) -> None:
@@ -903,11 +903,9 @@ def test_a_family_that_cannot_run_is_told_and_the_others_go_on(
 
     monkeypatch.setattr(gpu, "time_step", run)
     cfg = gpu.Config(target=tiny_target, batch_size=1, sequence_length=32, documents=1)
-    gpu.measure_all(
-        cfg, ("medusa", "mtp", "eagle1", "mlp-speculator"), cpu, "a CPU", rounds=1, output=out
-    )
+    gpu.measure_all(cfg, ("medusa", "mtp", "eagle1", "eagle3"), cpu, "a CPU", rounds=1, output=out)
     report = json.loads(out.read_text())
-    assert [result["family"] for result in report["results"]] == ["medusa", "mlp_speculator"]
+    assert [result["family"] for result in report["results"]] == ["medusa", "eagle3"]
     assert written == [0, 1, 1], "the file is written after every family"
     (mtp, eagle1) = report["left_out"]
     assert (mtp["family"], mtp["target"]) == ("mtp", tiny_target)

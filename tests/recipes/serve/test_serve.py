@@ -43,9 +43,9 @@ TENSORS = {
     "mtp": "model.mtp_layers.0.weight",
     "peagle": "mask_hidden",
     "dflash": "hidden_norm.weight",
-    "mlp_speculator": "speculator.emb.0.weight",
+    "hydra": "hydra_head.0.weight",
 }
-"""A tensor by which a draft of each method is recognised."""
+"""A tensor by which a draft of each kind is recognised."""
 
 
 def parse(*arguments):
@@ -222,8 +222,8 @@ def test_the_template_is_served_with_the_arguments_of_the_training(tmp_path):
 
 
 def test_a_draft_that_vllm_has_no_proposer_for_is_told_before_it_starts(tmp_path):
-    write_draft(tmp_path, "mlp_speculator")
-    with pytest.raises(ValueError, match="mlp_speculator"):
+    write_draft(tmp_path, "hydra")
+    with pytest.raises(ValueError, match="Hydra"):
         server_command(parse("target", "--draft", str(tmp_path)))
 
 

@@ -40,7 +40,7 @@ from redraft.heads.files.provenance import read_provenance
 from redraft.heads.files.tensors import read_tensors
 from redraft.heads.target import Target
 
-FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp", "mlp_speculator")
+FAMILIES = ("eagle3", "dflash", "dspark", "peagle", "eagle1", "medusa", "mtp")
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 SMALL = Loop(steps=2, batch_size=2, sequence_length=128, eval_every=2, eval_batches=1, save_every=1)
@@ -77,7 +77,7 @@ def make_settings(name: str, target: Path, data: Path, output: Path, **changes: 
         data=replace(
             demo.data, source=str(data), held_out=0.2, num_prompts=3, max_prompt_tokens=128
         ),
-        prove=replace(demo.prove, engine=name == "mlp_speculator", max_tokens=8),
+        prove=replace(demo.prove, engine=False, max_tokens=8),
         output=output,
         mixed_precision="no",
         **{"loop": SMALL, **sizes, **changes},
@@ -150,14 +150,6 @@ def test_the_metrics_hold_the_gradient_norm_and_the_learning_rate(
     assert [entry["lr"] for entry in steps] == pytest.approx([5e-4, 1e-3, 1e-3, 5.5e-4])
     assert all(0 < entry["grad_norm"] < 100 for entry in steps)
     assert len({entry["grad_norm"] for entry in steps}) == 4
-
-
-def test_a_head_that_vllm_cannot_serve_has_a_forecast_only(
-    random_target: Path, data: Path, tmp_path: Path
-) -> None:
-    report = run("mlp_speculator", random_target, data, tmp_path / "run")
-    assert "engine" not in report
-    assert report["offline"]["tau_forecast"] >= 1
 
 
 def test_eagle3_keeps_the_ids_that_are_labels_most_often(
@@ -473,7 +465,6 @@ BAD = [
     ),
     ("medusa", {"head": {"num_heads": 200}}, r"\b128\b"),
     ("medusa", {"head": {"num_heads": 2}}, r"^3 .*\b2\b"),
-    ("mlp_speculator", {"head": {"num_stages": 2}}, r"^3 .*\b2\b"),
     ("mtp", {"head": {"as_mimo": False}}, "MTP"),
     ("eagle1", {"init": "native"}, "--init native.*EAGLE-1.*random"),
     ("medusa", {"layout": "speculators"}, "--layout speculators.*Medusa"),
