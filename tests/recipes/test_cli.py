@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,10 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 from parse_flags import parse
+from waiting import wait_until
 
 from benchmarks.studies import heads
 from benchmarks.studies.presets import make_preset
 from redraft.distill.run.run_config import Prove
+from redraft.eval.engine.process import free_port
 from redraft.heads.catalog import list_trained
 from redraft.recipes.cli.commands import list_recipes
 from redraft.recipes.cli.run import (
@@ -529,3 +532,32 @@ def test_a_reader_that_has_read_enough_is_no_error():
     process.stdout.close()
     assert process.wait(60) == 0
     assert process.stderr.read() == ""
+
+
+def test_a_tap_outlives_the_reader_of_its_output(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "redraft.recipes.cli",
+        "tap",
+        f"http://127.0.0.1:{free_port()}",
+    ]
+    command += ["--target", str(tmp_path), "--spool", str(tmp_path / "spool"), "--admin-port", "0"]
+    tap = subprocess.Popen(
+        [*command, "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        tap.stdout.close()  # its first line is a broken pipe
+        wait_until(lambda: is_listening(port) or tap.poll() is not None)
+        assert tap.poll() is None
+    finally:
+        tap.terminate()
+        tap.wait()
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
