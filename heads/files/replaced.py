@@ -113,7 +113,7 @@ def _remove(path: Path) -> None:
 
 
 def _places(path: Path) -> set[Path]:
-    """Where a path is: by its name in its real folder, and where its links lead."""
+    """A path by its name in its real folder, and by the target of its links."""
     return {path.parent.resolve() / path.name, path.resolve()}
 
 
