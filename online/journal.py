@@ -24,6 +24,7 @@ over rotation and restarts. Only one process writes. Every line ends with a chec
 a kill or damaged is skipped.
 """
 
+import json
 import logging
 import numbers
 import re
@@ -37,13 +38,16 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
+from redraft.heads.files.printable import printable
+
 logger = logging.getLogger("redraft.journal")
 
 NUM_FILES = 8  # Number of files of a full journal. Unlinking the oldest forgets an eighth of it.
 MAX_REASON_CHARS = 500  # Longer reasons are cut: they may quote a server's answer.
+_NOT_ASCII = re.compile(r"[^ -~]")
 
-Identifier = Annotated[str, msgspec.Meta(pattern=r"^\S+$", max_length=200)]
-"""An address, a version, a code: no spaces."""
+Identifier = Annotated[str, msgspec.Meta(pattern=r"^[^\s\x00-\x1f\x7f-\x9f]+\Z", max_length=200)]
+"""An address, a version, a code: no spaces, no control characters."""
 MAX_LABEL_CHARS = 64
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]  # of the client; empty without one
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
@@ -225,7 +229,8 @@ class Journal:
         """
         fields = msgspec.to_builtins(entry, enc_hook=_to_python) | {"time_s": self._clock()}
         if "reason" in fields:
-            fields["reason"] = " ".join(fields["reason"].split())[:MAX_REASON_CHARS]
+            reason = printable(" ".join(fields["reason"].split()))
+            fields["reason"] = reason[:MAX_REASON_CHARS]
         try:
             # A round trip: msgspec checks only when it decodes. NaN and infinities become null.
             entry = cast(E, _decoder.decode(_encoder.encode(fields)))
@@ -296,9 +301,10 @@ class Journal:
 def to_stderr(entry: Entry) -> None:
     """An observer that makes the journal the log of the process.
 
-    The same lines, for any log collector.
+    The same lines in ASCII, for any log collector: clients choose the names of domains.
     """
-    sys.stderr.write(_encoder.encode(entry).decode() + "\n")
+    line = _encoder.encode(entry).decode()
+    sys.stderr.write(_NOT_ASCII.sub(lambda char: json.dumps(char[0])[1:-1], line) + "\n")
 
 
 def _to_python(value: object) -> Any:

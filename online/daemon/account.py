@@ -1,5 +1,7 @@
 """The learner's account of itself: what it writes into the journal, as typed entries."""
 
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,11 +29,15 @@ from redraft.online.learning.trainer import Trainer
 
 T = TypeVar("T")
 
+OTHER_REASON_S = 60.0
+"""Shortest time between two reasons of one fault: a server may give another one at every look."""
+
 
 class Account:
-    def __init__(self, journal: Journal) -> None:
-        self.journal = journal
-        self._faults: set[tuple[str, str]] = set()  # name and detail of faults that last
+    def __init__(self, journal: Journal, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.journal, self._now_s = journal, now_s
+        self._faults: dict[tuple[str, str], tuple[str, float]] = {}
+        """Reason of each fault that lasts, by name and detail, and when it was written."""
 
     def write(self, entry: Entry) -> None:
         self.journal.write(entry)
@@ -55,18 +61,18 @@ class Account:
         )
 
     def begin_fault(self, what: str, detail: str, reason: str = "") -> None:
-        """A fault that lasts: written once, when it begins."""
-        if (what, detail) not in self._faults:
-            self._faults.add((what, detail))
+        """A fault that lasts: written when it begins, and with another reason after a while."""
+        now_s = self._now_s()
+        known, written_s = self._faults.get((what, detail), (None, -math.inf))
+        if known is None or (reason != known and now_s - written_s >= OTHER_REASON_S):
+            self._faults[what, detail] = (reason, now_s)
             self.fault(what, reason, detail)
 
     def end_faults(self, *names: str, detail: str | None = None) -> None:
         """Forget these faults, so that they are written when they begin again."""
-        self._faults = {
-            (what, its)
-            for what, its in self._faults
-            if what not in names or detail not in (None, its)
-        }
+        for what, its in list(self._faults):
+            if what in names and detail in (None, its):
+                del self._faults[what, its]
 
     def load_or_set_aside(
         self, load: Callable[[Path], T], path: Path, otherwise: T, consequence: str

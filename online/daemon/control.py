@@ -8,6 +8,7 @@ The right to enter the folder is the right to ask. Only the learner's user has i
 import asyncio
 import json
 import os
+import reprlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from redraft.heads.files.printable import printable
 from redraft.online.learning.gate import Decision
 
 SOCKET = "control.sock"
@@ -63,14 +65,17 @@ async def serve(folder: Path, answer: Answer) -> AsyncIterator[None]:
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            request = json.loads(await reader.readline())
+            try:
+                request = json.loads(await reader.readline())
+            except RecursionError as error:
+                raise ValueError("nested too deep") from error
             reply: object
             try:
                 reply = await answer(request)
             except (ValueError, OSError, KeyError) as error:
                 reply = {"error": str(error)}
             except Exception as error:  # whoever asked would wait for an answer
-                reply = {"error": f"the request {request!r:.200} failed: {error!r:.400}"}
+                reply = {"error": f"the request {reprlib.repr(request)} failed: {error!r:.400}"}
             writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()
         except (ValueError, ConnectionError):
@@ -109,10 +114,19 @@ async def ask(folder: Path, answer: type[T], **request: Any) -> T:
         writer.close()
     if not line:
         raise NoLearnerError(f"the learner on {folder} ended before it answered")
-    reply = json.loads(line)
+    reply = _make_printable(json.loads(line))
     if "error" in reply:
         raise ValueError(reply["error"])
     return msgspec.convert(reply, answer)
+
+
+def _make_printable(value: Any) -> Any:
+    """A reply quotes servers and clients, for a terminal."""
+    if isinstance(value, dict):
+        return {key: _make_printable(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_make_printable(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 @contextmanager

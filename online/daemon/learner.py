@@ -58,7 +58,7 @@ from redraft.online.records.origin import stored_name
 from redraft.online.records.spool import is_in_memory
 
 INGEST_POLL_S = 0.2
-SERVER_FAULTS = ("server_unreachable", "server_nonsense")
+SERVER_FAULTS = ("server_unreachable", "server_refuses", "server_nonsense")
 REST_S = 60.0  # between two orders to the other ranks, whose wait must not time out
 
 

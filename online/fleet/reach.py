@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 import httpcore
 import httpx
 
+from redraft.heads.files.printable import printable
+
 REFUSED = "nothing listens at this address: start the server, or correct the address"
 UNKNOWN_NAME = "nobody knows this name here: correct the address, or the name server"
 NO_ROUTE = "no network leads there: correct the address, or the route"
@@ -60,7 +62,7 @@ def explain(error: BaseException) -> str:
             cause, httpx.RemoteProtocolError | httpcore.RemoteProtocolError
         ) and "illegal" in str(cause):
             return IS_TLS
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return printable((str(error) or type(error).__name__).splitlines()[0])
 
 
 def explain_answer(status: int, headers: Iterable[tuple[bytes, bytes]]) -> str:

@@ -20,6 +20,7 @@ import httpx
 import msgspec
 
 from redraft.eval.counts import AcceptanceCounts
+from redraft.heads.files.printable import printable
 from redraft.online.fleet.reach import UNIX_SOCKET, explain, explain_answer
 from redraft.online.fleet.registry import Identity, Registry
 from redraft.online.journal import Identifier
@@ -42,6 +43,11 @@ MAX_POSITIONS = 256
 PACED = "pace auto"  # Prefix of the pace line if a server drafts only while that is faster.
 MAX_PACE_CHARS = 400  # Longest line about the pace of a server.
 MAX_DOMAINS = 64  # Domains whose counters are read from a server. It counts 33 at most.
+CURES = {
+    401: ". Give the learner the token that the server was started with",
+    404: ". Start it with redraft serve",
+}
+"""By status, for an answer of the server itself."""
 ALARM_TAU = 1.05  # a draft below is useless: wrong weights, or made for another target
 ALARM_DRAFTS = 200  # before ALARM_TAU applies: at tau 1.5 there is practically no false alarm
 
@@ -211,7 +217,9 @@ class FleetServer:
         content = await self._request("GET", "/redraft/status", STATUS_TIMEOUT_S)
         try:
             body = _status_decoder.decode(content)
-            by_domain = {name: _read_positions(pairs) for name, pairs in body.positions.items()}
+            by_domain = {
+                printable(name): _read_positions(pairs) for name, pairs in body.positions.items()
+            }
             return Status(
                 boot=body.server_id,
                 draft_version=body.draft_version,
@@ -221,9 +229,9 @@ class FleetServer:
                 drafting=_read_drafting(body),
                 lost=_count_lost(body.capture or {}),
                 manifest_sha256=body.manifest_sha256,
-                capture_off=body.capture_off,
-                swap_off=body.swap_off,
-                notes=body.notes,
+                capture_off=printable(body.capture_off),
+                swap_off=printable(body.swap_off),
+                notes=tuple(map(printable, body.notes)),
                 pace=body.pace.line if body.pace else "",
                 total=_read_total(body, by_domain) if body.draft_version else None,
                 by_domain=by_domain,
@@ -296,16 +304,17 @@ class FleetServer:
             raise UnreachableError(f"{self.url} cannot be understood: {reason}") from error
         if code != 200 or foreign:
             reason = foreign or self._quote(content.decode(errors="replace"))
-            cure = ". Start it with redraft serve" if code == 404 and not foreign else ""
+            cure = "" if foreign else CURES.get(code, "")
             raise RefusedError(f"{self.url} answers {method} {path} with {code}: {reason}{cure}")
         return content
 
     def _quote(self, words: str) -> str:
-        """The beginning of a server's words.
+        """The beginning of a server's words, printable.
 
         A page about an error may repeat the headers, with our token.
         """
-        return (words.replace(self.token, "***") if self.token else words)[:MAX_QUOTED]
+        words = words.replace(self.token, "***") if self.token else words
+        return printable(words[:MAX_QUOTED])
 
     async def _exchange(
         self, method: str, path: str, json: object, headers: dict[str, str]

@@ -30,7 +30,9 @@ from redraft.online.journal import Journal, SwapEntry, SwapOutcome
 class Observation:
     server: FleetServer
     status: Status | None  # None if it did not answer in time, or not with a status.
-    fault: str = ""  # `server_unreachable` or `server_nonsense`; empty if it answered as it should.
+    fault: str = ""
+    """`server_unreachable`, `server_refuses` or `server_nonsense`; empty if it answered as it should.
+    """
     reason: str = ""
     since_last: AcceptanceCounts = field(default_factory=AcceptanceCounts.zero)
     lost: Counter[str] = field(default_factory=Counter)  # by reason, since the previous look
@@ -55,13 +57,16 @@ class Watch:
         self._looks: dict[FleetServer, asyncio.Task[Observation]] = {}
         self._last: dict[FleetServer, Status] = {}
         self._window: dict[FleetServer, Status] = {}
+        self._faulty: dict[FleetServer, Observation] = {}
 
     async def look(self) -> list[Observation]:
         """Every server as it is now. Never raises for a server's failure."""
-        for gone in {*self._last, *self._looks} - set(self.servers):  # former servers
+        for gone in {*self._last, *self._looks, *self._faulty} - set(
+            self.servers
+        ):  # former servers
             if gone in self._looks:
                 self._looks.pop(gone).cancel()
-            for known in (self._last, self._window):
+            for known in (self._last, self._window, self._faulty):
                 known.pop(gone, None)
         for server in self.servers:
             if server not in self._looks:
@@ -79,8 +84,16 @@ class Watch:
 
     def _take(self, server: FleetServer) -> Observation:
         if self._looks[server].done():
-            return self._looks.pop(server).result()
-        # The task stays in `_looks`, for the next look to take.
+            observation = self._looks.pop(server).result()
+            if observation.fault:
+                self._faulty[server] = observation
+            else:
+                self._faulty.pop(server, None)
+            return observation
+        # The task stays in `_looks`, for the next look to take. It may bring the same fault again,
+        # so a server that hangs does not change its reason at every look.
+        if server in self._faulty:
+            return self._faulty[server]
         reason = f"{server.url} has not answered for {self.patience_s:.0f} s"
         return Observation(server=server, status=None, fault="server_unreachable", reason=reason)
 
@@ -88,7 +101,9 @@ class Watch:
         try:
             status = await server.status()
         except (UnreachableError, RefusedError) as error:
-            fault = "server_nonsense" if isinstance(error, NonsenseError) else "server_unreachable"
+            fault = "server_unreachable"
+            if isinstance(error, RefusedError):
+                fault = "server_nonsense" if isinstance(error, NonsenseError) else "server_refuses"
             return Observation(server=server, status=None, fault=fault, reason=str(error))
         # By default against itself: nothing is lost and nothing counted at the first look.
         last = self._last.get(server, status)

@@ -131,9 +131,7 @@ def build_overview(history: History, now_s: float, range_s: float = 0) -> Overvi
         gates=history.select(GateEntry)[-12:][::-1],
         staleness=staleness,
         swaps=_drop_repeats(swaps)[-30:][::-1],
-        faults=[fault for fault in history.select(FaultEntry) if fault.time_s > now_s - 86400][
-            -12:
-        ][::-1],
+        faults=_list_faults(history.select(FaultEntry), now_s),
     )
 
 
@@ -211,6 +209,16 @@ def _drop_repeats(swaps: Sequence[SwapEntry]) -> list[SwapEntry]:
         kept.pop(key, None)
         kept[key] = swap
     return list(kept.values())
+
+
+def _list_faults(faults: Sequence[FaultEntry], now_s: float) -> list[FaultEntry]:
+    """Those of the last day, the newest first; of one fault of one server the present reason."""
+    kept: dict[tuple[str, str | None], FaultEntry] = {}
+    for fault in faults:
+        if fault.time_s > now_s - 86400:
+            kept.pop((fault.what, fault.detail), None)
+            kept[fault.what, fault.detail] = fault
+    return list(kept.values())[-12:][::-1]
 
 
 def _build_points(buckets: dict[tuple[int, str], list[float]]) -> list[Point]:

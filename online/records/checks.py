@@ -31,7 +31,9 @@ MAX_STATE_SIZE = 1 << 20
 they only keep products of hostile numbers small.
 """
 
-_NUL, _CONTROL, _SPACE = re.compile(r"\0"), re.compile(r"[\0-\x1f]"), re.compile(r"[\0\s]")
+_NUL = re.compile(r"\0")
+_CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f]")
+_SPACE = re.compile(rf"\s|{_CONTROL.pattern}")
 IDENTIFIERS = (
     ("server_id", MAX_NAME_CHARS, _CONTROL),
     ("target_fingerprint", MAX_NAME_CHARS, _CONTROL),

@@ -21,6 +21,7 @@ from nats.errors import Error as NatsError
 from nats.errors import NoServersError
 from nats.js.errors import NotFoundError
 
+from redraft.heads.files.printable import printable
 from redraft.online.records.nats_config import Nats, hide_credentials, parse_addresses
 
 CONNECT_TIMEOUT_S = 5
@@ -131,7 +132,7 @@ def wrap_broker_errors(ingest: str) -> Iterator[None]:
         raise
     except (NatsError, OSError) as error:  # nats-py's timeouts are OSErrors
         raise BrokerError(
-            f"{hide_credentials(ingest)}: {str(error) or type(error).__name__}"
+            f"{hide_credentials(ingest)}: {printable(str(error)) or type(error).__name__}"
         ) from error
 
 

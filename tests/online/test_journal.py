@@ -23,6 +23,7 @@ import pytest
 from redraft.online import journal as journal_module
 from redraft.online.daemon.state import Phase as LearnerPhase
 from redraft.online.journal import (
+    AcceptanceEntry,
     BufferEntry,
     Entry,
     FaultEntry,
@@ -145,6 +146,22 @@ def test_a_long_reason_is_one_line_and_cut(tmp_path: Path):
     entry = Journal(tmp_path).write(StateEntry(phase="halted", reason="a\nb  c" + "x" * 1000))
     assert entry.reason.startswith("a b cxx")
     assert len(entry.reason) == journal_module.MAX_REASON_CHARS
+
+
+def test_no_word_of_others_reaches_a_terminal_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    journal = Journal(tmp_path, observers=[to_stderr])
+    written = journal.write(FaultEntry(what="x", reason="a \x1b[2J\r\n{} \x9b\u202e"))
+    assert written.reason == r"a \x1b[2J {} \x9b\u202e"
+    label = "Zürich \x1b[2J\x9b\u202e\U000e0001"
+    journal.write(AcceptanceEntry(domain=label, draft_version="v1", drafts=1, accepted=1, tau=2.0))
+    log = capsys.readouterr().err
+    assert all(line.isascii() and line.isprintable() for line in log.splitlines())
+    assert json.loads(log.splitlines()[1])["domain"] == label
+    for name in ("v\x1b[2J", "v\x9b", "v1\n", "v\x7f"):
+        with pytest.raises(ValueError, match="what"):
+            journal.write(FaultEntry(what=name))
 
 
 def test_reading_goes_on_behind_the_offset(tmp_path: Path):

@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 import time
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -89,6 +90,62 @@ async def test_looks_at_the_others_return_after_the_patience_and_count_every_dra
 
         await until(is_well)
         await watch.aclose()
+
+
+@in_event_loop
+async def test_a_server_that_hangs_on_has_one_reason(deadlines):
+    fake = FakeServer(Traffic(), trouble={STATUS: "hang"})
+    async with running(fake) as servers:
+        watch = Watch(servers, patience_s=0.05)
+        first = (await watch.look())[0]
+        found = first
+        while found.reason == first.reason:  # until its deadline
+            (found,) = await watch.look()
+        assert {(await watch.look())[0].reason for _ in range(5)} == {found.reason}
+        await watch.aclose()
+
+
+@pytest.mark.parametrize(("code", "cure"), [(401, "token"), (403, "forbidden"), (404, "serve")])
+@in_event_loop
+async def test_a_server_that_refuses_is_told_from_one_that_is_away(code, cure):
+    async with answering(code, b"forbidden") as server:
+        watch = Watch([server])
+        (found,) = await watch.look()
+    assert found.fault == "server_refuses"
+    assert str(code) in found.reason
+    assert cure in found.reason
+
+
+@in_event_loop
+async def test_the_words_of_a_server_reach_no_terminal_as_they_are(tmp_path):
+    words = b"\x1b]0;owned\x07 \x1b[2J\r\nredraft: all is well \xc2\x9b"
+    async with answering(503, words) as server:
+        with pytest.raises(RefusedError) as refusal:
+            await server.status()
+    assert str(refusal.value).isprintable()
+    fake = FakeServer(Traffic())
+    async with running(fake) as (one,):
+        status = json.loads((await one._request("GET", STATUS, 5)).decode())
+        odd = {"capture_off": "a\x1b[2J", "swap_off": "b\nc", "notes": ["\x9b"]}
+        fake.answers = {STATUS: json.dumps(status | odd).encode()}
+        found = await one.status()
+    assert all(map(str.isprintable, [found.capture_off, found.swap_off, *found.notes]))
+
+
+@asynccontextmanager
+async def answering(code, content):
+    """A server that answers everything so."""
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+        writer.write(head % (code, len(content)) + content)
+        writer.close()
+
+    listener = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with listener, httpx.AsyncClient() as http:
+        port = listener.sockets[0].getsockname()[1]
+        yield FleetServer(f"http://127.0.0.1:{port}", TOKEN, http)
 
 
 @in_event_loop

@@ -24,7 +24,14 @@ from starlette.testclient import TestClient
 from waiting import until
 
 from redraft.eval.engine.process import free_port
-from redraft.online.journal import AcceptanceEntry, BufferEntry, Journal, StateEntry, SwapEntry
+from redraft.online.journal import (
+    AcceptanceEntry,
+    BufferEntry,
+    FaultEntry,
+    Journal,
+    StateEntry,
+    SwapEntry,
+)
 from redraft.online.page.app import build_app, serve_in_background
 from redraft.online.page.headline import Headline, format_duration, shorten_version
 from redraft.online.page.history import History
@@ -130,6 +137,18 @@ def test_a_first_draft_that_a_paced_server_leaves_off_is_no_fault(tmp_path: Path
     swap(journal, "v000002", "v000001")
     accept(journal, "v000002", 500, 1.01, pace="pace auto: 0 tokens at 1")
     assert look(journal, clock.now_s).headline.tone == "bad"
+
+
+def test_of_one_fault_of_one_server_the_present_reason_is_shown(tmp_path: Path):
+    journal, clock = make_empty(tmp_path)
+    for server, reason in (("a:1", "nothing listens"), ("b:1", "nothing listens"), ("a:1", "401")):
+        clock.now_s += 60
+        journal.write(FaultEntry(what="server_unreachable", detail=server, reason=reason))
+    faults = look(journal, clock.now_s).faults
+    assert [(fault.detail, fault.reason) for fault in faults] == [
+        ("a:1", "401"),
+        ("b:1", "nothing listens"),
+    ]
 
 
 def test_old_numbers_are_said_to_be_old(tmp_path: Path):
